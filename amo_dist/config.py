@@ -1,0 +1,151 @@
+"""Configuration of the optimizers: frozen dataclasses, validated on construction."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def _require(condition: bool, field: str, found: object, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{field}: found {found!r}, expected {expected}")
+
+
+def _require_choice(field: str, found: object, choices: Sequence[str]) -> None:
+    _require(found in choices, field, found, f"one of {', '.join(map(repr, choices))}")
+
+
+def _require_int(field: str, found: object, minimum: int) -> None:
+    is_int = isinstance(found, int) and not isinstance(found, bool)
+    _require(is_int and found >= minimum, field, found, f"an integer >= {minimum}")  # type: ignore[operator]
+
+
+def _require_real(field: str, found: object, expected: str, low: float, high: float) -> None:
+    is_real = isinstance(found, (int, float)) and not isinstance(found, bool)
+    _require(is_real and math.isfinite(found) and low <= found <= high, field, found, expected)  # type: ignore[arg-type, operator]
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class MuonConfig:
+    """What every optimizer of the Muon family shares.
+
+    Each field can be set from TOML under the same name. Errors are ``ValueError`` and name the
+    field, what was found and what was expected.
+    """
+
+    momentum: float = 0.95
+    """Decay of the momentum buffer, ``B = momentum * B + G``; in [0, 1)."""
+    nesterov: bool = True
+    """Orthogonalize ``G + momentum * B`` instead of ``B``."""
+    update_scale: float = 0.2
+    """The update is ``update_scale * sqrt(max(m, n))`` times the orthogonalized momentum."""
+    ns_dtype: str = "bfloat16"
+    """Dtype of the Newton-Schulz products, and of matrices on the wire."""
+    momentum_dtype: str = "float32"
+    """Dtype in which momentum is kept, whatever the dtype of the parameter."""
+    ownership: str = "round_robin"
+    """How matrices are dealt to ranks: ``round_robin`` or ``balanced`` (longest job first)."""
+    owners: str = "mesh"
+    """Which ranks may own: any of the ``mesh``, or those of one ``replica`` each."""
+    bucket_bytes: int = 64 * 2**20
+    """Matrices travel in buckets of about this many bytes (a larger matrix has its own)."""
+    buckets_in_flight: int = 2
+    """How many buckets may be under way at once."""
+    nonfinite: str = "error"
+    """On a NaN or inf in a gradient on any rank: ``error``, or ``skip_step`` on all ranks."""
+    adamw_implementation: str = "foreach"
+    """PyTorch's AdamW for the rest of the parameters: ``foreach``, ``fused`` or ``for-loop``."""
+
+    def __post_init__(self) -> None:
+        _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
+        _require_real("update_scale", self.update_scale, "a number > 0", 5e-324, math.inf)
+        _require_choice("ns_dtype", self.ns_dtype, _DTYPES)
+        _require_choice("momentum_dtype", self.momentum_dtype, _DTYPES)
+        _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
+        _require_choice("owners", self.owners, ("mesh", "replica"))
+        _require_int("bucket_bytes", self.bucket_bytes, 1)
+        _require_int("buckets_in_flight", self.buckets_in_flight, 1)
+        _require_choice("nonfinite", self.nonfinite, ("error", "skip_step"))
+        _require_choice(
+            "adamw_implementation", self.adamw_implementation, ("foreach", "fused", "for-loop")
+        )
+        for field in ("nesterov",):
+            found = getattr(self, field)
+            _require(isinstance(found, bool), field, found, "true or false")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as plain JSON values."""
+        return dataclasses.asdict(self)
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class AMOConfig(MuonConfig):
+    """Adaptive Muon Orthogonalization: observe, plan once, glide to the plan, lock.
+
+    Defaults are those of the AMO paper for Qwen3-0.6B and Llama-3.1-760M.
+    """
+
+    observe_until: int = 1200
+    """``T_obs``: the last observation, and the plan, come at this optimizer step."""
+    observe_every: int = 150
+    """Observation interval in optimizer steps; must divide ``observe_until``."""
+    sample_size: int = 8
+    """Matrices of each operator type drawn for one observation (all, where there are fewer)."""
+    shrinkage: float = 0.7
+    """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]."""
+    transition_steps: int = 300
+    """``Delta``: optimizer steps from the uniform schedule to the plan; at least 1."""
+    base_steps: int = 5
+    """``T_base``: Newton-Schulz steps of every operator type before the plan."""
+    base_ell: float = 1e-3
+    """``ell_base``: the lower bound for which the uniform schedule is composed; in (0, 1]."""
+    budget_ratio: float = 1.0
+    """Planned Newton-Schulz work over that of the uniform schedule; > 0."""
+    min_steps: int = 3
+    """Fewest steps a type may get (relaxed, and logged, only where the budget is infeasible)."""
+    max_steps: int = 7
+    """Most steps a type may get (relaxed, and logged, only where the budget is infeasible)."""
+    planner: str = "exact"
+    """``exact`` (dynamic programming) or ``greedy`` (the paper's add, remove, transfer)."""
+    budget_unit: str = "steps"
+    """What the budget counts: ``steps``, or ``flops`` weighted by the matrices' shapes."""
+    seed: int = 42
+    """Seeds the draw of observed matrices."""
+
+    def __post_init__(self) -> None:
+        # The zero-argument form of super() fails here: slots=True makes a second class.
+        MuonConfig.__post_init__(self)
+        _require_int("observe_until", self.observe_until, 1)
+        _require_int("observe_every", self.observe_every, 1)
+        _require(
+            self.observe_until % self.observe_every == 0,
+            "observe_every",
+            self.observe_every,
+            f"a divisor of observe_until = {self.observe_until}",
+        )
+        _require_int("sample_size", self.sample_size, 1)
+        _require_real("shrinkage", self.shrinkage, "a number in [0, 1]", 0.0, 1.0)
+        _require_int("transition_steps", self.transition_steps, 1)
+        _require_int("base_steps", self.base_steps, 1)
+        _require_real("base_ell", self.base_ell, "a number in (0, 0.99]", 5e-324, 0.99)
+        _require_real("budget_ratio", self.budget_ratio, "a number > 0", 5e-324, math.inf)
+        _require_int("min_steps", self.min_steps, 1)
+        _require_int("max_steps", self.max_steps, self.min_steps)
+        _require_choice("planner", self.planner, ("exact", "greedy"))
+        _require_choice("budget_unit", self.budget_unit, ("steps", "flops"))
+        _require(
+            not (self.planner == "greedy" and self.budget_unit == "flops"),
+            "planner",
+            self.planner,
+            "'exact' with budget_unit = 'flops' (greedy knows only steps)",
+        )
+        _require_int("seed", self.seed, 0)
+
+    @property
+    def lock_step(self) -> int:
+        """The optimizer step at which the schedule locks, ``observe_until + transition_steps``."""
+        return self.observe_until + self.transition_steps
