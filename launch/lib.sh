@@ -1,0 +1,89 @@
+# shellcheck shell=bash
+# Shared by the scripts of this folder: a Python environment with the project in it.
+# Source it, then:
+#
+#   amo_activate train        # or several extras: amo_activate train,dev
+#
+# An active virtual environment (or conda environment) is used as it is; otherwise `.venv` in the
+# repository root is created and activated. An installed torch is kept, whatever its build. The
+# second call costs a fraction of a second: a stamp records what was installed.
+#
+# AMO_PYTHON  the interpreter `.venv` is made with (default python3)
+
+AMO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+AMO_TORCH_VERSION="2.13.0"
+
+amo_say() { printf '[amo] %s\n' "$*" >&2; }
+
+amo_die() {
+  printf '[amo] error: %s\n' "$*" >&2
+  exit 1
+}
+
+# Runs a command with its output in a log; shows the log's end only when the command fails.
+_amo_quietly() {
+  local log="$1"
+  shift
+  if ! "$@" >>"$log" 2>&1; then
+    tail -n 25 "$log" >&2
+    amo_die "failed: $* (whole log: $log)"
+  fi
+}
+
+_amo_create_venv() {
+  local python="${AMO_PYTHON:-python3}" options=()
+  command -v "$python" >/dev/null || amo_die "no $python found; set AMO_PYTHON to Python >= 3.10"
+  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
+    amo_die "$("$python" --version) is too old, Python >= 3.10 is needed; set AMO_PYTHON"
+  # A machine with an accelerator often has its torch in the system's Python: let .venv see it.
+  if "$python" -c 'import torch' >/dev/null 2>&1; then
+    options+=(--system-site-packages)
+  fi
+  amo_say "creating .venv with $("$python" --version)"
+  if ! "$python" -m venv ${options[@]+"${options[@]}"} "$AMO_ROOT/.venv"; then
+    rm -rf "$AMO_ROOT/.venv" # half of it would pass for a whole one at the next call
+    amo_die "cannot create .venv (on Debian and Ubuntu: apt install python3-venv)"
+  fi
+}
+
+# Everything on which the installation depends, in one word.
+_amo_fingerprint() {
+  python - "$AMO_ROOT" "$1" <<'PY'
+import hashlib, pathlib, sys
+
+root, extras = sys.argv[1:]
+project = pathlib.Path(root, "pyproject.toml").read_bytes()
+print(hashlib.sha256(repr((root, extras, sys.version, project)).encode()).hexdigest())
+PY
+}
+
+_amo_install() {
+  local extras="$1" log="$2" constraints
+  if ! python -c 'import torch' >/dev/null 2>&1; then
+    amo_say "installing torch $AMO_TORCH_VERSION"
+    _amo_quietly "$log" python -m pip install "torch==$AMO_TORCH_VERSION"
+  fi
+  constraints="$(mktemp)"
+  # Without this line pip may replace a torch that was built for the machine's accelerator.
+  python -c 'import torch; print(f"torch=={torch.__version__}")' >"$constraints"
+  amo_say "installing the project with extras [$extras] (some minutes the first time; log: $log)"
+  _amo_quietly "$log" python -m pip install -c "$constraints" -e "$AMO_ROOT[$extras]"
+  rm -f "$constraints"
+}
+
+# amo_activate EXTRAS: activates an environment in which the project and its extras are installed.
+amo_activate() {
+  local extras="${1:-train}" prefix stamp fingerprint
+  if [[ -z "${VIRTUAL_ENV:-}" && -z "${CONDA_PREFIX:-}" ]]; then
+    [[ -x "$AMO_ROOT/.venv/bin/python" ]] || _amo_create_venv
+    # shellcheck disable=SC1091
+    source "$AMO_ROOT/.venv/bin/activate"
+  fi
+  prefix="$(python -c 'import sys; print(sys.prefix)')"
+  stamp="$prefix/.amo-installed-${extras//,/-}"
+  fingerprint="$(_amo_fingerprint "$extras")"
+  if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$fingerprint" ]]; then
+    _amo_install "$extras" "$prefix/amo-install.log"
+    printf '%s\n' "$fingerprint" 2>/dev/null >"$stamp" || true
+  fi
+}
