@@ -1,0 +1,106 @@
+"""The words the schedule wing shares: a schedule, a matrix, and the order of operator types."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+from collections.abc import Iterable
+from typing import TypeAlias
+
+Triple: TypeAlias = tuple[float, float, float]
+"""Coefficients ``(a, b, c)`` of one Newton-Schulz step, ``p(x) = a x + b x^3 + c x^5``."""
+
+PRECONDITIONERS = ("frobenius", "aol")
+"""How a matrix is scaled before the first step."""
+
+OPERATOR_TYPES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
+"""The operator types of a dense transformer block, in their declared order."""
+
+
+def sort_operator_types(operator_types: Iterable[str]) -> tuple[str, ...]:
+    """Put operator types in the order in which plans list them and break ties.
+
+    Args:
+        operator_types: Any names; duplicates are dropped.
+
+    Returns:
+        Those of ``OPERATOR_TYPES`` in their declared order, then the others alphabetically.
+    """
+    found = set(operator_types)
+    declared = tuple(name for name in OPERATOR_TYPES if name in found)
+    return declared + tuple(sorted(found.difference(OPERATOR_TYPES)))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Schedule:
+    """How matrices of one operator type are orthogonalized.
+
+    Raises:
+        ValueError: A field is malformed; the message names it.
+    """
+
+    coefficients: tuple[Triple, ...]
+    """One ``(a, b, c)`` per Newton-Schulz step; at least one."""
+    norm_scale: float = 1.01
+    """The input is divided by ``norm_scale`` times its Frobenius norm (unused under ``aol``)."""
+    preconditioner: str = "frobenius"
+    """``frobenius`` scales by the norm; ``aol`` scales rows by the Gram matrix instead."""
+
+    def __post_init__(self) -> None:
+        _check_coefficients(self.coefficients)
+        if not (_is_finite_float(self.norm_scale) and self.norm_scale > 0):
+            raise ValueError(f"norm_scale: found {self.norm_scale!r}, expected a finite float > 0")
+        if self.preconditioner not in PRECONDITIONERS:
+            choices = " or ".join(map(repr, PRECONDITIONERS))
+            raise ValueError(f"preconditioner: found {self.preconditioner!r}, expected {choices}")
+
+    @property
+    def num_steps(self) -> int:
+        """The number of Newton-Schulz steps, ``T``."""
+        return len(self.coefficients)
+
+    def digest(self) -> str:
+        """A hexadecimal SHA-256 of the exact bits: equal if and only if the schedules are."""
+        words = [self.preconditioner, self.norm_scale.hex()]
+        words += [value.hex() for triple in self.coefficients for value in triple]
+        return hashlib.sha256(" ".join(words).encode()).hexdigest()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatrixInfo:
+    """One matrix of the world's registry, wherever its pieces are.
+
+    Raises:
+        ValueError: A field is malformed; the message names it.
+    """
+
+    name: str
+    """Unique in the world: the parameter's name and the suffix of the matrix inside it."""
+    shape: tuple[int, int]
+    """Rows and columns of the whole matrix."""
+    operator_type: str
+    """The type that shares its schedule, e.g. ``attn_q``."""
+
+    def __post_init__(self) -> None:
+        for field, found in (("name", self.name), ("operator_type", self.operator_type)):
+            if not isinstance(found, str) or not found:
+                raise ValueError(f"{field}: found {found!r}, expected a non-empty string")
+        is_pair = isinstance(self.shape, tuple) and len(self.shape) == 2
+        if not is_pair or not all(type(size) is int and size > 0 for size in self.shape):
+            raise ValueError(f"shape: found {self.shape!r}, expected two integers > 0")
+
+
+def _is_finite_float(value: object) -> bool:
+    return type(value) is float and math.isfinite(value)
+
+
+def _check_coefficients(coefficients: object) -> None:
+    expected = "a non-empty tuple of (a, b, c), each a finite float"
+    is_tuple = isinstance(coefficients, tuple) and len(coefficients) > 0
+    if not is_tuple or not all(_is_triple(triple) for triple in coefficients):  # type: ignore[attr-defined]
+        raise ValueError(f"coefficients: found {coefficients!r}, expected {expected}")
+
+
+def _is_triple(triple: object) -> bool:
+    return isinstance(triple, tuple) and len(triple) == 3 and all(map(_is_finite_float, triple))
