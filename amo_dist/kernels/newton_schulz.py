@@ -1,0 +1,151 @@
+"""Newton-Schulz orthogonalization of plain local matrices.
+
+An odd quintic ``p(x) = a x + b x^3 + c x^5`` applied to a matrix acts on its singular values alone:
+``p(X) = a X + (b A + c A A) X`` with ``A = X X^T``. Composed polynomials that send every singular
+value in ``[ell, 1]`` close to one therefore send a matrix close to its polar factor, with matrix
+products only. Source: the AMO paper; the quintic form goes back to Muon (Jordan et al., 2024).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+Triple = tuple[float, float, float]
+
+PRECONDITIONERS = ("frobenius", "aol")
+
+
+@torch.no_grad()
+def orthogonalize(
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    *,
+    norm_scale: float = 1.01,
+    preconditioner: str = "frobenius",
+    dtype: torch.dtype = torch.bfloat16,
+    eps: float = 1e-7,
+) -> Tensor:
+    """Approximate the polar factor ``U V^T`` of each matrix ``U S V^T`` of a batch.
+
+    Each matrix is divided by its largest absolute entry in float32 (float64 where ``x`` or
+    ``dtype`` is), so that no entry that the input can hold overflows or vanishes in the norm, and
+    only then cast to ``dtype`` for the products. Nothing here waits for the device.
+
+    Args:
+        x: Matrices, shape ``(..., m, n)``, any floating dtype; not modified. Any size may be 0.
+        coefficients: One ``(a, b, c)`` for each step, at least one.
+        norm_scale: Safety factor ``s``: the first iterate is ``x / (s * ||x||_F + eps)``. Rounding
+            in ``dtype`` may push the largest singular value above one, where steep quintics
+            diverge; 1.01 prevents it. Has no part in ``"aol"``.
+        preconditioner: ``"frobenius"`` divides by the Frobenius norm. ``"aol"`` scales row ``i`` of
+            the short side by ``(sum_j |A_ij|)^-1/2`` with ``A = x x^T`` (almost-orthogonal layers,
+            as in Turbo-Muon), which bounds the singular values by one more tightly; the scaled
+            ``A`` serves the first step.
+        dtype: Floating dtype of the products and of the result.
+        eps: Added to the norm of the matrix of largest entry one, hence relative.
+
+    Returns:
+        Contiguous tensor of the shape of ``x`` in ``dtype``. An all-zero matrix gives zeros; one
+        with a NaN or infinite entry gives NaN in every entry.
+
+    Raises:
+        ValueError: fewer than two dims, a dtype that is not floating, no coefficients, an unknown
+            preconditioner, or ``norm_scale`` that is not positive.
+
+    On CPU a batch equals the loop over its matrices bit for bit (it is that loop: batched products
+    gain nothing there); on other devices a batch runs as batched products.
+    """
+    _validate(x, coefficients, norm_scale, preconditioner, dtype)
+    if x.numel() == 0:
+        return torch.zeros(x.shape, dtype=dtype, device=x.device)
+    args = (coefficients, norm_scale, preconditioner, dtype, eps)
+    if x.dim() == 2:
+        return _orthogonalize(x, *args)
+    batch = x.reshape(-1, *x.shape[-2:])
+    if x.device.type != "cpu":
+        return _orthogonalize(batch, *args).view(x.shape)
+    out = torch.empty(batch.shape, dtype=dtype, device=x.device)
+    for matrix, result in zip(batch, out, strict=True):
+        result.copy_(_orthogonalize(matrix, *args))
+    return out.view(x.shape)
+
+
+def _validate(
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    norm_scale: float,
+    preconditioner: str,
+    dtype: torch.dtype,
+) -> None:
+    if x.dim() < 2:
+        raise ValueError(f"x: found shape {tuple(x.shape)}, expected (..., m, n)")
+    for field, found in (("x.dtype", x.dtype), ("dtype", dtype)):
+        if not found.is_floating_point:
+            raise ValueError(f"{field}: found {found}, expected a floating dtype")
+    if len(coefficients) == 0:
+        raise ValueError("coefficients: found none, expected one (a, b, c) for each step")
+    if not norm_scale > 0:
+        raise ValueError(f"norm_scale: found {norm_scale!r}, expected a number > 0")
+    if preconditioner not in PRECONDITIONERS:
+        raise ValueError(
+            f"preconditioner: found {preconditioner!r}, expected one of {PRECONDITIONERS}"
+        )
+
+
+def _orthogonalize(
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    norm_scale: float,
+    preconditioner: str,
+    dtype: torch.dtype,
+    eps: float,
+) -> Tensor:
+    """The same for one matrix ``(m, n)`` or one batch ``(b, m, n)``, not empty."""
+    is_tall = x.shape[-2] > x.shape[-1]
+    unit = _scale_largest_entry_to_one(x.mT if is_tall else x, dtype)
+    gram: Tensor | None = None
+    if preconditioner == "aol":
+        iterate, gram = _precondition_aol(unit, dtype)
+    else:
+        # The norm is at least one save for zero matrices: the clamp turns 0 / 0 into 0 / 1.
+        norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp(min=1.0)
+        iterate = unit.div_(norm.mul_(norm_scale).add_(eps)).to(dtype)
+    for triple in coefficients:
+        iterate = _step(iterate, triple, gram)
+        gram = None
+    return iterate.mT.contiguous() if is_tall else iterate
+
+
+def _scale_largest_entry_to_one(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """A new contiguous float32 or float64 copy of ``x``, each matrix over its largest |entry|."""
+    wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
+    # Contiguous before any reduction or product: their bits depend on the strides.
+    x = x.to(wide).contiguous()
+    largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=(-2, -1), keepdim=True)
+    # A true division: the reciprocal of a denormal is infinite.
+    unit: Tensor = x / largest.masked_fill(largest == 0, 1.0)
+    return unit
+
+
+def _precondition_aol(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """``diag(d) X`` and ``diag(d) X X^T diag(d)`` with ``d_i = (sum_j |X X^T|_ij)^-1/2``."""
+    cast = unit.to(dtype)
+    gram = (cast @ cast.mT).to(unit.dtype)
+    row_sums = gram.abs().sum(dim=-1, keepdim=True)
+    # A row of zeros (or one whose squares vanish in dtype) has nothing to scale.
+    d = row_sums.rsqrt().masked_fill_(row_sums == 0, 1.0)
+    scaled_gram = gram.mul_(d).mul_(d.mT)
+    return unit.mul_(d).to(dtype), scaled_gram.to(dtype)
+
+
+def _step(x: Tensor, triple: Triple, gram: Tensor | None) -> Tensor:
+    """``a X + (b A + c A A) X``; ``A = X X^T`` unless given. Fused, which halves bf16 error."""
+    a, b, c = triple
+    fused = torch.addmm if x.dim() == 2 else torch.baddbmm
+    if gram is None:
+        gram = x @ x.mT
+    polynomial = fused(gram, gram, gram, beta=b, alpha=c)
+    return fused(x, polynomial, x, beta=a)
