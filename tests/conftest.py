@@ -1,0 +1,26 @@
+"""Fixtures and markers of the whole suite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from tests.distributed.harness import Ranks
+
+
+@pytest.fixture(scope="session")
+def run_on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    """``run_on(world_size)(case, *args)``: a case on real gloo ranks, results by rank."""
+    ranks = Ranks(lambda: tmp_path_factory.mktemp("ranks"))
+    yield ranks
+    ranks.close()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("cuda"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -1,0 +1,185 @@
+"""The harness itself: a harness that hides a failure makes every distributed test worthless."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.distributed import harness
+from tests.distributed.harness import Died, RankDiedError, Ranks, RankTraceback
+
+
+def sum_of_ranks(rank: int, world_size: int, start: int) -> tuple[int, int, float]:
+    total = torch.tensor(float(start + rank))
+    dist.all_reduce(total)
+    return rank, world_size, total.item()
+
+
+def process_id(rank: int, world_size: int) -> int:
+    return os.getpid()
+
+
+def environment(rank: int, world_size: int) -> tuple[int, str, str, int]:
+    return (
+        torch.get_num_threads(),
+        os.environ["OMP_NUM_THREADS"],
+        dist.get_backend(),
+        dist.get_world_size(),
+    )
+
+
+def tensors(rank: int, world_size: int) -> torch.Tensor:
+    return torch.full((3,), rank, dtype=torch.bfloat16)
+
+
+def fail_on(rank: int, world_size: int, failing: int) -> int:
+    if rank == failing:
+        raise ValueError(f"ranks: found {rank}, expected another")
+    return rank
+
+
+def fail_while_others_wait(rank: int, world_size: int) -> None:
+    if rank == 1:
+        raise KeyError("first")
+    dist.barrier()
+
+
+class TwoPartError(Exception):
+    """Pickles, but does not come back: its constructor takes another number of arguments."""
+
+    def __init__(self, first: str, second: str) -> None:
+        super().__init__(first + second)
+
+
+def fail_without_pickle(rank: int, world_size: int) -> None:
+    raise TwoPartError("lost in ", "translation")
+
+
+def return_without_pickle(rank: int, world_size: int) -> object:
+    return lambda: None
+
+
+def warn(rank: int, world_size: int) -> None:
+    warnings.warn("a warning", UserWarning, stacklevel=1)
+
+
+def hang(rank: int, world_size: int) -> None:
+    if rank == 0:
+        time.sleep(3600)
+
+
+def enter_alone(rank: int, world_size: int) -> None:
+    if rank == 0:
+        dist.all_reduce(torch.ones(1), async_op=True)
+
+
+def kill_last(rank: int, world_size: int) -> str:
+    if rank == world_size - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return "survived"
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
+def test_results_come_by_rank(run_on: Ranks, world_size: int) -> None:
+    total = 10 * world_size + world_size * (world_size - 1) / 2
+    expected = [(rank, world_size, total) for rank in range(world_size)]
+    assert run_on(world_size)(sum_of_ranks, 10) == expected
+
+
+def test_cases_share_the_processes(run_on: Ranks) -> None:
+    first = run_on(2)(process_id)
+    assert run_on(2)(process_id) == first
+    assert len({*first, os.getpid()}) == 3
+
+
+def test_ranks_run_on_gloo_with_one_thread(run_on: Ranks) -> None:
+    assert run_on(2)(environment) == [(1, "1", "gloo", 2)] * 2
+
+
+def test_the_environment_of_the_tests_is_left_alone(
+    run_on: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "7")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    run_on(1, fresh=True)(process_id)
+    assert os.environ["OMP_NUM_THREADS"] == "7"
+    assert "GLOO_SOCKET_IFNAME" not in os.environ
+
+
+def test_tensors_outlive_their_rank(run_on: Ranks) -> None:
+    results = run_on(2, fresh=True)(tensors)
+    assert [result.tolist() for result in results] == [[0.0] * 3, [1.0] * 3]
+    assert results[0].dtype == torch.bfloat16
+
+
+def test_an_exception_arrives_with_its_rank_and_costs_the_pool(run_on: Ranks) -> None:
+    before = run_on(2)(process_id)
+    with pytest.raises(ValueError, match="found 1, expected another") as caught:
+        run_on(2)(fail_on, 1)
+    cause = caught.value.__cause__
+    assert isinstance(cause, RankTraceback)
+    assert cause.rank == 1
+    assert "in fail_on" in str(cause)
+    assert not set(before) & set(run_on(2)(process_id))
+
+
+def test_the_first_failure_is_raised_not_that_of_its_victims(run_on: Ranks) -> None:
+    with pytest.raises(KeyError, match="first") as caught:
+        run_on(3, fresh=True)(fail_while_others_wait)
+    assert isinstance(caught.value.__cause__, RankTraceback)
+    assert caught.value.__cause__.rank == 1
+
+
+def test_an_exception_that_does_not_pickle_still_tells_its_story(run_on: Ranks) -> None:
+    with pytest.raises(RuntimeError, match="lost in translation"):
+        run_on(1, fresh=True)(fail_without_pickle)
+
+
+def test_a_result_that_does_not_pickle_is_an_error(run_on: Ranks) -> None:
+    with pytest.raises((AttributeError, TypeError, RuntimeError), match=r"pickle|local object"):
+        run_on(1, fresh=True)(return_without_pickle)
+
+
+def test_warnings_on_ranks_are_errors(run_on: Ranks) -> None:
+    with pytest.raises(UserWarning, match="a warning"):
+        run_on(1, fresh=True)(warn)
+
+
+def test_a_hang_fails_names_the_rank_and_shows_where(run_on: Ranks) -> None:
+    before = run_on(2)(process_id)
+    with pytest.raises(TimeoutError, match=r"hang: no answer .* from ranks \[0\] of 2") as caught:
+        run_on(2, timeout=2.0)(hang)
+    assert "in hang" in str(caught.value)
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert len(run_on(2)(process_id)) == 2
+
+
+def test_a_collective_left_under_way_fails_its_own_case(
+    run_on: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "SETTLE_TIMEOUT", 2.0)
+    # Gloo either waits for ever or notices that two different collectives met.
+    with pytest.raises((TimeoutError, RuntimeError)) as caught:
+        run_on(2, fresh=True)(enter_alone)
+    assert "_meet_after_the_case" in f"{caught.value} {caught.value.__cause__}"
+
+
+def test_a_rank_that_ends_is_an_error_naming_it(run_on: Ranks) -> None:
+    before = run_on(2)(process_id)
+    with pytest.raises(RankDiedError, match="rank 1 ended with exit code -9"):
+        run_on(2)(kill_last)
+    assert not set(before) & set(run_on(2)(process_id))
+
+
+def test_a_fresh_case_may_lose_ranks_and_spares_the_shared_pool(run_on: Ranks) -> None:
+    before = run_on(2)(process_id)
+    assert run_on(2, fresh=True)(kill_last) == ["survived", Died(-signal.SIGKILL)]
+    assert run_on(2)(process_id) == before
