@@ -246,7 +246,7 @@ def _kappa(sigma: Tensor, tau: float) -> Tensor:
 def _spectral_entropy(sigma: Tensor, tau: float) -> Tensor:
     energies = _energies(sigma, tau)
     p = energies / energies.sum(dim=-1, keepdim=True)
-    entropy = torch.special.entr(p).sum(dim=-1)
+    entropy: Tensor = torch.special.entr(p).sum(dim=-1)
     return entropy.masked_fill(~(sigma[..., 0] > tau), float("nan"))
 
 

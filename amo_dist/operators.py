@@ -1,0 +1,573 @@
+"""Which parameter is which operator: names and shapes to operator types and parameter groups.
+
+A matrix of a block is orthogonalized with the schedule of its operator type; everything else
+(embeddings, heads, norms, biases, routers, LoRA adapters, convolutions) goes to AdamW. Built-in
+patterns know torchtitan's llama3, llama4, qwen3 and deepseek_v3, the Hugging Face decoders that
+share Llama's names (llama, qwen2, qwen3, mistral, gemma, and mixtral's and deepseek's experts),
+GPT-2 and nanoGPT. A matrix inside a block that no pattern knows is an error, never a silent AdamW.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+
+OPERATOR_TYPES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
+"""The seven types of a dense decoder, in declared order; other types follow alphabetically."""
+
+ADAMW = "adamw"
+
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""A region of a parameter: ``(start, stop)`` for each of its dims."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixView:
+    """One matrix inside a parameter."""
+
+    suffix: str
+    """Empty for the whole parameter, else such as ``[q]`` or ``[3]``; the name of the matrix is
+    the parameter's name followed by it."""
+    operator_type: str
+    """Matrices of one type share a schedule."""
+    boxes: tuple[Box, ...] | None
+    """``None`` for the whole of a 2-D parameter, else the regions that make up the matrix, in
+    coordinates of the parameter, one after the other along ``dim``."""
+    dim: int = 0
+    """Dim of the matrix (0 rows, 1 columns) along which the boxes are concatenated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """How one parameter holds several matrices side by side.
+
+    For a parameter of rows q, k, v with grouped-query attention, whose sizes no shape tells::
+
+        Fused((("attn_q", 3072), ("attn_k", 1024), ("attn_v", 1024)))
+
+    A 3-D parameter ``(E, m, n)`` is so divided in each of its E matrices.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    """``(operator type, size along dim)`` in the order of storage; the sizes add up to the
+    parameter's size along ``dim``. One type cannot occur twice."""
+    dim: int = 0
+    """0 where the parts are rows of the matrix (``nn.Linear``), 1 where they are columns."""
+    groups: int = 1
+    """Interleaving: ``dim`` consists of this many equal groups (KV groups, as a rule), and each
+    holds its share of every part in order. 1 stores each part in one piece."""
+    heads: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Splits the part of an operator type further into this many equal matrices, one a head."""
+
+    def __post_init__(self) -> None:
+        # From TOML or JSON these arrive as lists.
+        parts = tuple((str(operator_type), int(size)) for operator_type, size in self.parts)
+        object.__setattr__(self, "parts", parts)
+        types = [operator_type for operator_type, _ in parts]
+        _require(len(types) > 0, "Fused.parts", self.parts, "at least one part")
+        _require(len(set(types)) == len(types), "Fused.parts", types, "distinct operator types")
+        for operator_type in types:
+            _check_operator_type(operator_type)
+        _require(self.dim in (0, 1), "Fused.dim", self.dim, "0 (rows) or 1 (columns)")
+        _require(self.groups >= 1, "Fused.groups", self.groups, "an integer >= 1")
+        unknown = sorted(set(self.heads) - set(types))
+        _require(not unknown, "Fused.heads", unknown, f"operator types among {types}")
+        for operator_type, size in parts:
+            for field, divisor in (
+                ("groups", self.groups),
+                ("heads", self.heads.get(operator_type, 1)),
+            ):
+                divides = size >= 1 and divisor >= 1 and size % divisor == 0
+                _require(
+                    divides,
+                    f"Fused.{field}",
+                    divisor,
+                    f"a divisor of {operator_type}'s size {size}",
+                )
+
+
+Target: TypeAlias = "str | Fused | None"
+Patterns: TypeAlias = Mapping[str, Target]
+"""Regular expression over cleaned names -> operator type, ``"adamw"`` or ``None``, or ``Fused``."""
+
+_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+_BLOCK = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h)\.\d+\.")
+
+# The tail of a name, which must be preceded by the start or by a dot.
+_BUILT_IN: tuple[tuple[str, str], ...] = (
+    # torchtitan
+    (r"attention\.wq\.weight", "attn_q"),
+    (r"attention\.wk\.weight", "attn_k"),
+    (r"attention\.wv\.weight", "attn_v"),
+    (r"attention\.wo\.weight", "attn_o"),
+    (r"attention\.wq_a\.weight", "mla_q_a"),
+    (r"attention\.wq_b\.weight", "mla_q_b"),
+    (r"attention\.wkv_a\.weight", "mla_kv_a"),
+    (r"attention\.wkv_b\.weight", "mla_kv_b"),
+    (r"feed_forward\.w1\.weight", "mlp_gate"),
+    (r"feed_forward\.w3\.weight", "mlp_up"),
+    (r"feed_forward\.w2\.weight", "mlp_down"),
+    (r"moe\.experts\.w1", "expert_gate"),
+    (r"moe\.experts\.w3", "expert_up"),
+    (r"moe\.experts\.w2", "expert_down"),
+    (r"moe\.shared_experts\.w1\.weight", "shared_expert_gate"),
+    (r"moe\.shared_experts\.w3\.weight", "shared_expert_up"),
+    (r"moe\.shared_experts\.w2\.weight", "shared_expert_down"),
+    # Hugging Face
+    (r"self_attn\.q_proj\.weight", "attn_q"),
+    (r"self_attn\.k_proj\.weight", "attn_k"),
+    (r"self_attn\.v_proj\.weight", "attn_v"),
+    (r"self_attn\.o_proj\.weight", "attn_o"),
+    (r"self_attn\.q_a_proj\.weight", "mla_q_a"),
+    (r"self_attn\.q_b_proj\.weight", "mla_q_b"),
+    (r"self_attn\.kv_a_proj_with_mqa\.weight", "mla_kv_a"),
+    (r"self_attn\.kv_b_proj\.weight", "mla_kv_b"),
+    (r"mlp\.gate_proj\.weight", "mlp_gate"),
+    (r"mlp\.up_proj\.weight", "mlp_up"),
+    (r"mlp\.down_proj\.weight", "mlp_down"),
+    (r"mlp\.experts\.\d+\.gate_proj\.weight", "expert_gate"),
+    (r"mlp\.experts\.\d+\.up_proj\.weight", "expert_up"),
+    (r"mlp\.experts\.\d+\.down_proj\.weight", "expert_down"),
+    (r"mlp\.shared_experts?\.gate_proj\.weight", "shared_expert_gate"),
+    (r"mlp\.shared_experts?\.up_proj\.weight", "shared_expert_up"),
+    (r"mlp\.shared_experts?\.down_proj\.weight", "shared_expert_down"),
+    (r"block_sparse_moe\.experts\.\d+\.w1\.weight", "expert_gate"),
+    (r"block_sparse_moe\.experts\.\d+\.w3\.weight", "expert_up"),
+    (r"block_sparse_moe\.experts\.\d+\.w2\.weight", "expert_down"),
+    # GPT-2 and nanoGPT (attn.c_attn, fused, is apart)
+    (r"attn\.c_proj\.weight", "attn_o"),
+    (r"mlp\.c_fc\.weight", "mlp_up"),
+    (r"mlp\.c_proj\.weight", "mlp_down"),
+)
+_BUILT_IN_COMPILED = tuple(
+    (re.compile(rf"(?:.*\.)?{tail}"), operator_type) for tail, operator_type in _BUILT_IN
+)
+_GPT2_QKV_TAIL = r"attn\.c_attn\.weight"
+_GPT2_QKV = re.compile(rf"(?:.*\.)?{_GPT2_QKV_TAIL}")
+
+# What goes to AdamW by its name, even as a matrix inside a block.
+_ADAMW_NAMES: tuple[tuple[str, str], ...] = (
+    (r".*\blora_(?:A|B|embedding_A|embedding_B|magnitude_vector)\b.*", "LoRA adapter"),
+    (r"(?:.*[._])?bias", "bias"),
+    (r"(?:.*\.)?(?:moe\.router\.gate|mlp\.gate|block_sparse_moe\.gate)\.weight", "router"),
+    (r"(?:.*\.)?mlp\.shared_expert_gate\.weight", "router"),
+    (r"(?:.*\.)?(?:\w*embed\w*|wte|wpe)(?:\.\w+)*", "embedding"),
+    (r"(?:.*\.)?(?:lm_head|output|embed_out)\.weight", "head"),
+)
+_ADAMW_COMPILED = tuple((re.compile(pattern), reason) for pattern, reason in _ADAMW_NAMES)
+
+
+def sort_operator_types(operator_types: Iterable[str]) -> tuple[str, ...]:
+    """Distinct operator types in declared order, the others after them alphabetically."""
+    found = set(operator_types)
+    declared = tuple(t for t in OPERATOR_TYPES if t in found)
+    return declared + tuple(sorted(found.difference(OPERATOR_TYPES)))
+
+
+def clean_name(name: str) -> str:
+    """``name`` without the components that wrappers add.
+
+    Removes those of ``torch.compile``, activation checkpointing and FSDP anywhere, and the
+    ``module.`` of DDP in front.
+    """
+    for wrapper in _WRAPPERS:
+        name = name.replace(wrapper, "")
+    while name.startswith("module."):
+        name = name.removeprefix("module.")
+    return name
+
+
+def classify(
+    name: str, shape: Sequence[int], patterns: Patterns | None = None
+) -> tuple[MatrixView, ...] | None:
+    """The matrices that a parameter holds, or ``None`` where it goes to AdamW.
+
+    Args:
+        name: Name of the parameter; cleaned as by ``clean_name``.
+        shape: Its global shape. ``(E, m, n)`` holds one matrix for each expert.
+        patterns: Regular expressions that must match the whole cleaned name (``re.fullmatch``),
+            in order of precedence, and all before the built-in ones. A value is an operator type,
+            ``"adamw"`` or ``None`` for AdamW, or ``Fused`` for several matrices.
+
+    Raises:
+        ValueError: a matrix inside a block that nothing matches; a pattern that does not fit the
+            shape; a malformed pattern.
+    """
+    views, _ = _classify(clean_name(name), tuple(shape), _compile(patterns))
+    return views
+
+
+def param_groups(
+    model: nn.Module | Sequence[nn.Module],
+    *,
+    patterns: Patterns | None = None,
+    report: bool = False,
+    no_decay: Sequence[str] = (),
+    lr_multipliers: Mapping[str, float] | None = None,
+    allow_unused: bool = False,
+) -> list[dict[str, Any]]:
+    """Parameter groups for the optimizers: matrices to the Muon family, the rest to AdamW.
+
+    By default at most two groups, first ``{"params": [(name, parameter), ...], "algorithm":
+    "muon", "matrix_views": {name: views}}``, then ``{"params": ..., "algorithm": "adamw"}``; a
+    group that would be empty is left out. Names are cleaned of wrappers. Frozen parameters are left
+    out, and a tied parameter appears once, under its first name. ``no_decay`` and
+    ``lr_multipliers`` split the groups further, in an order that only depends on the arguments.
+
+    Args:
+        model: A module, wrapped or sharded in place or not, or the parts of one (pipeline stages).
+        patterns: See ``classify``.
+        report: Print ``describe`` of the groups, and what was left out.
+        no_decay: Regular expressions (``re.fullmatch`` on cleaned names) of parameters whose group
+            has ``weight_decay`` 0.
+        lr_multipliers: Regular expression -> factor on the learning rate, first match wins. The
+            factor is the group's ``lr_scale``, which schedulers, unlike ``lr``, do not overwrite.
+        allow_unused: Accept expressions that match no parameter. By default such a one is an error,
+            as it is most often a typo; a pipeline stage may need the leave, as it holds only its
+            own blocks.
+
+    Raises:
+        ValueError: nothing to train, an unknown matrix inside a block (see ``classify``), an
+            unused expression, two parameters of one name, or FSDP1, which hides the matrices.
+    """
+    parts = [model] if isinstance(model, nn.Module) else list(model)
+    rules = _Rules.build(patterns, no_decay, lr_multipliers)
+    named, num_frozen = _named_parameters(parts, rules)
+    _require(bool(named), "model", f"{num_frozen} frozen parameters", "one to train, at least")
+    if not allow_unused:
+        rules.raise_unused()
+    groups: dict[tuple[str, bool, int], dict[str, Any]] = {}
+    reasons: dict[str, str] = {}
+    for name, parameter in named.items():
+        views, reasons[name] = _classify(name, tuple(parameter.shape), rules.patterns)
+        key = ("muon" if views else ADAMW, rules.is_undecayed(name), rules.multiplier_index(name))
+        group = groups.setdefault(key, rules.new_group(*key))
+        group["params"].append((name, parameter))
+        if views:
+            group["matrix_views"][name] = views
+    result = [groups[key] for key in sorted(groups, key=lambda k: (k[0] == ADAMW, *k[1:]))]
+    if report:
+        print(_describe(result, reasons, num_frozen))
+    return result
+
+
+def describe(groups: Sequence[Mapping[str, Any]]) -> str:
+    """A table of names, shapes and operator types of the groups, followed by counts."""
+    return _describe(groups, {}, 0)
+
+
+class _UnknownMatrix(ValueError):
+    """A matrix inside a block that no pattern matches."""
+
+    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
+        known = "\n".join(f"  {tail} -> {kind}" for tail, kind in _BUILT_IN)
+        super().__init__(
+            f"{name}: found a matrix of shape {shape} inside a block that no pattern knows; "
+            "expected one of the built-in patterns (the end of a name)\n"
+            f"{known}\n  {_GPT2_QKV_TAIL} -> attn_q, attn_k, attn_v (three equal parts)\n"
+            "or one of yours. To orthogonalize it, pass "
+            f"patterns={{{re.escape(name)!r}: 'attn_q'}} (any operator type, new ones too), or "
+            "Fused(...) where it holds several matrices side by side; to leave it to AdamW, pass "
+            f"patterns={{{re.escape(name)!r}: 'adamw'}}."
+        )
+
+
+_CompiledPatterns: TypeAlias = "tuple[tuple[re.Pattern[str], Target], ...]"
+
+
+@dataclasses.dataclass
+class _Rules:
+    """The user's expressions, compiled, with a record of those that matched."""
+
+    patterns: _CompiledPatterns
+    no_decay: tuple[re.Pattern[str], ...]
+    lr_multipliers: tuple[tuple[re.Pattern[str], float], ...]
+    unused: dict[tuple[str, str], re.Pattern[str]]
+
+    @classmethod
+    def build(
+        cls,
+        patterns: Patterns | None,
+        no_decay: Sequence[str],
+        lr_multipliers: Mapping[str, float] | None,
+    ) -> _Rules:
+        # A bare string would be taken letter by letter.
+        _require(not isinstance(no_decay, str), "no_decay", no_decay, "a list of expressions")
+        rules = cls(
+            _compile(patterns),
+            tuple(_compile_one("no_decay", pattern) for pattern in no_decay),
+            tuple(
+                (_compile_one("lr_multipliers", pattern), float(factor))
+                for pattern, factor in (lr_multipliers or {}).items()
+            ),
+            {},
+        )
+        for pattern, factor in rules.lr_multipliers:
+            is_valid = math.isfinite(factor) and factor > 0
+            _require(is_valid, f"lr_multipliers[{pattern.pattern!r}]", factor, "a number > 0")
+        rules.unused.update({("patterns", p.pattern): p for p, _ in rules.patterns})
+        rules.unused.update({("no_decay", p.pattern): p for p in rules.no_decay})
+        rules.unused.update({("lr_multipliers", p.pattern): p for p, _ in rules.lr_multipliers})
+        return rules
+
+    def note(self, name: str) -> None:
+        """Strikes what matches ``name`` from the unused expressions."""
+        self.unused = {key: p for key, p in self.unused.items() if not p.fullmatch(name)}
+
+    def raise_unused(self) -> None:
+        for field, pattern in self.unused:
+            raise ValueError(
+                f"{field}: found {pattern!r}, which matches no parameter; expected an expression "
+                "that matches the whole of a cleaned name (allow_unused=True accepts it)"
+            )
+
+    def is_undecayed(self, name: str) -> bool:
+        return any(pattern.fullmatch(name) for pattern in self.no_decay)
+
+    def multiplier_index(self, name: str) -> int:
+        """Position of the first matching multiplier, -1 for none."""
+        for index, (pattern, _) in enumerate(self.lr_multipliers):
+            if pattern.fullmatch(name):
+                return index
+        return -1
+
+    def new_group(self, algorithm: str, is_undecayed: bool, index: int) -> dict[str, Any]:
+        group: dict[str, Any] = {"params": [], "algorithm": algorithm}
+        if algorithm == "muon":
+            group["matrix_views"] = {}
+        if is_undecayed:
+            group["weight_decay"] = 0.0
+        if index >= 0:
+            group["lr_scale"] = self.lr_multipliers[index][1]
+        return group
+
+
+def _named_parameters(
+    parts: Sequence[nn.Module], rules: _Rules
+) -> tuple[dict[str, nn.Parameter], int]:
+    """Parameters to train by cleaned name, each once, and the number of frozen ones."""
+    named: dict[str, nn.Parameter] = {}
+    seen: set[int] = set()
+    num_frozen = 0
+    for part in parts:
+        _reject_fsdp1(part)
+        for raw_name, parameter in part.named_parameters():
+            name = clean_name(raw_name)
+            rules.note(name)
+            if id(parameter) in seen:
+                continue
+            seen.add(id(parameter))
+            if not parameter.requires_grad:
+                num_frozen += 1
+                continue
+            _require(name not in named, "model", f"two parameters {name!r}", "distinct names")
+            named[name] = parameter
+    return named, num_frozen
+
+
+def _reject_fsdp1(part: nn.Module) -> None:
+    for name, module in part.named_modules():
+        is_fsdp1 = type(module).__name__ == "FullyShardedDataParallel"
+        found = f"FullyShardedDataParallel at {name!r}"
+        _require(not is_fsdp1, "model", found, "fully_shard (FSDP1 flattens the matrices)")
+
+
+def _classify(
+    name: str, shape: tuple[int, ...], patterns: _CompiledPatterns
+) -> tuple[tuple[MatrixView, ...] | None, str]:
+    """Views or ``None``, and the reason for the report."""
+    for pattern, target in patterns:
+        if pattern.fullmatch(name):
+            return _views(name, shape, target), "by your pattern"
+    if len(shape) < 2:
+        return None, f"{len(shape)}-D"
+    for pattern, reason in _ADAMW_COMPILED:
+        if pattern.fullmatch(name):
+            return None, reason
+    if len(shape) <= 3:
+        for pattern, operator_type in _BUILT_IN_COMPILED:
+            if pattern.fullmatch(name):
+                return _views(name, shape, operator_type), ""
+        if _GPT2_QKV.fullmatch(name) and (fused := _gpt2_qkv(shape)) is not None:
+            return _views(name, shape, fused), ""
+    is_expert = len(shape) == 3 and "expert" in name
+    if _BLOCK.search(name) and (len(shape) == 2 or is_expert):
+        raise _UnknownMatrix(name, shape)
+    return None, "outside of any block" if len(shape) == 2 else f"{len(shape)}-D"
+
+
+def _gpt2_qkv(shape: tuple[int, ...]) -> Fused | None:
+    """GPT-2 keeps (in, 3 * out), nanoGPT (3 * out, in); both have out = in."""
+    for dim in (0, 1):
+        if len(shape) == 2 and shape[dim] == 3 * shape[1 - dim]:
+            size = shape[1 - dim]
+            return Fused((("attn_q", size), ("attn_k", size), ("attn_v", size)), dim=dim)
+    return None
+
+
+def _views(name: str, shape: tuple[int, ...], target: Target) -> tuple[MatrixView, ...] | None:
+    if target is None or target == ADAMW:
+        return None
+    _require(len(shape) in (2, 3), name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
+    if isinstance(target, str):
+        if len(shape) == 2:
+            return (MatrixView("", target, None),)
+        whole = ((0, shape[1]), (0, shape[2]))
+        return tuple(MatrixView(f"[{e}]", target, (((e, e + 1), *whole),)) for e in range(shape[0]))
+    matrix = _fused_views(name, shape[-2:], target)
+    if len(shape) == 2:
+        return tuple(matrix)
+    return tuple(
+        MatrixView(
+            f"[{expert}.{view.suffix[1:]}",
+            view.operator_type,
+            tuple(((expert, expert + 1), *box) for box in view.boxes or ()),
+            view.dim,
+        )
+        for expert in range(shape[0])
+        for view in matrix
+    )
+
+
+def _fused_views(name: str, shape: tuple[int, ...], fused: Fused) -> list[MatrixView]:
+    """Views of one matrix ``(m, n)``."""
+    total = sum(size for _, size in fused.parts)
+    expected = f"parts that add up to {shape[fused.dim]}, dim {fused.dim} of shape {shape}"
+    _require(total == shape[fused.dim], name, f"{fused.parts} = {total}", expected)
+    labels = _labels([operator_type for operator_type, _ in fused.parts])
+    views = []
+    offset = 0
+    for (operator_type, size), label in zip(fused.parts, labels, strict=True):
+        share = size // fused.groups
+        stride = total // fused.groups
+        pieces = [(g * stride + offset, g * stride + offset + share) for g in range(fused.groups)]
+        offset += share
+        num_heads = fused.heads.get(operator_type)
+        for head in range(num_heads or 1):
+            length = size // (num_heads or 1)
+            ranges = _cut(pieces, head * length, (head + 1) * length)
+            suffix = f"[{label}]" if num_heads is None else f"[{label}.{head}]"
+            boxes = tuple(_box(span, shape, fused.dim) for span in ranges)
+            views.append(MatrixView(suffix, operator_type, boxes, fused.dim))
+    return views
+
+
+def _cut(pieces: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The ranges at positions ``start`` to ``stop`` of the concatenated pieces."""
+    position = 0
+    for low, high in pieces:
+        first, last = max(start, position), min(stop, position + high - low)
+        if first < last:
+            yield low + first - position, low + last - position
+        position += high - low
+
+
+def _box(span: tuple[int, int], shape: tuple[int, ...], dim: int) -> Box:
+    return (span, (0, shape[1])) if dim == 0 else ((0, shape[0]), span)
+
+
+def _labels(operator_types: Sequence[str]) -> list[str]:
+    """Types without their family (``attn_q`` -> ``q``), where that leaves them distinct."""
+    short = [re.sub(r"^(?:attn|mlp|expert|shared_expert)_", "", t) for t in operator_types]
+    return short if len(set(short)) == len(short) else list(operator_types)
+
+
+def _compile(patterns: Patterns | None) -> _CompiledPatterns:
+    return tuple(
+        (_compile_one("patterns", pattern), _check_target(pattern, target))
+        for pattern, target in (patterns or {}).items()
+    )
+
+
+def _compile_one(field: str, pattern: str) -> re.Pattern[str]:
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(
+            f"{field}: found {pattern!r}, expected a regular expression ({error})"
+        ) from error
+
+
+def _check_target(pattern: str, target: Target) -> Target:
+    is_valid = target is None or isinstance(target, (str, Fused))
+    _require(is_valid, f"patterns[{pattern!r}]", target, "an operator type, 'adamw', None or Fused")
+    if isinstance(target, str):
+        if target.casefold() == ADAMW:
+            return None
+        _check_operator_type(target)
+    return target
+
+
+def _check_operator_type(operator_type: str) -> None:
+    is_valid = re.fullmatch(r"[a-z][a-z0-9_]*", operator_type) and operator_type != ADAMW
+    expected = "lower case letters, digits and underscores, such as 'attn_q'"
+    _require(bool(is_valid), "operator type", operator_type, expected)
+
+
+def _describe(
+    groups: Sequence[Mapping[str, Any]], reasons: Mapping[str, str], num_frozen: int
+) -> str:
+    rows: list[tuple[str, str, str]] = []
+    counts: dict[str, list[int]] = {}
+    for group in groups:
+        views_by_name = group.get("matrix_views", {})
+        for name, parameter in group["params"]:
+            views = views_by_name.get(name, ())
+            types = sort_operator_types(view.operator_type for view in views) or ("AdamW",)
+            for kind in types:
+                of_type = [view for view in views if view.operator_type == kind]
+                count = counts.setdefault(kind, [0, 0])
+                count[0] += len(of_type) or 1
+                count[1] += _num_entries(of_type, parameter)
+            rows.append(
+                (
+                    name,
+                    str(tuple(parameter.shape)),
+                    _kind(group, types, views, reasons.get(name, "")),
+                )
+            )
+    lines = _align([("parameter", "shape", "operator type"), *rows])
+    order = [*sort_operator_types(kind for kind in counts if kind != "AdamW"), "AdamW"]
+    summary = [
+        (kind, str(counts[kind][0]), f"{counts[kind][1]:,}") for kind in order if kind in counts
+    ]
+    lines += ["", *_align([("operator type", "count", "entries"), *summary])]
+    if num_frozen:
+        lines += ["", f"left out: {num_frozen} frozen"]
+    return "\n".join(lines)
+
+
+def _kind(
+    group: Mapping[str, Any], types: Sequence[str], views: Sequence[MatrixView], reason: str
+) -> str:
+    notes = [f"{len(views)} matrices"] if len(views) > 1 else []
+    notes += [reason] if reason else []
+    notes += [f"{key} {group[key]}" for key in ("weight_decay", "lr_scale") if key in group]
+    return ", ".join(types) + (f" ({'; '.join(notes)})" if notes else "")
+
+
+def _num_entries(views: Sequence[MatrixView], parameter: torch.Tensor) -> int:
+    if not views or views[0].boxes is None:
+        return parameter.numel()
+    return sum(
+        math.prod(stop - start for start, stop in box) for view in views for box in view.boxes or ()
+    )
+
+
+def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return [
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    ]
+
+
+def _require(condition: bool, field: str, found: object, expected: str) -> None:
+    if not condition:
+        raise ValueError(f"{field}: found {found}, expected {expected}")
