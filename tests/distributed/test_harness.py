@@ -7,6 +7,7 @@ import signal
 import time
 import warnings
 
+import coverage
 import pytest
 import torch
 import torch.distributed as dist
@@ -32,6 +33,10 @@ def environment(rank: int, world_size: int) -> tuple[int, str, str, int]:
         dist.get_backend(),
         dist.get_world_size(),
     )
+
+
+def is_measured(rank: int = 0, world_size: int = 1) -> bool:
+    return coverage.Coverage.current() is not None
 
 
 def tensors(rank: int, world_size: int) -> torch.Tensor:
@@ -100,6 +105,11 @@ def test_cases_share_the_processes(run_on: Ranks) -> None:
 
 def test_ranks_run_on_gloo_with_one_thread(run_on: Ranks) -> None:
     assert run_on(2)(environment) == [(1, "1", "gloo", 2)] * 2
+
+
+def test_ranks_are_measured_where_the_tests_are(run_on: Ranks) -> None:
+    # Without this, a full run would report low coverage and nobody would know why.
+    assert run_on(2)(is_measured) == [is_measured()] * 2
 
 
 def test_the_environment_of_the_tests_is_left_alone(
