@@ -1,0 +1,62 @@
+"""Schedules: which Newton-Schulz coefficients each operator type uses at each optimizer step.
+
+Pure Python: neither tensors nor process groups.
+"""
+
+from __future__ import annotations
+
+from amo_dist.schedule.budget import allocate, flop_budget, ns_step_flops, step_budget
+from amo_dist.schedule.coefficients import (
+    NAMED_SCHEDULES,
+    SCHEDULE_NAMES,
+    NamedSchedule,
+    named_schedule,
+)
+from amo_dist.schedule.controller import Controller, Observation
+from amo_dist.schedule.plan import Plan, composed, make_plan
+from amo_dist.schedule.polar_express import CUSHION, SAFETY, compose, error_curve, simulate
+from amo_dist.schedule.policies import (
+    AMOPolicy,
+    Policy,
+    TablePolicy,
+    UniformPolicy,
+    named_policy,
+)
+from amo_dist.schedule.types import (
+    OPERATOR_TYPES,
+    MatrixInfo,
+    Schedule,
+    Triple,
+    sort_operator_types,
+)
+
+__all__ = [
+    "CUSHION",
+    "NAMED_SCHEDULES",
+    "OPERATOR_TYPES",
+    "SAFETY",
+    "SCHEDULE_NAMES",
+    "AMOPolicy",
+    "Controller",
+    "MatrixInfo",
+    "NamedSchedule",
+    "Observation",
+    "Plan",
+    "Policy",
+    "Schedule",
+    "TablePolicy",
+    "Triple",
+    "UniformPolicy",
+    "allocate",
+    "compose",
+    "composed",
+    "error_curve",
+    "flop_budget",
+    "make_plan",
+    "named_policy",
+    "named_schedule",
+    "ns_step_flops",
+    "simulate",
+    "sort_operator_types",
+    "step_budget",
+]

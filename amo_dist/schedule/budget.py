@@ -7,13 +7,10 @@ binary floating point puts half-way budgets on the wrong side.
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TypeAlias
-
-logger = logging.getLogger(__name__)
 
 Curve: TypeAlias = Mapping[int, float]
 """Projected error by number of steps."""
@@ -99,7 +96,7 @@ def relax_range(
         costs: Flops of one step of each type, for a budget of flops.
 
     Returns:
-        The range ``(min_steps, max_steps)`` within which the budget can be met. A change is logged.
+        The range ``(min_steps, max_steps)`` within which the budget can be met.
 
     Raises:
         ValueError: Even one step of every type is over the budget.
@@ -114,11 +111,6 @@ def relax_range(
     low = min(min_steps, budget // one_step_each)
     # A budget of flops is a ceiling, so only the fewest steps can be infeasible.
     high = max(max_steps, -(-budget // num_types)) if costs is None else max_steps
-    if (low, high) != (min_steps, max_steps):
-        logger.warning(
-            "a budget of %d is infeasible within %d to %d steps; the range becomes %d to %d",
-            *(budget, min_steps, max_steps, low, high),
-        )
     return low, high
 
 

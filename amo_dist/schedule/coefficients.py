@@ -7,9 +7,11 @@ import types
 from collections.abc import Mapping
 
 from amo_dist.schedule.polar_express import CUSHION, SAFETY, compose
-from amo_dist.schedule.types import Schedule, Triple
+from amo_dist.schedule.types import OPERATOR_TYPES, Schedule, Triple
 
-_EMPTY: Mapping[str, Schedule] = types.MappingProxyType({})
+
+def _empty() -> Mapping[str, Schedule]:
+    return types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -24,7 +26,7 @@ class NamedSchedule:
     """Where the numbers come from."""
     parameters: Mapping[str, float]
     """What generates the coefficients; empty where the source gives the numbers themselves."""
-    by_type: Mapping[str, Schedule] = _EMPTY
+    by_type: Mapping[str, Schedule] = dataclasses.field(default_factory=_empty)
     """Operator types with a schedule of their own."""
 
 
@@ -67,13 +69,13 @@ _CANS_TRIPLES: tuple[Triple, ...] = (
 
 _PE_ELL, _PE_COMPOSED, _PE_KEPT = 1e-3, 10, 5
 
-# Steps of each operator type in the AMO paper's table of static operator-wise NS allocations.
-_STEP_TABLES: Mapping[str, Mapping[str, int]] = {
-    "a1": dict(attn_q=5, attn_k=4, attn_v=5, attn_o=5, mlp_gate=4, mlp_up=4, mlp_down=4),
-    "a2": dict(attn_q=6, attn_k=4, attn_v=6, attn_o=6, mlp_gate=4, mlp_up=4, mlp_down=4),
-    "a3": dict(attn_q=6, attn_k=5, attn_v=6, attn_o=6, mlp_gate=5, mlp_up=5, mlp_down=5),
-    "a4": dict(attn_q=4, attn_k=7, attn_v=7, attn_o=4, mlp_gate=4, mlp_up=4, mlp_down=4),
-    "a5": dict(attn_q=4, attn_k=6, attn_v=6, attn_o=4, mlp_gate=5, mlp_up=5, mlp_down=4),
+# Steps of each of OPERATOR_TYPES in the AMO paper's table of static operator-wise NS allocations.
+_STEP_TABLES = {
+    "a1": (5, 4, 5, 5, 4, 4, 4),
+    "a2": (6, 4, 6, 6, 4, 4, 4),
+    "a3": (6, 5, 6, 6, 5, 5, 5),
+    "a4": (4, 7, 7, 4, 4, 4, 4),
+    "a5": (4, 6, 6, 4, 5, 5, 4),
 }
 
 
@@ -100,7 +102,9 @@ def _pe() -> NamedSchedule:
     )
 
 
-def _step_table(name: str, steps_by_type: Mapping[str, int]) -> NamedSchedule:
+def _step_table(name: str, steps: tuple[int, ...]) -> NamedSchedule:
+    # The table overrides the default by operator type; types it does not name keep five steps.
+    steps_by_type = dict(zip(OPERATOR_TYPES, steps, strict=True))
     return NamedSchedule(
         name=name,
         schedule=_kj(5),
