@@ -1,0 +1,27 @@
+"""AMO: Adaptive Muon Orthogonalization for sharded training.
+
+from amo_dist import AMO, AMOConfig, param_groups
+
+optimizer = AMO(param_groups(model), lr=1.8e-3, weight_decay=0.1, config=AMOConfig())
+"""
+
+from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.distributed.agreement import RankMismatchError
+from amo_dist.guard import MissingGradientError, NonFiniteGradientError
+from amo_dist.operators import Fused, MatrixView, param_groups
+from amo_dist.optimizer import AMO, Muon
+from amo_dist.schedule.types import Schedule
+
+__all__ = [
+    "AMO",
+    "AMOConfig",
+    "Fused",
+    "MatrixView",
+    "MissingGradientError",
+    "Muon",
+    "MuonConfig",
+    "NonFiniteGradientError",
+    "RankMismatchError",
+    "Schedule",
+    "param_groups",
+]

@@ -1,0 +1,362 @@
+"""Which region of which matrix lies on which rank.
+
+Everything here is a pure function of shapes, meshes and placements: no communication, and no
+process group is needed, so that a layout on a thousand ranks can be built on a laptop.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import _StridedShard
+
+Interval = tuple[int, int]
+"""Half-open ``(start, stop)``."""
+Box = tuple[Interval, ...]
+"""One interval for each dim."""
+Placements = tuple[Any, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TensorLayout:
+    """Where the elements of one tensor lie.
+
+    Attributes:
+        shape: Global shape.
+        ranks: Global ranks of the mesh, in the mesh's order.
+        intervals_by_rank: For each rank and dim, the global intervals whose concatenation is
+            that dim of the rank's local tensor.
+        replicas: Groups of ranks; the ranks of each group together hold each element once.
+        key: Text that tells this layout from any other, for digests.
+    """
+
+    shape: tuple[int, ...]
+    ranks: tuple[int, ...]
+    intervals_by_rank: Mapping[int, tuple[tuple[Interval, ...], ...]]
+    replicas: tuple[tuple[int, ...], ...]
+    key: str
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the local tensor of ``rank``."""
+        return tuple(
+            sum(stop - start for start, stop in intervals)
+            for intervals in self.intervals_by_rank[rank]
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Piece:
+    """A box of a local tensor, and where it belongs in a matrix.
+
+    Attributes:
+        source: Box in the coordinates of the local tensor.
+        target: Box ``(rows, columns)`` in the coordinates of the matrix.
+    """
+
+    source: Box
+    target: Box
+
+    @property
+    def num_elements(self) -> int:
+        """Elements in the box."""
+        return math.prod(stop - start for start, stop in self.target)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MatrixLayout:
+    """One matrix to orthogonalize, and the pieces of it that each rank holds.
+
+    Attributes:
+        name: Unique in the world.
+        tensor: Index of the tensor, among those of the caller, that the pieces are cut from.
+        shape: ``(m, n)``.
+        ranks: Global ranks of the mesh, in the mesh's order.
+        pieces_by_rank: Ranks that hold nothing of the matrix are absent.
+        replicas: As in `TensorLayout`.
+        key: Text that tells this layout from any other, for digests.
+    """
+
+    name: str
+    tensor: int
+    shape: tuple[int, int]
+    ranks: tuple[int, ...]
+    pieces_by_rank: Mapping[int, tuple[Piece, ...]]
+    replicas: tuple[tuple[int, ...], ...]
+    key: str
+
+    @property
+    def num_elements(self) -> int:
+        """Elements of the whole matrix."""
+        return self.shape[0] * self.shape[1]
+
+    def held_by(self, rank: int) -> int:
+        """Elements of the matrix that ``rank`` holds."""
+        return sum(piece.num_elements for piece in self.pieces_by_rank.get(rank, ()))
+
+
+def _split(intervals: Sequence[Interval], start: int, stop: int) -> tuple[Interval, ...]:
+    """Positions ``start:stop`` of the concatenation of ``intervals``."""
+    parts: list[Interval] = []
+    offset = 0
+    for low, high in intervals:
+        first = max(start - offset, 0) + low
+        last = min(stop - offset, high - low) + low
+        if first < last:
+            parts.append((first, last))
+        offset += high - low
+    return tuple(parts)
+
+
+def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> tuple[Interval, ...]:
+    """Chunk ``index`` in the way of `torch.chunk`: equal sizes, the last ones short or empty."""
+    length = sum(high - low for low, high in intervals)
+    size = -(-length // num_chunks)
+    return _split(intervals, min(index * size, length), min((index + 1) * size, length))
+
+
+def _strided_chunk(
+    intervals: Sequence[Interval], split_factor: int, num_chunks: int, index: int
+) -> tuple[Interval, ...]:
+    """What ``_StridedShard`` keeps: chunk ``index`` of each of ``split_factor`` chunks."""
+    outer = (_chunk(intervals, split_factor, part) for part in range(split_factor))
+    return tuple(itertools.chain(*(_chunk(part, num_chunks, index) for part in outer)))
+
+
+def _application_order(mesh_shape: Sequence[int], placements: Placements) -> list[tuple[int, bool]]:
+    """Mesh axes in the order in which they cut the tensor; ``True`` marks a strided cut.
+
+    FSDP over tensor parallelism writes ``[_StridedShard(d, split_factor=tp), Shard(d)]``: tensor
+    parallelism cuts first although its axis stands to the right. Cutting in the true order keeps
+    each local tensor in one piece, uneven sizes included.
+    """
+    order: list[tuple[int, bool]] = []
+    deferred: list[tuple[int, bool]] = []
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, _StridedShard):
+            later = [
+                mesh_shape[other]
+                for other in range(axis + 1, len(placements))
+                if isinstance(placements[other], Shard) and placements[other].dim == placement.dim
+            ]
+            follows = bool(later) and math.prod(later) == placement.split_factor
+            (deferred if follows else order).append((axis, not follows))
+        elif isinstance(placement, Shard):
+            order.append((axis, False))
+        elif not isinstance(placement, Replicate):
+            raise ValueError(
+                f"placements: found {placement}, expected Shard, _StridedShard or Replicate"
+            )
+    return order + deferred[::-1]
+
+
+@functools.lru_cache(maxsize=4096)
+def _mesh_layout(
+    shape: tuple[int, ...],
+    mesh_shape: tuple[int, ...],
+    mesh_ranks: tuple[int, ...],
+    placements: Placements,
+) -> TensorLayout:
+    whole = tuple(((0, size),) for size in shape)
+    order = _application_order(mesh_shape, placements)
+    intervals_by_rank: dict[int, tuple[tuple[Interval, ...], ...]] = {}
+    replicas: dict[tuple[int, ...], list[int]] = {}
+    coordinates = itertools.product(*map(range, mesh_shape))
+    for rank, coordinate in zip(mesh_ranks, coordinates, strict=True):
+        intervals: list[tuple[Interval, ...]] = list(whole)
+        for axis, strided in order:
+            dim, num_chunks = placements[axis].dim, mesh_shape[axis]
+            if strided:
+                factor = placements[axis].split_factor
+                cut = _strided_chunk(intervals[dim], factor, num_chunks, coordinate[axis])
+            else:
+                cut = _chunk(intervals[dim], num_chunks, coordinate[axis])
+            intervals[dim] = cut
+        intervals_by_rank[rank] = tuple(intervals)
+        replica = tuple(
+            index
+            for index, placement in zip(coordinate, placements, strict=True)
+            if isinstance(placement, Replicate)
+        )
+        replicas.setdefault(replica, []).append(rank)
+    key = f"{shape} over {mesh_shape} {_compact(mesh_ranks)} as {placements}"
+    return TensorLayout(
+        shape=shape,
+        ranks=mesh_ranks,
+        intervals_by_rank=intervals_by_rank,
+        replicas=tuple(map(tuple, replicas.values())),
+        key=key,
+    )
+
+
+def _compact(ranks: tuple[int, ...]) -> str:
+    consecutive = ranks == tuple(range(ranks[0], ranks[0] + len(ranks)))
+    return f"ranks {ranks[0]}..{ranks[-1]}" if consecutive else f"ranks {ranks}"
+
+
+def mesh_layout(
+    shape: Sequence[int], mesh: torch.Tensor, placements: Sequence[Any]
+) -> TensorLayout:
+    """Layout of a tensor of global ``shape``, placed as a DTensor on ``mesh``.
+
+    Args:
+        shape: Global shape.
+        mesh: Integer tensor of global ranks, one dim for each mesh axis.
+        placements: One ``Shard``, ``_StridedShard`` or ``Replicate`` for each mesh axis.
+
+    Raises:
+        ValueError: A placement is of another kind, or their number is not that of the axes.
+    """
+    if len(placements) != mesh.ndim:
+        raise ValueError(f"placements: found {len(placements)}, expected one for each mesh axis")
+    ranks = tuple(int(rank) for rank in mesh.flatten().tolist())
+    normal = tuple(_positive_dim(placement, len(shape)) for placement in placements)
+    return _mesh_layout(tuple(shape), tuple(mesh.shape), ranks, normal)
+
+
+def _positive_dim(placement: Any, num_dims: int) -> Any:
+    if isinstance(placement, Shard) and placement.dim < 0:
+        return Shard(placement.dim + num_dims)
+    return placement
+
+
+def replicated_layout(shape: Sequence[int], ranks: Sequence[int]) -> TensorLayout:
+    """Layout of a plain tensor that each of ``ranks`` holds whole, as under DDP."""
+    return mesh_layout(shape, torch.tensor(list(ranks)), (Replicate(),))
+
+
+def layout_of(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> TensorLayout:
+    """Layout of a parameter.
+
+    Args:
+        tensor: A DTensor, laid out by its mesh and placements, or a plain tensor.
+        name: For errors.
+        ranks: Global ranks that hold a plain tensor as replicas; this rank alone, if private.
+
+    Raises:
+        ValueError: The local tensor has another shape than the placements say.
+    """
+    if not isinstance(tensor, DTensor):
+        return replicated_layout(tensor.shape, ranks)
+    mesh = tensor.device_mesh
+    layout = mesh_layout(tensor.shape, mesh.mesh, tensor.placements)
+    found, expected = tuple(tensor.to_local().shape), layout.local_shape(mesh.get_rank())
+    if found != expected and math.prod(found) + math.prod(expected) > 0:
+        raise ValueError(
+            f"{name}: found a local tensor of shape {found}, expected {expected} of "
+            f"{tuple(tensor.shape)} placed as {tensor.placements} on a mesh of shape "
+            f"{tuple(mesh.mesh.shape)}"
+        )
+    return layout
+
+
+def _intersect(first: Interval, second: Interval) -> Interval | None:
+    start, stop = max(first[0], second[0]), min(first[1], second[1])
+    return (start, stop) if start < stop else None
+
+
+def _with_offsets(intervals: Sequence[Interval]) -> list[tuple[Interval, int]]:
+    """Each interval beside its offset in the concatenation of all."""
+    sizes = (stop - start for start, stop in intervals)
+    offsets = itertools.accumulate(sizes, initial=0)
+    return list(zip(intervals, offsets, strict=False))
+
+
+def _box_pieces(
+    box: Box,
+    target_offset: tuple[int, int],
+    local: tuple[tuple[Interval, ...], ...],
+) -> list[Piece]:
+    """Pieces of one view box that lie in one rank's local tensor."""
+    choices: list[list[tuple[Interval, Interval]]] = []
+    for extent, intervals in zip(box, local, strict=True):
+        overlaps: list[tuple[Interval, Interval]] = []
+        for interval, offset in _with_offsets(intervals):
+            common = _intersect(extent, interval)
+            if common is not None:
+                start, stop = common
+                source = (start - interval[0] + offset, stop - interval[0] + offset)
+                overlaps.append((source, (start - extent[0], stop - extent[0])))
+        choices.append(overlaps)
+    pieces: list[Piece] = []
+    for combination in itertools.product(*choices):
+        (top, bottom), (left, right) = (target for _, target in combination[-2:])
+        row, column = target_offset
+        pieces.append(
+            Piece(
+                source=tuple(source for source, _ in combination),
+                target=((top + row, bottom + row), (left + column, right + column)),
+            )
+        )
+    return pieces
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _LayoutKey:
+    """Hashes a layout by its key, so that the views of a thousand like matrices are cut once."""
+
+    layout: TensorLayout
+
+    def __hash__(self) -> int:
+        return hash(self.layout.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _LayoutKey) and self.layout.key == other.layout.key
+
+
+@functools.lru_cache(maxsize=4096)
+def _view(
+    layout: _LayoutKey, boxes: tuple[Box, ...], dim: int
+) -> tuple[tuple[int, int], Mapping[int, tuple[Piece, ...]]]:
+    pieces: dict[int, list[Piece]] = {}
+    offset = [0, 0]
+    for box in boxes:
+        height, width = (stop - start for start, stop in box[-2:])
+        for rank, local in layout.layout.intervals_by_rank.items():
+            pieces.setdefault(rank, []).extend(_box_pieces(box, (offset[0], offset[1]), local))
+        offset[dim] += (height, width)[dim]
+        other = (height, width)[1 - dim]
+    shape = (offset[0], other) if dim == 0 else (other, offset[1])
+    return shape, {rank: tuple(found) for rank, found in pieces.items() if found}
+
+
+def matrix_layout(
+    name: str,
+    layout: TensorLayout,
+    tensor: int,
+    boxes: Sequence[Box] | None = None,
+    dim: int = 0,
+) -> MatrixLayout:
+    """The matrix that a view cuts out of a tensor.
+
+    Args:
+        name: Name of the matrix.
+        layout: Of the tensor, which has at least two dims.
+        tensor: Index of the tensor, for `MatrixLayout.tensor`.
+        boxes: In the tensor's coordinates; leading dims have one element. ``None`` means all of
+            a tensor of two dims.
+        dim: Dim of the matrix, 0 or 1, along which the boxes are concatenated.
+
+    Raises:
+        ValueError: ``boxes`` is None for a tensor of more than two dims.
+    """
+    if boxes is None:
+        if len(layout.shape) != 2:
+            raise ValueError(f"{name}: found shape {layout.shape}, expected a view for each matrix")
+        boxes = (tuple((0, size) for size in layout.shape),)
+    shape, pieces = _view(_LayoutKey(layout), tuple(boxes), dim)
+    return MatrixLayout(
+        name=name,
+        tensor=tensor,
+        shape=shape,
+        ranks=layout.ranks,
+        pieces_by_rank=pieces,
+        replicas=layout.replicas,
+        key=f"{name}: {tuple(boxes)} along {dim} of {layout.key}",
+    )

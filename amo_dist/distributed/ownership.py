@@ -1,0 +1,134 @@
+"""Who orthogonalizes which matrix: pure and deterministic, the same on every rank.
+
+Ownership exists for the length of one step; no state moves with it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+
+from amo_dist.distributed.layout import MatrixLayout
+
+_Slot = tuple[int, ...]
+"""The ranks that own a matrix together: one, or one of each replica."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """One matrix, orthogonalized by one rank.
+
+    Attributes:
+        matrix: Index of the matrix.
+        owner: Rank that gathers it, orthogonalizes it and sends the pieces back.
+        sources: Ranks whose pieces together make up the matrix: the owner's replica.
+        targets: Ranks that get their pieces of the result.
+        reports: True for exactly one job of each matrix: its owner reports what it observed.
+    """
+
+    matrix: int
+    owner: int
+    sources: tuple[int, ...]
+    targets: tuple[int, ...]
+    reports: bool
+
+
+def assign(
+    matrices: Sequence[MatrixLayout],
+    costs: Sequence[float],
+    *,
+    ownership: str = "round_robin",
+    owners: str = "mesh",
+) -> tuple[Job, ...]:
+    """Deal matrices to ranks.
+
+    A matrix that some rank holds whole, such as an expert sharded on its first dim, goes to a
+    rank that does, so that nothing need be gathered.
+
+    Args:
+        matrices: In the order in which round robin deals them.
+        costs: Flops of each, with the schedule it has now.
+        ownership: ``round_robin``, or ``balanced``: longest job first to the rank with the least
+            work, ties by name, unless round robin's greatest load is as low.
+        owners: ``mesh``: one owner for each matrix, who delivers to every replica; or
+            ``replica``: one owner in each replica, so that no byte crosses replicas and each
+            replica repeats the work.
+    """
+    slots = [_slots(matrix, owners) for matrix in matrices]
+    chosen = _round_robin(matrices, slots)
+    if ownership == "balanced":
+        longest_first = _longest_first(matrices, slots, costs)
+        if _greatest_load(longest_first, costs) < _greatest_load(chosen, costs):
+            chosen = longest_first
+    return tuple(
+        job
+        for index, slot in enumerate(chosen)
+        for job in _jobs(index, matrices[index], slot, owners)
+    )
+
+
+def load_by_rank(jobs: Sequence[Job], costs: Sequence[float]) -> dict[int, float]:
+    """Summed cost of the jobs of each rank that owns one."""
+    loads: dict[int, float] = defaultdict(float)
+    for job in jobs:
+        loads[job.owner] += costs[job.matrix]
+    return dict(loads)
+
+
+def _slots(matrix: MatrixLayout, owners: str) -> list[_Slot]:
+    """Candidates to own ``matrix``; those that hold it whole, where there are any."""
+    if owners == "mesh":
+        slots: list[_Slot] = [(rank,) for rank in matrix.ranks]
+    else:
+        slots = list(zip(*matrix.replicas, strict=True))
+    whole = [
+        slot for slot in slots if all(matrix.held_by(rank) == matrix.num_elements for rank in slot)
+    ]
+    return whole or slots
+
+
+def _round_robin(matrices: Sequence[MatrixLayout], slots: Sequence[Sequence[_Slot]]) -> list[_Slot]:
+    next_by_candidates: dict[tuple[_Slot, ...], int] = defaultdict(int)
+    chosen: list[_Slot] = []
+    for candidates in slots:
+        key = tuple(candidates)
+        chosen.append(candidates[next_by_candidates[key] % len(candidates)])
+        next_by_candidates[key] += 1
+    return chosen
+
+
+def _longest_first(
+    matrices: Sequence[MatrixLayout], slots: Sequence[Sequence[_Slot]], costs: Sequence[float]
+) -> list[_Slot]:
+    # Matrices without a choice come first: the others are dealt around them.
+    order = sorted(
+        range(len(matrices)),
+        key=lambda index: (len(slots[index]) > 1, -costs[index], matrices[index].name),
+    )
+    loads: dict[int, float] = defaultdict(float)
+    chosen: dict[int, _Slot] = {}
+    for index in order:
+        slot = min(slots[index], key=lambda slot: max(loads[rank] for rank in slot))
+        chosen[index] = slot
+        for rank in slot:
+            loads[rank] += costs[index]
+    return [chosen[index] for index in range(len(matrices))]
+
+
+def _greatest_load(chosen: Sequence[_Slot], costs: Sequence[float]) -> float:
+    loads: Mapping[int, float] = defaultdict(float)
+    for slot, cost in zip(chosen, costs, strict=True):
+        for rank in slot:
+            loads[rank] += cost  # type: ignore[index]
+    return max(loads.values(), default=0.0)
+
+
+def _jobs(index: int, matrix: MatrixLayout, slot: _Slot, owners: str) -> list[Job]:
+    replica_by_rank = {rank: replica for replica in matrix.replicas for rank in replica}
+    jobs: list[Job] = []
+    for position, owner in enumerate(slot):
+        sources = replica_by_rank[owner]
+        targets = matrix.ranks if owners == "mesh" else sources
+        jobs.append(Job(index, owner, sources, targets, reports=position == 0))
+    return jobs

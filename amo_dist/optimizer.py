@@ -1,0 +1,471 @@
+"""AMO and the Muon family: one step is momentum, exchange(orthogonalize), scaled update."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim.adamw import adamw
+from torch.profiler import record_function
+
+from amo_dist import checkpoint
+from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.distributed.agreement import broadcast_text, check_alike, sum_over
+from amo_dist.distributed.exchange import Exchange
+from amo_dist.distributed.ownership import assign
+from amo_dist.distributed.plan import make_plan
+from amo_dist.guard import StepGuard, StepVerdict
+from amo_dist.kernels.elementwise import update_momentum
+from amo_dist.parameters import Entry, check_groups, local_gradient, local_tensor, resolve
+from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.policies import AMOPolicy, Policy, TablePolicy, UniformPolicy, named_policy
+from amo_dist.schedule.types import Schedule
+from amo_dist.step import StepWork
+from amo_dist.timing import Stopwatch
+from amo_dist.world import World, agree_on_world
+
+logger = logging.getLogger(__name__)
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon over any layout: momentum stays sharded, each matrix is orthogonalized by one rank.
+
+    ``B <- momentum * B + G``; ``M = G + momentum * B`` with Nesterov, else ``B``;
+    ``W <- W * (1 - lr * weight_decay) - lr * 0.2 * sqrt(max(m, n)) * orthogonalize(M)``. The rest
+    of the parameters goes through PyTorch's own AdamW with the same learning rate.
+
+    State is made at once, for every parameter, with its placements, so that all ranks have the
+    same keys: ``momentum_buffer`` (``config.momentum_dtype``) for matrices, ``step``, ``exp_avg``
+    and ``exp_avg_sq`` for the rest. The state of the schedule rides as a JSON string, the same on
+    every rank, under ``control`` of each parameter group.
+
+    Args:
+        params: What `amo_dist.param_groups` returns. Groups may be split further.
+        lr: Learning rate of all groups; ``lr_scale`` of a group multiplies it.
+        weight_decay: Decoupled, of all groups that do not name their own.
+        schedule: A name such as ``kj``, a `Schedule`, one for each operator type, or a `Policy`.
+        config: Numerics and exchange.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        process_group: Ranks over which plain tensors are replicas, as under DDP: each matrix is
+            then orthogonalized once, not once a rank. Without it plain tensors are this rank's own.
+
+    Raises:
+        ValueError: Groups of another origin, meta tensors, a bad hyperparameter; names field,
+            found and expected.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        schedule: str | Schedule | Mapping[str, Schedule] | Policy = "kj",
+        config: MuonConfig | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        groups = check_groups(params)
+        _check_hyperparameters(lr, weight_decay, betas, eps)
+        self.config = MuonConfig() if config is None else config
+        self.policy = _policy(schedule)
+        self._process_group = process_group
+        views = [group.pop("matrix_views", {}) for group in groups]
+        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        self._is_built = False
+        super().__init__(groups, {**defaults, "lr_scale": 1.0, "control": ""})
+        self._is_built = True
+        # Out of the groups: checkpoint helpers take no lists of strings there.
+        names = [group.pop("param_names") for group in self.param_groups]
+        self._parameters = resolve(self.param_groups, names, views, self._replica_ranks())
+        self._num_steps_taken = 0
+        self._num_steps_skipped = 0
+        self._world: World | None = None
+        self._guard: StepGuard | None = None
+        self._exchanges: list[Exchange] = []
+        self._exchange_key: object = None
+        self._agreed_schedules: object = None
+        self._observed: dict[str, Tensor] = {}
+        self._stopwatch = Stopwatch()
+        self._make_state()
+        self._write_control()
+
+    # ---------------------------------------------------------------- structure and state
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group during construction; later the structure is fixed.
+
+        Raises:
+            ValueError: After construction.
+        """
+        if getattr(self, "_is_built", False):
+            raise ValueError(
+                "add_param_group: found a group after construction, expected all groups at once: "
+                "ranks agree on the structure only once"
+            )
+        super().add_param_group(param_group)
+
+    def _replica_ranks(self) -> list[int]:
+        if self._process_group is not None:
+            return dist.get_process_group_ranks(self._process_group)
+        is_distributed = dist.is_available() and dist.is_initialized()
+        return [dist.get_rank() if is_distributed else 0]
+
+    def _make_state(self) -> None:
+        dtype = getattr(torch, self.config.momentum_dtype)
+        for entry in self._parameters.entries:
+            if entry.views:
+                state = {"momentum_buffer": torch.zeros_like(entry.param, dtype=dtype)}
+            else:
+                is_fused = self.config.adamw_implementation == "fused"
+                device = entry.param.device if is_fused else torch.device("cpu")
+                state = {
+                    "step": torch.zeros((), dtype=torch.float32, device=device),
+                    "exp_avg": torch.zeros_like(entry.param),
+                    "exp_avg_sq": torch.zeros_like(entry.param),
+                }
+            for value in state.values():
+                value.requires_grad_(False)
+            self.state[entry.param] = state
+
+    def _prepare(self) -> tuple[World, StepGuard]:
+        """Agree with all ranks on the structure; once, at the first step."""
+        if self._world is None or self._guard is None:
+            configuration = {
+                **self.config.to_dict(),
+                "optimizer": type(self).__name__,
+                "policy": self.policy.name,
+            }
+            self._world = agree_on_world(self._parameters, configuration, self._process_group)
+            self.policy.bind(self._world.registry)
+            names = [entry.name for entry in self._parameters.entries]
+            self._guard = StepGuard(self._world, names)
+        return self._world, self._guard
+
+    # ---------------------------------------------------------------- one step
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Take one optimizer step: a collective over all ranks.
+
+        Args:
+            closure: Evaluates the model again and returns the loss, as for any PyTorch optimizer.
+
+        Returns:
+            What ``closure`` returned, else None.
+
+        Raises:
+            NonFiniteGradientError: On every rank, before anything has changed, where a gradient
+                of any rank is NaN or inf and ``config.nonfinite`` is ``error``.
+            MissingGradientError: On every rank, where a parameter has a gradient on some of its
+                ranks only.
+            RankMismatchError: On every rank, where ranks hold different structures or schedules.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with self._stopwatch.measure("optimizer", self._device()):
+            self._step()
+        return loss
+
+    def _step(self) -> None:
+        world, guard = self._prepare()
+        entries = self._parameters.entries
+        grads = [local_gradient(entry.name, entry.param) for entry in entries]
+        step = self._num_steps_taken + 1
+        self._agree_on_schedules(step, world)
+        verdict = guard.agree(grads, skips=self.config.nonfinite == "skip_step")
+        sample = self.policy.sample(step)
+        if verdict.skips:
+            self._num_steps_skipped += 1
+            logger.warning("step %d skipped: %s", step, verdict.reason)
+            self._observed = {}
+        else:
+            self._update(step, grads, verdict, sample)
+        self._num_steps_taken = step
+        if sample:
+            self._record(step, sample, world)
+
+    def _agree_on_schedules(self, step: int, world: World) -> None:
+        """Compare what will be applied, whenever it changes and after every load."""
+        schedules = self.policy.schedules(step)
+        if schedules is not self._agreed_schedules:
+            text = f"step {step}\nschedules and state {self.policy.digest(step)}"
+            check_alike("schedule", text, world.group)
+            self._agreed_schedules = schedules
+
+    def _update(
+        self,
+        step: int,
+        grads: Sequence[Tensor | None],
+        verdict: StepVerdict,
+        sample: Sequence[str],
+    ) -> None:
+        entries = self._parameters.entries
+        present = [
+            grad if verdict.has_gradient[index] else None for index, grad in enumerate(grads)
+        ]
+        with record_function("amo::momentum"):
+            moving = [
+                i for i, entry in enumerate(entries) if entry.views and present[i] is not None
+            ]
+            buffers = [
+                local_tensor(self.state[entries[i].param]["momentum_buffer"]) for i in moving
+            ]
+            update_momentum(buffers, [present[i] for i in moving], self.config.momentum)  # type: ignore[misc]
+        work = StepWork(
+            parameters=self._parameters,
+            params=[local_tensor(entry.param) for entry in entries],
+            grads=present,
+            buffers=dict(zip(moving, buffers, strict=True)),
+            groups=self.param_groups,
+            config=self.config,
+            schedules=self.policy.schedules(step),
+            observed=frozenset(sample),
+        )
+        exchanges = self._exchanges_for(step, sample)
+        for index, exchange in enumerate(exchanges):
+            is_first = index == 0
+            exchange.run(
+                work.read,
+                work.compute,
+                work.write,
+                meanwhile=(lambda: self._step_adamw(present)) if is_first else None,
+            )
+        if not exchanges:
+            self._step_adamw(present)
+        self._observed = work.ells
+        if sample:
+            self._stopwatch.put("observe", work.observe_seconds)
+
+    def _step_adamw(self, grads: Sequence[Tensor | None]) -> None:
+        """PyTorch's functional AdamW on local tensors; the bits are those of the whole."""
+        by_group: dict[int, list[tuple[Entry, Tensor]]] = defaultdict(list)
+        for entry, grad in zip(self._parameters.entries, grads, strict=True):
+            if not entry.views and grad is not None:
+                by_group[entry.group].append((entry, grad))
+        for index, members in by_group.items():
+            group = self.param_groups[index]
+            states = [self.state[entry.param] for entry, _ in members]
+            beta1, beta2 = group["betas"]
+            adamw(
+                [local_tensor(entry.param) for entry, _ in members],
+                [grad.to(entry.param.dtype) for entry, grad in members],
+                [local_tensor(state["exp_avg"]) for state in states],
+                [local_tensor(state["exp_avg_sq"]) for state in states],
+                [],
+                [state["step"] for state in states],
+                foreach=self.config.adamw_implementation == "foreach",
+                fused=self.config.adamw_implementation == "fused",
+                amsgrad=False,
+                beta1=beta1,
+                beta2=beta2,
+                lr=group["lr"] * group["lr_scale"],
+                weight_decay=group["weight_decay"],
+                eps=group["eps"],
+                maximize=False,
+            )
+
+    # ---------------------------------------------------------------- exchange
+
+    def _exchanges_for(self, step: int, sample: Sequence[str]) -> list[Exchange]:
+        """The exchanges of this step: kept until the observed matrices or the lock change."""
+        key = (tuple(sample), self.policy.phase(step) == "locked")
+        if key != self._exchange_key:
+            self._exchanges = self._plan_exchanges(step, frozenset(sample))
+            self._exchange_key = key
+        return self._exchanges
+
+    def _plan_exchanges(self, step: int, sample: frozenset[str]) -> list[Exchange]:
+        world, _ = self._prepare()
+        matrices, schedules = self._parameters.matrices, self.policy.schedules(step)
+        costs = [
+            float(schedules[operator_type].num_steps * ns_step_flops(*matrix.shape))
+            for matrix, operator_type in zip(matrices, self._parameters.operator_types, strict=True)
+        ]
+        jobs = assign(matrices, costs, ownership=self.config.ownership, owners=self.config.owners)
+        wire_dtype = getattr(torch, self.config.ns_dtype)
+        wide_dtype = getattr(torch, self.config.momentum_dtype)
+        wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in sample)
+        exchanges: list[Exchange] = []
+        for ranks, group in world.groups_by_ranks.items():
+            here = [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
+            plan = make_plan(
+                matrices,
+                here,
+                rank=world.rank,
+                peers=ranks if group is None else dist.get_process_group_ranks(group),
+                bytes_by_matrix=[matrix.num_elements * wire_dtype.itemsize for matrix in matrices],
+                bucket_bytes=self.config.bucket_bytes,
+                wide=wide,
+            )
+            check_alike("exchange plan", plan.digest, group)
+            if here:
+                exchanges.append(
+                    Exchange(
+                        plan,
+                        matrices,
+                        group=group,
+                        device=self._device(),
+                        wire_dtype=wire_dtype,
+                        wide_dtype=wide_dtype,
+                        buckets_in_flight=self.config.buckets_in_flight,
+                    )
+                )
+        return exchanges
+
+    def _device(self) -> torch.device:
+        return self._parameters.entries[0].param.device
+
+    # ---------------------------------------------------------------- observation
+
+    def _record(self, step: int, sample: Sequence[str], world: World) -> None:
+        """All-reduce the observations of every rank, and plan where it is time to."""
+        with record_function("amo::observe"):
+            mine = {
+                name: float(value)
+                for name, value in self._observed.items()
+                if world.rank in world.homes[name]
+            }
+            agreed = sum_over([mine.get(name, 0.0) for name in sample], world.group)
+        # No rank writes zero: a matrix without geometry is NaN, and a skipped step leaves nothing.
+        values = {
+            name: value if value != 0.0 else float("nan")
+            for name, value in zip(sample, agreed, strict=True)
+        }
+        self.policy.record(step, values)
+        if self.policy.plan_due(step):
+            is_planner = world.rank == 0
+            payload = self.policy.make_plan() if is_planner else None
+            self.policy.adopt_plan(broadcast_text(payload, world.group))
+
+    # ---------------------------------------------------------------- checkpoint and metrics
+
+    @property
+    def num_steps_taken(self) -> int:
+        """Optimizer steps so far, skipped ones included."""
+        return self._num_steps_taken
+
+    @property
+    def phase(self) -> str:
+        """Phase of the last step taken; that of the first before there is one."""
+        return self.policy.phase(max(self._num_steps_taken, 1))
+
+    def control_state_dict(self) -> dict[str, Any]:
+        """The state of the schedule as JSON values, the same on every rank."""
+        return checkpoint.control_state(
+            steps_taken=self._num_steps_taken,
+            steps_skipped=self._num_steps_skipped,
+            config=self.config,
+            policy=self.policy,
+        )
+
+    def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore what `control_state_dict` returned; all or nothing.
+
+        Raises:
+            ValueError: Names the field, what was found and what was expected.
+        """
+        control = checkpoint.check_control(state, config=self.config, policy=self.policy)
+        self.policy.load_state_dict(control.policy_state)
+        self._num_steps_taken = control.steps_taken
+        self._num_steps_skipped = control.steps_skipped
+        self._exchange_key = self._agreed_schedules = None
+        self._write_control()
+
+    def _write_control(self) -> None:
+        text = checkpoint.to_text(self.control_state_dict())
+        for group in self.param_groups:
+            group["control"] = text
+
+    def state_dict(self) -> dict[str, Any]:
+        """As for any PyTorch optimizer; ``control`` of each group holds the schedule's state."""
+        self._write_control()
+        return super().state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what `state_dict` returned; all or nothing.
+
+        Momentum keeps its own dtype, whatever that of the parameter.
+
+        Raises:
+            ValueError: The state is of another structure, optimizer or configuration.
+        """
+        checkpoint.load_state_dict(self, state_dict)
+
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers for a logger, about the last step taken."""
+        step = max(self._num_steps_taken, 1)
+        sent = sum(sum(exchange.sent_bytes.values()) for exchange in self._exchanges)
+        policy_metrics = self.policy.metrics(step) if self._world is not None else {}
+        return {
+            **policy_metrics,
+            "optimizer/steps_skipped": float(self._num_steps_skipped),
+            "optimizer/seconds": self._stopwatch.seconds("optimizer"),
+            "optimizer/observe_seconds": self._stopwatch.seconds("observe"),
+            "exchange/sent_bytes": float(sent),
+        }
+
+
+class AMO(Muon):
+    """Adaptive Muon Orthogonalization: `Muon` whose schedules are observed, planned and locked.
+
+    Args:
+        params: What `amo_dist.param_groups` returns.
+        lr: Learning rate of all groups.
+        weight_decay: Decoupled.
+        config: The controller's settings, beside those of `Muon`.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        process_group: As for `Muon`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        config: AMOConfig | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        settings = AMOConfig() if config is None else config
+        super().__init__(
+            params,
+            lr,
+            weight_decay,
+            schedule=AMOPolicy(settings),
+            config=settings,
+            betas=betas,
+            eps=eps,
+            process_group=process_group,
+        )
+
+
+def _policy(schedule: str | Schedule | Mapping[str, Schedule] | Policy) -> Policy:
+    if isinstance(schedule, Policy):
+        return schedule
+    if isinstance(schedule, str):
+        return named_policy(schedule)
+    return UniformPolicy(schedule) if isinstance(schedule, Schedule) else TablePolicy(schedule)
+
+
+def _check_hyperparameters(
+    lr: float | Tensor, weight_decay: float, betas: tuple[float, float], eps: float
+) -> None:
+    for field, found in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
+        if not float(found) >= 0 or not math.isfinite(found):
+            raise ValueError(f"{field}: found {found!r}, expected a finite number >= 0")
+    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
+        raise ValueError(f"betas: found {betas!r}, expected two numbers in [0, 1)")

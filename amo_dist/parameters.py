@@ -1,0 +1,185 @@
+"""From parameter groups to the matrices of this process: names, layouts and local tensors."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from amo_dist.distributed.layout import MatrixLayout, TensorLayout, layout_of, matrix_layout
+from amo_dist.operators import MatrixView
+
+ALGORITHMS = ("muon", "adamw")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Entry:
+    """One parameter of the optimizer.
+
+    Attributes:
+        name: Cleaned name, unique in the process.
+        param: The parameter.
+        group: Index of its parameter group.
+        views: Its matrices; empty for AdamW.
+        layout: Where its elements lie.
+    """
+
+    name: str
+    param: Tensor
+    group: int
+    views: tuple[MatrixView, ...]
+    layout: TensorLayout
+
+    def describe(self) -> dict[str, Any]:
+        """What must agree between the ranks that share this parameter, as JSON values."""
+        return {
+            "name": self.name,
+            "dtype": str(self.param.dtype),
+            "layout": self.layout.key,
+            "ranks": list(self.layout.ranks),
+            "matrices": [
+                [self.name + view.suffix, list(_view_shape(self.layout, view)), view.operator_type]
+                for view in self.views
+            ],
+        }
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Parameters:
+    """All parameters of the process, and the matrices in them.
+
+    Attributes:
+        entries: In the order of the groups.
+        matrices: Layouts; `MatrixLayout.tensor` indexes ``entries``.
+        operator_types: Of each matrix.
+    """
+
+    entries: tuple[Entry, ...]
+    matrices: tuple[MatrixLayout, ...]
+    operator_types: tuple[str, ...]
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself; shares memory, needs no gradient."""
+    with torch.no_grad():
+        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def local_gradient(name: str, param: Tensor) -> Tensor | None:
+    """This rank's part of the gradient, in the placements of the parameter.
+
+    Under sequence parallelism the gradient of a norm is ``Partial``: its local tensor is one
+    term of a sum, and training on it would be silently wrong.
+
+    Raises:
+        ValueError: The gradient is sparse, or plain where the parameter is a DTensor.
+    """
+    grad = param.grad
+    if grad is None:
+        return None
+    if grad.is_sparse:
+        raise ValueError(f"{name}: found a sparse gradient, expected a dense one")
+    if isinstance(param, DTensor):
+        if not isinstance(grad, DTensor):
+            raise ValueError(
+                f"{name}: found a plain gradient, expected a DTensor like the parameter"
+            )
+        if grad.placements != param.placements:
+            grad = grad.redistribute(placements=param.placements)
+        local: Tensor = grad.to_local()
+        return local.wait() if hasattr(local, "wait") else local
+    return grad
+
+
+def check_groups(groups: object) -> list[dict[str, Any]]:
+    """Reject parameters that do not come from `amo_dist.param_groups`.
+
+    Raises:
+        ValueError: With the remedy.
+    """
+    remedy = "expected the groups that amo_dist.param_groups(model) returns, or splits of them"
+    if not isinstance(groups, Sequence) or not groups:
+        raise ValueError(f"params: found {type(groups).__name__}, {remedy}")
+    for group in groups:
+        if not isinstance(group, Mapping) or "algorithm" not in group:
+            raise ValueError(f"params: found {type(group).__name__} without 'algorithm', {remedy}")
+        if group["algorithm"] not in ALGORITHMS:
+            raise ValueError(
+                f"algorithm: found {group['algorithm']!r}, expected one of {ALGORITHMS}"
+            )
+        named = all(isinstance(item, tuple) and len(item) == 2 for item in group["params"])
+        if not named or not group["params"]:
+            raise ValueError(f"params: found a group without (name, parameter) pairs, {remedy}")
+        _check_parameters(group)
+    return [dict(group) for group in groups]
+
+
+def _check_parameters(group: Mapping[str, Any]) -> None:
+    for name, param in group["params"]:
+        if param.is_meta:
+            raise ValueError(
+                f"{name}: found a meta tensor, expected one with storage: call "
+                "model.to_empty(device=...) and initialise before the optimizer is built, since "
+                "its state is made at once"
+            )
+        if not param.is_floating_point():
+            raise ValueError(f"{name}: found dtype {param.dtype}, expected a floating dtype")
+        if group["algorithm"] == "muon" and not group.get("matrix_views", {}).get(name):
+            raise ValueError(f"{name}: found no matrix view, expected one in 'matrix_views'")
+
+
+def resolve(
+    groups: Sequence[Mapping[str, Any]],
+    names: Sequence[Sequence[str]],
+    views: Sequence[Mapping[str, tuple[MatrixView, ...]]],
+    replica_ranks: Sequence[int],
+) -> Parameters:
+    """Lay out every parameter and matrix.
+
+    Args:
+        groups: Parameter groups of the optimizer, with ``params``.
+        names: Of the parameters of each group.
+        views: By name, for each group.
+        replica_ranks: Global ranks over which plain tensors are replicated.
+
+    Raises:
+        ValueError: A name appears twice, a DTensor has an unknown placement, or the views of a
+            parameter do not cover it exactly.
+    """
+    entries: list[Entry] = []
+    for index, group in enumerate(groups):
+        for name, param in zip(names[index], group["params"], strict=True):
+            layout = layout_of(param, name, replica_ranks)
+            entries.append(Entry(name, param, index, tuple(views[index].get(name, ())), layout))
+    _check_unique([entry.name for entry in entries])
+    matrices: list[MatrixLayout] = []
+    for tensor, entry in enumerate(entries):
+        cut = [
+            matrix_layout(entry.name + view.suffix, entry.layout, tensor, view.boxes, view.dim)
+            for view in entry.views
+        ]
+        if cut and sum(matrix.num_elements for matrix in cut) != math.prod(entry.layout.shape):
+            raise ValueError(
+                f"{entry.name}: found views of {sum(m.num_elements for m in cut)} elements, "
+                f"expected to cover all {math.prod(entry.layout.shape)}"
+            )
+        matrices += cut
+    types = tuple(view.operator_type for entry in entries for view in entry.views)
+    return Parameters(tuple(entries), tuple(matrices), types)
+
+
+def _view_shape(layout: TensorLayout, view: MatrixView) -> tuple[int, int]:
+    return matrix_layout("", layout, 0, view.boxes, view.dim).shape
+
+
+def _check_unique(names: Sequence[str]) -> None:
+    repeated = sorted({name for name in names if names.count(name) > 1})
+    if repeated:
+        raise ValueError(
+            f"params: found {', '.join(repeated)} more than once, expected unique names"
+        )

@@ -1,0 +1,147 @@
+"""One step's work on matrices, as the exchange calls for it: read, compute, write."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from amo_dist.config import MuonConfig
+from amo_dist.distributed.layout import Piece
+from amo_dist.distributed.plan import Bucket, Part
+from amo_dist.kernels.elementwise import apply_update, nesterov, update_scale
+from amo_dist.kernels.geometry import ell
+from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.parameters import Parameters
+from amo_dist.schedule.types import Schedule
+
+
+class StepWork:
+    """Momentum in, scaled update out, for pieces of this rank's shards.
+
+    Args:
+        parameters: Of this process.
+        params: Local tensors of the parameters.
+        grads: Local gradients; None for a parameter that is skipped on all ranks.
+        buffers: Local momentum buffers, already updated, by index of the parameter.
+        groups: Parameter groups of the optimizer.
+        config: Numerics.
+        schedules: By operator type.
+        observed: Names of the matrices to observe.
+    """
+
+    def __init__(
+        self,
+        *,
+        parameters: Parameters,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        buffers: Mapping[int, Tensor],
+        groups: Sequence[Mapping[str, Any]],
+        config: MuonConfig,
+        schedules: Mapping[str, Schedule],
+        observed: frozenset[str],
+    ) -> None:
+        self.ells: dict[str, Tensor] = {}
+        """Observed ``ell`` of the matrices that this rank reports: float64, 0-dim."""
+        self.observe_seconds = 0.0
+        self._parameters = parameters
+        self._params = params
+        self._grads = grads
+        self._buffers = buffers
+        self._groups = groups
+        self._config = config
+        self._schedules = schedules
+        self._observed = observed
+        self._ns_dtype: torch.dtype = getattr(torch, config.ns_dtype)
+
+    def read(self, parts: Sequence[Part]) -> list[Tensor]:
+        """Momentum to orthogonalize; zeros stand in where a parameter has no gradient.
+
+        What travels must not depend on which gradients exist: sizes were agreed before.
+        """
+        tensors = [self._parameters.matrices[part.matrix].tensor for part in parts]
+        moving = [i for i, tensor in enumerate(tensors) if self._grads[tensor] is not None]
+        buffers = [_cut(self._buffers[tensors[i]], parts[i].piece) for i in moving]
+        if self._config.nesterov:
+            grads = [_cut(self._gradient(tensors[i]), parts[i].piece) for i in moving]
+            buffers = nesterov(buffers, grads, self._config.momentum)
+        found = dict(zip(moving, buffers, strict=True))
+        return [
+            found[i] if i in found else torch.zeros_like(_cut(self._params[tensor], part.piece))
+            for i, (tensor, part) in enumerate(zip(tensors, parts, strict=True))
+        ]
+
+    def compute(self, bucket: Bucket, matrices: list[Tensor]) -> list[Tensor]:
+        """Orthogonalize the owned matrices of a bucket, and observe those that were drawn."""
+        for index, matrix in zip(bucket.owned, matrices, strict=True):
+            name = self._parameters.matrices[index].name
+            if name in self._observed and index in bucket.reported:
+                self._observe(name, matrix)
+        with record_function("amo::orthogonalize"):
+            return self._orthogonalize(bucket.owned, matrices)
+
+    def write(self, parts: Sequence[Part], values: list[Tensor]) -> None:
+        """Apply the update to the pieces whose result has arrived."""
+        by_group: dict[int, list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        for part, value in zip(parts, values, strict=True):
+            matrix = self._parameters.matrices[part.matrix]
+            if self._grads[matrix.tensor] is not None:
+                piece = _cut(self._params[matrix.tensor], part.piece)
+                scale = update_scale(matrix.shape, self._config.update_scale)
+                index = self._parameters.entries[matrix.tensor].group
+                by_group[index].append((piece, value, scale))
+        with record_function("amo::update"):
+            for index, members in by_group.items():
+                group = self._groups[index]
+                apply_update(
+                    [piece for piece, _, _ in members],
+                    [value for _, value, _ in members],
+                    lr=group["lr"] * group["lr_scale"],
+                    weight_decay=group["weight_decay"],
+                    scale=[scale for _, _, scale in members],
+                )
+
+    def _gradient(self, tensor: int) -> Tensor:
+        grad = self._grads[tensor]
+        assert grad is not None
+        return grad
+
+    def _observe(self, name: str, matrix: Tensor) -> None:
+        start = time.perf_counter()
+        with record_function("amo::observe"):
+            self.ells[name] = ell(matrix)
+        self.observe_seconds += time.perf_counter() - start
+
+    def _orthogonalize(self, owned: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Batched by shape and schedule off the CPU, where a batch is one kernel launch."""
+        batches: dict[tuple[Schedule, torch.Size, int], list[int]] = defaultdict(list)
+        for position, index in enumerate(owned):
+            schedule = self._schedules[self._parameters.operator_types[index]]
+            is_batched = matrices[position].device.type != "cpu"
+            batch = 0 if is_batched else position
+            batches[schedule, matrices[position].shape, batch].append(position)
+        results: dict[int, Tensor] = {}
+        for (schedule, _, _), positions in batches.items():
+            # Also where it came wide for observation: observing changes no bit of training.
+            inputs = [matrices[position].to(self._ns_dtype) for position in positions]
+            stacked = inputs[0] if len(inputs) == 1 else torch.stack(inputs)
+            result = orthogonalize(
+                stacked,
+                schedule.coefficients,
+                norm_scale=schedule.norm_scale,
+                preconditioner=schedule.preconditioner,
+                dtype=self._ns_dtype,
+            )
+            parts = [result] if len(inputs) == 1 else list(result.unbind())
+            results.update(zip(positions, parts, strict=True))
+        return [results[position] for position in range(len(owned))]
+
+
+def _cut(local: Tensor, piece: Piece) -> Tensor:
+    return local[tuple(slice(start, stop) for start, stop in piece.source)]
