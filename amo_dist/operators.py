@@ -10,12 +10,13 @@ GPT-2 and nanoGPT. A matrix inside a block that no pattern knows is an error, ne
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 
 OPERATOR_TYPES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
@@ -79,17 +80,11 @@ class Fused:
         unknown = sorted(set(self.heads) - set(types))
         _require(not unknown, "Fused.heads", unknown, f"operator types among {types}")
         for operator_type, size in parts:
-            for field, divisor in (
-                ("groups", self.groups),
-                ("heads", self.heads.get(operator_type, 1)),
-            ):
+            divisors = {"groups": self.groups, "heads": self.heads.get(operator_type, 1)}
+            for field, divisor in divisors.items():
                 divides = size >= 1 and divisor >= 1 and size % divisor == 0
-                _require(
-                    divides,
-                    f"Fused.{field}",
-                    divisor,
-                    f"a divisor of {operator_type}'s size {size}",
-                )
+                expected = f"a divisor of {operator_type}'s size {size}"
+                _require(divides, f"Fused.{field}", divisor, expected)
 
 
 Target: TypeAlias = "str | Fused | None"
@@ -99,44 +94,23 @@ Patterns: TypeAlias = Mapping[str, Target]
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _BLOCK = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h)\.\d+\.")
 
-# The tail of a name, which must be preceded by the start or by a dot.
+# The end of a name, preceded by its start or by a dot, and the operator type (a template).
 _BUILT_IN: tuple[tuple[str, str], ...] = (
     # torchtitan
-    (r"attention\.wq\.weight", "attn_q"),
-    (r"attention\.wk\.weight", "attn_k"),
-    (r"attention\.wv\.weight", "attn_v"),
-    (r"attention\.wo\.weight", "attn_o"),
-    (r"attention\.wq_a\.weight", "mla_q_a"),
-    (r"attention\.wq_b\.weight", "mla_q_b"),
-    (r"attention\.wkv_a\.weight", "mla_kv_a"),
-    (r"attention\.wkv_b\.weight", "mla_kv_b"),
+    (r"attention\.w([qkvo])\.weight", r"attn_\1"),
+    (r"attention\.w(q|kv)_([ab])\.weight", r"mla_\1_\2"),
     (r"feed_forward\.w1\.weight", "mlp_gate"),
     (r"feed_forward\.w3\.weight", "mlp_up"),
     (r"feed_forward\.w2\.weight", "mlp_down"),
-    (r"moe\.experts\.w1", "expert_gate"),
-    (r"moe\.experts\.w3", "expert_up"),
-    (r"moe\.experts\.w2", "expert_down"),
-    (r"moe\.shared_experts\.w1\.weight", "shared_expert_gate"),
-    (r"moe\.shared_experts\.w3\.weight", "shared_expert_up"),
-    (r"moe\.shared_experts\.w2\.weight", "shared_expert_down"),
+    (r"moe\.(shared_)?experts\.w1(?:\.weight)?", r"\1expert_gate"),
+    (r"moe\.(shared_)?experts\.w3(?:\.weight)?", r"\1expert_up"),
+    (r"moe\.(shared_)?experts\.w2(?:\.weight)?", r"\1expert_down"),
     # Hugging Face
-    (r"self_attn\.q_proj\.weight", "attn_q"),
-    (r"self_attn\.k_proj\.weight", "attn_k"),
-    (r"self_attn\.v_proj\.weight", "attn_v"),
-    (r"self_attn\.o_proj\.weight", "attn_o"),
-    (r"self_attn\.q_a_proj\.weight", "mla_q_a"),
-    (r"self_attn\.q_b_proj\.weight", "mla_q_b"),
-    (r"self_attn\.kv_a_proj_with_mqa\.weight", "mla_kv_a"),
-    (r"self_attn\.kv_b_proj\.weight", "mla_kv_b"),
-    (r"mlp\.gate_proj\.weight", "mlp_gate"),
-    (r"mlp\.up_proj\.weight", "mlp_up"),
-    (r"mlp\.down_proj\.weight", "mlp_down"),
-    (r"mlp\.experts\.\d+\.gate_proj\.weight", "expert_gate"),
-    (r"mlp\.experts\.\d+\.up_proj\.weight", "expert_up"),
-    (r"mlp\.experts\.\d+\.down_proj\.weight", "expert_down"),
-    (r"mlp\.shared_experts?\.gate_proj\.weight", "shared_expert_gate"),
-    (r"mlp\.shared_experts?\.up_proj\.weight", "shared_expert_up"),
-    (r"mlp\.shared_experts?\.down_proj\.weight", "shared_expert_down"),
+    (r"self_attn\.([qkvo])_proj\.weight", r"attn_\1"),
+    (r"self_attn\.(q|kv)_([ab])_proj(?:_with_mqa)?\.weight", r"mla_\1_\2"),
+    (r"mlp\.(gate|up|down)_proj\.weight", r"mlp_\1"),
+    (r"mlp\.experts\.\d+\.(gate|up|down)_proj\.weight", r"expert_\1"),
+    (r"mlp\.shared_experts?\.(gate|up|down)_proj\.weight", r"shared_expert_\1"),
     (r"block_sparse_moe\.experts\.\d+\.w1\.weight", "expert_gate"),
     (r"block_sparse_moe\.experts\.\d+\.w3\.weight", "expert_up"),
     (r"block_sparse_moe\.experts\.\d+\.w2\.weight", "expert_down"),
@@ -153,14 +127,16 @@ _GPT2_QKV = re.compile(rf"(?:.*\.)?{_GPT2_QKV_TAIL}")
 
 # What goes to AdamW by its name, even as a matrix inside a block.
 _ADAMW_NAMES: tuple[tuple[str, str], ...] = (
-    (r".*\blora_(?:A|B|embedding_A|embedding_B|magnitude_vector)\b.*", "LoRA adapter"),
+    (r"(?:.*\.)?lora_(?:A|B|embedding_A|embedding_B)(?:\..*)?", "LoRA adapter"),
     (r"(?:.*[._])?bias", "bias"),
-    (r"(?:.*\.)?(?:moe\.router\.gate|mlp\.gate|block_sparse_moe\.gate)\.weight", "router"),
+    (r"(?:.*\.)?(?:\w*embed\w*|wte|wpe)(?:\.weight)?", "embedding"),
+    (r"(?:.*\.)?(?:moe\.router|block_sparse_moe)\.gate\.weight", "router"),
     (r"(?:.*\.)?mlp\.shared_expert_gate\.weight", "router"),
-    (r"(?:.*\.)?(?:\w*embed\w*|wte|wpe)(?:\.\w+)*", "embedding"),
-    (r"(?:.*\.)?(?:lm_head|output|embed_out)\.weight", "head"),
 )
 _ADAMW_COMPILED = tuple((re.compile(pattern), reason) for pattern, reason in _ADAMW_NAMES)
+# A router in Hugging Face's mixtures, (num_experts, dim). A gate of a dense MLP, which the name
+# fits too, has more rows than columns, and is not to fall to AdamW in silence.
+_WIDE_ROUTER = re.compile(r"(?:.*\.)?mlp\.gate\.weight")
 
 
 def sort_operator_types(operator_types: Iterable[str]) -> tuple[str, ...]:
@@ -178,9 +154,7 @@ def clean_name(name: str) -> str:
     """
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
-    while name.startswith("module."):
-        name = name.removeprefix("module.")
-    return name
+    return name.removeprefix("module.")
 
 
 def classify(
@@ -237,7 +211,7 @@ def param_groups(
             unused expression, two parameters of one name, or FSDP1, which hides the matrices.
     """
     parts = [model] if isinstance(model, nn.Module) else list(model)
-    rules = _Rules.build(patterns, no_decay, lr_multipliers)
+    rules = _Rules(patterns, no_decay, lr_multipliers)
     named, num_frozen = _named_parameters(parts, rules)
     _require(bool(named), "model", f"{num_frozen} frozen parameters", "one to train, at least")
     if not allow_unused:
@@ -246,7 +220,7 @@ def param_groups(
     reasons: dict[str, str] = {}
     for name, parameter in named.items():
         views, reasons[name] = _classify(name, tuple(parameter.shape), rules.patterns)
-        key = ("muon" if views else ADAMW, rules.is_undecayed(name), rules.multiplier_index(name))
+        key = ("muon" if views else ADAMW, *rules.key(name))
         group = groups.setdefault(key, rules.new_group(*key))
         group["params"].append((name, parameter))
         if views:
@@ -262,80 +236,60 @@ def describe(groups: Sequence[Mapping[str, Any]]) -> str:
     return _describe(groups, {}, 0)
 
 
-class _UnknownMatrix(ValueError):
-    """A matrix inside a block that no pattern matches."""
-
-    def __init__(self, name: str, shape: tuple[int, ...]) -> None:
-        known = "\n".join(f"  {tail} -> {kind}" for tail, kind in _BUILT_IN)
-        super().__init__(
-            f"{name}: found a matrix of shape {shape} inside a block that no pattern knows; "
-            "expected one of the built-in patterns (the end of a name)\n"
-            f"{known}\n  {_GPT2_QKV_TAIL} -> attn_q, attn_k, attn_v (three equal parts)\n"
-            "or one of yours. To orthogonalize it, pass "
-            f"patterns={{{re.escape(name)!r}: 'attn_q'}} (any operator type, new ones too), or "
-            "Fused(...) where it holds several matrices side by side; to leave it to AdamW, pass "
-            f"patterns={{{re.escape(name)!r}: 'adamw'}}."
-        )
+def _unknown_matrix(name: str, shape: tuple[int, ...]) -> ValueError:
+    known = "\n".join(f"  {tail} -> {operator_type}" for tail, operator_type in _BUILT_IN)
+    exact = re.escape(name)
+    return ValueError(
+        f"{name}: found a matrix of shape {shape} inside a block that no pattern knows; "
+        f"expected one of the built-in patterns (the end of a name)\n{known}\n"
+        f"  {_GPT2_QKV_TAIL} -> attn_q, attn_k, attn_v (of equal sizes)\n"
+        f"or one of yours. To orthogonalize it, pass patterns={{{exact!r}: 'attn_q'}} (any "
+        "operator type, new ones too), or Fused(...) where it holds several matrices side by side; "
+        f"to leave it to AdamW, pass patterns={{{exact!r}: 'adamw'}}."
+    )
 
 
 _CompiledPatterns: TypeAlias = "tuple[tuple[re.Pattern[str], Target], ...]"
 
 
-@dataclasses.dataclass
 class _Rules:
-    """The user's expressions, compiled, with a record of those that matched."""
+    """The user's expressions, compiled, with a record of those that matched nothing yet."""
 
-    patterns: _CompiledPatterns
-    no_decay: tuple[re.Pattern[str], ...]
-    lr_multipliers: tuple[tuple[re.Pattern[str], float], ...]
-    unused: dict[tuple[str, str], re.Pattern[str]]
-
-    @classmethod
-    def build(
-        cls,
+    def __init__(
+        self,
         patterns: Patterns | None,
         no_decay: Sequence[str],
         lr_multipliers: Mapping[str, float] | None,
-    ) -> _Rules:
+    ) -> None:
         # A bare string would be taken letter by letter.
         _require(not isinstance(no_decay, str), "no_decay", no_decay, "a list of expressions")
-        rules = cls(
-            _compile(patterns),
-            tuple(_compile_one("no_decay", pattern) for pattern in no_decay),
-            tuple(
-                (_compile_one("lr_multipliers", pattern), float(factor))
-                for pattern, factor in (lr_multipliers or {}).items()
-            ),
-            {},
-        )
-        for pattern, factor in rules.lr_multipliers:
+        self.patterns = _compile(patterns)
+        self.no_decay = [_compile_one("no_decay", pattern) for pattern in no_decay]
+        self.lr_multipliers: list[tuple[re.Pattern[str], float]] = []
+        for pattern, factor in (lr_multipliers or {}).items():
             is_valid = math.isfinite(factor) and factor > 0
-            _require(is_valid, f"lr_multipliers[{pattern.pattern!r}]", factor, "a number > 0")
-        rules.unused.update({("patterns", p.pattern): p for p, _ in rules.patterns})
-        rules.unused.update({("no_decay", p.pattern): p for p in rules.no_decay})
-        rules.unused.update({("lr_multipliers", p.pattern): p for p, _ in rules.lr_multipliers})
-        return rules
+            _require(is_valid, f"lr_multipliers[{pattern!r}]", factor, "a number > 0")
+            self.lr_multipliers.append((_compile_one("lr_multipliers", pattern), float(factor)))
+        self.unused = [("patterns", p) for p, _ in self.patterns]
+        self.unused += [("no_decay", p) for p in self.no_decay]
+        self.unused += [("lr_multipliers", p) for p, _ in self.lr_multipliers]
 
     def note(self, name: str) -> None:
         """Strikes what matches ``name`` from the unused expressions."""
-        self.unused = {key: p for key, p in self.unused.items() if not p.fullmatch(name)}
+        self.unused = [(field, p) for field, p in self.unused if not p.fullmatch(name)]
 
     def raise_unused(self) -> None:
         for field, pattern in self.unused:
             raise ValueError(
-                f"{field}: found {pattern!r}, which matches no parameter; expected an expression "
+                f"{field}: found {pattern.pattern!r}, which matches no parameter; expected one "
                 "that matches the whole of a cleaned name (allow_unused=True accepts it)"
             )
 
-    def is_undecayed(self, name: str) -> bool:
-        return any(pattern.fullmatch(name) for pattern in self.no_decay)
-
-    def multiplier_index(self, name: str) -> int:
-        """Position of the first matching multiplier, -1 for none."""
-        for index, (pattern, _) in enumerate(self.lr_multipliers):
-            if pattern.fullmatch(name):
-                return index
-        return -1
+    def key(self, name: str) -> tuple[bool, int]:
+        """Whether ``name`` goes without decay, and its first matching multiplier, -1 for none."""
+        is_undecayed = any(pattern.fullmatch(name) for pattern in self.no_decay)
+        matches = [i for i, (p, _) in enumerate(self.lr_multipliers) if p.fullmatch(name)]
+        return is_undecayed, matches[0] if matches else -1
 
     def new_group(self, algorithm: str, is_undecayed: bool, index: int) -> dict[str, Any]:
         group: dict[str, Any] = {"params": [], "algorithm": algorithm}
@@ -390,59 +344,58 @@ def _classify(
     for pattern, reason in _ADAMW_COMPILED:
         if pattern.fullmatch(name):
             return None, reason
-    if len(shape) <= 3:
-        for pattern, operator_type in _BUILT_IN_COMPILED:
-            if pattern.fullmatch(name):
-                return _views(name, shape, operator_type), ""
-        if _GPT2_QKV.fullmatch(name) and (fused := _gpt2_qkv(shape)) is not None:
-            return _views(name, shape, fused), ""
+    if len(shape) == 2 and shape[0] < shape[1] and _WIDE_ROUTER.fullmatch(name):
+        return None, "router"
+    built_in = _match_built_in(name, shape) if len(shape) <= 3 else None
+    if built_in is not None:
+        return _views(name, shape, built_in), ""
     is_expert = len(shape) == 3 and "expert" in name
     if _BLOCK.search(name) and (len(shape) == 2 or is_expert):
-        raise _UnknownMatrix(name, shape)
+        raise _unknown_matrix(name, shape)
     return None, "outside of any block" if len(shape) == 2 else f"{len(shape)}-D"
+
+
+def _match_built_in(name: str, shape: tuple[int, ...]) -> Target:
+    for pattern, template in _BUILT_IN_COMPILED:
+        if match := pattern.fullmatch(name):
+            return match.expand(template)
+    return _gpt2_qkv(shape) if _GPT2_QKV.fullmatch(name) else None
 
 
 def _gpt2_qkv(shape: tuple[int, ...]) -> Fused | None:
     """GPT-2 keeps (in, 3 * out), nanoGPT (3 * out, in); both have out = in."""
-    for dim in (0, 1):
-        if len(shape) == 2 and shape[dim] == 3 * shape[1 - dim]:
-            size = shape[1 - dim]
-            return Fused((("attn_q", size), ("attn_k", size), ("attn_v", size)), dim=dim)
-    return None
+    size = min(shape)
+    if shape not in ((3 * size, size), (size, 3 * size)):
+        return None
+    return Fused((("attn_q", size), ("attn_k", size), ("attn_v", size)), dim=int(shape[0] == size))
 
 
 def _views(name: str, shape: tuple[int, ...], target: Target) -> tuple[MatrixView, ...] | None:
-    if target is None or target == ADAMW:
+    if target is None:
         return None
     _require(len(shape) in (2, 3), name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
-    if isinstance(target, str):
-        if len(shape) == 2:
-            return (MatrixView("", target, None),)
-        whole = ((0, shape[1]), (0, shape[2]))
-        return tuple(MatrixView(f"[{e}]", target, (((e, e + 1), *whole),)) for e in range(shape[0]))
-    matrix = _fused_views(name, shape[-2:], target)
+    whole = ((0, shape[-2]), (0, shape[-1]))
+    if isinstance(target, Fused):
+        matrix = _fused_views(name, whole, target)
+    else:
+        matrix = [MatrixView("", target, None)]
     if len(shape) == 2:
         return tuple(matrix)
-    return tuple(
-        MatrixView(
-            f"[{expert}.{view.suffix[1:]}",
-            view.operator_type,
-            tuple(((expert, expert + 1), *box) for box in view.boxes or ()),
-            view.dim,
-        )
-        for expert in range(shape[0])
-        for view in matrix
-    )
-
-
-def _fused_views(name: str, shape: tuple[int, ...], fused: Fused) -> list[MatrixView]:
-    """Views of one matrix ``(m, n)``."""
-    total = sum(size for _, size in fused.parts)
-    expected = f"parts that add up to {shape[fused.dim]}, dim {fused.dim} of shape {shape}"
-    _require(total == shape[fused.dim], name, f"{fused.parts} = {total}", expected)
-    labels = _labels([operator_type for operator_type, _ in fused.parts])
     views = []
-    offset = 0
+    for expert, view in itertools.product(range(shape[0]), matrix):
+        suffix = f"[{expert}.{view.suffix[1:]}" if view.suffix else f"[{expert}]"
+        boxes = tuple(((expert, expert + 1), *box) for box in view.boxes or (whole,))
+        views.append(dataclasses.replace(view, suffix=suffix, boxes=boxes))
+    return tuple(views)
+
+
+def _fused_views(name: str, whole: Box, fused: Fused) -> list[MatrixView]:
+    """Views of one matrix, all of which is the box ``whole``."""
+    total = sum(size for _, size in fused.parts)
+    expected = f"parts that add up to {whole[fused.dim][1]}, its size along dim {fused.dim}"
+    _require(total == whole[fused.dim][1], name, f"{fused.parts} = {total}", expected)
+    labels = _labels([operator_type for operator_type, _ in fused.parts])
+    views, offset = [], 0
     for (operator_type, size), label in zip(fused.parts, labels, strict=True):
         share = size // fused.groups
         stride = total // fused.groups
@@ -453,7 +406,7 @@ def _fused_views(name: str, shape: tuple[int, ...], fused: Fused) -> list[Matrix
             length = size // (num_heads or 1)
             ranges = _cut(pieces, head * length, (head + 1) * length)
             suffix = f"[{label}]" if num_heads is None else f"[{label}.{head}]"
-            boxes = tuple(_box(span, shape, fused.dim) for span in ranges)
+            boxes = tuple((r, whole[1]) if fused.dim == 0 else (whole[0], r) for r in ranges)
             views.append(MatrixView(suffix, operator_type, boxes, fused.dim))
     return views
 
@@ -466,10 +419,6 @@ def _cut(pieces: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[t
         if first < last:
             yield low + first - position, low + last - position
         position += high - low
-
-
-def _box(span: tuple[int, int], shape: tuple[int, ...], dim: int) -> Box:
-    return (span, (0, shape[1])) if dim == 0 else ((0, shape[0]), span)
 
 
 def _labels(operator_types: Sequence[str]) -> list[str]:
@@ -489,9 +438,8 @@ def _compile_one(field: str, pattern: str) -> re.Pattern[str]:
     try:
         return re.compile(pattern)
     except re.error as error:
-        raise ValueError(
-            f"{field}: found {pattern!r}, expected a regular expression ({error})"
-        ) from error
+        expected = f"expected a regular expression ({error})"
+        raise ValueError(f"{field}: found {pattern!r}, {expected}") from error
 
 
 def _check_target(pattern: str, target: Target) -> Target:
@@ -513,59 +461,37 @@ def _check_operator_type(operator_type: str) -> None:
 def _describe(
     groups: Sequence[Mapping[str, Any]], reasons: Mapping[str, str], num_frozen: int
 ) -> str:
-    rows: list[tuple[str, str, str]] = []
-    counts: dict[str, list[int]] = {}
+    rows = [("parameter", "shape", "operator type")]
+    counts: Counter[str] = Counter()
+    entries: Counter[str] = Counter()
     for group in groups:
-        views_by_name = group.get("matrix_views", {})
         for name, parameter in group["params"]:
-            views = views_by_name.get(name, ())
-            types = sort_operator_types(view.operator_type for view in views) or ("AdamW",)
-            for kind in types:
-                of_type = [view for view in views if view.operator_type == kind]
-                count = counts.setdefault(kind, [0, 0])
-                count[0] += len(of_type) or 1
-                count[1] += _num_entries(of_type, parameter)
-            rows.append(
-                (
-                    name,
-                    str(tuple(parameter.shape)),
-                    _kind(group, types, views, reasons.get(name, "")),
-                )
-            )
-    lines = _align([("parameter", "shape", "operator type"), *rows])
-    order = [*sort_operator_types(kind for kind in counts if kind != "AdamW"), "AdamW"]
-    summary = [
-        (kind, str(counts[kind][0]), f"{counts[kind][1]:,}") for kind in order if kind in counts
-    ]
-    lines += ["", *_align([("operator type", "count", "entries"), *summary])]
-    if num_frozen:
-        lines += ["", f"left out: {num_frozen} frozen"]
-    return "\n".join(lines)
+            views = group.get("matrix_views", {}).get(name, ())
+            kinds = [view.operator_type for view in views]
+            counts.update(kinds or [ADAMW])
+            entries["orthogonalized" if views else ADAMW] += parameter.numel()
+            kind = _kind(group, kinds, reasons.get(name, ""))
+            rows.append((name, str(tuple(parameter.shape)), kind))
+    summary = [(kind, str(counts[kind])) for kind in sort_operator_types(set(counts) - {ADAMW})]
+    summary += [(ADAMW, str(counts[ADAMW]))] if ADAMW in counts else []
+    totals = [f"{number:,} entries {kind}" for kind, number in entries.items()]
+    totals += [f"{num_frozen} frozen parameters left out"] if num_frozen else []
+    table = [*_align(rows), "", *_align([("operator type", "count"), *summary])]
+    return "\n".join([*table, "", ", ".join(totals)])
 
 
-def _kind(
-    group: Mapping[str, Any], types: Sequence[str], views: Sequence[MatrixView], reason: str
-) -> str:
-    notes = [f"{len(views)} matrices"] if len(views) > 1 else []
+def _kind(group: Mapping[str, Any], kinds: Sequence[str], reason: str) -> str:
+    notes = [f"{len(kinds)} matrices"] if len(kinds) > 1 else []
     notes += [reason] if reason else []
     notes += [f"{key} {group[key]}" for key in ("weight_decay", "lr_scale") if key in group]
-    return ", ".join(types) + (f" ({'; '.join(notes)})" if notes else "")
-
-
-def _num_entries(views: Sequence[MatrixView], parameter: torch.Tensor) -> int:
-    if not views or views[0].boxes is None:
-        return parameter.numel()
-    return sum(
-        math.prod(stop - start for start, stop in box) for view in views for box in view.boxes or ()
-    )
+    types = ", ".join(sort_operator_types(kinds)) or ADAMW
+    return types + (f" ({'; '.join(notes)})" if notes else "")
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return [
-        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
-        for row in rows
-    ]
+    widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
+    padded = [[cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows]
+    return ["  ".join(cells).rstrip() for cells in padded]
 
 
 def _require(condition: bool, field: str, found: object, expected: str) -> None:
