@@ -18,6 +18,9 @@ Curve: TypeAlias = Mapping[int, float]
 _GAIN = 1e-12
 """A transfer must gain more (float noise could cycle); closer costs than this count as equal."""
 
+_MOST_STEPS = 100
+"""No budget relaxes the range beyond this: the error is down to rounding long before."""
+
 
 def ns_step_flops(m: int, n: int) -> int:
     """Floating-point operations of one Newton-Schulz step of one ``m x n`` matrix.
@@ -99,7 +102,7 @@ def relax_range(
         The range ``(min_steps, max_steps)`` within which the budget can be met.
 
     Raises:
-        ValueError: Even one step of every type is over the budget.
+        ValueError: Even one step of every type is over the budget, or it takes more than 100.
     """
     one_step_each = num_types if costs is None else sum(costs)
     if budget < one_step_each:
@@ -107,6 +110,11 @@ def relax_range(
         raise ValueError(
             f"budget: found {budget} {unit}, expected at least {one_step_each}, "
             "one step of every operator type"
+        )
+    if costs is None and budget > max(max_steps, _MOST_STEPS) * num_types:
+        raise ValueError(
+            f"budget: found {budget} steps, expected at most {_MOST_STEPS} for each of the "
+            f"{num_types} operator types"
         )
     low = min(min_steps, budget // one_step_each)
     # A budget of flops is a ceiling, so only the fewest steps can be infeasible.

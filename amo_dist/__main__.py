@@ -1,0 +1,8 @@
+"""``python -m amo_dist``."""
+
+from __future__ import annotations
+
+from amo_dist.cli import main
+
+if __name__ == "__main__":
+    raise SystemExit(main())
