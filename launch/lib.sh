@@ -2,7 +2,7 @@
 # Shared by the scripts of this folder: a Python environment with the project in it.
 # Source it, then:
 #
-#   amo_activate train        # or several extras: amo_activate train,dev
+#   amo_activate              # or with extras: amo_activate dev
 #
 # An active virtual environment (or conda environment) is used as it is; otherwise `.venv` in the
 # repository root is created and activated. An installed torch is kept, whatever its build. The
@@ -66,21 +66,21 @@ _amo_install() {
   constraints="$(mktemp)"
   # Without this line pip may replace a torch that was built for the machine's accelerator.
   python -c 'import torch; print(f"torch=={torch.__version__}")' >"$constraints"
-  amo_say "installing the project with extras [$extras] (some minutes the first time; log: $log)"
-  _amo_quietly "$log" python -m pip install -c "$constraints" -e "$AMO_ROOT[$extras]"
+  amo_say "installing the project${extras:+ with $extras} (minutes the first time; log: $log)"
+  _amo_quietly "$log" python -m pip install -c "$constraints" -e "$AMO_ROOT${extras:+[$extras]}"
   rm -f "$constraints"
 }
 
-# amo_activate EXTRAS: activates an environment in which the project and its extras are installed.
+# amo_activate [EXTRAS]: activates an environment with the project and its extras in it.
 amo_activate() {
-  local extras="${1:-train}" prefix stamp fingerprint
+  local extras="${1:-}" prefix stamp fingerprint
   if [[ -z "${VIRTUAL_ENV:-}" && -z "${CONDA_PREFIX:-}" ]]; then
     [[ -x "$AMO_ROOT/.venv/bin/python" ]] || _amo_create_venv
     # shellcheck disable=SC1091
     source "$AMO_ROOT/.venv/bin/activate"
   fi
   prefix="$(python -c 'import sys; print(sys.prefix)')"
-  stamp="$prefix/.amo-installed-${extras//,/-}"
+  stamp="$prefix/.amo-installed${extras:+-${extras//,/-}}"
   fingerprint="$(_amo_fingerprint "$extras")"
   if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$fingerprint" ]]; then
     _amo_install "$extras" "$prefix/amo-install.log"

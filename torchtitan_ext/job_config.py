@@ -1,0 +1,83 @@
+"""Fields that the project adds to torchtitan's job config.
+
+Named in ``[job] custom_config_module = "torchtitan_ext.job_config"``; torchtitan merges
+:class:`JobConfig` into its own, section by section.
+"""
+
+# No `from __future__ import annotations` here: torchtitan's merge reads the types of fields as
+# types, and would take a section whose type is a string for a plain value.
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+import torchtitan_ext
+from amo_dist.config import AMOConfig, MuonConfig
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonSection(MuonConfig):
+    """``[optimizer.muon]``: fields of :class:`amo_dist.config.MuonConfig`, and the schedule."""
+
+    schedule: str = "kj"
+    """Named table of Newton-Schulz coefficients that ``name = "Muon"`` applies to every matrix."""
+
+
+@dataclass
+class Optimizer:
+    """Additions to ``[optimizer]``."""
+
+    allow_unlocked: bool = False
+    """Accept a run that ends before AMO's plan is locked (otherwise an error at start)."""
+
+    muon: MuonSection = field(default_factory=MuonSection)
+    """Read by ``name = "Muon"``."""
+
+    amo: AMOConfig = field(default_factory=AMOConfig)
+    """Read by ``name = "AMO"``."""
+
+
+@dataclass
+class Metrics:
+    """Additions to ``[metrics]``."""
+
+    console: Literal["full", "brief"] = "full"
+    """
+    ``brief`` shows progress and warnings of the logging rank alone; everything else goes to
+    ``log_rank<r>.txt`` in the dump folder.
+    """
+
+
+@dataclass
+class Data:
+    """``[data]``: tokenizer and streams."""
+
+    tokenizer: Literal["hf", "byte"] = "hf"
+    """``hf`` reads ``model.hf_assets_path``; ``byte`` (one token a byte) is built in code."""
+
+    pattern: str = "**/*.txt"
+    """Files taken from ``training.dataset_path`` when that is a folder (``dataset = "text"``)."""
+
+    num_streams: int = 64
+    """
+    Streams into which the documents are dealt. A multiple of the data-parallel degree; a checkpoint
+    holds the position of each, so that the degree may change on resume.
+    """
+
+    seed: int = 42
+    """Seeds the order of documents."""
+
+    undecodable: Literal["error", "skip"] = "error"
+    """What to do with a file that cannot be read or is not UTF-8: stop, or leave it out."""
+
+
+@dataclass
+class JobConfig:
+    """Sections with additions."""
+
+    optimizer: Optimizer = field(default_factory=Optimizer)
+    metrics: Metrics = field(default_factory=Metrics)
+    data: Data = field(default_factory=Data)
+
+
+# The config module is loaded by every run, whatever imported this package before torchtitan.
+torchtitan_ext.register()

@@ -1,0 +1,177 @@
+"""Metrics of a run: torchtitan's, the optimizer's, a file to read them from, a line to watch."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torchtitan.components.metrics as titan
+
+from amo_dist.schedule.plan import Plan
+from torchtitan_ext.plugin import optimizers
+
+METRICS_FILE = "metrics.jsonl"
+PLAN_FILE = "plan.json"
+
+progress = logging.getLogger("torchtitan_ext.progress")
+"""Lines for the one who watches; see :mod:`torchtitan_ext.plugin.console`."""
+
+
+class MetricsProcessor(titan.MetricsProcessor):
+    """torchtitan's processor, with the optimizer's figures and two files in the dump folder.
+
+    ``metrics.jsonl`` gets one JSON object for each logged step (floats in full, ``null`` for a NaN
+    or infinity); a resumed run first drops what lies beyond its checkpoint. ``plan.json`` holds
+    AMO's plan once it is made. TensorBoard and W&B get the same figures.
+    """
+
+    def __init__(self, job_config: Any, parallel_dims: Any, tag: str | None = None) -> None:
+        super().__init__(job_config, parallel_dims, tag)
+        writes = torch.distributed.get_rank() == titan._get_metrics_rank(parallel_dims, job_config)
+        folder = Path(job_config.job.dump_folder)
+        self._files = RunFiles(folder) if writes else None
+        self._num_steps = job_config.training.steps
+        self._first_step: int | None = None
+        self._logged_step = 0
+
+    def should_log(self, step: int) -> bool:
+        """Whether torchtitan logs this step; the first call tells where the run starts."""
+        if self._first_step is None:
+            self._first_step, self._logged_step = step, step - 1
+            if self._files is not None:
+                self._files.start(step)
+                start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
+                progress.info("training %s of %d", start, self._num_steps)
+        # The last step too: a run's final loss is what one looks for.
+        return bool(super().should_log(step)) or step == self._num_steps
+
+    def log(
+        self,
+        step: int,
+        global_avg_loss: float,
+        global_max_loss: float,
+        grad_norm: float,
+        extra_metrics: dict[str, Any] | None = None,
+    ) -> None:
+        """Log one step everywhere; arguments as in torchtitan."""
+        report = optimizers.report(self.optimizers)
+        seconds = time.perf_counter() - self.time_last_log
+        num_steps = max(step - self._logged_step, 1)
+        optimizer_seconds = getattr(self.optimizers, "step_seconds", 0.0) / num_steps
+        extra_metrics = extra_metrics or {}
+        num_tokens = extra_metrics.get("n_tokens_seen", 0)
+        record = {
+            "step": step,
+            "loss": global_avg_loss,
+            "max_loss": global_max_loss,
+            "grad_norm": grad_norm,
+            "lr": extra_metrics.get("lr"),
+            "num_tokens": num_tokens,
+            "tokens_per_second": (num_tokens / step) * num_steps / seconds,
+            "seconds_per_step": seconds / num_steps,
+            "optimizer_seconds_per_step": optimizer_seconds,
+            "phase": report.phase,
+            "num_steps_by_type": report.num_steps_by_type,
+            "optimizer": report.metrics,
+        }
+        extra = {
+            **extra_metrics,
+            "optimizer/seconds_per_step": optimizer_seconds,
+            **report.metrics,
+        }
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+        if self._files is not None:
+            self._files.append(record)
+            progress.info("%s", progress_line(record, self._num_steps))
+            self._show_plan(report.plan)
+        self._logged_step = step
+        if self.optimizers is not None:
+            self.optimizers.step_seconds = 0.0
+
+    def _show_plan(self, plan: str | None) -> None:
+        if self._files is not None and plan is not None and self._files.save_plan(plan):
+            progress.info("AMO's plan:\n%s", Plan.from_json(plan).table())
+
+
+def build_metrics_processor(
+    job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
+) -> MetricsProcessor:
+    """The processor of a run, for torchtitan's train spec."""
+    return MetricsProcessor(job_config, parallel_dims, tag)
+
+
+class RunFiles:
+    """Files that one rank writes into the dump folder.
+
+    Args:
+        folder: The dump folder; made where it is missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._metrics = folder / METRICS_FILE
+        self._plan = folder / PLAN_FILE
+        self._saved_plan: str | None = None
+
+    def start(self, step: int) -> None:
+        """Drop what earlier runs wrote for ``step`` and later ones."""
+        kept = [record for record in read_metrics(self._metrics) if record["step"] < step]
+        self._metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        self._plan.unlink(missing_ok=True)  # comes back at the first log where there is one
+
+    def append(self, record: Mapping[str, Any]) -> None:
+        """Append one record."""
+        with self._metrics.open("a") as file:
+            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+
+    def save_plan(self, plan: str) -> bool:
+        """Write the plan; whether it is new to this object."""
+        if plan == self._saved_plan:
+            return False
+        self._plan.write_text(plan + "\n")
+        self._saved_plan = plan
+        return True
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a ``metrics.jsonl``; a last line cut short by a kill is left out.
+
+    Raises:
+        ValueError: If another line is not a JSON object.
+    """
+    if not path.exists():
+        return []
+    lines = path.read_text().splitlines()
+    records = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            records.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            if number < len(lines):
+                raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+    return records
+
+
+def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
+    """One line for the console: step, loss, phase, Newton-Schulz steps, speed, time to go."""
+    step = record["step"]
+    parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}", f"loss {record['loss']:.4f}"]
+    if record["phase"]:
+        counts = " ".join(map(str, record["num_steps_by_type"].values()))
+        parts += [f"{record['phase']:<11}", f"NS steps {counts}"]
+    remaining = round((num_steps - step) * record["seconds_per_step"])
+    parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    parts.append(f"{remaining // 3600}:{remaining // 60 % 60:02}:{remaining % 60:02} to go")
+    return "  ".join(parts)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _finite(one) for key, one in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,276 @@
+"""Optimizers by name, and the container through which torchtitan steps and saves them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+from unittest import mock
+
+import torch
+import torchtitan.components.optimizer as titan
+from torch import nn
+from torch.optim import Optimizer
+
+from amo_dist.config import MuonConfig
+from amo_dist.operators import clean_name, param_groups
+from amo_dist.optimizer import AMO, Muon
+
+Groups = list[dict[str, Any]]
+Factory = Callable[[Groups, Any], Optimizer]
+
+
+def _common(config: Any) -> dict[str, Any]:
+    return {
+        "lr": config.lr,
+        "weight_decay": config.weight_decay,
+        "betas": (config.beta1, config.beta2),
+        "eps": config.eps,
+    }
+
+
+def _amo(groups: Groups, config: Any) -> Optimizer:
+    return AMO(groups, config=config.amo, **_common(config))
+
+
+def _muon(groups: Groups, config: Any) -> Optimizer:
+    fields = {f.name: getattr(config.muon, f.name) for f in dataclasses.fields(MuonConfig)}
+    schedule = config.muon.schedule
+    return Muon(groups, schedule=schedule, config=MuonConfig(**fields), **_common(config))
+
+
+OPTIMIZERS: dict[str, Factory | None] = {"AMO": _amo, "Muon": _muon, "AdamW": None, "Adam": None}
+"""``optimizer.name`` -> how to build it from parameter groups; ``None`` is torchtitan's own."""
+
+
+def validate(config: Any) -> None:
+    """Check ``[optimizer]``.
+
+    Raises:
+        ValueError: For an unknown name, a section that the named optimizer does not read, or what
+            it does not support.
+    """
+    if config.name not in OPTIMIZERS:
+        known = ", ".join(map(repr, OPTIMIZERS))
+        raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
+    if OPTIMIZERS[config.name] is None:
+        return
+    if config.early_step_in_backward:
+        raise ValueError(
+            f"optimizer.early_step_in_backward: found true, expected false: {config.name} "
+            "orthogonalizes whole matrices, after the backward and after clipping"
+        )
+    if config.name == "AMO" and config.muon != type(config.muon)():
+        # Otherwise `[optimizer.muon] momentum = 0.9` would be ignored without a word.
+        raise ValueError(
+            "[optimizer.muon]: found values, but optimizer.name = 'AMO' reads [optimizer.amo]"
+        )
+
+
+class OptimizersContainer(titan.OptimizersContainer):
+    """One optimizer over all model parts of this process.
+
+    One controller per process needs one optimizer, where torchtitan's container has one for each
+    part. The state dict is flat, in the form that ``torch.distributed.checkpoint`` gives it:
+    ``state.<name>.<key>`` and ``param_groups.<name>.<key>``, with the parameter's name in the
+    model; pipeline stages of any layout can load it.
+
+    Args:
+        model_parts: On their final device, with their final placements.
+        factory: Builds the optimizer from parameter groups.
+        config: torchtitan's ``[optimizer]`` section.
+    """
+
+    def __init__(self, model_parts: list[nn.Module], factory: Factory, config: Any) -> None:
+        self.model_parts = model_parts
+        # A part may lack what a user's expression names: another pipeline stage has it.
+        self.optimizers = [factory(param_groups(model_parts, allow_unused=True), config)]
+        groups = self.optimizer.param_groups
+        self._names = _names_by_parameter(model_parts)
+        self._post_init([p for group in groups for p in group["params"]], _common(config))
+
+    @property
+    def optimizer(self) -> Any:
+        """The one optimizer."""
+        return self.optimizers[0]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Flat state; tensors are those of the optimizer, not copies."""
+        plain, flat = self.optimizer.state_dict(), {}
+        for name, index, group in self._entries(plain):
+            for key, value in plain["state"].get(index, {}).items():
+                flat[f"state.{name}.{key}"] = value
+            for key in _plain_keys(group):
+                flat[f"param_groups.{name}.{key}"] = group[key]
+        return flat
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Load a flat state.
+
+        Raises:
+            ValueError: If keys are missing or unknown, if parameters of one group bring different
+                values for it, or if the optimizer refuses its state.
+        """
+        plain = self.optimizer.state_dict()
+        _require_same_keys(self.state_dict(), state_dict)
+        loaded: dict[str, Any] = {
+            "state": {},
+            "param_groups": [dict(group) for group in plain["param_groups"]],
+        }
+        values_by_group: dict[int, dict[str, Any]] = {}
+        for name, index, group in self._entries(plain):
+            loaded["state"][index] = {
+                key: state_dict[f"state.{name}.{key}"] for key in plain["state"].get(index, {})
+            }
+            values = {key: state_dict[f"param_groups.{name}.{key}"] for key in _plain_keys(group)}
+            _require_same_values(name, values_by_group.setdefault(id(group), values), values)
+        for group, target in zip(plain["param_groups"], loaded["param_groups"], strict=True):
+            target.update(values_by_group[id(group)])
+        self.optimizer.load_state_dict(loaded)
+
+    def _entries(self, plain: Mapping[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
+        """``(name, index, group)`` of each parameter in an optimizer's own state dict."""
+        return [
+            (self._names[parameter], index, saved)
+            for group, saved in zip(self.optimizer.param_groups, plain["param_groups"], strict=True)
+            for parameter, index in zip(group["params"], saved["params"], strict=True)
+        ]
+
+
+def _names_by_parameter(model_parts: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
+    names: dict[torch.Tensor, str] = {}
+    for part in model_parts:
+        for name, parameter in part.named_parameters():
+            names[parameter] = clean_name(name)
+    return names
+
+
+def _plain_keys(group: Mapping[str, Any]) -> list[str]:
+    """Keys of a group whose values a checkpoint can hold as they are."""
+    plain = (int, float, bool, str, type(None))
+    return [
+        key
+        for key, value in group.items()
+        if isinstance(value, plain)
+        or (isinstance(value, tuple) and all(isinstance(one, plain) for one in value))
+    ]
+
+
+def _require_same_keys(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    missing, unknown = (
+        sorted(expected.keys() - found.keys()),
+        sorted(found.keys() - expected.keys()),
+    )
+    if missing or unknown:
+        raise ValueError(
+            f"optimizer state: {len(missing)} keys missing {missing[:3]}, "
+            f"{len(unknown)} unknown {unknown[:3]}; it was saved by another optimizer or model"
+        )
+
+
+def _require_same_values(name: str, first: dict[str, Any], values: dict[str, Any]) -> None:
+    for key, value in values.items():
+        # A checkpoint may bring a tuple back as a list.
+        if _tuple(value) != _tuple(first[key]):
+            raise ValueError(
+                f"optimizer state: param_groups.{name}.{key}: found {value!r}, "
+                f"expected {first[key]!r} as for the rest of its group"
+            )
+
+
+def _tuple(value: Any) -> Any:
+    return tuple(value) if isinstance(value, list) else value
+
+
+def build_optimizers(
+    model_parts: list[nn.Module],
+    optimizer_config: Any,
+    parallel_dims: Any,
+    ft_manager: Any = None,
+) -> titan.OptimizersContainer:
+    """The optimizers of a run, by ``optimizer.name``; see :data:`OPTIMIZERS`.
+
+    Raises:
+        ValueError: For what :func:`validate` finds, and for torchft.
+    """
+    validate(optimizer_config)
+    if ft_manager is not None and ft_manager.enabled:
+        raise ValueError("fault_tolerance.enable: found true, torchft is not supported")
+    factory = OPTIMIZERS[optimizer_config.name]
+    if factory is None:
+        container = titan.build_optimizers(model_parts, optimizer_config, parallel_dims)
+    else:
+        container = OptimizersContainer(model_parts, factory, optimizer_config)
+    _time_steps(container)
+    return container
+
+
+def _time_steps(container: titan.OptimizersContainer) -> None:
+    """Add up the seconds of ``step()`` in ``step_seconds``, for any container.
+
+    On an accelerator these are the seconds until the kernels were launched.
+    """
+    container.step_seconds = 0.0
+    container.register_step_pre_hook(
+        lambda *_: setattr(container, "_step_start", time.perf_counter())
+    )
+
+    def stop(*_: Any) -> None:
+        container.step_seconds += time.perf_counter() - container._step_start
+
+    container.register_step_post_hook(stop)
+
+
+def build_optimizers_with_moe_load_balancing(
+    model_parts: list[nn.Module],
+    optimizer_config: Any,
+    parallel_dims: Any,
+    ft_manager: Any = None,
+) -> titan.OptimizersContainer:
+    """:func:`build_optimizers`, with torchtitan's hook that balances the load of experts."""
+    # torchtitan's function builds the container itself, through the name in its own module.
+    stock = titan.build_optimizers
+
+    def build(**kwargs: Any) -> titan.OptimizersContainer:
+        with mock.patch.object(titan, "build_optimizers", stock):
+            return build_optimizers(**kwargs)
+
+    with mock.patch.object(titan, "build_optimizers", build):
+        return titan.build_optimizers_with_moe_load_balancing(
+            model_parts, optimizer_config, parallel_dims, ft_manager
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """What the optimizer tells a logger about its latest step.
+
+    Attributes:
+        phase: ``uniform``, ``observation``, ``transition`` or ``locked``; empty for other
+            optimizers than the Muon family.
+        num_steps_by_type: Newton-Schulz steps of each operator type.
+        metrics: Further figures by name.
+        plan: AMO's plan as JSON, once there is one.
+    """
+
+    phase: str = ""
+    num_steps_by_type: dict[str, int] = dataclasses.field(default_factory=dict)
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    plan: str | None = None
+
+
+def report(optimizers: titan.OptimizersContainer) -> Report:
+    """The report on the latest step of any container; empty for torchtitan's own optimizers."""
+    if not isinstance(optimizers, OptimizersContainer):
+        return Report()
+    optimizer = optimizers.optimizer
+    policy = optimizer.policy
+    plan = getattr(policy, "plan", None)
+    schedules = policy.schedules(optimizer.num_steps_taken)
+    return Report(
+        phase=optimizer.phase,
+        num_steps_by_type={name: schedule.num_steps for name, schedule in schedules.items()},
+        metrics={**optimizer.metrics()},
+        plan=None if plan is None else plan.to_json(),
+    )

@@ -1,0 +1,188 @@
+"""The job config: read, checked value by value, and as a whole."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import difflib
+import io
+import os
+import sys
+import types
+import typing
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torchtitan.config import ConfigManager
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+_DEFAULTS = {
+    "job.custom_config_module": "torchtitan_ext.job_config",
+    "experimental.custom_import": "torchtitan_ext",
+}
+
+
+def parse(args: Sequence[str]) -> Any:
+    """The job config of a command line, as torchtitan's ``JobConfig`` with the project's fields.
+
+    Names ``torchtitan_ext`` as config module and import where neither the command line nor the
+    file does, so that a config written for plain torchtitan works too.
+
+    Args:
+        args: torchtitan's arguments, such as ``["--job.config_file", "x.toml"]``.
+
+    Raises:
+        ValueError: For a file that cannot be read, an unknown field, a value of a wrong type or a
+            combination that cannot work.
+        SystemExit: For a mistake among the arguments, already explained on standard error.
+    """
+    manager = _Manager()
+    # torchtitan logs the traceback of a config file that it cannot read; the error says it all.
+    values = read_toml(_config_file(args))
+    with _quiet_unless_first():
+        config = manager.parse_args([*args, *_missing_defaults(args, values)])
+    validate(config)
+    return config
+
+
+def read_toml(path: str | None) -> dict[str, Any]:
+    """The sections of a TOML file; none for ``None``.
+
+    Raises:
+        ValueError: If the file is missing or is not TOML.
+    """
+    if path is None:
+        return {}
+    try:
+        with open(path, "rb") as file:
+            return tomllib.load(file)
+    except OSError as error:
+        raise ValueError(f"job.config_file: cannot read {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"job.config_file: {path} is not TOML: {error}") from None
+
+
+def validate(config: Any) -> None:
+    """Check the fields that depend on one another.
+
+    Raises:
+        ValueError: Naming the field, what was found and what was expected.
+    """
+    from torchtitan_ext.plugin import optimizers
+
+    optimizers.validate(config.optimizer)
+    if config.fault_tolerance.enable:
+        raise ValueError("fault_tolerance.enable: found true, torchft is not supported")
+    if config.optimizer.name != "AMO" or config.optimizer.allow_unlocked:
+        return
+    lock_step, steps = config.optimizer.amo.lock_step, config.training.steps
+    if steps < lock_step:
+        raise ValueError(
+            f"training.steps: found {steps}, expected at least observe_until + transition_steps = "
+            f"{lock_step} of [optimizer.amo], where the plan locks "
+            "(or optimizer.allow_unlocked = true)"
+        )
+
+
+def check_values(cls: type, data: dict[str, Any], section: str = "") -> None:
+    """Check names and types of TOML values against a config dataclass, sections included.
+
+    Raises:
+        ValueError: For the first unknown field (with the nearest known one) or wrong type.
+    """
+    hints = typing.get_type_hints(cls)
+    known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
+    for name, value in data.items():
+        where = f"{section}.{name}" if section else name
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+            raise ValueError(f"{where}: unknown field; {hint}")
+        expected = known[name]
+        if dataclasses.is_dataclass(expected) and isinstance(value, dict):
+            check_values(typing.cast(type, expected), value, where)
+        elif not _matches(value, expected):
+            raise ValueError(f"{where}: found {value!r}, expected {_describe(expected)}")
+
+
+def _matches(value: object, expected: Any) -> bool:
+    origin, parameters = typing.get_origin(expected), typing.get_args(expected)
+    if origin in (typing.Union, types.UnionType):
+        return any(_matches(value, one) for one in parameters)
+    if origin is typing.Literal:
+        return value in parameters
+    if origin is list:
+        return isinstance(value, list) and all(_matches(one, parameters[0]) for one in value)
+    if expected is float:
+        return isinstance(value, (int, float)) and not isinstance(value, bool)
+    if expected is int:
+        return isinstance(value, int) and not isinstance(value, bool)
+    return not isinstance(expected, type) or isinstance(value, expected)
+
+
+def _describe(expected: Any) -> str:
+    if typing.get_origin(expected) is typing.Literal:
+        return f"one of {', '.join(map(repr, typing.get_args(expected)))}"
+    if dataclasses.is_dataclass(expected):
+        return "a section"
+    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
+    return names.get(expected, str(expected))
+
+
+class _Manager(ConfigManager):
+    """torchtitan's parser with readable errors."""
+
+    def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
+        if cls.__name__.endswith("JobConfig"):  # the root; sections follow by recursion
+            check_values(cls, data)
+        try:
+            return super()._dict_to_dataclass(cls, data)
+        except ValueError as error:
+            # A section that checks itself names its field, but not where it stands.
+            raise ValueError(f"{_section_of(cls)}{error}") from None
+
+    def _validate_config(self) -> None:
+        # torchtitan looks for tokenizer files here, of which the byte tokenizer has none.
+        if self.config.data.tokenizer != "byte":
+            super()._validate_config()
+
+
+def _section_of(cls: type) -> str:
+    name = {"AMOConfig": "optimizer.amo", "MuonSection": "optimizer.muon"}.get(cls.__name__)
+    return f"[{name}] " if name else ""
+
+
+def _config_file(args: Sequence[str]) -> str | None:
+    return _argument(args, "job.config_file")
+
+
+def _argument(args: Sequence[str], name: str) -> str | None:
+    """The value of ``--name value`` or ``--name=value``, with either ``_`` or ``-``."""
+    for index, arg in enumerate(args):
+        key, equals, value = arg.partition("=")
+        if key.replace("-", "_") == f"__{name}":
+            return value if equals else (args[index + 1] if index + 1 < len(args) else None)
+    return None
+
+
+def _missing_defaults(args: Sequence[str], values: dict[str, Any]) -> list[str]:
+    found = []
+    for name, default in _DEFAULTS.items():
+        section, field = name.split(".")
+        if not (_argument(args, name) or values.get(section, {}).get(field)):
+            found.append(f"--{name}={default}")
+    return found
+
+
+@contextlib.contextmanager
+def _quiet_unless_first() -> Iterator[None]:
+    """Drop what is printed by all ranks but the first: they all read the same command line."""
+    if os.environ.get("RANK", "0") == "0":
+        yield
+        return
+    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
+        yield

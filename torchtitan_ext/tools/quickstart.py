@@ -1,0 +1,130 @@
+"""``amo quickstart``: a small run from nothing to a locked plan, in a few minutes on two cores."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from amo_dist.cli import Subparsers
+
+CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Register ``quickstart``."""
+    parser = subparsers.add_parser(
+        "quickstart",
+        help="train a small model with AMO on this machine",
+        description="Train a small llama on the sources of the Python standard library until AMO's "
+        "plan is locked, and show the plan. A second call goes on with an unfinished run.",
+        epilog="Other options go to torchtitan, e.g. --training.steps 200 --optimizer.lr 2e-3.",
+    )
+    parser.add_argument("--fresh", action="store_true", help="delete the run's folder first")
+    parser.add_argument("--ranks", type=int, help="processes (default: GPUs, or 2 without any)")
+    parser.set_defaults(run=run, overrides=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start the run or go on with it, and print the result.
+
+    Returns:
+        0, or the exit status of the training processes.
+
+    Raises:
+        ValueError: For a config that cannot work, or that is not the one of the run in its folder.
+    """
+    import torchtitan_ext
+
+    torchtitan_ext.register()
+    from torchtitan_ext.plugin import settings
+    from torchtitan_ext.tools.runs import RunFolder
+
+    arguments = [f"--job.config_file={CONFIG}", *args.overrides]
+    config = settings.parse(arguments)  # before any rank starts: one error, told once
+    num_ranks = args.ranks if args.ranks is not None else _num_ranks()
+    if num_ranks < 1:
+        raise ValueError(f"--ranks: found {num_ranks}, expected an integer >= 1")
+    folder = RunFolder(Path(config.job.dump_folder), config.checkpoint.folder)
+    if args.fresh:
+        folder.delete()
+    step = folder.prepare(config.to_dict())
+    steps = config.training.steps
+    if step >= steps:
+        print(f"The run in {folder.path} is complete ({step} steps); --fresh starts anew.")
+    else:
+        _announce(folder.path, step, steps, num_ranks)
+        status = _train(arguments, num_ranks, folder.path)
+        if status != 0:
+            return status
+    _summarize(config, folder.checkpoints)
+    return 0
+
+
+def _announce(folder: Path, step: int, steps: int, num_ranks: int) -> None:
+    what = f"Resuming from the checkpoint of step {step}" if step else "Starting anew"
+    print(f"{what}: {steps} steps on {num_ranks} ranks, in {folder}.", flush=True)
+
+
+def _num_ranks() -> int:
+    import torch
+
+    # Streams are dealt evenly, and there are eight.
+    return max((n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count()), default=2)
+
+
+def _train(arguments: Sequence[str], num_ranks: int, folder: Path) -> int:
+    """Run the ranks under torchrun; on failure show what they had to say."""
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--nproc-per-node", str(num_ranks), "-m", "torchtitan_ext.train", *arguments),
+    ]
+    threads = max((os.cpu_count() or 1) // num_ranks, 1)
+    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
+    errors = folder / "stderr.txt"
+    start = time.monotonic()
+    try:
+        # torchrun adds a traceback of its own to every failure; ours are one line.
+        with errors.open("w") as file:
+            status = subprocess.run(command, env=environment, stderr=file, check=False).returncode
+    except KeyboardInterrupt:
+        print("\nStopped. The same command goes on from the latest checkpoint.")
+        return 130
+    if status != 0:
+        _explain(errors)
+        return status
+    print(f"Trained in {time.monotonic() - start:.0f} s.")
+    return 0
+
+
+def _explain(errors: Path) -> None:
+    lines = errors.read_text(errors="replace").splitlines()
+    told = [line for line in lines if line.startswith("error")]
+    for line in told[:1] or lines[-30:]:
+        print(line, file=sys.stderr)
+    print(f"Training failed; its whole output is in {errors}.", file=sys.stderr)
+
+
+def _summarize(config: Any, checkpoints: Path) -> None:
+    from amo_dist.schedule.plan import Plan
+    from torchtitan_ext.plugin.metrics import METRICS_FILE, PLAN_FILE, read_metrics
+
+    folder = Path(config.job.dump_folder)
+    records = read_metrics(folder / METRICS_FILE)
+    plan = folder / PLAN_FILE
+    if plan.exists():
+        print(f"\nThe plan, locked at step {config.optimizer.amo.lock_step}:")
+        print(Plan.from_json(plan.read_text()).table())
+    if records:
+        first, last = records[0], records[-1]
+        print(f"\nloss         {first['loss']:.4f} at step {first['step']}, ", end="")
+        print(f"{last['loss']:.4f} at step {last['step']}")
+    print(f"checkpoints  {checkpoints}")
+    print(f"metrics      {folder / METRICS_FILE}")
+    if config.metrics.enable_tensorboard:
+        print(f"TensorBoard  tensorboard --logdir {folder / config.metrics.save_tb_folder}")

@@ -1,0 +1,100 @@
+"""A run's folder: whose it is, how far it got, and whether it may go on."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+RUN_FILE = "run.json"
+
+_NOT_COMPARED = ("job", "metrics", "profiling", "comm", "checkpoint", "experimental", "validation")
+"""Sections that may change between two starts of one run: they leave the training as it is."""
+
+
+class RunFolder:
+    """The dump folder of a run, marked by a file that holds the config it was started with.
+
+    Args:
+        path: ``job.dump_folder``; need not exist.
+        checkpoints: ``checkpoint.folder``, within it.
+    """
+
+    def __init__(self, path: Path, checkpoints: str = "checkpoint") -> None:
+        self.path = path
+        self.checkpoints = path / checkpoints
+        self._marker = path / RUN_FILE
+
+    def delete(self) -> None:
+        """Delete the folder.
+
+        Raises:
+            ValueError: If it holds files and is not a run's: a mistyped path loses nothing.
+        """
+        self._require_ours()
+        shutil.rmtree(self.path, ignore_errors=True)
+
+    def prepare(self, config: Mapping[str, Any]) -> int:
+        """Make the folder ready for a run with ``config``, or for going on with it.
+
+        Args:
+            config: Sections of fields, JSON values.
+
+        Returns:
+            The step of the latest complete checkpoint; 0 where there is none.
+
+        Raises:
+            ValueError: If the folder is not a run's, or its run had another config.
+        """
+        self._require_ours()
+        config = json.loads(json.dumps(config))
+        if self._marker.exists():
+            changed = changes(json.loads(self._marker.read_text()), config)
+            if changed:
+                raise ValueError(
+                    f"{self.path} holds a run with another config ({'; '.join(changed)}); "
+                    "use its values, another job.dump_folder, or --fresh to delete it"
+                )
+        self.path.mkdir(parents=True, exist_ok=True)
+        self._marker.write_text(json.dumps(config, indent=1) + "\n")
+        return self.latest_step()
+
+    def latest_step(self) -> int:
+        """The step of the latest complete checkpoint; 0 where there is none."""
+        # The metadata is written last: a checkpoint without it was cut short.
+        found = [
+            int(match[1])
+            for file in self.checkpoints.glob("step-*/.metadata")
+            if (match := re.fullmatch(r"step-(\d+)", file.parent.name))
+        ]
+        return max(found, default=0)
+
+    def _require_ours(self) -> None:
+        if self.path.exists() and not self._marker.exists() and any(self.path.iterdir()):
+            raise ValueError(
+                f"job.dump_folder: {self.path} holds files, but none of a run of this command; "
+                "expected a new or empty folder"
+            )
+
+
+def changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
+    """Fields that differ between two configs and matter for training, as readable text."""
+    old, new = _flat(saved), _flat(config)
+    return [
+        f"{name}: was {old.get(name)!r}, is {new.get(name)!r}"
+        for name in sorted({*old, *new})
+        if old.get(name) != new.get(name) and name.split(".", 1)[0] not in _NOT_COMPARED
+    ]
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat.update(_flat(value, f"{prefix}{name}."))
+        else:
+            flat[f"{prefix}{name}"] = value
+    return flat

@@ -1,0 +1,110 @@
+"""Training: ``torchrun ... -m torchtitan_ext.train --job.config_file x.toml``.
+
+torchtitan's trainer with the project's models, optimizers and data, on CPU and accelerators alike.
+Takes torchtitan's arguments.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torchtitan_ext
+
+logger = logging.getLogger(__name__)
+
+USER_ERROR = 2
+"""Exit status for a mistake in the config."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    """Train.
+
+    Args:
+        args: torchtitan's arguments; those of the process by default.
+
+    Returns:
+        The exit status: 0, or 2 for a mistake of the user, explained in one line.
+    """
+    torchtitan_ext.register()
+    from torchtitan.tools.logging import init_logger
+
+    from torchtitan_ext.plugin import console, settings
+
+    init_logger()
+    try:
+        config = settings.parse(sys.argv[1:] if args is None else args)
+    except ValueError as error:
+        # Every rank reads the same config: one of them tells.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    if config.metrics.console == "brief":
+        console.brief(Path(config.job.dump_folder))
+    try:
+        train(config)
+    except ValueError as error:
+        if not is_users_mistake(error):
+            raise
+        logger.info("", exc_info=error)
+        rank = os.environ.get("RANK", "0")
+        print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+        return USER_ERROR
+    return 0
+
+
+def train(config: Any) -> None:
+    """Run torchtitan's trainer to its end, or write a seed checkpoint where that is asked for.
+
+    Args:
+        config: From :func:`torchtitan_ext.plugin.settings.parse`.
+
+    Raises:
+        ValueError: For a config that turns out not to work.
+    """
+    import torch
+    from torchtitan.train import Trainer
+
+    trainer = None
+    try:
+        trainer = Trainer(config)
+        if config.checkpoint.create_seed_checkpoint:
+            _require_one_rank(config)
+            trainer.checkpointer.save(curr_step=0, last_step=True)
+        elif config.comm.mode != "local_tensor":  # whose models are never initialized
+            trainer.train()
+    finally:
+        if trainer is not None:
+            trainer.close()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def _require_one_rank(config: Any) -> None:
+    world_size = int(os.environ["WORLD_SIZE"])
+    if world_size != 1 or not config.checkpoint.enable:
+        raise ValueError(
+            f"checkpoint.create_seed_checkpoint: found {world_size} ranks and checkpoint.enable = "
+            f"{str(config.checkpoint.enable).lower()}, expected one rank and true"
+        )
+
+
+def is_users_mistake(error: ValueError) -> bool:
+    """Whether an error was raised by the project itself, and so explains itself.
+
+    A ``ValueError`` from the depths of another library keeps its traceback.
+    """
+    frames = traceback.extract_tb(error.__traceback__)
+    here = Path(__file__).resolve().parent
+    ours = (here, here.parent / "amo_dist")
+    raised_in = Path(frames[-1].filename).resolve() if frames else Path()
+    return any(folder in raised_in.parents for folder in ours)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
