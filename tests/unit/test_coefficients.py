@@ -1,0 +1,155 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from amo_dist.schedule import (
+    NAMED_SCHEDULES,
+    OPERATOR_TYPES,
+    SAFETY,
+    SCHEDULE_NAMES,
+    compose,
+    named_schedule,
+)
+from amo_dist.schedule.types import MatrixInfo, Schedule, sort_operator_types
+
+
+def test_names() -> None:
+    assert SCHEDULE_NAMES == ("kj", "you", "pe", "cans", "turbo", "a1", "a2", "a3", "a4", "a5")
+    assert all(named_schedule(name).name == name for name in SCHEDULE_NAMES)
+    assert all(record.source for record in NAMED_SCHEDULES.values())
+
+
+@pytest.mark.parametrize("name", ["KJ", "", "a6", None, []])
+def test_an_unknown_name_lists_those_there_are(name: Any) -> None:
+    with pytest.raises(ValueError, match=r"schedule: found .*, expected one of kj, you, pe, cans"):
+        named_schedule(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "steps", "norm_scale", "preconditioner"),
+    [
+        ("kj", 5, 1.0, "frobenius"),
+        ("you", 5, 1.0, "frobenius"),
+        ("pe", 5, SAFETY, "frobenius"),
+        ("cans", 5, SAFETY, "frobenius"),
+        ("turbo", 4, 1.0, "aol"),
+    ],
+)
+def test_uniform_tables(name: str, steps: int, norm_scale: float, preconditioner: str) -> None:
+    record = named_schedule(name)
+    assert record.schedule.num_steps == steps
+    assert record.schedule.norm_scale == norm_scale
+    assert record.schedule.preconditioner == preconditioner
+    assert not record.by_type
+
+
+@pytest.mark.parametrize("name", ["kj", "you", "pe", "cans"])
+def test_tables_bring_singular_values_near_one(name: str) -> None:
+    """A misplaced digit or sign would throw values of this range far off."""
+    for i in range(1, 101):
+        x = 0.02 + 0.98 * (i / 100)
+        for a, b, c in named_schedule(name).schedule.coefficients:
+            x = a * x + b * x**3 + c * x**5
+        # KJ, the loosest of them, settles between about 0.68 and 1.13.
+        assert 0.65 < x < 1.25
+
+
+def test_turbo_is_you_without_its_first_step() -> None:
+    you, turbo = named_schedule("you").schedule, named_schedule("turbo").schedule
+    assert turbo.coefficients == you.coefficients[1:]
+
+
+def test_pe_is_generated_with_safety_on_each_step() -> None:
+    record = named_schedule("pe")
+    assert record.schedule.coefficients == compose(1e-3, 10)[:5]
+    assert record.schedule.coefficients[4] != compose(1e-3, 5)[4]
+    assert record.parameters["ell"] == 1e-3
+    assert record.parameters["composed_steps"] == 10
+
+
+@pytest.mark.parametrize(
+    ("name", "hard", "easy"),
+    [("a1", 5, 4), ("a2", 6, 4), ("a3", 6, 5)],
+)
+def test_step_tables_by_difficulty(name: str, hard: int, easy: int) -> None:
+    by_type = named_schedule(name).by_type
+    assert set(by_type) == set(OPERATOR_TYPES)
+    for operator_type, schedule in by_type.items():
+        expected = hard if operator_type in ("attn_q", "attn_o", "attn_v") else easy
+        assert schedule.num_steps == expected
+        assert set(schedule.coefficients) == set(named_schedule("kj").schedule.coefficients)
+        assert schedule.norm_scale == 1.0
+
+
+@pytest.mark.parametrize(
+    ("name", "steps"),
+    [
+        ("a4", {"attn_v": 7, "attn_k": 7}),
+        ("a5", {"attn_v": 6, "attn_k": 6, "mlp_up": 5, "mlp_gate": 5}),
+    ],
+)
+def test_step_tables_beyond_difficulty(name: str, steps: dict[str, int]) -> None:
+    found = {t: schedule.num_steps for t, schedule in named_schedule(name).by_type.items()}
+    assert found == {t: steps.get(t, 4) for t in OPERATOR_TYPES}
+
+
+def test_types_a_step_table_does_not_name_keep_the_default() -> None:
+    assert named_schedule("a2").schedule == named_schedule("kj").schedule
+
+
+def test_order_of_operator_types() -> None:
+    mixed = ["z", "mlp_down", "attn_v", "Expert", "attn_q", "z"]
+    assert sort_operator_types(mixed) == ("attn_q", "attn_v", "mlp_down", "Expert", "z")
+
+
+def test_operator_types_are_those_of_the_classifier() -> None:
+    operators = pytest.importorskip("amo_dist.operators")
+    assert operators.OPERATOR_TYPES == OPERATOR_TYPES
+
+
+def test_digest_tells_the_last_bit() -> None:
+    one = Schedule(((1.0, 2.0, 3.0),))
+    assert one.digest() == Schedule(((1.0, 2.0, 3.0),)).digest()
+    others = [
+        Schedule(((1.0, 2.0, 3.0000000000000004),)),
+        Schedule(((1.0, 2.0, 3.0),), norm_scale=1.0),
+        Schedule(((1.0, 2.0, 3.0),), preconditioner="aol"),
+        Schedule(((1.0, 2.0, 3.0), (1.0, 2.0, 3.0))),
+        Schedule(((2.0, 1.0, 3.0),)),
+    ]
+    assert len({one.digest(), *(other.digest() for other in others)}) == 6
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"coefficients": ()}, "coefficients: found"),
+        ({"coefficients": [(1.0, 2.0, 3.0)]}, "coefficients: found"),
+        ({"coefficients": ((1.0, 2.0),)}, "coefficients: found"),
+        ({"coefficients": ((1.0, 2.0, float("nan")),)}, "coefficients: found"),
+        ({"coefficients": ((1, 2.0, 3.0),)}, "coefficients: found"),
+        ({"norm_scale": 0.0}, "norm_scale: found"),
+        ({"norm_scale": float("inf")}, "norm_scale: found"),
+        ({"preconditioner": "none"}, "preconditioner: found 'none', expected 'frobenius' or 'aol'"),
+    ],
+)
+def test_a_malformed_schedule_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Schedule(**{"coefficients": ((1.0, 2.0, 3.0),), **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": ""}, "name: found ''"),
+        ({"shape": (3, 0)}, r"shape: found \(3, 0\)"),
+        ({"shape": (3,)}, "shape: found"),
+        ({"shape": (3, 4.0)}, "shape: found"),
+        ({"operator_type": None}, "operator_type: found None"),
+    ],
+)
+def test_a_malformed_matrix_is_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        MatrixInfo(**{"name": "w", "shape": (3, 4), "operator_type": "attn_q", **fields})

@@ -1,0 +1,136 @@
+from __future__ import annotations
+
+import ast
+import hashlib
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amo_dist.schedule import polar_express
+from amo_dist.schedule.polar_express import CUSHION, SAFETY, compose, error_curve, simulate
+from amo_dist.schedule.types import Triple
+
+ELLS = st.floats(-12, 0).map(lambda exponent: 10.0**exponent)
+
+
+def evaluate(triple: Triple, x: float) -> float:
+    a, b, c = triple
+    return a * x + b * x**3 + c * x**5
+
+
+def grid(low: float, high: float, points: int = 2000) -> list[float]:
+    return [low + (high - low) * i / points for i in range(points + 1)]
+
+
+@settings(deadline=None)
+@given(ell=st.floats(CUSHION, 0.9999))
+def test_one_step_is_the_best_quintic(ell: float) -> None:
+    """By Chebyshev's theorem: no point errs more than the ends, with alternating signs."""
+    (triple,) = compose(ell, 1)
+    level = 1 - evaluate(triple, ell)
+    errors = [1 - evaluate(triple, x) for x in grid(ell, 1.0)]
+    # Near 1 the level itself is down to rounding of the coefficients (up to about 25).
+    rounding = 1e-13
+    assert errors[-1] == pytest.approx(-level, rel=1e-6, abs=rounding)
+    assert max(map(abs, errors)) <= level * (1 + 1e-6) + rounding
+    # The grid meets the inner extrema only nearly; the error is flat there.
+    third = len(errors) // 2
+    assert min(errors[:third]) == pytest.approx(-level, rel=1e-2, abs=rounding)
+    assert max(errors[third:]) == pytest.approx(level, rel=1e-2, abs=rounding)
+
+
+@settings(deadline=None, max_examples=50)
+@given(ell=ELLS, steps=st.integers(1, 10))
+def test_the_composition_maps_into_its_last_interval(ell: float, steps: int) -> None:
+    low = simulate(ell, steps)
+    triples = compose(ell, steps)
+    for x in grid(ell, 1.0, 200):
+        for triple in triples:
+            x = evaluate(triple, x)
+        assert low - 1e-9 <= x <= 2 - low + 1e-9  # rounding, amplified by 8.2 a step at most
+
+
+@settings(deadline=None, max_examples=50)
+@given(ell=ELLS, steps=st.integers(1, 9))
+def test_lists_differ_in_the_last_triple_alone(ell: float, steps: int) -> None:
+    shorter, longer = compose(ell, steps), compose(ell, steps + 1)
+    assert len(shorter) == steps
+    assert shorter[:-1] == longer[: steps - 1]
+    scaled = [x / SAFETY**power for x, power in zip(shorter[-1], (1, 3, 5), strict=True)]
+    # The composer divides by products, and this by pow: they differ by rounding.
+    assert longer[steps - 1] == pytest.approx(scaled, rel=1e-14)
+
+
+@settings(deadline=None, max_examples=50)
+@given(ell=ELLS)
+def test_the_error_falls_with_steps_down_to_rounding(ell: float) -> None:
+    curve = error_curve(ell, range(1, 12))
+    assert list(curve) == list(range(1, 12))
+    assert all(curve[k] == 1 - simulate(ell, k) for k in curve)
+    # 1 - l is a multiple of 2^-53; a handful of them is noise.
+    assert all(curve[k + 1] <= curve[k] + 1e-15 for k in range(1, 11))
+    assert all(-1e-15 <= error <= 1 for error in curve.values())
+
+
+@pytest.mark.parametrize("ell", [1.0, 1 - 1e-9, 1 - 4.9e-6, 1 - 5.1e-6, 0.99, 0.02, 1e-300, 5e-324])
+def test_extreme_bounds(ell: float) -> None:
+    for steps in (1, 2, 7, 20):
+        triples = compose(ell, steps)
+        assert all(math.isfinite(x) for triple in triples for x in triple)
+        assert 0 < simulate(ell, steps) <= 1 + 1e-15  # one rounding above
+
+
+def test_merged_interval_uses_the_osculating_quintic() -> None:
+    assert compose(1.0, 1) == ((1.875, -1.25, 0.375),)
+
+
+def test_the_cushion_centres_the_range_on_the_true_interval() -> None:
+    (triple,) = compose(1e-3, 1)
+    # p(l) + p(u) = 2 up to rounding of numbers near one.
+    assert evaluate(triple, 1e-3) + evaluate(triple, 1.0) == pytest.approx(2.0, abs=1e-13)
+    # Up to that scale it is the quintic of the cushioned interval, which does not depend on l.
+    (other,) = compose(1e-5, 1)
+    assert triple[1] / triple[0] == pytest.approx(other[1] / other[0], rel=1e-14)
+
+
+def test_bits_are_pinned() -> None:
+    """A change of one bit would part ranks of unlike versions, and old runs from resumed ones."""
+    bits = " ".join(
+        x.hex()
+        for ell in (1e-3, SAFETY * 1e-3, 3.00377e-4, 0.0215, 0.5, 1.0)
+        for triple in compose(ell, 10)
+        for x in triple
+    )
+    digest = hashlib.sha256(bits.encode()).hexdigest()
+    assert digest == "bb3257e61d919eed58b94ef0cc19dbdf4129c6ffd68e1d49b9501e26224d2413"
+
+
+def test_only_operations_that_ieee_defines_to_the_bit() -> None:
+    tree = ast.parse(Path(str(polar_express.__file__)).read_text())
+    operators = {type(node.op) for node in ast.walk(tree) if isinstance(node, ast.BinOp)}
+    # The bar is that of annotations.
+    assert operators <= {ast.Add, ast.Sub, ast.Mult, ast.Div, ast.BitOr}
+    from_math = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "math"
+    }
+    assert from_math <= {"sqrt", "inf"}
+    called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+    assert not called & {"pow", "sum", "numpy"}
+
+
+@pytest.mark.parametrize("ell", [0.0, -1e-3, 1.0000001, math.nan, math.inf, "1e-3", None, True])
+def test_a_bound_out_of_range_is_refused(ell: Any) -> None:
+    with pytest.raises(ValueError, match=r"ell: found .*, expected a number in \(0, 1\]"):
+        compose(ell, 5)
+
+
+@pytest.mark.parametrize("steps", [0, -1, 2.0, "5", None, True])
+def test_a_number_of_steps_out_of_range_is_refused(steps: Any) -> None:
+    with pytest.raises(ValueError, match=r"steps: found .*, expected an integer >= 1"):
+        simulate(1e-3, steps)
