@@ -1,0 +1,194 @@
+"""Models, layouts and injected gradients for distributed cases.
+
+Gradients are a function of (seed, step, name), not of the data: a loss would reduce in another
+order in another world, and bits could not be compared.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+SHAPES: dict[str, tuple[int, ...]] = {
+    # Tall, wide and square; rows that no world of 2, 3 or 4 divides; fewer rows than ranks.
+    "attention.wq.weight": (12, 8),
+    "attention.wk.weight": (3, 8),
+    "attention.wv.weight": (1, 8),
+    "attention.wo.weight": (7, 12),
+    "feed_forward.w1.weight": (13, 8),
+    "feed_forward.w2.weight": (8, 13),
+    "feed_forward.w3.weight": (13, 8),
+    "attention_norm.weight": (7,),
+}
+EVEN_SHAPES: dict[str, tuple[int, ...]] = {
+    "attention.wq.weight": (16, 8),
+    "attention.wk.weight": (4, 8),
+    "attention.wv.weight": (4, 8),
+    "attention.wo.weight": (8, 16),
+    "feed_forward.w1.weight": (24, 8),
+    "feed_forward.w2.weight": (8, 24),
+    "feed_forward.w3.weight": (24, 8),
+    "attention_norm.weight": (8,),
+}
+TYPES = {
+    "attention.wq.weight": "attn_q",
+    "attention.wk.weight": "attn_k",
+    "attention.wv.weight": "attn_v",
+    "attention.wo.weight": "attn_o",
+    "feed_forward.w1.weight": "mlp_gate",
+    "feed_forward.w2.weight": "mlp_down",
+    "feed_forward.w3.weight": "mlp_up",
+}
+NUM_LAYERS = 3
+
+
+def shapes(of_layer: Mapping[str, tuple[int, ...]] = SHAPES) -> dict[str, tuple[int, ...]]:
+    """Shapes of the whole model by parameter name."""
+    found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (11, 8)}
+    for layer in range(NUM_LAYERS):
+        found |= {f"layers.{layer}.{name}": shape for name, shape in of_layer.items()}
+    return found | {"norm.weight": (8,), "output.weight": (11, 8)}
+
+
+def types() -> dict[str, str]:
+    """Operator type of each matrix of the model."""
+    return {
+        f"layers.{layer}.{name}": operator_type
+        for layer in range(NUM_LAYERS)
+        for name, operator_type in TYPES.items()
+    }
+
+
+def _generator(*key: object) -> torch.Generator:
+    digest = hashlib.sha256(repr(key).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
+
+
+def initial(name: str, shape: tuple[int, ...]) -> Tensor:
+    return torch.randn(shape, generator=_generator("initial", name)) * 0.1
+
+
+def gradient(seed: int, step: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    """Rows of very unequal size, by layer and type, so that ``ell`` differs between matrices."""
+    grad = torch.randn(shape, generator=_generator("gradient", seed, step, name))
+    if len(shape) < 2:
+        return grad
+    decay = 0.5 + torch.rand((), generator=_generator("decay", name)).item()
+    rows = torch.arange(shape[0], dtype=torch.float32)
+    return grad * torch.exp(-decay * rows).unsqueeze(-1)
+
+
+def build(tensors: Mapping[str, Tensor]) -> nn.Module:
+    """A tree of modules whose parameters have the given dotted names."""
+    root = nn.Module()
+    for name, tensor in tensors.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        parameter = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor)
+        module.register_parameter(leaf, parameter)
+    return root
+
+
+def plain_model(all_shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    return build({name: initial(name, shape) for name, shape in all_shapes.items()})
+
+
+def make_model(layout: str, all_shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """The model, laid out over the running world.
+
+    Args:
+        layout: ``plain``, ``fsdp``, ``hsdp``, ``tp``, ``tp_fsdp`` or ``hsdp_tp``.
+        all_shapes: Shapes by name.
+    """
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    if layout == "plain":
+        return plain_model(all_shapes)
+    if layout == "fsdp":
+        mesh = init_device_mesh("cpu", (world_size,))
+        return _fully_shard(plain_model(all_shapes), mesh)
+    if layout == "hsdp":
+        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+        return _fully_shard(plain_model(all_shapes), mesh)
+    if layout == "tp":
+        mesh = init_device_mesh("cpu", (world_size,))
+        return _tensor_parallel(all_shapes, mesh)
+    if layout == "tp_fsdp":
+        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("shard", "tp"))
+        return _fully_shard(_tensor_parallel(all_shapes, mesh["tp"]), mesh["shard"])
+    raise ValueError(f"layout: found {layout!r}")
+
+
+def _fully_shard(model: nn.Module, mesh: object) -> nn.Module:
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, mesh=mesh)  # type: ignore[arg-type]
+    fully_shard(model, mesh=mesh)  # type: ignore[arg-type]
+    return model
+
+
+def _tensor_parallel(all_shapes: Mapping[str, tuple[int, ...]], mesh: object) -> nn.Module:
+    """Columns and rows as in torchtitan; norms and embeddings replicated."""
+    tensors: dict[str, Tensor] = {}
+    for name, shape in all_shapes.items():
+        if name.endswith(("wo.weight", "w2.weight")):
+            placement: object = Shard(1)
+        elif "attention." in name or "feed_forward." in name:
+            placement = Shard(0)
+        else:
+            placement = Replicate()
+        tensor = distribute_tensor(initial(name, shape), mesh, [placement])  # type: ignore[arg-type, list-item]
+        tensors[name] = nn.Parameter(tensor)
+    return build(tensors)
+
+
+def set_gradients(
+    model: nn.Module, seed: int, step: int, *, missing: frozenset[str] = frozenset()
+) -> None:
+    """Give every parameter its injected gradient, in its own placements."""
+    for name, param in model.named_parameters():
+        if name in missing:
+            param.grad = None
+            continue
+        grad = gradient(seed, step, name, tuple(param.shape)).to(param.dtype)
+        param.grad = place_like(grad, param)
+
+
+def place_like(tensor: Tensor, param: Tensor) -> Tensor:
+    """A whole tensor, known on every rank, in the placements of ``param``."""
+    if not isinstance(param, DTensor):
+        return tensor
+    # Cut here: distribute_tensor would communicate, and does not know FSDP over TP.
+    from amo_dist.distributed.layout import layout_of
+
+    layout = layout_of(param, "tensor", [])
+    local = tensor
+    for dim, intervals in enumerate(layout.intervals_by_rank[dist.get_rank()]):
+        local = torch.cat(
+            [local.narrow(dim, low, high - low) for low, high in intervals]
+            or [local.narrow(dim, 0, 0)],
+            dim,
+        )
+    return DTensor.from_local(
+        local.contiguous(),
+        param.device_mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """The full value of a parameter, on every rank."""
+    full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return full.detach().clone()

@@ -1,0 +1,185 @@
+"""The slow twin: AMO on one process, written as the algorithm reads, without any exchange.
+
+It shares with the package the kernels and the composer, which have tests of their own, and nothing
+else: phases, draws, medians, plan and transition are spelled out again.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Mapping
+from fractions import Fraction
+
+import torch
+from torch import Tensor
+
+from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.kernels.geometry import ell
+from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.schedule.polar_express import compose, simulate
+
+SAFETY = 1.01
+ORDER = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
+
+
+class Oracle:
+    """Trains a dict of plain tensors in place."""
+
+    def __init__(
+        self,
+        params: Mapping[str, Tensor],
+        types: Mapping[str, str],
+        config: MuonConfig,
+        *,
+        lr: float,
+        weight_decay: float,
+        coefficients: tuple[tuple[float, float, float], ...] = (),
+    ) -> None:
+        self.params = dict(params)
+        self.types = dict(types)
+        self.config = config
+        self.lr, self.weight_decay = lr, weight_decay
+        self.fixed = coefficients
+        self.buffers = {
+            name: torch.zeros_like(params[name], dtype=getattr(torch, config.momentum_dtype))
+            for name in types
+        }
+        rest = [param for name, param in params.items() if name not in types]
+        self.adamw = (
+            torch.optim.AdamW(
+                rest, lr=lr, betas=(0.9, 0.95), weight_decay=weight_decay, foreach=False
+            )
+            if rest
+            else None
+        )
+        self.step_number = 0
+        self.observations: list[dict[str, float]] = []
+        self.allocation: dict[str, int] = {}
+        self.targets: dict[str, float] = {}
+        found = set(types.values())
+        self.order = [t for t in ORDER if t in found] + sorted(found - set(ORDER))
+
+    @torch.no_grad()
+    def step(self, grads: Mapping[str, Tensor | None]) -> None:
+        self.step_number += 1
+        schedules = self._schedules()
+        sample = self._sample()
+        ells: dict[str, list[float]] = {}
+        for name, operator_type in self.types.items():
+            grad = grads.get(name)
+            if grad is None:
+                continue
+            momentum = self._momentum(name, grad)
+            if name in sample:
+                ells.setdefault(operator_type, []).append(float(ell(momentum)))
+            dtype = getattr(torch, self.config.ns_dtype)
+            norm_scale = 1.0 if self.fixed else SAFETY
+            update = orthogonalize(
+                momentum.to(dtype), schedules[operator_type], dtype=dtype, norm_scale=norm_scale
+            )
+            param = self.params[name]
+            scale = self.config.update_scale * math.sqrt(max(param.shape))
+            new = param.float() * (1 - self.lr * self.weight_decay)
+            param.copy_(new - update.float() * (self.lr * scale))
+        self._step_adamw(grads)
+        if sample:
+            self._observe(ells)
+
+    def _momentum(self, name: str, grad: Tensor) -> Tensor:
+        buffer = self.buffers[name]
+        buffer.mul_(self.config.momentum).add_(grad.to(buffer.dtype))
+        if not self.config.nesterov:
+            return buffer
+        return buffer * self.config.momentum + grad.to(buffer.dtype)
+
+    def _step_adamw(self, grads: Mapping[str, Tensor | None]) -> None:
+        if self.adamw is None:
+            return
+        for name, param in self.params.items():
+            if name not in self.types:
+                param.grad = grads.get(name)
+        self.adamw.step()
+
+    # -- what AMO adds
+
+    def _sample(self) -> set[str]:
+        config = self.config
+        if not isinstance(config, AMOConfig):
+            return set()
+        step = self.step_number
+        if step > config.observe_until or step % config.observe_every:
+            return set()
+        drawn: set[str] = set()
+        for operator_type in self.order:
+            names = sorted(name for name, kind in self.types.items() if kind == operator_type)
+            key = hashlib.sha256(f"{config.seed}/{step}/{operator_type}".encode()).digest()
+            generator = random.Random(int.from_bytes(key, "big"))
+            for _ in range(min(config.sample_size, len(names))):
+                # The rest of a Fisher-Yates shuffle: the gap is filled from the front.
+                index = int(generator.random() * len(names))
+                drawn.add(names[index])
+                names[index] = names[0]
+                names = names[1:]
+        return drawn
+
+    def _observe(self, ells: Mapping[str, list[float]]) -> None:
+        config = self.config
+        assert isinstance(config, AMOConfig)
+        self.observations.append(
+            {kind: statistics.median(v / SAFETY for v in values) for kind, values in ells.items()}
+        )
+        if self.step_number < config.observe_until:
+            return
+        for kind in self.order:
+            robust = statistics.median(found[kind] for found in self.observations)
+            alpha = Fraction(str(config.shrinkage))  # exact, and rounded once
+            target = alpha * Fraction(robust) + (1 - alpha) * Fraction(config.base_ell)
+            self.targets[kind] = float(target)
+        budget = Fraction(str(config.budget_ratio)) * len(self.order) * config.base_steps
+        self.allocation = self._brute_force(math.floor(budget + Fraction(1, 2)))
+
+    def _brute_force(self, budget: int) -> dict[str, int]:
+        """All allocations; the first of the best in lexicographic order."""
+        config = self.config
+        assert isinstance(config, AMOConfig)
+        steps = range(config.min_steps, config.max_steps + 1)
+        errors = {
+            kind: {k: 1 - simulate(SAFETY * self.targets[kind], k) for k in steps}
+            for kind in self.order
+        }
+        costs: dict[tuple[int, ...], float] = {}
+        for choice in itertools.product(steps, repeat=len(self.order)):
+            if sum(choice) == budget:
+                pairs = zip(self.order, choice, strict=True)
+                costs[choice] = math.fsum(errors[kind][k] for kind, k in pairs)
+        best = min(costs.values())
+        near = [choice for choice, cost in costs.items() if cost <= best + 1e-12]
+        return dict(zip(self.order, min(near), strict=True))
+
+    def _schedules(self) -> dict[str, tuple[tuple[float, float, float], ...]]:
+        config = self.config
+        if not isinstance(config, AMOConfig):
+            return dict.fromkeys(self.order, self.fixed)
+        u = min(max(self.step_number - config.observe_until, 0), config.transition_steps)
+        if u == 0:
+            uniform = compose(SAFETY * config.base_ell, config.base_steps)
+            return dict.fromkeys(self.order, uniform)
+        p = Fraction(u, config.transition_steps)
+        exact = {
+            kind: config.base_steps + p * (self.allocation[kind] - config.base_steps)
+            for kind in self.order
+        }
+        total = math.floor(sum(exact.values()) + Fraction(1, 2))
+        counts = {kind: math.floor(value) for kind, value in exact.items()}
+        by_remainder = sorted(self.order, key=lambda kind: counts[kind] - exact[kind])
+        for kind in by_remainder[: total - sum(counts.values())]:
+            counts[kind] += 1
+        base = Fraction(config.base_ell)
+        ells = {
+            kind: float(base + p * (Fraction(self.targets[kind]) - base)) for kind in self.order
+        }
+        return {kind: compose(SAFETY * ells[kind], counts[kind]) for kind in self.order}
