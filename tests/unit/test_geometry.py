@@ -1,0 +1,241 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from amo_dist.kernels.geometry import (
+    effective_rank,
+    ell,
+    geometry_metrics,
+    kappa,
+    ns_residual,
+    spectral_entropy,
+    spectrum,
+    static_ell,
+)
+
+METRICS = (ell, static_ell, kappa, spectral_entropy, effective_rank)
+
+# Rounding of float64 in building the matrix and in its decomposition, relative to sigma_max.
+EPS = 1e-14
+
+
+def make(sigma: list[float], m: int, n: int, seed: int = 0) -> Tensor:
+    """Float64 ``Q1 diag(sigma) Q2`` of shape ``(m, n)``."""
+    generator = torch.Generator().manual_seed(seed)
+    k = min(m, n)
+    assert len(sigma) == k
+    left = torch.linalg.qr(torch.randn(m, k, generator=generator, dtype=torch.float64))[0]
+    right = torch.linalg.qr(torch.randn(n, k, generator=generator, dtype=torch.float64))[0]
+    return left * torch.tensor(sigma, dtype=torch.float64) @ right.mT
+
+
+def frobenius(sigma: list[float]) -> float:
+    return math.sqrt(math.fsum(s * s for s in sigma))
+
+
+SPECTRA = [
+    [3.0],
+    [1.0, 1.0, 1.0],
+    [5.0, 2.0, 0.5, 1e-3],
+    [1.0, 1e-2, 1e-4, 1e-6],
+    [2.0, 1.0, 0.1, 0.0],
+]
+
+
+@pytest.mark.parametrize("sigma", SPECTRA)
+@pytest.mark.parametrize("extra", [0, 1, 9])
+@pytest.mark.parametrize("tall", [False, True])
+def test_against_the_spectrum_by_hand(sigma: list[float], extra: int, tall: bool) -> None:
+    k = len(sigma)
+    x = make(sigma, k, k + extra)
+    x = x.mT if tall else x
+    norm, tau = frobenius(sigma), 1e-10
+    kept = [s for s in sigma if s > tau]
+    energies = [s * s / norm**2 for s in kept]
+    rank = next(r for r in range(1, k + 1) if math.fsum(energies[:r]) >= 0.99)
+
+    torch.testing.assert_close(
+        spectrum(x), torch.tensor(sigma, dtype=torch.float64), rtol=0, atol=EPS * sigma[0] * 10
+    )
+    least = max(sigma[-1], tau)
+    assert ell(x).item() == pytest.approx(least / norm, rel=0, abs=EPS)
+    static = max(sigma[-1], tau * sigma[0])
+    assert static_ell(x).item() == pytest.approx(static / norm, rel=0, abs=EPS)
+    # sigma_min is right to EPS * sigma_max, so kappa is to EPS * kappa, relatively.
+    expected_kappa = sigma[0] / kept[-1]
+    assert kappa(x).item() == pytest.approx(expected_kappa, rel=10 * EPS * expected_kappa)
+    entropy = -math.fsum(e * math.log(e) for e in energies)
+    assert spectral_entropy(x).item() == pytest.approx(entropy, rel=0, abs=1e-12)
+    assert effective_rank(x).item() == rank
+
+
+def test_three_readings_of_tau() -> None:
+    # Two singular values at 1e-3 and 1e-6, tau = 1e-4 between them.
+    x = make([10.0, 1e-3, 1e-6], 3, 5)
+    norm = frobenius([10.0, 1e-3, 1e-6])
+    # Clamped to tau; dropped; clamped to tau * sigma_max. Tolerances as above.
+    assert ell(x, tau=1e-4).item() == pytest.approx(1e-4 / norm, rel=1e-9)
+    assert kappa(x, tau=1e-4).item() == pytest.approx(10.0 / 1e-3, rel=1e-9)
+    assert static_ell(x, tau=1e-4).item() == pytest.approx(1e-3 / norm, rel=1e-9)
+
+
+def test_absolute_tau_has_the_unit_of_the_matrix() -> None:
+    x = make([1.0, 1e-8], 2, 2)
+    # Above tau, then below it: the clamp does not scale with the matrix.
+    assert ell(x).item() == pytest.approx(1e-8, rel=1e-6)
+    assert ell(x * 1e-4).item() == pytest.approx(1e-6, rel=1e-6)
+    # The relative reading does not see the scale.
+    assert static_ell(x * 1e-4).item() == pytest.approx(1e-8, rel=1e-6)
+
+
+@pytest.mark.parametrize("scale", [1e-11, 1e-20, 1e-300])
+def test_nothing_above_tau_is_no_geometry(scale: float) -> None:
+    x = make([1.0, 0.5], 2, 3) * scale
+    for metric in (ell, kappa, spectral_entropy, effective_rank):
+        assert metric(x).isnan()
+    assert static_ell(x).item() == pytest.approx(0.5 / frobenius([1.0, 0.5]), rel=1e-12)
+
+
+@pytest.mark.parametrize("scale", [1e17, 1e30, 1e200])
+def test_great_entries(scale: float) -> None:
+    x = make([1.0, 0.5, 1e-3], 3, 7) * scale
+    norm = frobenius([1.0, 0.5, 1e-3])
+    assert ell(x).item() == pytest.approx(1e-3 / norm, rel=1e-10)
+    assert kappa(x).item() == pytest.approx(1e3, rel=1e-10)
+    assert effective_rank(x).item() == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_narrow_dtypes_are_measured_exactly(dtype: torch.dtype) -> None:
+    x = make([1.0, 0.3, 0.1], 3, 6).to(dtype)
+    for metric in (*METRICS, ns_residual):
+        found = metric(x)
+        assert found.dtype == torch.float64
+        assert torch.equal(found, metric(x.double()))
+
+
+def test_float64_where_float32_fails() -> None:
+    # svdvals in float32 is wrong by tens of percent at this condition number.
+    x = make([1.0] * 31 + [1e-7], 32, 48)
+    assert ell(x).item() == pytest.approx(1e-7 / math.sqrt(31), rel=1e-6)
+
+
+@pytest.mark.parametrize("metric", [*METRICS, ns_residual])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_non_finite_matrices_spoil_nothing_else(metric: object, bad: float) -> None:
+    x = torch.stack([make([2.0, 1.0, 0.1], 3, 4, seed) for seed in range(6)]).view(2, 3, 3, 4)
+    x[1, 0, 2, 3] = bad
+    assert callable(metric)
+    found = metric(x)
+    loop = torch.stack([metric(m) for m in x.view(6, 3, 4)]).view(2, 3)
+    assert found.shape == (2, 3)
+    assert found[1, 0].isnan()
+    assert found.isnan().sum() == 1
+    # The same LAPACK routine, matrix by matrix.
+    assert torch.equal(found.nan_to_num(-1.0), loop.nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("metric", METRICS)
+def test_zero_matrix_is_no_geometry(metric: object) -> None:
+    assert callable(metric)
+    assert metric(torch.zeros(3, 4)).isnan()
+
+
+@pytest.mark.parametrize("metric", [*METRICS, ns_residual])
+@pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (3, 0, 4), (0, 3, 4)])
+def test_empty(metric: object, shape: tuple[int, ...]) -> None:
+    assert callable(metric)
+    found = metric(torch.empty(shape))
+    assert found.shape == shape[:-2]
+    assert found.dtype == torch.float64
+    assert found.isnan().all()
+
+
+@pytest.mark.parametrize(("m", "n"), [(1, 9), (9, 1), (1, 1)])
+def test_one_row_or_column_is_perfect(m: int, n: int) -> None:
+    x = torch.full((m, n), -7.0)
+    # Rounding of float64.
+    assert ell(x).item() == pytest.approx(1.0, rel=1e-14)
+    assert kappa(x).item() == 1.0
+    assert effective_rank(x).item() == 1
+    assert spectral_entropy(x).item() == 0.0
+
+
+def test_ell_never_exceeds_one() -> None:
+    generator = torch.Generator().manual_seed(0)
+    for exponent in range(-14, 3):
+        x = torch.randn(40, 1, 3, generator=generator, dtype=torch.float64) * 10.0**exponent
+        found = ell(x)
+        valid = found[~found.isnan()]
+        # One singular value: exactly one, up to a rounding.
+        assert (valid <= 1 + 1e-15).all()
+        assert (valid > 0).all()
+
+
+def test_entropy_of_a_flat_spectrum_is_the_logarithm_of_its_length() -> None:
+    x = make([4.0] * 6, 6, 8)
+    assert spectral_entropy(x).item() == pytest.approx(math.log(6), rel=1e-14)
+
+
+@pytest.mark.parametrize(("energy", "rank"), [(0.5, 1), (0.65, 2), (0.95, 2), (0.97, 3), (1.0, 3)])
+def test_effective_rank_by_energy(energy: float, rank: int) -> None:
+    # Energies 16/26 = 0.615, 25/26 = 0.9615, 1.
+    assert effective_rank(make([4.0, 3.0, 1.0], 3, 4), energy=energy).item() == rank
+
+
+@pytest.mark.parametrize("tall", [False, True])
+def test_ns_residual(tall: bool) -> None:
+    sigma = [1.1, 1.0, 0.9, 0.5]
+    x = make(sigma, 4, 9)
+    expected = math.sqrt(math.fsum((s * s - 1) ** 2 for s in sigma)) / 2
+    assert ns_residual(x.mT if tall else x).item() == pytest.approx(expected, rel=1e-13)
+
+
+def test_ns_residual_of_a_zero_matrix_is_one() -> None:
+    assert ns_residual(torch.zeros(5, 7)).item() == pytest.approx(1.0, rel=1e-15)
+
+
+def test_all_metrics_at_once() -> None:
+    x = torch.stack([make([2.0, 1.0, 0.1], 3, 4, seed) for seed in range(3)])
+    x[1] = 0
+    y = torch.stack([make([1.0, 1.0, 0.8], 3, 4, seed) for seed in range(3)])
+    found = geometry_metrics(x, y, tau=1e-9)
+    expected = {
+        "kappa": kappa(x, tau=1e-9),
+        "spectral_entropy": spectral_entropy(x, tau=1e-9),
+        "effective_rank": effective_rank(x, tau=1e-9),
+        "static_ell": static_ell(x, tau=1e-9),
+        "ns_residual": ns_residual(y),
+    }
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert torch.equal(found[name].nan_to_num(-1.0), value.nan_to_num(-1.0))
+    assert "ns_residual" not in geometry_metrics(x)
+    assert geometry_metrics(torch.empty(2, 0, 3))["kappa"].isnan().all()
+
+
+@pytest.mark.parametrize("metric", [*METRICS, ns_residual, spectrum, geometry_metrics])
+def test_mistakes(metric: object) -> None:
+    assert callable(metric)
+    with pytest.raises(ValueError, match=r"x: found shape \(3,\)"):
+        metric(torch.ones(3))
+    with pytest.raises(ValueError, match=r"x\.dtype: found torch\.int64"):
+        metric(torch.ones(2, 2, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("energy", [0.0, -1.0, 1.5, math.nan])
+def test_energy_is_a_fraction(energy: float) -> None:
+    with pytest.raises(ValueError, match="energy"):
+        effective_rank(torch.eye(2), energy=energy)
+
+
+def test_input_is_not_modified() -> None:
+    x = make([2.0, 1.0], 2, 3)
+    before = x.clone()
+    geometry_metrics(x, x)
+    ell(x)
+    assert torch.equal(x, before)

@@ -1,0 +1,383 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from amo_dist.kernels import newton_schulz
+from amo_dist.kernels.newton_schulz import Triple, orthogonalize
+
+KJ: tuple[Triple, ...] = ((3.4445, -4.7750, 2.0315),) * 5
+YOU: tuple[Triple, ...] = (
+    (4.0848, -6.8946, 2.9270),
+    (3.9505, -6.3029, 2.6377),
+    (3.7418, -5.5913, 2.3037),
+    (2.8769, -3.1427, 1.2046),
+    (2.8366, -3.0525, 1.2012),
+)
+CANS: tuple[Triple, ...] = (
+    (8.4703, -25.1081, 18.6293),
+    (4.1828, -3.1087, 0.5806),
+    (3.9619, -2.9541, 0.5630),
+    (3.2866, -2.4647, 0.5074),
+    (2.2737, -1.6447, 0.4162),
+)
+# Of ell = 1e-3, without safety in the coefficients.
+POLAR_EXPRESS: tuple[Triple, ...] = (
+    (8.28721, -23.59589, 17.30039),
+    (4.10706, -2.94785, 0.54484),
+    (3.94869, -2.90890, 0.55182),
+    (3.31842, -2.48849, 0.51005),
+    (2.30065, -1.66890, 0.41881),
+)
+TAYLOR: Triple = (15 / 8, -10 / 8, 3 / 8)
+"""The quintic that is flat at one: converges for every spectrum in (0, 1], if slowly."""
+CONVERGED = (TAYLOR,) * 40
+
+# Chosen to hurt: single rows and columns, one entry, squares, and odd sizes around SIMD widths.
+SHAPES = [(1, 1), (1, 17), (17, 1), (8, 8), (33, 65), (65, 33), (31, 128)]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def random_orthogonal(size: int, seed: int = 0) -> Tensor:
+    q: Tensor = torch.linalg.qr(
+        torch.randn(size, size, generator=generator(seed), dtype=torch.float64)
+    )[0]
+    return q
+
+
+def with_spectrum(sigma: Tensor, n: int, seed: int = 0) -> Tensor:
+    """Float64 ``(m, n)`` with the singular values ``sigma`` of length m <= n."""
+    m = sigma.numel()
+    return random_orthogonal(m, seed) * sigma @ random_orthogonal(n, seed + 1)[:m]
+
+
+def apply_scalar(coefficients: tuple[Triple, ...], x: Tensor) -> Tensor:
+    for a, b, c in coefficients:
+        x = a * x + b * x**3 + c * x**5
+    return x
+
+
+def reference(
+    x: Tensor, coefficients: tuple[Triple, ...], norm_scale: float = 1.01, eps: float = 1e-7
+) -> Tensor:
+    """The map on singular values, by an SVD in float64; ``eps`` relative to the largest entry."""
+    u, sigma, vh = torch.linalg.svd(x.double(), full_matrices=False)
+    sigma = sigma / (norm_scale * x.double().norm() + eps * x.double().abs().max())
+    return u * apply_scalar(coefficients, sigma) @ vh
+
+
+def relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("coefficients", [KJ, YOU, CANS], ids=["kj", "you", "cans"])
+def test_equals_the_scalar_map_on_singular_values(
+    shape: tuple[int, int], coefficients: tuple[Triple, ...]
+) -> None:
+    x = torch.randn(shape, generator=generator(), dtype=torch.float64)
+    found = orthogonalize(x, coefficients, dtype=torch.float64)
+    # Five quintics of slope up to 8.5 lift rounding (1e-16) by at most 8.5 * 4.2^4 = 2600.
+    torch.testing.assert_close(found, reference(x, coefficients), rtol=0, atol=1e-12)
+    assert found.dtype == torch.float64
+    assert found.is_contiguous()
+
+
+def test_tables_by_hand() -> None:
+    # A 1 x 1 matrix has the singular value 1 / 1.01 after scaling, whatever its entry.
+    x = torch.tensor([[-3.0]], dtype=torch.float64)
+    for coefficients in (KJ, YOU, CANS):
+        sigma = 3.0 / (1.01 * 3.0 + 3e-7)
+        for a, b, c in coefficients:
+            sigma = a * sigma + b * sigma * sigma * sigma + c * sigma**5
+        found = orthogonalize(x, coefficients, dtype=torch.float64).item()
+        # Rounding of float64 alone.
+        assert found == pytest.approx(-sigma, rel=1e-13)
+
+
+@pytest.mark.parametrize("shape", [shape for shape in SHAPES if shape != (8, 8)])
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_transposes_bit_for_bit(
+    shape: tuple[int, int], preconditioner: str, dtype: torch.dtype
+) -> None:
+    # Not the square, which has no short side: A is X X^T both times, for different X.
+    x = torch.randn(shape, generator=generator())
+    found = orthogonalize(x.mT, KJ, preconditioner=preconditioner, dtype=dtype)
+    expected = orthogonalize(x, KJ, preconditioner=preconditioner, dtype=dtype)
+    assert torch.equal(found, expected.mT)
+    assert found.is_contiguous()
+
+
+def test_square_transposes() -> None:
+    x = torch.randn(24, 24, generator=generator(), dtype=torch.float64)
+    found = orthogonalize(x.mT, KJ, dtype=torch.float64)
+    # As for the scalar map: rounding, lifted by the slopes of five quintics (3.4^5 = 480).
+    torch.testing.assert_close(
+        found, orthogonalize(x, KJ, dtype=torch.float64).mT, rtol=0, atol=1e-12
+    )
+
+
+@pytest.mark.parametrize("exponent", [-120, -66, -10, 10, 66, 120])
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+def test_powers_of_two_change_no_bit(exponent: int, preconditioner: str) -> None:
+    x = torch.rand(9, 20, generator=generator()) + 0.5
+    scaled = x * 2.0**exponent
+    found = orthogonalize(scaled, KJ, preconditioner=preconditioner)
+    assert torch.equal(found, orthogonalize(x, KJ, preconditioner=preconditioner))
+
+
+@pytest.mark.parametrize("scale", [1e-45, 1e-40, 1e-30, 1e-20, 1e17, 1e30, 3e37])
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+def test_extreme_entries(scale: float, preconditioner: str) -> None:
+    x = torch.randn(12, 30, generator=generator()) * scale
+    assert x.count_nonzero() > 0
+    found = orthogonalize(x, CONVERGED, preconditioner=preconditioner, dtype=torch.float32).double()
+    # float32 products keep about 5e-7; at 1e-45 entries are whole multiples of the least denormal.
+    torch.testing.assert_close(found @ found.mT, torch.eye(12).double(), rtol=0, atol=1e-5)
+    # The sign of the input is kept: a polar factor has a positive inner product with it.
+    assert (found * (x.double() / scale)).sum() > 0
+
+
+def test_float64_entries_beyond_float32() -> None:
+    x = torch.randn(5, 7, generator=generator(), dtype=torch.float64)
+    expected = orthogonalize(x, KJ, dtype=torch.float64)
+    for exponent in (-900, 900):
+        assert torch.equal(orthogonalize(x * 2.0**exponent, KJ, dtype=torch.float64), expected)
+
+
+def test_largest_bfloat16_entries() -> None:
+    x = torch.full((3, 5), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
+    found = orthogonalize(x, KJ).float()
+    assert torch.isfinite(found).all()
+    # Rank one with all singular vectors flat: one value everywhere, up to bf16 rounding.
+    torch.testing.assert_close(found, found.mean().expand(3, 5), rtol=2**-7, atol=0)
+
+
+def test_orthogonal_equivariance() -> None:
+    x = torch.randn(16, 40, generator=generator(), dtype=torch.float64)
+    left, right = random_orthogonal(16, 2), random_orthogonal(40, 3)
+    found = orthogonalize(left @ x @ right, KJ, dtype=torch.float64, eps=0.0)
+    expected = left @ orthogonalize(x, KJ, dtype=torch.float64, eps=0.0) @ right
+    # float64 rounding, lifted by slopes of at most 480. eps = 0, for the largest entry changes.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+@pytest.mark.parametrize("shape", [(3, 9, 20), (2, 3, 20, 9), (4, 1, 33), (1, 16, 16)])
+def test_batch_is_the_loop_bit_for_bit(
+    shape: tuple[int, ...], preconditioner: str, dtype: torch.dtype
+) -> None:
+    x = torch.randn(shape, generator=generator()) * torch.logspace(-9, 9, shape[0]).view(
+        -1, *[1] * (len(shape) - 1)
+    )
+    found = orthogonalize(x, YOU, preconditioner=preconditioner, dtype=dtype)
+    loop = [
+        orthogonalize(m, YOU, preconditioner=preconditioner, dtype=dtype)
+        for m in x.reshape(-1, *shape[-2:])
+    ]
+    assert torch.equal(found, torch.stack(loop).view(shape))
+    assert found.is_contiguous()
+
+
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+def test_batched_products_agree_with_the_loop(preconditioner: str) -> None:
+    # The road that other devices take.
+    x = torch.randn(3, 20, 9, generator=generator(), dtype=torch.float64)
+    x[1] = 0
+    args = (KJ, 1.01, preconditioner, torch.float64, 1e-7)
+    found = newton_schulz._orthogonalize(x, *args)
+    expected = orthogonalize(x, KJ, preconditioner=preconditioner, dtype=torch.float64)
+    # Batched products may sum in another order.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert found.is_contiguous()
+
+
+def test_strides_change_no_bit() -> None:
+    x = torch.randn(18, 40, generator=generator())
+    padded = torch.zeros(36, 80)
+    padded[::2, ::2] = x
+    assert torch.equal(orthogonalize(padded[::2, ::2], KJ), orthogonalize(x, KJ))
+    assert torch.equal(orthogonalize(x.mT.contiguous().mT, KJ), orthogonalize(x, KJ))
+
+
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+def test_input_is_not_modified(preconditioner: str) -> None:
+    # float32, wide and contiguous: nothing on the way forces a copy.
+    x = torch.randn(4, 6, generator=generator())
+    before = x.clone()
+    orthogonalize(x, KJ, preconditioner=preconditioner, dtype=torch.float32)
+    assert torch.equal(x, before)
+
+
+def test_no_graph_is_recorded() -> None:
+    x = torch.randn(4, 6, generator=generator(), requires_grad=True)
+    assert not orthogonalize(x, KJ).requires_grad
+
+
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+@pytest.mark.parametrize("eps", [0.0, 1e-7])
+def test_zero_matrix_gives_zeros(preconditioner: str, eps: float) -> None:
+    x = torch.zeros(2, 3, 5)
+    x[1] = torch.randn(3, 5, generator=generator())
+    found = orthogonalize(x, KJ, preconditioner=preconditioner, eps=eps)
+    assert found[0].count_nonzero() == 0
+    assert torch.equal(found[1], orthogonalize(x[1], KJ, preconditioner=preconditioner, eps=eps))
+
+
+@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 3, 4), (2, 0, 4), (2, 4, 0)])
+def test_empty(shape: tuple[int, ...]) -> None:
+    found = orthogonalize(torch.empty(shape), KJ)
+    assert found.shape == shape
+    assert found.dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+def test_non_finite_entries_spoil_their_matrix_alone(bad: float, preconditioner: str) -> None:
+    x = torch.randn(2, 4, 6, generator=generator())
+    good = orthogonalize(x[0], KJ, preconditioner=preconditioner)
+    x[1, 2, 3] = bad
+    found = orthogonalize(x, KJ, preconditioner=preconditioner)
+    assert torch.equal(found[0], good)
+    assert found[1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "floor"),
+    # Rounding of the iterates: with unit roundoff u, the defect of X X^T is about u a row for the
+    # last product and is not removed by steps that round again: bf16 u = 3.9e-3 gave 3-4e-3,
+    # float16 u = 4.9e-4, float32 5e-7 measured. Bounds are about three times what was measured.
+    [(torch.bfloat16, 1.2e-2), (torch.float16, 1.5e-3), (torch.float32, 1.5e-6)],
+)
+def test_residual_floor(dtype: torch.dtype, floor: float) -> None:
+    x = with_spectrum(torch.logspace(-2, 0, 48, dtype=torch.float64), 96)
+    found = orthogonalize(x.float(), CONVERGED, dtype=dtype).double()
+    residual = ((found @ found.mT - torch.eye(48)).norm() / 48**0.5).item()
+    assert residual < floor
+    # A floor, not an accident of the bound: no half-precision result is exact.
+    assert residual > 1e-8
+
+
+@pytest.mark.parametrize("ell", [1e-1, 1e-3])
+def test_singular_values_stay_within_the_composed_error(ell: float) -> None:
+    grid = torch.logspace(math.log10(ell), math.log10(1 / 1.01), 4001, dtype=torch.float64)
+    composed = apply_scalar(YOU, grid)
+    low, high = composed.min().item(), composed.max().item()
+    sigma = torch.logspace(math.log10(ell * 1.02), 0, 32, dtype=torch.float64)
+    # sigma[-1] is the greatest; the others shrink under the norm, so ell is relative to it.
+    x = with_spectrum(sigma, 64)
+    relative = sigma / (1.01 * sigma.norm())
+    found = torch.linalg.svdvals(orthogonalize(x.float(), YOU, dtype=torch.float32).double())
+    inside = torch.linalg.svdvals(reference(x, YOU))
+    # float32 (6e-8 a rounding), lifted by slopes of at most 4.1^5 = 1160.
+    torch.testing.assert_close(found, inside, rtol=0, atol=2e-4)
+    reached = apply_scalar(YOU, relative[relative >= ell])
+    assert low <= reached.min().item() <= reached.max().item() <= high
+
+
+@pytest.mark.parametrize("coefficients", [CANS, POLAR_EXPRESS], ids=["cans", "polar_express"])
+@pytest.mark.parametrize("shape", [(1, 4096), (128, 384)])
+def test_safety_scale_prevents_the_blow_up(
+    shape: tuple[int, int], coefficients: tuple[Triple, ...]
+) -> None:
+    # Rank one: the only singular value is one after scaling, bf16 rounding lifts it above, and
+    # steep quintics diverge there.
+    greatest = {1.0: 0.0, 1.01: 0.0}
+    for seed in range(10):
+        draw = generator(seed)
+        left = torch.randn(shape[0], generator=draw) if shape[0] > 1 else torch.ones(1)
+        x = torch.outer(left, torch.randn(shape[1], generator=draw))
+        for norm_scale in greatest:
+            found = orthogonalize(x, coefficients, norm_scale=norm_scale).double()
+            norm = torch.linalg.matrix_norm(found, ord=2).item()
+            greatest[norm_scale] = max(greatest[norm_scale], norm)
+    # Measured: 0.98 to 1.12 with it, 66 to 3e15 without, by the sums' order.
+    assert greatest[1.01] < 1.2
+    assert greatest[1.0] > 10
+
+
+def aol_reference(x: Tensor, coefficients: tuple[Triple, ...]) -> Tensor:
+    """``x`` wide; the scaling of the rows, and then the map on singular values, in float64."""
+    x = x.double()
+    d = (x @ x.mT).abs().sum(dim=1).rsqrt()
+    u, sigma, vh = torch.linalg.svd(d[:, None] * x, full_matrices=False)
+    return u * apply_scalar(coefficients, sigma) @ vh
+
+
+def test_aol_scales_rows_by_their_gram_sums() -> None:
+    x = torch.randn(10, 30, generator=generator(), dtype=torch.float64)
+    found = orthogonalize(x, YOU[1:], preconditioner="aol", dtype=torch.float64)
+    # Rounding lifted by slopes of at most 4^4 = 256.
+    torch.testing.assert_close(found, aol_reference(x, YOU[1:]), rtol=0, atol=1e-12)
+
+
+def test_aol_bounds_the_largest_singular_value_by_one() -> None:
+    # With the identity map as the only step, the preconditioned matrix itself comes out.
+    identity = ((1.0, 0.0, 0.0),)
+    for seed in range(5):
+        x = torch.randn(20, 50, generator=generator(seed), dtype=torch.float64) + 0.3 * seed
+        found = orthogonalize(x, identity, preconditioner="aol", dtype=torch.float64)
+        # Gershgorin; float64 rounding.
+        assert torch.linalg.matrix_norm(found, ord=2).item() <= 1 + 1e-12
+
+
+@pytest.mark.parametrize("tall", [False, True])
+def test_aol_keeps_the_sign_of_a_dominant_direction(tall: bool) -> None:
+    # A table made for the preconditioner, used without it, once flipped dominant directions.
+    u, v = torch.randn(24, generator=generator(1)), torch.randn(60, generator=generator(2))
+    x = torch.outer(u, v) + 1e-3 * torch.randn(24, 60, generator=generator(3))
+    x = x.mT if tall else x
+    found = orthogonalize(x, YOU[1:], preconditioner="aol").float()
+    along = (u @ (found.mT if tall else found) @ v / (u.norm() * v.norm())).item()
+    # The dominant direction keeps its sign and comes out as a unit direction. Rows are scaled,
+    # which turns it a little: to 0.9 at the worst, for rows |u_i| of all sizes.
+    assert 0.6 < along < 1.3
+
+
+def test_aol_zero_rows() -> None:
+    x = torch.randn(6, 10, generator=generator())
+    x[2] = 0
+    found = orthogonalize(x, YOU[1:], preconditioner="aol")
+    assert torch.isfinite(found).all()
+    assert found[2].count_nonzero() == 0
+    rest = torch.cat([x[:2], x[3:]])
+    expected = orthogonalize(rest, YOU[1:], preconditioner="aol")
+    # bf16 products may be summed in another order for another size: a few roundings of 2^-8.
+    torch.testing.assert_close(
+        torch.cat([found[:2], found[3:]]).float(), expected.float(), rtol=0, atol=5e-2
+    )
+
+
+def test_aol_vanishing_rows() -> None:
+    # Squares of the second row vanish in float32: nothing may become infinite.
+    x = torch.zeros(2, 4)
+    x[0, 0], x[1, 1] = 1.0, 1e-30
+    found = orthogonalize(x, YOU[1:], preconditioner="aol", dtype=torch.float32)
+    assert torch.isfinite(found).all()
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"x": torch.ones(3)}, r"x: found shape \(3,\)"),
+        ({"x": torch.ones(2, 2, dtype=torch.int64)}, "x.dtype"),
+        ({"x": torch.ones(2, 2, dtype=torch.complex64)}, "x.dtype"),
+        ({"dtype": torch.int32}, "dtype"),
+        ({"coefficients": ()}, "coefficients"),
+        ({"norm_scale": 0.0}, "norm_scale"),
+        ({"norm_scale": math.nan}, "norm_scale"),
+        ({"preconditioner": "aoi"}, "preconditioner: found 'aoi'"),
+    ],
+)
+def test_mistakes(kwargs: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"x": torch.ones(2, 2), "coefficients": KJ, **kwargs}
+    with pytest.raises(ValueError, match=message):
+        orthogonalize(**arguments)  # type: ignore[arg-type]
