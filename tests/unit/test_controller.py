@@ -1,0 +1,557 @@
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+from collections import Counter
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.controller import Controller, Observation, draw
+from amo_dist.schedule.plan import Plan, composed, make_plan
+from amo_dist.schedule.polar_express import SAFETY, compose
+from amo_dist.schedule.types import MatrixInfo
+
+TYPES = ("attn_q", "mlp_down", "expert")
+REGISTRY = [
+    MatrixInfo(f"layers.{layer}.{name}", shape, name)
+    for name, shape in zip(TYPES, [(8, 8), (4, 12), (6, 1)], strict=True)
+    for layer in range(5)
+]
+CONFIG = AMOConfig(observe_until=6, observe_every=2, transition_steps=4, sample_size=3)
+ELL = {"attn_q": 3e-5, "mlp_down": 2e-3, "expert": 0.04}
+
+
+def controller(config: AMOConfig = CONFIG) -> Controller:
+    fresh = Controller(config)
+    fresh.bind(REGISTRY)
+    return fresh
+
+
+def observe(target: Controller, step: int, ell: dict[str, float] = ELL) -> None:
+    target.record(step, {name: ell[name.rsplit(".", 1)[1]] for name in target.sample(step)})
+
+
+def planned(config: AMOConfig = CONFIG, ell: dict[str, float] = ELL) -> Controller:
+    target = controller(config)
+    for step in range(config.observe_every, config.observe_until + 1, config.observe_every):
+        observe(target, step, ell)
+    target.adopt(target.make_plan())
+    return target
+
+
+# --- drawing
+
+
+def test_the_draw_is_pinned() -> None:
+    """Another draw would observe other matrices after a resume on a new version."""
+    names = [f"layers.{i}" for i in range(28)]
+    assert draw(42, 150, "attn_q", names, 8) == (
+        "layers.2",
+        "layers.6",
+        "layers.11",
+        "layers.12",
+        "layers.14",
+        "layers.15",
+        "layers.17",
+        "layers.26",
+    )
+    assert draw(42, 150, "attn_q", names, 8) == draw(42, 150, "attn_q", tuple(names), 8)
+
+
+def test_the_draw_depends_on_seed_step_and_type() -> None:
+    names = [f"layers.{i}" for i in range(100)]
+    draws = {
+        draw(seed, step, name, names, 8)
+        for seed in (1, 11)
+        for step in (1, 11)
+        for name in ("attn_q", "attn_k")
+    }
+    assert len(draws) == 8
+
+
+@given(st.integers(0, 2**70), st.integers(1, 10**6), st.integers(0, 12), st.integers(1, 15))
+def test_the_draw_is_without_replacement(seed: int, step: int, count: int, size: int) -> None:
+    names = [f"n{i:02}" for i in range(count)]
+    drawn = draw(seed, step, "t", names, size)
+    assert len(drawn) == min(size, count)
+    assert list(drawn) == sorted(set(drawn))
+    assert set(drawn) <= set(names)
+
+
+def test_the_draw_is_uniform() -> None:
+    names = [f"n{i}" for i in range(10)]
+    pairs = Counter(draw(7, step, "t", names, 2) for step in range(1, 9001))
+    assert len(pairs) == 45
+    # 200 expected of each pair, standard deviation 14; 5 of those cover all 45 pairs.
+    assert all(abs(count - 200) < 70 for count in pairs.values())
+
+
+def test_samples_come_at_the_interval_up_to_the_horizon() -> None:
+    target = controller()
+    assert [step for step in range(1, 20) if target.sample(step)] == [2, 4, 6]
+    sample = target.sample(2)
+    assert sample == tuple(sorted(sample))
+    assert Counter(name.rsplit(".", 1)[1] for name in sample) == dict.fromkeys(TYPES, 3)
+    assert target.sample(2) != target.sample(4)
+
+
+# --- observing
+
+
+def test_phases() -> None:
+    target = controller()
+    phases = [target.phase(step) for step in range(1, 13)]
+    assert phases == ["observation"] * 6 + ["transition"] * 3 + ["locked"] * 3
+    one = controller(AMOConfig(observe_until=2, observe_every=1, transition_steps=1))
+    assert [one.phase(step) for step in (1, 2, 3, 4)] == ["observation"] * 2 + ["locked"] * 2
+
+
+def test_the_median_of_an_even_count_is_the_mean_of_the_middle_two() -> None:
+    target = controller(AMOConfig(observe_until=2, observe_every=2, sample_size=4))
+    names = target.sample(2)
+    ells = dict.fromkeys(names, 0.5)
+    mine = [name for name in names if name.endswith("attn_q")]
+    ells.update(zip(mine, [0.5, 0.25, 0.125, 0.0625], strict=True))
+    target.record(2, ells)
+    (found,) = target.observations
+    assert found.ell["attn_q"] == (0.25 / SAFETY + 0.125 / SAFETY) / 2
+
+
+def test_invalid_matrices_are_left_out_counted_and_logged(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    target = controller()
+    ells = dict.fromkeys(target.sample(2), 0.5)
+    mine = [name for name in ells if name.endswith("attn_q")]
+    ells[mine[0]], ells[mine[1]], ells[mine[2]] = math.nan, math.inf, 0.25
+    with caplog.at_level(logging.WARNING):
+        target.record(2, ells)
+    (found,) = target.observations
+    assert found.ell["attn_q"] == 0.25 / SAFETY
+    assert found.num_sampled == dict.fromkeys(TYPES, 3)
+    assert found.num_invalid == {"attn_q": 2, "mlp_down": 0, "expert": 0}
+    assert f"step 2: no valid ell for {mine[0]}, {mine[1]}" in caplog.text
+
+
+def test_a_type_without_valid_observation_falls_back(caplog: pytest.LogCaptureFixture) -> None:
+    target = controller()
+    for step in (2, 4, 6):
+        observe(target, step, {**ELL, "expert": math.nan})
+    caplog.clear()
+    with caplog.at_level(logging.WARNING):
+        plan = target.make_plan()
+    assert "expert has no valid observation; it falls back to base_ell = 0.001" in caplog.text
+    assert plan.ell_robust[2] == plan.ell_target[2] == CONFIG.base_ell
+    target.adopt(plan)
+    assert target.observations[0].ell["expert"] is None
+
+
+def test_median_of_medians_passes_over_invalid_observations() -> None:
+    target = controller()
+    for step, ell in ((2, 0.1), (4, math.nan), (6, 0.3)):
+        observe(target, step, {**ELL, "expert": ell})
+    plan = target.make_plan()
+    assert plan.ell_robust[2] == (0.1 / SAFETY + 0.3 / SAFETY) / 2
+    exact = Fraction("0.7") * Fraction(plan.ell_robust[2]) + Fraction("0.3") * Fraction(1e-3)
+    assert plan.ell_target[2] == float(exact)
+
+
+def test_single_rows_have_ell_one() -> None:
+    config = AMOConfig(
+        observe_until=1, observe_every=1, transition_steps=1, sample_size=3, shrinkage=1.0
+    )
+    target = controller(config)
+    observe(target, 1, {**ELL, "expert": 1 + 1e-9})
+    target.adopt(target.make_plan())
+    steps, ell = target.state_at(2)["expert"]
+    assert ell == 1 / SAFETY
+    assert composed(ell, steps).coefficients == compose(1.0, steps)
+
+
+@pytest.mark.parametrize("ell", [-0.1, 1.001, 2.0, -math.inf, "0.5", None, True])
+def test_what_is_no_ell_is_refused(ell: Any) -> None:
+    target = controller()
+    ells = {**dict.fromkeys(target.sample(2), 0.5), target.sample(2)[0]: ell}
+    with pytest.raises(ValueError, match=r"ell_by_name\.layers.*, expected a number in \(0, 1\]"):
+        target.record(2, ells)
+    assert target.observations == ()
+
+
+def test_records_out_of_order_are_refused() -> None:
+    target = controller()
+    with pytest.raises(ValueError, match=r"step: found 4, expected 2, the next observation"):
+        observe(target, 4)
+    observe(target, 2)
+    with pytest.raises(ValueError, match=r"step: found 2, expected 4, the next observation"):
+        observe(target, 2)
+    for names in (target.sample(4)[1:], (*target.sample(4), "more"), ()):
+        with pytest.raises(ValueError, match="ell_by_name: found"):
+            target.record(4, dict.fromkeys(names, 0.5))
+
+
+# --- planning and gliding
+
+
+def test_the_plan_is_due_after_the_last_observation_until_adopted() -> None:
+    target = controller()
+    for step in (2, 4):
+        observe(target, step)
+        assert not target.plan_due(step)
+    with pytest.raises(ValueError, match=r"observations: found .*, expected observations up to"):
+        target.make_plan()
+    assert not target.plan_due(6)
+    observe(target, 6)
+    assert target.plan_due(6)
+    with pytest.raises(ValueError, match=r"step: found 7, expected at most 6 while no plan"):
+        target.state_at(7)
+    target.adopt(target.make_plan())
+    assert not target.plan_due(6)
+
+
+def test_adopting_twice_needs_the_same_plan() -> None:
+    target = planned()
+    assert target.plan is not None
+    target.adopt(Plan.from_json(target.plan.to_json()))
+    with pytest.raises(ValueError, match="expected the plan already adopted"):
+        target.adopt(planned(ell={**ELL, "expert": 0.5}).make_plan())
+
+
+def test_a_plan_of_other_observations_or_configuration_is_refused() -> None:
+    target = controller()
+    for step in (2, 4, 6):
+        observe(target, step)
+    with pytest.raises(ValueError, match=r"plan.ell_robust.expert: found .*, as observed"):
+        target.adopt(planned(ell={**ELL, "expert": 0.5}).make_plan())
+    with pytest.raises(ValueError, match=r"plan\.ell_target: found"):
+        target.adopt(planned(AMOConfig(**{**CONFIG.to_dict(), "shrinkage": 0.5})).make_plan())
+    with pytest.raises(ValueError, match=r"plan\.budget: found 12, expected 15"):
+        target.adopt(planned(AMOConfig(**{**CONFIG.to_dict(), "budget_ratio": 0.8})).make_plan())
+    assert target.plan is None
+
+
+def test_the_glide_starts_at_the_uniform_schedule_and_ends_at_the_plan() -> None:
+    target = planned()
+    plan = target.plan
+    assert plan is not None
+    uniform = dict.fromkeys(TYPES, (5, 1e-3))
+    assert target.state_at(1) == target.state_at(6) == plan.state_at(Fraction(0)) == uniform
+    end = {
+        name: (steps, ell)
+        for name, steps, ell in zip(TYPES, plan.allocation, plan.ell_target, strict=True)
+    }
+    assert target.state_at(10) == target.state_at(11) == target.state_at(10**9) == end
+    for done in (1, 2, 3):
+        for name, (steps, ell) in target.state_at(6 + done).items():
+            p, (last_steps, last_ell) = Fraction(done, 4), end[name]
+            exact = 5 + p * (last_steps - 5)
+            assert math.floor(exact) <= steps <= math.ceil(exact)
+            assert ell == float(Fraction(1e-3) + p * (Fraction(last_ell) - Fraction(1e-3)))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    ells=st.lists(st.floats(-6, -0.5).map(lambda x: 10.0**x), min_size=1, max_size=9),
+    ratio=st.sampled_from([0.3, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.7]),
+    duration=st.integers(1, 23),
+)
+def test_totals_advance_monotonically_and_counts_stay_near(
+    ells: list[float], ratio: float, duration: int
+) -> None:
+    targets = {f"t{i}": ell for i, ell in enumerate(ells)}
+    plan = make_plan(AMOConfig(budget_ratio=ratio), targets)
+    totals = [5 * len(ells)]
+    for done in range(1, duration + 1):
+        p = Fraction(done, duration)
+        exact = [5 + p * (k - 5) for k in plan.allocation]
+        counts = [steps for steps, _ in plan.state_at(p).values()]
+        assert all(math.floor(x) <= k <= math.ceil(x) for k, x in zip(counts, exact, strict=True))
+        assert sum(counts) == math.floor(sum(exact) + Fraction(1, 2))
+        totals.append(sum(counts))
+    falling = plan.budget < totals[0]
+    assert totals == sorted(totals, reverse=falling)
+    assert totals[-1] == plan.budget
+    assert counts == list(plan.allocation)
+
+
+def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
+    plan = make_plan(AMOConfig(), {"a": 1e-6, "b": 1e-6, "c": 0.5, "d": 0.5})
+    assert plan.allocation == (7, 7, 3, 3)
+    # 5.5, 5.5, 4.5, 4.5 sum to 20: two of the four are rounded up.
+    counts = [steps for steps, _ in plan.state_at(Fraction(1, 4)).values()]
+    assert counts == [6, 6, 4, 4]
+
+
+def test_the_range_is_relaxed_and_logged(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.WARNING):
+        plan = make_plan(AMOConfig(budget_ratio=0.4), {"a": 1e-3, "b": 1e-2})
+    assert (plan.min_steps, plan.max_steps, plan.budget) == (2, 7, 4)
+    assert "infeasible within 3 to 7 steps a type; the range becomes 2 to 7" in caplog.text
+    assert [len(curve) for curve in plan.curves] == [6, 6]
+
+
+def test_a_budget_of_flops_weighs_types_by_their_matrices() -> None:
+    config = AMOConfig(**{**CONFIG.to_dict(), "budget_unit": "flops"})
+    plan = planned(config).plan
+    assert plan is not None
+    costs = tuple(5 * ns_step_flops(*shape) for shape in [(8, 8), (4, 12), (6, 1)])
+    assert plan.costs == costs
+    assert plan.budget == 5 * sum(costs)
+    assert sum(k * c for k, c in zip(plan.allocation, costs, strict=True)) <= plan.budget
+    # Its own sum need not be that of the uniform schedule; the glide ends there all the same.
+    end = plan.state_at(Fraction(1))
+    assert [steps for steps, _ in end.values()] == list(plan.allocation)
+
+
+def test_a_plan_reads_back_bit_for_bit_and_prints() -> None:
+    plan = planned().plan
+    assert plan is not None
+    assert Plan.from_json(plan.to_json()) == plan
+    lines = plan.table().splitlines()
+    assert lines[0].split()[:2] == ["operator", "type"]
+    assert [line.split()[0] for line in lines[1:]] == [*TYPES, "total", "budget"]
+    bare = make_plan(CONFIG, {"a": 1e-3})
+    assert "flop" not in bare.table()
+    assert Plan.from_json(bare.to_json()) == bare
+
+
+# --- state
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), num_observations=st.integers(0, 3), adopt=st.booleans())
+def test_state_round_trips_bit_for_bit(data: Any, num_observations: int, adopt: bool) -> None:
+    ell = st.one_of(st.floats(1e-12, 1.0), st.just(math.nan))
+    source = controller()
+    for step in [2, 4, 6][:num_observations]:
+        source.record(step, {name: data.draw(ell) for name in source.sample(step)})
+    if source.plan_due(6) and adopt:
+        source.adopt(source.make_plan())
+    state = json.loads(json.dumps(source.to_dict()))
+    for bind_first in (True, False):
+        restored = Controller(CONFIG)
+        if bind_first:
+            restored.bind(REGISTRY)
+        restored.load_dict(state["observations"], state["plan"])
+        restored.bind(REGISTRY)
+        assert restored.observations == source.observations
+        assert restored.plan == source.plan
+        assert restored.to_dict() == source.to_dict()
+        if source.plan is not None:
+            assert all(restored.state_at(s) == source.state_at(s) for s in range(1, 12))
+        elif num_observations == 3:
+            assert restored.make_plan() == source.make_plan()
+
+
+STATE = planned().to_dict()
+
+
+def paths(node: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a tree of JSON values."""
+    items = list(node.items()) if isinstance(node, dict) else []
+    items += list(enumerate(node)) if isinstance(node, list) else []
+    return [here] * bool(here) + [p for key, child in items for p in paths(child, (*here, key))]
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10**20),
+    st.floats(),
+    st.sampled_from(["", "0x1p+99999", "nan", "inf", "-0x1.0p-3", "0x1p0", "attn_q", "flops"]),
+    st.sampled_from([[], {}, [1], {1: 2}, {"a": []}]).map(copy.deepcopy),
+    st.text(max_size=5),
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(data=st.data(), bound=st.booleans(), may_differ=st.booleans())
+def test_corrupted_state_raises_only_value_errors(data: Any, bound: bool, may_differ: bool) -> None:
+    state = copy.deepcopy(STATE)
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(paths(state)))
+        parent = state
+        for key in path[:-1]:
+            parent = parent[key]
+        action = data.draw(st.sampled_from(["replace", "delete", "add"]))
+        if action == "replace":
+            parent[path[-1]] = data.draw(JUNK)
+        elif action == "delete":
+            del parent[path[-1]]
+        elif isinstance(parent, dict):
+            parent[data.draw(st.one_of(st.text(max_size=3), st.integers()))] = data.draw(JUNK)
+        else:
+            parent.append(data.draw(JUNK))
+        if not state.get("observations") and not state.get("plan"):
+            break
+    target = Controller(CONFIG)
+    if bound:
+        target.bind(REGISTRY)
+    before = target.to_dict()
+    failure = ""
+    try:
+        target.load_dict(
+            state.get("observations"), state.get("plan"), allow_config_change=may_differ
+        )
+    except ValueError as error:
+        failure = str(error)
+    if failure:
+        assert ": found " in failure
+        assert "\n" not in failure
+        assert target.to_dict() == before
+    else:
+        # What is accepted is in force exactly, and saved again exactly.
+        assert target.to_dict() == {
+            "observations": state.get("observations"),
+            "plan": state.get("plan"),
+        }
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    state = copy.deepcopy(STATE)
+    for dotted, value in changes.items():
+        *parents, last = dotted.split("__")
+        node: Any = state
+        for key in parents:
+            node = node[int(key)] if key.isdigit() else node[key]
+        node[last] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"observations": None}, "observations: found None, expected a list"),
+        ({"observations": []}, "plan: found 'a plan', expected null without observations"),
+        (
+            {"observations__0__step": 4},
+            r"observations\[0\]\.step: found 4, expected 2, with observe_every = 2",
+        ),
+        ({"observations__0__step": True}, r"observations\[0\]\.step: found True, expected an int"),
+        ({"observations__1__more": 1}, r"observations\[1\]\.more: found 'this key', expected only"),
+        (
+            {"observations__1__ell": {"attn_q": None}},
+            r"observations\[1\]\.num_sampled\.mlp_down: found 'this key', expected only",
+        ),
+        (
+            {"observations__1__ell__expert": None},
+            r"observations\[1\]\.ell\.expert: found None, expected the median of 3 valid",
+        ),
+        (
+            {"observations__1__ell__expert": "0x1.8p+1"},
+            r"observations\[1\]\.ell\.expert: found '0x1.8p\+1', expected a finite float",
+        ),
+        (
+            {"observations__1__ell__expert": (3.0).hex()},
+            r"observations\[1\]\.ell\.expert: found .*, expected a float in \(0, 1\]",
+        ),
+        (
+            {"observations__1__ell__expert": 0.5},
+            r"observations\[1\]\.ell\.expert: found 0\.5, expected a finite float in the form",
+        ),
+        ({"observations__0__ell": []}, r"observations\[0\]\.ell: found \[\], expected a mapping"),
+        ({"plan__budget": 16}, r"plan\.allocation: found .*, expected a sum of 16"),
+        ({"plan__allocation": [6, 5]}, r"plan\.allocation: found \(6, 5\), expected one entry"),
+        ({"plan__allocation": [8, 4, 3]}, r"plan\.allocation: found .*, expected steps from 3"),
+        ({"plan__allocation": [3, 5, 7]}, r"plan\.objective: found .*, expected "),
+        ({"plan__max_steps": 2}, r"plan\.max_steps: found 2, expected an integer >= min_steps = 3"),
+        ({"plan__min_steps": 2}, r"plan\.curves: found .*, expected errors at 2 to 7 steps"),
+        ({"plan__planner": "best"}, r"plan\.planner: found 'best', expected one of 'exact'"),
+        ({"plan__planner": "greedy"}, r"plan\.planner: found 'greedy', expected 'exact'"),
+        ({"plan__base_steps": 6}, r"plan\.base_steps: found 6, expected 5"),
+        ({"plan__costs": None}, r"plan\.costs: found None, expected \("),
+        ({"plan__operator_types": ["a", "a", "b"]}, r"plan\.operator_types: .* distinct names"),
+        (
+            {"plan__operator_types": ["mlp_down", "attn_q", "expert"]},
+            r"plan\.operator_types: found .*, expected the order \('attn_q'",
+        ),
+        (
+            {"plan__operator_types": ["attn_q", "mlp_down", "other"]},
+            r"plan\.operator_types: found .*, expected \('attn_q', 'mlp_down', 'expert'\)",
+        ),
+        ({"plan__curves": [["0x1.0p+1000"]] * 3}, r"plan\.curves: found .*, expected a"),
+        ({"plan": "{}"}, "plan: found '{}', expected a mapping"),
+    ],
+)
+def test_each_corruption_is_named(changes: dict[str, Any], message: str) -> None:
+    state = changed(**changes)
+    target = controller()
+    with pytest.raises(ValueError, match=message):
+        target.load_dict(state["observations"], state["plan"])
+    assert (target.observations, target.plan) == ((), None)
+
+
+def test_nesting_past_the_recursion_limit_is_a_value_error() -> None:
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    for observations, plan in ((deep, None), (STATE["observations"], deep)):
+        with pytest.raises(ValueError, match=r": found \[\[.*, expected a mapping"):
+            controller().load_dict(observations, plan)
+    curves = changed(plan__curves=deep)
+    with pytest.raises(ValueError, match=r"plan\.curves: found \[\[.*, expected a finite float"):
+        controller().load_dict(curves["observations"], curves["plan"])
+
+
+def test_missing_and_extra_keys_are_named() -> None:
+    observation = dict(STATE["observations"][0])
+    del observation["num_invalid"]
+    with pytest.raises(ValueError, match=r"o\.num_invalid: found 'nothing', expected this key"):
+        Observation.from_dict(observation, "o")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "null", "NaN", None, b"{}"])
+def test_a_payload_that_is_no_plan_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"plan: found .*, expected"):
+        Plan.from_json(text)
+
+
+def test_a_state_of_other_operator_types_is_refused_when_the_registry_comes() -> None:
+    restored = Controller(CONFIG)
+    restored.load_dict(STATE["observations"], STATE["plan"])
+    with pytest.raises(
+        ValueError, match=r"observations\[0\]\.ell: found .*, expected the operator"
+    ):
+        restored.bind(REGISTRY[:5])
+
+
+def test_a_plan_of_another_configuration_is_refused_when_the_registry_comes() -> None:
+    restored = Controller(AMOConfig(**{**CONFIG.to_dict(), "base_ell": 1e-4}))
+    restored.load_dict(STATE["observations"], STATE["plan"])
+    with pytest.raises(ValueError, match=r"plan\.ell_target: found"):
+        restored.bind(REGISTRY)
+
+
+def test_a_changed_configuration_is_accepted_on_request() -> None:
+    other = AMOConfig(observe_until=100, observe_every=20, transition_steps=2, shrinkage=0.1)
+    strict = controller(other)
+    with pytest.raises(ValueError, match=r"observations\[0\]\.step: found 2, expected 20"):
+        strict.load_dict(STATE["observations"], STATE["plan"])
+    for bind_first in (True, False):
+        target = Controller(other)
+        if bind_first:
+            target.bind(REGISTRY)
+        target.load_dict(STATE["observations"], STATE["plan"], allow_config_change=True)
+        target.bind(REGISTRY)
+        # The plan came at step 6 and stays; only the glide is as long as now configured.
+        assert [target.phase(step) for step in (6, 7, 8)] == ["observation", "transition", "locked"]
+        assert target.sample(20) == ()
+        assert target.state_at(8) == planned().state_at(10)
+
+
+def test_rising_steps_are_needed_in_any_case() -> None:
+    state = changed(observations__0__step=4)
+    with pytest.raises(ValueError, match=r"observations: found .*, expected rising steps"):
+        controller().load_dict(state["observations"], None, allow_config_change=True)
+
+
+def test_an_empty_registry_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"registry: found .*, expected at least one matrix"):
+        Controller(CONFIG).bind([])
