@@ -1,0 +1,167 @@
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amo_dist.cli import add_commands, main
+from amo_dist.schedule import OPERATOR_TYPES, SAFETY, compose
+
+TABLE: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "golden" / "locked_schedules.json").read_text()
+)
+TWO = ["plan", "--ell", "attn_k=1e-2", "--ell", "attn_q=3e-4"]
+SHAPES = ["--shape", "attn_q=64x64x4", "--shape", "attn_k=16x64x4"]
+
+
+def ell_options(model: str) -> list[str]:
+    return [f"--ell={name}={row['ell_target']!r}" for name, row in TABLE[model].items()]
+
+
+@pytest.mark.parametrize("planner", ["exact", "greedy"])
+@pytest.mark.parametrize("model", TABLE)
+def test_the_papers_rows_come_out(
+    model: str, planner: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", *ell_options(model)[::-1], "--planner", planner, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["budget"] == 35
+    assert tuple(found["allocation"]) == OPERATOR_TYPES
+    for name, row in TABLE[model].items():
+        assert found["allocation"][name] == row["steps"]
+        # The paper prints five significant digits.
+        rounded = [[float(f"{x:.5g}") for x in triple] for triple in found["coefficients"][name]]
+        assert rounded == row["coefficients"]
+
+
+def test_json_numbers_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TWO, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["ell_target"] == {"attn_q": 3e-4, "attn_k": 1e-2}
+    for name, steps in found["allocation"].items():
+        expected = compose(SAFETY * found["ell_target"][name], steps)
+        assert [tuple(triple) for triple in found["coefficients"][name]] == list(expected)
+
+
+@pytest.mark.parametrize(("ratio", "budget"), [("0.8", 28), ("0.9", 32), ("1.1", 39), ("1.2", 42)])
+def test_budgets(ratio: str, budget: int, capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["plan", *ell_options("Llama-3.1-760M"), "--budget-ratio", ratio, "--json"]
+    assert main(argv) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["budget"] == sum(found["allocation"].values()) == budget
+
+
+def test_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(TWO) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == [
+        "operator",
+        "attn_q",
+        "attn_k",
+        "total",
+        "budget",
+    ]
+    assert lines[1].split() == ["attn_q", "3.00000e-04", "5", "6"]
+    assert lines[3].split() == ["total", "10", "10"]
+
+
+def test_table_with_flops(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TWO, *SHAPES]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].endswith("NS Gflop/step")
+    # One step more of four 64 x 64, one fewer of four 16 x 64: 4 * 2 * short^2 * (2 long + short).
+    assert lines[1].split()[-1] == f"{4 * 2 * 64**2 * 192 / 1e9:+.4g}"
+    assert lines[2].split()[-1] == f"{-4 * 2 * 16**2 * 144 / 1e9:+.4g}"
+
+
+def test_flop_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TWO, *SHAPES, "--budget-unit", "flops", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    q, k = 4 * 2 * 64**2 * 192, 4 * 2 * 16**2 * 144
+    assert found["budget"] == 5 * (q + k)
+    assert found["allocation"]["attn_q"] * q + found["allocation"]["attn_k"] * k <= 5 * (q + k)
+
+
+def test_shapes_of_one_type_add_up(capsys: pytest.CaptureFixture[str]) -> None:
+    one = ["plan", "--ell=t=0.01", "--budget-unit=flops", "--json"]
+    outputs = []
+    for shapes in (["--shape=t=8x4x3", "--shape=t=4x8"], ["--shape=t=4x8x4"]):
+        assert main([*one, *shapes]) == 0
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1]
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "the following arguments are required: COMMAND"),
+        (["nothing"], "invalid choice: 'nothing'"),
+        (["plan"], "the following arguments are required: --ell"),
+        (["plan", "--ell", "q"], "--ell: found 'q', expected TYPE=VALUE, e.g. attn_q=3e-4"),
+        (["plan", "--ell", "=1e-3"], "--ell: found '=1e-3', expected TYPE=VALUE"),
+        (["plan", "--ell", "q=x"], "--ell: found 'q=x', expected TYPE=VALUE"),
+        (["plan", "--ell", "q=0"], "--ell: found 'q=0', expected a value in (0, 1]"),
+        (["plan", "--ell", "q=nan"], "--ell: found 'q=nan', expected a value in (0, 1]"),
+        ([*TWO, "--ell", "attn_q=1e-3"], "--ell: found 'attn_q' twice"),
+        ([*TWO, "--budget-ratio", "0"], "budget_ratio: found 0.0, expected a number > 0"),
+        ([*TWO, "--budget-ratio", "much"], "argument --budget-ratio: invalid float value: 'much'"),
+        ([*TWO, "--budget-ratio", "0.1"], "budget: found 1 steps, expected at least 2"),
+        ([*TWO, "--budget-ratio", "1e9"], "budget: found 10000000000 steps, expected at most 100"),
+        ([*TWO, "--min-steps", "8"], "max_steps: found 7, expected an integer >= 8"),
+        ([*TWO, "--base-steps", "0"], "base_steps: found 0, expected an integer >= 1"),
+        ([*TWO, "--planner", "best"], "argument --planner: invalid choice: 'best'"),
+        ([*TWO, "--budget-unit", "flops"], "budget_unit: found 'flops', expected the shapes"),
+        ([*TWO, "--shape", "attn_q=2x2"], "--shape: found none for attn_k, expected one per --ell"),
+        (
+            [*TWO, *SHAPES, "--shape", "v=2x2"],
+            "--shape: found v, expected only types with an --ell",
+        ),
+        ([*TWO, "--shape", "attn_q=2"], "--shape: found 'attn_q=2', expected TYPE=MxN"),
+        ([*TWO, "--shape", "attn_q=2x0"], "--shape: found 'attn_q=2x0', expected TYPE=MxN"),
+        ([*TWO, "--shape", "attn_q=2x2x2x2"], "--shape: found 'attn_q=2x2x2x2', expected TYPE=MxN"),
+        (
+            [*TWO, *SHAPES, "--budget-unit", "flops", "--planner", "greedy"],
+            "planner: found 'greedy', expected 'exact'",
+        ),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_with_two(
+    argv: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert len(found.err.splitlines()) == 1
+    assert found.err.startswith("amo_dist")
+    assert message in found.err
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert "TYPE=MxN[xCOUNT]" in text
+    assert "planned work over the uniform one's (default 1.0)" in text
+
+
+def test_another_front_door_can_offer_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = argparse.ArgumentParser(prog="amo")
+    add_commands(parser.add_subparsers(required=True))
+    args = parser.parse_args(TWO)
+    assert args.run(args) == 0
+    assert "attn_q" in capsys.readouterr().out
+    args = parser.parse_args(["plan", "--ell", "q=7"])
+    with pytest.raises(ValueError, match="--ell: found 'q=7'"):
+        args.run(args)
+
+
+def test_as_a_module() -> None:
+    command = [sys.executable, "-m", "amo_dist", "plan", "--ell", "q=7"]
+    root = Path(__file__).parents[2]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
+    assert done.returncode == 2
+    assert done.stderr == "amo_dist: error: --ell: found 'q=7', expected a value in (0, 1]\n"
