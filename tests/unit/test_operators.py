@@ -1,0 +1,281 @@
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from torch import Tensor
+
+from amo_dist.operators import (
+    OPERATOR_TYPES,
+    Box,
+    Fused,
+    MatrixView,
+    classify,
+    clean_name,
+    sort_operator_types,
+)
+
+
+def extract(parameter: Tensor, view: MatrixView) -> Tensor:
+    """The matrix of a view, by its definition."""
+    if view.boxes is None:
+        return parameter
+    pieces = []
+    for box in view.boxes:
+        piece = parameter[tuple(slice(start, stop) for start, stop in box)]
+        pieces.append(piece.reshape(piece.shape[-2:]))
+    return torch.cat(pieces, dim=view.dim)
+
+
+def assert_covers(shape: tuple[int, ...], views: tuple[MatrixView, ...]) -> None:
+    """Every entry of the parameter belongs to exactly one view."""
+    count = torch.zeros(shape, dtype=torch.int64)
+    for view in views:
+        whole: tuple[Box, ...] = (tuple((0, size) for size in shape),)
+        for box in view.boxes or whole:
+            count[tuple(slice(start, stop) for start, stop in box)] += 1
+    assert torch.equal(count, torch.ones_like(count))
+    assert len({view.suffix for view in views}) == len(views)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        # Llama, Qwen, Mistral, Gemma
+        ("model.layers.3.self_attn.q_proj.weight", (16, 8), "attn_q"),
+        ("model.layers.3.self_attn.k_proj.weight", (4, 8), "attn_k"),
+        ("model.layers.3.self_attn.v_proj.weight", (4, 8), "attn_v"),
+        ("model.layers.3.self_attn.o_proj.weight", (8, 16), "attn_o"),
+        ("model.layers.11.mlp.gate_proj.weight", (24, 8), "mlp_gate"),
+        ("model.layers.11.mlp.up_proj.weight", (24, 8), "mlp_up"),
+        ("model.layers.11.mlp.down_proj.weight", (8, 24), "mlp_down"),
+        ("model.language_model.layers.0.mlp.up_proj.weight", (24, 8), "mlp_up"),
+        # Mixtures of Hugging Face
+        ("model.layers.0.mlp.experts.17.down_proj.weight", (8, 4), "expert_down"),
+        ("model.layers.0.mlp.shared_expert.up_proj.weight", (8, 4), "shared_expert_up"),
+        ("model.layers.0.mlp.shared_experts.up_proj.weight", (8, 4), "shared_expert_up"),
+        ("model.layers.0.block_sparse_moe.experts.1.w3.weight", (8, 4), "expert_up"),
+        ("model.layers.0.self_attn.kv_a_proj_with_mqa.weight", (8, 4), "mla_kv_a"),
+        ("model.layers.0.self_attn.q_b_proj.weight", (8, 4), "mla_q_b"),
+        ("model.layers.0.mlp.gate.weight", (4, 8), None),
+        ("model.layers.0.mlp.shared_expert_gate.weight", (1, 8), None),
+        ("model.layers.0.block_sparse_moe.gate.weight", (4, 8), None),
+        # GPT-2 and nanoGPT
+        ("transformer.h.0.attn.c_proj.weight", (8, 8), "attn_o"),
+        ("transformer.h.0.mlp.c_fc.weight", (8, 32), "mlp_up"),
+        ("transformer.h.0.mlp.c_proj.weight", (32, 8), "mlp_down"),
+        # one row of a matrix, and wrappers
+        ("layers.0.attention.wk.weight", (1, 8), "attn_k"),
+        ("_orig_mod.layers.0._checkpoint_wrapped_module.attention.wq.weight", (8, 8), "attn_q"),
+        ("module._orig_mod.layers.0.attention.wq.weight", (8, 8), "attn_q"),
+        # AdamW
+        ("tok_embeddings.weight", (100, 8), None),
+        ("model.embed_tokens.weight", (100, 8), None),
+        ("transformer.wpe.weight", (100, 8), None),
+        ("model.layers.61.embed_tokens.weight", (100, 8), None),
+        ("output.weight", (100, 8), None),
+        ("lm_head.weight", (100, 8), None),
+        ("classifier.weight", (2, 8), None),
+        ("layers.0.attention_norm.weight", (8,), None),
+        ("layers.0.attention.wq.bias", (8,), None),
+        ("layers.0.moe.experts.mlp1_bias", (4, 8), None),
+        ("layers.0.moe.router.gate.weight", (4, 8), None),
+        ("layers.0.self_attn.q_proj.lora_A.default.weight", (4, 8), None),
+        ("layers.0.self_attn.q_proj.lora_B.weight", (8, 4), None),
+        ("layers.0.conv.weight", (8, 8, 3), None),
+        ("blocks.0.conv.weight", (8, 8, 3, 3), None),
+        ("layers.0.scale", (), None),
+    ],
+)
+def test_names(name: str, shape: tuple[int, ...], expected: str | None) -> None:
+    views = classify(name, shape)
+    assert views == (None if expected is None else (MatrixView("", expected, None),))
+
+
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("layers.0.attention.wqkv.weight", (24, 8)),
+        ("model.layers.0.self_attn.qkv_proj.weight", (24, 8)),
+        ("model.layers.0.mlp.gate_up_proj.weight", (24, 8)),
+        ("gpt_neox.layers.0.attention.query_key_value.weight", (24, 8)),
+        ("blocks.0.attn.proj.weight", (8, 8)),
+        ("encoder.decoder_layers.0.fc1.weight", (8, 8)),
+        # Not three equal parts.
+        ("transformer.h.0.attn.c_attn.weight", (12, 8)),
+        # An end of a name that means AdamW outside of blocks alone.
+        ("layers.0.attention.output.weight", (8, 8)),
+        # Tall: a dense gate rather than a router.
+        ("layers.0.mlp.gate.weight", (24, 8)),
+        # A name inside an embedder is not an embedding.
+        ("embedder.layers.0.dense.weight", (8, 8)),
+        ("layers.0.moe.experts.mlp1_weight", (4, 16, 8)),
+        ("layers.0.mlp.experts.gate_up_proj", (4, 8, 16)),
+    ],
+)
+def test_an_unknown_matrix_in_a_block_is_an_error(name: str, shape: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match=re.escape(name)) as caught:
+        classify(name, shape)
+    message = str(caught.value)
+    assert str(shape) in message
+    assert r"self_attn\.([qkvo])_proj\.weight -> attn_\1" in message
+    assert f"patterns={{{re.escape(name)!r}: 'adamw'}}" in message
+    # The remedies that it names work.
+    assert classify(name, shape, {re.escape(name): "adamw"}) is None
+    assert classify(name, shape, {re.escape(name): "attn_q"}) is not None
+
+
+@pytest.mark.parametrize(("shape", "dim"), [((24, 8), 0), ((8, 24), 1)])
+def test_fused_qkv_of_gpt2_and_nanogpt(shape: tuple[int, int], dim: int) -> None:
+    views = classify("transformer.h.2.attn.c_attn.weight", shape)
+    assert views is not None
+    assert [(v.suffix, v.operator_type, v.dim) for v in views] == [
+        ("[q]", "attn_q", dim),
+        ("[k]", "attn_k", dim),
+        ("[v]", "attn_v", dim),
+    ]
+    assert_covers(shape, views)
+    parameter = torch.arange(24.0 * 8).view(shape)
+    for view, expected in zip(views, parameter.chunk(3, dim=dim), strict=True):
+        assert torch.equal(extract(parameter, view), expected)
+
+
+QKV = Fused((("attn_q", 8), ("attn_k", 4), ("attn_v", 4)))
+
+
+def test_fused_rows_of_unequal_sizes() -> None:
+    views = classify("layers.0.self_attn.qkv_proj.weight", (16, 6), {r".*\.qkv_proj\.weight": QKV})
+    assert views is not None
+    assert_covers((16, 6), views)
+    assert views[1] == MatrixView("[k]", "attn_k", (((8, 12), (0, 6)),), 0)
+
+
+def test_fused_rows_interleaved_by_group() -> None:
+    # Two KV groups: q q q q k k v v | q q q q k k v v.
+    fused = Fused(QKV.parts, groups=2)
+    views = classify("layers.0.qkv.weight", (16, 3), {r".*qkv\.weight": fused})
+    assert views is not None
+    assert_covers((16, 3), views)
+    parameter = torch.arange(16.0)[:, None].expand(16, 3)
+    rows = {view.suffix: extract(parameter, view)[:, 0].tolist() for view in views}
+    assert rows == {
+        "[q]": [0, 1, 2, 3, 8, 9, 10, 11],
+        "[k]": [4, 5, 12, 13],
+        "[v]": [6, 7, 14, 15],
+    }
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+@pytest.mark.parametrize("heads", [{}, {"attn_q": 4}, {"attn_q": 2, "attn_k": 4, "attn_v": 1}])
+@pytest.mark.parametrize("num_experts", [None, 3])
+def test_fused_covers_every_entry_once(
+    dim: int, groups: int, heads: dict[str, int], num_experts: int | None
+) -> None:
+    fused = Fused(QKV.parts, dim=dim, groups=groups, heads=heads)
+    matrix = (16, 5) if dim == 0 else (5, 16)
+    shape = matrix if num_experts is None else (num_experts, *matrix)
+    views = classify("layers.0.x", shape, {"layers.0.x": fused})
+    assert views is not None
+    assert_covers(shape, views)
+    sizes = {"attn_q": 8, "attn_k": 4, "attn_v": 4}
+    parameter = torch.empty(shape)
+    for view in views:
+        found = extract(parameter, view)
+        assert found.shape[dim] == sizes[view.operator_type] // heads.get(view.operator_type, 1)
+        assert found.shape[1 - dim] == 5
+    assert len(views) == (num_experts or 1) * sum(heads.get(kind, 1) for kind in sizes)
+
+
+def test_heads_follow_the_interleaving() -> None:
+    # q of 8 rows in two groups, four heads of two rows: heads 0, 1 | 2, 3.
+    fused = Fused(QKV.parts, groups=2, heads={"attn_q": 4})
+    views = classify("layers.0.x", (16, 3), {"layers.0.x": fused})
+    assert views is not None
+    by_suffix = {view.suffix: view for view in views}
+    assert by_suffix["[q.2]"].boxes == (((8, 10), (0, 3)),)
+    # A head across both groups takes two boxes.
+    across = classify(
+        "layers.0.x", (16, 3), {"layers.0.x": Fused(QKV.parts, groups=2, heads={"attn_q": 1})}
+    )
+    assert across is not None
+    assert across[0].boxes == (((0, 4), (0, 3)), ((8, 12), (0, 3)))
+
+
+def test_fused_experts() -> None:
+    fused = Fused((("expert_gate", 6), ("expert_up", 6)), dim=1)
+    views = classify("layers.0.experts.gate_up", (2, 4, 12), {r".*gate_up": fused})
+    assert views is not None
+    assert views[3] == MatrixView("[1.up]", "expert_up", (((1, 2), (0, 4), (6, 12)),), 1)
+
+
+def test_labels_stay_distinct() -> None:
+    fused = Fused((("attn_q", 2), ("mlp_q", 2), ("gate", 2)))
+    views = classify("layers.0.x", (6, 3), {"layers.0.x": fused})
+    assert views is not None
+    assert [view.suffix for view in views] == ["[attn_q]", "[mlp_q]", "[gate]"]
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"parts": ()}, "Fused.parts"),
+        ({"parts": (("attn_q", 4), ("attn_q", 4))}, "distinct"),
+        ({"parts": (("Attn Q", 4),)}, "operator type: found Attn Q"),
+        ({"parts": (("adamw", 4),)}, "operator type: found adamw"),
+        ({"parts": (("attn_q", 0),)}, "Fused.groups"),
+        ({"dim": 2}, "Fused.dim: found 2"),
+        ({"groups": 3}, "Fused.groups: found 3, expected a divisor of attn_q's size 4"),
+        ({"groups": 0}, "Fused.groups: found 0"),
+        ({"heads": {"attn_q": 3}}, "Fused.heads: found 3"),
+        ({"heads": {"attn_k": 2}}, "Fused.heads"),
+    ],
+)
+def test_mistakes_in_fused(kwargs: dict[str, object], message: str) -> None:
+    arguments: dict[str, object] = {"parts": (("attn_q", 4),), **kwargs}
+    with pytest.raises(ValueError, match=message):
+        Fused(**arguments)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("patterns", "shape", "message"),
+    [
+        ({"(": "attn_q"}, (4, 4), r"patterns: found '\('"),
+        ({".*": "Attn"}, (4, 4), "operator type"),
+        ({".*": 3}, (4, 4), r"patterns\['\.\*'\]: found 3"),
+        ({".*": "attn_q"}, (4,), r"layers.0.x: found shape \(4,\)"),
+        ({".*": "attn_q"}, (4, 4, 3, 3), r"layers.0.x: found shape \(4, 4, 3, 3\)"),
+        ({".*": QKV}, (15, 4), "layers.0.x: found .* = 16, expected parts that add up to 15"),
+    ],
+)
+def test_mistakes_in_patterns(
+    patterns: dict[str, object], shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        classify("layers.0.x", shape, patterns)  # type: ignore[arg-type]
+
+
+def test_user_patterns_win_and_match_the_whole_name() -> None:
+    name = "layers.0.attention.wq.weight"
+    for target in (None, "adamw", "AdamW"):
+        assert classify(name, (4, 4), {r"layers\.0\..*": target}) is None
+    assert classify(name, (4, 4), {"wq": None}) == (MatrixView("", "attn_q", None),)
+    first = classify(name, (4, 4), {".*wq.*": "first", ".*": "second"})
+    assert first == (MatrixView("", "first", None),)
+    assert classify("tok_embeddings.weight", (9, 4), {"tok.*": "emb"}) is not None
+    # Cleaned before matching.
+    assert classify(f"module.{name}", (4, 4), {name: None}) is None
+
+
+def test_clean_name() -> None:
+    wrapped = "module._orig_mod.layers.0._checkpoint_wrapped_module._orig_mod.attention.wq.weight"
+    assert clean_name(wrapped) == "layers.0.attention.wq.weight"
+    assert clean_name("_orig_mod.module.x.weight") == "x.weight"
+    assert clean_name("layers.0.module.weight") == "layers.0.module.weight"
+
+
+def test_sort_operator_types() -> None:
+    found = sort_operator_types(["zeta", "mlp_down", "attn_v", "alpha", "attn_v", "attn_q"])
+    assert found == ("attn_q", "attn_v", "mlp_down", "alpha", "zeta")
+    assert sort_operator_types(reversed(OPERATOR_TYPES)) == OPERATOR_TYPES

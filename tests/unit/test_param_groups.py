@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import nn
+
+from amo_dist.operators import MatrixView, describe, param_groups, sort_operator_types
+
+with warnings.catch_warnings():
+    # torchtitan compiles a function on import, which goes through deprecated parts of torch.
+    warnings.simplefilter("ignore")
+    from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
+    from torchtitan.models.deepseek_v3.model.model import Attention
+    from torchtitan.models.llama3 import get_train_spec as llama3
+    from torchtitan.models.llama4 import get_train_spec as llama4
+    from torchtitan.models.qwen3 import get_train_spec as qwen3
+
+
+def module_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+    """A module whose parameters have these dotted names and shapes, on the meta device."""
+    root = nn.Module()
+    for name, shape in shapes.items():
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if part not in dict(module.named_children()):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, nn.Parameter(torch.empty(shape, device="meta")))
+    return root
+
+
+def types_by_name(groups: list[dict[str, object]]) -> dict[str, str]:
+    """Operator types, joined by a comma, of every parameter that is orthogonalized."""
+    found = {}
+    for group in groups:
+        views_by_name = group.get("matrix_views", {})
+        assert isinstance(views_by_name, dict)
+        for name, views in views_by_name.items():
+            found[name] = ",".join(sort_operator_types(view.operator_type for view in views))
+    return found
+
+
+DENSE = {
+    "attention.wq.weight": "attn_q",
+    "attention.wk.weight": "attn_k",
+    "attention.wv.weight": "attn_v",
+    "attention.wo.weight": "attn_o",
+    "feed_forward.w1.weight": "mlp_gate",
+    "feed_forward.w3.weight": "mlp_up",
+    "feed_forward.w2.weight": "mlp_down",
+}
+
+
+@pytest.mark.parametrize("get_train_spec", [llama3, qwen3], ids=["llama3", "qwen3"])
+def test_dense_torchtitan_models(get_train_spec: object) -> None:
+    assert callable(get_train_spec)
+    spec = get_train_spec()
+    args = spec.model_args["debugmodel"]
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    muon, adamw = param_groups(model)
+    expected = {
+        f"layers.{layer}.{tail}": kind
+        for layer in range(args.n_layers)
+        for tail, kind in DENSE.items()
+    }
+    assert types_by_name([muon]) == expected
+    assert [name for name, _ in muon["params"]] == list(muon["matrix_views"])
+    assert {name for name, _ in muon["params"] + adamw["params"]} == dict(
+        model.named_parameters()
+    ).keys()
+    assert muon.keys() == {"params", "algorithm", "matrix_views"}
+    assert adamw.keys() == {"params", "algorithm"}
+    assert (muon["algorithm"], adamw["algorithm"]) == ("muon", "adamw")
+    assert muon["matrix_views"]["layers.0.attention.wq.weight"] == (MatrixView("", "attn_q", None),)
+
+
+EXPERTS = {"w1": "expert_gate", "w3": "expert_up", "w2": "expert_down"}
+
+
+@pytest.mark.parametrize(
+    ("get_train_spec", "flavor"), [(qwen3, "debugmodel_moe"), (llama4, "debugmodel")]
+)
+def test_mixtures_of_torchtitan(get_train_spec: object, flavor: str) -> None:
+    assert callable(get_train_spec)
+    spec = get_train_spec()
+    with torch.device("meta"):
+        model = spec.model_cls(spec.model_args[flavor])
+    groups = param_groups(model)
+    found = types_by_name(groups)
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    num_mixtures = 0
+    for name, shape in shapes.items():
+        if ".moe.experts." in name:
+            num_mixtures += 1
+            assert found[name] == EXPERTS[name.rpartition(".")[2]]
+            views = groups[0]["matrix_views"][name]
+            assert len(views) == shape[0]
+            assert views[1].suffix == "[1]"
+            assert views[1].boxes == (((1, 2), (0, shape[1]), (0, shape[2])),)
+        elif ".shared_experts." in name:
+            assert found[name] == "shared_" + EXPERTS[name.split(".")[-2]]
+        elif "router" in name or "embed" in name or name == "output.weight" or len(shape) == 1:
+            assert name not in found
+        else:
+            assert found[name].startswith(("attn_", "mlp_"))
+    assert num_mixtures > 0
+
+
+def test_latent_attention_of_torchtitan() -> None:
+    def types(q_lora_rank: int) -> dict[str, str]:
+        args = DeepSeekV3ModelArgs(
+            dim=64, n_heads=2, q_lora_rank=q_lora_rank, kv_lora_rank=16, max_seq_len=32
+        )
+        with torch.device("meta"):
+            attention = Attention(args)
+        shapes = {
+            f"layers.0.attention.{name}": tuple(p.shape) for name, p in attention.named_parameters()
+        }
+        return types_by_name(param_groups(module_of(shapes)))
+
+    prefix = "layers.0.attention."
+    latent = {
+        f"{prefix}wkv_a.weight": "mla_kv_a",
+        f"{prefix}wkv_b.weight": "mla_kv_b",
+        f"{prefix}wo.weight": "attn_o",
+    }
+    assert types(0) == {f"{prefix}wq.weight": "attn_q", **latent}
+    assert types(24) == {
+        f"{prefix}wq_a.weight": "mla_q_a",
+        f"{prefix}wq_b.weight": "mla_q_b",
+        **latent,
+    }
+
+
+BLOCK = {
+    "tok_embeddings.weight": (10, 4),
+    "layers.0.attention.wq.weight": (4, 4),
+    "layers.0.attention.wq.bias": (4,),
+    "layers.0.feed_forward.w1.weight": (8, 4),
+    "layers.1.attention.wq.weight": (4, 4),
+    "layers.1.feed_forward.w1.weight": (8, 4),
+    "norm.weight": (4,),
+}
+
+
+def test_wrapped_models_give_cleaned_names() -> None:
+    outer = nn.Module()
+    outer.module = module_of(BLOCK)
+    assert types_by_name(param_groups(outer)) == types_by_name(param_groups(module_of(BLOCK)))
+
+
+def test_frozen_parameters_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
+    model = module_of(BLOCK)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("layers.1" in name)
+    groups = param_groups(model, report=True)
+    assert [name for group in groups for name, _ in group["params"]] == [
+        "layers.1.attention.wq.weight",
+        "layers.1.feed_forward.w1.weight",
+    ]
+    # No group for AdamW, for it would be empty.
+    assert [group["algorithm"] for group in groups] == ["muon"]
+    assert "5 frozen parameters left out" in capsys.readouterr().out
+
+
+def test_a_frozen_unknown_matrix_is_no_error() -> None:
+    model = module_of({**BLOCK, "layers.0.what.weight": (4, 4)})
+    with pytest.raises(ValueError, match=r"layers\.0\.what\.weight"):
+        param_groups(model)
+    model.get_parameter("layers.0.what.weight").requires_grad_(False)
+    assert len(param_groups(model)) == 2
+
+
+def test_nothing_to_train() -> None:
+    with pytest.raises(ValueError, match="model: found 0 frozen parameters"):
+        param_groups(nn.Module())
+    with pytest.raises(ValueError, match="model: found 1 frozen parameters"):
+        param_groups(nn.Linear(2, 2, bias=False).requires_grad_(False))
+
+
+def test_a_stage_without_matrices_has_one_group() -> None:
+    groups = param_groups(module_of({"norm.weight": (4,), "output.weight": (10, 4)}))
+    assert [group["algorithm"] for group in groups] == ["adamw"]
+
+
+def test_tied_parameters_appear_once_under_the_first_name() -> None:
+    model = module_of({"tok_embeddings.weight": (10, 4), "layers.0.attention.wq.weight": (4, 4)})
+    head = nn.Module()
+    head.weight = model.get_parameter("tok_embeddings.weight")
+    model.output = head
+    groups = param_groups(model)
+    assert [[name for name, _ in group["params"]] for group in groups] == [
+        ["layers.0.attention.wq.weight"],
+        ["tok_embeddings.weight"],
+    ]
+    # Across parts as well.
+    assert len(param_groups([model, head])[1]["params"]) == 1
+
+
+def test_parts_of_one_model() -> None:
+    first = {name: shape for name, shape in BLOCK.items() if "layers.1" not in name}
+    second = {name: shape for name, shape in BLOCK.items() if "layers.1" in name}
+    groups = param_groups([module_of(first), module_of(second)])
+    assert types_by_name(groups) == types_by_name(param_groups(module_of(BLOCK)))
+    with pytest.raises(ValueError, match=r"two parameters 'layers\.1"):
+        param_groups([module_of(BLOCK), module_of(second)])
+
+
+def test_no_decay_and_multipliers_split_the_groups() -> None:
+    groups = param_groups(
+        module_of(BLOCK),
+        no_decay=[r".*norm\.weight", r".*bias"],
+        lr_multipliers={r"layers\.1\..*": 0.5, r"tok_.*": 2, r".*wq.*": 3.0},
+    )
+    found = [
+        (
+            group["algorithm"],
+            group.get("weight_decay"),
+            group.get("lr_scale"),
+            [name for name, _ in group["params"]],
+        )
+        for group in groups
+    ]
+    assert found == [
+        ("muon", None, None, ["layers.0.feed_forward.w1.weight"]),
+        (
+            "muon",
+            None,
+            0.5,
+            ["layers.1.attention.wq.weight", "layers.1.feed_forward.w1.weight"],
+        ),
+        ("muon", None, 3.0, ["layers.0.attention.wq.weight"]),
+        ("adamw", None, 2.0, ["tok_embeddings.weight"]),
+        ("adamw", 0.0, None, ["norm.weight"]),
+        ("adamw", 0.0, 3.0, ["layers.0.attention.wq.bias"]),
+    ]
+    for group in groups[:3]:
+        assert list(group["matrix_views"]) == [name for name, _ in group["params"]]
+
+
+def test_torch_optimizers_take_the_groups() -> None:
+    model = module_of(BLOCK).to_empty(device="cpu")
+    groups = param_groups(model, no_decay=["norm.weight"])
+    optimizer = torch.optim.SGD(groups, lr=0.1, weight_decay=0.1)
+    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"patterns": {"layers.0.atention.*": "attn_q"}},
+        {"no_decay": ["norm"]},
+        {"lr_multipliers": {"layers": 2.0}},
+    ],
+)
+def test_an_expression_that_matches_nothing_is_an_error(kwargs: dict[str, object]) -> None:
+    (field,) = kwargs
+    with pytest.raises(ValueError, match=f"^{field}: found '.*', which matches no parameter"):
+        param_groups(module_of(BLOCK), **kwargs)  # type: ignore[arg-type]
+    groups = param_groups(module_of(BLOCK), allow_unused=True, **kwargs)  # type: ignore[arg-type]
+    assert len(groups) == 2
+
+
+def test_an_expression_that_an_earlier_one_covers_is_used() -> None:
+    patterns = {".*wq.weight": "attn_q", "layers.0.attention.wq.weight": None}
+    assert len(param_groups(module_of(BLOCK), patterns=patterns)) == 2
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"lr_multipliers": {".*": 0.0}}, "lr_multipliers"),
+        ({"lr_multipliers": {".*": float("nan")}}, "lr_multipliers"),
+        ({"lr_multipliers": {"(": 1.0}}, "lr_multipliers: found"),
+        ({"no_decay": "norm.weight"}, "no_decay: found norm.weight, expected a list"),
+        ({"no_decay": ["("]}, "no_decay: found"),
+    ],
+)
+def test_mistakes_in_param_groups(kwargs: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        param_groups(module_of(BLOCK), **kwargs)  # type: ignore[arg-type]
+
+
+def test_fsdp1_is_an_error() -> None:
+    # By its name, as a real one wants a process group.
+    wrapper = type("FullyShardedDataParallel", (nn.Module,), {})()
+    wrapper.inner = nn.Linear(2, 2)
+    outer = nn.Sequential(wrapper)
+    with pytest.raises(ValueError, match="FullyShardedDataParallel at '0', expected fully_shard"):
+        param_groups(outer)
+
+
+def test_report(capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = {**BLOCK, "transformer.h.0.attn.c_attn.weight": (4, 12), "adapter.weight": (2, 4)}
+    groups = param_groups(module_of(shapes), report=True, no_decay=["norm.weight"])
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split("  ")[0] for line in lines[1 : 1 + len(shapes)]] == [
+        name for group in groups for name, _ in group["params"]
+    ]
+    by_name = {line.split()[0]: line for line in lines if line}
+    column = lines[0].index("operator type")
+    kinds = {name: line[column:] for name, line in by_name.items() if name in shapes}
+    assert kinds["layers.0.attention.wq.weight"] == "attn_q"
+    assert kinds["transformer.h.0.attn.c_attn.weight"] == "attn_q, attn_k, attn_v (3 matrices)"
+    assert kinds["tok_embeddings.weight"] == "adamw (embedding)"
+    assert kinds["adapter.weight"] == "adamw (outside of any block)"
+    assert kinds["norm.weight"] == "adamw (1-D; weight_decay 0.0)"
+    assert by_name["attn_q"].split() == ["attn_q", "3"]
+    assert by_name["adamw"].split() == ["adamw", "4"]
+    assert lines[-1] == "144 entries orthogonalized, 56 entries adamw"
+    assert describe(groups).splitlines()[0].split() == ["parameter", "shape", "operator", "type"]
