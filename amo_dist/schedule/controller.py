@@ -134,11 +134,6 @@ class Controller:
         """The adopted plan, if any."""
         return self._plan
 
-    @property
-    def operator_types(self) -> tuple[str, ...]:
-        """The operator types of the registry, in the order of plans; empty before ``bind``."""
-        return tuple(self._names_by_type)
-
     def bind(self, registry: Sequence[MatrixInfo]) -> None:
         """Take the world's matrices, and check a restored state against them.
 

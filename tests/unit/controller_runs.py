@@ -1,0 +1,34 @@
+"""Controllers of a small world, run to a given point, for the tests of the controller."""
+
+from __future__ import annotations
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule.controller import Controller
+from amo_dist.schedule.types import MatrixInfo
+
+TYPES = ("attn_q", "mlp_down", "expert")
+REGISTRY = [
+    MatrixInfo(f"layers.{layer}.{name}", shape, name)
+    for name, shape in zip(TYPES, [(8, 8), (4, 12), (6, 1)], strict=True)
+    for layer in range(5)
+]
+CONFIG = AMOConfig(observe_until=6, observe_every=2, transition_steps=4, sample_size=3)
+ELL = {"attn_q": 3e-5, "mlp_down": 2e-3, "expert": 0.04}
+
+
+def controller(config: AMOConfig = CONFIG) -> Controller:
+    fresh = Controller(config)
+    fresh.bind(REGISTRY)
+    return fresh
+
+
+def observe(target: Controller, step: int, ell: dict[str, float] = ELL) -> None:
+    target.record(step, {name: ell[name.rsplit(".", 1)[1]] for name in target.sample(step)})
+
+
+def planned(config: AMOConfig = CONFIG, ell: dict[str, float] = ELL) -> Controller:
+    target = controller(config)
+    for step in range(config.observe_every, config.observe_until + 1, config.observe_every):
+        observe(target, step, ell)
+    target.adopt(target.make_plan())
+    return target

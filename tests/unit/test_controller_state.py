@@ -1,0 +1,270 @@
+from __future__ import annotations
+
+import copy
+import json
+import math
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule.controller import Controller, Observation
+from amo_dist.schedule.plan import Plan
+from tests.unit.controller_runs import CONFIG, REGISTRY, controller, planned
+
+
+@settings(deadline=None, max_examples=40)
+@given(data=st.data(), num_observations=st.integers(0, 3), adopt=st.booleans())
+def test_state_round_trips_bit_for_bit(data: Any, num_observations: int, adopt: bool) -> None:
+    ell = st.one_of(st.floats(1e-12, 1.0), st.just(math.nan))
+    source = controller()
+    for step in [2, 4, 6][:num_observations]:
+        source.record(step, {name: data.draw(ell) for name in source.sample(step)})
+    if source.plan_due(6) and adopt:
+        source.adopt(source.make_plan())
+    state = json.loads(json.dumps(source.to_dict()))
+    for bind_first in (True, False):
+        restored = Controller(CONFIG)
+        if bind_first:
+            restored.bind(REGISTRY)
+        restored.load_dict(state["observations"], state["plan"])
+        restored.bind(REGISTRY)
+        assert restored.observations == source.observations
+        assert restored.plan == source.plan
+        assert restored.to_dict() == source.to_dict()
+        if source.plan is not None:
+            assert all(restored.state_at(s) == source.state_at(s) for s in range(1, 12))
+        elif num_observations == 3:
+            assert restored.make_plan() == source.make_plan()
+
+
+STATE = planned().to_dict()
+
+
+def paths(node: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a tree of JSON values."""
+    items = list(node.items()) if isinstance(node, dict) else []
+    items += list(enumerate(node)) if isinstance(node, list) else []
+    return [here] * bool(here) + [p for key, child in items for p in paths(child, (*here, key))]
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 10**20),
+    st.floats(),
+    st.sampled_from(["", "0x1p+99999", "nan", "inf", "-0x1.0p-3", "0x1p0", "attn_q", "flops"]),
+    st.sampled_from([[], {}, [1], {1: 2}, {"a": []}]).map(copy.deepcopy),
+    st.text(max_size=5),
+)
+
+
+@settings(deadline=None, max_examples=400)
+@given(data=st.data(), bound=st.booleans(), may_differ=st.booleans())
+def test_corrupted_state_raises_only_value_errors(data: Any, bound: bool, may_differ: bool) -> None:
+    state = copy.deepcopy(STATE)
+    for _ in range(data.draw(st.integers(1, 2))):
+        path = data.draw(st.sampled_from(paths(state)))
+        parent = state
+        for key in path[:-1]:
+            parent = parent[key]
+        action = data.draw(st.sampled_from(["replace", "delete", "add"]))
+        if action == "replace":
+            parent[path[-1]] = data.draw(JUNK)
+        elif action == "delete":
+            del parent[path[-1]]
+        elif isinstance(parent, dict):
+            parent[data.draw(st.one_of(st.text(max_size=3), st.integers()))] = data.draw(JUNK)
+        else:
+            parent.append(data.draw(JUNK))
+        if not state.get("observations") and not state.get("plan"):
+            break
+    target = Controller(CONFIG)
+    if bound:
+        target.bind(REGISTRY)
+    before = target.to_dict()
+    failure = ""
+    try:
+        target.load_dict(
+            state.get("observations"), state.get("plan"), allow_config_change=may_differ
+        )
+    except ValueError as error:
+        failure = str(error)
+    if failure:
+        assert ": found " in failure
+        assert "\n" not in failure
+        assert target.to_dict() == before
+    else:
+        # What is accepted is in force exactly, and saved again exactly.
+        assert target.to_dict() == {
+            "observations": state.get("observations"),
+            "plan": state.get("plan"),
+        }
+
+
+def changed(**changes: Any) -> dict[str, Any]:
+    state = copy.deepcopy(STATE)
+    for dotted, value in changes.items():
+        *parents, last = dotted.split("__")
+        node: Any = state
+        for key in parents:
+            node = node[int(key)] if key.isdigit() else node[key]
+        node[last] = value
+    return state
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"observations": None}, "observations: found None, expected a list"),
+        ({"observations": []}, "plan: found 'a plan', expected null without observations"),
+        (
+            {"observations__0__step": 4},
+            r"observations\[0\]\.step: found 4, expected 2, with observe_every = 2",
+        ),
+        ({"observations__0__step": True}, r"observations\[0\]\.step: found True, expected an int"),
+        ({"observations__1__more": 1}, r"observations\[1\]\.more: found 'this key', expected only"),
+        (
+            {"observations__1__ell": {"attn_q": None}},
+            r"observations\[1\]\.num_sampled\.mlp_down: found 'this key', expected only",
+        ),
+        (
+            {"observations__1__ell__expert": None},
+            r"observations\[1\]\.ell\.expert: found None, expected the median of 3 valid",
+        ),
+        (
+            {"observations__1__ell__expert": "0x1.8p+1"},
+            r"observations\[1\]\.ell\.expert: found '0x1.8p\+1', expected a finite float",
+        ),
+        (
+            {"observations__1__ell__expert": (3.0).hex()},
+            r"observations\[1\]\.ell\.expert: found .*, expected a float in \(0, 1\]",
+        ),
+        (
+            {"observations__1__ell__expert": 0.5},
+            r"observations\[1\]\.ell\.expert: found 0\.5, expected a finite float in the form",
+        ),
+        ({"observations__0__ell": []}, r"observations\[0\]\.ell: found \[\], expected a mapping"),
+        (
+            {"observations__0__num_invalid__expert": 4},
+            r"observations\[0\]\.ell\.expert: found .*, expected the median of -1 valid",
+        ),
+        (
+            {"observations__0__ell": {"attn_q": None, "": None}},
+            r"observations\[0\]\.ell: found .*, expected a non-empty list of non-empty strings",
+        ),
+        (
+            {"observations__0__ell__expert": "one"},
+            r"observations\[0\]\.ell\.expert: found 'one', expected a finite float",
+        ),
+        ({"plan__budget_unit": "flops", "plan__costs": None}, r"plan\.budget_unit: found 'flops'"),
+        (
+            {"plan__budget_unit": "flops", "plan__budget": 9},
+            r"plan\.allocation: found .*, expected at most 9 flops",
+        ),
+        ({"plan__curves": [["0x1.0000000000000p+1"]]}, r"plan\.curves: .* a float in \[-1, 1\]"),
+        ({"plan__budget": 16}, r"plan\.allocation: found .*, expected a sum of 16"),
+        ({"plan__allocation": [6, 5]}, r"plan\.allocation: found \(6, 5\), expected one entry"),
+        ({"plan__allocation": [8, 4, 3]}, r"plan\.allocation: found .*, expected steps from 3"),
+        ({"plan__allocation": [3, 5, 7]}, r"plan\.objective: found .*, expected "),
+        ({"plan__max_steps": 2}, r"plan\.max_steps: found 2, expected an integer >= min_steps = 3"),
+        ({"plan__min_steps": 2}, r"plan\.curves: found .*, expected errors at 2 to 7 steps"),
+        ({"plan__planner": "best"}, r"plan\.planner: found 'best', expected one of 'exact'"),
+        ({"plan__planner": "greedy"}, r"plan\.planner: found 'greedy', expected 'exact'"),
+        ({"plan__base_steps": 6}, r"plan\.base_steps: found 6, expected 5"),
+        ({"plan__costs": None}, r"plan\.costs: found None, expected \("),
+        ({"plan__operator_types": ["a", "a", "b"]}, r"plan\.operator_types: .* distinct names"),
+        (
+            {"plan__operator_types": ["mlp_down", "attn_q", "expert"]},
+            r"plan\.operator_types: found .*, expected the order \('attn_q'",
+        ),
+        (
+            {"plan__operator_types": ["attn_q", "mlp_down", "other"]},
+            r"plan\.operator_types: found .*, expected \('attn_q', 'mlp_down', 'expert'\)",
+        ),
+        ({"plan__curves": [["0x1.0p+1000"]] * 3}, r"plan\.curves: found .*, expected a"),
+        ({"plan": "{}"}, "plan: found '{}', expected a mapping"),
+    ],
+)
+def test_each_corruption_is_named(changes: dict[str, Any], message: str) -> None:
+    state = changed(**changes)
+    target = controller()
+    with pytest.raises(ValueError, match=message):
+        target.load_dict(state["observations"], state["plan"])
+    assert (target.observations, target.plan) == ((), None)
+
+
+def test_nesting_past_the_recursion_limit_is_a_value_error() -> None:
+    deep: Any = []
+    for _ in range(5000):
+        deep = [deep]
+    for observations, plan in ((deep, None), (STATE["observations"], deep)):
+        with pytest.raises(ValueError, match=r": found \[\[.*, expected a mapping"):
+            controller().load_dict(observations, plan)
+    curves = changed(plan__curves=deep)
+    with pytest.raises(ValueError, match=r"plan\.curves: found \[\[.*, expected a finite float"):
+        controller().load_dict(curves["observations"], curves["plan"])
+
+
+def test_missing_and_extra_keys_are_named() -> None:
+    observation = dict(STATE["observations"][0])
+    del observation["num_invalid"]
+    with pytest.raises(ValueError, match=r"o\.num_invalid: found 'nothing', expected this key"):
+        Observation.from_dict(observation, "o")
+
+
+@pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "null", "NaN", None, b"{}"])
+def test_a_payload_that_is_no_plan_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"plan: found .*, expected"):
+        Plan.from_json(text)
+
+
+def test_a_state_of_other_operator_types_is_refused_when_the_registry_comes() -> None:
+    restored = Controller(CONFIG)
+    restored.load_dict(STATE["observations"], STATE["plan"])
+    with pytest.raises(
+        ValueError, match=r"observations\[0\]\.ell: found .*, expected the operator"
+    ):
+        restored.bind(REGISTRY[:5])
+
+
+def test_a_plan_of_another_configuration_is_refused_when_the_registry_comes() -> None:
+    restored = Controller(AMOConfig(**{**CONFIG.to_dict(), "base_ell": 1e-4}))
+    restored.load_dict(STATE["observations"], STATE["plan"])
+    with pytest.raises(ValueError, match=r"plan\.ell_target: found"):
+        restored.bind(REGISTRY)
+
+
+def test_a_changed_configuration_is_accepted_on_request() -> None:
+    other = AMOConfig(observe_until=100, observe_every=20, transition_steps=2, shrinkage=0.1)
+    strict = controller(other)
+    with pytest.raises(ValueError, match=r"observations\[0\]\.step: found 2, expected 20"):
+        strict.load_dict(STATE["observations"], STATE["plan"])
+    for bind_first in (True, False):
+        target = Controller(other)
+        if bind_first:
+            target.bind(REGISTRY)
+        target.load_dict(STATE["observations"], STATE["plan"], allow_config_change=True)
+        target.bind(REGISTRY)
+        # The plan came at step 6 and stays; only the glide is as long as now configured.
+        assert [target.phase(step) for step in (6, 7, 8)] == ["observation", "transition", "locked"]
+        assert target.sample(20) == ()
+        assert target.state_at(8) == planned().state_at(10)
+
+
+def test_a_plan_needs_every_observation() -> None:
+    with pytest.raises(ValueError, match=r"plan: found 'a plan', expected null before the obs"):
+        controller().load_dict(STATE["observations"][:2], STATE["plan"])
+
+
+def test_rising_steps_are_needed_in_any_case() -> None:
+    state = changed(observations__0__step=4)
+    with pytest.raises(ValueError, match=r"observations: found .*, expected rising steps"):
+        controller().load_dict(state["observations"], None, allow_config_change=True)
+
+
+def test_an_empty_registry_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"registry: found .*, expected at least one matrix"):
+        Controller(CONFIG).bind([])
