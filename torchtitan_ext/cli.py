@@ -21,7 +21,9 @@ class _Parser(argparse.ArgumentParser):
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands, those of ``amo_dist`` included."""
-    parser = _Parser(prog="amo", description="Adaptive Muon Orthogonalization.")
+    parser: argparse.ArgumentParser = _Parser(
+        prog="amo", description="Adaptive Muon Orthogonalization."
+    )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     quickstart.add_command(subparsers)
     amo_dist.cli.add_commands(subparsers)

@@ -23,10 +23,10 @@ DATASETS = ("text", "stdlib")
 class StreamLoader(BaseDataLoader):
     """Draws each sequence from the least advanced of its streams, and stacks them into batches.
 
-    The streams of the world are dealt to the data-parallel ranks. A checkpoint has one entry for
-    each stream of the world, so that a resume with another number of ranks deals them anew and goes
-    on where each one stood: no text is repeated or left out. Where the global batch is a multiple
-    of the number of streams, the batches too are those of a run that never stopped.
+    The streams of the world are dealt to the data-parallel ranks, and so each global batch takes
+    the next sequences in turn over all streams, whatever the number of ranks. A checkpoint has one
+    entry for each stream of the world: a resume with another number of ranks deals them anew, and
+    the same sequences follow, batch for batch.
 
     Args:
         streams: The rank's streams, in the order of their numbers.

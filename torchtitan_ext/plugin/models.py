@@ -1,7 +1,8 @@
 """Model shapes: the eight of the AMO paper, and small ones for laptops.
 
-torchtitan keeps shapes in Python; ``[model] flavor`` names one. The Llama feed-forward width is
-``4 * dim * 2/3 * ffn_dim_multiplier``, rounded up to a multiple of ``multiple_of``.
+torchtitan keeps shapes in Python; ``[model] flavor`` names one. The paper's flavors carry the name
+of their family, and so none of torchtitan's is shadowed: its ``0.6B`` has the same shape as
+``Qwen3-0.6B``, but starts from other weights.
 """
 
 from __future__ import annotations
@@ -40,56 +41,73 @@ class QwenArgs(Qwen3ModelArgs):
     init_std: float | None = None
 
 
-_llama = functools.partial(
-    LlamaArgs, vocab_size=128256, multiple_of=256, rope_theta=500000, init_std=INIT_STD
-)
-_qwen = functools.partial(
-    QwenArgs,
-    vocab_size=151936,
-    rope_theta=1000000,
-    enable_weight_tying=True,
-    init_std=INIT_STD,
-)
+def _llama(
+    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, **changes: Any
+) -> LlamaArgs:
+    """Llama-3.1 with a stated feed-forward width.
+
+    torchtitan computes the width, ``2/3 * 4 * dim`` rounded up to a multiple of ``multiple_of``
+    (times a factor that is 1 here): a multiple that is the width itself, where that is not less
+    than ``2/3 * 4 * dim``, is rounded up to exactly once.
+    """
+    assert hidden_dim >= 8 * dim // 3
+    args = {"vocab_size": 128256, "rope_theta": 500000, "init_std": INIT_STD, **changes}
+    return LlamaArgs(
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        multiple_of=hidden_dim,
+        **args,
+    )
+
+
+def _qwen(
+    dim: int,
+    n_layers: int,
+    n_heads: int,
+    n_kv_heads: int,
+    hidden_dim: int,
+    q_ratio: float,
+    **changes: Any,
+) -> QwenArgs:
+    """Qwen3 with tied embeddings and queries of ``q_ratio * dim`` columns."""
+    args = {"vocab_size": 151936, "rope_theta": 1000000, "init_std": INIT_STD, **changes}
+    return QwenArgs(
+        dim=dim,
+        n_layers=n_layers,
+        n_heads=n_heads,
+        n_kv_heads=n_kv_heads,
+        hidden_dim=hidden_dim,
+        head_dim=round(q_ratio * dim / n_heads),
+        enable_weight_tying=True,
+        **args,
+    )
+
 
 _LLAMA = {
-    "75M": _llama(dim=256, n_layers=12, n_heads=8, n_kv_heads=2),
-    "480M": _llama(dim=1024, n_layers=16, n_heads=8, n_kv_heads=2, ffn_dim_multiplier=1.3),
-    "760M": _llama(dim=1536, n_layers=12, n_heads=12, n_kv_heads=3, ffn_dim_multiplier=1.3),
-    "1.4B": _llama(dim=2048, n_layers=16, n_heads=16, n_kv_heads=4, ffn_dim_multiplier=1.3),
+    "Llama-3.1-75M": _llama(256, 12, 8, 2, 768),
+    "Llama-3.1-480M": _llama(1024, 16, 8, 2, 3584),
+    "Llama-3.1-760M": _llama(1536, 12, 12, 3, 5376),
+    "Llama-3.1-1.4B": _llama(2048, 16, 16, 4, 7168),
     # Bytes as tokens. Grouped queries and an uneven feed-forward: every type has its own shape.
-    "quickstart": _llama(
-        dim=192, n_layers=4, n_heads=6, n_kv_heads=2, vocab_size=_BYTE_VOCAB, multiple_of=96
-    ),
-    "tiny": _llama(
-        dim=48, n_layers=2, n_heads=6, n_kv_heads=2, vocab_size=_BYTE_VOCAB, multiple_of=24
-    ),
+    "quickstart": _llama(192, 4, 6, 2, 576, vocab_size=_BYTE_VOCAB),
+    "tiny": _llama(48, 2, 6, 2, 144, vocab_size=_BYTE_VOCAB),
 }
 
 _QWEN = {
-    "70M": _qwen(dim=256, n_layers=20, n_heads=8, n_kv_heads=4, head_dim=128, hidden_dim=1024),
-    "300M": _qwen(dim=768, n_layers=20, n_heads=12, n_kv_heads=4, head_dim=128, hidden_dim=3072),
-    "0.6B": _qwen(dim=1024, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=3072),
-    "1.7B": _qwen(dim=2048, n_layers=28, n_heads=16, n_kv_heads=8, head_dim=128, hidden_dim=6144),
-    "tiny": _qwen(
-        dim=48,
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        head_dim=16,
-        hidden_dim=96,
-        vocab_size=_BYTE_VOCAB,
-    ),
+    "Qwen3-70M": _qwen(256, 20, 8, 4, 1024, 4.0),
+    "Qwen3-300M": _qwen(768, 20, 12, 4, 3072, 2.0),
+    "Qwen3-0.6B": _qwen(1024, 28, 16, 8, 3072, 2.0),
+    "Qwen3-1.7B": _qwen(2048, 28, 16, 8, 6144, 1.0),
+    "tiny": _qwen(48, 2, 4, 2, 96, 4 / 3, vocab_size=_BYTE_VOCAB),
 }
 
 _FLAVORS: dict[str, dict[str, Any]] = {"llama3": _LLAMA, "qwen3": _QWEN}
 
 
 def flavors(name: str) -> dict[str, Any]:
-    """Flavors that the project adds to model ``name``, by name; fresh, for torchtitan edits them.
-
-    A flavor of torchtitan with the name of one of the paper's has its shape, and is replaced for
-    the sake of the initialization.
-    """
+    """Flavors that the project adds to model ``name``, by name; fresh, for torchtitan edits them."""
     return {flavor: dataclasses.replace(args) for flavor, args in _FLAVORS[name].items()}
 
 

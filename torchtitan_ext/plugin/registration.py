@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping
+from typing import Any
 
 import torchtitan.components.optimizer as titan_optimizer
 import torchtitan.protocols.train_spec as titan
@@ -26,11 +28,11 @@ def register() -> None:
     """
     for name in MODELS:
         if name not in _registered:
-            titan.register_train_spec(name, extended_spec(name))
+            titan.register_train_spec(name, extended_spec(name, models.flavors(name)))
             _registered.add(name)
 
 
-def extended_spec(name: str) -> titan.TrainSpec:
+def extended_spec(name: str, flavors: Mapping[str, Any]) -> titan.TrainSpec:
     """The spec of a torchtitan model with the project's flavors, optimizers, data and metrics."""
     stock = titan.get_train_spec(name)
     # A spec that balances the load of experts through its optimizers goes on doing so.
@@ -43,7 +45,7 @@ def extended_spec(name: str) -> titan.TrainSpec:
     return dataclasses.replace(
         stock,
         model_cls=models.with_init(stock.model_cls),
-        model_args={**stock.model_args, **models.flavors(name)},
+        model_args={**stock.model_args, **flavors},
         parallelize_fn=functools.partial(parallelize.parallelize, stock.parallelize_fn),
         build_optimizers_fn=build_optimizers,
         build_tokenizer_fn=build_tokenizer,

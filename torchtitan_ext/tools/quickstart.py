@@ -74,7 +74,7 @@ def _announce(folder: Path, step: int, steps: int, num_ranks: int) -> None:
 def _num_ranks() -> int:
     import torch
 
-    # Streams are dealt evenly, and there are eight.
+    # The streams are dealt evenly, and their number is a power of two.
     return max((n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count()), default=2)
 
 
@@ -118,7 +118,9 @@ def _summarize(config: Any, checkpoints: Path) -> None:
     records = read_metrics(folder / METRICS_FILE)
     plan = folder / PLAN_FILE
     if plan.exists():
-        print(f"\nThe plan, locked at step {config.optimizer.amo.lock_step}:")
+        lock_step = config.optimizer.amo.lock_step
+        is_locked = config.training.steps >= lock_step
+        print(f"\nThe plan{f', locked at step {lock_step}' if is_locked else ''}:")
         print(Plan.from_json(plan.read_text()).table())
     if records:
         first, last = records[0], records[-1]

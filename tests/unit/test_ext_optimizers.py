@@ -1,0 +1,228 @@
+"""The optimizers container: names, flat state, refusals, hooks."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+
+import torchtitan_ext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    torchtitan_ext.register()
+
+import torchtitan.components.optimizer as titan  # noqa: E402
+from torchtitan.config import JobConfig  # noqa: E402
+from torchtitan.config.manager import ConfigManager  # noqa: E402
+from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
+
+from amo_dist import AMOConfig  # noqa: E402
+from torchtitan_ext import job_config  # noqa: E402
+from torchtitan_ext.plugin import optimizers, registration  # noqa: E402
+
+CONFIG = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
+AMO_FIELDS = AMOConfig(observe_every=1, observe_until=2, transition_steps=2, ns_dtype="float32")
+
+
+def config(name: str = "AMO", **fields: Any) -> Any:
+    section = CONFIG().optimizer
+    section.amo = AMO_FIELDS
+    # Fused AdamW would differ between a whole model and its parts by its vector lanes.
+    section.implementation = "foreach"
+    for key, value in {"name": name, "lr": 1e-2, **fields}.items():
+        setattr(section, key, value)
+    return section
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.Module()
+        self.attention.wq = nn.Linear(6, 4)
+        self.norm = nn.LayerNorm(6)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    root = nn.Module()
+    root.tok_embeddings = nn.Embedding(5, 6)
+    root.layers = nn.ModuleDict({str(i): Block() for i in range(2)})
+    return root
+
+
+def parts(whole: nn.Module) -> list[nn.Module]:
+    """The model as two pipeline stages, names kept."""
+    first, second = copy.deepcopy(whole), copy.deepcopy(whole)
+    del first.layers["1"], second.layers["0"], second.tok_embeddings
+    return [first, second]
+
+
+def build(model_parts: list[nn.Module], section: Any = None) -> Any:
+    dims = SimpleNamespace(ep_enabled=False, pp_enabled=False)
+    return optimizers.build_optimizers(model_parts, section or config(), dims)
+
+
+def train(container: Any, num_steps: int, first: int = 0) -> None:
+    """Steps with gradients that depend on the step and the parameter's name alone."""
+    for step in range(first, first + num_steps):
+        for part in container.model_parts:
+            for name, parameter in part.named_parameters():
+                seed = sum(name.encode()) * 1000 + step
+                generator = torch.Generator().manual_seed(seed)
+                parameter.grad = torch.randn(parameter.shape, generator=generator)
+        container.step()
+
+
+def weights(container: Any) -> dict[str, torch.Tensor]:
+    return {
+        name: p.detach() for part in container.model_parts for name, p in part.named_parameters()
+    }
+
+
+@pytest.mark.parametrize("name", ["AMO", "Muon"])
+def test_the_flat_state_is_that_of_distributed_checkpoint(name: str) -> None:
+    container = build([model()], config(name))
+    train(container, 1)
+    flat = container.state_dict()
+    stock = get_optimizer_state_dict(
+        container.model_parts[0],
+        container.optimizer,
+        options=StateDictOptions(flatten_optimizer_state_dict=True),
+    )
+    assert flat.keys() == stock.keys()
+    assert isinstance(flat["param_groups.layers.0.attention.wq.weight.control"], str)
+    for key, value in stock.items():
+        assert torch.equal(flat[key], value) if torch.is_tensor(value) else flat[key] == value
+
+
+def test_parts_of_a_model_share_one_optimizer_and_one_controller() -> None:
+    whole = build([model()])
+    split = build(parts(model()))
+    assert [len(whole.optimizers), len(split.optimizers)] == [1, 1]
+    for container in (whole, split):
+        train(container, 5)
+    assert split.state_dict().keys() == whole.state_dict().keys()
+    for name, weight in weights(whole).items():
+        assert torch.equal(weights(split)[name], weight), name
+
+
+@pytest.mark.parametrize("stop", [1, 3, 4])  # in the observation, the transition, after the lock
+def test_a_loaded_state_goes_on_bit_for_bit(stop: int) -> None:
+    expected, first = build([model()]), build([model()])
+    train(expected, 6)
+    train(first, stop)
+    second = build(parts(model()))  # another layout of stages
+    with torch.no_grad():
+        for name, weight in weights(first).items():
+            weights(second)[name].copy_(weight)
+    second.load_state_dict(copy.deepcopy(first.state_dict()))
+    train(second, 6 - stop, first=stop)
+    for name, weight in weights(expected).items():
+        assert torch.equal(weights(second)[name], weight), name
+    assert second.optimizer.control_state_dict() == expected.optimizer.control_state_dict()
+
+
+def test_a_state_with_missing_unknown_or_contradicting_entries_is_refused() -> None:
+    container = build([model()])
+    train(container, 1)
+    state = container.state_dict()
+    control = "param_groups.layers.0.attention.wq.weight.control"
+    momentum = "state.layers.1.attention.wq.weight.momentum_buffer"
+    with pytest.raises(ValueError, match=rf"1 keys missing \['{momentum}'\]"):
+        container.load_state_dict({k: v for k, v in state.items() if k != momentum})
+    with pytest.raises(ValueError, match=r"1 unknown \['state\.x\.y'\]"):
+        container.load_state_dict({**state, "state.x.y": 1})
+    with pytest.raises(ValueError, match=r"control: found .*as for the rest of its group"):
+        container.load_state_dict({**state, control: "{}"})
+    container.load_state_dict(state)
+
+
+@pytest.mark.parametrize("name", ["AdamW", "Adam"])
+def test_other_optimizers_are_torchtitans_own(name: str) -> None:
+    container = build([model()], config(name))
+    assert type(container) is titan.OptimizersContainer
+    train(container, 1)
+    assert optimizers.report(container) == optimizers.Report()
+    assert container.step_seconds > 0
+
+
+def test_the_report_tells_phase_steps_and_plan() -> None:
+    container = build([model()])
+    train(container, 1)
+    report = optimizers.report(container)
+    assert (report.phase, report.plan) == ("observation", None)
+    assert report.num_steps_by_type == {"attn_q": 5}
+    train(container, 3, first=1)
+    report = optimizers.report(container)
+    assert report.phase == "locked"
+    assert '"attn_q"' in str(report.plan)
+    assert {"amo/ell/attn_q", "optimizer/observe_seconds"} <= report.metrics.keys()
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"name": "adamw"}, r"optimizer.name: found 'adamw', expected one of 'AMO', 'Muon'"),
+        ({"early_step_in_backward": True}, "early_step_in_backward: found true, expected false"),
+        (
+            {"muon": job_config.MuonSection(momentum=0.9)},
+            r"\[optimizer.muon\].*reads \[optimizer.amo\]",
+        ),
+        ({"name": "Muon", "muon": job_config.MuonSection(schedule="kjj")}, "kjj"),
+    ],
+)
+def test_refusals_name_what_was_found(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build([model()], config(**fields))
+
+
+def test_torchft_is_refused() -> None:
+    with pytest.raises(ValueError, match="torchft is not supported"):
+        optimizers.build_optimizers(
+            [model()], config(), SimpleNamespace(), SimpleNamespace(enabled=True)
+        )
+
+
+def test_muon_section_mirrors_the_config_of_the_optimizer() -> None:
+    names = {field.name for field in dataclasses.fields(job_config.MuonSection)}
+    assert names == {field.name for field in dataclasses.fields(optimizers.MuonConfig)} | {
+        "schedule"
+    }
+
+
+class MoEBlock(Block):
+    moe_enabled = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.moe = nn.Module()
+        self.moe.load_balance_coeff = 0.1
+        self.moe.register_buffer("tokens_per_expert", torch.tensor([3.0, 1.0]))
+        self.moe.register_buffer("expert_bias", torch.zeros(2))
+
+
+@pytest.mark.parametrize("name", ["AMO", "AdamW"])
+def test_the_load_balancing_hook_survives(name: str) -> None:
+    torch.manual_seed(0)
+    root = nn.Module()
+    root.layers = nn.ModuleDict({"0": MoEBlock()})
+    dims = SimpleNamespace(ep_enabled=False, pp_enabled=False, get_optional_mesh=lambda _name: None)
+    container = optimizers.build_optimizers_with_moe_load_balancing([root], config(name), dims)
+    train(container, 1)
+    # The busier expert becomes less attractive.
+    assert root.layers["0"].moe.expert_bias.tolist() == pytest.approx([-0.1, 0.1])
+    assert titan.build_optimizers.__module__ == titan.__name__  # the name is put back
+
+
+def test_specs_keep_the_hook_where_torchtitan_has_it() -> None:
+    assert get_train_spec("qwen3").build_optimizers_fn is optimizers.build_optimizers
+    balanced = registration.extended_spec("deepseek_v3", flavors={}).build_optimizers_fn
+    assert balanced is optimizers.build_optimizers_with_moe_load_balancing
