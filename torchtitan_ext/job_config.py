@@ -23,8 +23,28 @@ class MuonSection(MuonConfig):
 
 
 @dataclass
+class ScalingLaw:
+    """``[optimizer.scaling_law]``: what the peak learning rate is computed from."""
+
+    params_b: float = 0.0
+    """Nominal size of the model in billions: 0.6 for Qwen3-0.6B."""
+
+    tokens_b: float = 0.0
+    """Tokens of the training run in billions."""
+
+
+@dataclass
 class Optimizer:
     """Additions to ``[optimizer]``."""
+
+    lr_from: Literal["value", "scaling_law"] = "value"
+    """
+    ``value`` takes ``lr``; ``scaling_law`` computes it, see
+    :func:`torchtitan_ext.learning_rate.scaling_law_lr`.
+    """
+
+    scaling_law: ScalingLaw = field(default_factory=ScalingLaw)
+    """Read with ``lr_from = "scaling_law"``."""
 
     allow_unlocked: bool = False
     """Accept a run that ends before AMO's plan is locked (otherwise an error at start)."""

@@ -107,7 +107,7 @@ _FLAVORS: dict[str, dict[str, Any]] = {"llama3": _LLAMA, "qwen3": _QWEN}
 
 
 def flavors(name: str) -> dict[str, Any]:
-    """Flavors that the project adds to model ``name``, by name; fresh, for torchtitan edits them."""
+    """The project's flavors of model ``name``, by name; fresh, as torchtitan edits them."""
     return {flavor: dataclasses.replace(args) for flavor, args in _FLAVORS[name].items()}
 
 

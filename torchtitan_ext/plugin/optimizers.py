@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from amo_dist.config import MuonConfig
 from amo_dist.operators import clean_name, param_groups
 from amo_dist.optimizer import AMO, Muon
+from torchtitan_ext import learning_rate
 
 Groups = list[dict[str, Any]]
 Factory = Callable[[Groups, Any], Optimizer]
@@ -195,6 +196,7 @@ def build_optimizers(
         ValueError: For what :func:`validate` finds, and for torchft.
     """
     validate(optimizer_config)
+    learning_rate.resolve(optimizer_config)
     if ft_manager is not None and ft_manager.enabled:
         raise ValueError("fault_tolerance.enable: found true, torchft is not supported")
     factory = OPTIMIZERS[optimizer_config.name]

@@ -15,6 +15,8 @@ from typing import Any
 
 from torchtitan.config import ConfigManager
 
+from torchtitan_ext import learning_rate
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -45,6 +47,7 @@ def parse(args: Sequence[str]) -> Any:
     values = read_toml(_config_file(args))
     with _quiet_unless_first():
         config = manager.parse_args([*args, *_missing_defaults(args, values)])
+    learning_rate.resolve(config.optimizer)  # now, so that a logged config shows the rate
     validate(config)
     return config
 

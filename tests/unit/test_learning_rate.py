@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import types
+import warnings
+
+import pytest
+
+import torchtitan_ext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    torchtitan_ext.register()
+
+from torchtitan.config import JobConfig
+from torchtitan.config.manager import ConfigManager
+from torchtitan.protocols.train_spec import get_train_spec
+
+from torchtitan_ext import job_config
+from torchtitan_ext.learning_rate import TITAN_DEFAULT, resolve, scaling_law_lr
+from torchtitan_ext.plugin import optimizers
+
+
+def section(lr: float = TITAN_DEFAULT, lr_from: str = "scaling_law", **law: float) -> object:
+    scaling_law = types.SimpleNamespace(**{"params_b": 0.6, "tokens_b": 12.0, **law})
+    return types.SimpleNamespace(lr=lr, lr_from=lr_from, scaling_law=scaling_law)
+
+
+@pytest.mark.parametrize(
+    ("params_b", "tokens_b", "printed"), [(0.76, 15.2, 1.573e-3), (0.6, 12.0, 1.801e-3)]
+)
+def test_the_law_gives_the_rates_of_the_paper(
+    params_b: float, tokens_b: float, printed: float
+) -> None:
+    # Half a unit of the last printed digit: exact parameter counts (1.572e-3, 1.804e-3) fail.
+    assert scaling_law_lr(params_b, tokens_b) == pytest.approx(printed, abs=0.5e-6)
+
+
+@pytest.mark.parametrize("bad", [0.0, -1.0, float("nan"), float("inf")])
+def test_the_law_names_the_bad_number(bad: float) -> None:
+    with pytest.raises(ValueError, match=r"scaling_law\.params_b: found .*expected a number > 0"):
+        scaling_law_lr(bad, 12.0)
+    with pytest.raises(ValueError, match=r"scaling_law\.tokens_b: found .*expected a number > 0"):
+        scaling_law_lr(0.6, bad)
+
+
+def test_resolving_twice_changes_nothing_more() -> None:
+    optimizer = section()
+    resolve(optimizer)
+    resolve(optimizer)
+    assert optimizer.lr == scaling_law_lr(0.6, 12.0)
+
+
+def test_a_rate_beside_the_law_is_an_error_and_not_ignored() -> None:
+    with pytest.raises(ValueError, match=r"optimizer\.lr: found 0\.001, .*gives 0\.001801"):
+        resolve(section(lr=1e-3))
+
+
+def test_a_plain_rate_is_left_alone_whatever_the_law_says() -> None:
+    optimizer = section(lr=1e-3, lr_from="value", params_b=-1.0)
+    resolve(optimizer)
+    assert optimizer.lr == 1e-3
+
+
+def test_torchtitans_default_is_what_the_project_takes_it_for() -> None:
+    assert JobConfig().optimizer.lr == TITAN_DEFAULT
+
+
+def test_the_optimizer_gets_the_resolved_rate() -> None:
+    # Without `settings.parse`, as when torchtitan's own entry point reads the config.
+    config = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)().optimizer
+    config.name, config.implementation, config.lr_from = "AMO", "foreach", "scaling_law"
+    config.scaling_law = job_config.ScalingLaw(params_b=0.76, tokens_b=15.2)
+    spec = get_train_spec("qwen3")
+    model = spec.model_cls(spec.model_args["tiny"])
+    container = optimizers.build_optimizers([model], config, None)
+    rates = {group["lr"] for optimizer in container for group in optimizer.param_groups}
+    assert rates == {scaling_law_lr(0.76, 15.2)}
