@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,15 +103,16 @@ def apply_update(
     rate = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
     wide = _widen(params)
     if weight_decay != 0:
-        torch._foreach_mul_(wide, 1 - rate * weight_decay)
-    torch._foreach_sub_(wide, _scaled(_cast_like(updates, wide), rate, scales))
+        torch._foreach_mul_(wide, _factors([1 - rate * weight_decay] * len(wide), wide))
+    steps = _factors([rate * each for each in scales], wide)
+    torch._foreach_sub_(wide, torch._foreach_mul(_cast_like(updates, wide), steps))
     _write_back(params, wide)
 
 
-def _scaled(updates: list[Tensor], rate: float | Tensor, scales: list[float]) -> list[Tensor]:
-    if isinstance(rate, Tensor):
-        return list(torch._foreach_mul(updates, [rate * scale for scale in scales]))
-    return list(torch._foreach_mul(updates, [rate * scale for scale in scales]))
+def _factors(values: Sequence[float | Tensor], like: Sequence[Tensor]) -> list[Any]:
+    """The values, those that are tensors cast: float64 would promote a 0-dim float32 tensor."""
+    pairs = zip(values, like, strict=True)
+    return [value.to(t.dtype) if isinstance(value, Tensor) else value for value, t in pairs]
 
 
 def _widen(tensors: Sequence[Tensor]) -> list[Tensor]:

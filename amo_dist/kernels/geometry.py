@@ -44,11 +44,7 @@ def spectrum(x: Tensor) -> Tensor:
     x = x.to(torch.float64)
     is_finite = torch.isfinite(x).all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
     # LAPACK raises on NaN, for the whole batch: zeros stand in for such a matrix.
-    x = torch.where(is_finite, x, 0.0)
-    # Entries beyond 1e154 would overflow when squared.
-    largest = x.abs().amax(dim=(-2, -1), keepdim=True)
-    largest = largest.masked_fill(largest == 0, 1.0)
-    sigma: Tensor = torch.linalg.svdvals(x / largest) * largest.squeeze(-1)
+    sigma: Tensor = torch.linalg.svdvals(torch.where(is_finite, x, 0.0))
     return sigma.masked_fill(~is_finite.squeeze(-1), float("nan"))
 
 

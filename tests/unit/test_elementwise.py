@@ -99,15 +99,17 @@ def test_mixed_dtypes_in_one_list() -> None:
 def test_tensor_learning_rate_gives_the_bits_of_a_float(
     lr_dtype: torch.dtype, weight_decay: float
 ) -> None:
-    lr = torch.tensor(1.8e-3, dtype=lr_dtype)
-    for dtype in (torch.float32, torch.bfloat16):
-        by_tensor, by_float = tensors(dtype, 0), tensors(dtype, 0)
-        updates = tensors(torch.bfloat16, 1)
-        scales = [0.2 * math.sqrt(7 + i) for i in range(len(updates))]
-        apply_update(by_tensor, updates, lr=lr, weight_decay=weight_decay, scale=scales)
-        apply_update(by_float, updates, lr=lr.item(), weight_decay=weight_decay, scale=scales)
-        assert all(torch.equal(a, b) for a, b in zip(by_tensor, by_float, strict=True))
-    assert lr.item() == torch.tensor(1.8e-3, dtype=lr_dtype).item()
+    # Many rates: arithmetic in float32 would agree on most of them.
+    for value in torch.linspace(1e-4, 3e-3, 50, dtype=lr_dtype):
+        for dtype in (torch.float32, torch.bfloat16):
+            by_tensor, by_float = tensors(dtype, 0), tensors(dtype, 0)
+            updates = tensors(torch.bfloat16, 1)
+            scales = [0.2 * math.sqrt(7 + i) for i in range(len(updates))]
+            apply_update(by_tensor, updates, lr=value, weight_decay=weight_decay, scale=scales)
+            apply_update(
+                by_float, updates, lr=value.item(), weight_decay=weight_decay, scale=scales
+            )
+            assert all(torch.equal(a, b) for a, b in zip(by_tensor, by_float, strict=True))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

@@ -83,6 +83,15 @@ def test_three_readings_of_tau() -> None:
     assert static_ell(x, tau=1e-4).item() == pytest.approx(1e-3 / norm, rel=1e-9)
 
 
+def test_dropped_singular_values_hold_no_energy() -> None:
+    # With tau = 1, two equal energies remain.
+    x = make([2.0, 2.0, 0.9], 3, 5)
+    # Rounding of float64.
+    assert spectral_entropy(x, tau=1.0).item() == pytest.approx(math.log(2), rel=1e-13)
+    assert effective_rank(x, tau=1.0).item() == 2
+    assert effective_rank(x).item() == 3
+
+
 def test_absolute_tau_has_the_unit_of_the_matrix() -> None:
     x = make([1.0, 1e-8], 2, 2)
     # Above tau, then below it: the clamp does not scale with the matrix.

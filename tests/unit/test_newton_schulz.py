@@ -150,6 +150,8 @@ def test_float64_entries_beyond_float32() -> None:
     expected = orthogonalize(x, KJ, dtype=torch.float64)
     for exponent in (-900, 900):
         assert torch.equal(orthogonalize(x * 2.0**exponent, KJ, dtype=torch.float64), expected)
+        # The dtype of the products does not narrow the scaling.
+        assert torch.equal(orthogonalize(x * 2.0**exponent, KJ), orthogonalize(x, KJ))
 
 
 def test_largest_bfloat16_entries() -> None:
@@ -200,12 +202,15 @@ def test_batched_products_agree_with_the_loop(preconditioner: str) -> None:
     assert found.is_contiguous()
 
 
-def test_strides_change_no_bit() -> None:
-    x = torch.randn(18, 40, generator=generator())
-    padded = torch.zeros(36, 80)
+@pytest.mark.parametrize("shape", [(18, 40), (64, 64), (100, 333)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_strides_change_no_bit(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    x = torch.randn(shape, generator=generator())
+    padded = torch.zeros(2 * shape[0], 2 * shape[1])
     padded[::2, ::2] = x
-    assert torch.equal(orthogonalize(padded[::2, ::2], KJ), orthogonalize(x, KJ))
-    assert torch.equal(orthogonalize(x.mT.contiguous().mT, KJ), orthogonalize(x, KJ))
+    expected = orthogonalize(x, KJ, dtype=dtype)
+    assert torch.equal(orthogonalize(padded[::2, ::2], KJ, dtype=dtype), expected)
+    assert torch.equal(orthogonalize(x.mT.contiguous().mT, KJ, dtype=dtype), expected)
 
 
 @pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
