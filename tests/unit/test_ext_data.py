@@ -18,10 +18,10 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     torchtitan_ext.register()
 
-from torchtitan_ext.data.documents import TextFiles, standard_library, text_files  # noqa: E402
-from torchtitan_ext.data.loader import StreamLoader, build_dataloader  # noqa: E402
-from torchtitan_ext.data.streams import ShuffledOrder, Stream  # noqa: E402
-from torchtitan_ext.data.tokenizers import EOS, ByteTokenizer  # noqa: E402
+from torchtitan_ext.data.documents import TextFiles, standard_library, text_files
+from torchtitan_ext.data.loader import StreamLoader, build_dataloader
+from torchtitan_ext.data.streams import ShuffledOrder, Stream
+from torchtitan_ext.data.tokenizers import EOS, ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 
@@ -272,7 +272,7 @@ def test_build_dataloader_refuses_streams_that_cannot_be_dealt(
 def test_build_dataloader_names_missing_path_and_workers(tmp_path: Path) -> None:
     config = job_config(tmp_path)
     config.training.dataset_path = None
-    with pytest.raises(ValueError, match="training.dataset_path: found none"):
+    with pytest.raises(ValueError, match=r"training\.dataset_path: found none"):
         build_dataloader(2, 0, TOKENIZER, config)
     config = job_config(tmp_path)
     config.training.dataloader.num_workers = 2

@@ -19,14 +19,14 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     torchtitan_ext.register()
 
-import torchtitan.components.optimizer as titan  # noqa: E402
-from torchtitan.config import JobConfig  # noqa: E402
-from torchtitan.config.manager import ConfigManager  # noqa: E402
-from torchtitan.protocols.train_spec import get_train_spec  # noqa: E402
+import torchtitan.components.optimizer as titan
+from torchtitan.config import JobConfig
+from torchtitan.config.manager import ConfigManager
+from torchtitan.protocols.train_spec import get_train_spec
 
-from amo_dist import AMOConfig  # noqa: E402
-from torchtitan_ext import job_config  # noqa: E402
-from torchtitan_ext.plugin import optimizers, registration  # noqa: E402
+from amo_dist import AMOConfig
+from torchtitan_ext import job_config
+from torchtitan_ext.plugin import optimizers, registration
 
 CONFIG = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
 AMO_FIELDS = AMOConfig(observe_every=1, observe_until=2, transition_steps=2, ns_dtype="float32")

@@ -1,0 +1,147 @@
+"""What a run leaves in its folder, and the lines it prints."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchtitan_ext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    torchtitan_ext.register()
+
+from torchtitan_ext import cli
+from torchtitan_ext.plugin.metrics import RunFiles, progress_line, read_metrics
+from torchtitan_ext.tools.runs import RunFolder, changes
+
+CONFIG: dict[str, Any] = {
+    "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
+    "metrics": {"log_freq": 1},
+}
+
+
+def checkpoint(folder: Path, step: int, *, complete: bool = True) -> None:
+    path = folder / "checkpoint" / f"step-{step}"
+    path.mkdir(parents=True)
+    if complete:
+        (path / ".metadata").write_text("")
+
+
+def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    files.start(1)
+    # 1/3 has no short decimal form: the file must bring it back to the last bit.
+    for step in (1, 2, 3, 4):
+        files.append({"step": step, "loss": step / 3})
+    again = RunFiles(tmp_path)
+    again.start(3)
+    again.append({"step": 3, "loss": float("nan"), "optimizer": {"x": float("inf")}})
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 1, "loss": 1 / 3},
+        {"step": 2, "loss": 2 / 3},
+        {"step": 3, "loss": None, "optimizer": {"x": None}},
+    ]
+    again.start(1)
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "lo')
+    assert read_metrics(path) == [{"step": 1}]
+    path.write_text('{"step": 1, "lo\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 1: not JSON"):
+        read_metrics(path)
+
+
+def test_the_plan_is_saved_once_and_forgotten_by_a_new_run(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    assert [files.save_plan("{}"), files.save_plan("{}")] == [True, False]
+    RunFiles(tmp_path).start(1)
+    assert not (tmp_path / "plan.json").exists()
+
+
+def test_the_progress_line_tells_phase_steps_and_time_to_go() -> None:
+    record = {
+        "step": 20,
+        "loss": 2.5,
+        "phase": "locked",
+        "num_steps_by_type": {"attn_q": 6, "attn_k": 3},
+        "tokens_per_second": 1234.5,
+        "seconds_per_step": 45.0,
+    }
+    assert progress_line(record, 120) == (
+        "step  20/120  loss 2.5000  locked       NS steps 6 3  1,234 tokens/s  1:15:00 to go"
+    )
+    assert "NS" not in progress_line({**record, "phase": ""}, 120)
+    assert "loss nan" in progress_line({**record, "loss": float("nan")}, 120)
+
+
+def test_a_new_folder_starts_anew_and_an_unfinished_run_goes_on(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    assert folder.prepare(CONFIG) == 0
+    checkpoint(folder.path, 9)
+    checkpoint(folder.path, 20)
+    checkpoint(folder.path, 30, complete=False)
+    assert folder.prepare(CONFIG) == 20  # numerically, and of the complete ones
+
+
+def test_only_fields_that_matter_for_training_may_not_change(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.prepare(CONFIG)
+    folder.prepare({**CONFIG, "metrics": {"log_freq": 7}})
+    with pytest.raises(ValueError, match=r"optimizer.lr: was 0.1, is 0.2.*--fresh"):
+        folder.prepare({**CONFIG, "optimizer": {"lr": 0.2, "betas": (0.9, 0.95)}})
+    assert changes({"a": {"b": 1}}, {"a": {"c": None}}) == ["a.b: was 1, is None"]
+
+
+def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").write_text("years of work")
+    folder = RunFolder(tmp_path)
+    for act in (folder.delete, lambda: folder.prepare(CONFIG)):
+        with pytest.raises(ValueError, match="holds files, but none of a run"):
+            act()
+    assert (tmp_path / "thesis.tex").exists()
+
+
+def test_delete_removes_a_run_and_forgives_a_missing_one(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.delete()
+    folder.prepare(CONFIG)
+    folder.delete()
+    assert not folder.path.exists()
+
+
+def test_the_front_door_offers_the_commands_of_both_packages(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert cli.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert "quickstart" in text
+    assert "plan" in text
+    ells = [f"--ell={name}=0.001" for name in ("attn_q", "attn_k")]
+    assert cli.main(["plan", "--json", *ells]) == 0
+    assert json.loads(capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "amo: error:"),
+        (["plan", "--ell=attn_q=0.001", "--nonsense"], "unrecognized arguments: --nonsense"),
+        (["quickstart", "--ranks", "0"], "--ranks: found 0, expected an integer >= 1"),
+        (["quickstart", "--optimizer.name", "SGD"], "optimizer.name: found 'SGD'"),
+    ],
+)
+def test_the_front_door_tells_mistakes_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(arguments) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert error.count("\n") == 1
