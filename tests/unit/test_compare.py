@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import itertools
+import json
+import statistics
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_ext.tools import compare
+from torchtitan_ext.tools.results import PAPER_TASKS, Result, read_results, score_table
+
+GOLDEN = Path(__file__).resolve().parents[1] / "golden"
+MAIN = GOLDEN / "paper_main_results.json"
+
+needs_scipy = pytest.mark.skipif(
+    importlib.util.find_spec("scipy") is None, reason="needs SciPy (extra `stats`)"
+)
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    compare.add_command(parser.add_subparsers())
+    return parser.parse_args(["compare", *arguments])
+
+
+def write(path: Path, *records: dict[str, Any]) -> str:
+    path.write_text(json.dumps(list(records)))
+    return str(path)
+
+
+def record(model: str, optimizer: str, **tasks: float) -> dict[str, Any]:
+    return {"model": model, "optimizer": optimizer, "tasks": tasks}
+
+
+def printed_tables() -> dict[str, list[dict[str, Any]]]:
+    other = json.loads((GOLDEN / "paper_other_results.json").read_text())
+    return {"main": json.loads(MAIN.read_text()), **other}
+
+
+def test_averages_of_the_paper_are_unweighted_means() -> None:
+    off = [
+        (row["model"], row["optimizer"])
+        for rows in printed_tables().values()
+        for row in rows
+        # Half a unit of the last printed digit.
+        if abs(statistics.fmean(row["tasks"].values()) - row["average"]) > 0.005 + 1e-9
+    ]
+    # One printed average, 40.38, is not the mean of its row, 40.48.
+    assert off == [("Qwen3-1.7B", "Floor 1e-2 Q")]
+
+
+def test_tasks_are_those_of_the_paper() -> None:
+    (first, *_) = json.loads(MAIN.read_text())
+    assert [task.name for task in PAPER_TASKS] == list(first["tasks"])
+    assert [task.name for task in PAPER_TASKS if task.num_fewshot] == ["mmlu_pro"]
+
+
+@needs_scipy
+def test_the_t_tests_of_the_paper_come_out() -> None:
+    printed = json.loads((GOLDEN / "paper_t_test.json").read_text())
+    found = compare.compare(read_results([MAIN]), "AMO")
+    assert [one.baseline for one in found] == [row["baseline"] for row in printed]
+    for one, row in zip(found, printed, strict=True):
+        assert one.num_models == 4
+        assert one.t is not None
+        assert one.p is not None
+        assert one.p_holm is not None
+        # Half a unit of the last printed digit of each column.
+        assert one.improvement == pytest.approx(row["improvement"], abs=0.0051)
+        assert one.t == pytest.approx(row["t"], abs=0.00051)
+        assert one.p == pytest.approx(row["p"], abs=0.000051)
+        assert one.p_holm == pytest.approx(row["p_holm"], abs=0.000051)
+        assert (one.p_holm < compare.SIGNIFICANT) == row["significant"]
+
+
+@needs_scipy
+def test_the_test_is_one_sided() -> None:
+    forward = compare.compare(read_results([MAIN]), "AMO", ["AdaMuon"])[0]
+    backward = compare.compare(read_results([MAIN]), "AdaMuon", ["AMO"])[0]
+    assert forward.p is not None
+    assert backward.p is not None
+    # Both are tails of one distribution; the sum is exact to a few units in the last place.
+    assert forward.p + backward.p == pytest.approx(1.0, abs=1e-12)
+    assert forward.p < 0.01
+
+
+def slow_holm(p_values: list[float]) -> list[float]:
+    """By definition: the greatest of ``(m - rank) p`` over all p-values up to each one."""
+    order = sorted(p_values)
+    m = len(order)
+    return [min(1.0, max((m - i) * p for i, p in enumerate(order) if p <= own)) for own in p_values]
+
+
+@pytest.mark.parametrize("p_values", list(itertools.permutations([0.01, 0.02, 0.022, 0.5])))
+def test_holm_is_its_definition(p_values: tuple[float, ...]) -> None:
+    # The same products in the same order: equal to the last bit.
+    assert compare.holm(p_values) == slow_holm(list(p_values))
+
+
+def test_holm_counts_tests_without_a_value() -> None:
+    assert compare.holm([0.01, None, 0.4]) == [0.03, None, 0.8]
+    assert compare.holm([]) == []
+
+
+@pytest.mark.parametrize("scores", [[(50.0, 49.0)], [(50.0, 49.0), (30.1, 29.1)]])
+def test_no_t_without_variance(scores: list[tuple[float, float]]) -> None:
+    results = [
+        Result(f"m{i}", name, {"a": score})
+        for i, pair in enumerate(scores)
+        for name, score in zip(("AMO", "B"), pair, strict=True)
+    ]
+    (found,) = compare.compare(results, "AMO")
+    assert (found.t, found.p, found.p_holm) == (None, None, None)
+    assert found.improvement == pytest.approx(1.0, abs=1e-9)  # rounding of the differences
+    assert "n/a" in compare.comparison_table("AMO", [found])
+
+
+@needs_scipy
+def test_pairs_are_models_in_common(tmp_path: Path) -> None:
+    rows = [record(f"m{i}", "AMO", a=50.0 + i * i) for i in range(4)]
+    rows += [record(f"m{i}", "B", a=49.0) for i in (3, 0, 2)]  # another order, one missing
+    found = compare.compare(read_results([write(tmp_path / "r.json", *rows)]), "AMO")[0]
+    assert found.num_models == 3
+    assert found.improvement == pytest.approx((10 + 1 + 5) / 3, abs=1e-12)  # one rounding
+
+
+def test_the_table_has_all_rows_and_the_best_average() -> None:
+    table = score_table(read_results([MAIN]))
+    assert table.count("**") == 2 * 4
+    assert "**39.69**" in table
+    lines = table.splitlines()
+    assert len([line for line in lines if line.startswith("| Muon-KJ")]) == 4
+    assert lines[2].split()[1:5] == ["optimizer", "|", "AE", "|"]
+
+
+@needs_scipy
+def test_json_and_table_say_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    assert compare.run(parse(str(MAIN), "--baseline", "ROOT", "--json")) == 0
+    content = json.loads(capsys.readouterr().out)
+    assert len(content["averages"]) == 36
+    assert [one["baseline"] for one in content["comparisons"]] == ["ROOT"]
+    assert compare.run(parse(str(MAIN), "--baseline", "ROOT")) == 0
+    shown = capsys.readouterr().out
+    assert f"{content['comparisons'][0]['t']:+.3f}" in shown
+
+
+def test_scores_need_no_scipy(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "scipy", None)
+    assert compare.run(parse(str(MAIN), "--no-test")) == 0
+    assert "Muon-CANS" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=r"SciPy is not installed.*amo-dist\[stats\]"):
+        compare.run(parse(str(MAIN)))
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([], "found none"),
+        ([3], "expected an object"),
+        ([{"optimizer": "A", "tasks": {"a": 1}}], r"\[0\]\.model: found None"),
+        ([record("m", "A")], "expected scores by task"),
+        ([record("m", "A", a=101.0)], r"tasks\.a: found 101\.0, expected 0 to 100"),
+        ([record("m", "A", a=True)], "found True"),
+        ([record("m", "A", a=float("nan"))], "found nan"),
+        ([record("m", "A", a=1), record("m", "A", a=1)], "m with A twice"),
+        ([record("m", "A", a=1), record("m", "B", a=1, b=2)], "differ .*: b; expected the same"),
+    ],
+)
+def test_malformed_results_are_named(tmp_path: Path, records: list[Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        read_results([write(tmp_path / "r.json", *records)])
+
+
+def test_unreadable_files_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"none\.json: cannot be read"):
+        read_results([tmp_path / "none.json"])
+    (tmp_path / "bad.json").write_text("{")
+    with pytest.raises(ValueError, match=r"bad\.json: not JSON"):
+        read_results([tmp_path / "bad.json"])
+
+
+@pytest.mark.parametrize(
+    ("candidate", "baselines", "message"),
+    [
+        ("SGD", None, "found 'SGD', expected one of those read: AdamW, Muon-KJ"),
+        ("AMO", ["Lion"], "found 'Lion'"),
+        ("AMO", ["AMO"], "the candidate itself"),
+    ],
+)
+def test_unknown_optimizers_are_named(
+    candidate: str, baselines: list[str] | None, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        compare.compare(read_results([MAIN]), candidate, baselines)
+
+
+def test_optimizers_without_a_common_model_are_named() -> None:
+    results = [Result("m", "AMO", {"a": 1.0}), Result("n", "B", {"a": 1.0})]
+    with pytest.raises(ValueError, match="B: found no model in common"):
+        compare.compare(results, "AMO")

@@ -1,0 +1,190 @@
+"""``amo compare``: tables of scores, and whether one optimizer beats the others significantly.
+
+The test is the AMO paper's: for each baseline a paired t-test over models on their unweighted
+averages, one-sided (is the candidate better?), with Holm's correction over the baselines.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from amo_dist.cli import Subparsers
+from torchtitan_ext.tools import results as results_module
+from torchtitan_ext.tools.results import Result
+
+SIGNIFICANT = 0.05
+"""Corrected p-values below this are marked."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Comparison:
+    """The candidate against one baseline."""
+
+    baseline: str
+    """The optimizer it is compared with."""
+    num_models: int
+    """Models that both were evaluated on; the degrees of freedom are one fewer."""
+    improvement: float
+    """Mean over the models of the difference of averages, in percentage points."""
+    t: float | None
+    """The t statistic; ``None`` with fewer than two models, or where all differences are equal."""
+    p: float | None
+    """One-sided p-value, uncorrected; ``None`` where there is no ``t``."""
+    p_holm: float | None
+    """The p-value after Holm's correction over all comparisons."""
+
+
+def compare(
+    results: Sequence[Result], candidate: str, baselines: Sequence[str] | None = None
+) -> list[Comparison]:
+    """Compare one optimizer with others over the models that both were evaluated on.
+
+    Args:
+        results: As :func:`torchtitan_ext.tools.results.read_results` checks them.
+        candidate: The optimizer that is asked to be better.
+        baselines: The optimizers it is compared with; all others by default.
+
+    Returns:
+        One comparison for each baseline. Holm's correction counts all of them, those without a
+        p-value included.
+
+    Raises:
+        ValueError: An optimizer is unknown, has no model in common with the candidate, or SciPy
+            is missing.
+    """
+    averages: dict[str, dict[str, float]] = {}
+    for result in results:
+        averages.setdefault(result.optimizer, {})[result.model] = result.average
+    names = list(baselines) if baselines else [name for name in averages if name != candidate]
+    for name in (candidate, *names):
+        if name not in averages:
+            known = ", ".join(averages)
+            raise ValueError(f"optimizer: found {name!r}, expected one of those read: {known}")
+    if candidate in names:
+        raise ValueError(f"--baseline: found {candidate!r}, the candidate itself")
+    plain = [_compare_one(name, averages[candidate], averages[name]) for name in names]
+    corrected = holm([one.p for one in plain])
+    return [
+        dataclasses.replace(one, p_holm=p_holm)
+        for one, p_holm in zip(plain, corrected, strict=True)
+    ]
+
+
+def _compare_one(name: str, candidate: dict[str, float], baseline: dict[str, float]) -> Comparison:
+    models = [model for model in candidate if model in baseline]
+    if not models:
+        raise ValueError(f"{name}: found no model in common with the candidate, expected some")
+    pairs = [(candidate[model], baseline[model]) for model in models]
+    differences = [ours - theirs for ours, theirs in pairs]
+    improvement = statistics.fmean(differences)
+    # Equal differences have no variance, and averages carry rounding errors of some 1e-14.
+    if len(models) < 2 or max(differences) - min(differences) < 1e-9:
+        return Comparison(name, len(models), improvement, None, None, None)
+    test = _scipy_stats().ttest_rel(*zip(*pairs, strict=True), alternative="greater")
+    return Comparison(
+        name, len(models), improvement, float(test.statistic), float(test.pvalue), None
+    )
+
+
+def _scipy_stats() -> Any:
+    try:
+        from scipy import stats
+    except ImportError:
+        raise ValueError(
+            "compare: SciPy is not installed, expected it for t-tests; "
+            "pip install 'amo-dist[stats]', or pass --no-test"
+        ) from None
+    return stats
+
+
+def holm(p_values: Sequence[float | None]) -> list[float | None]:
+    """Holm's step-down correction.
+
+    Args:
+        p_values: In any order. ``None`` stays ``None`` and counts among the tests.
+
+    Returns:
+        The corrected p-values in the same order, each at most 1.
+
+    Source: S. Holm, "A simple sequentially rejective multiple test procedure" (1979).
+    """
+    corrected: list[float | None] = [None] * len(p_values)
+    known = [(p, index) for index, p in enumerate(p_values) if p is not None]
+    running = 0.0
+    for rank, (p, index) in enumerate(sorted(known)):
+        running = max(running, min(1.0, (len(p_values) - rank) * p))
+        corrected[index] = running
+    return corrected
+
+
+def comparison_table(candidate: str, comparisons: Sequence[Comparison]) -> str:
+    """The comparisons as a Markdown table; ``*`` marks corrected p-values below 0.05."""
+
+    def text(value: float | None, form: str) -> str:
+        return "n/a" if value is None else format(value, form)
+
+    rows = [
+        [
+            f"{candidate} vs {one.baseline}",
+            str(one.num_models),
+            f"{one.improvement:+.2f}",
+            text(one.t, "+.3f"),
+            text(one.p, ".4f"),
+            text(one.p_holm, ".4f"),
+            "*" if one.p_holm is not None and one.p_holm < SIGNIFICANT else "",
+        ]
+        for one in comparisons
+    ]
+    header = ["comparison", "models", "improvement", "t", "p", "p (Holm)", ""]
+    return results_module.markdown(header, rows)
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Register ``compare``."""
+    parser = subparsers.add_parser(
+        "compare",
+        help="tables of scores and paired t-tests",
+        description="Print the scores of evaluated models by task with their unweighted average, "
+        "and test one-sidedly, paired over models and with Holm's correction, whether one "
+        "optimizer beats the others.",
+        epilog="example: amo compare results/*.json --baseline Muon-KJ --baseline Muon-PE",
+    )
+    parser.add_argument("results", nargs="+", help="results files, as `amo evaluate` writes them")
+    parser.add_argument(
+        "--candidate", default="AMO", help="the optimizer to test (default %(default)s)"
+    )
+    parser.add_argument(
+        "--baseline",
+        action="append",
+        metavar="NAME",
+        help="an optimizer to compare with; may be repeated (default: all others)",
+    )
+    parser.add_argument("--no-test", action="store_true", help="only the table of scores")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print tables or JSON for parsed arguments.
+
+    Raises:
+        ValueError: As in :func:`compare` and ``read_results``.
+    """
+    results = results_module.read_results(args.results)
+    comparisons = [] if args.no_test else compare(results, args.candidate, args.baseline)
+    if args.json:
+        averages = [
+            {"model": r.model, "optimizer": r.optimizer, "average": r.average} for r in results
+        ]
+        tests = [dataclasses.asdict(one) for one in comparisons]
+        print(json.dumps({"averages": averages, "comparisons": tests}, indent=1))
+        return 0
+    print(results_module.score_table(results))
+    if comparisons:
+        print(f"\n{comparison_table(args.candidate, comparisons)}")
+    return 0

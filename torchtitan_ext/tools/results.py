@@ -1,0 +1,188 @@
+"""Results of evaluations: the tasks of the AMO paper, the file format, and tables of scores.
+
+A results file holds one JSON object, or a list of them, each one evaluated model::
+
+    {"model": "Qwen3-0.6B", "optimizer": "AMO", "tasks": {"arc_easy": 63.17, "sciq": 82.6}}
+
+``model`` names what the rows that are compared have in common, ``optimizer`` the row, and
+``tasks`` has the score of each task in percent, under the harness's name of the task. ``amo
+evaluate`` writes further keys (where the checkpoint is, its step, few-shot counts, metrics, the
+harness's version); readers ignore those they do not know.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Task:
+    """A benchmark as the AMO paper uses it."""
+
+    name: str
+    """The harness's name."""
+    short: str
+    """Heading of its column."""
+    num_fewshot: int = 0
+    """Examples before each question."""
+    metric: str = "acc,none"
+    """The harness's name of the metric and of the filter of answers."""
+
+
+PAPER_TASKS: tuple[Task, ...] = (
+    Task("arc_easy", "AE"),
+    Task("arc_challenge", "AC"),
+    Task("sciq", "SciQ"),
+    Task("mmlu", "MM"),
+    Task("mmlu_pro", "MM-P", num_fewshot=5, metric="exact_match,custom-extract"),
+    Task("hellaswag", "HS"),
+    Task("openbookqa", "OBQA"),
+    Task("piqa", "PIQA"),
+    Task("race", "RACE"),
+    Task("winogrande", "WG"),
+    Task("commonsense_qa", "CSQA"),
+    Task("agieval_en", "AGI"),
+)
+"""The twelve tasks whose unweighted average is the paper's main metric, in its order."""
+
+_SHORT = {task.name: task.short for task in PAPER_TASKS}
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Result:
+    """The scores of one model."""
+
+    model: str
+    """What the compared rows have in common, e.g. ``Qwen3-0.6B``."""
+    optimizer: str
+    """The row, e.g. ``AMO``."""
+    tasks: Mapping[str, float]
+    """Score of each task in percent, at least one."""
+
+    @property
+    def average(self) -> float:
+        """The unweighted average over the tasks, in percent."""
+        return statistics.fmean(self.tasks.values())
+
+
+def sort_tasks(names: Iterable[str]) -> tuple[str, ...]:
+    """The paper's tasks in its order, then the others alphabetically."""
+    found = set(names)
+    known = tuple(task.name for task in PAPER_TASKS if task.name in found)
+    return known + tuple(sorted(found.difference(known)))
+
+
+def read_results(paths: Iterable[str | Path]) -> list[Result]:
+    """Read results files.
+
+    Args:
+        paths: Files of the format of this module.
+
+    Returns:
+        The results in the order of the files.
+
+    Raises:
+        ValueError: A file cannot be read or is malformed, a pair of model and optimizer comes
+            twice, or the results have not all the same tasks.
+    """
+    found: list[Result] = []
+    for path in paths:
+        for index, record in enumerate(_records(Path(path))):
+            found.append(_result(f"{path}[{index}]", record))
+    if not found:
+        raise ValueError("results: found none, expected at least one")
+    _require_unique(found)
+    _require_same_tasks(found)
+    return found
+
+
+def _records(path: Path) -> list[Any]:
+    try:
+        content = json.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    return content if isinstance(content, list) else [content]
+
+
+def _result(where: str, record: Any) -> Result:
+    if not isinstance(record, Mapping):
+        raise ValueError(f"{where}: found {record!r}, expected an object")
+    for key in ("model", "optimizer"):
+        if not isinstance(record.get(key), str) or not record[key]:
+            raise ValueError(f"{where}.{key}: found {record.get(key)!r}, expected a name")
+    tasks = record.get("tasks")
+    if not isinstance(tasks, Mapping) or not tasks:
+        raise ValueError(f"{where}.tasks: found {tasks!r}, expected scores by task")
+    for name, score in tasks.items():
+        is_number = isinstance(score, (int, float)) and not isinstance(score, bool)
+        if not is_number or not math.isfinite(score) or not 0 <= score <= 100:
+            raise ValueError(f"{where}.tasks.{name}: found {score!r}, expected 0 to 100")
+    return Result(record["model"], record["optimizer"], {n: float(s) for n, s in tasks.items()})
+
+
+def _require_unique(results: Sequence[Result]) -> None:
+    seen: set[tuple[str, str]] = set()
+    for result in results:
+        key = (result.model, result.optimizer)
+        if key in seen:
+            raise ValueError(f"results: found {' with '.join(key)} twice, expected it once")
+        seen.add(key)
+
+
+def _require_same_tasks(results: Sequence[Result]) -> None:
+    # An average over other tasks is another quantity, and nobody would see it in the table.
+    expected = set(results[0].tasks)
+    for result in results:
+        if differs := sorted(expected.symmetric_difference(result.tasks)):
+            raise ValueError(
+                f"{result.model} with {result.optimizer}: tasks differ from those of the first "
+                f"result: {', '.join(differs)}; expected the same tasks everywhere"
+            )
+
+
+def score_table(results: Sequence[Result]) -> str:
+    """A Markdown table for each model: a row for each optimizer, tasks and average.
+
+    Args:
+        results: All with the same tasks.
+
+    Returns:
+        The tables; the best average of each is bold.
+    """
+    tasks = sort_tasks(results[0].tasks)
+    header = ["optimizer", *(_SHORT.get(name, name) for name in tasks), "Avg"]
+    tables = []
+    for model in dict.fromkeys(result.model for result in results):
+        rows = [result for result in results if result.model == model]
+        best = max(row.average for row in rows)
+        cells = [
+            [
+                row.optimizer,
+                *(f"{row.tasks[name]:.2f}" for name in tasks),
+                f"**{row.average:.2f}**" if row.average == best else f"{row.average:.2f}",
+            ]
+            for row in rows
+        ]
+        tables.append(f"{model}\n\n{markdown(header, cells)}")
+    return "\n\n".join(tables)
+
+
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table with aligned columns; the first column is text, the others numbers."""
+    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+
+    def line(cells: Sequence[str]) -> str:
+        first = cells[0].ljust(widths[0])
+        rest = (cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))
+        return "| " + " | ".join([first, *rest]) + " |"
+
+    return "\n".join([line(header), line(rule), *map(line, rows)])
