@@ -4,25 +4,29 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
-from amo_dist import checkpoint
+from amo_dist import adamw, checkpoint
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.distributed.agreement import broadcast_text, check_alike, sum_over
+from amo_dist.distributed.agreement import (
+    broadcast_text,
+    check_alike,
+    check_alike_by_ranks,
+    sum_over,
+)
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import make_plan
-from amo_dist.guard import StepGuard, StepVerdict
+from amo_dist.guard import StepGuard, StepVerdict, momentum_bound, second_moment_bound
 from amo_dist.kernels.elementwise import update_momentum
-from amo_dist.parameters import Entry, check_groups, local_gradient, local_tensor, resolve
+from amo_dist.parameters import check_groups, local_gradient, local_tensor, resolve
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.policies import AMOPolicy, Policy, TablePolicy, UniformPolicy, named_policy
 from amo_dist.schedule.types import Schedule
@@ -61,6 +65,8 @@ class Muon(torch.optim.Optimizer):
             found and expected.
     """
 
+    _work_class: type[StepWork] = StepWork
+
     def __init__(
         self,
         params: Any,
@@ -92,7 +98,8 @@ class Muon(torch.optim.Optimizer):
         self._guard: StepGuard | None = None
         self._exchanges: list[Exchange] = []
         self._exchange_key: object = None
-        self._agreed_schedules: object = None
+        self._digested_schedules: object = None
+        self._digest = ""
         self._observed: dict[str, Tensor] = {}
         self._stopwatch = Stopwatch()
         self._make_state()
@@ -119,19 +126,17 @@ class Muon(torch.optim.Optimizer):
         is_distributed = dist.is_available() and dist.is_initialized()
         return [dist.get_rank() if is_distributed else 0]
 
-    def _make_state(self) -> None:
+    def _matrix_state(self, param: Tensor) -> dict[str, Tensor]:
+        """New state of a parameter with matrices, in its placements."""
         dtype = getattr(torch, self.config.momentum_dtype)
+        return {"momentum_buffer": torch.zeros_like(param, dtype=dtype)}
+
+    def _make_state(self) -> None:
         for entry in self._parameters.entries:
             if entry.views:
-                state = {"momentum_buffer": torch.zeros_like(entry.param, dtype=dtype)}
+                state = self._matrix_state(entry.param)
             else:
-                is_fused = self.config.adamw_implementation == "fused"
-                device = entry.param.device if is_fused else torch.device("cpu")
-                state = {
-                    "step": torch.zeros((), dtype=torch.float32, device=device),
-                    "exp_avg": torch.zeros_like(entry.param),
-                    "exp_avg_sq": torch.zeros_like(entry.param),
-                }
+                state = adamw.make_state(entry.param, self.config.adamw_implementation)
             for value in state.values():
                 value.requires_grad_(False)
             self.state[entry.param] = state
@@ -146,9 +151,19 @@ class Muon(torch.optim.Optimizer):
             }
             self._world = agree_on_world(self._parameters, configuration, self._process_group)
             self.policy.bind(self._world.registry)
+            self._plan_where_due(self._num_steps_taken, self._world)
             names = [entry.name for entry in self._parameters.entries]
-            self._guard = StepGuard(self._world, names)
+            self._guard = StepGuard(self._world, names, self._gradient_bounds())
         return self._world, self._guard
+
+    def _gradient_bounds(self) -> list[float]:
+        """By parameter, the largest gradient entry that no state can overflow from."""
+        momentum_dtype = getattr(torch, self.config.momentum_dtype)
+        of_matrices = momentum_bound(momentum_dtype, self.config.momentum)
+        return [
+            of_matrices if entry.views else second_moment_bound(entry.param.dtype)
+            for entry in self._parameters.entries
+        ]
 
     # ---------------------------------------------------------------- one step
 
@@ -164,7 +179,10 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             NonFiniteGradientError: On every rank, before anything has changed, where a gradient
-                of any rank is NaN or inf and ``config.nonfinite`` is ``error``.
+                of any rank is NaN, inf, or so large that state would overflow, and
+                ``config.nonfinite`` is ``error``.
+            NonFiniteUpdateError: On every rank, before anything has changed, where the update of
+                a matrix was NaN or inf in the step before (it was left out there).
             MissingGradientError: On every rank, where a parameter has a gradient on some of its
                 ranks only.
             RankMismatchError: On every rank, where ranks hold different structures or schedules.
@@ -182,9 +200,9 @@ class Muon(torch.optim.Optimizer):
         entries = self._parameters.entries
         grads = [local_gradient(entry.name, entry.param) for entry in entries]
         step = self._num_steps_taken + 1
-        self._agree_on_schedules(step, world)
-        verdict = guard.agree(grads, skips=self.config.nonfinite == "skip_step")
         sample = self.policy.sample(step)
+        check_alike("the coming step", self._intent(step, sample), world.group)
+        verdict = guard.agree(grads, skips=self.config.nonfinite == "skip_step")
         if verdict.skips:
             self._num_steps_skipped += 1
             logger.warning("step %d skipped: %s", step, verdict.reason)
@@ -195,13 +213,20 @@ class Muon(torch.optim.Optimizer):
         if sample:
             self._record(step, sample, world)
 
-    def _agree_on_schedules(self, step: int, world: World) -> None:
-        """Compare what will be applied, whenever it changes and after every load."""
+    def _intent(self, step: int, sample: Sequence[str]) -> str:
+        """What this rank is about to do; ranks that differ, as after a load by one, must not go on.
+
+        That includes whether it plans an exchange: planning is a collective.
+        """
         schedules = self.policy.schedules(step)
-        if schedules is not self._agreed_schedules:
-            text = f"step {step}\nschedules and state {self.policy.digest(step)}"
-            check_alike("schedule", text, world.group)
-            self._agreed_schedules = schedules
+        if schedules is not self._digested_schedules:
+            self._digest = self.policy.digest(step)
+            self._digested_schedules = schedules
+        plans = self._key_of_exchange(step, sample) != self._exchange_key
+        return (
+            f"step {step}\nschedules and state {self._digest}\nobserved matrices {list(sample)}\n"
+            f"{'a new' if plans else 'the last'} exchange plan"
+        )
 
     def _update(
         self,
@@ -211,6 +236,7 @@ class Muon(torch.optim.Optimizer):
         sample: Sequence[str],
     ) -> None:
         entries = self._parameters.entries
+        _, guard = self._prepare()
         present = [
             grad if verdict.has_gradient[index] else None for index, grad in enumerate(grads)
         ]
@@ -222,14 +248,15 @@ class Muon(torch.optim.Optimizer):
                 local_tensor(self.state[entries[i].param]["momentum_buffer"]) for i in moving
             ]
             update_momentum(buffers, [present[i] for i in moving], self.config.momentum)  # type: ignore[misc]
-        work = StepWork(
+        work = self._work_class(
+            state=self.state,
             parameters=self._parameters,
             params=[local_tensor(entry.param) for entry in entries],
             grads=present,
             buffers=dict(zip(moving, buffers, strict=True)),
             groups=self.param_groups,
             config=self.config,
-            schedules=self.policy.schedules(step),
+            schedules=self._schedules_by_matrix(step),
             observed=frozenset(sample),
         )
         exchanges = self._exchanges_for(step, sample)
@@ -243,60 +270,51 @@ class Muon(torch.optim.Optimizer):
             )
         if not exchanges:
             self._step_adamw(present)
+        work.finish(self._prepare()[0].groups_by_ranks)
         self._observed = work.ells
+        guard.report_updates(work.nonfinite)
         if sample:
             self._stopwatch.put("observe", work.observe_seconds)
 
     def _step_adamw(self, grads: Sequence[Tensor | None]) -> None:
-        """PyTorch's functional AdamW on local tensors; the bits are those of the whole."""
-        by_group: dict[int, list[tuple[Entry, Tensor]]] = defaultdict(list)
-        for entry, grad in zip(self._parameters.entries, grads, strict=True):
-            if not entry.views and grad is not None:
-                by_group[entry.group].append((entry, grad))
-        for index, members in by_group.items():
-            group = self.param_groups[index]
-            states = [self.state[entry.param] for entry, _ in members]
-            beta1, beta2 = group["betas"]
-            adamw(
-                [local_tensor(entry.param) for entry, _ in members],
-                [grad.to(entry.param.dtype) for entry, grad in members],
-                [local_tensor(state["exp_avg"]) for state in states],
-                [local_tensor(state["exp_avg_sq"]) for state in states],
-                [],
-                [state["step"] for state in states],
-                foreach=self.config.adamw_implementation == "foreach",
-                fused=self.config.adamw_implementation == "fused",
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"] * group["lr_scale"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+        adamw.step_adamw(
+            self._parameters.entries,
+            grads,
+            self.state,
+            self.param_groups,
+            self.config.adamw_implementation,
+        )
 
     # ---------------------------------------------------------------- exchange
 
     def _exchanges_for(self, step: int, sample: Sequence[str]) -> list[Exchange]:
         """The exchanges of this step: kept until the observed matrices or the lock change."""
-        key = (tuple(sample), self.policy.phase(step) == "locked")
+        key = self._key_of_exchange(step, sample)
         if key != self._exchange_key:
             self._exchanges = self._plan_exchanges(step, frozenset(sample))
             self._exchange_key = key
         return self._exchanges
 
+    def _key_of_exchange(self, step: int, sample: Sequence[str]) -> object:
+        return tuple(sample), self.policy.phase(step) == "locked"
+
     def _plan_exchanges(self, step: int, sample: frozenset[str]) -> list[Exchange]:
         world, _ = self._prepare()
-        matrices, schedules = self._parameters.matrices, self.policy.schedules(step)
+        matrices = self._parameters.matrices
         costs = [
-            float(schedules[operator_type].num_steps * ns_step_flops(*matrix.shape))
-            for matrix, operator_type in zip(matrices, self._parameters.operator_types, strict=True)
+            float(schedule.num_steps * ns_step_flops(*matrix.shape))
+            for matrix, schedule in zip(matrices, self._schedules_by_matrix(step), strict=True)
         ]
         jobs = assign(matrices, costs, ownership=self.config.ownership, owners=self.config.owners)
         wire_dtype = getattr(torch, self.config.ns_dtype)
         wide_dtype = getattr(torch, self.config.momentum_dtype)
         wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in sample)
+        sizes = [
+            matrix.num_elements * (wide_dtype if i in wide else wire_dtype).itemsize
+            for i, matrix in enumerate(matrices)
+        ]
         exchanges: list[Exchange] = []
+        digests: dict[tuple[int, ...], str] = {}
         for ranks, group in world.groups_by_ranks.items():
             here = [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
             plan = make_plan(
@@ -304,11 +322,11 @@ class Muon(torch.optim.Optimizer):
                 here,
                 rank=world.rank,
                 peers=ranks if group is None else dist.get_process_group_ranks(group),
-                bytes_by_matrix=[matrix.num_elements * wire_dtype.itemsize for matrix in matrices],
+                bytes_by_matrix=sizes,
                 bucket_bytes=self.config.bucket_bytes,
                 wide=wide,
             )
-            check_alike("exchange plan", plan.digest, group)
+            digests[ranks] = plan.digest
             if here:
                 exchanges.append(
                     Exchange(
@@ -321,7 +339,12 @@ class Muon(torch.optim.Optimizer):
                         buckets_in_flight=self.config.buckets_in_flight,
                     )
                 )
+        check_alike_by_ranks("exchange plan", digests, world.group)
         return exchanges
+
+    def _schedules_by_matrix(self, step: int) -> list[Schedule]:
+        schedules, matrices = self.policy.schedules(step), self._parameters.matrices
+        return [schedules[self.policy.group_of(matrix.name)] for matrix in matrices]
 
     def _device(self) -> torch.device:
         return self._parameters.entries[0].param.device
@@ -343,10 +366,28 @@ class Muon(torch.optim.Optimizer):
             for name, value in zip(sample, agreed, strict=True)
         }
         self.policy.record(step, values)
-        if self.policy.plan_due(step):
-            is_planner = world.rank == 0
-            payload = self.policy.make_plan() if is_planner else None
-            self.policy.adopt_plan(broadcast_text(payload, world.group))
+        self._plan_where_due(step, world)
+
+    def _plan_where_due(self, step: int, world: World) -> None:
+        """One rank plans, all adopt; where planning fails, all raise instead of waiting for it."""
+        if not self.policy.plan_due(step):
+            return
+        text, failure = "", None
+        if world.rank == 0:
+            try:
+                text = "plan:" + self.policy.make_plan()
+            except Exception as error:
+                failure = error
+                text = f"{type(error).__name__}:{error}"
+        kind, _, payload = broadcast_text(text, world.group).partition(":")
+        if kind == "plan":
+            self.policy.adopt_plan(payload)
+            return
+        if failure is not None:
+            raise failure
+        if kind == "ValueError":
+            raise ValueError(payload)
+        raise RuntimeError(f"planning failed on rank 0: {kind}: {payload}")
 
     # ---------------------------------------------------------------- checkpoint and metrics
 
@@ -379,7 +420,7 @@ class Muon(torch.optim.Optimizer):
         self.policy.load_state_dict(control.policy_state)
         self._num_steps_taken = control.steps_taken
         self._num_steps_skipped = control.steps_skipped
-        self._exchange_key = self._agreed_schedules = None
+        self._exchange_key = self._digested_schedules = None
         self._write_control()
 
     def _write_control(self) -> None:
@@ -402,17 +443,22 @@ class Muon(torch.optim.Optimizer):
         """
         checkpoint.load_state_dict(self, state_dict)
 
+    def sent_bytes_by_peer(self) -> dict[int, int]:
+        """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
+        return dict(sum((exchange.sent_bytes for exchange in self._exchanges), Counter[int]()))
+
     def metrics(self) -> dict[str, float]:
         """Plain numbers for a logger, about the last step taken."""
         step = max(self._num_steps_taken, 1)
-        sent = sum(sum(exchange.sent_bytes.values()) for exchange in self._exchanges)
+        elements = sum(exchange.sent_elements.total() for exchange in self._exchanges)
         policy_metrics = self.policy.metrics(step) if self._world is not None else {}
         return {
             **policy_metrics,
             "optimizer/steps_skipped": float(self._num_steps_skipped),
             "optimizer/seconds": self._stopwatch.seconds("optimizer"),
             "optimizer/observe_seconds": self._stopwatch.seconds("observe"),
-            "exchange/sent_bytes": float(sent),
+            "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
+            "exchange/sent_elements": float(elements),
         }
 
 

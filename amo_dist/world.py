@@ -68,23 +68,37 @@ def agree_on_world(
         rank=dist.get_rank() if group is not None else 0,
         registry=_registry(by_rank),
         homes=_homes(by_rank),
-        names=tuple(sorted({entry["name"] for entries in by_rank for entry in entries})),
+        names=tuple(
+            sorted({entry["name"] for _, entries in _distinct(by_rank) for entry in entries})
+        ),
         groups_by_ranks=_groups(parameters.entries, process_group),
     )
 
 
+def _distinct(
+    by_rank: Sequence[Sequence[Mapping[str, Any]]],
+) -> list[tuple[int, Sequence[Mapping[str, Any]]]]:
+    """Each list once, beside the first rank that has it: of a thousand ranks few differ."""
+    first = {id(entries): rank for rank, entries in reversed(list(enumerate(by_rank)))}
+    return [(rank, by_rank[rank]) for rank in sorted(first.values())]
+
+
 def _check_shared(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> None:
     """Ranks that share parameters must list the same ones, in the same order."""
-    shared = {tuple(entry["ranks"]) for entries in by_rank for entry in entries}
+    shared = {tuple(entry["ranks"]) for _, entries in _distinct(by_rank) for entry in entries}
     for ranks in sorted(shared):
-        lists = {
-            rank: [entry for entry in by_rank[rank] if tuple(entry["ranks"]) == ranks]
-            for rank in ranks
-        }
-        first = lists[ranks[0]]
+        first = _shared_by(ranks, by_rank[ranks[0]])
         for rank in ranks[1:]:
-            if lists[rank] != first:
-                raise RankMismatchError(_difference(ranks[0], first, rank, lists[rank]))
+            if by_rank[rank] is not by_rank[ranks[0]]:
+                other = _shared_by(ranks, by_rank[rank])
+                if other != first:
+                    raise RankMismatchError(_difference(ranks[0], first, rank, other))
+
+
+def _shared_by(
+    ranks: tuple[int, ...], entries: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    return [entry for entry in entries if tuple(entry["ranks"]) == ranks]
 
 
 def _difference(
@@ -93,40 +107,44 @@ def _difference(
     rank: int,
     other: Sequence[Mapping[str, Any]],
 ) -> str:
-    for number in range(max(len(first), len(other))):
-        left = first[number] if number < len(first) else None
-        right = other[number] if number < len(other) else None
-        if left != right:
-            return (
-                f"parameters: number {number} differs between ranks that share it: rank "
-                f"{first_rank} has {_show(left)}; rank {rank} has {_show(right)}"
-            )
-    raise AssertionError("called for equal lists")
+    """What differs between the parameters that two ranks share: one missing, or the first pair."""
+    names, others = ([entry["name"] for entry in entries] for entries in (first, other))
+    missing = [name for name in names if name not in others]
+    surplus = [name for name in others if name not in names]
+    told = [
+        f"rank {holder} has {lacking[0]} (and {len(lacking) - 1} more), rank {loser} has not"
+        for holder, loser, lacking in ((first_rank, rank, missing), (rank, first_rank, surplus))
+        if lacking
+    ]
+    if not told:
+        number = next(i for i, (a, b) in enumerate(zip(first, other, strict=True)) if a != b)
+        found, expected = _show(other[number]), _show(first[number])
+        told = [f"number {number} is {expected} on rank {first_rank}, {found} on rank {rank}"]
+    return f"parameters differ between ranks that share them: {'; '.join(told)}"
 
 
-def _show(entry: Mapping[str, Any] | None) -> str:
-    if entry is None:
-        return "none"
+def _show(entry: Mapping[str, Any]) -> str:
     types = ", ".join(operator_type for _, _, operator_type in entry["matrices"]) or "adamw"
     return f"{entry['name']} ({types}, {entry['dtype']}, {entry['layout']})"
 
 
 def _registry(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[MatrixInfo, ...]:
-    found: dict[str, MatrixInfo] = {}
-    for rank, entries in enumerate(by_rank):
+    found: dict[str, tuple[int, MatrixInfo]] = {}
+    for rank, entries in _distinct(by_rank):
         for entry in entries:
             for name, shape, operator_type in entry["matrices"]:
                 info = MatrixInfo(name, (shape[0], shape[1]), operator_type)
-                if found.setdefault(name, info) != info:
+                earlier, expected = found.setdefault(name, (rank, info))
+                if info != expected:
                     raise RankMismatchError(
-                        f"{name}: rank {rank} has {info}, an earlier rank has {found[name]}"
+                        f"{name}: rank {earlier} has {expected}; rank {rank} has {info}"
                     )
-    return tuple(found[name] for name in sorted(found))
+    return tuple(found[name][1] for name in sorted(found))
 
 
 def _homes(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, tuple[int, ...]]:
     homes: dict[str, tuple[int, ...]] = {}
-    for entries in by_rank:
+    for _, entries in _distinct(by_rank):
         for entry in entries:
             for name, _, _ in entry["matrices"]:
                 homes.setdefault(name, tuple(entry["ranks"]))
@@ -138,12 +156,13 @@ def _groups(
 ) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
     """Process group of each set of ranks; new ones are made in an order that all ranks share."""
     known: dict[tuple[int, ...], dist.ProcessGroup] = {}
-    if process_group is not None:
-        known[_members(process_group)] = process_group
     for entry in entries:
         if isinstance(entry.param, DTensor) and entry.param.device_mesh.ndim == 1:
             group = entry.param.device_mesh.get_group()
             known.setdefault(_members(group), group)
+    if process_group is not None:
+        # Behind the meshes, which all of their ranks know, while one rank may pass a group alone.
+        known.setdefault(_members(process_group), process_group)
     world = world_group()
     if world is not None:
         known[_members(world)] = world

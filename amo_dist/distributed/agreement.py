@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,46 +59,66 @@ def broadcast_text(text: str | None, group: dist.ProcessGroup | None) -> str:
     if group is None:
         assert text is not None
         return text
-    device = control_device(group)
-    is_source = dist.get_rank(group) == 0
-    payload = list((text or "").encode()) if is_source else []
-    size = torch.tensor([len(payload)], dtype=torch.int64, device=device)
+    payload = (text or "").encode() if dist.get_rank(group) == 0 else b""
+    size = torch.tensor([len(payload)], dtype=torch.int64, device=control_device(group))
     dist.broadcast(size, group=group, group_src=0)
-    if is_source:
-        buffer = torch.tensor(payload, dtype=torch.uint8, device=device)
+    return _broadcast_bytes(payload, int(size.item()), 0, group).decode()
+
+
+def _broadcast_bytes(payload: bytes, size: int, source: int, group: dist.ProcessGroup) -> bytes:
+    """``size`` bytes that the rank ``source`` of the group passes."""
+    device = control_device(group)
+    if dist.get_rank(group) == source:
+        buffer = torch.tensor(list(payload), dtype=torch.uint8, device=device)
     else:
-        buffer = torch.empty(int(size.item()), dtype=torch.uint8, device=device)
-    dist.broadcast(buffer, group=group, group_src=0)
-    return bytes(buffer.tolist()).decode()
+        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    dist.broadcast(buffer, group=group, group_src=source)
+    return bytes(buffer.tolist())
 
 
 def gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
     """The texts of all ranks of the group, in rank order.
 
-    Where all are alike, as is usual, only their digests travel.
+    Each distinct text travels once, and none where all are alike: with a thousand ranks of a few
+    kinds (pipeline stages), gathering every rank's own would be gigabytes.
     """
     if group is None:
         return [text]
-    digests = _gather_bytes(hashlib.sha256(text.encode()).digest(), 32, group)
-    if all(digest == digests[0] for digest in digests):
-        return [text] * len(digests)
     payload = text.encode()
-    lengths = _gather_bytes(len(payload).to_bytes(8, "little"), 8, group)
-    sizes = [int.from_bytes(length, "little") for length in lengths]
-    texts = _gather_bytes(payload, max(sizes), group)
-    return [raw[:size].decode() for raw, size in zip(texts, sizes, strict=True)]
+    header = hashlib.sha256(payload).digest() + len(payload).to_bytes(8, "little")
+    headers = _gather_bytes(header, group)
+    known = {header: text}
+    distinct = list(dict.fromkeys(headers))
+    for other in distinct if len(distinct) > 1 else ():
+        size = int.from_bytes(other[-8:], "little")
+        found = _broadcast_bytes(payload, size, headers.index(other), group)
+        known[other] = found.decode()
+    return [known[other] for other in headers]
 
 
-def _gather_bytes(payload: bytes, size: int, group: dist.ProcessGroup) -> list[bytes]:
-    device = control_device(group)
-    mine = torch.tensor(list(payload.ljust(size, b"\0")), dtype=torch.uint8, device=device)
+def _gather_bytes(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
+    """Of all ranks, which pass the same number of bytes."""
+    mine = torch.tensor(list(payload), dtype=torch.uint8, device=control_device(group))
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
     return [bytes(part.tolist()) for part in parts]
 
 
+def is_alike(text: str, group: dist.ProcessGroup | None) -> bool:
+    """Whether all ranks of the group pass the same text, by one reduction of two integers."""
+    if group is None:
+        return True
+    mark = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    # The greatest mark and, negated, the least.
+    extremes = torch.tensor([mark, -mark], dtype=torch.int64, device=control_device(group))
+    greatest, negated_least = max_over(extremes, group).tolist()
+    return bool(greatest == -negated_least)
+
+
 def check_alike(what: str, text: str, group: dist.ProcessGroup | None) -> None:
     """Raise on every rank where the ranks of a group hold different texts.
+
+    Cheap enough for every step: while all agree, two integers are reduced.
 
     Args:
         what: Names the text in the error.
@@ -108,10 +128,10 @@ def check_alike(what: str, text: str, group: dist.ProcessGroup | None) -> None:
     Raises:
         RankMismatchError: Names the ranks that differ from the group's first rank.
     """
+    if is_alike(text, group):
+        return
     texts = gather_text(text, group)
     others = [index for index, other in enumerate(texts) if other != texts[0]]
-    if not others:
-        return
     ranks = dist.get_process_group_ranks(group)
     first = texts[others[0]]
     raise RankMismatchError(
@@ -131,6 +151,37 @@ def _first_difference(expected: str, found: str, expected_rank: int, found_rank:
     return "they differ in line ends only"
 
 
+def check_alike_by_ranks(
+    what: str, text_by_ranks: Mapping[tuple[int, ...], str], group: dist.ProcessGroup | None
+) -> None:
+    """`check_alike` for many sets of ranks at once, as one collective over the world.
+
+    Every rank of the world learns of a mismatch, those outside of the set included: they would
+    else wait for it in the next collective.
+
+    Args:
+        what: Names the texts in the error.
+        text_by_ranks: For each set of global ranks that this rank belongs to, its text.
+        group: The world.
+
+    Raises:
+        RankMismatchError: Names two ranks of a set that differ.
+    """
+    mine = [[list(ranks), text] for ranks, text in sorted(text_by_ranks.items())]
+    by_rank = gather_json(mine, group)
+    first: dict[tuple[int, ...], tuple[int, str]] = {}
+    for rank, found in enumerate(by_rank):
+        for ranks, text in found:
+            other, expected = first.setdefault(tuple(ranks), (rank, text))
+            if text != expected:
+                raise RankMismatchError(
+                    f"{what}: rank(s) {rank} differ from rank {other}; "
+                    f"{_first_difference(expected, text, other, rank)}"
+                )
+
+
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-    """JSON values of all ranks of the group, in rank order."""
-    return [json.loads(text) for text in gather_text(json.dumps(value), group)]
+    """JSON values of all ranks of the group, in rank order; equal ones are one object."""
+    texts = gather_text(json.dumps(value), group)
+    values = {text: json.loads(text) for text in dict.fromkeys(texts)}
+    return [values[text] for text in texts]

@@ -65,6 +65,8 @@ class Exchange:
         self.plan = plan
         self.sent_bytes: Counter[int] = Counter()
         """Bytes sent to each peer in the last `run`."""
+        self.sent_elements: Counter[int] = Counter()
+        """Elements sent to each peer in the last `run`."""
         self._matrices = matrices
         self._group = group
         self._device = device
@@ -88,6 +90,7 @@ class Exchange:
             meanwhile: Work that needs no exchange; done while the first buckets travel.
         """
         self.sent_bytes.clear()
+        self.sent_elements.clear()
         buckets = self.plan.buckets
         gathers: deque[_Flight] = deque(
             self._start_gather(bucket, read) for bucket in buckets[: self._buckets_in_flight]
@@ -107,6 +110,7 @@ class Exchange:
             if following < len(buckets):
                 gathers.append(self._start_gather(buckets[following], read))
             self._write_own(bucket, results, write)
+            del results  # or it would stay until the next bucket's results take its name
             if landing is not None:
                 self._finish_delivery(*landing, write)
             landing = (bucket, delivery)
@@ -202,6 +206,7 @@ class Exchange:
         for peer, size in zip(self.plan.peers, send_sizes, strict=True):
             if size:
                 self.sent_bytes[peer] += size
+                self.sent_elements[peer] += size // dtype.itemsize
         return _Flight(work, sent, received.view(dtype))
 
 

@@ -240,12 +240,16 @@ def layout_of(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> TensorLa
         ranks: Global ranks that hold a plain tensor as replicas; this rank alone, if private.
 
     Raises:
-        ValueError: The local tensor has another shape than the placements say.
+        ValueError: A placement is neither a shard nor a replica, or the local tensor has another
+            shape than the placements say.
     """
     if not isinstance(tensor, DTensor):
         return replicated_layout(tensor.shape, ranks)
     mesh = tensor.device_mesh
-    layout = mesh_layout(tensor.shape, mesh.mesh, tensor.placements)
+    try:
+        layout = mesh_layout(tensor.shape, mesh.mesh, tensor.placements)
+    except ValueError as error:
+        raise ValueError(f"{name}: {error}") from None
     found, expected = tuple(tensor.to_local().shape), layout.local_shape(mesh.get_rank())
     if found != expected and math.prod(found) + math.prod(expected) > 0:
         raise ValueError(

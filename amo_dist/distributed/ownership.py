@@ -6,6 +6,7 @@ Ownership exists for the length of one step; no state moves with it.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 
@@ -107,13 +108,32 @@ def _longest_first(
         key=lambda index: (len(slots[index]) > 1, -costs[index], matrices[index].name),
     )
     loads: dict[int, float] = defaultdict(float)
+    heaps: dict[tuple[_Slot, ...], list[tuple[float, int]]] = {}
     chosen: dict[int, _Slot] = {}
     for index in order:
-        slot = min(slots[index], key=lambda slot: max(loads[rank] for rank in slot))
+        candidates = tuple(slots[index])
+        heap = heaps.setdefault(candidates, [(0.0, place) for place in range(len(candidates))])
+        slot = _least_loaded(candidates, heap, loads)
         chosen[index] = slot
         for rank in slot:
             loads[rank] += costs[index]
     return [chosen[index] for index in range(len(matrices))]
+
+
+def _least_loaded(
+    candidates: Sequence[_Slot], heap: list[tuple[float, int]], loads: Mapping[int, float]
+) -> _Slot:
+    """The earliest of the candidates with the least load.
+
+    Loads only grow, so that an entry of the heap is a lower bound: one that is still true at the
+    top is the least.
+    """
+    while True:
+        bound, place = heap[0]
+        load = max(loads[rank] for rank in candidates[place])
+        if load == bound:
+            return candidates[place]
+        heapq.heapreplace(heap, (load, place))
 
 
 def _greatest_load(chosen: Sequence[_Slot], costs: Sequence[float]) -> float:
