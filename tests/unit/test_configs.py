@@ -1,0 +1,329 @@
+"""Every number of the paper's configs, derived again from its tables and its scaling law."""
+
+from __future__ import annotations
+
+import functools
+import json
+import math
+import re
+import warnings
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchtitan_ext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    torchtitan_ext.register()
+
+from torchtitan.components.lr_scheduler import build_lr_schedulers
+from torchtitan.protocols.train_spec import get_train_spec
+
+from torchtitan_ext.learning_rate import scaling_law_lr
+from torchtitan_ext.plugin import settings
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+SPECS = json.loads((ROOT / "tests/golden/model_specs.json").read_text())
+RUNS = json.loads((ROOT / "tests/golden/pretrain_runs.json").read_text())
+SEQ_LEN = 2048
+
+PAPER_HORIZONS = {  # observe_until, observe_every, transition_steps
+    "Qwen3-0.6B": (1200, 150, 300),
+    "Llama-3.1-760M": (1200, 150, 300),
+    "Qwen3-1.7B": (3000, 375, 300),
+    "Llama-3.1-1.4B": (3000, 375, 300),
+}
+RUN_TABLE = [(model, family) for model in SPECS for family in ("muon", "adamw")]
+
+
+def stem(model: str, family: str) -> str:
+    name = model.lower().replace("llama-", "llama").replace("-", "_")
+    return name + ("_adamw" if family == "adamw" else "")
+
+
+@functools.cache
+def parsed(name: str) -> Any:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # the tokenizer's folder does not exist here
+        return settings.parse([f"--job.config_file={CONFIGS / f'{name}.toml'}"])
+
+
+def text(name: str) -> str:
+    return (CONFIGS / f"{name}.toml").read_text()
+
+
+def round_half_up(value: Fraction) -> int:
+    return math.floor(value + Fraction(1, 2))
+
+
+def steps_of(run: dict[str, Any]) -> int:
+    """The table's steps, unless they miss its token budget by more than the budget's rounding."""
+    tokens_a_step = run["product"] * SEQ_LEN
+    # 5.98 against 6.00 (a decimal cut) is within; 1.41 against 1.05 is not.
+    if abs(run["steps"] * tokens_a_step / 1e9 - run["tokens_b"]) < 0.025:
+        return int(run["steps"])
+    return round(run["tokens_b"] * 1e9 / tokens_a_step)
+
+
+def nominal_size(model: str) -> float:
+    """Parameters in billions, from the model's name."""
+    size = model.rsplit("-", 1)[1]
+    return float(size[:-1]) * {"M": 1e-3, "B": 1.0}[size[-1]]
+
+
+def horizon(model: str, steps: int) -> tuple[int, int, int]:
+    if model in PAPER_HORIZONS:
+        return PAPER_HORIZONS[model]
+    interval = round_half_up(Fraction(2, 5) * steps / 8)
+    return 8 * interval, interval, min(300, steps // 10)
+
+
+def test_no_config_is_without_a_test() -> None:
+    small = {"quickstart", "debug_llama3", "debug_qwen3"}
+    ours = {stem(*row) for row in RUN_TABLE} | {"cpt_qwen3_0.6b"}
+    assert {path.stem for path in CONFIGS.glob("*.toml")} >= small | ours
+
+
+@pytest.mark.parametrize(("model", "family"), RUN_TABLE)
+def test_batch_and_steps_follow_the_run_table(model: str, family: str) -> None:
+    run, training = RUNS[family][model], parsed(stem(model, family)).training
+    assert training.local_batch_size == run["micro_batch"]
+    assert training.global_batch_size == run["gpus"] * run["micro_batch"] * run["grad_accum"]
+    assert training.steps == steps_of(run)
+    assert training.seq_len == SEQ_LEN == SPECS[model]["context"]
+    assert training.max_norm == 1.0
+    assert training.mixed_precision_param == "bfloat16"
+    tokens = training.steps * training.global_batch_size * SEQ_LEN
+    # Half a step, and half a unit of the last printed digit (the paper cut 5.998 to 5.98).
+    slack = training.global_batch_size * SEQ_LEN / 2 + 0.02e9
+    assert tokens == pytest.approx(run["tokens_b"] * 1e9, abs=slack)
+
+
+@pytest.mark.parametrize(("model", "family"), RUN_TABLE)
+def test_streams_suit_the_ranks_and_the_batch(model: str, family: str) -> None:
+    config = parsed(stem(model, family))
+    assert config.data.num_streams % RUNS[family][model]["gpus"] == 0
+    assert config.training.global_batch_size % config.data.num_streams == 0
+
+
+@pytest.mark.parametrize(("model", "family"), RUN_TABLE)
+def test_model_and_seeds(model: str, family: str) -> None:
+    config = parsed(stem(model, family))
+    assert config.model.flavor == model
+    assert config.model.flavor in get_train_spec(config.model.name).model_args
+    assert config.debug.seed == config.data.seed == 42
+    assert config.training.dataset == "fineweb_edu"
+
+
+@pytest.mark.parametrize(("model", "family"), RUN_TABLE)
+def test_the_rate_is_that_of_the_law(model: str, family: str) -> None:
+    name, run = stem(model, family), RUNS[family][model]
+    optimizer = parsed(name).optimizer
+    assert optimizer.lr_from == "scaling_law"
+    assert optimizer.scaling_law.params_b == pytest.approx(nominal_size(model), rel=1e-12)
+    assert optimizer.scaling_law.tokens_b == run["tokens_b"]
+    assert optimizer.lr == scaling_law_lr(
+        optimizer.scaling_law.params_b, optimizer.scaling_law.tokens_b
+    )
+    assert f'lr_from = "scaling_law"  # {optimizer.lr:.3e}\n' in text(name)
+
+
+@pytest.mark.parametrize(("model", "family"), RUN_TABLE)
+def test_optimizer_settings_are_the_papers(model: str, family: str) -> None:
+    optimizer = parsed(stem(model, family)).optimizer
+    assert optimizer.name == {"muon": "AMO", "adamw": "AdamW"}[family]
+    assert (optimizer.beta1, optimizer.beta2, optimizer.eps) == (0.9, 0.95, 1e-8)
+    assert optimizer.weight_decay == 0.1
+    if family == "adamw":
+        return
+    amo = optimizer.amo
+    steps = steps_of(RUNS[family][model])
+    assert (amo.observe_until, amo.observe_every, amo.transition_steps) == horizon(model, steps)
+    assert amo.observe_until // amo.observe_every == 8
+    assert (amo.sample_size, amo.shrinkage, amo.budget_ratio) == (8, 0.7, 1.0)
+    assert (amo.base_steps, amo.min_steps, amo.max_steps, amo.base_ell) == (5, 3, 7, 1e-3)
+    assert (amo.momentum, amo.nesterov, amo.seed) == (0.95, True, 42)
+    assert amo.lock_step <= steps
+
+
+@pytest.mark.parametrize(("model", "family"), RUN_TABLE)
+def test_schedules_have_the_papers_shares(model: str, family: str) -> None:
+    config = parsed(stem(model, family))
+    schedule, steps = config.lr_scheduler, config.training.steps
+    assert schedule.warmup_steps == steps // 20
+    assert schedule.min_lr_factor == 0.1
+    if family == "adamw":
+        assert (schedule.decay_type, schedule.decay_ratio) == ("linear", 0.1)
+    else:
+        assert (schedule.decay_type, schedule.decay_ratio) == ("cosine", None)
+    assert schedule.total_steps is None
+
+
+@pytest.mark.parametrize(("model", "family"), RUN_TABLE)
+def test_comments_state_the_numbers_of_the_file(model: str, family: str) -> None:
+    name, run = stem(model, family), RUNS[family][model]
+    config, found = parsed(name), text(name)
+    training = config.training
+    tokens_b = training.steps * training.global_batch_size * SEQ_LEN / 1e9
+    assert f"steps = {training.steps}  # {tokens_b:.2f} billion tokens\n" in found
+    product = f"{run['gpus']} ranks x {run['micro_batch']} x {run['grad_accum']} accumulated"
+    assert f"global_batch_size = {training.global_batch_size}  # {product}\n" in found
+    assert f"run of {run['tokens_b']:.2f} billion tokens on {run['gpus']} H100s" in found
+    assert f"preflight --job.config_file configs/{name}.toml --world {run['gpus']}\n" in found
+    if family == "muon":
+        assert f"# locked at step {config.optimizer.amo.lock_step}\n" in found
+    # A contradiction of the table is told where it was resolved, and nowhere else.
+    contradicts = run["product"] != run["global_batch"] or steps_of(run) != run["steps"]
+    assert ("The paper's table says" in found) == contradicts
+
+
+def test_the_table_contradicts_itself_twice() -> None:
+    rows = [
+        (model, family)
+        for model, family in RUN_TABLE
+        if "The paper's table says" in text(stem(model, family))
+    ]
+    assert rows == [("Qwen3-70M", "muon"), ("Qwen3-1.7B", "adamw")]
+    assert parsed("qwen3_70m").training.steps == 398
+    assert parsed("qwen3_1.7b_adamw").training.global_batch_size == 2400
+
+
+def test_checkpoints_bound_what_a_killed_run_loses() -> None:
+    for model, family in RUN_TABLE:
+        config = parsed(stem(model, family))
+        checkpoint = config.checkpoint
+        assert checkpoint.enable
+        assert not checkpoint.last_save_model_only
+        assert checkpoint.interval <= config.training.steps / 6, model
+
+
+def test_continual_pretraining() -> None:
+    config, base = parsed("cpt_qwen3_0.6b"), parsed("qwen3_0.6b")
+    training = config.training
+    tokens_b = training.steps * training.global_batch_size * SEQ_LEN / 1e9
+    assert training.steps == 8580
+    assert tokens_b == pytest.approx(36, abs=0.02)  # 8580 whole steps
+    assert f"# {tokens_b:.2f} billion tokens\n" in text("cpt_qwen3_0.6b")
+    assert training.dataset == "slimpajama"
+    assert config.optimizer.lr == scaling_law_lr(0.6, 36.0)
+    assert f'"scaling_law"  # {config.optimizer.lr:.3e}\n' in text("cpt_qwen3_0.6b")
+    assert config.optimizer.amo == base.optimizer.amo
+    assert config.lr_scheduler.warmup_steps == training.steps // 20
+    assert config.checkpoint.initial_load_model_only
+    # Every step that the paper evaluates is kept.
+    assert all(step % config.checkpoint.interval == 0 for step in (2000, 4000, 6000, 8000))
+    assert config.checkpoint.keep_latest_k == 0
+    # It continues the run of 60 billion tokens that the README starts.
+    match = re.search(r"step-(\d+)$", config.checkpoint.initial_load_path)
+    assert match is not None
+    steps = int(match[1])
+    assert steps == 5 * base.training.steps
+    readme = (CONFIGS / "README.md").read_text()
+    assert f"--training.steps {steps} --optimizer.scaling_law.tokens_b 60" in readme
+
+
+def test_prolonged_runs_of_the_readme() -> None:
+    base = parsed("qwen3_0.6b")
+    readme = (CONFIGS / "README.md").read_text()
+    for times in (2, 5, 10):
+        steps = times * base.training.steps
+        law = f"--optimizer.scaling_law.tokens_b {times * 12}"
+        line = f"--training.steps {steps} {law} --lr_scheduler.warmup_steps {steps // 20}\n"
+        assert line in readme
+
+
+# ------------------------------------------------------------------ learning rate schedules
+
+
+def schedule_block(heading: str) -> dict[str, Any]:
+    """The TOML below a heading of the README."""
+    readme = (CONFIGS / "README.md").read_text()
+    block = re.search(rf"^### {heading}\n.*?```toml\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
+    assert block is not None, heading
+    return settings.tomllib.loads(block[1])
+
+
+def factors(heading: str, steps: int, **changes: Any) -> list[float]:
+    """Rate of each step over the peak, from torchtitan's scheduler."""
+    from torchtitan.config.job_config import LRScheduler
+
+    fields = {**schedule_block(heading)["lr_scheduler"], **changes}
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter], lr=1.0)
+    schedulers = build_lr_schedulers([optimizer], LRScheduler(**fields), steps)
+    found = []
+    for _ in range(steps):
+        found.append(schedulers.schedulers[0].get_last_lr()[0])
+        optimizer.step()
+        schedulers.step()
+    return found
+
+
+PAPER_STEPS = {"Qwen3-0.6B": (2860, 143), "Llama-3.1-760M": (3622, 181)}
+# Of one rounding of a product or quotient; the schedule is a handful of float64 operations.
+EXACT = 1e-12
+
+
+@pytest.mark.parametrize("model", PAPER_STEPS)
+def test_ws(model: str) -> None:
+    steps, warmup = PAPER_STEPS[model]
+    found = factors("WS", steps, warmup_steps=warmup)
+    assert found[:warmup] == pytest.approx([(i + 1) / warmup for i in range(warmup)], rel=EXACT)
+    assert set(found[warmup:]) == {1.0}
+    assert len(found) - warmup == {"Qwen3-0.6B": 2717, "Llama-3.1-760M": 3441}[model]
+
+
+@pytest.mark.parametrize("model", PAPER_STEPS)
+def test_wsd(model: str) -> None:
+    steps, warmup = PAPER_STEPS[model]
+    found = factors("WSD", steps, warmup_steps=warmup)
+    decay = {"Qwen3-0.6B": 286, "Llama-3.1-760M": 362}[model]
+    assert set(found[warmup : steps - decay]) == {1.0}
+    assert steps - decay - warmup == {"Qwen3-0.6B": 2431, "Llama-3.1-760M": 3079}[model]
+    # The first step of the decay is still at the peak, the last one short of the floor.
+    line = [1 - 0.9 * i / decay for i in range(decay)]
+    assert found[steps - decay :] == pytest.approx(line, rel=EXACT)
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup", "total"), [(2860, 143, None), (3622, 193, 3866), (3866, 193, None)]
+)
+def test_cosine(steps: int, warmup: int, total: int | None) -> None:
+    found = factors("Cosine", steps, warmup_steps=warmup, total_steps=total)
+    decay = (total or steps) - warmup
+    curve = [0.1 + 0.45 * (1 + math.cos(math.pi * i / decay)) for i in range(steps - warmup)]
+    assert found[warmup:] == pytest.approx(curve, rel=EXACT)
+    # Stopped short of its total, a run ends above the floor; a whole one ends next to it.
+    assert (found[-1] > 0.108) == (total is not None)
+
+
+def test_constant() -> None:
+    assert set(factors("Constant", 2860)) == {1.0}
+    optimizer = schedule_block("Constant")["optimizer"]
+    assert optimizer == {"lr_from": "value", "lr": 1.8e-3}
+    # The paper: about the law's rate.
+    assert optimizer["lr"] == pytest.approx(scaling_law_lr(0.6, 12.0), abs=0.5e-4)
+
+
+@pytest.mark.parametrize("heading", ["WS", "WSD", "Cosine", "Constant"])
+def test_every_schedule_can_be_pasted_into_a_config(heading: str, tmp_path: Path) -> None:
+    kept = re.sub(r"\[lr_scheduler\].*?(?=\n\[)", "", text("qwen3_0.6b"), flags=re.DOTALL)
+    block = schedule_block(heading)
+    if "optimizer" in block:
+        kept = re.sub(
+            r'lr_from = "scaling_law".*\n',
+            f'lr_from = "value"\nlr = {block["optimizer"]["lr"]}\n',
+            kept,
+        )
+    lines = [f"{key} = {json.dumps(value)}" for key, value in block["lr_scheduler"].items()]
+    path = tmp_path / "config.toml"
+    path.write_text("\n".join([kept, "[lr_scheduler]", *lines, ""]))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        config = settings.parse([f"--job.config_file={path}"])
+    assert config.lr_scheduler.warmup_steps == block["lr_scheduler"]["warmup_steps"]
