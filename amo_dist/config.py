@@ -113,6 +113,11 @@ class AMOConfig(MuonConfig):
     """``exact`` (dynamic programming) or ``greedy`` (the paper's add, remove, transfer)."""
     budget_unit: str = "steps"
     """What the budget counts: ``steps``, or ``flops`` weighted by the matrices' shapes."""
+    granularity: str = "operator_type"
+    """What shares a schedule: an ``operator_type``, a ``layer_group`` (type and third of the
+    depth), or nothing: one for each ``matrix``."""
+    observe_only: bool = False
+    """Observe and record, but never plan: the uniform schedule stays for the whole run."""
     seed: int = 42
     """Seeds the draw of observed matrices."""
 
@@ -143,6 +148,9 @@ class AMOConfig(MuonConfig):
             self.planner,
             "'exact' with budget_unit = 'flops' (greedy knows only steps)",
         )
+        _require_choice("granularity", self.granularity, ("operator_type", "layer_group", "matrix"))
+        is_bool = isinstance(self.observe_only, bool)
+        _require(is_bool, "observe_only", self.observe_only, "true or false")
         _require_int("seed", self.seed, 0)
 
     @property

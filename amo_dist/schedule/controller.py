@@ -26,8 +26,8 @@ from amo_dist.schedule.types import MatrixInfo, sort_operator_types
 
 logger = logging.getLogger(__name__)
 
-PHASES = ("observation", "transition", "locked")
-"""The phases of AMO, in their order."""
+PHASES = ("observation", "transition", "locked", "uniform")
+"""The phases of AMO, in their order; ``uniform`` follows ``observation`` under ``observe_only``."""
 
 _ELL_SLACK = 1e-6
 """How far rounding may take an ``ell`` above 1; farther is a mistake of the caller."""
@@ -156,6 +156,8 @@ class Controller:
         done = step - self._horizon
         if done <= 0:
             return "observation"
+        if self._stays_uniform:
+            return "uniform"
         return "transition" if done < self._config.transition_steps else "locked"
 
     def sample(self, step: int) -> tuple[str, ...]:
@@ -206,7 +208,8 @@ class Controller:
 
     def plan_due(self, step: int) -> bool:
         """Whether every observation is made and no plan adopted yet."""
-        return self._plan is None and step >= self._horizon and self._is_complete()
+        is_open = self._plan is None and not self._config.observe_only
+        return is_open and step >= self._horizon and self._is_complete()
 
     def make_plan(self) -> Plan:
         """Plan from the observations; a pure function of them and of the configuration.
@@ -233,6 +236,8 @@ class Controller:
             ValueError: Another plan is in force, observations are missing, or the plan is not one
                 of these observations and this configuration.
         """
+        if self._config.observe_only:
+            fields.fail("plan", plan, "none: observe_only never commits to one")
         if self._plan is not None and plan != self._plan:
             fields.fail("plan", plan, "the plan already adopted")
         self._require_complete()
@@ -249,7 +254,7 @@ class Controller:
             ValueError: The step lies beyond the observation phase and there is no plan.
         """
         phase = self.phase(step)
-        if phase == "observation":
+        if phase in ("observation", "uniform"):
             uniform = (self._config.base_steps, self._config.base_ell)
             return dict.fromkeys(self._names_by_type, uniform)
         if self._plan is None:
@@ -294,6 +299,10 @@ class Controller:
             self._config_may_differ = before
             raise
         self._observations, self._plan = parsed, parsed_plan
+
+    @property
+    def _stays_uniform(self) -> bool:
+        return self._config.observe_only and self._plan is None
 
     @property
     def _horizon(self) -> int:

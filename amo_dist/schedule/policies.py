@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import dataclasses
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from amo_dist.config import AMOConfig
 from amo_dist.schedule import fields
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.controller import PHASES, Controller
+from amo_dist.schedule.grouping import groups
 from amo_dist.schedule.plan import Plan, composed
 from amo_dist.schedule.types import MatrixInfo, Schedule, sort_operator_types
 
@@ -33,11 +35,19 @@ class Policy(abc.ABC):
     def __init__(self) -> None:
         self._registry: tuple[MatrixInfo, ...] | None = None
         self._operator_types: tuple[str, ...] = ()
+        self._group_by_name: Mapping[str, str] = {}
 
     @property
     def operator_types(self) -> tuple[str, ...]:
-        """The operator types of the world, in the order of plans; empty before ``bind``."""
+        """The keys of ``schedules``, in the order of plans; empty before ``bind``.
+
+        They are operator types, or what the policy groups matrices by instead.
+        """
         return self._operator_types
+
+    def group_of(self, name: str) -> str:
+        """The key in ``schedules`` of a matrix of the registry; its operator type by default."""
+        return self._group_by_name[name]
 
     def bind(self, registry: Sequence[MatrixInfo]) -> None:
         """Take the matrices of the whole world, once, at the first step.
@@ -57,9 +67,15 @@ class Policy(abc.ABC):
             if ordered != self._registry:
                 fields.fail("registry", ordered, "the registry this policy is bound to")
             return
-        self._bind(ordered)
+        group_by_name = self._groups(ordered)
+        grouped = [
+            dataclasses.replace(matrix, operator_type=group_by_name[matrix.name])
+            for matrix in ordered
+        ]
+        self._bind(grouped)
         self._registry = ordered
-        self._operator_types = sort_operator_types(matrix.operator_type for matrix in ordered)
+        self._group_by_name = MappingProxyType(dict(group_by_name))
+        self._operator_types = sort_operator_types(group_by_name.values())
 
     @abc.abstractmethod
     def schedules(self, step: int) -> Mapping[str, Schedule]:
@@ -76,7 +92,7 @@ class Policy(abc.ABC):
         """
 
     def phase(self, step: int) -> str:
-        """``uniform``; for AMO ``observation``, ``transition`` or ``locked``."""
+        """``uniform``; for AMO see ``PHASES``."""
         _check_step(step)
         return "uniform"
 
@@ -154,9 +170,13 @@ class Policy(abc.ABC):
             for name, schedule in self.schedules(step).items()
         }
 
+    def _groups(self, registry: Sequence[MatrixInfo]) -> Mapping[str, str]:
+        """The group of each matrix by its name; matrices of a group share a schedule."""
+        return groups(registry, "operator_type")
+
     @abc.abstractmethod
     def _bind(self, registry: Sequence[MatrixInfo]) -> None:
-        """Take a registry that is sorted and free of duplicates."""
+        """Take a registry that is sorted, free of duplicates, with groups as operator types."""
 
     def _require_bound(self, step: int) -> None:
         _check_step(step)
@@ -248,7 +268,8 @@ class AMOPolicy(Policy):
 
     Optimizer steps 1 to ``observe_until`` run the uniform schedule and are observed; the plan is
     adopted within the last of them. The next ``transition_steps`` interpolate; from the last of
-    these on (``lock_step``) the plan itself is in force.
+    these on (``lock_step``) the plan itself is in force. With ``observe_only`` no plan is made: the
+    uniform schedule stays, and its phase after the last observation is ``uniform``.
 
     Args:
         config: When to observe, how to plan, how long to glide.
@@ -271,7 +292,7 @@ class AMOPolicy(Policy):
         """Uniform, interpolated or planned schedules, composed when first needed."""
         self._require_bound(step)
         # Within a phase of constant schedules every step is served from its first one.
-        key = {"observation": 0, "locked": -1}.get(self.phase(step), step)
+        key = {"observation": 0, "uniform": 0, "locked": -1}.get(self.phase(step), step)
         if self._last is None or self._last[0] != key:
             state = self.controller.state_at(step)
             fresh = {name: composed(ell, steps) for name, (steps, ell) in state.items()}
@@ -280,7 +301,7 @@ class AMOPolicy(Policy):
         return self._last[1]
 
     def phase(self, step: int) -> str:
-        """``observation``, ``transition`` or ``locked``."""
+        """One of ``PHASES``."""
         _check_step(step)
         return self.controller.phase(step)
 
@@ -324,7 +345,7 @@ class AMOPolicy(Policy):
     def metrics(self, step: int) -> dict[str, float]:
         """Plain numbers for a logger, the same keys at every step.
 
-        ``amo/phase`` is 0 in observation, 1 in transition, 2 when locked. By operator type,
+        ``amo/phase`` is 0 in observation, 1 in transition, 2 when locked, 3 when uniform. By group,
         ``amo/ns_steps`` is the number of Newton-Schulz steps, ``amo/ell`` the latest observed
         effective ``ell`` and ``amo/ell_target`` the plan's; both are ``base_ell`` where there is
         none yet. ``amo/invalid_observations`` counts matrices left out of their medians.
@@ -342,6 +363,9 @@ class AMOPolicy(Policy):
             sum(sum(observation.num_invalid.values()) for observation in observations)
         )
         return values
+
+    def _groups(self, registry: Sequence[MatrixInfo]) -> Mapping[str, str]:
+        return groups(registry, self.config.granularity)
 
     def _bind(self, registry: Sequence[MatrixInfo]) -> None:
         self.controller.bind(registry)

@@ -25,11 +25,16 @@ def sort_operator_types(operator_types: Iterable[str]) -> tuple[str, ...]:
         operator_types: Any names; duplicates are dropped.
 
     Returns:
-        Those of ``OPERATOR_TYPES`` in their declared order, then the others alphabetically.
+        Those of ``OPERATOR_TYPES`` in their declared order, then the others alphabetically. Groups
+        of a type, ``attn_q/deep``, stand where the type does, alphabetically too.
     """
-    found = set(operator_types)
-    declared = tuple(name for name in OPERATOR_TYPES if name in found)
-    return declared + tuple(sorted(found.difference(OPERATOR_TYPES)))
+    order = {name: index for index, name in enumerate(OPERATOR_TYPES)}
+    return tuple(
+        sorted(
+            set(operator_types),
+            key=lambda name: (order.get(name.partition("/")[0], len(order)), name),
+        )
+    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
