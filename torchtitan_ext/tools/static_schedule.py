@@ -1,0 +1,274 @@
+"""``amo static-schedule``: fixed schedules by operator type, from the geometry of earlier runs.
+
+A geometry log is a file of JSON lines, one object for each matrix and measured step::
+
+    {"step": 10, "name": "layers.0.attention.wq.weight", "layer": 0, "operator_type": "attn_q",
+     "model": "Qwen3-0.6B", "family": "Qwen3", "sigma_min": 1.2e-4, "sigma_max": 3.1,
+     "frobenius": 7.9, ...}
+
+``sigma_min`` and ``sigma_max`` are the extreme singular values of the fp32 momentum that goes into
+Newton-Schulz, and ``frobenius`` is its Frobenius norm, all in the units of the momentum. These
+three, ``operator_type``, ``model`` and ``family`` are read here; further keys belong to other
+readers. ``null`` stands for a value that is not finite.
+
+The rules are the AMO paper's for its static baselines: per operator type a percentile of
+``ell = max(sigma_min, tau * sigma_max) / frobenius`` over all matrices and steps of the pool, and
+the fewest steps, 1 to 8, that bring it within the tolerance of one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from amo_dist.cli import Subparsers
+from amo_dist.schedule.polar_express import SAFETY, compose, simulate
+from amo_dist.schedule.schedule_file import ScheduleTable
+from amo_dist.schedule.types import Schedule, sort_operator_types
+
+RULES: Mapping[str, int] = {"typical": 50, "conservative": 25, "floor": 10}
+"""Percentile of ``ell`` by the name of the rule."""
+
+TAU = 1e-10
+"""Singular values below this fraction of the largest count as that fraction of it."""
+
+MAX_STEPS = 8
+"""The most Newton-Schulz steps a static schedule gets."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Pool:
+    """The values of ``ell`` that a schedule is made from."""
+
+    ell_by_type: Mapping[str, Sequence[float]]
+    """All of an operator type, each in (0, 1]."""
+    models: tuple[str, ...]
+    """Models that contribute, sorted."""
+    families: tuple[str, ...]
+    """Their families, sorted."""
+    num_invalid: int
+    """Records left out: a value is not finite, or the matrix is all zero."""
+
+
+def read_pool(paths: Iterable[str | Path], family: str | None = None) -> Pool:
+    """Read geometry logs.
+
+    Args:
+        paths: Files of JSON lines, as described above.
+        family: Use only records of this family; all by default.
+
+    Raises:
+        ValueError: A file cannot be read, a line is malformed, or nothing valid is left.
+    """
+    ell_by_type: dict[str, list[float]] = {}
+    models: set[str] = set()
+    families: set[str] = set()
+    num_invalid = 0
+    for path in paths:
+        for where, record in _records(Path(path)):
+            families.add(_name(where, record, "family"))
+            if family is not None and record["family"] != family:
+                continue
+            models.add(_name(where, record, "model"))
+            ell = static_ell(*(_size(where, record, key) for key in _SIZES))
+            if ell is None:
+                num_invalid += 1
+            else:
+                ell_by_type.setdefault(_name(where, record, "operator_type"), []).append(ell)
+    if not ell_by_type:
+        wanted = "" if family is None else f" of family {family!r}"
+        known = ", ".join(sorted(families)) or "none"
+        raise ValueError(f"logs: found no valid record{wanted} (families: {known})")
+    used = (family,) if family is not None else tuple(sorted(families))
+    ordered = {name: ell_by_type[name] for name in sort_operator_types(ell_by_type)}
+    return Pool(ordered, tuple(sorted(models)), used, num_invalid)
+
+
+_SIZES = ("sigma_min", "sigma_max", "frobenius")
+
+
+def static_ell(sigma_min: float, sigma_max: float, frobenius: float) -> float | None:
+    """``max(sigma_min, tau * sigma_max) / frobenius``, the reading of offline schedules.
+
+    (The controller clamps ``sigma_min`` at ``tau`` itself; the geometry metrics take the smallest
+    singular value above it.)
+
+    Returns:
+        A number in (0, 1]; ``None`` for a matrix that is all zero or not finite.
+    """
+    if not all(map(math.isfinite, (sigma_min, sigma_max, frobenius))) or frobenius <= 0:
+        return None
+    # A matrix of rank one has sigma_max = frobenius, up to rounding.
+    ell = min(max(sigma_min, TAU * sigma_max) / frobenius, 1.0)
+    return ell if ell > 0 else None
+
+
+def _records(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    for number, line in enumerate(lines, start=1):
+        where = f"{path}, line {number}"
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            raise ValueError(f"{where}: not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: found {record!r}, expected an object")
+        yield where, record
+
+
+def _name(where: str, record: Mapping[str, Any], key: str) -> str:
+    found = record.get(key)
+    if not isinstance(found, str) or not found:
+        raise ValueError(f"{where}: {key}: found {found!r}, expected a name")
+    return found
+
+
+def _size(where: str, record: Mapping[str, Any], key: str) -> float:
+    """A singular value or norm; NaN for ``null``."""
+    found = record.get(key, "nothing")
+    if found is None:
+        return math.nan
+    if isinstance(found, bool) or not isinstance(found, (int, float)) or found < 0:
+        raise ValueError(f"{where}: {key}: found {found!r}, expected a number >= 0 or null")
+    return float(found)
+
+
+def percentile(values: Sequence[float], percent: int) -> float:
+    """The conventional percentile: linear between the two nearest ranks.
+
+    Args:
+        values: At least one.
+        percent: 1 to 99.
+    """
+    if len(values) == 1:
+        return values[0]
+    return statistics.quantiles(values, n=100, method="inclusive")[percent - 1]
+
+
+def sufficient_steps(ell: float, tolerance: float) -> int | None:
+    """The fewest steps, 1 to 8, with ``1 - simulate(ell, steps) <= tolerance``.
+
+    Returns:
+        ``None`` where even 8 steps do not suffice.
+    """
+    for steps in range(1, MAX_STEPS + 1):
+        if 1.0 - simulate(ell, steps) <= tolerance:
+            return steps
+    return None
+
+
+def make_table(pool: Pool, rule: str, tolerance: float) -> ScheduleTable:
+    """The static schedule of a pool.
+
+    Args:
+        pool: What :func:`read_pool` gives.
+        rule: ``typical``, ``conservative`` or ``floor``.
+        tolerance: The error allowed after the last step, in (0, 1).
+
+    Returns:
+        The table; a type for which 8 steps do not suffice has 8, and is named under
+        ``parameters.insufficient``.
+
+    Raises:
+        ValueError: ``rule`` or ``tolerance`` is out of range.
+    """
+    if rule not in RULES:
+        raise ValueError(f"--rule: found {rule!r}, expected one of {', '.join(RULES)}")
+    if not 0.0 < tolerance < 1.0:
+        raise ValueError(f"--tolerance: found {tolerance!r}, expected a number in (0, 1)")
+    ell = {name: percentile(values, RULES[rule]) for name, values in pool.ell_by_type.items()}
+    steps = {name: sufficient_steps(value, tolerance) for name, value in ell.items()}
+    parameters: dict[str, str | int | float] = {
+        "rule": rule,
+        "percentile": RULES[rule],
+        "tolerance": tolerance,
+        "tau": TAU,
+        "families": ", ".join(pool.families),
+        "models": ", ".join(pool.models),
+        "num_records": sum(map(len, pool.ell_by_type.values())),
+        "num_invalid": pool.num_invalid,
+        "insufficient": ", ".join(name for name, found in steps.items() if found is None),
+    }
+    return ScheduleTable(
+        {name: _schedule(ell[name], steps[name] or MAX_STEPS) for name in ell},
+        "amo static-schedule: Polar Express compositions for percentiles of measured ell",
+        parameters,
+        ell,
+    )
+
+
+def _schedule(ell: float, steps: int) -> Schedule:
+    # The lower bound goes in as it is: the norm scale is part of Muon-PE's recipe, not of its ell.
+    return Schedule(compose(ell, steps), norm_scale=SAFETY)
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Register ``static-schedule``."""
+    parser = subparsers.add_parser(
+        "static-schedule",
+        help="make fixed schedules from geometry logs",
+        description="Make a schedule file for `[optimizer.muon] schedule_file` from the geometry "
+        "logs of earlier runs: per operator type a percentile of ell, and the fewest "
+        "Newton-Schulz steps that suffice for it.",
+    )
+    parser.add_argument("logs", nargs="+", metavar="LOG", help="geometry logs (JSON lines)")
+    parser.add_argument(
+        "--rule",
+        choices=tuple(RULES),
+        default="typical",
+        help="percentile 50, 25 or 10 of ell (default %(default)s)",
+    )
+    parser.add_argument(
+        "--tolerance",
+        type=float,
+        default=1e-2,
+        help="error allowed after the last step (default %(default)s)",
+    )
+    parser.add_argument(
+        "--pool",
+        choices=("all", "family"),
+        default="all",
+        help="pool all logs, or those of one family (default %(default)s)",
+    )
+    parser.add_argument(
+        "--family", help="with --pool family; may be left out where the logs have only one"
+    )
+    parser.add_argument("-o", "--output", help="file to write (default: standard output)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the schedule file for parsed arguments.
+
+    Raises:
+        ValueError: As in :func:`read_pool` and :func:`make_table`, or the family is ambiguous.
+    """
+    if args.family is not None and args.pool != "family":
+        raise ValueError(f"--family: found {args.family!r}, expected it only with --pool family")
+    pool = read_pool(args.logs, args.family)
+    if args.pool == "family" and len(pool.families) != 1:
+        known = ", ".join(pool.families)
+        raise ValueError(f"--family: found none, expected one of {known}")
+    table = make_table(pool, args.rule, args.tolerance)
+    if args.output is None:
+        print(table.to_toml(), end="")
+        return 0
+    Path(args.output).parent.mkdir(parents=True, exist_ok=True)
+    Path(args.output).write_text(table.to_toml())
+    for name, schedule in table.schedules.items():
+        print(f"{name:<10} ell {table.ell[name]:.3e}  {schedule.num_steps} steps")
+    if insufficient := table.parameters["insufficient"]:
+        print(f"warning: {MAX_STEPS} steps do not reach the tolerance for {insufficient}")
+    if pool.num_invalid:
+        print(f"{pool.num_invalid} records left out (all zero, or not finite)")
+    print(f"written to {args.output}")
+    return 0
