@@ -113,7 +113,7 @@ def test_a_type_beyond_eight_steps_is_named() -> None:
     # Nine decades: the tenth percentile of attn_v is below what eight steps can lift.
     assert found.parameters["insufficient"] == "attn_v"
     assert found.schedules["attn_v"].num_steps == 8
-    assert make_table(read_pool([LOG]), "typical", 0.5).parameters["insufficient"] == ""
+    assert make_table(read_pool([LOG]), "typical", 0.99).parameters["insufficient"] == ""
 
 
 def test_invalid_records_are_counted_and_left_out() -> None:
