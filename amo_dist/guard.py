@@ -1,4 +1,4 @@
-"""What all ranks agree on before a step: which gradients exist, and whether they are finite.
+"""What all ranks agree on before a step: which gradients exist, and whether they are usable.
 
 One small all-reduce, of a fixed length, carries it. Every rank comes to the same verdict before
 anything has changed, so that no rank raises while the others wait for it.
@@ -7,7 +7,8 @@ anything has changed, so that no rank raises while the others wait for it.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +18,11 @@ from amo_dist.world import World
 
 
 class NonFiniteGradientError(FloatingPointError):
-    """A gradient holds NaN or inf, and the configuration says that this is an error."""
+    """A gradient is NaN, inf or too large, and the configuration says that this is an error."""
+
+
+class NonFiniteUpdateError(FloatingPointError):
+    """Orthogonalizing a matrix gave NaN or inf: its momentum or its schedule is at fault."""
 
 
 class MissingGradientError(RuntimeError):
@@ -39,39 +44,71 @@ class StepVerdict:
     reason: str
 
 
+def momentum_bound(dtype: torch.dtype, momentum: float) -> float:
+    """Largest gradient entry that can never overflow a momentum buffer of this dtype.
+
+    A sum of gradients below ``bound`` stays below ``bound / (1 - momentum)``, with Nesterov too;
+    a factor of two is left for rounding.
+    """
+    return torch.finfo(dtype).max * (1.0 - momentum) / 2.0
+
+
+def second_moment_bound(dtype: torch.dtype) -> float:
+    """Largest gradient entry whose square AdamW's ``exp_avg_sq`` can hold, with room to round.
+
+    An infinite second moment never recovers: its parameter would stand still for good.
+    """
+    return math.sqrt(torch.finfo(dtype).max) / 2.0
+
+
 class StepGuard:
     """Compares gradients across the world.
 
     Args:
-        world: Gives every parameter of the world its slots.
+        world: Gives every parameter and matrix of the world its slots.
         names: Parameters of this process.
+        bounds: For each of them, the largest usable gradient entry.
     """
 
-    def __init__(self, world: World, names: Sequence[str]) -> None:
+    def __init__(self, world: World, names: Sequence[str], bounds: Sequence[float]) -> None:
         self._world = world
         self._names = names
+        self._bounds = bounds
         slot_by_name = {name: slot for slot, name in enumerate(world.names)}
         self._slots = [slot_by_name[name] for name in names]
+        self._matrix_slots = {matrix.name: slot for slot, matrix in enumerate(world.registry)}
+        self._updates: Mapping[str, Tensor] = {}
+
+    def report_updates(self, nonfinite: Mapping[str, Tensor]) -> None:
+        """Keep what this rank saw of the updates it computed, for the next `agree`.
+
+        Args:
+            nonfinite: By matrix name, a 0-dim boolean tensor; not read on the host here.
+        """
+        self._updates = nonfinite
 
     def agree(self, grads: Sequence[Tensor | None], *, skips: bool) -> StepVerdict:
         """Agree on the gradients of one step; a collective over the world.
 
         Args:
             grads: Local gradients, in the order of ``names``.
-            skips: Whether a non-finite gradient skips the step; else it is an error.
+            skips: Whether an unusable gradient skips the step; else it is an error.
 
         Raises:
+            NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
+                or inf. Its parameter was only decayed then.
             NonFiniteGradientError: On every rank; names a parameter and a rank.
             MissingGradientError: On every rank; names a parameter and two ranks.
         """
-        present, absent, nonfinite = self._reduced(grads)
+        present, absent, unusable, updates = self._reduced(grads)
+        self._check_updates(updates)
         for slot, name in enumerate(self._world.names):
             if present[slot] and absent[slot]:
                 raise MissingGradientError(
                     f"{name}: found a gradient on rank {present[slot] - 1} and none on rank "
                     f"{absent[slot] - 1}, expected one on all ranks or on none"
                 )
-        reason = self._describe(nonfinite)
+        reason = self._describe(unusable)
         if reason and not skips:
             raise NonFiniteGradientError(
                 f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without "
@@ -83,39 +120,70 @@ class StepGuard:
             reason=reason,
         )
 
-    def _reduced(self, grads: Sequence[Tensor | None]) -> tuple[list[int], list[int], list[int]]:
-        """By slot, the greatest rank (from 1) that has a gradient, lacks it, has a bad one."""
+    def _reduced(self, grads: Sequence[Tensor | None]) -> list[list[int]]:
+        """The greatest rank, from 1, for each of four questions, by slot; 0 is nobody.
+
+        By parameter: who has a gradient, who lacks it, whose is unusable; by matrix: who computed
+        an unusable update.
+        """
         mark, num_names = self._world.rank + 1, len(self._world.names)
-        flags = torch.zeros((3, num_names), dtype=torch.int64)
+        device = control_device(self._world.group)
+        sizes = [num_names] * 3 + [len(self._world.registry)]
+        host = torch.zeros(sum(sizes), dtype=torch.int64)
         for slot, grad in zip(self._slots, grads, strict=True):
-            flags[0 if grad is not None else 1, slot] = mark
-        nonempty = [
-            (slot, grad)
-            for slot, grad in zip(self._slots, grads, strict=True)
+            host[slot if grad is not None else num_names + slot] = mark
+        flags = host.to(device)
+        found = self._unusable(grads)
+        if self._updates:
+            places = [3 * num_names + self._matrix_slots[name] for name in self._updates]
+            found += list(zip(places, self._updates.values(), strict=True))
+            self._updates = {}
+        if found:
+            values = torch.stack([value for _, value in found])
+            flags[[place for place, _ in found]] = values.to(device, torch.int64) * mark
+        reduced = max_over(flags, self._world.group)
+        return [part.tolist() for part in reduced.split(sizes)]
+
+    def _unusable(self, grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
+        """Slot, and whether the gradient has a NaN, an inf or an entry beyond its bound."""
+        held = [
+            (2 * len(self._world.names) + slot, bound, grad)
+            for slot, bound, grad in zip(self._slots, self._bounds, grads, strict=True)
             if grad is not None and grad.numel() > 0
         ]
-        device = control_device(self._world.group)
-        flags = flags.to(device)
-        if nonempty:
-            # The largest entry, not the 2-norm: that of finite 1e30 entries is infinite.
-            largest = torch.stack(
-                torch._foreach_norm([grad for _, grad in nonempty], ord=float("inf"))
-            )
-            bad = (~torch.isfinite(largest)).to(device=device, dtype=torch.int64) * mark
-            flags[2, [slot for slot, _ in nonempty]] = bad
-        present, absent, nonfinite = max_over(flags, self._world.group).tolist()
-        return present, absent, nonfinite
+        if not held:
+            return []
+        # The largest entry, not the 2-norm: that of finite 1e30 entries is infinite.
+        norms = torch._foreach_norm([grad for _, _, grad in held], ord=float("inf"))
+        largest = torch.stack([norm.to(torch.float64) for norm in norms])
+        bounds = torch.tensor([bound for _, bound, _ in held], dtype=torch.float64)
+        # A comparison with NaN is false.
+        bad = ~(largest <= bounds.to(largest.device))
+        return [(slot, flag) for (slot, _, _), flag in zip(held, bad.unbind(), strict=True)]
 
-    def _describe(self, nonfinite: Sequence[int]) -> str:
+    def _check_updates(self, updates: Sequence[int]) -> None:
         bad = [
-            (name, mark - 1)
-            for name, mark in zip(self._world.names, nonfinite, strict=True)
-            if mark
+            (matrix, found - 1)
+            for matrix, found in zip(self._world.registry, updates, strict=True)
+            if found
+        ]
+        if bad:
+            matrix, rank = bad[0]
+            raise NonFiniteUpdateError(
+                f"{matrix.name}: the last update of this {matrix.operator_type} matrix was NaN or "
+                f"inf on its owner, rank {rank} (the first of {len(bad)} such matrices), and was "
+                "left out. Its momentum_buffer is damaged, or its schedule diverges: check the "
+                "schedule's coefficients, and go on from an earlier checkpoint"
+            )
+
+    def _describe(self, unusable: Sequence[int]) -> str:
+        bad = [
+            (name, mark - 1) for name, mark in zip(self._world.names, unusable, strict=True) if mark
         ]
         if not bad:
             return ""
         name, rank = bad[0]
         return (
-            f"{name}: found a NaN or inf in its gradient on rank {rank} (the first of {len(bad)} "
-            "such parameters)"
+            f"{name}: found a NaN, an inf or an entry too large for the optimizer's state in its "
+            f"gradient on rank {rank} (the first of {len(bad)} such parameters)"
         )

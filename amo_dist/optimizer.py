@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim.adamw import adamw
 from torch.profiler import record_function
 
-from amo_dist import checkpoint
+from amo_dist import adamw, checkpoint
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import (
     broadcast_text,
@@ -25,9 +24,9 @@ from amo_dist.distributed.agreement import (
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import make_plan
-from amo_dist.guard import StepGuard, StepVerdict
+from amo_dist.guard import StepGuard, StepVerdict, momentum_bound, second_moment_bound
 from amo_dist.kernels.elementwise import update_momentum
-from amo_dist.parameters import Entry, check_groups, local_gradient, local_tensor, resolve
+from amo_dist.parameters import check_groups, local_gradient, local_tensor, resolve
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.policies import AMOPolicy, Policy, TablePolicy, UniformPolicy, named_policy
 from amo_dist.schedule.types import Schedule
@@ -65,8 +64,6 @@ class Muon(torch.optim.Optimizer):
         ValueError: Groups of another origin, meta tensors, a bad hyperparameter; names field,
             found and expected.
     """
-
-    _work_class: type[StepWork] = StepWork
 
     def __init__(
         self,
@@ -127,23 +124,13 @@ class Muon(torch.optim.Optimizer):
         is_distributed = dist.is_available() and dist.is_initialized()
         return [dist.get_rank() if is_distributed else 0]
 
-    def _matrix_state(self, param: Tensor) -> dict[str, Tensor]:
-        """New state of a parameter with matrices, in its placements."""
-        dtype = getattr(torch, self.config.momentum_dtype)
-        return {"momentum_buffer": torch.zeros_like(param, dtype=dtype)}
-
     def _make_state(self) -> None:
+        dtype = getattr(torch, self.config.momentum_dtype)
         for entry in self._parameters.entries:
             if entry.views:
-                state = self._matrix_state(entry.param)
+                state = {"momentum_buffer": torch.zeros_like(entry.param, dtype=dtype)}
             else:
-                is_fused = self.config.adamw_implementation == "fused"
-                device = entry.param.device if is_fused else torch.device("cpu")
-                state = {
-                    "step": torch.zeros((), dtype=torch.float32, device=device),
-                    "exp_avg": torch.zeros_like(entry.param),
-                    "exp_avg_sq": torch.zeros_like(entry.param),
-                }
+                state = adamw.make_state(entry.param, self.config.adamw_implementation)
             for value in state.values():
                 value.requires_grad_(False)
             self.state[entry.param] = state
@@ -158,10 +145,18 @@ class Muon(torch.optim.Optimizer):
             }
             self._world = agree_on_world(self._parameters, configuration, self._process_group)
             self.policy.bind(self._world.registry)
-            self._plan_where_due(self._num_steps_taken, self._world)
             names = [entry.name for entry in self._parameters.entries]
-            self._guard = StepGuard(self._world, names)
+            self._guard = StepGuard(self._world, names, self._gradient_bounds())
         return self._world, self._guard
+
+    def _gradient_bounds(self) -> list[float]:
+        """By parameter, the largest gradient entry that no state can overflow from."""
+        momentum_dtype = getattr(torch, self.config.momentum_dtype)
+        of_matrices = momentum_bound(momentum_dtype, self.config.momentum)
+        return [
+            of_matrices if entry.views else second_moment_bound(entry.param.dtype)
+            for entry in self._parameters.entries
+        ]
 
     # ---------------------------------------------------------------- one step
 
@@ -177,7 +172,10 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             NonFiniteGradientError: On every rank, before anything has changed, where a gradient
-                of any rank is NaN or inf and ``config.nonfinite`` is ``error``.
+                of any rank is NaN, inf, or so large that state would overflow, and
+                ``config.nonfinite`` is ``error``.
+            NonFiniteUpdateError: On every rank, before anything has changed, where the update of
+                a matrix was NaN or inf in the step before (it was left out there).
             MissingGradientError: On every rank, where a parameter has a gradient on some of its
                 ranks only.
             RankMismatchError: On every rank, where ranks hold different structures or schedules.
@@ -231,6 +229,7 @@ class Muon(torch.optim.Optimizer):
         sample: Sequence[str],
     ) -> None:
         entries = self._parameters.entries
+        _, guard = self._prepare()
         present = [
             grad if verdict.has_gradient[index] else None for index, grad in enumerate(grads)
         ]
@@ -242,15 +241,14 @@ class Muon(torch.optim.Optimizer):
                 local_tensor(self.state[entries[i].param]["momentum_buffer"]) for i in moving
             ]
             update_momentum(buffers, [present[i] for i in moving], self.config.momentum)  # type: ignore[misc]
-        work = self._work_class(
-            state=self.state,
+        work = StepWork(
             parameters=self._parameters,
             params=[local_tensor(entry.param) for entry in entries],
             grads=present,
             buffers=dict(zip(moving, buffers, strict=True)),
             groups=self.param_groups,
             config=self.config,
-            schedules=self._schedules_by_matrix(step),
+            schedules=self.policy.schedules(step),
             observed=frozenset(sample),
         )
         exchanges = self._exchanges_for(step, sample)
@@ -264,38 +262,19 @@ class Muon(torch.optim.Optimizer):
             )
         if not exchanges:
             self._step_adamw(present)
-        work.finish(self._prepare()[0].groups_by_ranks)
         self._observed = work.ells
+        guard.report_updates(work.nonfinite)
         if sample:
             self._stopwatch.put("observe", work.observe_seconds)
 
     def _step_adamw(self, grads: Sequence[Tensor | None]) -> None:
-        """PyTorch's functional AdamW on local tensors; the bits are those of the whole."""
-        by_group: dict[int, list[tuple[Entry, Tensor]]] = defaultdict(list)
-        for entry, grad in zip(self._parameters.entries, grads, strict=True):
-            if not entry.views and grad is not None:
-                by_group[entry.group].append((entry, grad))
-        for index, members in by_group.items():
-            group = self.param_groups[index]
-            states = [self.state[entry.param] for entry, _ in members]
-            beta1, beta2 = group["betas"]
-            adamw(
-                [local_tensor(entry.param) for entry, _ in members],
-                [grad.to(entry.param.dtype) for entry, grad in members],
-                [local_tensor(state["exp_avg"]) for state in states],
-                [local_tensor(state["exp_avg_sq"]) for state in states],
-                [],
-                [state["step"] for state in states],
-                foreach=self.config.adamw_implementation == "foreach",
-                fused=self.config.adamw_implementation == "fused",
-                amsgrad=False,
-                beta1=beta1,
-                beta2=beta2,
-                lr=group["lr"] * group["lr_scale"],
-                weight_decay=group["weight_decay"],
-                eps=group["eps"],
-                maximize=False,
-            )
+        adamw.step_adamw(
+            self._parameters.entries,
+            grads,
+            self.state,
+            self.param_groups,
+            self.config.adamw_implementation,
+        )
 
     # ---------------------------------------------------------------- exchange
 
@@ -312,10 +291,10 @@ class Muon(torch.optim.Optimizer):
 
     def _plan_exchanges(self, step: int, sample: frozenset[str]) -> list[Exchange]:
         world, _ = self._prepare()
-        matrices = self._parameters.matrices
+        matrices, schedules = self._parameters.matrices, self.policy.schedules(step)
         costs = [
-            float(schedule.num_steps * ns_step_flops(*matrix.shape))
-            for matrix, schedule in zip(matrices, self._schedules_by_matrix(step), strict=True)
+            float(schedules[operator_type].num_steps * ns_step_flops(*matrix.shape))
+            for matrix, operator_type in zip(matrices, self._parameters.operator_types, strict=True)
         ]
         jobs = assign(matrices, costs, ownership=self.config.ownership, owners=self.config.owners)
         wire_dtype = getattr(torch, self.config.ns_dtype)
@@ -354,10 +333,6 @@ class Muon(torch.optim.Optimizer):
         check_alike_by_ranks("exchange plan", digests, world.group)
         return exchanges
 
-    def _schedules_by_matrix(self, step: int) -> list[Schedule]:
-        schedules, matrices = self.policy.schedules(step), self._parameters.matrices
-        return [schedules[self.policy.group_of(matrix.name)] for matrix in matrices]
-
     def _device(self) -> torch.device:
         return self._parameters.entries[0].param.device
 
@@ -378,28 +353,10 @@ class Muon(torch.optim.Optimizer):
             for name, value in zip(sample, agreed, strict=True)
         }
         self.policy.record(step, values)
-        self._plan_where_due(step, world)
-
-    def _plan_where_due(self, step: int, world: World) -> None:
-        """One rank plans, all adopt; where planning fails, all raise instead of waiting for it."""
-        if not self.policy.plan_due(step):
-            return
-        text, failure = "", None
-        if world.rank == 0:
-            try:
-                text = "plan:" + self.policy.make_plan()
-            except Exception as error:
-                failure = error
-                text = f"{type(error).__name__}:{error}"
-        kind, _, payload = broadcast_text(text, world.group).partition(":")
-        if kind == "plan":
-            self.policy.adopt_plan(payload)
-            return
-        if failure is not None:
-            raise failure
-        if kind == "ValueError":
-            raise ValueError(payload)
-        raise RuntimeError(f"planning failed on rank 0: {kind}: {payload}")
+        if self.policy.plan_due(step):
+            is_planner = world.rank == 0
+            payload = self.policy.make_plan() if is_planner else None
+            self.policy.adopt_plan(broadcast_text(payload, world.group))
 
     # ---------------------------------------------------------------- checkpoint and metrics
 
