@@ -65,6 +65,8 @@ class Muon(torch.optim.Optimizer):
             found and expected.
     """
 
+    _work_class: type[StepWork] = StepWork
+
     def __init__(
         self,
         params: Any,
@@ -124,11 +126,15 @@ class Muon(torch.optim.Optimizer):
         is_distributed = dist.is_available() and dist.is_initialized()
         return [dist.get_rank() if is_distributed else 0]
 
-    def _make_state(self) -> None:
+    def _matrix_state(self, param: Tensor) -> dict[str, Tensor]:
+        """New state of a parameter with matrices, in its placements."""
         dtype = getattr(torch, self.config.momentum_dtype)
+        return {"momentum_buffer": torch.zeros_like(param, dtype=dtype)}
+
+    def _make_state(self) -> None:
         for entry in self._parameters.entries:
             if entry.views:
-                state = {"momentum_buffer": torch.zeros_like(entry.param, dtype=dtype)}
+                state = self._matrix_state(entry.param)
             else:
                 state = adamw.make_state(entry.param, self.config.adamw_implementation)
             for value in state.values():
@@ -145,6 +151,7 @@ class Muon(torch.optim.Optimizer):
             }
             self._world = agree_on_world(self._parameters, configuration, self._process_group)
             self.policy.bind(self._world.registry)
+            self._plan_where_due(self._num_steps_taken, self._world)
             names = [entry.name for entry in self._parameters.entries]
             self._guard = StepGuard(self._world, names, self._gradient_bounds())
         return self._world, self._guard
@@ -241,14 +248,15 @@ class Muon(torch.optim.Optimizer):
                 local_tensor(self.state[entries[i].param]["momentum_buffer"]) for i in moving
             ]
             update_momentum(buffers, [present[i] for i in moving], self.config.momentum)  # type: ignore[misc]
-        work = StepWork(
+        work = self._work_class(
+            state=self.state,
             parameters=self._parameters,
             params=[local_tensor(entry.param) for entry in entries],
             grads=present,
             buffers=dict(zip(moving, buffers, strict=True)),
             groups=self.param_groups,
             config=self.config,
-            schedules=self.policy.schedules(step),
+            schedules=self._schedules_by_matrix(step),
             observed=frozenset(sample),
         )
         exchanges = self._exchanges_for(step, sample)
@@ -262,6 +270,7 @@ class Muon(torch.optim.Optimizer):
             )
         if not exchanges:
             self._step_adamw(present)
+        work.finish(self._prepare()[0].groups_by_ranks)
         self._observed = work.ells
         guard.report_updates(work.nonfinite)
         if sample:
@@ -291,10 +300,10 @@ class Muon(torch.optim.Optimizer):
 
     def _plan_exchanges(self, step: int, sample: frozenset[str]) -> list[Exchange]:
         world, _ = self._prepare()
-        matrices, schedules = self._parameters.matrices, self.policy.schedules(step)
+        matrices = self._parameters.matrices
         costs = [
-            float(schedules[operator_type].num_steps * ns_step_flops(*matrix.shape))
-            for matrix, operator_type in zip(matrices, self._parameters.operator_types, strict=True)
+            float(schedule.num_steps * ns_step_flops(*matrix.shape))
+            for matrix, schedule in zip(matrices, self._schedules_by_matrix(step), strict=True)
         ]
         jobs = assign(matrices, costs, ownership=self.config.ownership, owners=self.config.owners)
         wire_dtype = getattr(torch, self.config.ns_dtype)
@@ -333,6 +342,10 @@ class Muon(torch.optim.Optimizer):
         check_alike_by_ranks("exchange plan", digests, world.group)
         return exchanges
 
+    def _schedules_by_matrix(self, step: int) -> list[Schedule]:
+        schedules, matrices = self.policy.schedules(step), self._parameters.matrices
+        return [schedules[self.policy.group_of(matrix.name)] for matrix in matrices]
+
     def _device(self) -> torch.device:
         return self._parameters.entries[0].param.device
 
@@ -353,10 +366,28 @@ class Muon(torch.optim.Optimizer):
             for name, value in zip(sample, agreed, strict=True)
         }
         self.policy.record(step, values)
-        if self.policy.plan_due(step):
-            is_planner = world.rank == 0
-            payload = self.policy.make_plan() if is_planner else None
-            self.policy.adopt_plan(broadcast_text(payload, world.group))
+        self._plan_where_due(step, world)
+
+    def _plan_where_due(self, step: int, world: World) -> None:
+        """One rank plans, all adopt; where planning fails, all raise instead of waiting for it."""
+        if not self.policy.plan_due(step):
+            return
+        text, failure = "", None
+        if world.rank == 0:
+            try:
+                text = "plan:" + self.policy.make_plan()
+            except Exception as error:
+                failure = error
+                text = f"{type(error).__name__}:{error}"
+        kind, _, payload = broadcast_text(text, world.group).partition(":")
+        if kind == "plan":
+            self.policy.adopt_plan(payload)
+            return
+        if failure is not None:
+            raise failure
+        if kind == "ValueError":
+            raise ValueError(payload)
+        raise RuntimeError(f"planning failed on rank 0: {kind}: {payload}")
 
     # ---------------------------------------------------------------- checkpoint and metrics
 

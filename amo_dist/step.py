@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
@@ -31,8 +32,9 @@ class StepWork:
         buffers: Local momentum buffers, already updated, by index of the parameter.
         groups: Parameter groups of the optimizer.
         config: Numerics.
-        schedules: By operator type.
+        schedules: Of each matrix.
         observed: Names of the matrices to observe.
+        state: Of the optimizer, by parameter.
     """
 
     def __init__(
@@ -44,8 +46,9 @@ class StepWork:
         buffers: Mapping[int, Tensor],
         groups: Sequence[Mapping[str, Any]],
         config: MuonConfig,
-        schedules: Mapping[str, Schedule],
+        schedules: Sequence[Schedule],
         observed: frozenset[str],
+        state: Mapping[Tensor, Mapping[str, Any]],
     ) -> None:
         self.ells: dict[str, Tensor] = {}
         """Observed ``ell`` of the matrices that this rank reports: float64, 0-dim."""
@@ -60,6 +63,7 @@ class StepWork:
         self._config = config
         self._schedules = schedules
         self._observed = observed
+        self._state = state
         self._ns_dtype: torch.dtype = getattr(torch, config.ns_dtype)
 
     def read(self, parts: Sequence[Part]) -> list[Tensor]:
@@ -90,14 +94,28 @@ class StepWork:
 
     def write(self, parts: Sequence[Part], values: list[Tensor]) -> None:
         """Apply the update to the pieces whose result has arrived."""
+        matrices = self._parameters.matrices
+        arrived = [
+            (part, value, update_scale(matrices[part.matrix].shape, self._config.update_scale))
+            for part, value in zip(parts, values, strict=True)
+            if self._grads[matrices[part.matrix].tensor] is not None
+        ]
+        self._apply(arrived)
+
+    def finish(self, groups_by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]) -> None:
+        """What remains once every result has been written; collective where a subclass needs it.
+
+        Args:
+            groups_by_ranks: Process group of each set of ranks that shares parameters.
+        """
+
+    def _apply(self, updates: Sequence[tuple[Part, Tensor, float]]) -> None:
+        """Subtract updates, each with its scale, from the pieces of the parameters."""
         by_group: dict[int, list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
-        for part, value in zip(parts, values, strict=True):
-            matrix = self._parameters.matrices[part.matrix]
-            if self._grads[matrix.tensor] is not None:
-                piece = _cut(self._params[matrix.tensor], part.piece)
-                scale = update_scale(matrix.shape, self._config.update_scale)
-                index = self._parameters.entries[matrix.tensor].group
-                by_group[index].append((piece, value, scale))
+        for part, value, scale in updates:
+            tensor = self._parameters.matrices[part.matrix].tensor
+            piece = _cut(self._params[tensor], part.piece)
+            by_group[self._parameters.entries[tensor].group].append((piece, value, scale))
         with record_function("amo::update"):
             for index, members in by_group.items():
                 group = self._groups[index]
@@ -124,7 +142,7 @@ class StepWork:
         """Batched by shape and schedule off the CPU, where a batch is one kernel launch."""
         batches: dict[tuple[Schedule, torch.Size, int], list[int]] = defaultdict(list)
         for position, index in enumerate(owned):
-            schedule = self._schedules[self._parameters.operator_types[index]]
+            schedule = self._schedules[index]
             is_batched = matrices[position].device.type != "cpu"
             batch = 0 if is_batched else position
             batches[schedule, matrices[position].shape, batch].append(position)
