@@ -11,6 +11,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.plan import Plan, make_plan
+from amo_dist.simulate import add_simulate_command
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What ``argparse.ArgumentParser.add_subparsers`` returns."""
@@ -167,7 +168,7 @@ def _flops(text: str) -> int:
     return ns_step_flops(m, n) * count
 
 
-COMMANDS: tuple[Callable[[Subparsers], None], ...] = (add_plan_command,)
+COMMANDS: tuple[Callable[[Subparsers], None], ...] = (add_plan_command, add_simulate_command)
 """Each registers one command, whose parser sets ``run``: parsed arguments to an exit status."""
 
 

@@ -79,6 +79,7 @@ class MatrixLayout:
         shape: ``(m, n)``.
         ranks: Global ranks of the mesh, in the mesh's order.
         pieces_by_rank: Ranks that hold nothing of the matrix are absent.
+        elements_by_rank: How many elements each of these ranks holds.
         replicas: As in `TensorLayout`.
         key: Text that tells this layout from any other, for digests.
     """
@@ -88,6 +89,7 @@ class MatrixLayout:
     shape: tuple[int, int]
     ranks: tuple[int, ...]
     pieces_by_rank: Mapping[int, tuple[Piece, ...]]
+    elements_by_rank: Mapping[int, int]
     replicas: tuple[tuple[int, ...], ...]
     key: str
 
@@ -98,7 +100,7 @@ class MatrixLayout:
 
     def held_by(self, rank: int) -> int:
         """Elements of the matrix that ``rank`` holds."""
-        return sum(piece.num_elements for piece in self.pieces_by_rank.get(rank, ()))
+        return self.elements_by_rank.get(rank, 0)
 
 
 def _split(intervals: Sequence[Interval], start: int, stop: int) -> tuple[Interval, ...]:
@@ -317,7 +319,7 @@ class _LayoutKey:
 @functools.lru_cache(maxsize=4096)
 def _view(
     layout: _LayoutKey, boxes: tuple[Box, ...], dim: int
-) -> tuple[tuple[int, int], Mapping[int, tuple[Piece, ...]]]:
+) -> tuple[tuple[int, int], Mapping[int, tuple[Piece, ...]], Mapping[int, int]]:
     pieces: dict[int, list[Piece]] = {}
     offset = [0, 0]
     for box in boxes:
@@ -327,7 +329,9 @@ def _view(
         offset[dim] += (height, width)[dim]
         other = (height, width)[1 - dim]
     shape = (offset[0], other) if dim == 0 else (other, offset[1])
-    return shape, {rank: tuple(found) for rank, found in pieces.items() if found}
+    held = {rank: tuple(found) for rank, found in pieces.items() if found}
+    counts = {rank: sum(piece.num_elements for piece in found) for rank, found in held.items()}
+    return shape, held, counts
 
 
 def matrix_layout(
@@ -354,13 +358,14 @@ def matrix_layout(
         if len(layout.shape) != 2:
             raise ValueError(f"{name}: found shape {layout.shape}, expected a view for each matrix")
         boxes = (tuple((0, size) for size in layout.shape),)
-    shape, pieces = _view(_LayoutKey(layout), tuple(boxes), dim)
+    shape, pieces, counts = _view(_LayoutKey(layout), tuple(boxes), dim)
     return MatrixLayout(
         name=name,
         tensor=tensor,
         shape=shape,
         ranks=layout.ranks,
         pieces_by_rank=pieces,
+        elements_by_rank=counts,
         replicas=layout.replicas,
         key=f"{name}: {tuple(boxes)} along {dim} of {layout.key}",
     )

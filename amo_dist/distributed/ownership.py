@@ -56,7 +56,12 @@ def assign(
             ``replica``: one owner in each replica, so that no byte crosses replicas and each
             replica repeats the work.
     """
-    slots = [_slots(matrix, owners) for matrix in matrices]
+    # Matrices of one shape and layout share their counts: of a thousand ranks they are cut once.
+    known: dict[int, list[_Slot]] = {}
+    for matrix in matrices:
+        key = id(matrix.elements_by_rank)
+        known[key] = known.get(key) or _slots(matrix, owners)
+    slots = [known[id(matrix.elements_by_rank)] for matrix in matrices]
     chosen = _round_robin(matrices, slots)
     if ownership == "balanced":
         longest_first = _longest_first(matrices, slots, costs)
@@ -145,10 +150,9 @@ def _greatest_load(chosen: Sequence[_Slot], costs: Sequence[float]) -> float:
 
 
 def _jobs(index: int, matrix: MatrixLayout, slot: _Slot, owners: str) -> list[Job]:
-    replica_by_rank = {rank: replica for replica in matrix.replicas for rank in replica}
     jobs: list[Job] = []
     for position, owner in enumerate(slot):
-        sources = replica_by_rank[owner]
+        sources = next(replica for replica in matrix.replicas if owner in replica)
         targets = matrix.ranks if owners == "mesh" else sources
         jobs.append(Job(index, owner, sources, targets, reports=position == 0))
     return jobs

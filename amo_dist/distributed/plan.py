@@ -82,27 +82,6 @@ def is_local(job: Job, matrix: MatrixLayout) -> bool:
     return all(rank not in matrix.pieces_by_rank for rank in others)
 
 
-def sent_elements(
-    matrices: Sequence[MatrixLayout], jobs: Sequence[Job]
-) -> dict[tuple[int, int], tuple[int, int]]:
-    """What each rank sends to each other rank in one step.
-
-    Returns:
-        By ``(source, destination)``: elements gathered and elements delivered.
-    """
-    gathered: dict[tuple[int, int], int] = defaultdict(int)
-    delivered: dict[tuple[int, int], int] = defaultdict(int)
-    for job in jobs:
-        matrix = matrices[job.matrix]
-        for rank in job.sources:
-            if rank != job.owner and rank in matrix.pieces_by_rank:
-                gathered[rank, job.owner] += matrix.held_by(rank)
-        for rank in job.targets:
-            if rank != job.owner and rank in matrix.pieces_by_rank:
-                delivered[job.owner, rank] += matrix.held_by(rank)
-    return {pair: (gathered[pair], delivered[pair]) for pair in {**gathered, **delivered}}
-
-
 def make_plan(
     matrices: Sequence[MatrixLayout],
     jobs: Sequence[Job],
