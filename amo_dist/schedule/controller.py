@@ -123,6 +123,7 @@ class Controller:
         self._names_by_type: dict[str, tuple[str, ...]] = {}
         self._costs: dict[str, int] = {}
         self._config_may_differ = False
+        self._replanned_at: int | None = None
 
     @property
     def observations(self) -> tuple[Observation, ...]:
@@ -269,16 +270,24 @@ class Controller:
         return {
             "observations": [observation.to_dict() for observation in self._observations],
             "plan": None if self._plan is None else self._plan.to_dict(),
+            "replanned_at": self._replanned_at,
         }
 
     def load_dict(
-        self, observations: object, plan: object, *, allow_config_change: bool = False
+        self,
+        observations: object,
+        plan: object,
+        replanned_at: object = None,
+        *,
+        allow_config_change: bool = False,
     ) -> None:
         """Restore what ``to_dict`` wrote; on an error nothing has changed.
 
         Args:
             observations: Its entry ``observations``.
             plan: Its entry ``plan``.
+            replanned_at: Its entry ``replanned_at``: observations up to this step may have been
+                made by another configuration, and the plan needs at least one made after it.
             allow_config_change: Accept a state that another configuration made. A plan made
                 stays in force as it is.
 
@@ -291,14 +300,31 @@ class Controller:
             Observation.from_dict(found, f"observations[{i}]") for i, found in enumerate(listed)
         )
         parsed_plan = None if plan is None else Plan.from_dict(plan)
-        before = self._config_may_differ
-        self._config_may_differ = allow_config_change
+        if replanned_at is not None:
+            replanned_at = fields.read_int("replanned_at", replanned_at, 0)
+        before = self._config_may_differ, self._replanned_at
+        self._config_may_differ, self._replanned_at = allow_config_change, replanned_at
         try:
             self._check_state(parsed, parsed_plan, self._costs)
         except ValueError:
-            self._config_may_differ = before
+            self._config_may_differ, self._replanned_at = before
             raise
         self._observations, self._plan = parsed, parsed_plan
+
+    def check_progress(self, steps_taken: int) -> None:
+        """Refuse a restored state that is not one of a run of ``steps_taken`` optimizer steps.
+
+        Raises:
+            ValueError: Observations are missing for that step, or ahead of it.
+        """
+        last = self._observations[-1].step if self._observations else 0
+        latest = max(last, self._replanned_at or 0)
+        if latest > steps_taken:
+            fields.fail("steps_taken", steps_taken, f"at least {latest}, as in the observations")
+        due = self._next_observation()
+        if self._plan is None and due <= min(steps_taken, self._horizon):
+            expected = f"the one of step {due} too, after {steps_taken} steps"
+            fields.fail("observations", [o.step for o in self._observations], expected)
 
     @property
     def _stays_uniform(self) -> bool:
@@ -307,23 +333,33 @@ class Controller:
     @property
     def _horizon(self) -> int:
         """The step of the last observation. Once planned, it is the one the plan came at."""
-        if self._plan is not None:
-            return self._observations[-1].step
-        return self._config.observe_until
+        return self._observations[-1].step if self._plan is not None else self._planned_horizon
+
+    @property
+    def _planned_horizon(self) -> int:
+        """The step at which this configuration plans."""
+        until = self._config.observe_until
+        if self._replanned_at is None:
+            return until
+        return max(until, self._following(self._replanned_at))
+
+    def _following(self, step: int) -> int:
+        """The first step for an observation after ``step``."""
+        every = self._config.observe_every
+        return (step // every + 1) * every
 
     def _is_complete(self) -> bool:
         last = self._observations[-1].step if self._observations else 0
-        return last >= self._config.observe_until
+        return last >= self._planned_horizon
 
     def _require_complete(self) -> None:
         if not self._is_complete():
-            expected = f"observations up to step {self._config.observe_until}"
+            expected = f"observations up to step {self._planned_horizon}"
             fields.fail("observations", [o.step for o in self._observations], expected)
 
     def _next_observation(self) -> int:
-        every = self._config.observe_every
         last = self._observations[-1].step if self._observations else 0
-        return (last // every + 1) * every
+        return self._following(max(last, self._replanned_at or 0))
 
     def _with_fallback(self, robust: Mapping[str, float | None]) -> tuple[float, ...]:
         return tuple(self._config.base_ell if ell is None else ell for ell in robust.values())
@@ -363,14 +399,18 @@ class Controller:
             if any(later <= earlier for earlier, later in pairwise(steps)):
                 fields.fail("observations", list(steps), "rising steps")
             return
-        every, until = self._config.observe_every, self._config.observe_until
+        every, until = self._config.observe_every, self._planned_horizon
+        earlier, foreign_until = 0, self._replanned_at or 0
         for i, step in enumerate(steps):
-            if step != (i + 1) * every or step > until:
+            due = self._following(max(earlier, foreign_until))
+            is_foreign = earlier < step <= foreign_until
+            if not is_foreign and (step != due or step > until):
                 fields.fail(
                     f"observations[{i}].step",
                     step,
-                    f"{(i + 1) * every}, with observe_every = {every} and observe_until = {until}",
+                    f"{due}, with observe_every = {every} and observe_until = {until}",
                 )
+            earlier = step
         if plan is not None and steps[-1] != until:
             fields.fail("plan", "a plan", f"null before the observation at step {until}")
 

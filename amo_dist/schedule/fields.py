@@ -16,7 +16,9 @@ _show.maxdict = _show.maxlist = _show.maxtuple = 16
 
 def fail(field: str, found: object, expected: str) -> NoReturn:
     """Raise the ``ValueError`` for one field: what was found and what was expected."""
-    raise ValueError(f"{field}: found {_show.repr(found)}, expected {expected}")
+    # A name from a damaged state may hold line ends: errors stay on one line.
+    place = field if field.isprintable() else _show.repr(field)
+    raise ValueError(f"{place}: found {_show.repr(found)}, expected {expected}")
 
 
 def read_json(field: str, text: object) -> Any:

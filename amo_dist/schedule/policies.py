@@ -163,6 +163,13 @@ class Policy(abc.ABC):
                 with this policy's configuration or with the registry; the message names it.
         """
 
+    def check_progress(self, steps_taken: int) -> None:  # noqa: B027 (most have none)
+        """Refuse a restored state that is not one of a run of ``steps_taken`` optimizer steps.
+
+        Raises:
+            ValueError: It is behind or ahead of that step; names the field.
+        """
+
     def metrics(self, step: int) -> dict[str, float]:
         """Plain numbers for a logger: ``amo/ns_steps/<operator type>``."""
         return {
@@ -336,11 +343,18 @@ class AMOPolicy(Policy):
         self, state: Mapping[str, Any], *, allow_config_change: bool = False
     ) -> None:
         """Restore observations and plan; a plan made stays in force as it is."""
-        record = _read_state(state, self.name, ["observations", "plan"])
+        record = _read_state(state, self.name, ["observations", "plan", "replanned_at"])
         self.controller.load_dict(
-            record["observations"], record["plan"], allow_config_change=allow_config_change
+            record["observations"],
+            record["plan"],
+            record["replanned_at"],
+            allow_config_change=allow_config_change,
         )
         self._last = None
+
+    def check_progress(self, steps_taken: int) -> None:
+        """See ``Policy.check_progress``."""
+        self.controller.check_progress(steps_taken)
 
     def metrics(self, step: int) -> dict[str, float]:
         """Plain numbers for a logger, the same keys at every step.

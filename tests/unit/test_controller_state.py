@@ -88,7 +88,10 @@ def test_corrupted_state_raises_only_value_errors(data: Any, bound: bool, may_di
     failure = ""
     try:
         target.load_dict(
-            state.get("observations"), state.get("plan"), allow_config_change=may_differ
+            state.get("observations"),
+            state.get("plan"),
+            state.get("replanned_at"),
+            allow_config_change=may_differ,
         )
     except ValueError as error:
         failure = str(error)
@@ -101,6 +104,7 @@ def test_corrupted_state_raises_only_value_errors(data: Any, bound: bool, may_di
         assert target.to_dict() == {
             "observations": state.get("observations"),
             "plan": state.get("plan"),
+            "replanned_at": state.get("replanned_at"),
         }
 
 
