@@ -1,0 +1,227 @@
+"""Plans of all ranks fit together, move what the ledger says, and give every rank its result."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amo_dist.distributed.ledger import Volume, predict, sent_by_pair, sent_by_plan
+from amo_dist.distributed.ownership import Job, assign
+from amo_dist.distributed.plan import Bucket, ExchangePlan, Part, make_plan
+from tests.layouts import Model, build, local_tensor, models
+
+few = settings(max_examples=30, deadline=None)
+WIRE, WIDE = 2, 4
+
+
+def plan_all(
+    model: Model, jobs: tuple[Job, ...], bucket_bytes: int, wide: frozenset[int] = frozenset()
+) -> dict[int, ExchangePlan]:
+    sizes = [
+        matrix.num_elements * (WIDE if index in wide else WIRE)
+        for index, matrix in enumerate(model.matrices)
+    ]
+    return {
+        rank: make_plan(
+            model.matrices,
+            jobs,
+            rank=rank,
+            peers=model.ranks,
+            bytes_by_matrix=sizes,
+            bucket_bytes=bucket_bytes,
+            wide=wide,
+        )
+        for rank in model.ranks
+    }
+
+
+@st.composite
+def problems(
+    draw: st.DrawFn,
+) -> tuple[Model, tuple[Job, ...], dict[int, ExchangePlan], int, frozenset[int]]:
+    model = draw(models(max_ranks=24))
+    indices = range(len(model.matrices))
+    jobs = assign(
+        model.matrices,
+        [float(matrix.num_elements) for matrix in model.matrices],
+        ownership=draw(st.sampled_from(["round_robin", "balanced"])),
+        owners=draw(st.sampled_from(["mesh", "replica"])),
+    )
+    wide = frozenset(index for index in indices if draw(st.booleans()))
+    bucket_bytes = draw(st.sampled_from([1, 100, 1000, 10**6]))
+    return model, jobs, plan_all(model, jobs, bucket_bytes, wide), bucket_bytes, wide
+
+
+@few
+@given(problems())
+def test_what_one_rank_sends_is_what_the_other_receives(problem: tuple) -> None:
+    model, _, plans, _, _ = problem
+    assert len({plan.digest for plan in plans.values()}) == 1
+    assert len({len(plan.buckets) for plan in plans.values()}) == 1
+    place = {rank: index for index, rank in enumerate(model.ranks)}
+    for number in range(len(plans[model.ranks[0]].buckets)):
+        buckets = {rank: plan.buckets[number] for rank, plan in plans.items()}
+        assert len({bucket.wide for bucket in buckets.values()}) == 1
+        for source in model.ranks:
+            for destination in model.ranks:
+                here, there = buckets[source], buckets[destination]
+                to, back = place[destination], place[source]
+                assert here.gather_send[to] == there.gather_receive[back]
+                assert here.deliver_send[to] == there.deliver_receive[back]
+            own = place[source]
+            assert here.gather_send[own] == here.deliver_send[own] == ()
+
+
+@few
+@given(problems())
+def test_plans_move_what_the_ledger_says(problem: tuple) -> None:
+    model, jobs, plans, _, wide = problem
+    pairs = sent_by_pair(model.matrices, jobs, max(model.ranks) + 1, wide)
+    found = {
+        (rank, peer): volume
+        for rank, plan in plans.items()
+        for peer, volume in sent_by_plan(plan).items()
+    }
+    assert found == pairs
+    assert sum(pairs.values(), Volume()) == predict(model.matrices, jobs, wide)
+
+
+@few
+@given(problems())
+def test_each_job_is_in_one_bucket_of_its_owner_and_no_bucket_is_too_full(problem: tuple) -> None:
+    model, jobs, plans, bucket_bytes, wide = problem
+    owned: list[tuple[int, int]] = []
+    for rank, plan in plans.items():
+        for bucket in (*plan.buckets, *plan.local):
+            owned += [(index, rank) for index in bucket.owned]
+            assert all((index in wide) == bucket.wide for index in bucket.owned)
+            item = WIDE if bucket.wide else WIRE
+            sizes = [model.matrices[index].num_elements * item for index in bucket.owned]
+            assert sum(sizes) <= bucket_bytes or len(sizes) == 1
+            assert bucket.reported <= set(bucket.owned)
+    assert sorted(owned) == sorted((job.matrix, job.owner) for job in jobs)
+    reported = [
+        index
+        for plan in plans.values()
+        for bucket in (*plan.buckets, *plan.local)
+        for index in bucket.reported
+    ]
+    assert sorted(reported) == list(range(len(model.matrices)))
+
+
+def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int, torch.Tensor]]:
+    """Carry out the plans of all ranks in one process; the computation negates a matrix.
+
+    Returns:
+        For each tensor, what each rank holds afterwards.
+    """
+    wholes = [
+        torch.arange(1, 1 + torch.Size(layout.shape).numel()).view(layout.shape)
+        for layout in model.tensors
+    ]
+    before = [
+        {rank: local_tensor(layout, whole, rank) for rank in model.ranks}
+        for layout, whole in zip(model.tensors, wholes, strict=True)
+    ]
+    after = [{rank: torch.zeros_like(local) for rank, local in held.items()} for held in before]
+
+    def source(tensors: list[dict[int, torch.Tensor]], part: Part, rank: int) -> torch.Tensor:
+        local = tensors[model.matrices[part.matrix].tensor][rank]
+        return local[tuple(slice(*interval) for interval in part.piece.source)]
+
+    def gathered(bucket: Bucket, rank: int) -> dict[int, torch.Tensor]:
+        whole = {i: torch.zeros(model.matrices[i].shape, dtype=torch.int64) for i in bucket.owned}
+        arrivals = [(rank, part) for part in bucket.kept]
+        for peer, parts in zip(plans[rank].peers, bucket.gather_receive, strict=True):
+            arrivals += [(peer, part) for part in parts]
+        for peer, part in arrivals:
+            rows, columns = (slice(*interval) for interval in part.piece.target)
+            place = whole[part.matrix][rows, columns]
+            place += source(before, part, peer).reshape(place.shape)
+        return whole
+
+    for rank, plan in plans.items():
+        for bucket in (*plan.buckets, *plan.local):
+            whole = {index: -matrix for index, matrix in gathered(bucket, rank).items()}
+            deliveries = [(rank, part) for part in bucket.returned]
+            for peer, parts in zip(plan.peers, bucket.deliver_send, strict=True):
+                deliveries += [(peer, part) for part in parts]
+            for peer, part in deliveries:
+                rows, columns = (slice(*interval) for interval in part.piece.target)
+                place = source(after, part, peer)
+                place += whole[part.matrix][rows, columns].reshape(place.shape)
+    return after
+
+
+@few
+@given(problems())
+def test_carried_out_on_paper_every_rank_gets_its_part_of_the_result_once(problem: tuple) -> None:
+    model, _, plans, _, _ = problem
+    for layout, held in zip(model.tensors, run_on_paper(model, plans), strict=True):
+        whole = -torch.arange(1, 1 + torch.Size(layout.shape).numel()).view(layout.shape)
+        for rank, local in held.items():
+            assert torch.equal(local, local_tensor(layout, whole, rank))
+
+
+@pytest.mark.parametrize("kind", ["hsdp_tp_columns", "hsdp_tp_rows"])
+@pytest.mark.parametrize("shape", [(8, 12), (7, 5), (1, 9), (3, 2)])
+def test_replicas_of_fsdp_over_tensor_parallelism_on_eight_ranks(
+    kind: str, shape: tuple[int, int]
+) -> None:
+    model = build(kind, torch.arange(8).view(2, 2, 2), [shape] * 3)
+    jobs = assign(model.matrices, [1.0] * 3)
+    after = run_on_paper(model, plan_all(model, jobs, 64))
+    whole = -torch.arange(1, 1 + shape[0] * shape[1]).view(shape)
+    for held in after:
+        for rank, local in held.items():
+            assert torch.equal(local, local_tensor(model.tensors[0], whole, rank))
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 32])
+def test_even_fsdp_sends_the_volume_of_the_formula(ranks: int) -> None:
+    model = build("fsdp", torch.arange(ranks), [(2 * ranks, 5), (ranks, 3), (4 * ranks, 1)])
+    elements = sum(matrix.num_elements for matrix in model.matrices)
+    jobs = assign(model.matrices, [1.0] * 3)
+    mean = Fraction(WIRE * predict(model.matrices, jobs).elements, ranks)
+    assert mean == Fraction(2 * WIRE * elements * (ranks - 1), ranks**2)
+
+
+def test_a_replica_is_delivered_to_once_more() -> None:
+    model = build("hsdp", torch.arange(6).view(3, 2), [(4, 5)])
+    jobs = assign(model.matrices, [1.0])
+    # The owner holds 10 of 20: it gathers the rest, and delivers to three replicas less its own.
+    assert predict(model.matrices, jobs) == Volume(gathered=10, delivered=3 * 20 - 10)
+
+
+def test_an_observed_matrix_is_counted_in_its_own_dtype() -> None:
+    model = build("fsdp", torch.arange(2), [(4, 5)])
+    volume = predict(model.matrices, assign(model.matrices, [1.0]), frozenset({0}))
+    assert volume == Volume(gathered_wide=10, delivered=10)
+    assert volume.num_bytes(WIRE, WIDE) == 10 * WIDE + 10 * WIRE
+
+
+def test_observed_matrices_come_first() -> None:
+    model = build("fsdp", torch.arange(2), [(4, 5)] * 4)
+    jobs = assign(model.matrices, [1.0] * 4)
+    plan = plan_all(model, jobs, 10**6, frozenset({3}))[0]
+    assert [bucket.wide for bucket in plan.buckets] == [True, False]
+
+
+def test_the_digest_tells_plans_apart() -> None:
+    model = build("fsdp", torch.arange(2), [(4, 5)] * 3)
+    jobs = assign(model.matrices, [1.0] * 3)
+    swapped = assign(model.matrices[::-1], [1.0] * 3)
+    variants = {
+        "same": plan_all(model, jobs, 10**6),
+        "full buckets": plan_all(model, jobs, 1),
+        "wide": plan_all(model, jobs, 10**6, frozenset({1})),
+        "other order": plan_all(model, swapped[::-1], 10**6),
+        "fewer": plan_all(model, jobs[:2], 10**6),
+    }
+    digests = {name: plans[0].digest for name, plans in variants.items()}
+    assert len(set(digests.values())) == len(digests)
+    assert digests["same"] == plan_all(model, jobs, 10**6)[1].digest

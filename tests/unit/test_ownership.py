@@ -1,0 +1,132 @@
+"""Owners: one for each matrix or one in each replica, and balanced where that helps."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from amo_dist.distributed.ledger import sent_by_pair
+from amo_dist.distributed.ownership import Job, assign, load_by_rank
+from tests.layouts import Model, build, models
+
+few = settings(max_examples=40, deadline=None)
+OWNERSHIP = st.sampled_from(["round_robin", "balanced"])
+OWNERS = st.sampled_from(["mesh", "replica"])
+
+
+def greatest(jobs: tuple[Job, ...], costs: list[float]) -> float:
+    return max(load_by_rank(jobs, costs).values())
+
+
+def draw_costs(data: st.DataObject, count: int) -> list[float]:
+    # Integers: sums are exact in any order.
+    return [float(data.draw(st.integers(1, 100))) for _ in range(count)]
+
+
+@few
+@given(models(), st.data(), OWNERSHIP, OWNERS)
+def test_each_matrix_has_one_owner_or_one_in_each_replica(
+    model: Model, data: st.DataObject, ownership: str, owners: str
+) -> None:
+    costs = draw_costs(data, len(model.matrices))
+    jobs = assign(model.matrices, costs, ownership=ownership, owners=owners)
+    by_matrix: dict[int, list[Job]] = defaultdict(list)
+    for job in jobs:
+        by_matrix[job.matrix].append(job)
+    assert sorted(by_matrix) == list(range(len(model.matrices)))
+    for index, found in by_matrix.items():
+        matrix = model.matrices[index]
+        assert [job.reports for job in found].count(True) == 1
+        targets = Counter(rank for job in found for rank in job.targets)
+        assert targets == Counter(matrix.ranks)  # each gets its result from one owner
+        if owners == "mesh":
+            assert len(found) == 1
+        else:
+            assert sorted(job.sources for job in found) == sorted(matrix.replicas)
+        for job in found:
+            assert job.owner in job.sources
+            assert job.sources in matrix.replicas
+
+
+@few
+@given(models(), st.data(), OWNERS)
+def test_balanced_is_never_worse_than_round_robin(
+    model: Model, data: st.DataObject, owners: str
+) -> None:
+    costs = draw_costs(data, len(model.matrices))
+    dealt = assign(model.matrices, costs, owners=owners)
+    balanced = assign(model.matrices, costs, ownership="balanced", owners=owners)
+    assert greatest(balanced, costs) <= greatest(dealt, costs)
+
+
+@few
+@given(st.integers(2, 64), st.data())
+def test_balanced_stays_below_the_mean_and_the_largest_job(ranks: int, data: st.DataObject) -> None:
+    # Rows enough that no rank holds a matrix whole: every rank may own each.
+    count = data.draw(st.integers(1, 100))
+    model = build("fsdp", torch.arange(ranks), [(2 * ranks, 1)] * count)
+    costs = draw_costs(data, count)
+    jobs = assign(model.matrices, costs, ownership="balanced")
+    assert greatest(jobs, costs) <= sum(costs) / ranks + max(costs)
+
+
+@few
+@given(st.integers(2, 12), st.data())
+def test_longest_first_takes_the_rank_with_the_least_work(ranks: int, data: st.DataObject) -> None:
+    count = data.draw(st.integers(1, 30))
+    model = build("fsdp", torch.arange(ranks), [(2 * ranks, 1)] * count)
+    costs = draw_costs(data, count)
+    loads = [0.0] * ranks
+    expected = {}
+    for index in sorted(range(count), key=lambda i: (-costs[i], model.matrices[i].name)):
+        rank = min(range(ranks), key=loads.__getitem__)
+        expected[index] = rank
+        loads[rank] += costs[index]
+    jobs = assign(model.matrices, costs, ownership="balanced")
+    dealt = assign(model.matrices, costs)
+    if max(loads) < greatest(dealt, costs):
+        assert {job.matrix: job.owner for job in jobs} == expected
+    else:
+        assert jobs == dealt
+
+
+def test_round_robin_deals_in_order() -> None:
+    model = build("fsdp", torch.arange(3), [(6, 2)] * 7)
+    owners = [job.owner for job in assign(model.matrices, [1.0] * 7)]
+    assert owners == [0, 1, 2, 0, 1, 2, 0]
+
+
+def test_balanced_evens_out_what_round_robin_piles_up() -> None:
+    model = build("fsdp", torch.arange(2), [(4, 2)] * 4)
+    costs = [9.0, 1.0, 9.0, 1.0]
+    assert greatest(assign(model.matrices, costs), costs) == 18.0
+    assert greatest(assign(model.matrices, costs, ownership="balanced"), costs) == 10.0
+
+
+def test_a_matrix_goes_to_a_rank_that_holds_it_whole() -> None:
+    # One row: torch.chunk gives it to the first rank.
+    model = build("fsdp", torch.arange(4), [(1, 8), (8, 8), (1, 8)])
+    owners = [job.owner for job in assign(model.matrices, [1.0] * 3)]
+    assert owners == [0, 0, 0]
+
+
+@pytest.mark.parametrize("ownership", ["round_robin", "balanced"])
+def test_experts_sharded_on_their_first_dim_stay_where_they_are(ownership: str) -> None:
+    model = build("experts_0", torch.arange(4), [(8, 6, 5), (8, 5, 6)])
+    jobs = assign(model.matrices, [1.0] * 16, ownership=ownership)
+    assert sent_by_pair(model.matrices, jobs, 4) == {}
+    assert [job.owner for job in jobs] == [
+        rank for _ in range(2) for rank in (0, 0, 1, 1, 2, 2, 3, 3)
+    ]
+
+
+def test_owners_in_each_replica_send_nothing_to_another() -> None:
+    model = build("hsdp", torch.arange(6).view(2, 3), [(7, 4), (5, 5), (2, 9)])
+    jobs = assign(model.matrices, [1.0] * 3, owners="replica")
+    pairs = sent_by_pair(model.matrices, jobs, 6)
+    assert pairs
+    assert {(source // 3, destination // 3) for source, destination in pairs} == {(0, 0), (1, 1)}
