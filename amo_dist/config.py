@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from typing import Any
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
+_WIRE_DTYPES = ("bfloat16", "float32", "float64")
 
 
 def _require(condition: bool, field: str, found: object, expected: str) -> None:
@@ -63,7 +65,7 @@ class MuonConfig:
     def __post_init__(self) -> None:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
         _require_real("update_scale", self.update_scale, "a number > 0", 5e-324, math.inf)
-        _require_choice("ns_dtype", self.ns_dtype, _DTYPES)
+        _require_choice("ns_dtype", self.ns_dtype, _WIRE_DTYPES)
         _require_choice("momentum_dtype", self.momentum_dtype, _DTYPES)
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
         _require_choice("owners", self.owners, ("mesh", "replica"))
@@ -102,7 +104,7 @@ class AMOConfig(MuonConfig):
     base_steps: int = 5
     """``T_base``: Newton-Schulz steps of every operator type before the plan."""
     base_ell: float = 1e-3
-    """``ell_base``: the lower bound for which the uniform schedule is composed; in (0, 1]."""
+    """``ell_base``: the lower bound for which the uniform schedule is composed; in (0, 0.99]."""
     budget_ratio: float = 1.0
     """Planned Newton-Schulz work over that of the uniform schedule; > 0."""
     min_steps: int = 3
@@ -120,6 +122,8 @@ class AMOConfig(MuonConfig):
     """Observe and record, but never plan: the uniform schedule stays for the whole run."""
     seed: int = 42
     """Seeds the draw of observed matrices."""
+    on_config_change: str = "error"
+    """Where a checkpoint has other settings: ``error``, ``keep_checkpoint`` or ``replan``."""
 
     def __post_init__(self) -> None:
         # The zero-argument form of super() fails here: slots=True makes a second class.
@@ -152,6 +156,9 @@ class AMOConfig(MuonConfig):
         is_bool = isinstance(self.observe_only, bool)
         _require(is_bool, "observe_only", self.observe_only, "true or false")
         _require_int("seed", self.seed, 0)
+        _require_choice(
+            "on_config_change", self.on_config_change, ("error", "keep_checkpoint", "replan")
+        )
 
     @property
     def lock_step(self) -> int:

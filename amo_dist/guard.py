@@ -13,7 +13,9 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import control_device, max_over
+from amo_dist.parameters import Entry
 from amo_dist.world import World
 
 
@@ -59,6 +61,14 @@ def second_moment_bound(dtype: torch.dtype) -> float:
     An infinite second moment never recovers: its parameter would stand still for good.
     """
     return math.sqrt(torch.finfo(dtype).max) / 2.0
+
+
+def gradient_bounds(entries: Sequence[Entry], config: MuonConfig) -> list[float]:
+    """By parameter, the largest gradient entry from which no state can overflow."""
+    of_matrices = momentum_bound(getattr(torch, config.momentum_dtype), config.momentum)
+    return [
+        of_matrices if entry.views else second_moment_bound(entry.param.dtype) for entry in entries
+    ]
 
 
 class StepGuard:

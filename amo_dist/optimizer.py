@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -14,21 +13,19 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from amo_dist import adamw, checkpoint
+from amo_dist.arguments import as_policy, check_hyperparameters
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import (
     broadcast_text,
     check_alike,
-    check_alike_by_ranks,
     sum_over,
 )
 from amo_dist.distributed.exchange import Exchange
-from amo_dist.distributed.ownership import assign
-from amo_dist.distributed.plan import make_plan
-from amo_dist.guard import StepGuard, StepVerdict, momentum_bound, second_moment_bound
+from amo_dist.exchanges import plan_exchanges
+from amo_dist.guard import StepGuard, StepVerdict, gradient_bounds
 from amo_dist.kernels.elementwise import update_momentum
 from amo_dist.parameters import check_groups, local_gradient, local_tensor, resolve
-from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.policies import AMOPolicy, Policy, TablePolicy, UniformPolicy, named_policy
+from amo_dist.schedule.policies import AMOPolicy, Policy
 from amo_dist.schedule.types import Schedule
 from amo_dist.step import StepWork
 from amo_dist.timing import Stopwatch
@@ -80,9 +77,9 @@ class Muon(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         groups = check_groups(params)
-        _check_hyperparameters(lr, weight_decay, betas, eps)
+        check_hyperparameters(lr, weight_decay, betas, eps)
         self.config = MuonConfig() if config is None else config
-        self.policy = _policy(schedule)
+        self.policy = as_policy(schedule)
         self._process_group = process_group
         views = [group.pop("matrix_views", {}) for group in groups]
         defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
@@ -152,18 +149,13 @@ class Muon(torch.optim.Optimizer):
             self._world = agree_on_world(self._parameters, configuration, self._process_group)
             self.policy.bind(self._world.registry)
             self._plan_where_due(self._num_steps_taken, self._world)
-            names = [entry.name for entry in self._parameters.entries]
-            self._guard = StepGuard(self._world, names, self._gradient_bounds())
+            self._guard = self._make_guard(self._world)
         return self._world, self._guard
 
-    def _gradient_bounds(self) -> list[float]:
-        """By parameter, the largest gradient entry that no state can overflow from."""
-        momentum_dtype = getattr(torch, self.config.momentum_dtype)
-        of_matrices = momentum_bound(momentum_dtype, self.config.momentum)
-        return [
-            of_matrices if entry.views else second_moment_bound(entry.param.dtype)
-            for entry in self._parameters.entries
-        ]
+    def _make_guard(self, world: World) -> StepGuard:
+        entries = self._parameters.entries
+        names = [entry.name for entry in entries]
+        return StepGuard(world, names, gradient_bounds(entries, self.config))
 
     # ---------------------------------------------------------------- one step
 
@@ -291,56 +283,19 @@ class Muon(torch.optim.Optimizer):
         """The exchanges of this step: kept until the observed matrices or the lock change."""
         key = self._key_of_exchange(step, sample)
         if key != self._exchange_key:
-            self._exchanges = self._plan_exchanges(step, frozenset(sample))
+            self._exchanges = plan_exchanges(
+                self._parameters,
+                self._schedules_by_matrix(step),
+                frozenset(sample),
+                world=self._prepare()[0],
+                config=self.config,
+                device=self._device(),
+            )
             self._exchange_key = key
         return self._exchanges
 
     def _key_of_exchange(self, step: int, sample: Sequence[str]) -> object:
         return tuple(sample), self.policy.phase(step) == "locked"
-
-    def _plan_exchanges(self, step: int, sample: frozenset[str]) -> list[Exchange]:
-        world, _ = self._prepare()
-        matrices = self._parameters.matrices
-        costs = [
-            float(schedule.num_steps * ns_step_flops(*matrix.shape))
-            for matrix, schedule in zip(matrices, self._schedules_by_matrix(step), strict=True)
-        ]
-        jobs = assign(matrices, costs, ownership=self.config.ownership, owners=self.config.owners)
-        wire_dtype = getattr(torch, self.config.ns_dtype)
-        wide_dtype = getattr(torch, self.config.momentum_dtype)
-        wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in sample)
-        sizes = [
-            matrix.num_elements * (wide_dtype if i in wide else wire_dtype).itemsize
-            for i, matrix in enumerate(matrices)
-        ]
-        exchanges: list[Exchange] = []
-        digests: dict[tuple[int, ...], str] = {}
-        for ranks, group in world.groups_by_ranks.items():
-            here = [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
-            plan = make_plan(
-                matrices,
-                here,
-                rank=world.rank,
-                peers=ranks if group is None else dist.get_process_group_ranks(group),
-                bytes_by_matrix=sizes,
-                bucket_bytes=self.config.bucket_bytes,
-                wide=wide,
-            )
-            digests[ranks] = plan.digest
-            if here:
-                exchanges.append(
-                    Exchange(
-                        plan,
-                        matrices,
-                        group=group,
-                        device=self._device(),
-                        wire_dtype=wire_dtype,
-                        wide_dtype=wide_dtype,
-                        buckets_in_flight=self.config.buckets_in_flight,
-                    )
-                )
-        check_alike_by_ranks("exchange plan", digests, world.group)
-        return exchanges
 
     def _schedules_by_matrix(self, step: int) -> list[Schedule]:
         schedules, matrices = self.policy.schedules(step), self._parameters.matrices
@@ -392,6 +347,21 @@ class Muon(torch.optim.Optimizer):
     # ---------------------------------------------------------------- checkpoint and metrics
 
     @property
+    def world(self) -> World | None:
+        """What all ranks agreed on at the first step; None before."""
+        return self._world
+
+    @property
+    def operator_types(self) -> tuple[str, ...]:
+        """Operator type of each matrix of this process."""
+        return self._parameters.operator_types
+
+    @property
+    def params_by_name(self) -> dict[str, Tensor]:
+        """The parameters of this process by their cleaned names, in the order of the groups."""
+        return {entry.name: entry.param for entry in self._parameters.entries}
+
+    @property
     def num_steps_taken(self) -> int:
         """Optimizer steps so far, skipped ones included."""
         return self._num_steps_taken
@@ -417,7 +387,9 @@ class Muon(torch.optim.Optimizer):
             ValueError: Names the field, what was found and what was expected.
         """
         control = checkpoint.check_control(state, config=self.config, policy=self.policy)
-        self.policy.load_state_dict(control.policy_state)
+        self.policy = checkpoint.restore_policy(control, self)
+        self.config = control.config
+        self._guard = None if self._world is None else self._make_guard(self._world)
         self._num_steps_taken = control.steps_taken
         self._num_steps_skipped = control.steps_skipped
         self._exchange_key = self._digested_schedules = None
@@ -497,21 +469,3 @@ class AMO(Muon):
             eps=eps,
             process_group=process_group,
         )
-
-
-def _policy(schedule: str | Schedule | Mapping[str, Schedule] | Policy) -> Policy:
-    if isinstance(schedule, Policy):
-        return schedule
-    if isinstance(schedule, str):
-        return named_policy(schedule)
-    return UniformPolicy(schedule) if isinstance(schedule, Schedule) else TablePolicy(schedule)
-
-
-def _check_hyperparameters(
-    lr: float | Tensor, weight_decay: float, betas: tuple[float, float], eps: float
-) -> None:
-    for field, found in (("lr", lr), ("weight_decay", weight_decay), ("eps", eps)):
-        if not float(found) >= 0 or not math.isfinite(found):
-            raise ValueError(f"{field}: found {found!r}, expected a finite number >= 0")
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise ValueError(f"betas: found {betas!r}, expected two numbers in [0, 1)")

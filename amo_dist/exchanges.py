@@ -1,0 +1,85 @@
+"""From owners and schedules to the exchanges of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from amo_dist.config import MuonConfig
+from amo_dist.distributed.agreement import check_alike_by_ranks
+from amo_dist.distributed.exchange import Exchange
+from amo_dist.distributed.ownership import assign
+from amo_dist.distributed.plan import make_plan
+from amo_dist.parameters import Parameters
+from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.types import Schedule
+from amo_dist.world import World
+
+
+def plan_exchanges(
+    parameters: Parameters,
+    schedules: Sequence[Schedule],
+    observed: frozenset[str],
+    *,
+    world: World,
+    config: MuonConfig,
+    device: torch.device,
+) -> list[Exchange]:
+    """Deal the matrices to owners and plan who sends what; a collective over the world.
+
+    Args:
+        parameters: Of this process.
+        schedules: Of each matrix: its cost is that of its Newton-Schulz steps.
+        observed: Names of the matrices that travel in the dtype of momentum.
+        world: Process groups.
+        config: Ownership, buckets, dtypes.
+        device: Of the local tensors.
+
+    Returns:
+        One exchange for each set of ranks that shares matrices with this one.
+
+    Raises:
+        RankMismatchError: On every rank, where ranks of a set plan differently.
+    """
+    matrices = parameters.matrices
+    costs = [
+        float(schedule.num_steps * ns_step_flops(*matrix.shape))
+        for matrix, schedule in zip(matrices, schedules, strict=True)
+    ]
+    jobs = assign(matrices, costs, ownership=config.ownership, owners=config.owners)
+    wire_dtype: torch.dtype = getattr(torch, config.ns_dtype)
+    wide_dtype: torch.dtype = getattr(torch, config.momentum_dtype)
+    wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in observed)
+    sizes = [
+        matrix.num_elements * (wide_dtype if i in wide else wire_dtype).itemsize
+        for i, matrix in enumerate(matrices)
+    ]
+    exchanges: list[Exchange] = []
+    digests: dict[tuple[int, ...], str] = {}
+    for ranks, group in world.groups_by_ranks.items():
+        here = [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
+        plan = make_plan(
+            matrices,
+            here,
+            rank=world.rank,
+            peers=ranks if group is None else dist.get_process_group_ranks(group),
+            bytes_by_matrix=sizes,
+            bucket_bytes=config.bucket_bytes,
+            wide=wide,
+        )
+        digests[ranks] = plan.digest
+        if here:
+            exchange = Exchange(
+                plan,
+                matrices,
+                group=group,
+                device=device,
+                wire_dtype=wire_dtype,
+                wide_dtype=wide_dtype,
+                buckets_in_flight=config.buckets_in_flight,
+            )
+            exchanges.append(exchange)
+    check_alike_by_ranks("exchange plan", digests, world.group)
+    return exchanges
