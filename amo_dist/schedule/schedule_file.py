@@ -111,16 +111,30 @@ def read_schedule_file(path: str | Path) -> ScheduleTable:
         ValueError: The file cannot be read, is not TOML, has a key too many or too few or a value
             of another kind, or gives coefficients that are not those of its ``ell``.
     """
-    try:
-        record = _toml.loads(Path(path).read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"schedule_file: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # TOML's errors and those of UTF-8
-        raise ValueError(f"schedule_file: {path} is not TOML: {error}") from None
+    record = read_toml("schedule_file", path)
     try:
         return _table(record)
     except ValueError as error:
         raise ValueError(f"schedule_file {path}: {error}") from None
+
+
+def read_toml(field: str, path: str | Path) -> dict[str, Any]:
+    """The content of a TOML file.
+
+    Args:
+        field: What errors call it.
+        path: The file.
+
+    Raises:
+        ValueError: It cannot be read, or is not TOML.
+    """
+    try:
+        content: dict[str, Any] = _toml.loads(Path(path).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{field}: cannot read {path}: {error.strerror}") from None
+    except ValueError as error:  # TOML's errors and those of UTF-8
+        raise ValueError(f"{field}: {path} is not TOML: {error}") from None
+    return content
 
 
 def _table(record: dict[str, Any]) -> ScheduleTable:

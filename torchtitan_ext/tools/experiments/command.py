@@ -1,0 +1,175 @@
+"""The command line of ``amo experiments``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+from amo_dist.cli import Subparsers
+from torchtitan_ext.tools.experiments import gather, runner
+from torchtitan_ext.tools.experiments.catalog import EXPERIMENTS, Experiment, experiment_named
+from torchtitan_ext.tools.experiments.resolve import QUICKSTART, ROOT, Job, Place, resolve
+
+DESCRIPTION = """The experiments of the AMO paper.
+
+Each expands to its runs: a config and options. Runs go to folders of their own under --out; a
+complete run is not repeated, a started one goes on, and a run that belongs to several experiments
+is run once."""
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Register ``experiments``."""
+    parser = subparsers.add_parser(
+        "experiments",
+        help="the runs behind each table of the AMO paper",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    listing = actions.add_parser("list", help="all experiments, and how many runs they have")
+    listing.set_defaults(run=_list)
+    _add(actions, "show", "print the commands of an experiment", _show)
+    run = _add(actions, "run", "run an experiment on this machine, or write it for Slurm", _run)
+    run.add_argument("--dry-run", action="store_true", help="only print what would run")
+    run.add_argument("--slurm", metavar="FILE", help="write array scripts instead of running")
+    run.add_argument("--ranks", type=int, help="processes (default: GPUs, or 2 without any)")
+    run.set_defaults(overrides=[])
+    run.epilog = "Other options go to torchtitan, for all runs."
+    collect = _add(actions, "gather", "print the table of an experiment", _gather)
+    collect.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    collect.add_argument("--results", metavar="FILE", help="also write a file for `amo compare`")
+    evaluate = _add(actions, "evaluate", "evaluate what is complete and not evaluated", _evaluate)
+    evaluate.add_argument("--tasks", default="paper", help="as `amo evaluate` (default paper)")
+    evaluate.add_argument("--dry-run", action="store_true", help="only print the commands")
+
+
+def _add(
+    actions: Subparsers, name: str, text: str, run: Callable[[argparse.Namespace], int]
+) -> argparse.ArgumentParser:
+    parser = actions.add_parser(name, help=text, description=text)
+    parser.add_argument("name", metavar="NAME", help="an experiment of `amo experiments list`")
+    parser.add_argument("--model", help="only the runs of this model of the paper")
+    parser.add_argument(
+        "--base",
+        type=Path,
+        metavar="CONFIG",
+        help="a config that stands in for the paper's (one model: --model, or the first)",
+    )
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help=f"scale steps, rates and horizons to --base (default {QUICKSTART})",
+    )
+    parser.add_argument(
+        "--out", type=Path, default=Place().out, help="folder of the runs (default %(default)s)"
+    )
+    parser.set_defaults(run=run)
+    return parser
+
+
+def selection(args: argparse.Namespace) -> tuple[Experiment, Place]:
+    """The experiment that arguments name, and where its runs go.
+
+    Raises:
+        ValueError: The experiment or the model is unknown, or the base cannot be read.
+    """
+    experiment = experiment_named(args.name)
+    base = args.base or (QUICKSTART if args.small else None)
+    if base is not None and not (ROOT / base).is_file():
+        raise ValueError(f"--base: found no file {base}, expected a config (from {ROOT})")
+    model = args.model
+    if base is not None and model is None:
+        # The stand-in is one model, and would train twice what the paper does on two.
+        model = experiment.rows[0].run.model
+    return experiment.for_model(model), Place(args.out, base, args.small)
+
+
+def jobs_of(experiment: Experiment, place: Place) -> list[Job]:
+    """The jobs of an experiment, in order."""
+    return [resolve(run, place) for run in experiment.runs()]
+
+
+def _list(args: argparse.Namespace) -> int:
+    width = max(map(len, EXPERIMENTS))
+    for name, experiment in EXPERIMENTS.items():
+        runs, rows = len(experiment.runs()), len(experiment.rows)
+        print(f"{name:<{width}}  {runs:>2} runs, {rows:>2} rows  {experiment.title}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    experiment, place = selection(args)
+    jobs = jobs_of(experiment, place)
+    print(f"{experiment.name}: {experiment.title}; {len(jobs)} runs, {len(experiment.rows)} rows\n")
+    for job in jobs:
+        print(_heading(job))
+        print(f"{job.shown()}\n")
+    return 0
+
+
+def _heading(job: Job) -> str:
+    gpus = "" if job.gpus is None else f", {job.gpus} GPUs"
+    done = runner.steps_done(job)
+    state = "complete" if done >= job.steps else (f"at step {done}" if done else "not started")
+    return f"# {job.folder.name}: {job.steps} steps{gpus}, {state}"
+
+
+def _run(args: argparse.Namespace) -> int:
+    experiment, place = selection(args)
+    jobs = jobs_of(experiment, place)
+    if args.dry_run:
+        for job in jobs:
+            print(_heading(job))
+            if not runner.is_done(job):
+                print(" ".join([job.shown(), *args.overrides]))
+        return 0
+    if args.slurm is not None:
+        scripts = runner.slurm_scripts(args.name, jobs, args.overrides, Path(args.slurm))
+        for path, text in scripts.items():
+            path.write_text(text)
+            print(f"sbatch {path}")
+        return 0
+    return runner.run_jobs(jobs, args.overrides, _ranks(args.ranks))
+
+
+def _ranks(ranks: int | None) -> int:
+    if ranks is None:
+        import torch
+
+        return torch.cuda.device_count() or 2
+    if ranks < 1:
+        raise ValueError(f"--ranks: found {ranks}, expected an integer >= 1")
+    return ranks
+
+
+def _gather(args: argparse.Namespace) -> int:
+    experiment, place = selection(args)
+    found = gather.gather(experiment, place)
+    if args.results is not None:
+        content = gather.to_results(found)
+        Path(args.results).write_text(json.dumps(content, indent=1) + "\n")
+    print(gather.to_json(found) if args.json else gather.table(experiment, found))
+    return 0
+
+
+def _evaluate(args: argparse.Namespace) -> int:
+    from torchtitan_ext.tools import evaluate
+
+    experiment, place = selection(args)
+    for row in experiment.rows:
+        job = resolve(row.run, place)
+        checkpoint, output = job.checkpoint(row.step), job.results(row.step)
+        if output.exists():
+            continue
+        if not (checkpoint / ".metadata").exists():
+            print(f"# {job.folder.name}: no checkpoint of step {job.step_of(row.step)} yet")
+            continue
+        print(f"amo evaluate {checkpoint} --tasks {args.tasks} --output {output}", flush=True)
+        if not args.dry_run:
+            request = evaluate.Request(checkpoint=checkpoint, tasks=args.tasks)
+            # Not the row's: a run that belongs to several tables has one results file.
+            optimizer = str(job.run.options["optimizer.name"])
+            evaluate.write(evaluate.evaluate(request, job.run.model, optimizer), output)
+    return 0

@@ -1,0 +1,161 @@
+"""What the runs of an experiment gave, in the form of the paper's table."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_metrics
+from torchtitan_ext.tools.experiments.catalog import GEOMETRY_FILE, Experiment, Row
+from torchtitan_ext.tools.experiments.resolve import ROOT, Job, Place, resolve
+from torchtitan_ext.tools.results import PAPER_TASKS, Result, markdown, read_results, sort_tasks
+
+NOTHING = "-"
+"""Cell of a number that is not there yet."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Found:
+    """A row of the table with what its run gave so far."""
+
+    block: str
+    """Block of the table."""
+    label: str
+    """First cell."""
+    run: str
+    """Folder of the run."""
+    step: int
+    """Step of the evaluated checkpoint."""
+    loss: float | None
+    """Training loss logged at that step, or the last one before it."""
+    ns_steps: int | None
+    """Newton-Schulz steps of all operator types together, as last logged or planned."""
+    tasks: Mapping[str, float]
+    """Score by task in percent; empty before the evaluation."""
+    cost: Mapping[str, float | None]
+    """Means over the logged steps but the first: see ``COSTS``."""
+
+    @property
+    def average(self) -> float | None:
+        """The unweighted average over the tasks."""
+        return statistics.fmean(self.tasks.values()) if self.tasks else None
+
+
+COSTS = ("step (s)", "optimizer (ms)", "throughput (M tokens/s)", "peak memory (GiB)")
+"""Columns of the cost table."""
+
+
+def gather(experiment: Experiment, place: Place) -> list[Found]:
+    """Read what is there of an experiment's runs.
+
+    Raises:
+        ValueError: A file is malformed.
+    """
+    return [_found(row, resolve(row.run, place)) for row in experiment.rows]
+
+
+def _found(row: Row, job: Job) -> Found:
+    folder = ROOT / job.folder
+    step = job.step_of(row.step)
+    records = [r for r in read_metrics(folder / METRICS_FILE) if r["step"] <= step]
+    results = job.results(row.step)
+    tasks = read_results([results])[0].tasks if results.exists() else {}
+    return Found(
+        block=row.block,
+        label=row.label,
+        run=str(job.folder),
+        step=step,
+        loss=records[-1]["loss"] if records else None,
+        ns_steps=_ns_steps(folder / PLAN_FILE, records),
+        tasks=tasks,
+        cost=_cost(records),
+    )
+
+
+def _ns_steps(plan: Path, records: Sequence[Mapping[str, Any]]) -> int | None:
+    if plan.exists():
+        from amo_dist.schedule.plan import Plan
+
+        return sum(Plan.from_json(plan.read_text()).allocation)
+    steps = records[-1].get("num_steps_by_type") if records else None
+    return sum(steps.values()) if steps else None
+
+
+def _cost(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+    """Means weighted by the steps between records; the first covers compilation and warmup."""
+    spans = [(b["step"] - a["step"], b) for a, b in itertools.pairwise(records)]
+
+    def mean(key: str) -> float | None:
+        values = [(span, record[key]) for span, record in spans if record.get(key) is not None]
+        total = sum(span for span, _ in values)
+        return sum(span * value for span, value in values) / total if total else None
+
+    step, optimizer = mean("seconds_per_step"), mean("optimizer_seconds_per_step")
+    memory = [r["peak_memory_gib"] for r in records if r.get("peak_memory_gib") is not None]
+    tokens = records[-1]["num_tokens"] / records[-1]["step"] if records else None
+    values = (
+        step,
+        None if optimizer is None else 1e3 * optimizer,
+        tokens / step / 1e6 if tokens and step else None,
+        max(memory, default=None),
+    )
+    return dict(zip(COSTS, values, strict=True))
+
+
+def table(experiment: Experiment, found: Sequence[Found]) -> str:
+    """The table of an experiment as Markdown, one for each block."""
+    if experiment.kind == "geometry":
+        return _geometry_table(found)
+    if experiment.kind == "cost":
+        rows = [[f.label, *(_text(f.cost[name], ".4g") for name in COSTS)] for f in found]
+        return markdown(["optimizer", *COSTS], rows)
+    blocks = dict.fromkeys(f.block for f in found)
+    return "\n\n".join(_block(block, [f for f in found if f.block == block]) for block in blocks)
+
+
+def _block(name: str, rows: Sequence[Found]) -> str:
+    tasks = sort_tasks(task for row in rows for task in row.tasks)
+    short = {task.name: task.short for task in PAPER_TASKS}
+    header = ["", "step", "loss", "NS steps", *(short.get(task, task) for task in tasks)]
+    averaged = ["Avg"] if tasks else []
+    cells = [
+        [
+            row.label,
+            str(row.step),
+            _text(row.loss, ".4f"),
+            _text(row.ns_steps, "d"),
+            *(_text(row.tasks.get(task), ".2f") for task in tasks),
+            *([_text(row.average, ".2f")] if tasks else []),
+        ]
+        for row in rows
+    ]
+    return f"{name}\n\n{markdown([*header, *averaged], cells)}"
+
+
+def _geometry_table(found: Sequence[Found]) -> str:
+    rows = []
+    for row in found:
+        log = ROOT / row.run / GEOMETRY_FILE
+        lines = sum(1 for _ in log.open()) if log.exists() else None
+        rows.append([row.label, _text(lines, "d"), f"{row.run}/{GEOMETRY_FILE}"])
+    return markdown(["model", "records", "log"], rows)
+
+
+def _text(value: float | None, form: str) -> str:
+    return NOTHING if value is None else format(value, form)
+
+
+def to_results(found: Sequence[Found]) -> list[dict[str, Any]]:
+    """The evaluated rows as the content of a results file, for ``amo compare``."""
+    rows = [Result(f.block, f.label, dict(f.tasks)) for f in found if f.tasks]
+    return [{**dataclasses.asdict(row), "average": row.average} for row in rows]
+
+
+def to_json(found: Sequence[Found]) -> str:
+    """All rows as JSON."""
+    return json.dumps([{**dataclasses.asdict(f), "average": f.average} for f in found], indent=1)

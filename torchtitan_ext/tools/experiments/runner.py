@@ -1,0 +1,181 @@
+"""Running jobs one after another on this machine, or writing them down for Slurm."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from torchtitan_ext.plugin.run_files import METRICS_FILE, read_metrics
+from torchtitan_ext.tools.experiments.resolve import ROOT, Job
+
+GPUS_PER_NODE = 8
+
+
+def steps_done(job: Job) -> int:
+    """The last logged step; a run logs its very last one, so that this tells a complete run."""
+    records = read_metrics(ROOT / job.folder / METRICS_FILE)
+    return int(records[-1]["step"]) if records else 0
+
+
+def is_done(job: Job) -> bool:
+    """Whether the run is complete."""
+    return steps_done(job) >= job.steps
+
+
+def check(jobs: Sequence[Job], extra: Sequence[str]) -> None:
+    """Parse every job's config and mark its folder, so that mistakes show before any run starts.
+
+    Raises:
+        ValueError: A config does not work, or a folder holds a run with another one.
+    """
+    import torchtitan_ext
+
+    torchtitan_ext.register()
+    from torchtitan_ext.plugin import settings
+    from torchtitan_ext.tools.runs import RunFolder
+
+    for job in jobs:
+        arguments = [f"--job.config_file={ROOT / job.config}", *job.arguments(), *extra]
+        try:
+            config = settings.parse(arguments)
+            RunFolder(ROOT / job.folder, config.checkpoint.folder).prepare(config.to_dict())
+        except ValueError as error:
+            raise ValueError(f"{job.folder.name}: {error}") from None
+
+
+def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:
+    """Run the jobs that are not complete, one after another; a started one goes on.
+
+    Args:
+        jobs: In order.
+        extra: Further options of torchtitan for all of them.
+        ranks: Processes of each run.
+
+    Returns:
+        0, or the exit status of the first run that failed.
+
+    Raises:
+        ValueError: As :func:`check`; or the checkpoint that a run starts from is missing.
+    """
+    todo = [job for job in jobs if not is_done(job)]
+    for job in jobs:
+        if job not in todo:
+            print(f"{job.folder.name}: complete, {job.steps} steps")
+    check(todo, extra)
+    for number, job in enumerate(todo, start=1):
+        print(f"[{number}/{len(todo)}] {job.folder.name}: {job.steps} steps", flush=True)
+        _require_checkpoint(job)
+        _prepare(job)
+        status = _train(job, extra, ranks)
+        if status != 0:
+            print(f"{job.folder.name}: failed with status {status}", file=sys.stderr)
+            return status
+    return 0
+
+
+def _require_checkpoint(job: Job) -> None:
+    if job.continues is not None and not (ROOT / job.continues / ".metadata").exists():
+        raise ValueError(
+            f"{job.folder.name}: found no checkpoint {job.continues}, expected that of the run it "
+            f"continues, {job.run.continues}; another one: --checkpoint.initial_load_path"
+        )
+
+
+def _prepare(job: Job) -> None:
+    for command in job.prepare:
+        output = ROOT / command[-1]
+        if output.exists():
+            continue
+        # Paths of commands are relative to the repository, wherever this process runs.
+        status = subprocess.run(
+            [sys.executable, "-m", "torchtitan_ext", *command], cwd=ROOT, check=False
+        ).returncode
+        if status != 0:
+            raise ValueError(f"{job.folder.name}: failed: amo {shlex.join(command)}")
+
+
+def _train(job: Job, extra: Sequence[str], ranks: int) -> int:
+    threads = max((os.cpu_count() or 1) // ranks, 1)
+    environment = {
+        "OMP_NUM_THREADS": str(threads),
+        **os.environ,
+        "GPUS": str(ranks),
+        "MAX_RESTARTS": "0",  # a failure here is looked at, not repeated
+        "LOGS": str(ROOT / job.folder / "logs"),
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    }
+    process = subprocess.Popen([*job.command(), *extra], cwd=ROOT, env=environment)
+    try:
+        return process.wait()
+    finally:  # torchrun ends its ranks when it is terminated
+        if process.poll() is None:
+            process.terminate()
+            process.wait()
+
+
+def slurm_scripts(
+    name: str, jobs: Sequence[Job], extra: Sequence[str], path: Path
+) -> Mapping[Path, str]:
+    """Array scripts for Slurm, one for each number of GPUs: a task of the array is a run.
+
+    Args:
+        name: Of the experiment.
+        jobs: What the tasks run.
+        extra: Further options of torchtitan for all of them.
+        path: Name of the script; with several, the number of GPUs is put before the suffix.
+
+    Returns:
+        Text by path; nothing is written.
+    """
+    by_gpus: dict[int, list[Job]] = {}
+    for job in jobs:
+        by_gpus.setdefault(job.gpus or GPUS_PER_NODE, []).append(job)
+    many = len(by_gpus) > 1
+    return {
+        path.with_stem(f"{path.stem}-{gpus}gpus") if many else path: _slurm(
+            name, gpus, group, extra
+        )
+        for gpus, group in by_gpus.items()
+    }
+
+
+def _slurm(name: str, gpus: int, jobs: Sequence[Job], extra: Sequence[str]) -> str:
+    nodes = -(-gpus // GPUS_PER_NODE)
+    cases = "\n".join(f"  {index}) {_slurm_case(job, extra)} ;;" for index, job in enumerate(jobs))
+    return f"""#!/usr/bin/env bash
+# The runs of `amo experiments show {name}` on {gpus} GPUs each, written by `amo experiments run`.
+# Submit from the repository's root. A complete run ends at once, a started one goes on.
+#SBATCH --job-name=amo-{name}
+#SBATCH --array=0-{len(jobs) - 1}
+#SBATCH --nodes={nodes}
+#SBATCH --ntasks-per-node=1
+#SBATCH --gpus-per-node={-(-gpus // nodes)}
+#SBATCH --exclusive
+#SBATCH --time=24:00:00
+#SBATCH --requeue
+#SBATCH --open-mode=append
+#SBATCH --output=slurm-%A_%a.txt
+#SBATCH --signal=B:USR1@120
+set -euo pipefail
+cd "${{SLURM_SUBMIT_DIR:?submit this script with sbatch}}"
+
+case "$SLURM_ARRAY_TASK_ID" in
+{cases}
+  *) echo "no run $SLURM_ARRAY_TASK_ID" >&2; exit 2 ;;
+esac
+# In the place of this shell: the signal before the time limit goes to the batch shell alone.
+exec bash launch/train.slurm "$@"
+"""
+
+
+def _slurm_case(job: Job, extra: Sequence[str]) -> str:
+    # Several tasks may want one file; whoever comes second finds it.
+    prepare = [
+        f"[[ -f {shlex.quote(command[-1])} ]] || python -m torchtitan_ext {shlex.join(command)}; "
+        for command in job.prepare
+    ]
+    return f"{''.join(prepare)}set -- {shlex.join([str(job.config), *job.arguments(), *extra])}"
