@@ -6,8 +6,10 @@ Takes torchtitan's arguments.
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -31,6 +33,8 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, or 2 for a mistake of the user, explained in one line.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()
     torchtitan_ext.register()
     from torchtitan.tools.logging import init_logger
 
@@ -83,6 +87,16 @@ def train(config: Any) -> None:
             trainer.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def end_with_parent() -> None:
+    """Have the kernel terminate this process when its parent is gone (Linux; elsewhere a no-op).
+
+    A killed torchrun leaves its ranks running, and the next start would train beside them.
+    """
+    if sys.platform == "linux":
+        set_parent_death_signal = 1
+        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _require_one_rank(config: Any) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,8 @@ with warnings.catch_warnings():
     torchtitan_ext.register()
 
 from torchtitan_ext import cli
-from torchtitan_ext.plugin.metrics import RunFiles, progress_line, read_metrics
+from torchtitan_ext.plugin.metrics import progress_line
+from torchtitan_ext.plugin.run_files import RunFiles, read_metrics, require_unlocked
 from torchtitan_ext.tools.runs import RunFolder, changes
 
 CONFIG: dict[str, Any] = {
@@ -38,6 +41,7 @@ def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tmp_path: Path) -> 
     # 1/3 has no short decimal form: the file must bring it back to the last bit.
     for step in (1, 2, 3, 4):
         files.append({"step": step, "loss": step / 3})
+    files.close()
     again = RunFiles(tmp_path)
     again.start(3)
     again.append({"step": 3, "loss": float("nan"), "optimizer": {"x": float("inf")}})
@@ -47,6 +51,7 @@ def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tmp_path: Path) -> 
         {"step": 3, "loss": None, "optimizer": {"x": None}},
     ]
     again.start(1)
+    again.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
@@ -62,8 +67,21 @@ def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
 def test_the_plan_is_saved_once_and_forgotten_by_a_new_run(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     assert [files.save_plan("{}"), files.save_plan("{}")] == [True, False]
-    RunFiles(tmp_path).start(1)
+    files.close()
+    with contextlib.closing(RunFiles(tmp_path)) as again:
+        again.start(1)
     assert not (tmp_path / "plan.json").exists()
+
+
+def test_two_runs_cannot_write_into_one_folder(tmp_path: Path) -> None:
+    require_unlocked(tmp_path / "missing")
+    files = RunFiles(tmp_path)
+    with pytest.raises(ValueError, match=rf"being written by process {os.getpid()};"):
+        RunFiles(tmp_path)
+    with pytest.raises(ValueError, match="being written by process"):
+        require_unlocked(tmp_path)
+    files.close()
+    require_unlocked(tmp_path)
 
 
 def test_the_progress_line_tells_phase_steps_and_time_to_go() -> None:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import logging
-import math
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,9 +13,7 @@ import torchtitan.components.metrics as titan
 
 from amo_dist.schedule.plan import Plan
 from torchtitan_ext.plugin import optimizers
-
-METRICS_FILE = "metrics.jsonl"
-PLAN_FILE = "plan.json"
+from torchtitan_ext.plugin.run_files import RunFiles
 
 progress = logging.getLogger("torchtitan_ext.progress")
 """Lines for the one who watches; see :mod:`torchtitan_ext.plugin.console`."""
@@ -94,6 +90,12 @@ class MetricsProcessor(titan.MetricsProcessor):
         if self.optimizers is not None:
             self.optimizers.step_seconds = 0.0
 
+    def close(self) -> None:
+        """Close loggers and files."""
+        super().close()
+        if self._files is not None:
+            self._files.close()
+
     def _show_plan(self, plan: str | None) -> None:
         if self._files is not None and plan is not None and self._files.save_plan(plan):
             progress.info("AMO's plan:\n%s", Plan.from_json(plan).table())
@@ -104,58 +106,6 @@ def build_metrics_processor(
 ) -> MetricsProcessor:
     """The processor of a run, for torchtitan's train spec."""
     return MetricsProcessor(job_config, parallel_dims, tag)
-
-
-class RunFiles:
-    """Files that one rank writes into the dump folder.
-
-    Args:
-        folder: The dump folder; made where it is missing.
-    """
-
-    def __init__(self, folder: Path) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
-        self._metrics = folder / METRICS_FILE
-        self._plan = folder / PLAN_FILE
-        self._saved_plan: str | None = None
-
-    def start(self, step: int) -> None:
-        """Drop what earlier runs wrote for ``step`` and later ones."""
-        kept = [record for record in read_metrics(self._metrics) if record["step"] < step]
-        self._metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        self._plan.unlink(missing_ok=True)  # comes back at the first log where there is one
-
-    def append(self, record: Mapping[str, Any]) -> None:
-        """Append one record."""
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
-
-    def save_plan(self, plan: str) -> bool:
-        """Write the plan; whether it is new to this object."""
-        if plan == self._saved_plan:
-            return False
-        self._plan.write_text(plan + "\n")
-        self._saved_plan = plan
-        return True
-
-
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``; a last line cut short by a kill is left out.
-
-    Raises:
-        ValueError: If another line is not a JSON object.
-    """
-    if not path.exists():
-        return []
-    lines = path.read_text().splitlines()
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            records.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
-    return records
 
 
 def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
@@ -169,9 +119,3 @@ def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
     parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
     parts.append(f"{remaining // 3600}:{remaining // 60 % 60:02}:{remaining % 60:02} to go")
     return "  ".join(parts)
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.cli import Subparsers
+from torchtitan_ext import train
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace) -> int:
 
     torchtitan_ext.register()
     from torchtitan_ext.plugin import settings
+    from torchtitan_ext.plugin.run_files import require_unlocked
     from torchtitan_ext.tools.runs import RunFolder
 
     arguments = [f"--job.config_file={CONFIG}", *args.overrides]
@@ -51,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
     if num_ranks < 1:
         raise ValueError(f"--ranks: found {num_ranks}, expected an integer >= 1")
     folder = RunFolder(Path(config.job.dump_folder), config.checkpoint.folder)
+    require_unlocked(folder.path)
     if args.fresh:
         folder.delete()
     step = folder.prepare(config.to_dict())
@@ -74,8 +78,7 @@ def _announce(folder: Path, step: int, steps: int, num_ranks: int) -> None:
 def _num_ranks() -> int:
     import torch
 
-    # The streams are dealt evenly, and their number is a power of two.
-    return max((n for n in (1, 2, 4, 8) if n <= torch.cuda.device_count()), default=2)
+    return min(torch.cuda.device_count() or 2, 2)  # more would need a larger global batch
 
 
 def _train(arguments: Sequence[str], num_ranks: int, folder: Path) -> int:
@@ -88,11 +91,14 @@ def _train(arguments: Sequence[str], num_ranks: int, folder: Path) -> int:
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     errors = folder / "stderr.txt"
     start = time.monotonic()
-    try:
-        # torchrun adds a traceback of its own to every failure; ours are one line.
-        with errors.open("w") as file:
-            status = subprocess.run(command, env=environment, stderr=file, check=False).returncode
-    except KeyboardInterrupt:
+    # torchrun adds a traceback of its own to every failure; ours are one line.
+    with errors.open("w") as file:
+        status = _wait(
+            subprocess.Popen(
+                command, env=environment, stderr=file, preexec_fn=train.end_with_parent
+            )
+        )
+    if status is None:
         print("\nStopped. The same command goes on from the latest checkpoint.")
         return 130
     if status != 0:
@@ -100,6 +106,21 @@ def _train(arguments: Sequence[str], num_ranks: int, folder: Path) -> int:
         return status
     print(f"Trained in {time.monotonic() - start:.0f} s.")
     return 0
+
+
+def _wait(process: subprocess.Popen[bytes]) -> int | None:
+    """The exit status of torchrun; ``None`` where this process was told to stop.
+
+    torchrun ends its ranks when it is terminated. Killed, as ``subprocess.run`` does after an
+    interrupt, it would leave them training.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        return process.wait()
+    except KeyboardInterrupt:
+        process.terminate()
+        process.wait()
+        return None
 
 
 def _explain(errors: Path) -> None:
@@ -112,7 +133,7 @@ def _explain(errors: Path) -> None:
 
 def _summarize(config: Any, checkpoints: Path) -> None:
     from amo_dist.schedule.plan import Plan
-    from torchtitan_ext.plugin.metrics import METRICS_FILE, PLAN_FILE, read_metrics
+    from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_metrics
 
     folder = Path(config.job.dump_folder)
     records = read_metrics(folder / METRICS_FILE)

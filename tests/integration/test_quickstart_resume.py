@@ -1,0 +1,186 @@
+"""The quickstart on a tiny model: to the lock, stopped and resumed, refused and finished."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+ROOT = Path(__file__).resolve().parents[2]
+NUM_STEPS = 12
+OPTIONS = [
+    *("--model.flavor", "tiny", "--training.steps", str(NUM_STEPS)),
+    *("--training.seq_len", "64", "--training.local_batch_size", "2"),
+    *("--training.global_batch_size", "4"),
+    *("--optimizer.amo.observe_every", "2", "--optimizer.amo.observe_until", "4"),
+    *("--optimizer.amo.transition_steps", "4", "--lr_scheduler.warmup_steps", "3"),
+    *("--metrics.log_freq", "1", "--metrics.no-enable_tensorboard"),
+    *("--checkpoint.interval", "1", "--checkpoint.keep_latest_k", "0"),
+]
+# One thread: the bits of a reduction may depend on the number of threads.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "AMO_DEVICE": "cpu", "PYTHONPATH": str(ROOT)}
+
+pytestmark = pytest.mark.slow
+
+
+def command(folder: Path, *options: str) -> list[str]:
+    start = [sys.executable, "-m", "torchtitan_ext", "quickstart", "--ranks", "2"]
+    return [*start, "--job.dump_folder", str(folder), *OPTIONS, *options]
+
+
+def quickstart(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    done = subprocess.run(
+        command(folder, *options), env=ENVIRONMENT, capture_output=True, text=True, check=False
+    )
+    if done.returncode == 1:
+        pytest.fail(done.stdout + done.stderr)
+    return done
+
+
+def losses(folder: Path) -> dict[int, float]:
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
+
+
+def final_state(folder: Path) -> dict[str, Any]:
+    """Everything in the last checkpoint, flat, whole tensors."""
+    path = folder / "whole.pt"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of a checkpoint read outside a process group
+        dcp_to_torch_save(str(folder / "checkpoint" / f"step-{NUM_STEPS}"), str(path))
+    return flat(torch.load(path, weights_only=False))
+
+
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found.update(flat(value, f"{prefix}{key}/"))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def assert_same_end(folder: Path, reference: Path) -> None:
+    assert losses(folder) == losses(reference)  # JSON keeps every bit of a float
+    found, expected = final_state(folder), final_state(reference)
+    assert found.keys() == expected.keys()
+    assert any(key.endswith("control") for key in found)
+    for key, value in expected.items():
+        same = torch.equal(found[key], value) if torch.is_tensor(value) else found[key] == value
+        assert same, key
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was never stopped, with a checkpoint of each step."""
+    folder = tmp_path_factory.mktemp("runs") / "reference"
+    done = quickstart(folder)
+    assert f"Starting anew: {NUM_STEPS} steps on 2 ranks" in done.stdout
+    assert "The plan, locked at step 8:" in done.stdout
+    assert "attn_q" in done.stdout
+    assert done.stderr == ""
+    return folder
+
+
+def stopped_copy(reference: Path, folder: Path, step: int) -> Path:
+    """The folder as a run leaves it that was killed after the checkpoint of ``step``."""
+    shutil.copytree(reference, folder)
+    for checkpoint in folder.glob("checkpoint/step-*"):
+        if int(checkpoint.name.split("-")[1]) > step:
+            shutil.rmtree(checkpoint)
+    return folder
+
+
+def test_the_run_goes_through_all_phases_and_learns(reference: Path) -> None:
+    lines = (reference / "metrics.jsonl").read_text().splitlines()
+    records = [json.loads(line) for line in lines]
+    phases = [record["phase"] for record in records]
+    assert phases == ["observation"] * 4 + ["transition"] * 3 + ["locked"] * 5
+    assert records[-1]["loss"] < records[0]["loss"] - 0.5  # from ln(320), which says nothing
+    assert sum(records[0]["num_steps_by_type"].values()) == 35
+    assert {"amo/ell/attn_q", "optimizer/observe_seconds"} <= records[-1]["optimizer"].keys()
+
+
+# Before an observation, in the midst of observing, in the transition, after the lock.
+@pytest.mark.parametrize("step", [1, 3, 6, 10])
+def test_a_resumed_run_is_the_same_to_the_last_bit(
+    reference: Path, tmp_path: Path, step: int
+) -> None:
+    folder = stopped_copy(reference, tmp_path / "run", step)
+    done = quickstart(folder)
+    assert f"Resuming from the checkpoint of step {step}" in done.stdout
+    assert_same_end(folder, reference)
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(reference: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    process = start_until_step_2(folder)
+    os.kill(int((folder / "lock").read_text()), signal.SIGKILL)  # the first rank
+    assert process.wait() == 1
+    assert "Resuming from the checkpoint of step" in quickstart(folder).stdout
+    assert_same_end(folder, reference)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) -> None:
+    process = start_until_step_2(tmp_path / "run", "--training.steps", "4000")
+    rank = int((tmp_path / "run" / "lock").read_text())
+    if number == signal.SIGINT:
+        refused = quickstart(tmp_path / "run", "--training.steps", "4000")
+        assert refused.returncode == 2
+        assert "is being written by process" in refused.stderr
+    process.send_signal(number)
+    process.wait()
+    for _ in range(600):  # what is left saves its checkpoint and ends, within half a minute
+        if not Path(f"/proc/{rank}").exists():
+            break
+        time.sleep(0.05)
+    assert not Path(f"/proc/{rank}").exists()
+
+
+def start_until_step_2(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+    """Start a run and wait for its second checkpoint."""
+    process = subprocess.Popen(
+        command(folder, *options), env=ENVIRONMENT, stdout=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 120  # a start takes some seconds, on a busy machine more
+    while not (folder / "checkpoint" / "step-2" / ".metadata").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return process
+
+
+def test_another_number_of_ranks_sees_the_same_text(reference: Path, tmp_path: Path) -> None:
+    folder = stopped_copy(reference, tmp_path / "run", 10)
+    quickstart(folder, "--ranks", "1")
+    # The same numbers summed in another order, two steps after the same state.
+    assert losses(folder)[NUM_STEPS] == pytest.approx(losses(reference)[NUM_STEPS], rel=1e-4)
+    found, expected = final_state(folder), final_state(reference)
+    streams = [key for key in expected if "stream_" in key]
+    assert len(streams) == 64
+    for key in [*streams, *(key for key in expected if key.endswith("control"))]:
+        assert found[key] == expected[key], key
+
+
+def test_a_finished_run_says_so_and_another_config_is_refused(reference: Path) -> None:
+    done = quickstart(reference)
+    assert f"is complete ({NUM_STEPS} steps); --fresh starts anew" in done.stdout
+    assert "The plan, locked at step 8:" in done.stdout
+    done = quickstart(reference, "--optimizer.lr", "0.5")
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
+    assert "optimizer.lr: was 0.004, is 0.5" in done.stderr
+    assert done.stderr.count("\n") == 1
