@@ -7,7 +7,8 @@ optimizer = AMO(param_groups(model), lr=1.8e-3, weight_decay=0.1, config=AMOConf
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import RankMismatchError
-from amo_dist.guard import MissingGradientError, NonFiniteGradientError
+from amo_dist.foreign import ImportReport, import_state
+from amo_dist.guard import MissingGradientError, NonFiniteGradientError, NonFiniteUpdateError
 from amo_dist.operators import Fused, MatrixView, param_groups
 from amo_dist.optimizer import AMO, Muon
 from amo_dist.schedule.types import Schedule
@@ -16,12 +17,15 @@ __all__ = [
     "AMO",
     "AMOConfig",
     "Fused",
+    "ImportReport",
     "MatrixView",
     "MissingGradientError",
     "Muon",
     "MuonConfig",
     "NonFiniteGradientError",
+    "NonFiniteUpdateError",
     "RankMismatchError",
     "Schedule",
+    "import_state",
     "param_groups",
 ]

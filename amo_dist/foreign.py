@@ -1,0 +1,144 @@
+"""Starting from another optimizer's state: what can be carried over, and what can not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from amo_dist.checkpoint import check_finite, check_source, describe_origin
+from amo_dist.operators import clean_name
+
+if TYPE_CHECKING:
+    from amo_dist.optimizer import Muon
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ImportReport:
+    """What `import_state` did.
+
+    Attributes:
+        mapped: By parameter name, what its state was made from.
+        untouched: Parameters of the optimizer for which nothing was found.
+        unused: Names in the foreign state that the optimizer does not have, or whose state has
+            no counterpart here.
+    """
+
+    mapped: Mapping[str, str]
+    untouched: tuple[str, ...]
+    unused: tuple[str, ...]
+
+
+def import_state(
+    optimizer: Muon, state_dict: Mapping[str, Any], *, names: Sequence[str] | None = None
+) -> ImportReport:
+    """Fill momentum and AdamW state from another optimizer's; the schedule starts anew.
+
+    A momentum buffer here is a sum, ``sum_k momentum^k G_(t-k)``; torch.optim.Muon and AdamW keep
+    a mean, ``(1 - momentum)`` times such a sum. A mean is divided by ``1 - momentum`` of this
+    optimizer: exact where both momenta are equal, else it keeps the mean gradient. By origin:
+
+    - torch.optim.Muon: ``momentum_buffer / (1 - momentum)``.
+    - SGD with momentum and without dampening, a sum: ``momentum_buffer * (1 - its momentum) /
+      (1 - momentum)``.
+    - Adam, AdamW: for matrices ``exp_avg / (1 - beta1^step) / (1 - momentum)``; for the rest
+      ``step``, ``exp_avg`` and ``exp_avg_sq`` as they are.
+    - This package: as it is.
+
+    Matrices and the rest often have two optimizers: call this once for each.
+
+    Args:
+        optimizer: Modified, or not at all where an error is raised.
+        state_dict: In the form of ``state_dict()``, or of PyTorch's ``get_optimizer_state_dict``.
+            Whole tensors are cut to the shards of this rank.
+        names: Of the parameters in the foreign groups, in their order, where the state dict holds
+            numbers instead of names and no ``param_names``.
+
+    Raises:
+        ValueError: The names are unknown, a shape or layout differs, or a value is NaN or inf.
+    """
+    groups = state_dict.get("param_groups")
+    if not isinstance(groups, Sequence) or not groups:
+        raise ValueError("param_groups: found none, expected those of an optimizer's state dict")
+    origin = describe_origin(groups)
+    params = optimizer.params_by_name
+    copies: list[tuple[str, Tensor, Tensor, float]] = []
+    mapped: dict[str, str] = {}
+    unused: list[str] = []
+    for name, group, found in _foreign_entries(state_dict, groups, names):
+        own = optimizer.state[params[name]] if name in params else {}
+        factors = _factors(found, own, group, origin, optimizer.config.momentum)
+        if not factors:
+            unused.append(name)
+            continue
+        for target, (source, factor) in factors.items():
+            place = f"state of {name}.{source}"
+            value = check_source(place, _like(found[source], own[target]), own[target])
+            copies.append((place, own[target], value, factor))
+        mapped[name] = f"{origin}: {', '.join(source for source, _ in factors.values())}"
+    check_finite([place for place, *_ in copies], [value for _, _, value, _ in copies])
+    with torch.no_grad():
+        for _, target_tensor, value, factor in copies:
+            target_tensor.copy_(value)
+            if factor != 1.0:
+                target_tensor.mul_(factor)
+    return ImportReport(mapped, tuple(n for n in params if n not in mapped), tuple(unused))
+
+
+def _foreign_entries(
+    state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
+) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
+    """Name, group and state of each parameter of the foreign optimizer."""
+    keys = [key for group in groups for key in group["params"]]
+    listed = [name for group in groups for name in group.get("param_names", ())]
+    if names is None:
+        names = listed if len(listed) == len(keys) else [k for k in keys if isinstance(k, str)]
+    if len(names) != len(keys):
+        raise ValueError(
+            f"names: found {len(names)} for {len(keys)} parameters of the foreign state dict, "
+            "expected one for each, in the order of its groups: it does not hold them itself"
+        )
+    name_by_key = dict(zip(keys, map(clean_name, names), strict=True))
+    for group in groups:
+        for key in group["params"]:
+            yield name_by_key[key], group, state_dict["state"].get(key, {})
+
+
+def _factors(
+    found: Mapping[str, Any],
+    own: Mapping[str, Tensor],
+    group: Mapping[str, Any],
+    origin: str,
+    momentum: float,
+) -> dict[str, tuple[str, float]]:
+    """By key of this optimizer's state, the foreign key and the factor on it; empty for none."""
+    if set(found) >= set(own) and ("momentum_buffer" not in own or origin == "amo_dist"):
+        return {key: (key, 1.0) for key in own}
+    if set(own) != {"momentum_buffer"}:
+        return {}
+    if "exp_avg" in found and float(found["step"]) > 0:
+        corrected = 1.0 - group["betas"][0] ** float(found["step"])
+        return {"momentum_buffer": ("exp_avg", 1.0 / corrected / (1.0 - momentum))}
+    if found.get("momentum_buffer") is None:
+        return {}
+    if origin == "torch.optim.Muon":
+        return {"momentum_buffer": ("momentum_buffer", 1.0 / (1.0 - momentum))}
+    if origin == "torch.optim.SGD" and group["dampening"] == 0:
+        factor = (1.0 - group["momentum"]) / (1.0 - momentum)
+        return {"momentum_buffer": ("momentum_buffer", factor)}
+    return {}
+
+
+def _like(found: object, target: Tensor) -> object:
+    """A whole tensor cut to this rank's shard of ``target``; everything else as it is."""
+    is_whole = isinstance(found, Tensor) and not isinstance(found, DTensor)
+    if not (isinstance(target, DTensor) and is_whole and found.shape == target.shape):  # type: ignore[attr-defined]
+        return found
+    assert isinstance(found, Tensor)
+    # Every rank holds the whole: nothing is sent.
+    whole = found.to(target.device)
+    return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)
