@@ -73,13 +73,13 @@ class StepWork:
         """
         tensors = [self._parameters.matrices[part.matrix].tensor for part in parts]
         moving = [i for i, tensor in enumerate(tensors) if self._grads[tensor] is not None]
-        buffers = [_cut(self._buffers[tensors[i]], parts[i].piece) for i in moving]
+        buffers = [cut(self._buffers[tensors[i]], parts[i].piece) for i in moving]
         if self._config.nesterov:
-            grads = [_cut(self._gradient(tensors[i]), parts[i].piece) for i in moving]
+            grads = [cut(self._gradient(tensors[i]), parts[i].piece) for i in moving]
             buffers = nesterov(buffers, grads, self._config.momentum)
         found = dict(zip(moving, buffers, strict=True))
         return [
-            found[i] if i in found else torch.zeros_like(_cut(self._params[tensor], part.piece))
+            found[i] if i in found else torch.zeros_like(cut(self._params[tensor], part.piece))
             for i, (tensor, part) in enumerate(zip(tensors, parts, strict=True))
         ]
 
@@ -114,7 +114,7 @@ class StepWork:
         by_group: dict[int, list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
         for part, value, scale in updates:
             tensor = self._parameters.matrices[part.matrix].tensor
-            piece = _cut(self._params[tensor], part.piece)
+            piece = cut(self._params[tensor], part.piece)
             by_group[self._parameters.entries[tensor].group].append((piece, value, scale))
         with record_function("amo::update"):
             for index, members in by_group.items():
@@ -177,5 +177,6 @@ def _drop_nonfinite(update: Tensor) -> Tensor:
     return bad
 
 
-def _cut(local: Tensor, piece: Piece) -> Tensor:
+def cut(local: Tensor, piece: Piece) -> Tensor:
+    """The box of a local tensor that a piece names; shares memory."""
     return local[tuple(slice(start, stop) for start, stop in piece.source)]

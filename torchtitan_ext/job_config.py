@@ -50,7 +50,7 @@ class Optimizer:
     """Accept a run that ends before AMO's plan is locked (otherwise an error at start)."""
 
     muon: MuonSection = field(default_factory=MuonSection)
-    """Read by ``name = "Muon"``."""
+    """Read by every ``name`` of the Muon family but ``"AMO"``."""
 
     amo: AMOConfig = field(default_factory=AMOConfig)
     """Read by ``name = "AMO"``."""

@@ -14,6 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amo_dist.config import MuonConfig
+from amo_dist.named import OPTIMIZER_NAMES, make_optimizer
 from amo_dist.operators import clean_name, param_groups
 from amo_dist.optimizer import AMO, Muon
 from torchtitan_ext import learning_rate
@@ -35,13 +36,27 @@ def _amo(groups: Groups, config: Any) -> Optimizer:
     return AMO(groups, config=config.amo, **_common(config))
 
 
-def _muon(groups: Groups, config: Any) -> Optimizer:
+def _muon_config(config: Any) -> MuonConfig:
     fields = {f.name: getattr(config.muon, f.name) for f in dataclasses.fields(MuonConfig)}
+    return MuonConfig(**fields)
+
+
+def _muon(groups: Groups, config: Any) -> Optimizer:
     schedule = config.muon.schedule
-    return Muon(groups, schedule=schedule, config=MuonConfig(**fields), **_common(config))
+    return Muon(groups, schedule=schedule, config=_muon_config(config), **_common(config))
 
 
-OPTIMIZERS: dict[str, Factory | None] = {"AMO": _amo, "Muon": _muon, "AdamW": None, "Adam": None}
+def _named(groups: Groups, config: Any) -> Optimizer:
+    return make_optimizer(config.name, groups, config=_muon_config(config), **_common(config))
+
+
+OPTIMIZERS: dict[str, Factory | None] = {
+    "AMO": _amo,
+    "Muon": _muon,
+    **{name: _named for name in OPTIMIZER_NAMES if name not in ("AMO", "Muon", "AdamW")},
+    "AdamW": None,
+    "Adam": None,
+}
 """``optimizer.name`` -> how to build it from parameter groups; ``None`` is torchtitan's own."""
 
 
@@ -61,6 +76,11 @@ def validate(config: Any) -> None:
         raise ValueError(
             f"optimizer.early_step_in_backward: found true, expected false: {config.name} "
             "orthogonalizes whole matrices, after the backward and after clipping"
+        )
+    if OPTIMIZERS[config.name] is _named and config.muon.schedule != type(config.muon)().schedule:
+        raise ValueError(
+            f"[optimizer.muon] schedule: found {config.muon.schedule!r}, but optimizer.name = "
+            f"{config.name!r} names its schedule itself; expected optimizer.name = 'Muon' with it"
         )
     if config.name == "AMO" and config.muon != type(config.muon)():
         # Otherwise `[optimizer.muon] momentum = 0.9` would be ignored without a word.

@@ -82,6 +82,8 @@ def validate(config: Any) -> None:
         raise ValueError("fault_tolerance.enable: found true, torchft is not supported")
     if config.optimizer.name != "AMO" or config.optimizer.allow_unlocked:
         return
+    if config.optimizer.amo.observe_only:  # which has no plan to lock
+        return
     lock_step, steps = config.optimizer.amo.lock_step, config.training.steps
     if steps < lock_step:
         raise ValueError(

@@ -1,0 +1,86 @@
+"""Every optimizer the AMO paper compares, by its name there."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from amo_dist.adamuon import AdaMuon
+from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.optimizer import AMO, Muon
+from amo_dist.root import ROOT
+
+MUON_SCHEDULES: Mapping[str, str] = MappingProxyType(
+    {
+        "Muon": "kj",
+        "Muon-KJ": "kj",
+        "Muon-You": "you",
+        "Muon-PE": "pe",
+        "Muon-CANS": "cans",
+        "Muon-Turbo": "turbo",
+    }
+)
+"""Members of the family that differ in their fixed schedule alone, and its name."""
+
+OPTIMIZER_NAMES: tuple[str, ...] = ("AdamW", *MUON_SCHEDULES, "AdaMuon", "ROOT", "AMO")
+"""The names `make_optimizer` knows."""
+
+
+def make_optimizer(
+    name: str,
+    params: Sequence[Mapping[str, Any]],
+    lr: float | Tensor = 1e-3,
+    weight_decay: float = 0.1,
+    *,
+    config: MuonConfig | None = None,
+    betas: tuple[float, float] = (0.9, 0.95),
+    eps: float = 1e-8,
+    process_group: dist.ProcessGroup | None = None,
+) -> torch.optim.Optimizer:
+    """Build an optimizer by its name in the AMO paper.
+
+    Args:
+        name: One of ``OPTIMIZER_NAMES``. ``AdamW`` is PyTorch's, for matrices too.
+        params: What `amo_dist.param_groups` returns.
+        lr: Learning rate of all groups.
+        weight_decay: Decoupled.
+        config: An `AMOConfig` for ``AMO``, a `MuonConfig` for the rest of the family; ``AdamW``
+            takes none.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        process_group: As for `Muon`; ``AdamW`` has no use for it.
+
+    Raises:
+        ValueError: The name is unknown, or the configuration is that of another optimizer.
+    """
+    if name not in OPTIMIZER_NAMES:
+        known = ", ".join(map(repr, OPTIMIZER_NAMES))
+        raise ValueError(f"name: found {name!r}, expected one of {known}")
+    expected = {"AdamW": type(None), "AMO": AMOConfig}.get(name, MuonConfig)
+    if config is not None and type(config) is not expected:
+        raise ValueError(
+            f"config: found {type(config).__name__} for {name}, expected {expected.__name__}"
+        )
+    if name == "AdamW":
+        # Only what PyTorch knows: names of parameters and algorithm are of no meaning to it.
+        groups = [
+            {"params": [param for _, param in group["params"]]}
+            | {key: group[key] for key in ("lr", "weight_decay", "betas", "eps") if key in group}
+            for group in params
+        ]
+        return torch.optim.AdamW(groups, lr, betas, eps, weight_decay)
+    shared: dict[str, Any] = {"betas": betas, "eps": eps, "process_group": process_group}
+    if name == "AMO":
+        assert config is None or isinstance(config, AMOConfig)
+        return AMO(params, lr, weight_decay, config=config, **shared)
+    if name == "AdaMuon":
+        return AdaMuon(params, lr, weight_decay, config=config, **shared)
+    if name == "ROOT":
+        return ROOT(params, lr, weight_decay, config=config, **shared)
+    schedule = MUON_SCHEDULES[name]
+    return Muon(params, lr, weight_decay, schedule=schedule, config=config, **shared)

@@ -1,0 +1,340 @@
+"""ROOT: one Newton-Schulz triple for each shape of matrix, fitted to the spectra of that shape.
+
+Source: ROOT, as the AMO paper sets it up: ``(a, b, c)`` minimises ``mean((g^5(sigma) - 1)^2)`` with
+``g(x) = a x + b x^3 + c x^5`` over singular values of which one half is measured and the other
+random, and is repeated five times, without safety scale and without preconditioning.
+
+One rank fits and broadcasts before the first step, because least squares in floating point does not
+give the same bits on every machine. The triples are part of the saved state, so a resumed run goes
+on with them.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+import math
+import random
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from amo_dist.config import MuonConfig
+from amo_dist.optimizer import Muon
+from amo_dist.schedule import fields
+from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.policies import Policy
+from amo_dist.schedule.types import MatrixInfo, Schedule, Triple
+
+NUM_STEPS = 5
+"""``T``: how often the triple is repeated, in the fit and in training."""
+NUM_VALUES = 1024
+"""Singular values in each half of a calibration set."""
+PROXY_ELLS = (1e-5, 1e-4, 1e-3, 1e-2)
+"""Smallest singular values of the spectra that stand in for measured ones."""
+RANDOM_RANGE = (1e-3, 1.0)
+"""Of the independent singular values in the random half."""
+
+Spectra = tuple[tuple[float, ...], ...]
+
+
+def objective(triple: Tensor, values: Tensor) -> Tensor:
+    """``mean((g^5(sigma) - 1)^2)``, 0-dim.
+
+    Args:
+        triple: ``(a, b, c)``, shape ``(3,)``.
+        values: Singular values over the Frobenius norm of their matrix, shape ``(k,)``.
+    """
+    x = values
+    for _ in range(NUM_STEPS):
+        square = x * x
+        x = x * (triple[0] + square * (triple[1] + square * triple[2]))
+    return (x - 1).square().mean()
+
+
+@functools.lru_cache(maxsize=256)
+def calibration_set(shape: tuple[int, int], measured: Spectra = ()) -> Tensor:
+    """The singular values a triple is fitted to: float64, shape ``(2 * NUM_VALUES,)``, read-only.
+
+    One half is measured: quantiles of the given spectra, each over its Euclidean norm. Where none
+    are given, proxies of the geometry stand in: geometric sequences of ``min(m, n)`` values whose
+    norm is one and whose least is one of ``PROXY_ELLS``, which covers what the AMO paper observes.
+    The other half is random: one quarter is the spectrum of a Gaussian matrix of this shape (the
+    quantiles of its Marchenko-Pastur law), one quarter independent, log-uniform over
+    ``RANDOM_RANGE``, which keeps the iteration stable up to a matrix of rank one. The AMO paper
+    says no more of either half than that one is a geometry proxy and the other random.
+
+    Args:
+        shape: ``(m, n)``.
+        measured: Singular values of momentum matrices of this shape, in any scale and order.
+    """
+    short, long = min(shape), max(shape)
+    spectra = measured or tuple(_geometric(short, ell) for ell in PROXY_ELLS)
+    count = -(-NUM_VALUES // len(spectra))
+    half = [value for spectrum in spectra for value in _quantiles(_unit(spectrum), count)]
+    gaussian = _marchenko_pastur(short, long, NUM_VALUES // 2)
+    low, high = RANDOM_RANGE
+    # Seeded alike for all shapes; random() is promised to stay the same between Python versions.
+    generator = random.Random(0)
+    exponents = [generator.random() for _ in range(NUM_VALUES // 2)]
+    log_uniform = [high * (low / high) ** exponent for exponent in exponents]
+    values = [*half[:NUM_VALUES], *gaussian, *log_uniform]
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@functools.lru_cache(maxsize=256)
+def fit(shape: tuple[int, int], measured: Spectra = ()) -> Triple:
+    """The triple of a shape, by L-BFGS in float64 from the ``kj`` triple; kept in the process.
+
+    Args:
+        shape: ``(m, n)``.
+        measured: As for `calibration_set`.
+    """
+    values = calibration_set(shape, measured)
+    start = named_schedule("kj").schedule.coefficients[0]
+    least = float(objective(torch.tensor(start, dtype=torch.float64), values))
+    # A first step that is too long ends where the polynomial overflows, so shorter ones follow.
+    for first_step in (1.0, 0.1, 0.01):
+        found = _minimize(start, values, first_step)
+        error = float(objective(torch.tensor(found, dtype=torch.float64), values))
+        if error < least:  # false for NaN
+            return found
+    return start
+
+
+def _minimize(start: Triple, values: Tensor, first_step: float) -> Triple:
+    triple = torch.tensor(start, dtype=torch.float64, requires_grad=True)
+    optimizer = torch.optim.LBFGS(
+        [triple],
+        lr=first_step,
+        max_iter=200,
+        tolerance_grad=1e-8,
+        tolerance_change=1e-12,
+        line_search_fn="strong_wolfe",
+    )
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        # The logarithm has the same minimum, and line searches stay within double precision.
+        loss = objective(triple, values).log()
+        loss.backward()
+        return loss
+
+    with torch.enable_grad():
+        optimizer.step(closure)
+    a, b, c = triple.tolist()
+    return a, b, c
+
+
+def _unit(spectrum: Sequence[float]) -> list[float]:
+    norm = math.sqrt(math.fsum(value * value for value in spectrum))
+    return [value / norm for value in spectrum]
+
+
+def _quantiles(values: Sequence[float], count: int) -> list[float]:
+    ordered = sorted(values)
+    return [ordered[(2 * i + 1) * len(ordered) // (2 * count)] for i in range(count)]
+
+
+def _geometric(size: int, ell: float) -> tuple[float, ...]:
+    """``size`` values in geometric sequence, of norm one; the least is ``ell`` where it can be."""
+    if size == 1 or ell * math.sqrt(size) >= 1:
+        return (1 / math.sqrt(size),) * size
+    low, high = 0.0, 2 * math.log(1 / ell)  # of the logarithm of the greatest over the least
+    for _ in range(60):
+        middle = (low + high) / 2
+        # Squares over the least of them: a geometric series.
+        exponent = 2 * middle / (size - 1)
+        squares = math.expm1(size * exponent) / math.expm1(exponent)
+        low, high = (middle, high) if squares * ell * ell < 1 else (low, middle)
+    return tuple(_unit([math.exp(low * i / (size - 1)) for i in range(size)]))
+
+
+def _marchenko_pastur(short: int, long: int, count: int) -> list[float]:
+    """Quantiles of the singular values of a Gaussian matrix over its Frobenius norm."""
+    ratio = math.sqrt(short / long)
+    low, high = (1 - ratio) ** 2, (1 + ratio) ** 2
+    # With lambda = low + (high - low) sin^2 t the density in t is smooth.
+    num_cells = 4096
+    angles = [(i + 0.5) / num_cells * math.pi / 2 for i in range(num_cells)]
+    lambdas = [low + (high - low) * math.sin(t) ** 2 for t in angles]
+    weights = [(math.sin(t) * math.cos(t)) ** 2 / x for t, x in zip(angles, lambdas, strict=True)]
+    total, passed, cell = math.fsum(weights), 0.0, 0
+    found: list[float] = []
+    for i in range(count):
+        while cell < num_cells - 1 and passed + weights[cell] < (i + 0.5) / count * total:
+            passed += weights[cell]
+            cell += 1
+        found.append(math.sqrt(lambdas[cell]))
+    # A whole spectrum of `short` such values has norm one.
+    norm = math.sqrt(math.fsum(value * value for value in found) * short / count)
+    return [value / norm for value in found]
+
+
+class RootPolicy(Policy):
+    """One schedule for each shape: a fitted triple, five times.
+
+    The fit is this policy's plan: due before the first step, made on one rank, adopted by all.
+
+    Args:
+        spectra: Measured singular values by shape ``(m, n)``, one sequence for each matrix.
+
+    Raises:
+        ValueError: A spectrum is empty or all zero, or holds what is no singular value.
+    """
+
+    name = "root"
+
+    def __init__(
+        self, spectra: Mapping[tuple[int, int], Sequence[Sequence[float]]] | None = None
+    ) -> None:
+        super().__init__()
+        self._spectra = {
+            _shape_name(shape): tuple(_check_spectrum(shape, one) for one in given)
+            for shape, given in (spectra or {}).items()
+        }
+        self._shapes: dict[str, tuple[int, int]] = {}
+        self._fits: dict[str, dict[str, Any]] | None = None
+        self._schedules: Mapping[str, Schedule] = MappingProxyType({})
+
+    def schedules(self, step: int) -> Mapping[str, Schedule]:
+        """The fitted schedule of each shape, whatever the step."""
+        self._require_bound(step)
+        if self._fits is None:
+            fields.fail("step", step, "a fit before it")
+        return self._schedules
+
+    def plan_due(self, step: int) -> bool:
+        """Whether there is no fit yet."""
+        return self._fits is None
+
+    def make_plan(self) -> str:
+        """Fit every shape: triples, their objective, and what they were fitted to, as JSON."""
+        found: dict[str, dict[str, Any]] = {}
+        for name, shape in self._shapes.items():
+            measured = self._spectra.get(name, ())
+            triple, values = fit(shape, measured), calibration_set(shape, measured)
+            error = float(objective(torch.tensor(triple, dtype=torch.float64), values))
+            text = " ".join(value.hex() for value in values.tolist())
+            found[name] = {
+                "triple": [fields.write_float(value) for value in triple],
+                "objective": fields.write_float(error),
+                "num_measured": len(measured),
+                "calibration": hashlib.sha256(text.encode()).hexdigest(),
+            }
+        return json.dumps(found, sort_keys=True)
+
+    def adopt_plan(self, payload: str) -> None:
+        """Take the fits that one rank made; see ``Policy.adopt_plan``."""
+        self._adopt(_read_fits(fields.read_json("fits", payload)), self._shapes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The fits, with the digest of the singular values behind each."""
+        return {"version": 1, "policy": self.name, "fits": self._fits}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, allow_config_change: bool = False
+    ) -> None:
+        """Restore fits, which stay in force whatever spectra this run brings."""
+        if isinstance(state, Mapping) and state.get("policy", self.name) != self.name:
+            fields.fail("state.policy", state["policy"], f"{self.name!r}")
+        record = fields.read_record("state", state, ["version", "policy", "fits"])
+        if type(record["version"]) is not int or record["version"] != 1:
+            fields.fail("state.version", record["version"], "1")
+        if record["fits"] is not None:  # else it was saved before the first step
+            self._adopt(_read_fits(record["fits"]), self._shapes)
+
+    def _groups(self, registry: Sequence[MatrixInfo]) -> Mapping[str, str]:
+        return {matrix.name: _shape_name(matrix.shape) for matrix in registry}
+
+    def _bind(self, registry: Sequence[MatrixInfo]) -> None:
+        shapes = {matrix.operator_type: matrix.shape for matrix in registry}
+        if self._fits is not None:
+            self._adopt(self._fits, shapes)
+        self._shapes = shapes
+
+    def _adopt(
+        self, fits: dict[str, dict[str, Any]], shapes: Mapping[str, tuple[int, int]]
+    ) -> None:
+        if shapes and set(fits) != set(shapes):
+            fields.fail("fits", sorted(fits), f"the shapes {sorted(shapes)}")
+        schedules: dict[str, Schedule] = {}
+        for name, record in sorted(fits.items()):
+            a, b, c = (fields.read_float(f"fits.{name}", text) for text in record["triple"])
+            schedules[name] = Schedule(((a, b, c),) * NUM_STEPS, norm_scale=1.0)
+        self._fits, self._schedules = fits, MappingProxyType(schedules)
+
+
+def _shape_name(shape: tuple[int, int]) -> str:
+    return f"{shape[0]}x{shape[1]}"
+
+
+def _check_spectrum(shape: tuple[int, int], spectrum: Sequence[float]) -> tuple[float, ...]:
+    values = tuple(float(value) for value in spectrum)
+    is_valid = all(math.isfinite(value) and value >= 0 for value in values)
+    if not is_valid or not any(values):
+        expected = "finite numbers >= 0, not all of them zero"
+        fields.fail(f"spectra[{_shape_name(shape)}]", values, expected)
+    return values
+
+
+def _read_fits(found: object) -> dict[str, dict[str, Any]]:
+    if not isinstance(found, Mapping):
+        fields.fail("fits", found, "a mapping by shape")
+    fits: dict[str, dict[str, Any]] = {}
+    for name, record in found.items():
+        field = f"fits.{name}"
+        keys = ["triple", "objective", "num_measured", "calibration"]
+        fits[name] = dict(fields.read_record(field, record, keys))
+        triple = fields.read_list(f"{field}.triple", record["triple"])
+        if len(triple) != 3:
+            fields.fail(f"{field}.triple", triple, "three floats")
+        for text in (*triple, record["objective"]):
+            fields.read_float(field, text)
+        fields.read_int(f"{field}.num_measured", record["num_measured"], 0)
+        if not isinstance(record["calibration"], str):
+            fields.fail(f"{field}.calibration", record["calibration"], "a digest")
+    return fits
+
+
+class ROOT(Muon):
+    """Muon whose coefficients are fitted to each shape of matrix; see `RootPolicy`.
+
+    Args:
+        params: What `amo_dist.param_groups` returns.
+        lr: Learning rate of all groups.
+        weight_decay: Decoupled.
+        spectra: Measured singular values by shape; proxies stand in for shapes without any.
+        config: Numerics and exchange.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        process_group: As for `Muon`.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        weight_decay: float = 0.1,
+        *,
+        spectra: Mapping[tuple[int, int], Sequence[Sequence[float]]] | None = None,
+        config: MuonConfig | None = None,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(
+            params,
+            lr,
+            weight_decay,
+            schedule=RootPolicy(spectra),
+            config=config,
+            betas=betas,
+            eps=eps,
+            process_group=process_group,
+        )
