@@ -62,10 +62,10 @@ def apart(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
     return max(distances)
 
 
-# Both run the products in bf16, but torch normalises in bf16 too, by the norm clamped to eps, and we
-# in fp32 after a scale by the largest entry: the inputs differ by a rounding of 2^-9 each. Measured
-# over these shapes, ten steps and seeds 3 to 5: at most 1.8e-2 with Nesterov and 2.1e-2 without (the
-# one-row matrix). The wrong updates of the test after it are 0.10 to 0.31 away.
+# Both run the products in bf16, but torch normalises in bf16 too, by the norm clamped to eps, and
+# we in fp32 after a scale by the largest entry: the inputs differ by a rounding of 2^-9 each.
+# Measured over these shapes, ten steps and seeds 3 to 5: at most 1.8e-2 with Nesterov and 2.1e-2
+# without (the one-row matrix). The wrong updates of the test after it are 0.10 to 0.31 away.
 BF16 = 4e-2
 
 

@@ -1,0 +1,388 @@
+"""The optimizer on one process: what a user may do with it, and bad numbers."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amo_dist import (
+    AMO,
+    AMOConfig,
+    Muon,
+    MuonConfig,
+    NonFiniteGradientError,
+    NonFiniteUpdateError,
+    Schedule,
+    param_groups,
+)
+from tests.distributed import models
+
+SHORT = {"observe_until": 4, "observe_every": 2, "sample_size": 2, "transition_steps": 3}
+SHAPES = {
+    "tok_embeddings.weight": (5, 8),
+    "layers.0.attention.wq.weight": (12, 8),
+    "layers.0.feed_forward.w1.weight": (13, 8),
+    "layers.0.attention_norm.weight": (8,),
+}
+WQ = "layers.0.attention.wq.weight"
+
+
+def amo(model: nn.Module, **fields: Any) -> AMO:
+    return AMO(param_groups(model), lr=1e-2, config=AMOConfig(**{**SHORT, **fields}))
+
+
+def muon(model: nn.Module, **fields: Any) -> Muon:
+    return Muon(param_groups(model), lr=1e-2, config=MuonConfig(**fields))
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def tensors(optimizer: Muon) -> list[Tensor]:
+    return [value.clone() for state in optimizer.state.values() for value in state.values()]
+
+
+def equal(left: dict[str, Tensor], right: dict[str, Tensor]) -> bool:
+    return all(torch.equal(left[name], right[name]) for name in left | right)
+
+
+def train(model: nn.Module, optimizer: Muon, steps: int = 3) -> dict[str, Tensor]:
+    for step in range(1, steps + 1):
+        models.set_gradients(model, 1, step)
+        optimizer.step()
+    return weights(model)
+
+
+# ---------------------------------------------------------------- bad numbers
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e38])
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_an_unusable_gradient_changes_nothing(name: str, value: float) -> None:
+    for rule in ("error", "skip_step"):
+        model = models.plain_model(SHAPES)
+        optimizer = amo(model, nonfinite=rule)
+        train(model, optimizer)
+        before, state = weights(model), tensors(optimizer)
+        models.set_gradients(model, 1, 4)
+        grad = model.get_parameter(name).grad
+        assert grad is not None
+        grad.view(-1)[-1] = value
+        if rule == "error":
+            with pytest.raises(NonFiniteGradientError, match=f"{name}: .*on rank 0.*skip_step"):
+                optimizer.step()
+            assert optimizer.num_steps_taken == 3
+        else:
+            optimizer.step()
+            assert optimizer.num_steps_taken == 4
+            assert optimizer.metrics()["optimizer/steps_skipped"] == 1
+        assert equal(weights(model), before)
+        assert all(map(torch.equal, tensors(optimizer), state))
+
+
+def test_a_large_entry_is_refused_only_where_state_would_overflow() -> None:
+    # 1e30 squared is infinite in fp32: AdamW's second moment would never come back.
+    model = models.plain_model(SHAPES)
+    optimizer = amo(model)
+    models.set_gradients(model, 1, 1)
+    model.get_parameter(WQ).grad.mul_(1e30)  # type: ignore[union-attr]
+    optimizer.step()
+    assert all(param.isfinite().all() for param in model.parameters())
+    models.set_gradients(model, 1, 2)
+    model.get_parameter("tok_embeddings.weight").grad.mul_(1e30)  # type: ignore[union-attr]
+    with pytest.raises(NonFiniteGradientError, match="tok_embeddings"):
+        optimizer.step()
+
+
+# Powers of two, for which all roundings are the same: about 8e-31, 1e30 and 5e36.
+@pytest.mark.parametrize("scale", [2.0**-100, 2.0**100, 2.0**122])
+def test_the_scale_of_matrix_gradients_does_not_matter(scale: float) -> None:
+    results = []
+    for factor in (1.0, scale):
+        model = models.plain_model({WQ: (12, 8)})
+        optimizer = muon(model, ns_dtype="float32")
+        for step in range(1, 40):
+            # Unit entries: a sum of 20 of them at 2^122 stays below the largest float.
+            grad = models.gradient(1, step, WQ, (12, 8)).sign()
+            model.get_parameter(WQ).grad = grad * factor
+            optimizer.step()
+        results.append(weights(model))
+    assert equal(*results)
+
+
+def test_zero_gradients_only_decay_the_weights() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = amo(model)
+    before = weights(model)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    for name, param in model.named_parameters():
+        assert torch.equal(param, before[name] * (1 - 1e-2 * 0.1)), name
+
+
+def test_a_skipped_observation_is_invalid_and_planning_goes_on() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = amo(model, nonfinite="skip_step")
+    for step in range(1, 9):
+        models.set_gradients(model, 1, step)
+        if step == 2:
+            model.get_parameter(WQ).grad[0, 0] = torch.nan  # type: ignore[index]
+        optimizer.step()
+    first, second = optimizer.control_state_dict()["policy"]["observations"]
+    assert first["ell"] == {"attn_q": None, "mlp_gate": None}
+    assert None not in second["ell"].values()
+    assert optimizer.phase == "locked"
+    assert optimizer.metrics()["amo/invalid_observations"] == 2
+
+
+def test_observations_that_are_all_skipped_fall_back_to_the_base() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = amo(model, nonfinite="skip_step")
+    for _ in range(4):
+        for param in model.parameters():
+            param.grad = torch.full_like(param, torch.nan)
+        optimizer.step()
+    assert optimizer.metrics()["amo/ell_target/attn_q"] == 1e-3
+    train(model, optimizer)
+
+
+def test_an_update_that_diverges_is_left_out_and_named_at_the_next_step() -> None:
+    model = models.plain_model(SHAPES)
+    schedule = Schedule(((1e30, 0.0, 0.0),) * 2)
+    fine = Schedule(((1.5, -0.5, 0.0),) * 2)
+    optimizer = Muon(param_groups(model), lr=1e-2, schedule={"attn_q": schedule, "mlp_gate": fine})
+    models.set_gradients(model, 1, 1)
+    before = weights(model)
+    optimizer.step()
+    assert torch.equal(model.get_parameter(WQ), before[WQ] * (1 - 1e-2 * 0.1))
+    after, state = weights(model), tensors(optimizer)
+    with pytest.raises(NonFiniteUpdateError, match=f"{WQ}: .*attn_q.*rank 0.*the first of 1"):
+        optimizer.step()
+    assert equal(weights(model), after)
+    assert all(map(torch.equal, tensors(optimizer), state))
+
+
+def test_a_missing_gradient_skips_the_parameter() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = amo(model)
+    train(model, optimizer)
+    before = weights(model)
+    state = {key: value.clone() for key, value in optimizer.state[model.get_parameter(WQ)].items()}
+    models.set_gradients(model, 1, 4, missing=frozenset({WQ, "tok_embeddings.weight"}))
+    optimizer.step()
+    for name, value in weights(model).items():
+        assert torch.equal(value, before[name]) == (name in (WQ, "tok_embeddings.weight")), name
+    assert torch.equal(optimizer.state[model.get_parameter(WQ)]["momentum_buffer"], *state.values())
+
+
+# ---------------------------------------------------------------- what users do
+
+
+def test_a_closure_is_called_once_with_gradients_enabled() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    calls = []
+
+    def closure() -> float:
+        assert torch.is_grad_enabled()
+        models.set_gradients(model, 1, 1)
+        calls.append(1)
+        return 2.5
+
+    with torch.no_grad():
+        assert optimizer.step(closure) == 2.5
+    assert calls == [1]
+    other = models.plain_model(SHAPES)
+    assert equal(weights(model), train(other, muon(other), 1))
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop", "fused"])
+def test_a_tensor_learning_rate_is_that_number(implementation: str) -> None:
+    results = []
+    for lr in (0.25, torch.tensor(0.25)):
+        model = models.plain_model(SHAPES)
+        config = MuonConfig(adamw_implementation=implementation)
+        results.append(train(model, Muon(param_groups(model), lr=lr, config=config)))
+    # The product lr * 0.2 * sqrt(max) is rounded to fp32 where the rate is a tensor, to fp64 before
+    # it meets the update where it is a number: one ulp of updates of at most 0.25 * 0.2 * 3.6 * 3.
+    for name, value in results[0].items():
+        assert torch.allclose(results[1][name], value, rtol=0, atol=2e-7), name
+
+
+def test_schedulers_drive_numbers_and_tensors_alike() -> None:
+    results = []
+    for lr in (0.5, torch.tensor(0.5, dtype=torch.float64)):
+        model = models.plain_model(SHAPES)
+        optimizer = Muon(param_groups(model), lr=lr)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+        for step in range(1, 4):
+            models.set_gradients(model, 1, step)
+            optimizer.step()
+            scheduler.step()
+        assert float(optimizer.param_groups[0]["lr"]) == 0.5**4
+        results.append(weights(model))
+    for name, value in results[0].items():
+        assert torch.allclose(results[1][name], value, rtol=0, atol=4e-7), name  # as above
+
+
+def test_groups_may_be_split_with_rates_and_without_decay() -> None:
+    model, twin = models.plain_model(SHAPES), models.plain_model(SHAPES)
+    (matrices, rest) = param_groups(model)
+    q, gate = matrices["params"]
+    split = [
+        {**matrices, "params": [q], "lr_scale": 0.5, "weight_decay": 0.0},
+        {**matrices, "params": [gate]},
+        {**rest, "weight_decay": 0.0, "lr_scale": 0.0},
+    ]
+    optimizer = Muon(split, lr=1e-2)
+    found = train(model, optimizer)
+    # The first parameter alone, at half the rate and without decay, must give the same bits.
+    lone = Muon(param_groups(twin)[:1], lr=5e-3, weight_decay=0.0)
+    for step in range(1, 4):
+        models.set_gradients(twin, 1, step)
+        lone.step()
+    assert torch.equal(found[WQ], twin.get_parameter(WQ))
+    for name in ("tok_embeddings.weight", "layers.0.attention_norm.weight"):
+        assert torch.equal(found[name], models.initial(name, SHAPES[name])), name
+
+
+def test_frozen_parameters_stay_out() -> None:
+    model = models.plain_model(SHAPES)
+    model.get_parameter(WQ).requires_grad_(False)
+    optimizer = muon(model)
+    assert WQ not in optimizer.params_by_name
+    found = train(model, optimizer)
+    assert torch.equal(found[WQ], models.initial(WQ, SHAPES[WQ]))
+
+
+def test_bf16_parameters_have_fp32_momentum() -> None:
+    model = models.plain_model(SHAPES).bfloat16()
+    optimizer = amo(model)
+    found = train(model, optimizer, 9)
+    state = optimizer.state[model.get_parameter(WQ)]
+    assert state["momentum_buffer"].dtype == torch.float32
+    assert found[WQ].dtype == torch.bfloat16
+    # A sum of bf16 gradients is no bf16 number: what is kept is not a widened bf16 buffer.
+    assert not torch.equal(state["momentum_buffer"], state["momentum_buffer"].bfloat16().float())
+    assert optimizer.phase == "locked"
+
+
+def test_newton_schulz_runs_once_a_step_under_accumulation() -> None:
+    layer = nn.Linear(8, 12, bias=False)
+    optimizer = Muon(param_groups(layer, patterns={"weight": "attn_q"}))
+    with mock.patch("amo_dist.step.orthogonalize", side_effect=_orthogonalize) as spy:
+        for _ in range(4):
+            layer(torch.randn(3, 8)).square().sum().backward()
+        optimizer.step()
+    assert spy.call_count == 1
+
+
+@pytest.mark.parametrize("name", list(SHAPES))
+def test_a_model_of_one_parameter(name: str) -> None:
+    model = models.plain_model({name: SHAPES[name]})
+    found = train(model, muon(model))
+    assert not torch.equal(found[name], models.initial(name, SHAPES[name]))
+
+
+def test_amo_without_matrices_says_so() -> None:
+    model = models.plain_model({"norm.weight": (8,)})
+    optimizer = amo(model)
+    models.set_gradients(model, 1, 1)
+    with pytest.raises(ValueError, match=r"registry: found .*expected at least one matrix"):
+        optimizer.step()
+
+
+def test_amo_without_other_parameters() -> None:
+    model = models.plain_model({WQ: (12, 8)})
+    optimizer = amo(model)
+    train(model, optimizer, 8)
+    assert optimizer.phase == "locked"
+
+
+def test_wrappers_do_not_change_names() -> None:
+    model = models.plain_model(SHAPES)
+    wrapped = nn.ModuleDict({"module": models.plain_model(SHAPES)})
+    assert set(muon(model).params_by_name) == set(muon(wrapped).params_by_name) == set(SHAPES)
+
+
+def test_a_group_cannot_come_later() -> None:
+    optimizer = muon(models.plain_model(SHAPES))
+    with pytest.raises(ValueError, match=r"add_param_group: .*all groups at once"):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "message"),
+    [
+        ({"lr": -1.0}, "lr: found -1.0"),
+        ({"lr": float("nan")}, "lr: found nan"),
+        ({"weight_decay": float("inf")}, "weight_decay: found inf"),
+        ({"eps": -1e-8}, "eps: found -1e-08"),
+        ({"betas": (0.9, 1.0)}, "betas: found"),
+        ({"betas": (0.9,)}, "betas: found"),
+        ({"schedule": "polar"}, "polar"),
+    ],
+)
+def test_bad_arguments_are_named(kwargs: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon(param_groups(models.plain_model(SHAPES)), **kwargs)
+
+
+# ---------------------------------------------------------------- the hot path
+
+
+def test_a_locked_step_writes_no_control_text_and_keeps_no_history() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = amo(model)
+    train(model, optimizer, 12)
+    models.set_gradients(model, 1, 13)
+    sizes = []
+    with mock.patch("amo_dist.checkpoint.to_text") as spy:
+        for _ in range(3):
+            optimizer.step()
+            sizes.append(_num_objects(optimizer))
+    assert not spy.called
+    assert sizes[0] == sizes[1] == sizes[2]
+
+
+def _num_objects(root: object) -> int:
+    """Containers and values reachable from an object through dicts, lists and attributes."""
+    seen: set[int] = set()
+    stack: list[object] = [root]
+    while stack:
+        item = stack.pop()
+        if id(item) in seen or isinstance(item, (type, str, int, float, Tensor)):
+            continue
+        seen.add(id(item))
+        if isinstance(item, dict):
+            stack += itertools.chain(item.keys(), item.values())
+        elif isinstance(item, (list, tuple, set, frozenset)):
+            stack += item
+        elif hasattr(item, "__dict__"):
+            stack.append(vars(item))
+    return len(seen)
+
+
+def _orthogonalize(*args: Any, **kwargs: Any) -> Tensor:
+    from amo_dist.kernels.newton_schulz import orthogonalize
+
+    return orthogonalize(*args, **kwargs)
+
+
+def test_metrics_have_the_same_keys_in_every_phase() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = amo(model)
+    keys = []
+    for step in range(1, 10):
+        models.set_gradients(model, 1, step)
+        optimizer.step()
+        keys.append(copy.copy(sorted(optimizer.metrics())))
+    assert all(found == keys[0] for found in keys)
