@@ -42,11 +42,11 @@ def parse(args: Sequence[str]) -> Any:
             combination that cannot work.
         SystemExit: For a mistake among the arguments, already explained on standard error.
     """
-    manager = _Manager()
+    manager = Manager()
     # torchtitan logs the traceback of a config file that it cannot read; the error says it all.
     values = read_toml(_config_file(args))
     with _quiet_unless_first():
-        config = manager.parse_args([*args, *_missing_defaults(args, values)])
+        config = manager.parse_args([*args, *missing_defaults(args, values)])
     learning_rate.resolve(config.optimizer)  # now, so that a logged config shows the rate
     validate(config)
     return config
@@ -138,7 +138,7 @@ def _describe(expected: Any) -> str:
     return names.get(expected, str(expected))
 
 
-class _Manager(ConfigManager):
+class Manager(ConfigManager):
     """torchtitan's parser with readable errors."""
 
     def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
@@ -162,10 +162,10 @@ def _section_of(cls: type) -> str:
 
 
 def _config_file(args: Sequence[str]) -> str | None:
-    return _argument(args, "job.config_file")
+    return argument(args, "job.config_file")
 
 
-def _argument(args: Sequence[str], name: str) -> str | None:
+def argument(args: Sequence[str], name: str) -> str | None:
     """The value of ``--name value`` or ``--name=value``, with either ``_`` or ``-``."""
     for index, arg in enumerate(args):
         key, equals, value = arg.partition("=")
@@ -174,11 +174,12 @@ def _argument(args: Sequence[str], name: str) -> str | None:
     return None
 
 
-def _missing_defaults(args: Sequence[str], values: dict[str, Any]) -> list[str]:
+def missing_defaults(args: Sequence[str], values: dict[str, Any]) -> list[str]:
+    """Arguments that name ``torchtitan_ext`` where the arguments and the file name nothing."""
     found = []
     for name, default in _DEFAULTS.items():
         section, field = name.split(".")
-        if not (_argument(args, name) or values.get(section, {}).get(field)):
+        if not (argument(args, name) or values.get(section, {}).get(field)):
             found.append(f"--{name}={default}")
     return found
 

@@ -1,0 +1,395 @@
+"""The preflight: all mistakes at once, figures that are those of the run, stated assumptions."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchtitan_ext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    torchtitan_ext.register()
+
+from amo_dist.config import AMOConfig
+from amo_dist.distributed.ledger import predict
+from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.types import MatrixInfo
+from amo_dist.simulate import lay_out, simulate
+from torchtitan_ext.cli import main
+from torchtitan_ext.tools import preflight, preflight_checks, preflight_costs
+
+ROOT = Path(__file__).parents[2]
+CONFIGS = ROOT / "configs"
+SPECS = json.loads((ROOT / "tests/golden/model_specs.json").read_text())
+RUNS = json.loads((ROOT / "tests/golden/pretrain_runs.json").read_text())
+
+
+@functools.cache
+def hardware() -> preflight_costs.Hardware:
+    return preflight_costs.read_hardware(preflight_costs.HARDWARE_FILE, "h100")
+
+
+@functools.cache
+def report(name: str, world: int, plan: str = "", *overrides: str) -> dict[str, Any]:
+    args = [f"--job.config_file={CONFIGS / f'{name}.toml'}", *overrides]
+    config, problems = preflight_checks.load(args)
+    assert problems + preflight_checks.check(config, world) == []
+    return preflight.build(config, world, 8, plan, hardware())
+
+
+# ------------------------------------------------------------------ mistakes
+
+BROKEN = """
+[model]
+name = "qwen3"
+flavor = "Qwen3-9B"
+
+[training]
+stepz = 5
+steps = 100
+local_batch_size = 3
+global_batch_size = 10
+seq_len = "long"
+
+[data]
+num_streams = 7
+
+[optimizer]
+name = "AMO"
+lr_from = "scaling_law"
+
+[optimizer.amo]
+shrinkage = 1.5
+sample_size = 0
+observe_evry = 3
+
+[lr_scheduler]
+warmup_steps = 500
+
+[checkpoint]
+enable = true
+keep_latest_k = 1
+"""
+
+
+def test_every_mistake_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text(BROKEN)
+    assert main(["preflight", "--job.config_file", str(path), "--world", "4"]) == 2
+    lines = capsys.readouterr().out.splitlines()
+    expected = [
+        "training.stepz: unknown field; did you mean 'steps'?",
+        "training.seq_len: found 'long', expected an integer",
+        "optimizer.amo.observe_evry: unknown field; did you mean 'observe_every'?",
+        "[optimizer.amo] shrinkage: found 1.5",
+        "[optimizer.amo] sample_size: found 0",
+        "optimizer.scaling_law.params_b: found 0.0",
+        "training.steps: found 100, expected at least observe_until + transition_steps = 1500",
+        "model.flavor: found 'Qwen3-9B'",
+        "training.global_batch_size: found 10, expected a multiple of 12",
+        "data.num_streams: found 7, expected a multiple of the data-parallel degree 4",
+        "lr_scheduler.warmup_steps: found 500, expected at most the 100 steps",
+        "checkpoint.keep_latest_k: found 1",
+    ]
+    for one in expected:
+        assert sum(line.startswith(f"error: {one}") for line in lines) == 1, one
+    assert len(lines) == len(expected)
+
+
+def test_mistakes_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "broken.toml"
+    path.write_text(BROKEN)
+    assert main(["preflight", f"--job.config_file={path}", "--json"]) == 2
+    assert len(json.loads(capsys.readouterr().out)["problems"]) == 12
+
+
+def test_a_world_that_the_degrees_do_not_make(capsys: pytest.CaptureFixture[str]) -> None:
+    file = f"--job.config_file={CONFIGS / 'qwen3_0.6b.toml'}"
+    status = main(["preflight", file, "--world", "16", "--parallelism.tensor_parallel_degree", "3"])
+    assert status == 2
+    assert "tp 3 * pp 1, expected a product of 16 ranks" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ([], "--job.config_file: found none"),
+        (["--job.config_file", "no.toml"], "cannot read no.toml"),
+        (["--world", "0"], "--world: found 0"),
+        (["--gpus-per-node", "-1"], "--gpus-per-node: found -1"),
+        (["--gpu", "abacus"], "--gpu: found 'abacus', expected one of h100"),
+        (["--hardware", "no.toml"], "--hardware: cannot read no.toml"),
+    ],
+)
+def test_mistakes_among_the_arguments(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["preflight", *arguments]) == 2
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("plan", ["attn_q", "attn_q=0", "router=3", "attn_q=5;mlp_up=5"])
+def test_a_malformed_plan(plan: str) -> None:
+    with pytest.raises(ValueError, match="--plan: found"):
+        report("qwen3_70m", 6, plan)
+
+
+@pytest.mark.parametrize("family", ["muon", "adamw"])
+@pytest.mark.parametrize("model", SPECS)
+def test_the_papers_configs_are_in_order(model: str, family: str) -> None:
+    name = model.lower().replace("llama-", "llama").replace("-", "_")
+    run = RUNS[family][model]
+    found = report(name + ("_adamw" if family == "adamw" else ""), run["gpus"])
+    assert found["parameters"]["total"] == SPECS[model]["total_params"]
+    assert found["run"]["accumulation"] == run["grad_accum"]
+    assert found["run"]["tokens"] == pytest.approx(run["tokens_b"] * 1e9, abs=0.025e9)
+    if family == "adamw":
+        assert found["parameters"]["muon"] == 0
+        assert "step" not in found
+
+
+# ------------------------------------------------------------------ figures
+
+
+def test_load_and_traffic_are_those_of_the_simulation() -> None:
+    found = report("qwen3_1.7b", 32)
+    spec = SPECS["Qwen3-1.7B"]
+    # In the order of the model's parameters, which is that of the deal.
+    names = [
+        name for name, one in found["parameters"]["by_name"].items() if one["optimizer"] == "muon"
+    ]
+    registry = [
+        MatrixInfo(
+            name,
+            tuple(found["parameters"]["by_name"][name]["shape"]),
+            found["parameters"]["by_name"][name]["operator_types"][0],
+        )
+        for name in names
+    ]
+    assert len(registry) == 7 * spec["layers"]
+    after = {name: one["steps_after"] for name, one in found["operator_types"].items()}
+    rows = {
+        row.schedule: row
+        for row in simulate(registry, after, 32)
+        if row.ownership == found["step"]["ownership"]
+    }
+    for phase, schedule in (("before", "uniform"), ("after", "locked")):
+        step, row = found["step"][phase], rows[schedule]
+        assert step["gflop"]["most"] * 1e9 == pytest.approx(row.load.greatest, rel=1e-12)
+        assert step["gflop"]["mean"] * 1e9 == pytest.approx(row.load.mean, rel=1e-12)
+        assert step["sent_across"]["most"] == row.traffic.greatest_across
+        total = step["sent_across"]["mean"] + step["sent_within"]["mean"]
+        assert total == pytest.approx(row.traffic.mean, rel=1e-12)
+
+
+def test_traffic_agrees_with_the_closed_form_for_even_shards() -> None:
+    found = report("qwen3_1.7b", 32)["step"]["before"]
+    elements = predict(*_jobs_of("qwen3_1.7b", 32)).elements
+    total = 32 * (found["sent_within"]["mean"] + found["sent_across"]["mean"])
+    assert total == pytest.approx(2 * elements, rel=1e-12)
+    # 2 * b * P * (W - 1) / W^2 a rank, of bf16.
+    assert total / 32 == pytest.approx(2 * 2 * 1409286144 * 31 / 32**2, rel=1e-12)
+
+
+def _jobs_of(name: str, world: int) -> Any:
+    by_name = report(name, world)["parameters"]["by_name"]
+    shapes = [tuple(one["shape"]) for one in by_name.values() if one["optimizer"] == "muon"]
+    registry = [MatrixInfo(f"m{i}", shape, "attn_q") for i, shape in enumerate(shapes)]
+    matrices = lay_out(registry, world)
+    world_ = preflight_costs.World(
+        registry=registry,
+        matrices=matrices,
+        num_ranks=world,
+        ranks_per_node=8,
+        config=AMOConfig(),
+        elementwise_bytes=0.0,
+    )
+    return matrices, preflight_costs.deal(world_, {"attn_q": 5})
+
+
+def test_one_rank_sends_nothing_and_owns_all() -> None:
+    found = report("debug_qwen3", 1)
+    step = found["step"]["before"]
+    assert step["sent_within"]["most"] == step["sent_across"]["most"] == 0
+    assert step["num_owners"] == 1
+    flops = sum(
+        5 * ns_step_flops(*one["shape"])
+        for one in found["parameters"]["by_name"].values()
+        if one["optimizer"] == "muon"
+    )
+    assert step["gflop"]["most"] == pytest.approx(flops / 1e9, rel=1e-12)
+
+
+def test_replicas_share_the_work_under_hsdp() -> None:
+    sharded = report("qwen3_0.6b", 16)
+    hybrid = report("qwen3_0.6b", 16, "", "--parallelism.data_parallel_replicate_degree=2")
+    assert hybrid["step"]["before"]["gflop"] == sharded["step"]["before"]["gflop"]
+    # Results go to both replicas, and the other one is another node.
+    assert (
+        hybrid["step"]["before"]["sent_across"]["mean"]
+        > hybrid["step"]["before"]["sent_within"]["mean"] / 2
+    )
+    ratio = hybrid["memory"]["optimizer_state"] / sharded["memory"]["optimizer_state"]
+    assert ratio == pytest.approx(2, rel=0.01)  # norms of 128 rows split unevenly on neither
+
+
+def test_memory_of_the_state() -> None:
+    found = report("qwen3_1.7b", 32)
+    parameters = found["parameters"]
+    state = (4 * parameters["muon"] + 8 * parameters["adamw"]) / 32
+    assert found["memory"]["optimizer_state"] == pytest.approx(state, rel=1e-6)
+    assert found["memory"]["parameters"] == pytest.approx(4 * parameters["total"] / 32, rel=1e-6)
+    size = 4 * parameters["total"] + 4 * parameters["muon"] + 8 * parameters["adamw"]
+    assert found["run"]["checkpoint_bytes"] == size
+
+
+def test_exchange_memory_grows_with_the_buckets() -> None:
+    small = report("qwen3_0.6b", 16, "", "--optimizer.amo.bucket_bytes=1")
+    large = report("qwen3_0.6b", 16)
+    assert 0 < small["memory"]["exchange"] < large["memory"]["exchange"]
+
+
+def test_the_plan_of_the_paper_a_given_one_and_none() -> None:
+    paper = report("qwen3_1.7b", 32)
+    steps = [one["steps_after"] for one in paper["operator_types"].values()]
+    assert steps == [6, 5, 5, 6, 4, 5, 4]
+    given = report("qwen3_1.7b", 32, "mlp_down=7, attn_q=3")
+    assert given["operator_types"]["mlp_down"]["steps_after"] == 7
+    assert given["operator_types"]["attn_k"]["steps_after"] == 5
+    assert given["step"]["after"]["gflop"]["most"] > paper["step"]["after"]["gflop"]["most"]
+    unknown = report("qwen3_70m", 6)
+    assert {one["steps_after"] for one in unknown["operator_types"].values()} == {5}
+    assert "unknown" in unknown["plan_origin"]
+
+
+def test_a_fixed_schedule_has_no_lock_and_no_observation() -> None:
+    found = report("qwen3_70m", 6, "", "--optimizer.name=Muon", "--optimizer.muon.schedule=turbo")
+    assert {one["steps_before"] for one in found["operator_types"].values()} == {4}
+    assert found["step"]["before"] == found["step"]["after"]
+    assert "observation" not in found
+    assert not any("locked" in one["event"] for one in found["timeline"])
+
+
+def test_tensor_parallelism_is_told_to_be_beyond_the_model() -> None:
+    found = report("qwen3_1.7b", 32, "", "--parallelism.tensor_parallel_degree=2")
+    assert "step" not in found
+    assert any("no model of costs" in note for note in found["notes"])
+
+
+def test_the_timeline() -> None:
+    steps = {one["event"]: one["step"] for one in report("qwen3_1.7b", 32)["timeline"]}
+    assert steps == {
+        "the rate reaches its peak": 345,
+        "cosine decay starts": 346,
+        "first observation, then every 375 steps": 375,
+        "last observation, and the plan": 3000,
+        "transition starts": 3001,
+        "locked": 3300,
+        "the run ends": 6912,
+    }
+
+
+# ------------------------------------------------------------------ seconds
+
+
+def test_the_prediction_for_the_papers_largest_run() -> None:
+    found = report("qwen3_1.7b", 32)
+    # The project's own goals, an order of magnitude below what the paper measured.
+    for phase in ("before", "after"):
+        assert found["time"][f"optimizer_{phase}"] < 15e-3 < found["paper"]["optimizer_ms"] / 1e3
+    by_method = found["observation"]["seconds_by_method"]
+    assert by_method[preflight_costs.QR] < 0.5 < found["paper"]["observation_s"]
+    assert found["observation"]["seconds"] == by_method[found["observation"]["method"]]
+    assert found["observation"]["matrices"] == 7 * 8
+    assert found["observation"]["count"] == 8
+    # The paper's 5.82 s, from which the assumed efficiency was taken, to its two digits.
+    assert found["time"]["model_seconds"] == pytest.approx(5.82, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("figure", "part"),
+    [
+        ("bf16_tflops", "orthogonalize_seconds"),
+        ("network_gb_per_s", "exchange_seconds"),
+        ("nvlink_gb_per_s", "exchange_seconds"),
+        ("hbm_tb_per_s", "elementwise_seconds"),
+        ("kernel_us", "launch_seconds"),
+        ("collective_us", "launch_seconds"),
+    ],
+)
+def test_every_figure_moves_its_part_of_the_step_and_no_other(figure: str, part: str) -> None:
+    config, _ = preflight_checks.load([f"--job.config_file={CONFIGS / 'qwen3_0.6b.toml'}"])
+    other = dataclasses.replace(hardware(), **{figure: 2 * getattr(hardware(), figure)})
+    steps = [
+        preflight.build(config, 16, 8, "", one)["step"]["before"] for one in (hardware(), other)
+    ]
+    moved = {key for key in steps[0] if steps[0][key] != steps[1][key]}
+    assert moved == {part}
+
+
+def test_observation_is_found_by_what_the_kernel_calls(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = preflight_costs.observation_method()
+    calls_svd = []
+    real = torch.linalg.svdvals
+    monkeypatch.setattr(torch.linalg, "svdvals", lambda x: calls_svd.append(1) or real(x))
+    preflight_costs.observation_method()
+    assert found == (preflight_costs.SVD if calls_svd else preflight_costs.QR)
+
+
+def test_hardware_files(tmp_path: Path) -> None:
+    for name in ("h100", "h200"):
+        preflight_costs.read_hardware(preflight_costs.HARDWARE_FILE, name)
+    path = tmp_path / "mine.toml"
+    fields = dataclasses.asdict(hardware())
+    lines = [f"{key} = {value}" for key, value in fields.items()]
+    for change, told in (
+        (lines[1:], r"missing memory_gb"),
+        ([*lines, "colour = 1"], r"unknown colour"),
+        (["memory_gb = -1", *lines[1:]], r"memory_gb: found -1, expected a number > 0"),
+        (["memory_gb = '80'", *lines[1:]], r"memory_gb: found '80'"),
+    ):
+        path.write_text("\n".join(["[mine]", *change]))
+        with pytest.raises(ValueError, match=told):
+            preflight_costs.read_hardware(path, "mine")
+    path.write_text("\n".join(["[mine]", *lines]))
+    assert preflight_costs.read_hardware(path, "mine") == hardware()
+
+
+# ------------------------------------------------------------------ text
+
+
+def test_the_text_tells_figures_and_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
+    file = f"--job.config_file={CONFIGS / 'qwen3_1.7b.toml'}"
+    assert main(["preflight", file, "--world", "32"]) == 0
+    text = capsys.readouterr().out
+    for one in (
+        "1,720,574,976",
+        "layers.*.attention.wq.weight",
+        "attn_q",
+        "tok_embeddings.weight",
+        "33.97 billion tokens",
+        "locked",
+        "nothing was measured",
+        "the paper measured 191 ms",
+        "the paper measured 9.47 s",
+    ):
+        assert one in text, one
+    for field in dataclasses.fields(preflight_costs.Hardware):
+        assert f"{field.name} = {getattr(hardware(), field.name)}" in text
+
+
+def test_json_and_text_are_of_one_report(capsys: pytest.CaptureFixture[str]) -> None:
+    file = f"--job.config_file={CONFIGS / 'debug_llama3.toml'}"
+    assert main(["preflight", file, "--world", "4", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["world"]["ranks"] == 4
+    assert found["problems"] == []
+    assert found["assumptions"]["gpu"] == "h100"

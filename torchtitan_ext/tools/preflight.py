@@ -1,0 +1,443 @@
+"""``amo preflight``: what a config will do on many ranks, in seconds, without any of them."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import math
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from amo_dist.cli import Subparsers
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Register ``preflight``."""
+    parser = subparsers.add_parser(
+        "preflight",
+        help="check a config and predict its run, without starting it",
+        description="Check a config (all mistakes at once) and tell what its run will do: which "
+        "parameter goes to which optimizer, who owns how much, what travels, memory, predicted "
+        "seconds, tokens, checkpoints, and when the schedule changes.",
+        epilog="example: amo preflight --job.config_file configs/qwen3_1.7b.toml --world 32; other "
+        "options go to torchtitan, e.g. --training.steps 200",
+    )
+    parser.add_argument("--world", type=int, default=32, help="number of ranks (default 32)")
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks of a node (default 8)")
+    parser.add_argument(
+        "--plan",
+        metavar="TYPE=STEPS,...",
+        default="",
+        help="Newton-Schulz steps after the lock, e.g. attn_q=6,mlp_down=4 (default: the paper's "
+        "plan where it prints one for the model, else uniform)",
+    )
+    parser.add_argument(
+        "--hardware", type=Path, help="TOML file of figures (default: the project's)"
+    )
+    parser.add_argument("--gpu", default="h100", help="table of that file (default h100)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of text")
+    parser.set_defaults(run=run, overrides=[])
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the report.
+
+    Returns:
+        0, or 2 where the config has mistakes, which are printed instead.
+
+    Raises:
+        ValueError: For arguments that cannot work.
+    """
+    for name, found in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
+        if found < 1:
+            raise ValueError(f"{name}: found {found}, expected an integer >= 1")
+    import torchtitan_ext
+
+    torchtitan_ext.register()
+    from torchtitan_ext.tools import preflight_checks, preflight_costs, preflight_report
+
+    hardware = preflight_costs.read_hardware(
+        args.hardware or preflight_costs.HARDWARE_FILE, args.gpu
+    )
+    config, problems = preflight_checks.load(args.overrides)
+    problems += preflight_checks.check(config, args.world)
+    if problems:
+        problems = list(dict.fromkeys(problems))
+        if args.json:
+            print(json.dumps({"problems": problems}, indent=2))
+        else:
+            print("\n".join(f"error: {problem}" for problem in problems))
+        return 2
+    report = build(config, args.world, args.gpus_per_node, args.plan, hardware)
+    report["assumptions"] = {"gpu": args.gpu, **dataclasses.asdict(hardware)}
+    print(json.dumps(report, indent=2) if args.json else preflight_report.text(report))
+    return 0
+
+
+def build(
+    config: Any, world_size: int, ranks_per_node: int, plan: str, hardware: Any
+) -> dict[str, Any]:
+    """The whole report as JSON values.
+
+    Args:
+        config: A checked config.
+        world_size: Number of ranks.
+        ranks_per_node: Consecutive ranks of one node.
+        plan: Steps after the lock as ``TYPE=STEPS,...``; empty for the default.
+        hardware: From :func:`torchtitan_ext.tools.preflight_costs.read_hardware`.
+
+    Raises:
+        ValueError: For a malformed plan, or an unknown matrix inside a block.
+    """
+    from torchtitan_ext.tools import preflight_checks
+
+    degrees = preflight_checks.degrees(config, world_size)
+    model_args, model = _meta_model(config)
+    groups = _groups(model, config)
+    before, after, origin = _steps(config, groups, plan)
+    report: dict[str, Any] = {
+        "problems": [],
+        "notes": preflight_checks.notes(config),
+        "config": {
+            "file": config.job.config_file,
+            "model": config.model.flavor,
+            "optimizer": config.optimizer.name,
+        },
+        "world": {
+            "ranks": world_size,
+            "nodes": math.ceil(world_size / ranks_per_node),
+            "gpus_per_node": ranks_per_node,
+            "degrees": degrees,
+        },
+        "parameters": _parameters(groups),
+        "operator_types": _operator_types(groups, before, after),
+        "plan_origin": origin,
+        "run": _run(config, degrees, groups),
+        "timeline": _timeline(config),
+    }
+    num_flops = _flops_per_token(model_args, model, config.training.seq_len)
+    _add_costs(report, config, degrees, groups, (before, after), num_flops, hardware)
+    return report
+
+
+# ------------------------------------------------------------------ the model
+
+
+def _meta_model(config: Any) -> tuple[Any, Any]:
+    import torch
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    spec = get_train_spec(config.model.name)
+    # A copy: torchtitan's arguments belong to the whole process.
+    args = dataclasses.replace(spec.model_args[config.model.flavor])
+    args.update_from_config(config)
+    with torch.device("meta"):
+        return args, spec.model_cls(args)
+
+
+def _groups(model: Any, config: Any) -> list[dict[str, Any]]:
+    """Parameter groups as the run makes them; all of them AdamW's under AdamW."""
+    from amo_dist.operators import param_groups
+    from torchtitan_ext.plugin.optimizers import OPTIMIZERS
+
+    groups = param_groups(model)
+    if OPTIMIZERS[config.optimizer.name] is None:
+        params = [pair for group in groups for pair in group["params"]]
+        return [{"params": params, "algorithm": "adamw"}]
+    return groups
+
+
+def _registry(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+    """Every matrix, in the order in which owners are dealt."""
+    from amo_dist.distributed.layout import matrix_layout, replicated_layout
+    from amo_dist.schedule.types import MatrixInfo
+
+    registry = []
+    for group in groups:
+        for name, parameter in group["params"]:
+            layout = replicated_layout(parameter.shape, [0])
+            for view in group.get("matrix_views", {}).get(name, ()):
+                shape = matrix_layout("", layout, 0, view.boxes, view.dim).shape
+                registry.append(MatrixInfo(name + view.suffix, shape, view.operator_type))
+    return registry
+
+
+def _parameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    counts = {"muon": 0, "adamw": 0}
+    by_name: dict[str, Any] = {}
+    for group in groups:
+        for name, parameter in group["params"]:
+            views = group.get("matrix_views", {}).get(name, ())
+            counts[group["algorithm"]] += parameter.numel()
+            by_name[name] = {
+                "shape": list(parameter.shape),
+                "optimizer": group["algorithm"],
+                "operator_types": sorted({view.operator_type for view in views}),
+            }
+    total = sum(counts.values())
+    return {"total": total, **counts, "num_matrices": len(_registry(groups)), "by_name": by_name}
+
+
+def _operator_types(
+    groups: Sequence[Mapping[str, Any]], before: Mapping[str, int], after: Mapping[str, int]
+) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    registry = _registry(groups)
+    for name in before:
+        shapes = [info.shape for info in registry if info.operator_type == name]
+        found[name] = {
+            "count": len(shapes),
+            "shapes": sorted({f"{m} x {n}" for m, n in shapes}),
+            "steps_before": before[name],
+            "steps_after": after[name],
+        }
+    return found
+
+
+def _flops_per_token(args: Any, model: Any, seq_len: int) -> float:
+    """Of forward and backward: six for each weight of a product, and the attention scores.
+
+    The head counts, tied or not (torchtitan's own count leaves a tied one out).
+    """
+    weights = sum(parameter.numel() for parameter in model.parameters())
+    if not getattr(args, "enable_weight_tying", False):
+        weights -= model.tok_embeddings.weight.numel()
+    head_dim = getattr(args, "head_dim", None) or args.dim // args.n_heads
+    return float(6 * weights + 12 * args.n_layers * args.n_heads * head_dim * seq_len)
+
+
+# ------------------------------------------------------------------ the schedule
+
+
+def _steps(
+    config: Any, groups: Sequence[Mapping[str, Any]], plan: str
+) -> tuple[dict[str, int], dict[str, int], str]:
+    """Newton-Schulz steps by operator type, before and after the lock, and whence the latter."""
+    from amo_dist.schedule.policies import named_policy
+    from amo_dist.schedule.types import sort_operator_types
+    from amo_dist.simulate import MODELS
+
+    registry = _registry(groups)
+    types = sort_operator_types(info.operator_type for info in registry)
+    if not types:
+        return {}, {}, "no matrices"
+    if config.optimizer.name != "AMO":
+        policy = named_policy(config.optimizer.muon.schedule)
+        policy.bind(registry)
+        fixed = {name: one.num_steps for name, one in policy.schedules(1).items()}
+        return fixed, fixed, f"schedule {config.optimizer.muon.schedule}, the same all along"
+    before = dict.fromkeys(types, config.optimizer.amo.base_steps)
+    if plan:
+        return before, {**before, **_read_plan(plan, types)}, "given by --plan"
+    key = config.model.flavor.lower()
+    # The paper prints the plans of these two; the third of MODELS is a stand-in.
+    if key in ("qwen3-1.7b", "llama-3.1-760m") and len(types) == len(MODELS[key][1]):
+        return before, dict(zip(types, MODELS[key][1], strict=True)), "the paper's for this model"
+    return before, before, "unknown before the run: uniform stands in"
+
+
+def _read_plan(text: str, types: Sequence[str]) -> dict[str, int]:
+    steps = {}
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)=([1-9]\d*)\s*", item)
+        if match is None or match[1] not in types:
+            raise ValueError(
+                f"--plan: found {item!r}, expected TYPE=STEPS, a type of {', '.join(types)} and "
+                "an integer >= 1"
+            )
+        steps[match[1]] = int(match[2])
+    return steps
+
+
+def _samples(config: Any, registry: Sequence[Any]) -> list[tuple[str, ...]]:
+    """What AMO will draw at each observation: the draw depends on nothing else."""
+    from amo_dist.schedule.policies import AMOPolicy
+
+    if config.optimizer.name != "AMO":
+        return []
+    amo = config.optimizer.amo
+    policy = AMOPolicy(amo)
+    policy.bind(registry)
+    steps = range(amo.observe_every, amo.observe_until + 1, amo.observe_every)
+    return [policy.sample(step) for step in steps]
+
+
+def _timeline(config: Any) -> list[dict[str, Any]]:
+    steps, schedule = config.training.steps, config.lr_scheduler
+    total = schedule.total_steps or steps
+    events = [(schedule.warmup_steps, "the rate reaches its peak")]
+    if schedule.decay_ratio is None:
+        events.append((schedule.warmup_steps + 1, f"{schedule.decay_type} decay starts"))
+    elif decay := round(total * schedule.decay_ratio):
+        events.append((total + 2 - decay, f"{schedule.decay_type} decay starts"))
+    if config.optimizer.name == "AMO":
+        amo = config.optimizer.amo
+        events += [
+            (amo.observe_every, f"first observation, then every {amo.observe_every} steps"),
+            (amo.observe_until, "last observation, and the plan"),
+            (amo.observe_until + 1, "transition starts"),
+            (amo.lock_step, "locked"),
+        ]
+    events.append((steps, "the run ends"))
+    return [{"step": step, "event": event} for step, event in sorted(events) if 0 < step <= steps]
+
+
+# ------------------------------------------------------------------ the run
+
+
+def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]:
+    training, checkpoint = config.training, config.checkpoint
+    ranks = degrees["replicate"] * degrees["shard"]
+    batch = training.global_batch_size
+    batch = batch if batch > 0 else training.local_batch_size * ranks
+    tokens = batch * training.seq_len
+    saved = 0
+    if checkpoint.enable:
+        saved = len({*range(checkpoint.interval, training.steps + 1, checkpoint.interval)})
+        saved += training.steps % checkpoint.interval != 0
+    params, state = _bytes(config, groups, 1)
+    kept = min(saved, checkpoint.keep_latest_k) if checkpoint.keep_latest_k else saved
+    return {
+        "peak_lr": config.optimizer.lr,
+        "steps": training.steps,
+        "global_batch": batch,
+        "accumulation": batch // (training.local_batch_size * ranks),
+        "tokens_per_step": tokens,
+        "tokens": tokens * training.steps,
+        "checkpoint_bytes": params + state,
+        "checkpoints_saved": saved,
+        "checkpoints_kept": kept,
+    }
+
+
+def _bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> tuple[int, int]:
+    """Bytes of parameters and of optimizer state on the fullest rank.
+
+    FSDP cuts dim 0 as ``torch.chunk`` does: the first rank holds the ceiling.
+    """
+    import torch
+
+    amo = config.optimizer.name == "AMO"
+    momentum = (config.optimizer.amo if amo else config.optimizer.muon).momentum_dtype
+    itemsize = getattr(torch, config.training.dtype).itemsize
+    params = state = 0
+    for group in groups:
+        each = getattr(torch, momentum).itemsize if group["algorithm"] == "muon" else 2 * itemsize
+        for _, parameter in group["params"]:
+            held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
+            params += held * itemsize
+            state += held * each
+    return params, state
+
+
+def _elementwise_bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> float:
+    """What momentum, update and AdamW read and write on the fullest rank, in fp32."""
+    total = 0.0
+    for group in groups:
+        # Momentum: two reads, a write. Nesterov and cast: two reads, a write of half. Update:
+        # read the weight and half an update, write the weight. AdamW: four reads, three writes.
+        each = 32 if group["algorithm"] == "muon" else 28
+        for _, parameter in group["params"]:
+            total += each * -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
+    return total
+
+
+# ------------------------------------------------------------------ costs
+
+PAPER = {"Qwen3-1.7B": {"optimizer_ms": 191.47, "observation_s": 9.47, "ranks": 32}}
+"""Measured by the AMO paper for AMO (table of practical cost): optimizer update, and what an
+observation adds to its step."""
+
+
+def _add_costs(
+    report: dict[str, Any],
+    config: Any,
+    degrees: Mapping[str, int],
+    groups: Sequence[Mapping[str, Any]],
+    steps: tuple[dict[str, int], dict[str, int]],
+    flops_per_token: float,
+    hardware: Any,
+) -> None:
+    from torchtitan_ext.tools import preflight_costs as costs
+
+    shards = degrees["shard"] * degrees["cp"]
+    params, state = _bytes(config, groups, shards)
+    memory = {"parameters": params, "gradients": params, "optimizer_state": state, "exchange": 0}
+    report["memory"] = memory
+    ranks = report["world"]["ranks"]
+    training = flops_per_token * report["run"]["tokens_per_step"]
+    model_seconds = training / (ranks * hardware.bf16_tflops * 1e12 * hardware.training_mfu)
+    report["time"] = {"model_seconds": model_seconds}
+    if degrees["tp"] > 1 or degrees["pp"] > 1:
+        report["notes"].append(
+            "tensor and pipeline parallelism have no model of costs here: load, traffic, memory "
+            "and seconds are left out"
+        )
+        report.pop("memory")
+        return
+    elementwise = _elementwise_bytes(config, groups, shards)
+    registry = _registry(groups)
+    if not registry:
+        bandwidth = hardware.hbm_tb_per_s * 1e12 * hardware.hbm_efficiency
+        optimizer = elementwise / bandwidth + hardware.kernel_us * 1e-5
+        report["time"].update(optimizer_before=optimizer, optimizer_after=optimizer)
+        return
+    world = costs.World(
+        registry=registry,
+        matrices=_layouts(registry, degrees, shards),
+        num_ranks=1 if shards == 1 else ranks,
+        ranks_per_node=report["world"]["gpus_per_node"],
+        config=config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon,
+        elementwise_bytes=elementwise,
+    )
+    memory["exchange"] = max(costs.exchange_memory(world, one) for one in steps)
+    _add_seconds(report, config, world, steps, hardware)
+
+
+def _layouts(registry: Sequence[Any], degrees: Mapping[str, int], shards: int) -> Any:
+    from amo_dist.simulate import lay_out
+
+    if shards == 1:  # plain tensors, private to each rank, which does everything itself
+        return lay_out(registry, 1)
+    if degrees["replicate"] == 1:
+        return lay_out(registry, shards)
+    ranks = degrees["replicate"] * shards
+    return lay_out(registry, ranks, layout="hsdp", replica_size=shards)
+
+
+def _add_seconds(
+    report: dict[str, Any],
+    config: Any,
+    world: Any,
+    steps: tuple[dict[str, int], dict[str, int]],
+    hardware: Any,
+) -> None:
+    from torchtitan_ext.tools import preflight_costs as costs
+
+    before, after = (costs.step_cost(world, one, hardware) for one in steps)
+    report["step"] = {
+        "ownership": world.config.ownership,
+        "before": dataclasses.asdict(before),
+        "after": dataclasses.asdict(after),
+    }
+    report["time"].update(optimizer_before=before.seconds, optimizer_after=after.seconds)
+    samples = _samples(config, world.registry)
+    if samples:
+        method = costs.observation_method()
+        by_method = {
+            one: costs.observation_seconds(world, steps[0], samples, hardware, one)
+            for one in (costs.SVD, costs.QR)
+        }
+        report["observation"] = {
+            "count": len(samples),
+            "matrices": max(map(len, samples)),
+            "method": method,
+            "seconds": by_method[method],
+            "seconds_by_method": by_method,
+        }
+    paper = PAPER.get(config.model.flavor)
+    if paper and config.optimizer.name == "AMO" and paper["ranks"] == report["world"]["ranks"]:
+        report["paper"] = paper

@@ -1,0 +1,362 @@
+"""A model of what an optimizer step costs: load, traffic, memory, seconds.
+
+Load and traffic are exact, by the same layout and ownership code that a run uses. Seconds come
+from the stated figures of a :class:`Hardware`; nothing here was measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import sys
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from amo_dist.config import MuonConfig
+from amo_dist.distributed.layout import MatrixLayout
+from amo_dist.distributed.ledger import sent_by_owner
+from amo_dist.distributed.ownership import Job, assign, load_by_rank
+from amo_dist.distributed.plan import Bucket, Part, count_elements, make_plan
+from amo_dist.kernels.geometry import ell
+from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.types import MatrixInfo
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
+
+SVD, QR = "float64 SVD", "float64 QR and Lanczos"
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Hardware:
+    """Figures of one GPU, its node and the network; see ``hardware.toml`` for units."""
+
+    memory_gb: float
+    bf16_tflops: float
+    ns_efficiency: float
+    ns_half_dim: int
+    hbm_tb_per_s: float
+    hbm_efficiency: float
+    nvlink_gb_per_s: float
+    nvlink_efficiency: float
+    network_gb_per_s: float
+    network_efficiency: float
+    collective_us: float
+    kernel_us: float
+    fp64_tflops: float
+    fp64_qr_efficiency: float
+    fp64_svd_efficiency: float
+    triangular_solve_us_per_row: float
+    lanczos_steps: int
+    training_mfu: float
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            found = getattr(self, field.name)
+            is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+            if not is_number or not found > 0:
+                raise ValueError(f"hardware: {field.name}: found {found!r}, expected a number > 0")
+
+    def ns_flops_per_second(self, shape: tuple[int, int]) -> float:
+        """Rate of a Newton-Schulz step on matrices of one shape."""
+        short = min(shape)
+        share = short / (short + self.ns_half_dim)
+        return self.bf16_tflops * 1e12 * self.ns_efficiency * share
+
+    def observe_seconds(self, shape: tuple[int, int], method: str) -> float:
+        """Time to find the smallest singular value of one matrix."""
+        short, long = min(shape), max(shape)
+        if method == SVD:
+            flops = 60.0 * long * short * short
+            return flops / (self.fp64_tflops * 1e12 * self.fp64_svd_efficiency)
+        flops = 2.0 * short * short * (long - short / 3)
+        solves = 2 * self.lanczos_steps * short * self.triangular_solve_us_per_row * 1e-6
+        return flops / (self.fp64_tflops * 1e12 * self.fp64_qr_efficiency) + solves
+
+
+def read_hardware(path: Path, name: str) -> Hardware:
+    """One table of a hardware file.
+
+    Raises:
+        ValueError: If the file is no TOML, lacks the table, or a figure is missing or not > 0.
+    """
+    try:
+        tables = tomllib.loads(path.read_text())
+    except OSError as error:
+        raise ValueError(f"--hardware: cannot read {path}: {error.strerror}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ValueError(f"--hardware: {path} is not TOML: {error}") from None
+    if name not in tables:
+        raise ValueError(f"--gpu: found {name!r}, expected one of {', '.join(tables)}")
+    known = {field.name for field in dataclasses.fields(Hardware)}
+    for what, names in (
+        ("missing", known - set(tables[name])),
+        ("unknown", set(tables[name]) - known),
+    ):
+        if names:
+            raise ValueError(f"hardware: {path}, [{name}]: {what} {', '.join(sorted(names))}")
+    return Hardware(**tables[name])
+
+
+class _Recorder(TorchDispatchMode):
+    """Names of the operators that are called within."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.called: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.called.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def observation_method() -> str:
+    """How the kernels find the smallest singular value: what they call for a small matrix."""
+    with _Recorder() as recorder:
+        ell(torch.eye(4, 3))
+    return SVD if any("svd" in name for name in recorder.called) else QR
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Spread:
+    """A quantity of the ranks."""
+
+    least: float
+    mean: float
+    most: float
+
+    @staticmethod
+    def of(values: Sequence[float]) -> Spread:
+        """The spread of the values of all ranks."""
+        return Spread(min(values), math.fsum(values) / len(values), max(values))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class StepCost:
+    """One optimizer step, on a world of ranks.
+
+    Attributes:
+        num_owners: Ranks that own a matrix.
+        gflop: Newton-Schulz work of a rank, in 1e9 flops.
+        sent_within: Bytes that a rank sends to ranks of its node.
+        sent_across: Bytes that a rank sends to other nodes.
+        orthogonalize_seconds: Of the slowest rank.
+        exchange_seconds: Of the slowest rank.
+        elementwise_seconds: Momentum, update and AdamW.
+        launch_seconds: Kernels and collectives of the slowest rank, none of it hidden.
+    """
+
+    num_owners: int
+    gflop: Spread
+    sent_within: Spread
+    sent_across: Spread
+    orthogonalize_seconds: float
+    exchange_seconds: float
+    elementwise_seconds: float
+    launch_seconds: float
+
+    @property
+    def seconds(self) -> float:
+        """The sum: no part is taken to hide behind another."""
+        return (
+            self.orthogonalize_seconds
+            + self.exchange_seconds
+            + self.elementwise_seconds
+            + self.launch_seconds
+        )
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What stays the same over the run.
+
+    Attributes:
+        registry: Every matrix.
+        matrices: Their layouts, in the same order.
+        num_ranks: Ranks that the layouts speak of.
+        ranks_per_node: Consecutive ranks of one node.
+        config: Of the optimizer.
+        elementwise_bytes: What momentum, update and AdamW read and write on the fullest rank.
+    """
+
+    registry: Sequence[MatrixInfo]
+    matrices: Sequence[MatrixLayout]
+    num_ranks: int
+    ranks_per_node: int
+    config: MuonConfig
+    elementwise_bytes: float
+
+    @property
+    def wire_bytes(self) -> int:
+        """Size of an element on the wire."""
+        return int(getattr(torch, self.config.ns_dtype).itemsize)
+
+
+def deal(world: World, steps: Mapping[str, int]) -> tuple[Job, ...]:
+    """Owners under a schedule, as the optimizer deals them."""
+    costs = _flops(world, steps)
+    config = world.config
+    return assign(world.matrices, costs, ownership=config.ownership, owners=config.owners)
+
+
+def step_cost(world: World, steps: Mapping[str, int], hardware: Hardware) -> StepCost:
+    """Cost of one step without observation.
+
+    Args:
+        world: The matrices and where they lie.
+        steps: Newton-Schulz steps of each operator type.
+        hardware: Stated figures.
+    """
+    costs = _flops(world, steps)
+    jobs = deal(world, steps)
+    loads = load_by_rank(jobs, costs)
+    seconds = [
+        flops / hardware.ns_flops_per_second(info.shape)
+        for flops, info in zip(costs, world.registry, strict=True)
+    ]
+    orthogonalize = load_by_rank(jobs, seconds)
+    within, across = _sent(world, jobs)
+    wires = [
+        near / (hardware.nvlink_gb_per_s * 1e9 * hardware.nvlink_efficiency)
+        + far / (hardware.network_gb_per_s * 1e9 * hardware.network_efficiency)
+        for near, far in zip(within, across, strict=True)
+    ]
+    return StepCost(
+        num_owners=len(loads),
+        gflop=Spread.of([loads.get(rank, 0.0) / 1e9 for rank in range(world.num_ranks)]),
+        sent_within=Spread.of(within),
+        sent_across=Spread.of(across),
+        orthogonalize_seconds=max(orthogonalize.values(), default=0.0),
+        exchange_seconds=max(wires),
+        elementwise_seconds=world.elementwise_bytes
+        / (hardware.hbm_tb_per_s * 1e12 * hardware.hbm_efficiency),
+        launch_seconds=_launches(world, jobs, steps, hardware),
+    )
+
+
+def _flops(world: World, steps: Mapping[str, int]) -> list[float]:
+    return [
+        float(steps[info.operator_type] * ns_step_flops(*info.shape)) for info in world.registry
+    ]
+
+
+def _sent(world: World, jobs: Sequence[Job]) -> tuple[list[float], list[float]]:
+    """Bytes that each rank sends within its node and to others."""
+    ranks = world.num_ranks
+    near, far = (torch.zeros(ranks, dtype=torch.int64) for _ in range(2))
+    node = torch.arange(ranks) // world.ranks_per_node
+    for owner, (gathered, _, delivered) in sent_by_owner(world.matrices, jobs, ranks).items():
+        is_far = node != node[owner]
+        for sent, counts in ((near, ~is_far), (far, is_far)):
+            sent += gathered * counts
+            sent[owner] += (delivered * counts).sum()
+    wire = world.wire_bytes
+    return [float(wire * n) for n in near.tolist()], [float(wire * n) for n in far.tolist()]
+
+
+def busiest_rank(world: World, steps: Mapping[str, int]) -> int:
+    """The rank with the most Newton-Schulz work."""
+    loads = load_by_rank(deal(world, steps), _flops(world, steps))
+    return min(loads, key=lambda rank: (-loads[rank], rank), default=0)
+
+
+def _buckets(world: World, steps: Mapping[str, int]) -> tuple[Bucket, ...]:
+    """Buckets of the busiest rank; those of one rank need no exchange."""
+    wire = world.wire_bytes
+    plan = make_plan(
+        world.matrices,
+        deal(world, steps),
+        rank=busiest_rank(world, steps),
+        peers=range(world.num_ranks),
+        bytes_by_matrix=[matrix.num_elements * wire for matrix in world.matrices],
+        bucket_bytes=world.config.bucket_bytes,
+    )
+    return plan.buckets or plan.local
+
+
+def _launches(
+    world: World, jobs: Sequence[Job], steps: Mapping[str, int], hardware: Hardware
+) -> float:
+    """Host-bound time: three products a Newton-Schulz step of each batch, and the collectives."""
+    kernels = 0
+    buckets = _buckets(world, steps)
+    for bucket in buckets:
+        batches = {
+            (world.registry[index].shape, world.registry[index].operator_type)
+            for index in bucket.owned
+        }
+        # Beside the products: casts, stacking, norm, packing and unpacking.
+        kernels += sum(3 * steps[operator_type] + 20 for _, operator_type in batches) + 20
+    collectives = 2 * len(buckets) if world.num_ranks > 1 else 0
+    return (kernels * hardware.kernel_us + (collectives + 1) * hardware.collective_us) * 1e-6
+
+
+def exchange_memory(world: World, steps: Mapping[str, int]) -> int:
+    """Bytes that the busiest rank holds for the exchange at its worst moment.
+
+    Gathers in flight (sent and received), the bucket at hand whole, stacked, and in two iterates
+    with two Gram matrices, its delivery and the one before.
+    """
+    wire, ahead = world.wire_bytes, world.config.buckets_in_flight
+    gathers, wholes, deliveries = [], [], []
+    for bucket in _buckets(world, steps):
+        gathers.append(_both_ways(bucket.gather_send, bucket.gather_receive))
+        deliveries.append(_both_ways(bucket.deliver_send, bucket.deliver_receive))
+        shapes = [world.registry[index].shape for index in bucket.owned]
+        batches = Counter(shapes)
+        iterates = max((3 * n * math.prod(s) for s, n in batches.items()), default=0)
+        grams = max((2 * n * min(s) ** 2 for s, n in batches.items()), default=0)
+        wholes.append(2 * sum(map(math.prod, shapes)) + iterates + grams)
+    peak = 0
+    for index, whole in enumerate(wholes):
+        landing = deliveries[index] + (deliveries[index - 1] if index else 0)
+        peak = max(peak, sum(gathers[index : index + 1 + ahead]) + whole + landing)
+    return peak * wire
+
+
+def _both_ways(send: Sequence[Sequence[Part]], receive: Sequence[Sequence[Part]]) -> int:
+    return sum(count_elements(parts) for parts in (*send, *receive))
+
+
+def observation_seconds(
+    world: World,
+    steps: Mapping[str, int],
+    samples: Sequence[Sequence[str]],
+    hardware: Hardware,
+    method: str,
+) -> float:
+    """Time that the slowest observation adds to its step.
+
+    Args:
+        world: The matrices and where they lie.
+        steps: Newton-Schulz steps of each operator type meanwhile.
+        samples: Names of the matrices drawn at each observation.
+        hardware: Stated figures.
+        method: From :func:`observation_method`.
+    """
+    if not samples:
+        return 0.0
+    jobs = [job for job in deal(world, steps) if job.reports]
+    owner_by_name = {world.registry[job.matrix].name: job.owner for job in jobs}
+    shape_by_name = {info.name: info.shape for info in world.registry}
+    # Wide buckets carry the momentum in float32 instead of the wire's dtype.
+    wide = getattr(torch, world.config.momentum_dtype).itemsize
+    rate = hardware.network_gb_per_s * 1e9 * hardware.network_efficiency
+    slowest = 0.0
+    for names in samples:
+        seconds: Counter[int] = Counter()
+        for name in names:
+            shape = shape_by_name[name]
+            gather = wide * math.prod(shape) / rate if world.num_ranks > 1 else 0.0
+            seconds[owner_by_name[name]] += hardware.observe_seconds(shape, method) + gather  # type: ignore[assignment]
+        slowest = max(slowest, *seconds.values())
+    return slowest + hardware.collective_us * 1e-6

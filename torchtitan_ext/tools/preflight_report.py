@@ -1,0 +1,174 @@
+"""The report of ``amo preflight`` as text."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+
+def text(report: Mapping[str, Any]) -> str:
+    """All sections, one below the other.
+
+    Args:
+        report: From :func:`torchtitan_ext.tools.preflight.build`, with its assumptions.
+    """
+    sections: list[list[str]] = [_head(report), _parameters(report), _run(report)]
+    if "step" in report:
+        sections.append(_step(report))
+    if "memory" in report:
+        sections.append(_memory(report))
+    if "optimizer_before" in report["time"]:
+        sections.append(_seconds(report))
+    sections.append(_assumptions(report))
+    return "\n\n".join("\n".join(lines) for lines in sections)
+
+
+def _head(report: Mapping[str, Any]) -> list[str]:
+    config, world = report["config"], report["world"]
+    degrees = ", ".join(f"{name} {n}" for name, n in world["degrees"].items() if n > 1) or "1"
+    lines = [
+        f"{config['model']} with {config['optimizer']}: {config['file']} is in order",
+        f"{world['ranks']} ranks on {world['nodes']} nodes of {world['gpus_per_node']} ({degrees})",
+    ]
+    return lines + [f"note: {note}" for note in report["notes"]]
+
+
+def _parameters(report: Mapping[str, Any]) -> list[str]:
+    found = report["parameters"]
+    optimizer = report["config"]["optimizer"]
+    lines = [f"parameters  {found['total']:,}"]
+    if found["num_matrices"]:
+        share = found["muon"] / found["total"]
+        lines.append(
+            f"  {found['muon']:,} ({share:.2%}) in {found['num_matrices']} matrices: {optimizer}"
+        )
+    lines += [f"  {found['adamw']:,}: AdamW", ""]
+    # One line for the same parameter of all blocks.
+    same: Counter[tuple[str, str, str]] = Counter()
+    for name, one in found["by_name"].items():
+        kind = ", ".join(one["operator_types"]) or "AdamW"
+        pattern = re.sub(r"\.\d+\.", ".*.", name)
+        same[pattern, " x ".join(map(str, one["shape"])), kind] += 1
+    lines += _table(
+        ["parameter", "count", "shape", "goes to"],
+        [[name, str(n), shape, kind] for (name, shape, kind), n in same.items()],
+    )
+    types = report["operator_types"]
+    if types:
+        rows = [
+            [name, str(one["count"]), str(one["steps_before"]), str(one["steps_after"])]
+            for name, one in types.items()
+        ]
+        lines += ["", f"Newton-Schulz steps (after the lock: {report['plan_origin']})"]
+        lines += _table(["operator type", "count", "before", "after"], rows)
+    return lines
+
+
+def _run(report: Mapping[str, Any]) -> list[str]:
+    run = report["run"]
+    size, kept = run["checkpoint_bytes"], run["checkpoints_kept"]
+    tokens, batch = run["tokens"] / 1e9, f"{run['global_batch']:,} sequences"
+    lines = [
+        f"run  {run['steps']:,} steps, {tokens:.2f} billion tokens; peak rate {run['peak_lr']:.4g}",
+        f"  a step: {batch}, {run['tokens_per_step']:,} tokens, in {run['accumulation']} parts",
+        f"  {run['checkpoints_saved']} checkpoints of {_gb(size)}, {kept} kept: {_gb(kept * size)}",
+    ]
+    return lines + [f"  step {one['step']:>7,}  {one['event']}" for one in report["timeline"]]
+
+
+def _step(report: Mapping[str, Any]) -> list[str]:
+    step = report["step"]
+    lines = [f"a rank in one optimizer step (owners: {step['ownership']})"]
+    rows = []
+    for phase in ("before", "after"):
+        one = step[phase]
+        for title, key, unit in (
+            ("Newton-Schulz, GFLOP", "gflop", 1.0),
+            ("sent within the node, MB", "sent_within", 1e6),
+            ("sent to other nodes, MB", "sent_across", 1e6),
+        ):
+            spread = [f"{one[key][which] / unit:,.1f}" for which in ("least", "mean", "most")]
+            rows.append([f"{phase} the lock: {title}", *spread])
+    lines += _table(["", "least", "mean", "most"], rows)
+    owners = " and ".join(str(step[phase]["num_owners"]) for phase in ("before", "after"))
+    return [*lines, f"  ranks that own a matrix, before and after: {owners}"]
+
+
+def _memory(report: Mapping[str, Any]) -> list[str]:
+    memory = report["memory"]
+    total = sum(memory.values())
+    rest = report["assumptions"]["memory_gb"] * 1e9 - total
+    lines = ["memory of the fullest rank, without activations and gathered parameters"]
+    lines += [f"  {name.replace('_', ' '):<18}{_gb(size)}" for name, size in memory.items()]
+    return [*lines, f"  {'left':<18}{_gb(rest)}"]
+
+
+def _seconds(report: Mapping[str, Any]) -> list[str]:
+    time, paper = report["time"], report.get("paper")
+    model, after = time["model_seconds"], time["optimizer_after"]
+    lines = ["predicted seconds, from the assumptions below; nothing was measured"]
+    lines.append(f"  forward and backward   {model:.2f} s a step")
+    measured = f" (the paper measured {paper['optimizer_ms']:.0f} ms)" if paper else ""
+    lines.append(
+        f"  optimizer step         {time['optimizer_before'] * 1e3:.1f} ms before, "
+        f"{after * 1e3:.1f} ms after the lock{measured}"
+    )
+    for phase in ("before", "after") if "step" in report else ():
+        one = report["step"][phase]
+        parts = ", ".join(
+            f"{name} {one[name + '_seconds'] * 1e3:.1f}"
+            for name in ("orthogonalize", "exchange", "elementwise", "launch")
+        )
+        lines.append(f"    {phase:<6} {parts} ms")
+    lines.append(f"  share of the step      {after / (model + after):.2%}")
+    if "observation" in report:
+        lines += _observation(report["observation"], paper)
+    hours = report["run"]["steps"] * (model + after) / 3600
+    return [*lines, f"  the whole run          {hours:.1f} hours"]
+
+
+def _observation(observation: Mapping[str, Any], paper: Mapping[str, Any] | None) -> list[str]:
+    measured = f" (the paper measured {paper['observation_s']:.2f} s)" if paper else ""
+    lines = [
+        (
+            f"  an observation         {observation['seconds']:.2f} s{measured}: "
+            f"{observation['matrices']} matrices, {observation['count']} times, by "
+            f"{observation['method']}"
+        )
+    ]
+    for method, seconds in observation["seconds_by_method"].items():
+        if method != observation["method"]:
+            lines.append(f"    by {method} it would be {seconds:.2f} s")
+    return lines
+
+
+def _assumptions(report: Mapping[str, Any]) -> list[str]:
+    found = report["assumptions"]
+    pairs = [f"{name} = {value}" for name, value in found.items()]
+    lines = ["assumed (torchtitan_ext/tools/hardware.toml; --hardware takes another file)"]
+    return lines + [f"  {'   '.join(pairs[i : i + 3])}" for i in range(0, len(pairs), 3)]
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.2f} GB"
+
+
+def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
+    cells = [list(head), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        first, *others = (
+            cell.ljust(width)
+            if index == 0 or not _is_number(cells[-1][index])
+            else cell.rjust(width)
+            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        lines.append("  " + "  ".join([first, *others]).rstrip())
+    return lines
+
+
+def _is_number(cell: str) -> bool:
+    return re.fullmatch(r"[\d.,]+", cell) is not None
