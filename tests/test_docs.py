@@ -6,14 +6,13 @@ import ast
 import dataclasses
 import inspect
 import re
-import subprocess
-import sys
+import shlex
 from pathlib import Path
 
 import pytest
 
-import amo_dist
 from amo_dist.config import AMOConfig, MuonConfig
+from torchtitan_ext.cli import build_parser, main
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
@@ -45,22 +44,39 @@ def table(config: type) -> str:
     return "\n".join(rows)
 
 
-def fences(config: type) -> tuple[str, str]:
-    return f"<!-- begin {config.__name__} -->\n", f"\n<!-- end {config.__name__} -->"
+def commands() -> dict[str, str]:
+    """What each command of the front door does, as its ``--help`` says."""
+    (subparsers,) = build_parser()._subparsers._group_actions  # type: ignore[union-attr]
+    return {action.dest: str(action.help) for action in subparsers._choices_actions}  # type: ignore[attr-defined]
 
 
-def written_table(text: str, config: type) -> str:
-    begin, end = fences(config)
-    assert text.count(begin) == text.count(end) == 1, f"README.md has no one table of {config}"
+def command_table() -> str:
+    """The Markdown table of the front door's commands."""
+    rows = [f"| `amo {name}` | {what} |" for name, what in commands().items()]
+    return "\n".join(["| command | what it does |", "|---|---|", *rows])
+
+
+def tables() -> dict[str, str]:
+    """What README.md must hold between two comments, by the name in them."""
+    return {**{config.__name__: table(config) for config in CONFIGS}, "commands": command_table()}
+
+
+def fences(name: str) -> tuple[str, str]:
+    return f"<!-- begin {name} -->\n", f"\n<!-- end {name} -->"
+
+
+def written_table(text: str, name: str) -> str:
+    begin, end = fences(name)
+    assert text.count(begin) == text.count(end) == 1, f"README.md has no one table of {name}"
     return text.split(begin)[1].split(end)[0]
 
 
 def rewrite() -> None:
     """Puts the tables of this code into README.md."""
     text = README.read_text()
-    for config in CONFIGS:
-        written = written_table(text, config).join(fences(config))
-        text = text.replace(written, table(config).join(fences(config)))
+    for name, expected in tables().items():
+        written = written_table(text, name).join(fences(name))
+        text = text.replace(written, expected.join(fences(name)))
     README.write_text(text)
 
 
@@ -76,11 +92,20 @@ def test_the_tables_cover_every_field() -> None:
     assert described == {field.name for field in dataclasses.fields(AMOConfig)}
 
 
-@pytest.mark.parametrize("config", CONFIGS)
-def test_readme_tables_match_the_code(config: type) -> None:
-    assert written_table(README.read_text(), config) == table(config), (
+@pytest.mark.parametrize("name", tables())
+def test_readme_tables_match_the_code(name: str) -> None:
+    assert written_table(README.read_text(), name) == tables()[name], (
         "run `python -m tests.test_docs` to rewrite the tables of README.md"
     )
+
+
+def test_every_command_says_what_it_does() -> None:
+    assert {"quickstart", "plan"} <= set(commands())
+    assert [name for name, what in commands().items() if what in ("", "None")] == []
+
+
+def test_readme_stays_short() -> None:
+    assert len(README.read_text().splitlines()) <= 375
 
 
 def code_blocks(text: str, language: str) -> list[str]:
@@ -110,13 +135,78 @@ def test_paths_are_found_in_prose_links_and_commands() -> None:
     assert paths(text) == {"LICENSE", "tests/unit", "x.toml", "launch/test.sh"}
 
 
-@pytest.mark.xfail(not hasattr(amo_dist, "AMO"), reason="amo_dist.AMO is still to come")
-def test_readme_examples_run(tmp_path: Path) -> None:
-    blocks = code_blocks(README.read_text(), "python")
+def front_door_commands(text: str) -> list[list[str]]:
+    """The arguments of every ``amo`` line in a document's shell blocks."""
+    blocks = code_blocks(text, "(?:bash|sh|console)")
+    lines = [line.removeprefix("$ ") for block in blocks for line in block.splitlines()]
+    words = [shlex.split(line, comments=True) for line in lines if line.startswith("amo ")]
+    return [line[1:] for line in words]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_printed_commands_parse(document: str) -> None:
+    for arguments in front_door_commands((ROOT / document).read_text()):
+        args, rest = build_parser().parse_known_args(arguments)
+        assert not rest or hasattr(args, "overrides"), arguments
+
+
+def test_printed_outputs_are_real(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = code_blocks(README.read_text(), "console")
     assert blocks
     for block in blocks:
-        command = [sys.executable, "-W", "error", "-c", block]
-        subprocess.run(command, check=True, cwd=tmp_path, capture_output=True, text=True)
+        command, expected = block.split("\n", 1)
+        assert main(shlex.split(command.removeprefix("$ amo "))) == 0
+        assert capsys.readouterr().out == expected
+
+
+def layout_rows(text: str) -> list[str]:
+    """The rows of the table of layouts."""
+    (rows,) = re.findall(r"^\| layout \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return str(rows).splitlines()
+
+
+def named_tests(row: str) -> list[tuple[str, str]]:
+    """``(path::function, case)`` of ``path::function[case], [case]``; the case may be empty."""
+    named: list[tuple[str, str]] = []
+    for quoted in re.findall(r"`([^`]*(?:::|\[)[^`]*)`", row):
+        test, _, case = quoted.rstrip("]").partition("[")
+        assert test or named, f"{quoted} follows no test"
+        named.append((test or named[-1][0], case))
+    return named
+
+
+def collected(path: Path) -> tuple[set[str], set[str]]:
+    """Names of the test functions of a file, and the ids that it gives to cases."""
+    tree = ast.parse(path.read_text())
+    functions = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+    keywords = [node for node in ast.walk(tree) if isinstance(node, ast.keyword)]
+    ids = {
+        constant.value
+        for keyword in keywords
+        if keyword.arg in ("id", "ids")
+        for constant in ast.walk(keyword.value)
+        if isinstance(constant, ast.Constant)
+    }
+    return functions, ids
+
+
+def test_every_layout_names_tests_that_exist() -> None:
+    for row in layout_rows(README.read_text()):
+        assert named_tests(row), row
+        for test, case in named_tests(row):
+            path, function = test.split("::")
+            functions, ids = collected(ROOT / path)
+            assert function in functions, test
+            assert case in {"", *ids}, f"{test} has no case {case}"
+
+
+def test_named_tests_are_found_in_a_row() -> None:
+    assert named_tests("| `a` | `t.py::test_x[one]`, `[two]`, `t.py::test_y` |") == [
+        ("t.py::test_x", "one"),
+        ("t.py::test_x", "two"),
+        ("t.py::test_y", ""),
+    ]
+    assert named_tests("| `a` | 2, 3 | |") == []
 
 
 if __name__ == "__main__":

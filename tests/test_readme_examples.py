@@ -1,0 +1,149 @@
+"""The examples of README.md run as printed: its text, by the command in the first line of each."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.test_docs import README, code_blocks
+
+# Runs the script that it is given, but ends the process when a checkpoint has all its tensors and
+# not yet its metadata: the worst moment.
+KILLER = """\
+import os
+import runpy
+import signal
+import sys
+
+from torch.distributed.checkpoint import FileSystemWriter
+
+finish = FileSystemWriter.finish
+
+
+def die_in(self, metadata, results):
+    if str(self.path).endswith(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return finish(self, metadata, results)
+
+
+FileSystemWriter.finish = die_in
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+def examples() -> dict[str, tuple[list[str], str]]:
+    """By file name, the command in the first line of a Python block of README.md, and its text."""
+    found = {}
+    for text in code_blocks(README.read_text(), "python"):
+        command = shlex.split(text.splitlines()[0].removeprefix("# "))
+        found[command[-1]] = (command, text)
+    return found
+
+
+def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` as a user would in this environment, warnings as errors."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(README.parent),
+        "PYTHONWARNINGS": "error",
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def run_example(name: str, folder: Path) -> str:
+    """Write the example into ``folder``, run it, and return what it printed."""
+    command, text = examples()[name]
+    folder.mkdir(exist_ok=True)
+    (folder / name).write_text(text)
+    done = run(command, folder)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_every_example_is_tested_here() -> None:
+    assert len(code_blocks(README.read_text(), "python")) == len(examples())
+    assert set(examples()) == {"fsdp2.py", "single.py", "ddp.py", "huggingface.py", "train.py"}
+
+
+def test_the_short_example_is_short() -> None:
+    _, text = examples()["fsdp2.py"]
+    code = [line for line in text.splitlines() if line and not line.startswith("#")]
+    assert len(code) <= 12
+
+
+@pytest.mark.parametrize(("name", "num_ranks"), [("fsdp2.py", 2), ("ddp.py", 2)])
+def test_on_two_ranks(name: str, num_ranks: int, tmp_path: Path) -> None:
+    # Both ranks print, and may do so into one line.
+    assert run_example(name, tmp_path).count("12 locked") == num_ranks
+
+
+def test_one_process(tmp_path: Path) -> None:
+    assert run_example("single.py", tmp_path) == "12 locked\n"
+
+
+def test_hugging_face(tmp_path: Path) -> None:
+    printed = run_example("huggingface.py", tmp_path)
+    assert printed.splitlines()[-1] == "12 locked"
+    assert "lr_scale 0.5" in printed
+    assert "weight_decay 0.0" in printed
+
+
+def newest_state(folder: Path) -> Any:
+    """Everything in the last checkpoint of a run of ``train.py``."""
+    whole = folder / "whole.pt"
+    dcp_to_torch_save(folder / "checkpoints" / "step-000024", whole)
+    return torch.load(whole, weights_only=False)
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}/{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for index, pair in enumerate(zip(found, expected, strict=True)):
+            assert_same(*pair, f"{where}/{index}")
+    else:
+        assert found == expected, where
+
+
+@pytest.mark.slow
+def test_checkpoints_killed_inside_a_save_and_resumed(tmp_path: Path) -> None:
+    undisturbed = run_example("train.py", tmp_path / "undisturbed").splitlines()
+    assert [line.split()[1] for line in undisturbed] == [str(step) for step in range(1, 25)]
+    assert [line.split()[2] for line in undisturbed[::12]] == ["observation", "transition"]
+
+    folder = tmp_path / "killed"
+    folder.mkdir()
+    command, text = examples()["train.py"]
+    (folder / "train.py").write_text(text)
+    (folder / "killer.py").write_text(KILLER)
+    killed = run([*command[:-1], "killer.py", "train.py", "step-000018"], folder)
+    assert killed.returncode != 0
+    assert f"Signal {signal.SIGKILL.value} (SIGKILL)" in killed.stderr
+    assert killed.stdout.splitlines() == undisturbed[:18]
+    incomplete = folder / "checkpoints" / "step-000018"
+    assert incomplete.exists()
+    assert not (incomplete / ".metadata").exists()
+
+    resumed = run_example("train.py", folder).splitlines()
+    assert resumed == undisturbed[12:]
+    assert_same(newest_state(folder), newest_state(tmp_path / "undisturbed"))
