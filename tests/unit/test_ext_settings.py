@@ -41,7 +41,7 @@ def test_fields_of_the_project_come_from_file_and_command_line(tmp_path: Path) -
     assert config.experimental.custom_import == "torchtitan_ext"
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("**/*.toml")), ids=lambda f: f.stem)
+@pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda f: f.stem)
 def test_every_config_of_the_project_is_valid(file: Path) -> None:
     assert settings.parse([f"--job.config_file={file}"]).job.config_file == str(file)
 
