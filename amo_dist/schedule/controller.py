@@ -315,7 +315,7 @@ class Controller:
         """Refuse a restored state that is not one of a run of ``steps_taken`` optimizer steps.
 
         Raises:
-            ValueError: Observations are missing for that step, or ahead of it.
+            ValueError: Observations or the plan are missing for that step, or ahead of it.
         """
         last = self._observations[-1].step if self._observations else 0
         latest = max(last, self._replanned_at or 0)
@@ -325,6 +325,8 @@ class Controller:
         if self._plan is None and due <= min(steps_taken, self._horizon):
             expected = f"the one of step {due} too, after {steps_taken} steps"
             fields.fail("observations", [o.step for o in self._observations], expected)
+        if self.plan_due(steps_taken):
+            fields.fail("plan", None, f"a plan after {steps_taken} steps")
 
     @property
     def _stays_uniform(self) -> bool:

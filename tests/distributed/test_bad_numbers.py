@@ -1,0 +1,181 @@
+"""Bad numbers on one rank: the same answer on all of them, nothing changed, no hang."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amo_dist import (
+    AMO,
+    AMOConfig,
+    MissingGradientError,
+    NonFiniteGradientError,
+    NonFiniteUpdateError,
+    param_groups,
+)
+from amo_dist.parameters import local_tensor
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+
+FIELDS = {"observe_until": 4, "observe_every": 2, "sample_size": 2, "transition_steps": 2}
+MATRIX, REST = "layers.1.attention.wq.weight", "tok_embeddings.weight"
+WORLDS = [pytest.param("fsdp", 2, id="fsdp-2"), pytest.param("hsdp", 4, id="hsdp-2x2")]
+
+
+def make(layout: str, nonfinite: str) -> tuple[torch.nn.Module, AMO]:
+    model = models.make_model(layout, models.shapes())
+    config = AMOConfig(**FIELDS, nonfinite=nonfinite)
+    return model, AMO(param_groups(model), lr=1e-2, config=config)
+
+
+def everything(model: torch.nn.Module, optimizer: AMO) -> list[Tensor]:
+    """Copies of this rank's part of parameters and state."""
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    return [local_tensor(tensor).clone() for tensor in [*model.parameters(), *state]]
+
+
+def spoil(model: torch.nn.Module, name: str, value: float) -> None:
+    grad = model.get_parameter(name).grad
+    assert grad is not None
+    local_tensor(grad).view(-1)[0] = value
+
+
+def bad_gradients(rank: int, world_size: int, layout: str) -> list[tuple[Any, ...]]:
+    found: list[tuple[Any, ...]] = []
+    for rule in ("error", "skip_step"):
+        model, optimizer = make(layout, rule)
+        for step, name, value in (
+            (1, MATRIX, float("nan")),
+            (2, MATRIX, float("inf")),  # an observation is due
+            (3, REST, 1e30),
+            (4, REST, float("nan")),  # and the plan
+        ):
+            models.set_gradients(model, 1, step)
+            if rank == world_size - 1:
+                spoil(model, name, value)
+            before = everything(model, optimizer)
+            error = ""
+            try:
+                optimizer.step()
+            except NonFiniteGradientError as raised:
+                error = str(raised)
+            unchanged = all(map(torch.equal, everything(model, optimizer), before))
+            found.append((rule, name, error, unchanged, optimizer.num_steps_taken))
+        for step in range(5, 8):
+            models.set_gradients(model, 1, step)
+            optimizer.step()
+        skipped = optimizer.metrics()["optimizer/steps_skipped"]
+        found.append((optimizer.phase, optimizer.control_state_dict(), skipped))
+    return found
+
+
+@pytest.mark.parametrize(("layout", "world_size"), WORLDS)
+def test_one_bad_gradient_stops_or_skips_all_ranks(
+    run_on: Ranks, layout: str, world_size: int
+) -> None:
+    results = run_on(world_size)(bad_gradients, layout)
+    assert all(result == results[0] for result in results)
+    errors, skips = results[0][:4], results[0][5:9]
+    for rule, name, error, unchanged, steps in errors:
+        assert unchanged
+        assert (rule, steps) == ("error", 0)
+        assert error.startswith(f"{name}: ")
+        assert f"on rank {world_size - 1} " in error
+    for number, (rule, _, error, unchanged, steps) in enumerate(skips, start=1):
+        assert unchanged
+        assert (rule, error, steps) == ("skip_step", "", number)
+    phase, control, num_skipped = results[0][9]
+    assert (phase, num_skipped) == ("locked", 4)
+    invalid = [set(seen["ell"].values()) for seen in control["policy"]["observations"]]
+    assert invalid == [{None}, {None}]
+
+
+def extremes(rank: int, world_size: int, layout: str) -> list[bool]:
+    model, optimizer = make(layout, "error")
+    for step in range(1, 8):
+        models.set_gradients(model, 1, step)
+        if rank == 0:
+            spoil(model, MATRIX, 1e30)
+            spoil(model, REST, 1e-30)
+        optimizer.step()
+    return [bool(tensor.isfinite().all()) for tensor in everything(model, optimizer)]
+
+
+@pytest.mark.parametrize(("layout", "world_size"), WORLDS)
+def test_tiny_and_huge_entries_stay_finite(run_on: Ranks, layout: str, world_size: int) -> None:
+    for finite in run_on(world_size)(extremes, layout):
+        assert all(finite)
+
+
+def missing(rank: int, world_size: int, layout: str) -> tuple[bool, list[str], list[bool]]:
+    model, optimizer = make(layout, "error")
+    before = everything(model, optimizer)
+    names = [name for name, _ in model.named_parameters()]
+    models.set_gradients(model, 1, 1, missing=frozenset({MATRIX, REST}))
+    optimizer.step()
+    after = everything(model, optimizer)
+    moved = {n for n, a, b in zip(names, before, after, strict=False) if not torch.equal(a, b)}
+    still = not moved & {MATRIX, REST}
+    errors, unchanged = [], []
+    for name in (MATRIX, REST):
+        gone = {name} if rank == 1 else set()
+        models.set_gradients(model, 1, 2, missing=frozenset(gone))
+        before = everything(model, optimizer)
+        try:
+            optimizer.step()
+        except MissingGradientError as error:
+            errors.append(str(error))
+        unchanged.append(all(map(torch.equal, everything(model, optimizer), before)))
+    return still, errors, unchanged
+
+
+@pytest.mark.parametrize(("layout", "world_size"), WORLDS)
+def test_gradients_missing_everywhere_or_on_one_rank(
+    run_on: Ranks, layout: str, world_size: int
+) -> None:
+    for still, errors, unchanged in run_on(world_size)(missing, layout):
+        assert still
+        assert [error.split(":")[0] for error in errors] == [MATRIX, REST]
+        assert all("none on rank 1" in error for error in errors)
+        assert all(unchanged)
+
+
+def _equal_with_nan(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.nan_to_num(), right.nan_to_num())
+
+
+def damaged_momentum(rank: int, world_size: int, layout: str) -> tuple[str, bool, bool]:
+    model, optimizer = make(layout, "skip_step")
+    models.set_gradients(model, 1, 1)
+    optimizer.step()
+    if rank % 2 == 0:  # the first shard, in both replicas of HSDP: they never differ
+        momentum = optimizer.state[model.get_parameter(MATRIX)]["momentum_buffer"]
+        local_tensor(momentum).view(-1)[0] = torch.nan
+    models.set_gradients(model, 1, 2)
+    optimizer.step()
+    finite = all(bool(local_tensor(param).isfinite().all()) for param in model.parameters())
+    before = everything(model, optimizer)
+    models.set_gradients(model, 1, 3)
+    error = ""
+    try:
+        optimizer.step()
+    except NonFiniteUpdateError as raised:
+        error = str(raised)
+    after = everything(model, optimizer)
+    same = all(map(_equal_with_nan, after, before))
+    return error, finite, same
+
+
+@pytest.mark.parametrize(("layout", "world_size"), WORLDS)
+def test_damaged_momentum_is_named_by_all_ranks_one_step_late(
+    run_on: Ranks, layout: str, world_size: int
+) -> None:
+    results = run_on(world_size)(damaged_momentum, layout)
+    for error, finite, same in results:
+        assert error == results[0][0]
+        assert error.startswith(f"{MATRIX}: ")
+        assert finite
+        assert same

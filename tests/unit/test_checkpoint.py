@@ -1,0 +1,517 @@
+"""Saving and loading on one process: exact resumption, all-or-nothing loads, foreign state."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import logging
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, import_state, param_groups
+from tests.distributed import models
+
+FIELDS: dict[str, Any] = {
+    "observe_until": 4,
+    "observe_every": 2,
+    "sample_size": 2,
+    "transition_steps": 3,
+}
+SHAPES = {
+    "tok_embeddings.weight": (5, 8),
+    "layers.0.attention.wq.weight": (12, 8),
+    "layers.1.attention.wq.weight": (12, 8),
+    "layers.0.feed_forward.w1.weight": (13, 8),
+    "norm.weight": (8,),
+}
+WQ = "layers.0.attention.wq.weight"
+STEPS = 10
+
+
+def make(dtype: torch.dtype = torch.float32, **fields: Any) -> tuple[nn.Module, AMO]:
+    model = models.plain_model(SHAPES).to(dtype)
+    return model, AMO(param_groups(model), lr=1e-2, config=AMOConfig(**{**FIELDS, **fields}))
+
+
+def train(model: nn.Module, optimizer: Muon, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        models.set_gradients(model, 1, step)
+        optimizer.step()
+
+
+def everything(model: nn.Module, optimizer: Muon) -> list[Tensor]:
+    state = [value for values in optimizer.state.values() for value in values.values()]
+    return [tensor.detach().clone() for tensor in [*model.parameters(), *state]]
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=True)
+    return loaded
+
+
+# Before the first step, before an observation, at it, between, at the plan, in the transition, at
+# the lock, after it.
+@pytest.mark.parametrize("saved_at", [0, 1, 2, 3, 4, 5, 6, 7, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_resuming_continues_bit_for_bit(saved_at: int, dtype: torch.dtype) -> None:
+    model, optimizer = make(dtype)
+    train(model, optimizer, 1, saved_at)
+    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, saved_at + 1, STEPS)
+    resumed, other = make(dtype)
+    other.load_state_dict(saved["optimizer"])
+    resumed.load_state_dict(saved["model"])
+    assert other.state[resumed.get_parameter(WQ)]["momentum_buffer"].dtype == torch.float32
+    train(resumed, other, saved_at + 1, STEPS)
+    assert all(map(torch.equal, everything(resumed, other), everything(model, optimizer)))
+    assert other.control_state_dict() == optimizer.control_state_dict()
+
+
+@pytest.mark.parametrize("saved_at", [3, 6])
+def test_a_running_optimizer_goes_back(saved_at: int) -> None:
+    model, optimizer = make()
+    train(model, optimizer, 1, saved_at)
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, saved_at + 1, STEPS)
+    ends = everything(model, optimizer)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    train(model, optimizer, saved_at + 1, STEPS)
+    assert all(map(torch.equal, everything(model, optimizer), ends))
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_the_helpers_of_pytorch_round_trip(flatten: bool) -> None:
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    model, optimizer = make(torch.bfloat16)
+    train(model, optimizer, 1, 5)
+    saved = copy.deepcopy(get_optimizer_state_dict(model, optimizer, options=options))
+    resumed, other = make(torch.bfloat16)
+    resumed.load_state_dict(model.state_dict())
+    set_optimizer_state_dict(resumed, other, saved, options=options)
+    assert other.num_steps_taken == 5
+    assert all(map(torch.equal, everything(resumed, other), everything(model, optimizer)))
+
+
+def test_helpers_never_take_a_step() -> None:
+    model, optimizer = make()
+    get_optimizer_state_dict(model, optimizer)
+    assert optimizer.num_steps_taken == 0
+    assert optimizer.world is None
+
+
+def test_learning_rate_and_extra_keys_are_restored_but_not_shared() -> None:
+    _, optimizer = make()
+    optimizer.param_groups[0]["lr"] = torch.tensor(0.125)
+    optimizer.param_groups[1]["initial_lr"] = 0.5
+    saved = optimizer.state_dict()
+    _, other = make()
+    other.load_state_dict(saved)
+    assert other.param_groups[1]["initial_lr"] == 0.5
+    other.param_groups[0]["lr"].fill_(3.0)
+    assert float(saved["param_groups"][0]["lr"]) == 0.125
+
+
+def test_hooks_run() -> None:
+    _, optimizer = make()
+    calls: list[str] = []
+    optimizer.register_load_state_dict_pre_hook(lambda *_: calls.append("before"))
+    optimizer.register_load_state_dict_post_hook(lambda *_: calls.append("after"))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert calls == ["before", "after"]
+
+
+# ---------------------------------------------------------------- refused loads
+
+
+@pytest.fixture(scope="module")
+def saved() -> dict[str, Any]:
+    model, optimizer = make()
+    train(model, optimizer, 1, 5)
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def refusal(state: dict[str, Any], **fields: Any) -> str:
+    """The error of a load, after which nothing has changed."""
+    model, optimizer = make(**fields)
+    train(model, optimizer, 1, 3)
+    before, control = everything(model, optimizer), optimizer.control_state_dict()
+    groups = copy.deepcopy([{**g, "params": None} for g in optimizer.param_groups])
+    policy, config = optimizer.policy, optimizer.config
+    with pytest.raises(ValueError, match=": ") as caught:
+        optimizer.load_state_dict(state)
+    assert all(map(torch.equal, everything(model, optimizer), before))
+    assert optimizer.control_state_dict() == control
+    assert optimizer.policy is policy
+    assert optimizer.config is config
+    assert [{**g, "params": None} for g in optimizer.param_groups] == groups
+    # It still works.
+    train(model, optimizer, 4, 5)
+    return str(caught.value)
+
+
+def with_control(saved: dict[str, Any], text: Any) -> dict[str, Any]:
+    return {**saved, "param_groups": [{**g, "control": text} for g in saved["param_groups"]]}
+
+
+def edited(saved: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
+    control = json.loads(saved["param_groups"][0]["control"])
+    parent = control
+    for key in path[:-1]:
+        parent = parent[key]
+    parent[path[-1]] = value
+    return with_control(saved, json.dumps(control))
+
+
+def test_a_truncated_control_state(saved: dict[str, Any]) -> None:
+    text = saved["param_groups"][0]["control"]
+    assert "control: found broken JSON" in refusal(with_control(saved, text[:-7]))
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "message"),
+    [
+        (("format",), "other", "control.format: found 'other'"),
+        (("version",), 2, "control.version: found 2, expected 1; a newer version"),
+        (("version",), True, "control.version: found True"),
+        (("steps_taken",), -1, "control.steps_taken: found -1"),
+        (("steps_taken",), 3, "steps_taken: found 3, expected at least 4"),
+        (("steps_skipped",), 6, "control.steps_skipped: found 6, expected at most"),
+        (("policy", "policy"), "uniform", "control.policy: found 'uniform', expected 'amo'"),
+        (("policy", "plan"), {}, "plan"),
+        (("policy", "observations"), [], "plan"),
+        (("policy", "replanned_at"), "x", "replanned_at: found 'x'"),
+        (("config", "momentum"), 0.9, "momentum: the checkpoint has 0.9, this run has 0.95"),
+        (("config", "seed"), True, "seed: the checkpoint has True, this run has 42"),
+        (("extra",), 1, "control: found fields"),
+    ],
+)
+def test_a_control_state_that_does_not_fit(
+    saved: dict[str, Any], path: tuple[Any, ...], value: Any, message: str
+) -> None:
+    assert message in refusal(edited(saved, *path, value=value))
+
+
+def test_observations_missing_for_the_steps_taken(saved: dict[str, Any]) -> None:
+    control = json.loads(saved["param_groups"][0]["control"])
+    control["policy"]["plan"] = None
+    control["policy"]["observations"].pop()
+    message = refusal(with_control(saved, json.dumps(control)))
+    assert "observations: found [2], expected the one of step 4 too" in message
+
+
+def test_other_operator_types() -> None:
+    # Fewer and more than the model has, before and after the world has met.
+    for name in (WQ, "layers.0.feed_forward.w2.weight"):
+        other = {**SHAPES, name: (8, 13)} if name != WQ else {"norm.weight": (8,), WQ: (12, 8)}
+        model = models.plain_model(other)
+        optimizer = AMO(param_groups(model), config=AMOConfig(**FIELDS))
+        train(model, optimizer, 1, 5)
+        control = optimizer.control_state_dict()
+        for steps in (0, 3):
+            target, loaded = make()
+            train(target, loaded, 1, steps)
+            before = loaded.control_state_dict()
+            with pytest.raises(ValueError, match=r"operator types|ell: found"):
+                loaded.load_control_state_dict(control)
+            assert loaded.control_state_dict() == before
+
+
+def test_groups_that_disagree(saved: dict[str, Any]) -> None:
+    groups = copy.deepcopy(saved["param_groups"])
+    groups[1]["control"] = groups[1]["control"].replace('"steps_taken":5', '"steps_taken":4')
+    assert "control: found 2 different texts" in refusal({**saved, "param_groups": groups})
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize(("name", "key"), [(WQ, "momentum_buffer"), ("norm.weight", "exp_avg_sq")])
+def test_damaged_tensors_are_named(
+    saved: dict[str, Any], name: str, key: str, value: float
+) -> None:
+    state = copy.deepcopy(saved)
+    _, optimizer = make()
+    index = list(optimizer.params_by_name).index(name)
+    state["state"][index][key].view(-1)[-1] = value
+    message = refusal(state)
+    assert message.startswith(f"state of {name}.{key}: found NaN or inf")
+    assert "load an earlier one" in message
+
+
+def test_structures_that_differ(saved: dict[str, Any]) -> None:
+    lost = copy.deepcopy(saved)
+    del lost["state"][0]["momentum_buffer"]
+    shaped = copy.deepcopy(saved)
+    shaped["state"][0]["momentum_buffer"] = torch.zeros(8, 12)
+    strange = copy.deepcopy(saved)
+    strange["state"][0]["momentum_buffer"] = "zeros"
+    fewer = {**saved, "param_groups": saved["param_groups"][:1]}
+    shorter = copy.deepcopy(saved)
+    shorter["param_groups"][0]["params"].pop()
+    for state, message in (
+        (lost, "found [], expected ['momentum_buffer']"),
+        (shaped, "found shape (8, 12), expected (12, 8)"),
+        (strange, "momentum_buffer: found str, expected a tensor"),
+        (fewer, "param_groups: found 1, expected 2 groups"),
+        (shorter, "param_groups[0].params: found 2, expected 3 parameters"),
+        ({**saved, "param_groups": 3}, "param_groups: found int, expected a list"),
+        ({**saved, "state": None}, "state: found NoneType, expected a mapping"),
+    ):
+        assert message in refusal(state)
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-2, 2**70),
+    st.floats(),
+    st.text(max_size=4),
+    st.sampled_from([[], {}, "0x1p0", "amo", "error", [None]]).map(copy.deepcopy),
+)
+
+
+def paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    items: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        items = list(value.items())
+    elif isinstance(value, list):
+        items = list(enumerate(value))
+    return [(*prefix, k) for k, _ in items] + [
+        path for key, item in items for path in paths(item, (*prefix, key))
+    ]
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data(), rule=st.sampled_from(["error", "keep_checkpoint", "replan"]))
+def test_a_corrupted_control_state_is_refused_or_in_force(
+    saved: dict[str, Any], data: st.DataObject, rule: str
+) -> None:
+    control = json.loads(saved["param_groups"][0]["control"])
+    path = data.draw(st.sampled_from(paths(control)))
+    parent = control
+    for key in path[:-1]:
+        parent = parent[key]
+    if data.draw(st.booleans()):
+        parent[path[-1]] = data.draw(JUNK)
+    else:
+        del parent[path[-1]]
+    model, optimizer = make(on_config_change=rule)
+    train(model, optimizer, 1, 1)
+    before, tensors = optimizer.control_state_dict(), everything(model, optimizer)
+    policy, config = optimizer.policy, optimizer.config
+    logging.disable(logging.WARNING)
+    failure = ""
+    try:
+        optimizer.load_state_dict(with_control(saved, json.dumps(control)))
+    except ValueError as error:
+        failure = str(error)
+    finally:
+        logging.disable(logging.NOTSET)
+    if failure:
+        assert ": " in failure
+        assert optimizer.control_state_dict() == before
+        assert optimizer.policy is policy
+        assert optimizer.config is config
+        assert all(map(torch.equal, everything(model, optimizer), tensors))
+    else:
+        # What is accepted is in force, and training goes on.
+        train(model, optimizer, 6, 8)
+        assert optimizer.num_steps_taken == control["steps_taken"] + 3
+
+
+# ---------------------------------------------------------------- changed settings
+
+
+NEW = {"observe_until": 6, "observe_every": 3, "transition_steps": 2}
+
+
+def test_a_change_is_an_error_that_names_every_field(saved: dict[str, Any]) -> None:
+    message = refusal(saved, **NEW)
+    for part in (
+        "observe_every: the checkpoint has 2, this run has 3",
+        "observe_until: the checkpoint has 4, this run has 6",
+        "transition_steps: the checkpoint has 3, this run has 2",
+        "'keep_checkpoint' or 'replan'",
+    ):
+        assert part in message
+
+
+def test_what_only_says_how_may_change(saved: dict[str, Any]) -> None:
+    _, optimizer = make(bucket_bytes=512, ownership="balanced", nonfinite="skip_step")
+    optimizer.load_state_dict(saved)
+    assert optimizer.config.bucket_bytes == 512
+
+
+def test_keep_checkpoint_goes_on_as_if_nothing_had_changed(
+    saved: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = make()
+    train(model, optimizer, 1, 5)
+    resumed, other = make(**NEW, momentum=0.8, on_config_change="keep_checkpoint")
+    other.load_state_dict(optimizer.state_dict())
+    resumed.load_state_dict(model.state_dict())
+    assert "those of the checkpoint stay in force" in caplog.text
+    assert (other.config.observe_until, other.config.momentum) == (4, 0.95)
+    train(model, optimizer, 6, STEPS)
+    train(resumed, other, 6, STEPS)
+    assert all(map(torch.equal, everything(resumed, other), everything(model, optimizer)))
+    assert other.control_state_dict()["policy"] == optimizer.control_state_dict()["policy"]
+
+
+def test_keep_checkpoint_cannot_change_the_dtype_of_momentum(saved: dict[str, Any]) -> None:
+    message = refusal(saved, momentum_dtype="float64", on_config_change="keep_checkpoint")
+    assert "control.config.momentum_dtype: found 'float32', expected 'float64'" in message
+
+
+@pytest.mark.parametrize("saved_at", [0, 1, 2, 3, 4, 5, 6, 7, 9])
+def test_replan_observes_once_more_and_plans_with_the_new_settings(
+    saved_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = make()
+    train(model, optimizer, 1, saved_at)
+    old = [seen["step"] for seen in optimizer.control_state_dict()["policy"]["observations"]]
+    resumed, other = make(**NEW, on_config_change="replan")
+    other.load_state_dict(optimizer.state_dict())
+    assert "those of this run are in force" in caplog.text
+    # At or after step 6, the new observe_until, and after one more observation.
+    plan_at = max(6, (saved_at // 3 + 1) * 3)
+    phases = []
+    for step in range(saved_at + 1, plan_at + 3):
+        # Saved and loaded at every step, the phases are the same.
+        other.load_state_dict(copy.deepcopy(other.state_dict()))
+        train(resumed, other, step, step)
+        phases.append(other.phase)
+    assert phases == ["observation"] * (plan_at - saved_at) + ["transition", "locked"]
+    seen = [found["step"] for found in other.control_state_dict()["policy"]["observations"]]
+    assert seen == [*old, *range((saved_at // 3 + 1) * 3, plan_at + 1, 3)]
+
+
+def test_replan_drops_observations_of_other_groups(saved: dict[str, Any]) -> None:
+    model, optimizer = make(granularity="matrix", on_config_change="replan")
+    optimizer.load_state_dict(saved)
+    train(model, optimizer, 6, 9)
+    (seen,) = optimizer.control_state_dict()["policy"]["observations"]
+    assert seen["step"] == 6
+    assert len(seen["ell"]) == 3
+
+
+# ---------------------------------------------------------------- other optimizers
+
+
+def rest_of(model: nn.Module) -> list[nn.Parameter]:
+    return [model.get_parameter("tok_embeddings.weight"), model.get_parameter("norm.weight")]
+
+
+def matrices_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return [(name, param) for name, param in model.named_parameters() if "layers" in name]
+
+
+@pytest.mark.parametrize("origin", ["Muon", "AdamW", "SGD"])
+def test_a_foreign_state_is_named(origin: str) -> None:
+    model = models.plain_model(SHAPES)
+    params = [param for _, param in matrices_of(model)]
+    foreign = getattr(torch.optim, origin)(params, lr=1e-3)
+    message = refusal(foreign.state_dict())
+    assert f"look like those of torch.optim.{origin}" in message
+    assert "amo_dist.import_state" in message
+
+
+def test_momentum_of_torch_muon_is_carried_over_exactly() -> None:
+    model = models.plain_model(SHAPES)
+    named = matrices_of(model)
+    theirs = torch.optim.Muon(named, lr=0.0, momentum=0.95)
+    ours_model, ours = make()
+    for step in range(1, 6):
+        models.set_gradients(model, 1, step)
+        models.set_gradients(ours_model, 1, step)
+        theirs.step()
+        ours.step()
+    fresh_model, fresh = make()
+    report = import_state(fresh, theirs.state_dict())
+    assert set(report.mapped) == {name for name, _ in named}
+    assert set(report.untouched) == {"tok_embeddings.weight", "norm.weight"}
+    assert report.unused == ()
+    for name, _ in named:
+        found = fresh.state[fresh_model.get_parameter(name)]["momentum_buffer"]
+        expected = ours.state[ours_model.get_parameter(name)]["momentum_buffer"]
+        # Rounding of five lerps in fp32, against sums: a few ulp of entries up to about 10.
+        assert torch.allclose(found, expected, rtol=1e-5, atol=1e-5), name
+    assert fresh.num_steps_taken == 0
+    assert fresh.phase == "observation"
+
+
+def test_moments_of_adamw_are_carried_over() -> None:
+    model = models.plain_model(SHAPES)
+    theirs = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.95))
+    constant = {name: models.gradient(1, 1, name, shape) for name, shape in SHAPES.items()}
+    for _ in range(7):
+        for name, param in model.named_parameters():
+            param.grad = constant[name].clone()
+        theirs.step()
+    fresh_model, fresh = make()
+    report = import_state(
+        fresh, theirs.state_dict(), names=[name for name, _ in model.named_parameters()]
+    )
+    assert set(report.mapped) == set(SHAPES)
+    for name in ("tok_embeddings.weight", "norm.weight"):
+        found = fresh.state[fresh_model.get_parameter(name)]
+        expected = theirs.state[model.get_parameter(name)]
+        assert all(torch.equal(found[key], expected[key]) for key in found)
+    # Of a constant gradient the buffer is a sum of twenty, its limit for momentum 0.95.
+    found = fresh.state[fresh_model.get_parameter(WQ)]["momentum_buffer"]
+    # exp_avg and its correction are rounded seven times.
+    assert torch.allclose(found, 20 * constant[WQ], rtol=2e-6, atol=0)
+
+
+def test_foreign_numbers_need_names() -> None:
+    model = models.plain_model(SHAPES)
+    theirs = torch.optim.AdamW(model.parameters())
+    models.set_gradients(model, 1, 1)
+    theirs.step()
+    _, fresh = make()
+    with pytest.raises(ValueError, match="names: found 0 for 5 parameters"):
+        import_state(fresh, theirs.state_dict())
+
+
+def test_what_cannot_be_mapped_is_reported_and_errors_change_nothing() -> None:
+    model = models.plain_model(SHAPES)
+    theirs = torch.optim.SGD(model.named_parameters(), lr=0.0, momentum=0.9)
+    models.set_gradients(model, 1, 1)
+    theirs.step()
+    fresh_model, fresh = make()
+    report = import_state(fresh, theirs.state_dict())
+    assert set(report.unused) == {"tok_embeddings.weight", "norm.weight"}
+    # A sum of weight 1 / (1 - 0.9) becomes one of weight 1 / (1 - 0.95).
+    found = fresh.state[fresh_model.get_parameter(WQ)]["momentum_buffer"]
+    grad = model.get_parameter(WQ).grad
+    assert grad is not None
+    assert torch.allclose(found, 2 * grad, rtol=1e-6, atol=0)  # one product
+    before = everything(fresh_model, fresh)
+    theirs.state[model.get_parameter("layers.0.feed_forward.w1.weight")]["momentum_buffer"][0] = (
+        torch.nan
+    )
+    with pytest.raises(ValueError, match=r"w1\.weight\.momentum_buffer: found NaN or inf"):
+        import_state(fresh, theirs.state_dict())
+    assert all(map(torch.equal, everything(fresh_model, fresh), before))
+
+
+def test_muon_with_another_schedule_is_refused() -> None:
+    model = models.plain_model(SHAPES)
+    saved = Muon(param_groups(model), schedule="kj").state_dict()
+    with pytest.raises(ValueError, match=r"state\.schedules: .*coefficients have changed"):
+        Muon(param_groups(model), schedule="you").load_state_dict(saved)
+    with pytest.raises(ValueError, match=r"control\.config: momentum: the checkpoint has 0\.95"):
+        Muon(param_groups(model), config=MuonConfig(momentum=0.9)).load_state_dict(saved)
