@@ -1,0 +1,307 @@
+"""The exchange on real ranks, and errors that reach every rank instead of hanging some."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist.distributed.agreement import (
+    RankMismatchError,
+    broadcast_text,
+    check_alike,
+    check_alike_by_ranks,
+    gather_json,
+    gather_text,
+    is_alike,
+    sum_over,
+)
+from amo_dist.distributed.exchange import Exchange
+from amo_dist.distributed.ledger import sent_by_plan
+from amo_dist.distributed.ownership import assign
+from amo_dist.distributed.plan import Bucket, Part, make_plan
+from amo_dist.guard import MissingGradientError, NonFiniteGradientError
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+from tests.layouts import build, local_tensor
+
+# ------------------------------------------------------------------ the exchange alone
+
+SHAPES_2D = [(7, 5), (1, 6), (3, 2), (8, 8), (6, 1)]
+SHAPES_3D = [(3, 4, 5), (5, 2, 3)]
+MESHES = {
+    "fsdp": (4,),
+    "hsdp": (2, 2),
+    "tp_rows": (4,),
+    "fsdp_tp_columns": (2, 2),
+    "fsdp_tp_rows": (2, 2),
+    "experts_0": (4,),
+    "experts_2": (4,),
+    "ep_fsdp": (2, 2),
+    "ddp": (4,),
+}
+
+
+def exchange(rank: int, world_size: int, kind: str, owners: str) -> None:
+    """Negate every matrix; some travel wide."""
+    is_3d = kind.startswith(("experts", "ep"))
+    mesh = torch.arange(world_size).view(MESHES[kind])
+    model = build(kind, mesh, list(SHAPES_3D if is_3d else SHAPES_2D))
+    jobs = assign(model.matrices, [1.0] * len(model.matrices), owners=owners)
+    wide = frozenset({0, 2})
+    plan = make_plan(
+        model.matrices,
+        jobs,
+        rank=rank,
+        peers=range(world_size),
+        bytes_by_matrix=[matrix.num_elements * 2 for matrix in model.matrices],
+        bucket_bytes=100,
+        wide=wide,
+    )
+    wholes = [
+        torch.arange(math.prod(t.shape), dtype=torch.float32).view(t.shape) for t in model.tensors
+    ]
+    pairs = list(zip(model.tensors, wholes, strict=True))
+    local = [local_tensor(layout, whole, rank).clone() for layout, whole in pairs]
+    written = [torch.full_like(tensor, float("nan")) for tensor in local]
+    dtypes: set[tuple[bool, torch.dtype]] = set()
+
+    def cut(tensors: Sequence[torch.Tensor], part: Part) -> torch.Tensor:
+        box = tuple(slice(*interval) for interval in part.piece.source)
+        return tensors[model.matrices[part.matrix].tensor][box]
+
+    def compute(bucket: Bucket, found: list[torch.Tensor]) -> list[torch.Tensor]:
+        dtypes.update((bucket.wide, matrix.dtype) for matrix in found)
+        # Integers below 256 are exact in bfloat16.
+        return [(-matrix).to(torch.bfloat16) for matrix in found]
+
+    def write(parts: Sequence[Part], values: list[torch.Tensor]) -> None:
+        for part, value in zip(parts, values, strict=True):
+            place = cut(written, part)
+            assert place.isnan().all()  # each element is written once
+            place.copy_(value)
+
+    ran: list[str] = []
+    engine = Exchange(
+        plan,
+        model.matrices,
+        group=dist.group.WORLD,
+        device=torch.device("cpu"),
+        wire_dtype=torch.bfloat16,
+        wide_dtype=torch.float32,
+        buckets_in_flight=2,
+    )
+    engine.run(lambda parts: [cut(local, p) for p in parts], compute, write, lambda: ran.append(""))
+    assert ran == [""]
+    assert dtypes <= {(True, torch.float32), (False, torch.bfloat16)}
+    for tensor, expected in zip(written, local, strict=True):
+        assert torch.equal(tensor, -expected)
+    volumes = sent_by_plan(plan)
+    assert dict(engine.sent_bytes) == {p: v.num_bytes(2, 4) for p, v in volumes.items()}
+    assert dict(engine.sent_elements) == {p: v.elements for p, v in volumes.items()}
+
+
+@pytest.mark.parametrize("owners", ["mesh", "replica"])
+@pytest.mark.parametrize("kind", sorted(MESHES))
+def test_every_rank_gets_its_part_of_every_result_once(
+    run_on: Ranks, kind: str, owners: str
+) -> None:
+    run_on(4)(exchange, kind, owners)
+
+
+# ------------------------------------------------------------------ texts
+
+
+def texts(rank: int, world_size: int, mine: list[str]) -> tuple[str, list[str], list[Any], bool]:
+    group = dist.group.WORLD
+    same = gather_json({"of": "all"}, group)
+    assert all(value is same[0] for value in same)  # parsed once
+    return (
+        broadcast_text(mine[rank], group),
+        gather_text(mine[rank], group),
+        gather_json([mine[rank]], group),
+        is_alike(mine[rank], group),
+    )
+
+
+@pytest.mark.parametrize(
+    "mine",
+    [
+        ["a", "a", "a"],
+        ["", "", ""],
+        ["", "b", ""],
+        ["a", "bb" * 1000, "ü€\n\0"],
+        ["x", "y", "x"],
+    ],
+)
+def test_texts_of_any_length_arrive(run_on: Ranks, mine: list[str]) -> None:
+    for broadcast, gathered, values, alike in run_on(3)(texts, mine):
+        assert broadcast == mine[0]
+        assert gathered == mine
+        assert values == [[text] for text in mine]
+        assert alike == (len(set(mine)) == 1)
+
+
+def sums(rank: int, world_size: int) -> list[float]:
+    # A slot that one rank writes comes out to the bit.
+    values = [0.0] * world_size
+    values[rank] = 0.1 + rank
+    return sum_over([*values, float("nan") if rank == 1 else 0.0], dist.group.WORLD)
+
+
+def test_a_slot_of_one_rank_is_exact_and_nan_spreads(run_on: Ranks) -> None:
+    for found in run_on(3)(sums):
+        assert found[:3] == [0.1, 1.1, 2.1]
+        assert math.isnan(found[3])
+
+
+def raised(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except (
+        RankMismatchError,
+        MissingGradientError,
+        NonFiniteGradientError,
+    ) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def differing_texts(rank: int, world_size: int) -> list[str]:
+    group = dist.group.WORLD
+    text = "same\nodd" if rank == 2 else "same\neven"
+    # Only the second pair differs; the first learns of it too.
+    pair = (0, 1) if rank < 2 else (2, 3)
+    return [
+        raised(lambda: check_alike("things", text, group)),
+        raised(lambda: check_alike_by_ranks("plans", {pair: text}, group)),
+        raised(lambda: check_alike_by_ranks("plans", {pair: str(pair)}, group)),
+    ]
+
+
+def test_a_mismatch_is_told_on_every_rank(run_on: Ranks) -> None:
+    where = "rank 0 has even; rank 2 has odd"
+    pair = "rank 2 has odd; rank 3 has even"
+    for found in run_on(4)(differing_texts):
+        assert found == [
+            f"RankMismatchError: things: rank(s) 2 differ from rank 0; {where}",
+            f"RankMismatchError: plans: rank(s) 3 differ from rank 2; {pair}",
+            "",
+        ]
+
+
+# ------------------------------------------------------------------ the optimizer
+
+FIELDS: dict[str, Any] = {
+    "observe_until": 2,
+    "observe_every": 1,
+    "sample_size": 1,
+    "transition_steps": 1,
+}
+WQ, WK = "layers.0.attention.wq.weight", "layers.0.attention.wk.weight"
+
+
+def tensors_of(rank: int, fault: str) -> dict[str, torch.Tensor]:
+    tensors = {name: models.initial(name, shape) for name, shape in models.shapes().items()}
+    if rank == 1:
+        if fault == "name":
+            tensors["layers.9.attention.wk.weight"] = tensors.pop(WK)
+        elif fault == "missing":
+            del tensors[WK]
+        elif fault == "order":
+            tensors[WQ] = tensors.pop(WQ)
+        elif fault == "dtype":
+            tensors[WK] = tensors[WK].to(torch.bfloat16)
+        elif fault == "shape":
+            tensors[WK] = tensors[WK].repeat(2, 1)
+    return tensors
+
+
+def disagree(rank: int, world_size: int, fault: str) -> str:
+    """The error of the first step of ranks of which one, rank 1, is at fault."""
+    model: nn.Module = models.build(tensors_of(rank, fault))
+    fields = dict(FIELDS)
+    if rank == 1 and fault == "config":
+        fields["seed"] = 43
+    groups = param_groups(model)
+    world = dist.group.WORLD
+    if fault == "schedule":
+        schedule = "you" if rank == 1 else "kj"
+        optimizer = Muon(groups, schedule=schedule, config=MuonConfig(), process_group=world)
+    else:
+        optimizer = AMO(groups, config=AMOConfig(**fields), process_group=world)
+    models.set_gradients(model, 1, 1)
+    named = dict(model.named_parameters())
+    if fault == "gradient" and rank == 1:
+        named[WK].grad = None
+    if fault == "nan" and rank == 1:
+        named[WK].grad[0, 0] = float("nan")  # type: ignore[index]
+    before = {name: param.detach().clone() for name, param in named.items()}
+    text = raised(optimizer.step)
+    assert all(torch.equal(before[name], param) for name, param in named.items())
+    return text
+
+
+@pytest.mark.parametrize(
+    ("fault", "error", "expected"),
+    [
+        ("config", "RankMismatchError", ["rank(s) 1", "seed = 42", "seed = 43"]),
+        ("name", "RankMismatchError", [f"rank 0 has {WK}", "rank 1 has layers.9.attention.wk"]),
+        ("missing", "RankMismatchError", [f"rank 0 has {WK} (and 0 more), rank 1 has not"]),
+        ("order", "RankMismatchError", ["on rank 0", "on rank 1", WQ]),
+        ("dtype", "RankMismatchError", [WK, "torch.float32", "torch.bfloat16", "on rank 1"]),
+        ("shape", "RankMismatchError", [WK, "(3, 8)", "(6, 8)", "on rank 1"]),
+        ("schedule", "RankMismatchError", ["rank(s) 1 differ from rank 0"]),
+        # Ranks 0 and 2 have one; the greater is named.
+        ("gradient", "MissingGradientError", [WK, "on rank 2 and none on rank 1"]),
+        ("nan", "NonFiniteGradientError", [WK, "on rank 1"]),
+    ],
+)
+def test_what_differs_on_one_rank_is_told_on_all(
+    run_on: Ranks, fault: str, error: str, expected: list[str]
+) -> None:
+    found = run_on(3, timeout=60.0)(disagree, fault)
+    assert len(set(found)) == 1
+    assert found[0].startswith(error)
+    for part in expected:
+        assert part in found[0]
+
+
+def load_alone(rank: int, world_size: int) -> list[str]:
+    """One rank goes back to an earlier state of the schedule; the other does not."""
+    model = models.make_model("fsdp", models.shapes())
+    optimizer = AMO(param_groups(model), config=AMOConfig(**FIELDS))
+    models.set_gradients(model, 1, 1)
+    optimizer.step()
+    early = optimizer.control_state_dict()
+    for step in (2, 3, 4, 5):
+        models.set_gradients(model, 1, step)
+        optimizer.step()
+    late = optimizer.control_state_dict()
+    if rank == 1:
+        optimizer.load_control_state_dict(early)
+    found = [raised(optimizer.step)]
+    if rank == 1:
+        # The same state as the other rank's, but this one would plan its exchange anew.
+        optimizer.load_control_state_dict(late)
+    found.append(raised(optimizer.step))
+    optimizer.load_control_state_dict(late)
+    found.append(raised(optimizer.step))
+    return found
+
+
+def test_a_load_on_one_rank_alone_is_an_error_not_a_hang(run_on: Ranks) -> None:
+    found = run_on(2, timeout=60.0)(load_alone)
+    assert found[0] == found[1]
+    stale, anew, together = found[0]
+    assert stale.startswith("RankMismatchError")
+    assert "rank 0 has step 6; rank 1 has step 2" in stale
+    assert anew.startswith("RankMismatchError")
+    assert "exchange plan" in anew
+    assert together == ""
