@@ -1,0 +1,203 @@
+"""One rank of a run that saves through plain DCP, may be killed anywhere, and resumes."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import datetime
+import os
+import signal
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+import amo_dist.step
+from amo_dist import AMO, AMOConfig, param_groups
+from tests.distributed import models
+
+STEPS, SEED = 9, 5
+CONFIG = AMOConfig(
+    observe_until=4, observe_every=2, sample_size=2, transition_steps=3, bucket_bytes=256
+)
+SHAPES = {
+    "tok_embeddings.weight": (5, 8),
+    "layers.0.attention.wq.weight": (12, 8),
+    "layers.0.attention.wk.weight": (3, 8),
+    "layers.0.feed_forward.w1.weight": (13, 8),
+    "layers.0.attention_norm.weight": (7,),
+    "norm.weight": (8,),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Kill:
+    """Where a run ends.
+
+    Attributes:
+        step: Optimizer step; the save after it for the last two points.
+        point: ``before_step``, ``in_step``, ``in_save`` or ``before_metadata``.
+        ranks: Who is killed.
+    """
+
+    step: int
+    point: str
+    ranks: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run of all ranks.
+
+    Attributes:
+        world_size: Number of ranks.
+        layout: See `tests.distributed.models.make_model`.
+        save_every: Steps from one checkpoint to the next.
+        saves_async: Whether a checkpoint is written while training goes on.
+        kill: Where it ends, if not at the last step.
+    """
+
+    world_size: int
+    layout: str
+    save_every: int
+    saves_async: bool
+    kill: Kill | None = None
+
+
+def newest_complete(folder: Path) -> Path | None:
+    """The newest complete checkpoint: DCP renames its metadata into place last of all."""
+    complete = [path.parent for path in folder.glob("step-*/.metadata")]
+    return max(complete, default=None)
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _kill_instead(*_: Any, **__: Any) -> None:
+    _die()
+
+
+class _Writer(dcp.FileSystemWriter):
+    """Writes a checkpoint, or ends the process in the middle of it."""
+
+    def __init__(self, path: Path, die_at: str) -> None:
+        super().__init__(path)
+        self._die_at = die_at
+
+    def write_data(self, plan: Any, planner: Any) -> Any:
+        written = super().write_data(plan, planner)
+        if self._die_at == "in_save":
+            _die()
+        return written
+
+    def finish(self, metadata: Any, results: Any) -> None:
+        # Called on one rank only, once every rank has written.
+        if self._die_at == "before_metadata":
+            _die()
+        super().finish(metadata, results)
+
+
+def state_of(model: nn.Module, optimizer: AMO) -> dict[str, Any]:
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def load(folder: Path, model: nn.Module, optimizer: AMO) -> None:
+    state = state_of(model, optimizer)
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+
+
+class _Saver:
+    """Saves synchronously, or in the background through a process group of its own."""
+
+    def __init__(self, folder: Path, run: Run, rank: int) -> None:
+        self._folder, self._run, self._rank = folder, run, rank
+        # The background thread's collectives would mix with those of training.
+        self._group = dist.new_group(backend="gloo") if run.saves_async else None
+        self._pending: Any = None
+
+    def save(self, step: int, model: nn.Module, optimizer: AMO) -> None:
+        self.wait()
+        path = self._folder / f"step-{step:04}"
+        kill = self._run.kill
+        is_last = kill is not None and kill.step == step and self._rank in kill.ranks
+        writer = _Writer(path, kill.point if kill is not None and is_last else "")
+        state = state_of(model, optimizer)
+        if self._run.saves_async:
+            self._pending = dcp.async_save(state, storage_writer=writer, process_group=self._group)
+        else:
+            dcp.save(state, storage_writer=writer)
+
+    def wait(self) -> None:
+        if self._pending is not None:
+            self._pending.result()
+            self._pending = None
+
+
+def train(rank: int, run: Run, folder: Path) -> dict[str, Any]:
+    """From the newest complete checkpoint, or from the start, to the end."""
+    model = models.make_model(run.layout, SHAPES)
+    optimizer = AMO(param_groups(model), lr=1e-2, config=CONFIG)
+    checkpoint = newest_complete(folder)
+    if checkpoint is not None:
+        load(checkpoint, model, optimizer)
+    first = optimizer.num_steps_taken
+    restored = copy.deepcopy(optimizer.control_state_dict())
+    saver, schedules = _Saver(folder, run, rank), {}
+    for step in range(first + 1, STEPS + 1):
+        models.set_gradients(model, SEED, step)
+        kill = run.kill if run.kill and run.kill.step == step and rank in run.kill.ranks else None
+        if kill and kill.point == "before_step":
+            _die()
+        if kill and kill.point == "in_step":
+            with mock.patch.object(amo_dist.step, "orthogonalize", side_effect=_kill_instead):
+                optimizer.step()
+            _die()  # this rank owned nothing
+        optimizer.step()
+        schedules[step] = {
+            name: schedule.digest() for name, schedule in optimizer.policy.schedules(step).items()
+        }
+        if step % run.save_every == 0:
+            saver.save(step, model, optimizer)
+    saver.wait()
+    return {
+        "first": first,
+        "restored": restored,
+        "schedules": schedules,
+        "control": optimizer.control_state_dict(),
+        "params": {name: models.whole(param) for name, param in model.named_parameters()},
+    }
+
+
+def main(rank: int, run: Run, folder: Path, store: Path, result: Path) -> None:
+    """The whole life of a rank; rank 0 leaves the result in a file."""
+    torch.set_num_threads(1)
+    if run.kill is not None:
+        # The ranks left over say at length that one has gone.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=run.world_size,
+        timeout=datetime.timedelta(seconds=60),
+    )
+    outcome = train(rank, run, folder)
+    if rank == 0:
+        torch.save(outcome, result)
+    dist.destroy_process_group()
