@@ -1,0 +1,321 @@
+"""More layouts against the twin: fused and expert matrices, joint meshes, offload, stages."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
+
+import amo_dist.step
+from amo_dist import AMO, AMOConfig, param_groups
+from amo_dist.distributed.layout import mesh_layout
+from amo_dist.operators import Fused, classify
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+from tests.layouts import cut_view, local_tensor
+from tests.oracle import Oracle
+
+LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 8, 7
+FIELDS: dict[str, Any] = {
+    "observe_until": 4,
+    "observe_every": 2,
+    "sample_size": 2,
+    "transition_steps": 2,
+    "bucket_bytes": 256,
+}
+Shapes = dict[str, tuple[int, ...]]
+PATTERNS = {
+    # Uneven grouped-query attention, in three pieces and interleaved by group.
+    r".*attention\.wqkv\.weight": Fused((("attn_q", 6), ("attn_k", 3), ("attn_v", 3))),
+    r".*attention\.woven\.weight": Fused((("attn_q", 8), ("attn_k", 4), ("attn_v", 2)), groups=2),
+}
+FUSED: Shapes = {
+    "layers.0.attention.wqkv.weight": (12, 5),
+    "layers.1.attention.woven.weight": (14, 5),
+    "layers.1.attention.wo.weight": (5, 8),
+    "h.2.attn.c_attn.weight": (5, 15),
+    "h.2.attn.c_proj.weight": (5, 5),
+    "norm.weight": (5,),
+}
+EXPERTS: Shapes = {
+    "layers.0.moe.experts.w1": (4, 6, 5),
+    "layers.0.moe.experts.w2": (4, 5, 6),
+    "layers.0.moe.experts.w3": (4, 6, 5),
+    "norm.weight": (5,),
+}
+DENSE: Shapes = {
+    "layers.0.attention.wq.weight": (7, 5),
+    "layers.0.attention.wo.weight": (5, 7),
+    "tok_embeddings.weight": (9, 5),
+}
+STAGES: tuple[Shapes, Shapes] = (
+    {
+        "tok_embeddings.weight": (9, 5),
+        "layers.0.attention.wq.weight": (7, 5),
+        "layers.0.attention.wo.weight": (5, 7),
+    },
+    {
+        "layers.1.attention.wq.weight": (7, 5),
+        "layers.1.feed_forward.w2.weight": (5, 9),  # a type that this stage alone has
+        "layers.1.feed_forward.w1.weight": (9, 5),
+        "output.weight": (9, 5),
+    },
+)
+
+
+def gradient(step: int, name: str, shape: tuple[int, ...]) -> Tensor:
+    if len(shape) < 3:
+        return models.gradient(SEED, step, name, shape)
+    parts = [models.gradient(SEED, step, f"{name}[{e}]", shape[1:]) for e in range(shape[0])]
+    # Harder for one operator type than for the others, or the plan would be the uniform one.
+    decay = {"w1": 0.0, "w2": 3.0, "w3": 0.5}[name[-2:]]
+    rows = torch.arange(shape[1], dtype=torch.float32)
+    return torch.stack(parts) * torch.exp(-decay * rows).unsqueeze(-1)
+
+
+def views_of(name: str, shape: tuple[int, ...]) -> Any:
+    patterns = {p: t for p, t in PATTERNS.items() if p.split(".")[-2].strip("\\") in name}
+    return classify(name, shape, patterns)
+
+
+def by_matrix(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """The tensors of the twin: each matrix is one, and so is what goes to AdamW."""
+    views = views_of(name, tuple(tensor.shape))
+    if views is None:
+        return {name: tensor.clone()}
+    return {name + view.suffix: cut_view(view, tensor).clone() for view in views}
+
+
+def oracle(shapes: Shapes, fields: dict[str, Any]) -> Oracle:
+    params: dict[str, Tensor] = {}
+    types: dict[str, str] = {}
+    for name, shape in shapes.items():
+        params |= by_matrix(name, models.initial(name, shape))
+        for view in views_of(name, shape) or ():
+            types[name + view.suffix] = view.operator_type
+    twin = Oracle(params, types, AMOConfig(**fields), lr=LR, weight_decay=WEIGHT_DECAY)
+    for step in range(1, STEPS + 1):
+        grads: dict[str, Tensor | None] = {}
+        for name, shape in shapes.items():
+            grads |= by_matrix(name, gradient(step, name, shape))
+        twin.step(grads)
+    return twin
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a rank holds after the run."""
+
+    whole: dict[str, Tensor]
+    local: dict[str, Tensor]
+    control: dict[str, Any]
+    sent: dict[int, int]
+    num_orthogonalized: int
+
+
+def train(
+    rank: int, world_size: int, build: Callable[[], nn.Module], fields: dict[str, Any]
+) -> Outcome:
+    model = build()
+    groups = param_groups(model, patterns=PATTERNS, allow_unused=True)
+    optimizer = AMO(groups, lr=LR, weight_decay=WEIGHT_DECAY, config=AMOConfig(**fields))
+    counted = [0]
+    original = amo_dist.step.orthogonalize
+
+    def counting(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        counted[0] += x.shape[0] if x.ndim == 3 else 1
+        return original(x, *args, **kwargs)
+
+    amo_dist.step.orthogonalize = counting
+    try:
+        for step in range(1, STEPS + 1):
+            for name, param in model.named_parameters():
+                grad = gradient(step, name, tuple(param.shape))
+                param.grad = models.place_like(grad, param)
+            optimizer.step()
+    finally:
+        amo_dist.step.orthogonalize = original
+    named = dict(model.named_parameters())
+    return Outcome(
+        whole={name: models.whole(param) for name, param in named.items()},
+        local={
+            name: (param.to_local() if isinstance(param, DTensor) else param).detach().clone()
+            for name, param in named.items()
+        },
+        control=optimizer.control_state_dict(),
+        sent=optimizer.sent_bytes_by_peer(),
+        num_orthogonalized=counted[0],
+    )
+
+
+def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELDS) -> None:
+    twin = oracle(shapes, fields)
+    seen: set[str] = set()
+    for result in results:
+        assert result.control == results[0].control
+        for name, tensor in result.whole.items():
+            for key, matrix in by_matrix(name, tensor).items():
+                assert torch.equal(matrix, twin.params[key]), key
+                seen.add(key)
+    assert seen == set(twin.params)
+    plan = results[0].control["policy"]["plan"]
+    assert plan["allocation"] == [twin.allocation[kind] for kind in twin.order]
+    assert len(set(twin.allocation.values())) > 1  # else a uniform plan would pass
+
+
+def num_matrices(shapes: Shapes) -> int:
+    return sum(len(views_of(name, shape) or ()) for name, shape in shapes.items())
+
+
+# ------------------------------------------------------------------ builders, run on the ranks
+
+
+def place(shapes: Shapes, placements: dict[str, Any], mesh: Any) -> dict[str, Tensor]:
+    """Parameters on one mesh; the first part of a name that is found gives the placements."""
+    tensors: dict[str, Tensor] = {}
+    for name, shape in shapes.items():
+        found = next(value for key, value in placements.items() if key in name)
+        whole = models.initial(name, shape)
+        local = local_tensor(mesh_layout(shape, mesh.mesh, found), whole, dist.get_rank())
+        tensor = DTensor.from_local(
+            local.contiguous(),
+            mesh,
+            found,
+            run_check=False,
+            shape=torch.Size(shape),
+            stride=whole.stride(),
+        )
+        tensors[name] = nn.Parameter(tensor)
+    return tensors
+
+
+def world_mesh() -> Any:
+    return init_device_mesh("cpu", (dist.get_world_size(),))
+
+
+def build_fused_rows() -> nn.Module:
+    return models.build(place(FUSED, {"": [Shard(0)]}, world_mesh()))
+
+
+def build_fused_columns() -> nn.Module:
+    placements = {"norm": [Replicate()], "": [Shard(1)]}
+    return models.build(place(FUSED, placements, world_mesh()))
+
+
+def build_experts_0() -> nn.Module:
+    return models.build(place(EXPERTS, {"": [Shard(0)]}, world_mesh()))
+
+
+def build_experts_1() -> nn.Module:
+    return models.build(place(EXPERTS, {"norm": [Shard(0)], "": [Shard(1)]}, world_mesh()))
+
+
+def build_experts_2() -> nn.Module:
+    return models.build(place(EXPERTS, {"norm": [Replicate()], "": [Shard(2)]}, world_mesh()))
+
+
+def build_experts_and_dense() -> nn.Module:
+    experts = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "fsdp"))
+    found = place(EXPERTS, {"norm": [Replicate(), Shard(0)], "": [Shard(0), Shard(1)]}, experts)
+    return models.build(found | place(DENSE, {"": [Shard(0)]}, world_mesh()))
+
+
+def build_joint() -> nn.Module:
+    """Context parallelism: FSDP over data and context ranks flattened into one axis."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    joint = mesh["dp", "cp"]._flatten("dp_cp")
+    return models._fully_shard(models.plain_model(models.shapes()), joint)
+
+
+def build_hsdp() -> nn.Module:
+    return models.make_model("hsdp", models.shapes())
+
+
+def build_fsdp() -> nn.Module:
+    return models.make_model("fsdp", models.shapes())
+
+
+def build_offloaded() -> nn.Module:
+    model = models.plain_model(models.shapes())
+    policy = CPUOffloadPolicy(pin_memory=False)
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, mesh=world_mesh(), offload_policy=policy)
+    fully_shard(model, mesh=world_mesh(), offload_policy=policy)
+    return model
+
+
+def build_stage() -> nn.Module:
+    """A stage to each rank, with plain tensors."""
+    return models.plain_model(STAGES[dist.get_rank()])
+
+
+def build_sharded_stage() -> nn.Module:
+    """A stage to each half of the ranks, sharded in it."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    stage = STAGES[mesh.get_local_rank("pp")]
+    return models.build(place(stage, {"": [Shard(0)]}, mesh["dp"]))
+
+
+# ------------------------------------------------------------------ tests
+
+CASES = [
+    pytest.param(build_fused_rows, 1, FUSED, id="fused-one-process"),
+    pytest.param(build_fused_rows, 3, FUSED, id="fused-fsdp-3"),
+    pytest.param(build_fused_columns, 2, FUSED, id="fused-columns-2"),
+    pytest.param(build_experts_1, 3, EXPERTS, id="experts-dim-1"),
+    pytest.param(build_experts_2, 3, EXPERTS, id="experts-dim-2"),
+    pytest.param(build_experts_and_dense, 4, EXPERTS | DENSE, id="experts-and-dense"),
+    pytest.param(build_joint, 4, models.shapes(), id="joint-data-and-context"),
+    pytest.param(build_offloaded, 2, models.shapes(), id="offloaded"),
+    pytest.param(build_stage, 2, STAGES[0] | STAGES[1], id="stages"),
+    pytest.param(build_sharded_stage, 4, STAGES[0] | STAGES[1], id="sharded-stages"),
+]
+
+
+@pytest.mark.parametrize(("build", "world_size", "shapes"), CASES)
+def test_every_layout_equals_the_twin_bit_for_bit(
+    run_on: Ranks, build: Callable[[], nn.Module], world_size: int, shapes: Shapes
+) -> None:
+    results = run_on(world_size)(train, build, FIELDS)
+    check(results, shapes)
+    # Each matrix once a step, by one rank of the world.
+    total = sum(result.num_orthogonalized for result in results)
+    assert total == STEPS * num_matrices(shapes)
+
+
+def test_experts_sharded_on_their_first_dim_send_nothing(run_on: Ranks) -> None:
+    results = run_on(2)(train, build_experts_0, FIELDS)
+    check(results, EXPERTS)
+    assert [result.sent for result in results] == [{}, {}]
+
+
+@pytest.mark.parametrize("owners", ["mesh", "replica"])
+def test_replicas_share_the_work_or_keep_to_themselves(run_on: Ranks, owners: str) -> None:
+    fields = {**FIELDS, "owners": owners}
+    results = run_on(4)(train, build_hsdp, fields)
+    check(results, models.shapes(), fields)
+    total = sum(result.num_orthogonalized for result in results)
+    assert total == STEPS * num_matrices(models.shapes()) * (2 if owners == "replica" else 1)
+    across = {
+        (rank, peer)
+        for rank, result in enumerate(results)
+        for peer in result.sent
+        if rank // 2 != peer // 2
+    }
+    assert bool(across) == (owners == "mesh")
+    for first, second in ((0, 2), (1, 3)):
+        for name, local in results[first].local.items():
+            assert torch.equal(local, results[second].local[name])
+
+
+def test_balanced_owners_change_no_bit(run_on: Ranks) -> None:
+    fields = {**FIELDS, "ownership": "balanced"}
+    check(run_on(3)(train, build_fsdp, fields), models.shapes(), fields)
