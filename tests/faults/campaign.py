@@ -174,9 +174,5 @@ def run_trials(num_trials: int, seed: int, *, verbose: bool = False) -> Counter[
                 raise AssertionError(f"trial {number} of seed {seed}: {trial}: {error}") from error
             counts[outcome] += 1
             if verbose:
-                line = json.dumps(dataclasses.asdict(trial.before))
-                print(
-                    f"{number}: resumed from {outcome}; {line} -> {trial.after.world_size}",
-                    flush=True,
-                )
+                print(f"{number}: resumed from {outcome}; {trial}", flush=True)
     return counts
