@@ -173,7 +173,8 @@ def _marchenko_pastur(short: int, long: int, count: int) -> list[float]:
         found.append(math.sqrt(lambdas[cell]))
     # A whole spectrum of `short` such values has norm one.
     norm = math.sqrt(math.fsum(value * value for value in found) * short / count)
-    return [value / norm for value in found]
+    # The law is of large matrices: for one row it goes beyond what a singular value can be.
+    return [min(value / norm, 1.0) for value in found]
 
 
 class RootPolicy(Policy):

@@ -21,6 +21,7 @@ from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.kernels.geometry import ell
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.polar_express import compose, simulate
+from amo_dist.schedule.types import Schedule
 
 SAFETY = 1.01
 ORDER = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
@@ -38,12 +39,14 @@ class Oracle:
         lr: float,
         weight_decay: float,
         coefficients: tuple[tuple[float, float, float], ...] = (),
+        schedules: Mapping[str, Schedule] | None = None,
     ) -> None:
         self.params = dict(params)
         self.types = dict(types)
         self.config = config
         self.lr, self.weight_decay = lr, weight_decay
         self.fixed = coefficients
+        self.schedules = dict(schedules or {})  # of each matrix, where they are fixed
         self.buffers = {
             name: torch.zeros_like(params[name], dtype=getattr(torch, config.momentum_dtype))
             for name in types
@@ -78,16 +81,27 @@ class Oracle:
                 ells.setdefault(operator_type, []).append(float(ell(momentum)))
             dtype = getattr(torch, self.config.ns_dtype)
             norm_scale = 1.0 if self.fixed else SAFETY
+            schedule = self.schedules.get(name) or Schedule(schedules[operator_type], norm_scale)
             update = orthogonalize(
-                momentum.to(dtype), schedules[operator_type], dtype=dtype, norm_scale=norm_scale
+                self._direction(momentum).to(dtype),
+                schedule.coefficients,
+                dtype=dtype,
+                norm_scale=schedule.norm_scale,
+                preconditioner=schedule.preconditioner,
             )
             param = self.params[name]
-            scale = self.config.update_scale * math.sqrt(max(param.shape))
+            update, scale = self._scaled(name, update.float())
             new = param.float() * (1 - self.lr * self.weight_decay)
-            param.copy_(new - update.float() * (self.lr * scale))
+            param.copy_(new - update * (self.lr * scale))
         self._step_adamw(grads)
         if sample:
             self._observe(ells)
+
+    def _direction(self, momentum: Tensor) -> Tensor:
+        return momentum
+
+    def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:
+        return update, self.config.update_scale * math.sqrt(max(update.shape))
 
     def _momentum(self, name: str, grad: Tensor) -> Tensor:
         buffer = self.buffers[name]
@@ -163,7 +177,7 @@ class Oracle:
     def _schedules(self) -> dict[str, tuple[tuple[float, float, float], ...]]:
         config = self.config
         if not isinstance(config, AMOConfig):
-            return dict.fromkeys(self.order, self.fixed)
+            return dict.fromkeys(self.order, self.fixed or ((1.0, 0.0, 0.0),))
         u = min(max(self.step_number - config.observe_until, 0), config.transition_steps)
         if u == 0:
             uniform = compose(SAFETY * config.base_ell, config.base_steps)
@@ -183,3 +197,25 @@ class Oracle:
             kind: float(base + p * (Fraction(self.targets[kind]) - base)) for kind in self.order
         }
         return {kind: compose(SAFETY * ells[kind], counts[kind]) for kind in self.order}
+
+
+class AdaMuonOracle(Oracle):
+    """AdaMuon: signs in, an elementwise second moment and a given Frobenius norm out.
+
+    The norm comes from a correctly rounded sum, the package's from one in integers: they agree to
+    about ten digits, so that a factor in float32 may differ in its last bit.
+    """
+
+    moments: dict[str, Tensor]
+
+    def _direction(self, momentum: Tensor) -> Tensor:
+        return momentum.sign()
+
+    def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:
+        self.__dict__.setdefault("moments", {}).setdefault(name, torch.zeros_like(update))
+        decay, moment = self.config.momentum, self.moments[name]
+        moment.copy_(moment * decay + update * update * (1 - decay))
+        update = update / (moment.sqrt() + 1e-8)
+        norm = math.sqrt(math.fsum((update.double() ** 2).flatten().tolist()))
+        wanted = self.config.update_scale * math.sqrt(update.numel())
+        return update * (wanted / norm if norm else 0.0), 1.0

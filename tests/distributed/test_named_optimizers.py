@@ -1,0 +1,170 @@
+"""Every optimizer by name, sharded and whole, against the single-process twin."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amo_dist import AMOConfig, MuonConfig, param_groups
+from amo_dist.adamuon import AdaMuon
+from amo_dist.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
+from amo_dist.root import ROOT, fit
+from amo_dist.schedule import Schedule, named_schedule
+from amo_dist.schedule.policies import UniformPolicy
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+from tests.oracle import AdaMuonOracle, Oracle
+
+LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 6, 11
+SHAPES = models.shapes()
+AMO_FIELDS: dict[str, Any] = {
+    "observe_until": 2,
+    "observe_every": 1,
+    "sample_size": 2,
+    "transition_steps": 2,
+}
+
+
+def config(name: str) -> MuonConfig | None:
+    if name == "AdamW":
+        return None
+    # Small buckets: the tiny matrices of these tests fill several.
+    fields: dict[str, Any] = {"bucket_bytes": 256, "adamw_implementation": "for-loop"}
+    return AMOConfig(**AMO_FIELDS, **fields) if name == "AMO" else MuonConfig(**fields)
+
+
+def train(
+    rank: int, world_size: int, layout: str, name: str, steps: int = STEPS
+) -> dict[str, Tensor]:
+    model = models.make_model(layout, SHAPES)
+    groups = param_groups(model)
+    optimizer = make_optimizer(name, groups, LR, WEIGHT_DECAY, config=config(name))
+    for step in range(1, steps + 1):
+        models.set_gradients(model, SEED, step)
+        optimizer.step()
+    return {name: models.whole(param) for name, param in model.named_parameters()}
+
+
+def twin(name: str) -> dict[str, Tensor]:
+    params = {key: models.initial(key, shape) for key, shape in SHAPES.items()}
+    settings = config(name) or MuonConfig()
+    fixed: dict[str, Schedule] = {}
+    if name == "ROOT":
+        for key in models.types():
+            rows, columns = SHAPES[key]
+            fixed[key] = Schedule((fit((rows, columns)),) * 5, norm_scale=1.0)
+    elif name not in ("AMO", "AdamW"):
+        schedule = named_schedule(MUON_SCHEDULES.get(name, "kj")).schedule
+        fixed = dict.fromkeys(models.types(), schedule)
+    types = {} if name == "AdamW" else models.types()
+    kind = AdaMuonOracle if name == "AdaMuon" else Oracle
+    oracle = kind(params, types, settings, lr=LR, weight_decay=WEIGHT_DECAY, schedules=fixed)
+    for step in range(1, STEPS + 1):
+        oracle.step({k: models.gradient(SEED, step, k, shape) for k, shape in SHAPES.items()})
+    return oracle.params
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_one_process_and_shards_equal_the_twin(run_on: Ranks, name: str) -> None:
+    expected = twin(name)
+    results = [train(0, 1, "plain", name)]
+    results += [run_on(ranks)(train, "fsdp", name)[-1] for ranks in (2, 3)]
+    for params in results:
+        for key, value in expected.items():
+            if name in ("AdaMuon", "AdamW"):
+                # AdaMuon: the factor of a step may differ in its last bit. AdamW: PyTorch's foreach
+                # kernel rounds a fused multiply-add differently at the end of a shard.
+                tolerance = STEPS * 2.0**-23 * float(value.abs().max())
+                assert (params[key] - value).abs().max() <= tolerance, key
+            else:
+                assert torch.equal(params[key], value), key
+
+
+@pytest.mark.parametrize(
+    ("layout", "ranks"), [("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 3)]
+)
+def test_sharded_adamuon_equals_the_whole_bit_for_bit(
+    run_on: Ranks, layout: str, ranks: int
+) -> None:
+    whole = train(0, 1, "plain", "AdaMuon")
+    for params in run_on(ranks)(train, layout, "AdaMuon"):
+        for name, value in whole.items():
+            assert torch.equal(params[name], value), name
+
+
+def second_moments(rank: int, world_size: int) -> bool:
+    model = models.make_model("fsdp", SHAPES)
+    optimizer = AdaMuon(param_groups(model), LR)
+    params = dict(model.named_parameters())
+    return all(
+        optimizer.state[params[name]]["second_moment"].placements == params[name].placements
+        and optimizer.state[params[name]]["second_moment"].dtype == torch.float32
+        for name in models.types()
+    )
+
+
+def test_the_second_moment_lies_where_the_parameter_does(run_on: Ranks) -> None:
+    assert run_on(2)(second_moments) == [True, True]
+
+
+def fits(rank: int, world_size: int) -> dict[str, Any]:
+    model = models.make_model("fsdp", SHAPES)
+    # The first rank's spectra count: it is the one that fits.
+    spectrum = [1.0, 0.5, 0.1] if rank == 0 else [1.0, 1.0, 1.0]
+    optimizer = ROOT(param_groups(model), LR, spectra={(3, 8): [spectrum]})
+    models.set_gradients(model, SEED, 1)
+    optimizer.step()
+    state: dict[str, Any] = optimizer.control_state_dict()["policy"]["fits"]
+    return state
+
+
+def test_all_ranks_hold_the_fits_of_one(run_on: Ranks) -> None:
+    first, second = run_on(2)(fits)
+    assert first == second
+    a, b, c = fit((3, 8), ((1.0, 0.5, 0.1),))
+    assert first["3x8"]["triple"] == [a.hex(), b.hex(), c.hex()]
+
+
+class FailingPolicy(UniformPolicy):
+    """Its plan cannot be made."""
+
+    def __init__(self, error: type[Exception]) -> None:
+        super().__init__(named_schedule("kj").schedule)
+        self._error = error
+
+    def plan_due(self, step: int) -> bool:
+        return True
+
+    def make_plan(self) -> str:
+        raise self._error("budget: found 3, expected more")
+
+
+def fail_to_plan(rank: int, world_size: int, error: type[Exception]) -> str:
+    from amo_dist import Muon
+
+    model = models.make_model("fsdp", SHAPES)
+    optimizer = Muon(param_groups(model), LR, schedule=FailingPolicy(error))
+    models.set_gradients(model, SEED, 1)
+    try:
+        optimizer.step()
+    except Exception as caught:
+        return f"{type(caught).__name__}: {caught}"
+    return "no error"
+
+
+@pytest.mark.parametrize(
+    ("error", "elsewhere"),
+    [
+        (ValueError, "ValueError: budget: found 3, expected more"),
+        (ZeroDivisionError, "RuntimeError: planning failed on rank 0: ZeroDivisionError: budget"),
+    ],
+)
+def test_a_plan_that_fails_on_one_rank_fails_on_all(
+    run_on: Ranks, error: type[Exception], elsewhere: str
+) -> None:
+    first, *others = run_on(3)(fail_to_plan, error)
+    assert first == f"{error.__name__}: budget: found 3, expected more"
+    assert all(text.startswith(elsewhere) for text in others)

@@ -1,0 +1,173 @@
+from __future__ import annotations
+
+import itertools
+import math
+from fractions import Fraction
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from amo_dist import MuonConfig, param_groups
+from amo_dist.adamuon import AdaMuon, fraction_bits, sum_of_squares
+
+SHAPES = {"wq": (12, 8), "wk": (3, 8), "wv": (1, 8), "wo": (8, 12)}
+
+
+def model(dtype: torch.dtype = torch.float32) -> nn.Module:
+    generator = torch.Generator().manual_seed(0)
+    root = nn.Module()
+    layer = nn.Module()
+    root.layers = nn.ModuleList([layer])
+    layer.attention = nn.Module()
+    for name, shape in SHAPES.items():
+        module = nn.Module()
+        module.weight = nn.Parameter(torch.randn(shape, generator=generator).to(dtype))
+        layer.attention.add_module(name, module)
+    return root
+
+
+def give_gradients(root: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(100 + step)
+    for param in root.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype)
+
+
+def build(root: nn.Module, **kwargs: Any) -> AdaMuon:
+    return AdaMuon(param_groups(root), **{"lr": 1.0, "weight_decay": 0.0, **kwargs})
+
+
+def weights(root: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in root.named_parameters()}
+
+
+@given(
+    st.lists(st.floats(-4.375, 4.375, width=32), min_size=1, max_size=40),
+    st.lists(st.integers(0, 40), max_size=4),
+)
+def test_the_sum_of_squares_is_the_same_however_it_is_cut(
+    values: list[float], cuts: list[int]
+) -> None:
+    whole = torch.tensor(values, dtype=torch.float32)
+    bits = fraction_bits(len(values), 0.95)
+    edges = [0, *sorted(min(cut, len(values)) for cut in cuts), len(values)]
+    parts = [whole[a:b] for a, b in itertools.pairwise(edges)]
+    total = sum_of_squares(whole, bits)
+    assert total == sum(sum_of_squares(part, bits) for part in parts)
+    # Each square is rounded by half a unit of 2^-bits at most.
+    exact = sum(Fraction(value) ** 2 for value in whole.double().tolist())
+    assert abs(int(total) - exact * 2**bits) <= len(values) / 2
+
+
+@pytest.mark.parametrize("num_elements", [1, 7, 2**24, 10**10])
+@pytest.mark.parametrize("decay", [0.0, 0.95, 0.999])
+def test_no_sum_overflows(num_elements: int, decay: float) -> None:
+    largest = 1 / (1 - decay)
+    total = num_elements * largest * 2.0 ** fraction_bits(num_elements, decay)
+    assert 2**59 <= total < 2**62
+
+
+def test_an_update_has_the_stated_frobenius_norm() -> None:
+    root = model()
+    optimizer = build(root)
+    for step in range(1, 4):
+        before = weights(root)
+        give_gradients(root, step)
+        optimizer.step()
+        for name, param in root.named_parameters():
+            # float32: the factor, the product and the difference are each rounded once.
+            norm = (param - before[name]).double().norm().item()
+            assert norm == pytest.approx(0.2 * math.sqrt(param.numel()), rel=1e-5), name
+
+
+def test_only_signs_count_in_the_first_step() -> None:
+    one, other = model(), model()
+    optimizers = [build(one), build(other)]
+    give_gradients(one, 1)
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        generator = torch.Generator().manual_seed(5)
+        theirs.grad = ours.grad * torch.rand(ours.shape, generator=generator).clamp(min=0.1)
+    for optimizer in optimizers:
+        optimizer.step()
+    for ours, theirs in zip(one.parameters(), other.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_a_zero_gradient_moves_nothing() -> None:
+    root = model()
+    optimizer = build(root)
+    before = weights(root)
+    for param in root.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert all(torch.equal(param, before[name]) for name, param in root.named_parameters())
+
+
+def test_a_missing_gradient_leaves_parameter_and_state() -> None:
+    root = model()
+    optimizer = build(root)
+    give_gradients(root, 1)
+    skipped = root.get_parameter("layers.0.attention.wk.weight")
+    skipped.grad = None
+    before = weights(root)
+    optimizer.step()
+    for name, param in root.named_parameters():
+        is_skipped = param is skipped
+        assert torch.equal(param, before[name]) == is_skipped
+        assert (optimizer.state[param]["second_moment"] == 0).all().item() == is_skipped
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_state_is_two_float32_values_a_parameter(dtype: torch.dtype) -> None:
+    root = model(dtype)
+    optimizer = build(root)
+    for param in root.parameters():
+        state = optimizer.state[param]
+        assert set(state) == {"momentum_buffer", "second_moment"}
+        assert {value.dtype for value in state.values()} == {torch.float32}
+        assert {value.shape for value in state.values()} == {param.shape}
+
+
+def test_a_saved_state_goes_on_bit_for_bit() -> None:
+    straight, first, second = model(), model(), model()
+    expected, saved = build(straight), build(first)
+    for step in range(1, 5):
+        give_gradients(straight, step)
+        expected.step()
+    for step in range(1, 3):
+        give_gradients(first, step)
+        saved.step()
+    resumed = build(second)
+    second.load_state_dict(first.state_dict())
+    resumed.load_state_dict(saved.state_dict())
+    for step in range(3, 5):
+        give_gradients(second, step)
+        resumed.step()
+    for ours, theirs in zip(second.parameters(), straight.parameters(), strict=True):
+        assert torch.equal(ours, theirs)
+        ours_moment = resumed.state[ours]["second_moment"]
+        assert torch.equal(ours_moment, expected.state[theirs]["second_moment"])
+
+
+def test_the_state_of_muon_is_refused() -> None:
+    from amo_dist import Muon
+
+    muon = Muon(param_groups(model()))
+    with pytest.raises(ValueError, match="second_moment"):
+        build(model()).load_state_dict(muon.state_dict())
+
+
+def test_the_decay_is_that_of_the_momentum() -> None:
+    root = model()
+    optimizer = build(root, config=MuonConfig(momentum=0.5, ns_dtype="float32"))
+    give_gradients(root, 1)
+    optimizer.step()
+    param = root.get_parameter("layers.0.attention.wv.weight")
+    # One row of eight signs: its polar factor, after the table, has eight equal squares.
+    moment = optimizer.state[param]["second_moment"]
+    assert moment.unique().numel() == 1
+    # KJ's singular values lie between 0.68 and 1.21; half of their square, over eight entries.
+    assert 0.5 * 0.68**2 / 8 <= moment[0, 0] <= 0.5 * 1.21**2 / 8

@@ -1,0 +1,89 @@
+"""Optimizers by name in the job config: TOML, command line, what each refuses."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from torch import nn
+
+import torchtitan_ext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    torchtitan_ext.register()
+
+from amo_dist.named import MUON_SCHEDULES, OPTIMIZER_NAMES
+from amo_dist.schedule import named_schedule
+from tests.distributed import models
+from torchtitan_ext.plugin import optimizers, settings
+
+CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
+
+
+def parse(*args: str) -> Any:
+    return settings.parse([f"--job.config_file={CONFIG}", *args])
+
+
+def build(config: Any, root: nn.Module) -> Any:
+    dims = SimpleNamespace(ep_enabled=False, pp_enabled=False)
+    return optimizers.build_optimizers([root], config.optimizer, dims)
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_every_name_steps_and_reports(name: str) -> None:
+    root = models.plain_model(models.shapes())
+    container = build(parse("--optimizer.name", name), root)
+    models.set_gradients(root, 0, 1)
+    container.step()
+    report = optimizers.report(container)
+    assert (report.phase == "") == (name == "AdamW")
+    assert all(steps >= 4 for steps in report.num_steps_by_type.values())
+
+
+@pytest.mark.parametrize(("name", "table"), MUON_SCHEDULES.items())
+def test_a_name_selects_its_table(name: str, table: str) -> None:
+    root = models.plain_model(models.shapes())
+    container = build(parse("--optimizer.name", name), root)
+    models.set_gradients(root, 0, 1)
+    container.step()
+    schedules = set(container.optimizer.policy.schedules(1).values())
+    assert schedules == {named_schedule(table).schedule}
+
+
+def test_a_name_in_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text(CONFIG.read_text().replace('name = "AMO"', 'name = "AdaMuon"'))
+    config = settings.parse([f"--job.config_file={file}"])
+    assert config.optimizer.name == "AdaMuon"
+
+
+def test_muon_still_takes_its_schedule_by_field() -> None:
+    config = parse("--optimizer.name=Muon", "--optimizer.muon.schedule=pe")
+    root = models.plain_model(models.shapes())
+    container = build(config, root)
+    models.set_gradients(root, 0, 1)
+    container.step()
+    assert set(container.optimizer.policy.schedules(1).values()) == {named_schedule("pe").schedule}
+
+
+@pytest.mark.parametrize("name", ["Muon-KJ", "Muon-PE", "AdaMuon", "ROOT"])
+def test_a_name_and_a_schedule_contradict_each_other(name: str) -> None:
+    with pytest.raises(ValueError, match=rf"schedule: found 'you', but optimizer.name = '{name}'"):
+        parse(f"--optimizer.name={name}", "--optimizer.muon.schedule=you")
+
+
+def test_numerics_of_the_muon_section_reach_the_named_optimizers() -> None:
+    config = parse("--optimizer.name=AdaMuon", "--optimizer.muon.momentum=0.8")
+    container = build(config, models.plain_model(models.shapes()))
+    assert container.optimizer.config.momentum == 0.8
+
+
+def test_observation_alone_needs_no_lock() -> None:
+    short = "--training.steps=50"
+    with pytest.raises(ValueError, match="where the plan locks"):
+        parse(short)
+    assert parse(short, "--optimizer.amo.observe_only").optimizer.amo.observe_only

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule import AMOPolicy, MatrixInfo, allocate, named_schedule
+from amo_dist.schedule.grouping import groups, layer_index
+from amo_dist.schedule.types import sort_operator_types
+
+TYPES = ("attn_q", "mlp_up", "router")
+REGISTRY = [MatrixInfo(f"layers.{i}.x.{t}", (8, 4 + i), t) for i in range(12) for t in TYPES]
+FIELDS: dict[str, Any] = {
+    "observe_until": 4,
+    "observe_every": 2,
+    "transition_steps": 3,
+    "sample_size": 2,
+}
+
+
+def ell_of(name: str) -> float:
+    """Unlike for every matrix; deeper is harder."""
+    index, operator_type = layer_index(name) or 0, name.rsplit(".", 1)[1]
+    return 0.3 ** (index / 2 + TYPES.index(operator_type) + 1)
+
+
+def run_to(step: int, **fields: Any) -> AMOPolicy:
+    policy = AMOPolicy(AMOConfig(**{**FIELDS, **fields}))
+    policy.bind(REGISTRY)
+    for now in range(1, step + 1):
+        policy.schedules(now)
+        if names := policy.sample(now):
+            policy.record(now, {name: ell_of(name) for name in names})
+        if policy.plan_due(now):
+            policy.adopt_plan(policy.make_plan())
+    return policy
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("layers.3.attention.wq.weight", 3),
+        ("layers.12.experts.7.w1.weight", 12),
+        ("model.w1.weight", None),
+        ("output.weight", None),
+    ],
+)
+def test_layer_index(name: str, expected: int | None) -> None:
+    assert layer_index(name) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "sizes"), [(1, [1, 0, 0]), (2, [1, 1, 0]), (3, [1, 1, 1]), (28, [10, 9, 9])]
+)
+def test_thirds_of_the_depth(num_layers: int, sizes: list[int]) -> None:
+    registry = [MatrixInfo(f"layers.{i}.q", (2, 2), "attn_q") for i in range(num_layers)]
+    found = groups([*registry, MatrixInfo("outside.w", (2, 2), "attn_q")], "layer_group")
+    assert found.pop("outside.w") == "attn_q"
+    depths = [found[f"layers.{i}.q"].partition("/")[2] for i in range(num_layers)]
+    assert [depths.count(depth) for depth in ("shallow", "middle", "deep")] == sizes
+    assert depths == sorted(depths, key=["shallow", "middle", "deep"].index)
+
+
+def test_an_unknown_granularity_is_refused() -> None:
+    with pytest.raises(ValueError, match="granularity: found 'layer', expected"):
+        groups(REGISTRY, "layer")
+    with pytest.raises(ValueError, match="granularity: found 'layer', expected"):
+        AMOConfig(granularity="layer")
+
+
+def test_groups_of_a_type_stand_where_the_type_does() -> None:
+    mixed = ["zeta", "mlp_up/deep", "attn_q", "attn_k/shallow", "attn_k/deep", "mlp_gate"]
+    assert sort_operator_types(mixed) == (
+        *("attn_q", "attn_k/deep", "attn_k/shallow", "mlp_gate", "mlp_up/deep", "zeta"),
+    )
+
+
+@pytest.mark.parametrize(
+    ("granularity", "num_groups"), [("operator_type", 3), ("layer_group", 9), ("matrix", 36)]
+)
+def test_a_finer_plan_is_a_plan_over_groups(granularity: str, num_groups: int) -> None:
+    policy = run_to(10, granularity=granularity)
+    plan = policy.plan
+    assert plan is not None
+    assert len(plan.operator_types) == num_groups
+    assert sum(plan.allocation) == 5 * num_groups
+    schedules = policy.schedules(10)
+    assert set(schedules) == {policy.group_of(matrix.name) for matrix in REGISTRY}
+    assert policy.phase(10) == "locked"
+    # Deeper layers were made harder: only a finer grouping can tell.
+    steps = [schedules[policy.group_of(f"layers.{i}.x.mlp_up")].num_steps for i in (0, 11)]
+    assert (steps[0] < steps[1]) == (granularity != "operator_type")
+
+
+def test_granularity_is_a_change_of_grouping_and_nothing_else() -> None:
+    """Types that are named like the groups give the same plan, at the default granularity."""
+    fine = run_to(8, granularity="layer_group")
+    relabelled = AMOPolicy(AMOConfig(**FIELDS))
+    names = groups(REGISTRY, "layer_group")
+    relabelled.bind([MatrixInfo(m.name, m.shape, names[m.name]) for m in REGISTRY])
+    for step in (2, 4):
+        assert relabelled.sample(step) == fine.sample(step)
+        relabelled.record(step, {name: ell_of(name) for name in fine.sample(step)})
+    relabelled.adopt_plan(relabelled.make_plan())
+    assert relabelled.plan == fine.plan
+    assert all(relabelled.schedules(step) == fine.schedules(step) for step in range(1, 9))
+
+
+def test_every_matrix_is_observed_where_each_is_a_group() -> None:
+    assert run_to(1, granularity="matrix").sample(2) == tuple(sorted(m.name for m in REGISTRY))
+
+
+@pytest.mark.parametrize("granularity", ["layer_group", "matrix"])
+def test_a_finer_state_resumes(granularity: str) -> None:
+    policy = run_to(6, granularity=granularity)
+    resumed = AMOPolicy(policy.config)
+    resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    resumed.bind(REGISTRY)
+    assert [resumed.digest(step) for step in (6, 7)] == [policy.digest(step) for step in (6, 7)]
+
+
+@pytest.mark.parametrize("costs", [None, [3, 5, 7, 11] * 50])
+def test_the_exact_planner_takes_two_hundred_groups(costs: list[int] | None) -> None:
+    # Convex curves: greedy is optimal on them, so it tells what to expect of the exact one.
+    curves = [{k: math.exp(-k * (1 + i % 9) / 4) for k in range(3, 8)} for i in range(200)]
+    budget = 1000 if costs is None else 5 * sum(costs)
+    found = allocate(curves, budget, costs=costs)
+    if costs is None:
+        assert sum(found) == 1000
+        greedy = allocate(curves, budget, planner="greedy")
+        cost = math.fsum(curve[k] for curve, k in zip(curves, greedy, strict=True))
+        assert math.fsum(curve[k] for curve, k in zip(curves, found, strict=True)) <= cost + 1e-12
+    else:
+        spent = sum(k * cost for k, cost in zip(found, costs, strict=True))
+        assert budget - max(costs) < spent <= budget  # no further step fits
+
+
+# --- observation alone
+
+
+def test_observe_only_records_and_stays_uniform() -> None:
+    policy = run_to(12, observe_only=True)
+    assert len(policy.controller.observations) == 2
+    assert policy.plan is None
+    assert [policy.phase(step) for step in (1, 4, 5, 12)] == [
+        *("observation", "observation", "uniform", "uniform"),
+    ]
+    assert policy.schedules(12) is policy.schedules(1)
+    assert policy.sample(6) == ()
+    assert not policy.plan_due(4)
+    metrics = policy.metrics(12)
+    assert metrics["amo/phase"] == 3.0
+    assert metrics["amo/observations"] == 2.0
+    assert metrics["amo/ell/router"] < metrics["amo/ell/attn_q"]
+
+
+def test_observe_only_records_what_planning_would_have_used() -> None:
+    observed, planned = run_to(4, observe_only=True), run_to(4)
+    assert observed.controller.observations == planned.controller.observations
+    assert planned.plan is not None
+    with pytest.raises(ValueError, match="observe_only never commits"):
+        observed.adopt_plan(planned.plan.to_json())
+
+
+def test_observe_only_resumes() -> None:
+    policy = run_to(3, observe_only=True)
+    resumed = AMOPolicy(policy.config)
+    resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
+    resumed.bind(REGISTRY)
+    names = resumed.sample(4)
+    for one in (policy, resumed):
+        one.record(4, {name: ell_of(name) for name in names})
+    assert resumed.state_dict() == policy.state_dict()
+    assert resumed.phase(5) == "uniform"
+
+
+def test_switches_are_off_by_default_and_checked() -> None:
+    assert (AMOConfig().granularity, AMOConfig().observe_only) == ("operator_type", False)
+    with pytest.raises(ValueError, match="observe_only: found 1, expected true or false"):
+        AMOConfig(observe_only=1)  # type: ignore[arg-type]
+
+
+def test_fixed_schedules_group_by_type() -> None:
+    from amo_dist.schedule import UniformPolicy
+
+    policy = UniformPolicy(named_schedule("kj").schedule)
+    policy.bind(REGISTRY)
+    assert policy.group_of("layers.2.x.router") == "router"

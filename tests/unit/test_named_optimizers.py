@@ -1,0 +1,163 @@
+"""Optimizers by name: what each is, the range of its scalar map, the state it keeps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist.adamuon import AdaMuon
+from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
+from amo_dist.root import ROOT, fit
+from amo_dist.schedule import MatrixInfo, Schedule, named_schedule
+from tests.distributed import models
+
+FAMILY = tuple(name for name in OPTIMIZER_NAMES if name != "AdamW")
+
+
+def model() -> nn.Module:
+    return models.plain_model(models.shapes())
+
+
+def build(name: str, root: nn.Module, **kwargs: Any) -> Any:
+    return make_optimizer(name, param_groups(root), lr=1e-2, **kwargs)
+
+
+def schedule_of(name: str, shape: tuple[int, int]) -> Schedule:
+    """What an optimizer applies to a matrix of a shape in its first step."""
+    if name == "ROOT":
+        return Schedule((fit(shape),) * 5, norm_scale=1.0)
+    policy = build(name, model()).policy
+    policy.bind([MatrixInfo("w", shape, "attn_q")])
+    found: Schedule = policy.schedules(1)["attn_q"]
+    return found
+
+
+def test_the_names() -> None:
+    muons = ("Muon", "Muon-KJ", "Muon-You", "Muon-PE", "Muon-CANS", "Muon-Turbo")
+    assert tuple(MUON_SCHEDULES) == muons
+    assert sorted(OPTIMIZER_NAMES) == sorted(["AdamW", *muons, "AdaMuon", "ROOT", "AMO"])
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("AdamW", torch.optim.AdamW),
+        *((name, Muon) for name in MUON_SCHEDULES),
+        ("AdaMuon", AdaMuon),
+        ("ROOT", ROOT),
+        ("AMO", AMO),
+    ],
+)
+def test_a_name_makes_its_class(name: str, kind: type) -> None:
+    assert type(build(name, model())) is kind
+
+
+@pytest.mark.parametrize(("name", "table"), [*MUON_SCHEDULES.items(), ("AdaMuon", "kj")])
+def test_a_name_stands_for_its_table(name: str, table: str) -> None:
+    assert schedule_of(name, (8, 6)) == named_schedule(table).schedule
+
+
+def test_an_unknown_name_lists_those_there_are() -> None:
+    with pytest.raises(ValueError, match="name: found 'Muon-XY', expected one of 'AdamW', 'Muon'"):
+        build("Muon-XY", model())
+
+
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [("AMO", MuonConfig()), ("Muon-PE", AMOConfig()), ("AdamW", MuonConfig())],
+)
+def test_the_config_of_another_optimizer_is_refused(name: str, config: MuonConfig) -> None:
+    with pytest.raises(ValueError, match=rf"config: found \w+ for {name}, expected"):
+        build(name, model(), config=config)
+
+
+def test_adamw_is_pytorchs() -> None:
+    ours, theirs = model(), model()
+    groups = param_groups(ours)
+    for group in groups:
+        group["weight_decay"] = 0.3
+    optimizers: list[Any] = [
+        make_optimizer("AdamW", groups, 1e-2),
+        torch.optim.AdamW(theirs.parameters(), 1e-2, betas=(0.9, 0.95), weight_decay=0.3),
+    ]
+    for step in range(3):
+        for root, optimizer in zip((ours, theirs), optimizers, strict=True):
+            models.set_gradients(root, 0, step)
+            optimizer.step()
+    expected = dict(theirs.named_parameters())
+    for name, param in ours.named_parameters():
+        assert torch.equal(param, expected[name])
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_state_is_that_of_its_class(name: str) -> None:
+    """Two values a parameter for AdamW and AdaMuon, else one for each entry of a matrix."""
+    root = model()
+    optimizer = build(name, root)
+    models.set_gradients(root, 0, 1)
+    optimizer.step()
+    sizes = {key: param.numel() for key, param in root.named_parameters()}
+    total, matrices = sum(sizes.values()), sum(sizes[key] for key in models.types())
+    expected = 2 * total if name in ("AdamW", "AdaMuon") else matrices + 2 * (total - matrices)
+    found = sum(
+        value.numel() * value.element_size()
+        for state in optimizer.state.values()
+        for value in state.values()
+        if value.dim() > 0  # counters of steps aside
+    )
+    assert found == 4 * expected
+
+
+# --- the scalar maps
+
+# Least and greatest value of the five polynomials over [0.003, 1], as their authors state them.
+RANGES = {
+    "Muon-KJ": (0.68, 1.20),
+    "Muon-You": (0.978, 1.145),
+    "Muon-PE": (0.87, 1.13),
+    "Muon-CANS": (0.88, 1.12),
+}
+
+
+@pytest.mark.parametrize(("name", "low", "high"), [(n, *r) for n, r in RANGES.items()])
+def test_scalar_maps(name: str, low: float, high: float) -> None:
+    schedule = schedule_of(name, (8, 6))
+    values = []
+    num_points = 20000
+    for i in range(num_points + 1):
+        x = 0.003 ** (1 - i / num_points) / schedule.norm_scale  # log-spaced, 1 included
+        for a, b, c in schedule.coefficients:
+            x = a * x + b * x**3 + c * x**5
+        values.append(x)
+    digits = 3 if name == "Muon-You" else 2
+    assert round(min(values), digits) == low
+    assert round(max(values), digits) == high
+
+
+@pytest.mark.parametrize("name", ["Muon-Turbo", *(n for n in FAMILY if n != "Muon-Turbo")])
+@pytest.mark.parametrize("shape", [(32, 32), (24, 80), (80, 24)])
+@pytest.mark.parametrize("noise", [0.0, 1e-3, 1e-2])
+def test_the_dominant_direction_keeps_its_sign(
+    name: str, shape: tuple[int, int], noise: float
+) -> None:
+    """A matrix close to rank one; a table used without its preconditioner turns it round."""
+    generator = torch.Generator().manual_seed(1)
+    u, v = (torch.randn(size, generator=generator) for size in shape)
+    u, v = u / u.norm(), v / v.norm()
+    x = torch.outer(u, v) + noise * torch.randn(shape, generator=generator) / shape[0] ** 0.5
+    schedule = schedule_of(name, shape)
+    for dtype in (torch.float32, torch.bfloat16):
+        result = orthogonalize(
+            x,
+            schedule.coefficients,
+            norm_scale=schedule.norm_scale,
+            preconditioner=schedule.preconditioner,
+            dtype=dtype,
+        )
+        # The tables keep singular values near one between 0.68 and 1.27; bf16 adds percents.
+        assert 0.6 < (u @ result.float() @ v).item() < 1.4
