@@ -8,7 +8,15 @@ from collections.abc import Sequence
 from typing import NoReturn
 
 import amo_dist.cli
-from torchtitan_ext.tools import compare, experiments, preflight, quickstart, static_schedule
+from torchtitan_ext.tools import (
+    compare,
+    evaluate,
+    experiments,
+    export,
+    preflight,
+    quickstart,
+    static_schedule,
+)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -26,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     quickstart.add_command(subparsers)
-    for tool in (compare, experiments, preflight, static_schedule):
+    for tool in (compare, evaluate, experiments, export, preflight, static_schedule):
         tool.add_command(subparsers)
     amo_dist.cli.add_commands(subparsers)
     return parser

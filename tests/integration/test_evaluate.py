@@ -1,0 +1,316 @@
+"""Export to Hugging Face's format and evaluation in the harness, on tiny models and offline."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import torchtitan_ext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    torchtitan_ext.register()
+
+import torch.distributed.checkpoint as dcp
+from torchtitan.protocols.train_spec import get_train_spec
+
+from torchtitan_ext.data.tokenizers import ByteTokenizer
+from torchtitan_ext.tools import evaluate, export
+from torchtitan_ext.tools.results import PAPER_TASKS, read_results
+
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="needs transformers (extra `eval`)"
+)
+needs_harness = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="needs lm_eval (extra `eval`)"
+)
+
+
+@pytest.fixture(autouse=True)
+def _offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_DATASETS_OFFLINE", "1")
+    with warnings.catch_warnings():
+        # These packages warn of one another's deprecations, at import and in use.
+        warnings.simplefilter("ignore")
+        yield
+
+
+def tiny_model(name: str) -> Any:
+    """Weights far larger than the first ones, so that every one of them shows in the logits."""
+    spec = get_train_spec(name)
+    torch.manual_seed(0)
+    model = spec.model_cls(spec.model_args["tiny"])
+    with torch.no_grad():
+        model.init_weights()
+        for parameter in model.parameters():
+            noise = 0.3 * torch.randn_like(parameter)
+            parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
+    return model
+
+
+def save(model: Any, folder: Path, name: str) -> Path:
+    """A checkpoint in a run's folder, among other state, as torchtitan leaves it."""
+    checkpoint = folder / "checkpoint" / "step-7"
+    state = {**model.state_dict(), "train_state": {"step": torch.tensor(7)}}
+    dcp.save(state, checkpoint_id=str(checkpoint), no_dist=True)
+    config = {
+        "model": {"name": name, "flavor": "tiny", "hf_assets_path": ""},
+        "data": {"tokenizer": "byte"},
+        "optimizer": {"name": "AMO"},
+    }
+    (folder / "run.json").write_text(json.dumps(config))
+    return checkpoint
+
+
+def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        found = model(tokens)
+    return found if isinstance(found, torch.Tensor) else found.logits
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_logits_survive_the_export(tmp_path: Path, name: str) -> None:
+    import transformers
+
+    model = tiny_model(name)
+    checkpoint = save(model, tmp_path, name)
+    export.export(checkpoint, tmp_path / "hf", export.find_source(checkpoint))
+    exported = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "hf", dtype=torch.float32
+    )
+    assert exported.config.tie_word_embeddings == (name == "qwen3")
+    assert exported.config.eos_token_id == ByteTokenizer().eos_id
+    # Long enough for the rotary embedding's scaled frequencies to matter.
+    tokens = torch.randint(0, 257, (2, 300), generator=torch.Generator().manual_seed(1))
+    expected = logits(model, tokens)
+    assert expected.std() > 1  # the tolerance is one of numbers of this size
+    # Rotary embeddings in complex against real arithmetic: 2e-5 in float32.
+    torch.testing.assert_close(logits(exported, tokens), expected, rtol=0, atol=1e-4)
+    # The tolerance would notice a rotary embedding of another base.
+    exported.model.rotary_emb.inv_freq.mul_(1.001)
+    assert (logits(exported, tokens) - expected).abs().max() > 1e-3
+
+
+@needs_transformers
+def test_dtype_of_the_export(tmp_path: Path) -> None:
+    import transformers
+
+    checkpoint = save(tiny_model("qwen3"), tmp_path, "qwen3")
+    command = ["export", str(checkpoint), "-o", str(tmp_path / "hf"), "--dtype", "bfloat16"]
+    assert export.run(parse(*command)) == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    "text", ["", "plain text", " leading, double  spaces\n\n\ttabs ", "naïve 北京 🙂", "a<|eos|>b"]
+)
+def test_byte_tokenizers_agree(text: str) -> None:
+    ours, theirs = ByteTokenizer(), export.byte_tokenizer()
+    tokens = theirs.encode(text, add_special_tokens=False)
+    assert tokens == ours.encode(text)
+    assert theirs.decode(tokens) == text
+    assert theirs.eos_token_id == ours.eos_id
+
+
+@needs_transformers
+def test_all_bytes_have_their_token() -> None:
+    characters = "".join(map(chr, range(0x800)))
+    theirs = export.byte_tokenizer().encode(characters, add_special_tokens=False)
+    assert theirs == list(characters.encode())
+
+
+def parse(*arguments: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    subparsers = parser.add_subparsers()
+    evaluate.add_command(subparsers)
+    export.add_command(subparsers)
+    return parser.parse_args(arguments)
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"flavor": "huge"}, "model.flavor: found 'huge'"),
+        ({"name": "qwen3"}, "lacks .* weights of the model, such as layers.0.attention.k_norm"),
+        ({"flavor": "quickstart"}, "lacks .* weights|has shape"),
+        ({"tokenizer": "hf", "assets": "nowhere"}, "found no tokenizer in nowhere"),
+    ],
+)
+def test_unfit_checkpoints_are_named(tmp_path: Path, change: dict[str, str], message: str) -> None:
+    checkpoint = save(tiny_model("llama3"), tmp_path, "llama3")
+    fields = {"name": "llama3", "flavor": "tiny", "tokenizer": "byte", "assets": ""}
+    source = export.Source(**{**fields, **change}, optimizer="AMO")
+    with pytest.raises(ValueError, match=message):
+        export.export(checkpoint, tmp_path / "hf", source)
+
+
+@needs_transformers
+def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
+    source = export.Source("llama3", "tiny", "byte", "", "AMO")
+    with pytest.raises(ValueError, match=r"found no \.metadata"):
+        export.export(tmp_path / "step-1", tmp_path / "hf", source)
+    with pytest.raises(ValueError, match=r"--config: found none and no .*run\.json"):
+        export.find_source(tmp_path / "checkpoint" / "step-1")
+
+
+def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("transformers", "lm_eval"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=r"transformers is not installed.*amo-dist\[eval\]"):
+        export.require_transformers()
+    with pytest.raises(ValueError, match=r"lm_eval is not installed.*amo-dist\[eval\]"):
+        evaluate.evaluate(evaluate.Request(tmp_path), "m", "o")
+
+
+QUESTIONS = [
+    {"question": f"{a} and {b} make", "choices": [f" {a + b}", f" {a * b + 1}"], "answer": a % 2}
+    for a in range(1, 5)
+    for b in range(1, 4)
+]
+
+TASK = """
+task: sums
+dataset_path: json
+dataset_kwargs:
+  data_files:
+    test: {data}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{{{question}}}}"
+doc_to_choice: "{{{{choices}}}}"
+doc_to_target: answer
+target_delimiter: ""
+metric_list:
+  - metric: acc
+    aggregation: mean
+    higher_is_better: true
+"""
+
+
+def make_task(folder: Path) -> Path:
+    folder.mkdir()
+    data = folder / "sums.jsonl"
+    data.write_text("".join(json.dumps(question) + "\n" for question in QUESTIONS))
+    (folder / "sums.yaml").write_text(TASK.format(data=data))
+    return folder
+
+
+def score_by_hand(model: Any) -> float:
+    """Percentage of questions whose right choice the model finds likelier, by its own logits."""
+    tokenizer, right = ByteTokenizer(), 0
+    for question in QUESTIONS:
+        context = tokenizer.encode(str(question["question"]))
+        likelihoods = []
+        for choice in question["choices"]:  # type: ignore[attr-defined]
+            tokens = torch.tensor([context + tokenizer.encode(choice)])
+            log_p = logits(model, tokens)[0].log_softmax(-1)
+            likelihoods.append(
+                sum(log_p[i - 1, tokens[0, i]].item() for i in range(len(context), tokens.shape[1]))
+            )
+        right += likelihoods.index(max(likelihoods)) == question["answer"]
+    return 100 * right / len(QUESTIONS)
+
+
+@pytest.mark.slow
+@needs_harness
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_the_harness_scores_a_checkpoint(tmp_path: Path, name: str) -> None:
+    model = tiny_model(name)
+    checkpoint = save(model, tmp_path, name)
+    include = make_task(tmp_path / "tasks")
+    # A process of its own: the harness configures logging and seeds of whoever calls it.
+    command = [
+        *(sys.executable, "-m", "torchtitan_ext", "evaluate", str(checkpoint), "--tasks", "sums"),
+        *("--include-path", str(include), "--batch-size", "4", "--max-length", "256"),
+        *("--device", "cpu", "--model", "Tiny"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "sums" in done.stdout
+    output = tmp_path / "results-step-7.json"
+    (result,) = read_results([output])
+    assert (result.model, result.optimizer) == ("Tiny", "AMO")
+    expected = score_by_hand(model)
+    assert 0 < expected < 100
+    assert result.tasks == {"sums": pytest.approx(expected, abs=1e-9)}  # a fraction of twelve
+    record = json.loads(output.read_text())
+    assert record["step"] == 7
+    assert record["metrics"] == {"sums": "acc,none"}
+    assert record["num_fewshot"] == {"sums": 0}
+    assert record["limit"] is None
+
+
+@pytest.mark.slow  # the harness reads some ten thousand task files
+@needs_harness
+def test_the_harness_knows_the_tasks_of_the_paper(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    names = ",".join([*(task.name for task in PAPER_TASKS), "not_a_task"])
+    with pytest.raises(ValueError, match=r"the harness does not know not_a_task$"):
+        evaluate.evaluate(evaluate.Request(tmp_path, names), "m", "o")
+
+
+def harness_results() -> dict[str, Any]:
+    """The form in which the harness answers: groups have subtasks, which have the counts."""
+    return {
+        "results": {
+            "mmlu_pro": {"alias": "mmlu_pro", "exact_match,custom-extract": 0.11},
+            "sciq": {"acc,none": 0.8, "acc_norm,none": 0.7, "acc_stderr,none": "N/A"},
+        },
+        "group_subtasks": {"mmlu_pro": ["hard", "mmlu_pro_law"], "hard": ["mmlu_pro_math"]},
+        "n-shot": {"mmlu_pro_math": 5, "mmlu_pro_law": 5, "sciq": 0},
+    }
+
+
+def test_metrics_and_examples_of_groups() -> None:
+    found = harness_results()
+    assert (
+        evaluate._metric("mmlu_pro", found["results"]["mmlu_pro"]) == "exact_match,custom-extract"
+    )
+    assert evaluate._metric("sciq", found["results"]["sciq"]) == "acc,none"
+    assert evaluate._num_fewshot(found, "mmlu_pro") == 5
+    assert evaluate._num_fewshot(found, "sciq") == 0
+    found["n-shot"]["mmlu_pro_law"] = 0
+    assert evaluate._num_fewshot(found, "mmlu_pro") is None
+    with pytest.raises(ValueError, match="mmlu: the harness gives nothing, expected acc,none"):
+        evaluate._metric("mmlu", {})
+
+
+def test_other_examples_than_the_paper_s_are_told(capsys: pytest.CaptureFixture[str]) -> None:
+    evaluate._require_paper_fewshot({"mmlu_pro": 5, "sciq": 0, "own_task": 3})
+    assert capsys.readouterr().out == ""
+    evaluate._require_paper_fewshot({"mmlu_pro": 0})
+    assert "mmlu_pro was evaluated with 0 examples" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tasks": " , "}, "--tasks: found ' , '"),
+        ({"batch_size": "many", "tasks": "sciq"}, "--batch-size: found 'many'"),
+    ],
+)
+@needs_harness
+def test_wrong_requests_are_named(tmp_path: Path, change: dict[str, str], message: str) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    request = evaluate.Request(tmp_path, **change)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=message):
+        evaluate.evaluate(request, "m", "o")
+
+
+def test_paper_is_the_default() -> None:
+    assert len(evaluate.Request(Path()).task_names()) == 12

@@ -1,0 +1,263 @@
+"""``amo evaluate``: the scores of a checkpoint in lm-evaluation-harness.
+
+Needs the extra ``eval``. Tasks, prompts, few-shot examples and decoding are the harness's own; the
+tasks of the AMO paper are in :mod:`torchtitan_ext.tools.results`. What the paper leaves open is
+settled so: no leading token is put before a text, for there is none in training; and the model sees
+up to 4096 tokens, because MMLU-Pro asks for up to 2048 on top of its examples.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import importlib.metadata
+import json
+import re
+import statistics
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from amo_dist.cli import Subparsers
+from torchtitan_ext.tools import export
+from torchtitan_ext.tools.results import PAPER_TASKS, Result, score_table, sort_tasks
+
+_FALLBACK_METRICS = ("acc,none", "exact_match,none")
+"""Metrics of tasks that the paper does not use, the first that a task has."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Request:
+    """What to evaluate, and how."""
+
+    checkpoint: Path
+    """A distributed checkpoint, or a folder with a Hugging Face model."""
+    tasks: str = "paper"
+    """``paper``, or the harness's names with commas."""
+    config: str | None = None
+    """TOML of the run; by default what its folder says."""
+    include_path: str | None = None
+    """Folder with tasks of one's own."""
+    limit: int | None = None
+    """Only so many questions of each task: for trying out, not for results."""
+    batch_size: str = "auto"
+    """A number, or ``auto``."""
+    device: str | None = None
+    """By default the accelerator, where there is one."""
+    dtype: str | None = None
+    """By default bfloat16 on an accelerator, else float32."""
+    max_length: int = 4096
+    """The most tokens the model sees."""
+    hf_folder: Path | None = None
+    """Where the exported model stays; by default it is deleted."""
+
+    def task_names(self) -> list[str]:
+        """The harness's names.
+
+        Raises:
+            ValueError: There are none.
+        """
+        if self.tasks == "paper":
+            return [task.name for task in PAPER_TASKS]
+        names = [name.strip() for name in self.tasks.split(",") if name.strip()]
+        if not names:
+            raise ValueError(f"--tasks: found {self.tasks!r}, expected 'paper' or names of tasks")
+        return names
+
+
+def evaluate(request: Request, model: str, optimizer: str) -> dict[str, Any]:
+    """Evaluate a checkpoint.
+
+    Args:
+        request: What to evaluate, and how.
+        model: Name of the model in tables.
+        optimizer: Name of the row in tables.
+
+    Returns:
+        A results record as in :mod:`torchtitan_ext.tools.results`, with further keys.
+
+    Raises:
+        ValueError: The harness is not installed, a task is unknown or gives no score, or as
+            :func:`torchtitan_ext.tools.export.export`.
+    """
+    harness = _harness()
+    names, batch_size = request.task_names(), _batch_size(request.batch_size)
+    manager = harness.tasks.TaskManager(include_path=request.include_path)
+    if unknown := sorted(set(names) - set(manager.all_tasks)):
+        raise ValueError(f"--tasks: the harness does not know {', '.join(unknown)}")
+    with _hf_model(request) as folder:
+        found = harness.simple_evaluate(
+            model="hf",
+            model_args=_model_args(request, folder),
+            tasks=names,
+            batch_size=batch_size,
+            device=_device(request),
+            limit=request.limit,
+            task_manager=manager,
+            log_samples=False,
+            bootstrap_iters=0,
+        )
+    metrics = {name: _metric(name, found["results"].get(name, {})) for name in names}
+    scores = {name: 100.0 * found["results"][name][metrics[name]] for name in sort_tasks(names)}
+    num_fewshot = {name: _num_fewshot(found, name) for name in scores}
+    _require_paper_fewshot(num_fewshot)
+    return {
+        "model": model,
+        "optimizer": optimizer,
+        "tasks": scores,
+        "average": statistics.fmean(scores.values()),
+        "checkpoint": str(request.checkpoint),
+        "step": _step(request.checkpoint),
+        "metrics": metrics,
+        "num_fewshot": num_fewshot,
+        "limit": request.limit,
+        "max_length": request.max_length,
+        "harness": f"lm_eval {importlib.metadata.version('lm_eval')}",
+    }
+
+
+def _harness() -> Any:
+    try:
+        import lm_eval
+        import lm_eval.tasks
+    except ImportError:
+        raise ValueError(
+            "lm_eval is not installed, expected it for evaluations; pip install 'amo-dist[eval]'"
+        ) from None
+    return lm_eval
+
+
+@contextlib.contextmanager
+def _hf_model(request: Request) -> Iterator[Path]:
+    """A folder with the checkpoint as a Hugging Face model."""
+    if (request.checkpoint / "config.json").is_file():
+        yield request.checkpoint
+        return
+    source = export.find_source(request.checkpoint, request.config)
+    with contextlib.ExitStack() as stack:
+        folder = request.hf_folder
+        if folder is None:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="amo-hf-")))
+        export.export(request.checkpoint, folder, source)
+        yield folder
+
+
+def _device(request: Request) -> str:
+    import torch
+
+    return request.device or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+def _model_args(request: Request, folder: Path) -> dict[str, Any]:
+    dtype = request.dtype or ("float32" if _device(request) == "cpu" else "bfloat16")
+    return {
+        "pretrained": str(folder),
+        "dtype": dtype,
+        "max_length": request.max_length,
+        "add_bos_token": False,
+    }
+
+
+def _batch_size(text: str) -> int | str:
+    if text == "auto" or re.fullmatch(r"auto:\d+", text):
+        return text
+    if not re.fullmatch(r"[1-9]\d*", text):
+        raise ValueError(f"--batch-size: found {text!r}, expected a number or 'auto'")
+    return int(text)
+
+
+def _metric(name: str, found: Mapping[str, Any]) -> str:
+    """The harness's key of a task's score."""
+    paper = [task.metric for task in PAPER_TASKS if task.name == name]
+    for metric in paper or _FALLBACK_METRICS:
+        if isinstance(found.get(metric), (int, float)):
+            return metric
+    expected = " or ".join(paper or _FALLBACK_METRICS)
+    known = ", ".join(found) or "nothing"
+    raise ValueError(f"{name}: the harness gives {known}, expected {expected}")
+
+
+def _num_fewshot(found: Mapping[str, Any], name: str) -> int | None:
+    """Examples of a task, or of all tasks of a group; ``None`` where they differ."""
+    subtasks = found.get("group_subtasks", {}).get(name) or [name]
+    counts = set()
+    for subtask in subtasks:
+        if subtask != name and found.get("group_subtasks", {}).get(subtask):
+            counts.add(_num_fewshot(found, subtask))
+        else:
+            counts.add(found.get("n-shot", {}).get(subtask))
+    return counts.pop() if len(counts) == 1 else None
+
+
+def _require_paper_fewshot(num_fewshot: Mapping[str, int | None]) -> None:
+    """Warn where a version of the harness differs from the paper in its defaults."""
+    for task in PAPER_TASKS:
+        if task.name in num_fewshot and num_fewshot[task.name] != task.num_fewshot:
+            print(
+                f"warning: {task.name} was evaluated with {num_fewshot[task.name]} examples by "
+                f"this version of the harness, with {task.num_fewshot} in the paper"
+            )
+
+
+def _step(checkpoint: Path) -> int | None:
+    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    return int(match[1]) if match else None
+
+
+def write(record: Mapping[str, Any], output: Path) -> None:
+    """Write a results file."""
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Register ``evaluate``."""
+    parser = subparsers.add_parser(
+        "evaluate",
+        help="score a checkpoint in lm-evaluation-harness",
+        description="Score a checkpoint in lm-evaluation-harness, by default on the twelve tasks "
+        "of the AMO paper, and write a results file for `amo compare`.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="<dump folder>/checkpoint/step-<n>")
+    default = Request(Path())
+    options: Sequence[tuple[str, type, str]] = (
+        ("--tasks", str, "'paper', or the harness's names with commas (default paper)"),
+        ("--config", str, "TOML of the run (default: what its folder says)"),
+        ("--include-path", str, "folder with tasks of your own"),
+        ("--limit", int, "only so many questions of each task, to try out"),
+        ("--batch-size", str, "a number or 'auto' (default auto)"),
+        ("--device", str, "default: the accelerator, where there is one"),
+        ("--dtype", str, "default: bfloat16 on an accelerator, else float32"),
+        ("--max-length", int, "the most tokens the model sees (default 4096)"),
+        ("--hf-folder", Path, "keep the exported Hugging Face model here"),
+    )
+    for flag, kind, text in options:
+        name = flag.removeprefix("--").replace("-", "_")
+        parser.add_argument(flag, type=kind, default=getattr(default, name), help=text)
+    parser.add_argument("--model", help="name of the model in tables (default: its flavor)")
+    parser.add_argument("--optimizer", help="name of the row in tables (default: the run's)")
+    parser.add_argument("--output", type=Path, help="results file (default: results-step-<n>.json)")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate for parsed arguments; raises as :func:`evaluate`."""
+    names = [field.name for field in dataclasses.fields(Request)]
+    request = Request(**{name: getattr(args, name) for name in names})
+    model, optimizer = args.model, args.optimizer
+    if model is None or optimizer is None:
+        source = export.find_source(args.checkpoint, args.config)
+        model, optimizer = model or source.flavor, optimizer or source.optimizer
+    record = evaluate(request, model, optimizer)
+    output = args.output
+    if output is None:
+        step = record["step"]
+        suffix = "" if step is None else f"-step-{step}"
+        folder = args.checkpoint if step is None else args.checkpoint.parent.parent
+        output = folder / f"results{suffix}.json"
+    write(record, output)
+    print(score_table([Result(model, optimizer, record["tasks"])]))
+    print(f"\nwritten to {output}")
+    return 0

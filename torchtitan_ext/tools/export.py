@@ -1,0 +1,300 @@
+"""``amo export``: a checkpoint of training as a Hugging Face model, with its tokenizer.
+
+Needs the extra ``eval``. torchtitan's adapters rename the weights and permute those that its rotary
+embedding orders differently.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import json
+import shutil
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from amo_dist.cli import Subparsers
+from torchtitan_ext.tools.runs import RUN_FILE
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+"""What may be copied from ``model.hf_assets_path``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Source:
+    """What a checkpoint does not say about its model."""
+
+    name: str
+    """``model.name``: ``llama3`` or ``qwen3``."""
+    flavor: str
+    """``model.flavor``."""
+    tokenizer: str
+    """``data.tokenizer``: ``hf`` or ``byte``."""
+    assets: str
+    """``model.hf_assets_path``, the folder of an ``hf`` tokenizer."""
+    optimizer: str
+    """``optimizer.name`` of the run."""
+
+
+def find_source(checkpoint: Path, config: str | None = None) -> Source:
+    """Read a checkpoint's config.
+
+    Args:
+        checkpoint: ``<dump folder>/checkpoint/step-<n>``.
+        config: The run's TOML file; by default the config that the run left in its dump folder.
+
+    Raises:
+        ValueError: The config is missing or cannot be read.
+    """
+    if config is not None:
+        import torchtitan_ext
+
+        torchtitan_ext.register()
+        from torchtitan_ext.plugin import settings
+
+        return _source(settings.parse([f"--job.config_file={config}"]).to_dict())
+    path = checkpoint.parent.parent / RUN_FILE
+    if not path.is_file():
+        raise ValueError(f"--config: found none and no {path}, expected the config of the run")
+    return _source(json.loads(path.read_text()))
+
+
+def _source(config: Mapping[str, Any]) -> Source:
+    model = config["model"]
+    return Source(
+        name=model["name"],
+        flavor=model["flavor"],
+        tokenizer=config["data"]["tokenizer"],
+        assets=model["hf_assets_path"],
+        optimizer=config["optimizer"]["name"],
+    )
+
+
+def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32") -> None:
+    """Write a checkpoint as a Hugging Face model.
+
+    Args:
+        checkpoint: Folder of a distributed checkpoint, saved by any number of ranks.
+        output: Folder to write ``config.json``, ``model*.safetensors`` and the tokenizer into.
+        source: The checkpoint's model and tokenizer.
+        dtype: Of the written weights.
+
+    Raises:
+        ValueError: The model is unknown or not dense, the checkpoint lacks weights or is none, the
+            tokenizer is missing, or ``transformers`` is not installed.
+    """
+    require_transformers()
+    if source.tokenizer == "hf":
+        _require_tokenizer(Path(source.assets))
+    model = load(checkpoint, source, dtype)
+    output.mkdir(parents=True, exist_ok=True)
+    if source.tokenizer == "byte":
+        byte_tokenizer().save_pretrained(output)
+    else:
+        _copy_tokenizer(Path(source.assets), output)
+    eos = require_transformers().AutoTokenizer.from_pretrained(output).eos_token_id
+    model.config.eos_token_id = model.generation_config.eos_token_id = eos
+    model.save_pretrained(output)
+
+
+def require_transformers() -> Any:
+    """The package ``transformers``.
+
+    Raises:
+        ValueError: It is not installed; the message says how to install it.
+    """
+    try:
+        return importlib.import_module("transformers")
+    except ImportError:
+        raise ValueError(
+            "transformers is not installed, expected it for exports and evaluations; "
+            "pip install 'amo-dist[eval]'"
+        ) from None
+
+
+def _require_tokenizer(assets: Path) -> None:
+    if not any((assets / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+        raise ValueError(
+            f"model.hf_assets_path: found no tokenizer in {assets}, expected tokenizer.json"
+        )
+
+
+def _copy_tokenizer(assets: Path, output: Path) -> None:
+    for name in TOKENIZER_FILES:
+        if (file := assets / name).is_file():
+            shutil.copyfile(file, output / name)
+
+
+def load(checkpoint: Path, source: Source, dtype: str = "float32") -> Any:
+    """A checkpoint as a ``transformers`` model on CPU; arguments and errors as :func:`export`."""
+    import torch
+
+    args, adapter, weights = _weights(checkpoint, source)
+    config = hf_config(source.name, args, weights)
+    with torch.device("meta"):
+        model = require_transformers().AutoModelForCausalLM.from_config(config)
+    kind = getattr(torch, dtype)
+    state = {name: weight.to(kind) for name, weight in adapter.to_hf(weights).items()}
+    missing, unexpected = model.load_state_dict(state, strict=False, assign=True)
+    # A tied head is the embedding: neither saved twice nor loaded twice.
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    assert set(missing) <= tied, missing
+    assert not unexpected, unexpected
+    model.tie_weights()
+    return model.to(kind)
+
+
+def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]]:
+    """Model arguments, state-dict adapter and the weights, under torchtitan's names."""
+    import torch
+    from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
+
+    import torchtitan_ext
+
+    torchtitan_ext.register()
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    spec = get_train_spec(source.name)
+    if source.name not in ("llama3", "qwen3") or source.flavor not in spec.model_args:
+        known = ", ".join(spec.model_args)
+        raise ValueError(f"model.flavor: found {source.flavor!r}, {source.name} has {known}")
+    args = spec.model_args[source.flavor]
+    with torch.device("meta"):
+        model = spec.model_cls(args)
+    weights = {
+        name: torch.empty(weight.shape, dtype=torch.float32)
+        for name, weight in model.state_dict().items()
+    }
+    if getattr(args, "enable_weight_tying", False):
+        weights.pop("output.weight", None)
+    _require_weights(checkpoint, weights)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
+        load_checkpoint(weights, checkpoint_id=str(checkpoint), no_dist=True)
+    return args, spec.state_dict_adapter(args, None), weights
+
+
+def _require_weights(checkpoint: Path, weights: Mapping[str, Any]) -> None:
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    if not (checkpoint / ".metadata").is_file():
+        raise ValueError(f"checkpoint: found no .metadata in {checkpoint}, expected step-<n>")
+    saved = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    if missing := sorted(set(weights) - set(saved)):
+        raise ValueError(
+            f"checkpoint: {checkpoint} lacks {len(missing)} weights of the model, such as "
+            f"{missing[0]}; expected one of its config"
+        )
+    for name, weight in weights.items():
+        found = getattr(saved[name], "size", None)
+        if found != weight.shape:
+            raise ValueError(
+                f"checkpoint: {name} has shape {found}, expected {weight.shape} of its config"
+            )
+
+
+def hf_config(name: str, args: Any, weights: Mapping[str, Any]) -> Any:
+    """The ``transformers`` config of a torchtitan model.
+
+    Args:
+        name: ``llama3`` or ``qwen3``.
+        args: torchtitan's model arguments.
+        weights: Under torchtitan's names; they know the width of the feed-forward.
+    """
+    transformers = require_transformers()
+    num_kv_heads = args.n_kv_heads if args.n_kv_heads is not None else args.n_heads
+    common: dict[str, Any] = {
+        "vocab_size": args.vocab_size,
+        "hidden_size": args.dim,
+        "intermediate_size": weights["layers.0.feed_forward.w1.weight"].shape[0],
+        "num_hidden_layers": args.n_layers,
+        "num_attention_heads": args.n_heads,
+        "num_key_value_heads": num_kv_heads,
+        "max_position_embeddings": args.max_seq_len,
+        "rms_norm_eps": args.norm_eps,
+        "rope_theta": float(args.rope_theta),
+        "attention_bias": False,
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+    if name == "qwen3":
+        tied = bool(args.enable_weight_tying)
+        return transformers.Qwen3Config(**common, head_dim=args.head_dim, tie_word_embeddings=tied)
+    scaling = args.rope_scaling_args
+    return transformers.LlamaConfig(
+        **common,
+        head_dim=args.dim // args.n_heads,
+        tie_word_embeddings=False,
+        rope_scaling={
+            "rope_type": "llama3",
+            "factor": scaling.scaling_factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+        },
+    )
+
+
+def byte_tokenizer() -> Any:
+    """The tokens of ``torchtitan_ext.data.tokenizers.ByteTokenizer``, for ``transformers``."""
+    tokenizers: Any = importlib.import_module("tokenizers")
+    from torchtitan_ext.data.tokenizers import BYTE_VOCAB_SIZE, EOS
+
+    # Each byte has one character in the alphabet of byte-level tokenizers: printable Latin-1 is
+    # itself, the other bytes are numbered from U+0100 on.
+    own = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in own]
+    alphabet = {byte: chr(byte) for byte in own}
+    alphabet |= {byte: chr(0x100 + index) for index, byte in enumerate(others)}
+    model = tokenizers.models.BPE(vocab={c: byte for byte, c in alphabet.items()}, merges=[])
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.add_special_tokens([EOS])
+    assert tokenizer.get_vocab_size() == BYTE_VOCAB_SIZE
+    return require_transformers().PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        eos_token=EOS,
+        clean_up_tokenization_spaces=False,
+        split_special_tokens=True,  # within a text, the end token's name is plain text
+    )
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Register ``export``."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write a checkpoint as a Hugging Face model",
+        description="Write a checkpoint of training as a Hugging Face model with its tokenizer.",
+    )
+    parser.add_argument("checkpoint", type=Path, help="<dump folder>/checkpoint/step-<n>")
+    parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
+    parser.add_argument("--config", help="TOML of the run (default: what its folder says)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="of the weights (default %(default)s)",
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Export for parsed arguments; raises as :func:`find_source` and :func:`export`."""
+    source = find_source(args.checkpoint, args.config)
+    export(args.checkpoint, args.output, source, args.dtype)
+    print(f"written to {args.output}")
+    return 0
