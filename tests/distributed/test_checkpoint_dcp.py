@@ -1,0 +1,201 @@
+"""Checkpoints through torch.distributed.checkpoint, to the same world and to others."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from amo_dist import AMO, AMOConfig, import_state, param_groups
+from amo_dist.parameters import local_tensor
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+
+CONFIG = AMOConfig(
+    observe_until=4, observe_every=2, sample_size=2, transition_steps=3, bucket_bytes=256
+)
+STEPS, SEED = 9, 3
+# Before an observation, between two, at the plan, in the transition, at the lock, after it.
+SAVED = (1, 3, 4, 5, 7, 8)
+SHAPES = models.shapes(models.EVEN_SHAPES)  # FSDP over TP needs even dims
+WQ = "layers.0.attention.wq.weight"
+
+
+def make(layout: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, AMO]:
+    model = models.make_model(layout, SHAPES).to(dtype)
+    group = dist.group.WORLD if layout == "plain" and dist.get_world_size() > 1 else None
+    return model, AMO(param_groups(model), lr=1e-2, config=CONFIG, process_group=group)
+
+
+def state_of(model: nn.Module, optimizer: AMO, flatten: bool) -> dict[str, Any]:
+    options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+    return {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer, options=options),
+    }
+
+
+def go_on(
+    model: nn.Module, optimizer: AMO, folder: str = "", flatten: bool = False
+) -> dict[str, Any]:
+    """Train to the end, saving on the way where a folder is given."""
+    schedules, controls = {}, {}
+    for step in range(optimizer.num_steps_taken + 1, STEPS + 1):
+        models.set_gradients(model, SEED, step)
+        optimizer.step()
+        schedules[step] = dict(optimizer.policy.schedules(step))
+        controls[step] = copy.deepcopy(optimizer.control_state_dict())
+        if folder and step in SAVED:
+            path = str(Path(folder, f"step-{step}"))
+            dcp.save(state_of(model, optimizer, flatten), checkpoint_id=path)
+    momentum = optimizer.state[model.get_parameter(WQ)]["momentum_buffer"]
+    params = {name: models.whole(param) for name, param in model.named_parameters()}
+    return {
+        "params": {**params, "momentum": models.whole(momentum)},
+        "schedules": schedules,
+        "controls": controls,
+    }
+
+
+def train_and_save(
+    rank: int, world_size: int, layout: str, folder: str, flatten: bool
+) -> tuple[dict[str, Any], list[str]]:
+    model, optimizer = make(layout)
+    keys = sorted(
+        f"{name}.{key}"
+        for name, values in get_optimizer_state_dict(model, optimizer)["state"].items()
+        for key in values
+    )
+    assert optimizer.num_steps_taken == 0  # the helper took no step to make state
+    return go_on(model, optimizer, folder, flatten), keys
+
+
+def resume(
+    rank: int, world_size: int, layout: str, folder: str, flatten: bool, steps: tuple[int, ...]
+) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    results = []
+    for step in steps:
+        model, optimizer = make(layout)
+        state = state_of(model, optimizer, flatten)
+        dcp.load(state, checkpoint_id=str(Path(folder, f"step-{step}")))
+        set_model_state_dict(model, state["model"])
+        options = StateDictOptions(flatten_optimizer_state_dict=flatten)
+        set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)
+        restored = copy.deepcopy(optimizer.control_state_dict())
+        results.append((restored, go_on(model, optimizer)))
+    return results
+
+
+def check(reference: dict[str, Any], results: list[Any], steps: tuple[int, ...]) -> None:
+    for of_rank in results:
+        for step, (restored, found) in zip(steps, of_rank, strict=True):
+            assert restored == reference["controls"][step]
+            for later in range(step + 1, STEPS + 1):
+                assert found["schedules"][later] == reference["schedules"][later]
+                assert found["controls"][later] == reference["controls"][later]
+            # Gradients are injected, and nothing else reduces over ranks: the same bits even where
+            # the world is another.
+            for name, expected in reference["params"].items():
+                assert torch.equal(found["params"][name], expected), (step, name)
+
+
+@pytest.mark.parametrize("flatten", [False, True])
+def test_fsdp_resumes_bit_for_bit(run_on: Ranks, tmp_path: Path, flatten: bool) -> None:
+    saved = run_on(2)(train_and_save, "fsdp", str(tmp_path), flatten)
+    reference, keys = saved[0]
+    assert all(keys == keys_of_rank for _, keys_of_rank in saved)
+    check(reference, run_on(2)(resume, "fsdp", str(tmp_path), flatten, SAVED), SAVED)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_moves_between_worlds(run_on: Ranks, tmp_path: Path) -> None:
+    steps = (3, 4, 5)
+    reference, _ = run_on(2)(train_and_save, "fsdp", str(tmp_path), False)[0]
+    for world_size, layout in (
+        (1, "plain"),
+        (3, "fsdp"),
+        (4, "fsdp"),
+        (4, "hsdp"),
+        (2, "tp"),
+        (4, "tp_fsdp"),
+        (2, "plain"),
+    ):
+        results = run_on(world_size)(resume, layout, str(tmp_path), False, steps)
+        check(reference, results, steps)
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_tensor_parallelism_comes_back(run_on: Ranks, tmp_path: Path) -> None:
+    reference, _ = run_on(4)(train_and_save, "tp_fsdp", str(tmp_path), False)[0]
+    for world_size, layout in ((2, "fsdp"), (1, "plain")):
+        check(reference, run_on(world_size)(resume, layout, str(tmp_path), False, (5,)), (5,))
+
+
+def bf16_momentum(rank: int, world_size: int, folder: str) -> list[tuple[str, bool]]:
+    model, optimizer = make("fsdp", torch.bfloat16)
+    models.set_gradients(model, SEED, 1)
+    optimizer.step()
+    dcp.save(state_of(model, optimizer, False), checkpoint_id=folder)
+    resumed, other = make("fsdp", torch.bfloat16)
+    state = state_of(resumed, other, False)
+    dcp.load(state, checkpoint_id=folder)
+    set_optimizer_state_dict(resumed, other, state["optimizer"])
+    found = []
+    for name in (WQ, "layers.1.feed_forward.w2.weight"):
+        old = local_tensor(optimizer.state[model.get_parameter(name)]["momentum_buffer"])
+        new = local_tensor(other.state[resumed.get_parameter(name)]["momentum_buffer"])
+        found.append((str(new.dtype), torch.equal(old, new)))
+    return found
+
+
+def test_momentum_of_bf16_parameters_stays_fp32(run_on: Ranks, tmp_path: Path) -> None:
+    for found in run_on(2)(bf16_momentum, str(tmp_path)):
+        assert found == [("torch.float32", True)] * 2
+
+
+def refused(rank: int, world_size: int) -> list[str]:
+    """A whole tensor for a shard, NaN in one shard, and a foreign state cut to shards."""
+    model, optimizer = make("fsdp")
+    models.set_gradients(model, SEED, 1)
+    optimizer.step()
+    errors = []
+    whole = copy.deepcopy(optimizer.state_dict())
+    momentum = whole["state"][0]["momentum_buffer"]
+    whole["state"][0]["momentum_buffer"] = models.whole(momentum)
+    damaged = copy.deepcopy(optimizer.state_dict())
+    local_tensor(damaged["state"][0]["momentum_buffer"]).view(-1)[0] = torch.nan
+    for state in (whole, damaged):
+        try:
+            optimizer.load_state_dict(state)
+        except ValueError as error:
+            errors.append(str(error))
+    plain = models.plain_model({WQ: SHAPES[WQ]})
+    foreign = torch.optim.Muon(plain.named_parameters(), momentum=CONFIG.momentum)
+    models.set_gradients(plain, SEED, 1)
+    foreign.step()
+    report = import_state(optimizer, foreign.state_dict())
+    found = models.whole(optimizer.state[model.get_parameter(WQ)]["momentum_buffer"])
+    expected = models.gradient(SEED, 1, WQ, SHAPES[WQ])
+    # One lerp and one product.
+    assert torch.allclose(found, expected, rtol=1e-6, atol=0)
+    return [*errors, *report.mapped]
+
+
+def test_what_does_not_fit_a_shard_is_refused(run_on: Ranks) -> None:
+    for plain, damaged, *mapped in run_on(2)(refused):
+        assert "found a plain tensor, expected a DTensor (Shard(dim=0),)" in plain
+        assert "momentum_buffer: found NaN or inf" in damaged
+        assert mapped == [WQ]
