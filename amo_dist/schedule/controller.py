@@ -142,11 +142,14 @@ class Controller:
             registry: Every matrix of the world, the same on every rank.
 
         Raises:
-            ValueError: It is empty, or the restored state belongs to other operator types.
+            ValueError: It is empty, the budget is infeasible for it, or the restored state belongs
+                to other operator types.
         """
         if not registry:
             fields.fail("registry", [], "at least one matrix")
         costs = costs_by_type(registry)
+        # An infeasible budget must not come to light at the last observation, hours into a run.
+        frame(self._config, dict.fromkeys(costs, self._config.base_ell), costs)
         self._check_state(self._observations, self._plan, costs)
         names = {t: sorted(m.name for m in registry if m.operator_type == t) for t in costs}
         self._names_by_type = {t: tuple(ordered) for t, ordered in names.items()}

@@ -189,3 +189,9 @@ def test_fixed_schedules_group_by_type() -> None:
     policy = UniformPolicy(named_schedule("kj").schedule)
     policy.bind(REGISTRY)
     assert policy.group_of("layers.2.x.router") == "router"
+
+
+def test_an_infeasible_budget_is_told_at_the_first_step() -> None:
+    config = AMOConfig(**FIELDS, budget_ratio=0.1, budget_unit="flops")
+    with pytest.raises(ValueError, match=r"budget: found \d+ flops, expected at least"):
+        AMOPolicy(config).bind(REGISTRY)
