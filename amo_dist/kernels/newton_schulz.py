@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amo_dist.kernels.backends import Backend, choose_backend, iterate
+
 Triple = tuple[float, float, float]
 
 PRECONDITIONERS = ("frobenius", "aol")
@@ -27,6 +29,7 @@ def orthogonalize(
     preconditioner: str = "frobenius",
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
+    backend: str = "auto",
 ) -> Tensor:
     """Approximate the polar factor ``U V^T`` of each matrix ``U S V^T`` of a batch.
 
@@ -46,6 +49,8 @@ def orthogonalize(
             ``A`` serves the first step.
         dtype: Floating dtype of the products and of the result.
         eps: Added to the norm of the matrix of largest entry one, hence relative.
+        backend: How the steps are run: ``auto``, ``standard``, ``symmetric`` or ``gram``; see
+            ``backends``. The choice depends on shape, coefficients, dtype and device type alone.
 
     Returns:
         Contiguous tensor of the shape of ``x`` in ``dtype``. An all-zero matrix gives zeros; one
@@ -53,7 +58,7 @@ def orthogonalize(
 
     Raises:
         ValueError: fewer than two dims, a dtype that is not floating, no coefficients, an unknown
-            preconditioner, or ``norm_scale`` that is not positive.
+            preconditioner or backend, or ``norm_scale`` that is not positive.
 
     On CPU a batch equals the loop over its matrices bit for bit (it is that loop: batched products
     gain nothing there); on other devices a batch runs as batched products.
@@ -61,7 +66,10 @@ def orthogonalize(
     _validate(x, coefficients, norm_scale, preconditioner, dtype)
     if x.numel() == 0:
         return torch.zeros(x.shape, dtype=dtype, device=x.device)
-    args = (coefficients, norm_scale, preconditioner, dtype, eps)
+    how = choose_backend(
+        x.shape, coefficients, dtype=dtype, device_type=x.device.type, requested=backend
+    )
+    args = (coefficients, norm_scale, preconditioner, dtype, eps, how)
     if x.dim() == 2:
         return _orthogonalize(x, *args)
     batch = x.reshape(-1, *x.shape[-2:])
@@ -102,21 +110,20 @@ def _orthogonalize(
     preconditioner: str,
     dtype: torch.dtype,
     eps: float,
+    backend: Backend,
 ) -> Tensor:
     """The same for one matrix ``(m, n)`` or one batch ``(b, m, n)``, not empty."""
     is_tall = x.shape[-2] > x.shape[-1]
     unit = _scale_largest_entry_to_one(x.mT if is_tall else x, dtype)
     gram: Tensor | None = None
     if preconditioner == "aol":
-        iterate, gram = _precondition_aol(unit, dtype)
+        first, gram = _precondition_aol(unit, dtype)
     else:
         # The norm is at least one save for zero matrices: the clamp turns 0 / 0 into 0 / 1.
         norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp(min=1.0)
-        iterate = unit.div_(norm.mul_(norm_scale).add_(eps)).to(dtype)
-    for triple in coefficients:
-        iterate = _step(iterate, triple, gram)
-        gram = None
-    return iterate.mT.contiguous() if is_tall else iterate
+        first = unit.div_(norm.mul_(norm_scale).add_(eps)).to(dtype)
+    result = iterate(first, coefficients, backend, gram)
+    return result.mT.contiguous() if is_tall else result
 
 
 def _scale_largest_entry_to_one(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -139,13 +146,3 @@ def _precondition_aol(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     d = row_sums.rsqrt().masked_fill_(row_sums == 0, 1.0)
     scaled_gram = gram.mul_(d).mul_(d.mT)
     return unit.mul_(d).to(dtype), scaled_gram.to(dtype)
-
-
-def _step(x: Tensor, triple: Triple, gram: Tensor | None) -> Tensor:
-    """``a X + (b A + c A A) X``; ``A = X X^T`` unless given. Fused, which halves bf16 error."""
-    a, b, c = triple
-    fused = torch.addmm if x.dim() == 2 else torch.baddbmm
-    if gram is None:
-        gram = x @ x.mT
-    polynomial = fused(gram, gram, gram, beta=b, alpha=c)
-    return fused(x, polynomial, x, beta=a)

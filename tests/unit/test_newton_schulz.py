@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.kernels import newton_schulz
+from amo_dist.kernels.backends import STANDARD
 from amo_dist.kernels.newton_schulz import Triple, orthogonalize
 
 KJ: tuple[Triple, ...] = ((3.4445, -4.7750, 2.0315),) * 5
@@ -194,7 +195,7 @@ def test_batched_products_agree_with_the_loop(preconditioner: str) -> None:
     # The road that other devices take.
     x = torch.randn(3, 20, 9, generator=generator(), dtype=torch.float64)
     x[1] = 0
-    args = (KJ, 1.01, preconditioner, torch.float64, 1e-7)
+    args = (KJ, 1.01, preconditioner, torch.float64, 1e-7, STANDARD)
     found = newton_schulz._orthogonalize(x, *args)
     expected = orthogonalize(x, KJ, preconditioner=preconditioner, dtype=torch.float64)
     # Batched products may sum in another order.

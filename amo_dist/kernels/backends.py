@@ -1,0 +1,267 @@
+"""Ways to run the same Newton-Schulz steps, and the cost model that picks one.
+
+- ``standard``: three fused products a step.
+- ``symmetric``: ``A = X X^T`` and ``A A`` are symmetric, so only the blocks on and above the
+  diagonal are computed and the rest is mirrored: the same sums, hence the same accuracy.
+- ``gram``: iterates on the small ``A`` and multiplies into the large X only at restarts and at the
+  end. It pays for elongated matrices, and only where `gram_stability` passes the coefficients.
+
+The choice is a pure function of shape, coefficients, dtype and device type, so that every rank,
+and every twin that calls ``orthogonalize``, makes the same. Figures of the cost model were measured
+on a CPU (``python -m benchmarks.newton_schulz``); elsewhere ``auto`` is ``standard``.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from amo_dist.kernels.gram_stability import is_stable
+
+Triple = tuple[float, float, float]
+
+BACKENDS = ("auto", "standard", "symmetric", "gram")
+
+logger = logging.getLogger(__name__)
+_logged: set[tuple[object, ...]] = set()
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Backend:
+    """How to run the steps of one shape.
+
+    Attributes:
+        name: One of ``BACKENDS`` but ``auto``.
+        num_blocks: Blocks along the diagonal of a symmetric product; 1 computes all of it.
+        restarts: Steps before which the Gram form begins anew.
+    """
+
+    name: str
+    num_blocks: int = 1
+    restarts: tuple[int, ...] = ()
+
+
+STANDARD = Backend("standard")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Overhead:
+    """Of a product by blocks, in flops lost: for each element mirrored, and for each block."""
+
+    per_element: float
+    per_block: float
+
+
+# Narrow products are so fast that copies weigh more.
+_NARROW = _Overhead(per_element=340.0, per_block=1e7)
+_WIDE = _Overhead(per_element=150.0, per_block=2e5)
+_MIN_GAIN = 0.97
+"""Of the standard cost, below which another backend is worth its while."""
+# Gram in bfloat16 or float16 has two to four times the error of the standard form: not an option.
+_GRAM_MAX_UNIT = 1e-5
+
+
+def choose_backend(
+    shape: Sequence[int],
+    coefficients: Sequence[Triple],
+    *,
+    dtype: torch.dtype,
+    device_type: str,
+    requested: str = "auto",
+) -> Backend:
+    """The backend that ``orthogonalize`` takes; logged once for each shape and number of steps.
+
+    Args:
+        shape: ``(..., m, n)``, either side short.
+        coefficients: One triple a step.
+        dtype: Of the products.
+        device_type: Such as ``cpu``.
+        requested: ``auto``, or a backend by name; ``gram`` means ``symmetric`` where the Gram form
+            is not stable for these coefficients in this dtype.
+
+    Raises:
+        ValueError: an unknown backend.
+    """
+    if requested not in BACKENDS:
+        raise ValueError(f"backend: found {requested!r}, expected one of {BACKENDS}")
+    m, n = sorted(shape[-2:])
+    triples = tuple((a, b, c) for a, b, c in coefficients)
+    backend = _choose(m, n, triples, dtype, device_type, requested)
+    event = (m, n, len(coefficients), dtype, device_type, requested, backend)
+    if event not in _logged:
+        _logged.add(event)
+        logger.info(
+            "Newton-Schulz of %d x %d, %d steps, %s on %s: %s asked for, %s taken",
+            *(m, n, len(coefficients), dtype, device_type, requested, backend),
+        )
+    return backend
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(
+    m: int,
+    n: int,
+    coefficients: tuple[Triple, ...],
+    dtype: torch.dtype,
+    device_type: str,
+    requested: str,
+) -> Backend:
+    if requested == "standard" or (requested == "auto" and device_type != "cpu"):
+        return STANDARD
+    overhead = _NARROW if dtype.itemsize < 4 else _WIDE
+    symmetric = min(
+        (Backend("symmetric", blocks) for blocks in (2, 4, 8) if blocks <= max(m, 2)),
+        key=lambda backend: cost(backend, m, n, len(coefficients), overhead),
+    )
+    if requested == "symmetric":
+        return symmetric
+    gram = _choose_gram(m, n, coefficients, dtype, overhead)
+    if requested == "gram":
+        return gram or symmetric
+    found = [backend for backend in (symmetric, gram) if backend is not None]
+    best = min(found, key=lambda backend: cost(backend, m, n, len(coefficients), overhead))
+    limit = _MIN_GAIN * cost(STANDARD, m, n, len(coefficients), overhead)
+    return best if cost(best, m, n, len(coefficients), overhead) < limit else STANDARD
+
+
+def _choose_gram(
+    m: int, n: int, coefficients: tuple[Triple, ...], dtype: torch.dtype, overhead: _Overhead
+) -> Backend | None:
+    """The cheapest stable one, if any."""
+    unit = 2 * torch.finfo(dtype).eps
+    if unit > _GRAM_MAX_UNIT:
+        return None
+    steps = len(coefficients)
+    candidates = sorted(
+        (
+            Backend("gram", blocks, restarts)
+            for blocks in (1, 2, 4, 8)
+            for restarts in _tables(steps)
+        ),
+        key=lambda backend: cost(backend, m, n, steps, overhead),
+    )
+    return next((each for each in candidates if is_stable(coefficients, each.restarts, unit)), None)
+
+
+def _tables(steps: int) -> Iterator[tuple[int, ...]]:
+    """Restarts worth trying: step 2 for up to five steps; every second one."""
+    tables = {tuple(range(1, steps, 2)), tuple(range(2, steps, 2))}
+    if steps <= 5:
+        tables.add((2,) if steps > 2 else ())
+    return iter(sorted(tables))
+
+
+def cost(backend: Backend, m: int, n: int, steps: int, overhead: _Overhead = _WIDE) -> float:
+    """Flops of one matrix, with what is lost to copies counted as flops.
+
+    Args:
+        backend: What runs.
+        m: Short side.
+        n: Long side.
+        steps: Newton-Schulz steps.
+        overhead: Of the dtype.
+    """
+    large = 2.0 * m * m * n
+    if backend.name == "standard":
+        return steps * (2 * large + 2.0 * m**3)
+    blocks = backend.num_blocks
+    share = (blocks + 1) / (2 * blocks)
+    lost = 0.0 if blocks == 1 else overhead.per_element * m * m + overhead.per_block * blocks
+    small, gram = share * 2.0 * m**3 + lost, share * large + lost
+    if backend.name == "symmetric":
+        return steps * (gram + small + large)
+    segments = len(backend.restarts) + 1
+    # A step squares A, carries the factor on (not the first of a segment) and A (not the last).
+    products = steps + (steps - segments) + 2 * (steps - segments)
+    return segments * (gram + large) + products * small
+
+
+def iterate(
+    x: Tensor, coefficients: Sequence[Triple], backend: Backend, gram: Tensor | None = None
+) -> Tensor:
+    """Run the steps.
+
+    Args:
+        x: ``(m, n)`` or ``(b, m, n)``, contiguous, m <= n, singular values at most one.
+        coefficients: One triple a step.
+        backend: From ``choose_backend``.
+        gram: ``x x^T`` where it is at hand.
+
+    Returns:
+        As ``x``.
+    """
+    if backend.name == "gram":
+        return _iterate_gram(x, coefficients, backend, gram)
+    for a, b, c in coefficients:
+        if backend.name == "standard":
+            gram = x @ x.mT if gram is None else gram
+            polynomial = _fused(gram, gram, gram, b, c)
+        else:
+            gram = _symmetric(x, x, backend.num_blocks) if gram is None else gram
+            polynomial = _symmetric(gram, gram, backend.num_blocks, gram, b, c)
+        x = _fused(x, polynomial, x, a)
+        gram = None
+    return x
+
+
+def _iterate_gram(
+    x: Tensor, coefficients: Sequence[Triple], backend: Backend, gram: Tensor | None
+) -> Tensor:
+    """All small matrices are polynomials of one A: they commute, and every product is symmetric."""
+    blocks = backend.num_blocks
+    bounds = (0, *backend.restarts, len(coefficients))
+    for start, stop in itertools.pairwise(bounds):
+        gram = _symmetric(x, x, blocks) if gram is None else gram
+        factor: Tensor | None = None
+        for step in range(start, stop):
+            a, b, c = coefficients[step]
+            polynomial = _symmetric(gram, gram, blocks, gram, b, c)
+            polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+            factor = polynomial if factor is None else _symmetric(polynomial, factor, blocks)
+            if step + 1 < stop:
+                half = _symmetric(polynomial, gram, blocks)
+                gram = _symmetric(half, polynomial, blocks)
+        assert factor is not None
+        x, gram = factor @ x, None
+    return x
+
+
+def _fused(added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
+    """``beta * added + alpha * left right`` with one rounding, which halves the bf16 error."""
+    fused = torch.addmm if left.dim() == 2 else torch.baddbmm
+    return fused(added, left, right, beta=beta, alpha=alpha)
+
+
+def _symmetric(
+    left: Tensor,
+    right: Tensor,
+    num_blocks: int,
+    added: Tensor | None = None,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+) -> Tensor:
+    """``beta * added + alpha * left right^T``, known to be symmetric, by blocks of rows."""
+    m = left.shape[-2]
+    if num_blocks == 1:
+        if added is None:
+            return left @ right.mT
+        return _fused(added, left, right.mT, beta, alpha)
+    out = left.new_empty(*left.shape[:-1], m)
+    for block in range(num_blocks):
+        start, stop = m * block // num_blocks, m * (block + 1) // num_blocks
+        rows, columns = left[..., start:stop, :], right[..., start:, :].mT
+        if added is None:
+            values = rows @ columns
+        else:
+            values = _fused(added[..., start:stop, start:], rows, columns, beta, alpha)
+        out[..., start:stop, start:] = values
+        # Both contiguous: a strided transposed copy takes ten times as long.
+        below = values[..., stop - start :].contiguous().mT.contiguous()
+        out[..., stop:, start:stop] = below
+    return out

@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import logging
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from amo_dist.kernels import backends
+from amo_dist.kernels.backends import (
+    BACKENDS,
+    STANDARD,
+    Backend,
+    choose_backend,
+    cost,
+    iterate,
+)
+from amo_dist.kernels.gram_stability import error, is_stable
+from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.polar_express import compose
+
+KJ = ((3.4445, -4.7750, 2.0315),) * 5
+FLOAT32_UNIT = 2 * torch.finfo(torch.float32).eps
+SHAPES = [(1, 1), (1, 9), (7, 7), (16, 48), (33, 99), (64, 65), (130, 400)]
+ELLS = [1e-2, 1e-3, 1e-4, 1e-6, 1e-8]
+
+
+def unit_matrix(m: int, n: int, ell: float | None = None) -> Tensor:
+    """Float64, Frobenius norm below one: Gaussian, or with singular values decaying to ``ell``."""
+    generator = torch.Generator().manual_seed(m)
+    x = torch.randn(m, n, generator=generator, dtype=torch.float64)
+    if ell is not None:
+        u, _, v = torch.linalg.svd(x, full_matrices=False)
+        x = u * torch.logspace(0, math.log10(ell), m, dtype=torch.float64) @ v
+    return x / (1.01 * x.norm())
+
+
+def relative(found: Tensor, expected: Tensor) -> float:
+    return ((found.double() - expected).norm() / expected.norm()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("blocks", [1, 4])
+@pytest.mark.parametrize("steps", [1, 2, 5])
+@pytest.mark.parametrize("batch", [(), (3,)])
+def test_all_backends_are_one_map(
+    shape: tuple[int, int], blocks: int, steps: int, batch: tuple[int, ...]
+) -> None:
+    coefficients = compose(1e-2, steps)
+    x = unit_matrix(*shape)
+    if batch:
+        x = torch.stack([x, -x, x.flip(0)])
+    expected = iterate(x, coefficients, STANDARD)
+    for backend in (
+        Backend("symmetric", blocks),
+        Backend("gram", blocks),
+        Backend("gram", blocks, tuple(range(1, steps))),
+        Backend("gram", blocks, tuple(range(2, steps, 2))),
+    ):
+        found = iterate(x, coefficients, backend)
+        # Float64; without restarts the Gram form multiplies rounding by up to 5e5 here.
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+        given = iterate(x, coefficients, backend, x @ x.mT)
+        torch.testing.assert_close(given, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("requested", BACKENDS)
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+def test_orthogonalize_runs_any_backend(requested: str, preconditioner: str) -> None:
+    x = torch.randn(2, 300, 70, generator=torch.Generator().manual_seed(0))
+    args = {"preconditioner": preconditioner, "dtype": torch.float32}
+    found = orthogonalize(x, compose(1e-2, 5), backend=requested, **args)  # type: ignore[arg-type]
+    expected = orthogonalize(x, compose(1e-2, 5), backend="standard", **args)  # type: ignore[arg-type]
+    # float32 products keep about 5e-7, several times over.
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
+    with pytest.raises(ValueError, match="backend: found 'fast'"):
+        orthogonalize(x, compose(1e-2, 5), backend="fast")
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_symmetric_is_as_exact_as_standard(dtype: torch.dtype) -> None:
+    # Also on the hardest: rounding is the same, only the order of a sum may differ.
+    for ell in (None, 1e-3, 1e-6):
+        x = unit_matrix(64, 192, ell)
+        coefficients = compose(1e-3, 5)
+        exact = iterate(x, coefficients, STANDARD)
+        standard = relative(iterate(x.to(dtype), coefficients, STANDARD), exact)
+        found = relative(iterate(x.to(dtype), coefficients, Backend("symmetric", 4)), exact)
+        # Two draws of one error differ by tens of percent.
+        assert found < 1.5 * standard
+
+
+@pytest.mark.parametrize("ell", ELLS)
+@pytest.mark.parametrize("steps", range(1, 9))
+@pytest.mark.parametrize("spectrum", [None, 1.0, 10.0])
+def test_gram_form_that_auto_may_take_is_as_exact(
+    ell: float, steps: int, spectrum: float | None
+) -> None:
+    coefficients = compose(1.01 * ell, steps)
+    x = unit_matrix(48, 400, None if spectrum is None else min(1.0, ell * spectrum))
+    backend = choose_backend(
+        x.shape, coefficients, dtype=torch.float32, device_type="cpu", requested="gram"
+    )
+    assert backend.name == "gram"
+    exact = iterate(x, coefficients, STANDARD)
+    standard = relative(iterate(x.float(), coefficients, STANDARD), exact)
+    found = relative(iterate(x.float(), coefficients, backend), exact)
+    # Errors of float32's floor (5e-7), or what the model allows at worst.
+    assert found < max(2e-6, 10 * standard)
+
+
+@pytest.mark.parametrize("ell", ELLS)
+@pytest.mark.parametrize("steps", range(4, 9))
+def test_no_restart_is_never_stable(ell: float, steps: int) -> None:
+    assert not is_stable(compose(1.01 * ell, steps), (), FLOAT32_UNIT)
+    assert is_stable(compose(1.01 * ell, steps), tuple(range(1, steps)), FLOAT32_UNIT)
+
+
+@pytest.mark.parametrize("steps", [6, 7, 8])
+def test_one_restart_diverges_from_six_steps_on(steps: int) -> None:
+    coefficients = compose(1.01e-3, steps)
+    assert not is_stable(coefficients, (2,), FLOAT32_UNIT)
+    # In half precision it is not a matter of degree.
+    assert error(coefficients, (2,), 2 * torch.finfo(torch.float16).eps) > 1e3
+
+
+@pytest.mark.parametrize("ell", [1e-2, 1e-4, 1e-8])
+@pytest.mark.parametrize("steps", [3, 5, 7])
+def test_a_coarse_grid_finds_what_a_fine_one_does(
+    ell: float, steps: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    coefficients = compose(1.01 * ell, steps)
+    tables = [(), (2,), (2, 4), (1, 3), (1, 3, 5)]
+    tables = [table for table in tables if max(table, default=0) < steps]
+    coarse = [error(coefficients, table, FLOAT32_UNIT) for table in tables]
+    fine_grid = (0.0, *(2 ** (-k / 16) for k in range(25 * 16)))
+    monkeypatch.setattr("amo_dist.kernels.gram_stability._GRID", fine_grid)
+    for table, found in zip(tables, coarse, strict=True):
+        # The curve is smooth over an octave but for blow-ups, which are cut off at 1e6.
+        fine = error(coefficients, table, FLOAT32_UNIT)
+        assert found <= fine * (1 + 1e-12)
+        assert found > fine / 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_narrow_dtypes_never_take_the_gram_form(dtype: torch.dtype) -> None:
+    for requested in ("auto", "gram"):
+        for shape in ((2048, 6144), (64, 64 * 50)):
+            found = choose_backend(shape, KJ, dtype=dtype, device_type="cpu", requested=requested)
+            assert found.name != "gram"
+
+
+def test_choice_by_shape() -> None:
+    def name(m: int, n: int, dtype: torch.dtype, device: str = "cpu") -> str:
+        coefficients = compose(1.01e-3, 5)
+        return choose_backend((m, n), coefficients, dtype=dtype, device_type=device).name
+
+    assert name(64, 64, torch.float32) == "standard"
+    assert name(1024, 1024, torch.float32) == "symmetric"
+    assert name(1024, 3072, torch.float32) == name(3072, 1024, torch.float32) == "gram"
+    assert name(256, 1024, torch.bfloat16) == "standard"
+    assert name(2048, 6144, torch.bfloat16) == "symmetric"
+    assert name(2048, 6144, torch.float32, "cuda") == "standard"
+
+
+def test_cost_without_overhead_counts_flops() -> None:
+    none = backends._Overhead(0.0, 0.0)
+    m, n = 128, 384
+    assert cost(STANDARD, m, n, 5) == 5 * ns_step_flops(m, n)
+    assert cost(Backend("symmetric", 1), m, n, 5, none) == 5 * ns_step_flops(m, n)
+    # By hand: 3 blocks of 4 in both symmetric products.
+    assert cost(Backend("symmetric", 2), m, n, 1, none) == 2 * m * m * (0.75 * (n + m) + n)
+    # Two segments of 2 and 3 steps: 4 large products, and of the small ones 3 + 6.
+    by_hand = 4 * (2 * m * m * n) + (2 + 1 + 2 + 3 + 2 + 4) * 2 * m**3
+    assert cost(Backend("gram", 1, (2,)), m, n, 5, none) == by_hand
+
+
+def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    backends._logged.clear()
+    with caplog.at_level(logging.INFO, logger="amo_dist.kernels.backends"):
+        for ell in (1e-3, 1.1e-3, 1.2e-3):
+            choose_backend((64, 640), compose(ell, 5), dtype=torch.float32, device_type="cpu")
+    assert len(caplog.records) == 1
+    assert "64 x 640, 5 steps" in caplog.text
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("requested", BACKENDS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_batch_is_the_loop_on_cuda(requested: str, dtype: torch.dtype) -> None:
+    x = torch.randn(4, 96, 256, generator=torch.Generator().manual_seed(0)).cuda()
+    args = {"dtype": dtype, "backend": requested}
+    found = orthogonalize(x, compose(1e-2, 5), **args)  # type: ignore[arg-type]
+    loop = torch.stack([orthogonalize(each, compose(1e-2, 5), **args) for each in x])  # type: ignore[arg-type]
+    # Batched products sum in another order: the dtype's floor, a few times over.
+    floor = 2e-2 if dtype == torch.bfloat16 else 5e-6
+    assert relative(found, loop.double()) < floor
