@@ -10,6 +10,7 @@ from typing import Any
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
+_NS_BACKENDS = ("auto", "standard", "symmetric", "gram")
 
 
 def _require(condition: bool, field: str, found: object, expected: str) -> None:
@@ -47,6 +48,9 @@ class MuonConfig:
     """The update is ``update_scale * sqrt(max(m, n))`` times the orthogonalized momentum."""
     ns_dtype: str = "bfloat16"
     """Dtype of the Newton-Schulz products, and of matrices on the wire."""
+    ns_backend: str = "auto"
+    """How Newton-Schulz is run: ``auto`` (by a cost model), ``standard``, ``symmetric`` or ``gram``
+    (where it is stable, else ``symmetric``)."""
     momentum_dtype: str = "float32"
     """Dtype in which momentum is kept, whatever the dtype of the parameter."""
     ownership: str = "round_robin"
@@ -66,6 +70,7 @@ class MuonConfig:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
         _require_real("update_scale", self.update_scale, "a number > 0", 5e-324, math.inf)
         _require_choice("ns_dtype", self.ns_dtype, _WIRE_DTYPES)
+        _require_choice("ns_backend", self.ns_backend, _NS_BACKENDS)
         _require_choice("momentum_dtype", self.momentum_dtype, _DTYPES)
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
         _require_choice("owners", self.owners, ("mesh", "replica"))

@@ -23,11 +23,12 @@ from amo_dist.distributed.agreement import (
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.exchanges import plan_exchanges
 from amo_dist.guard import StepGuard, StepVerdict, gradient_bounds
+from amo_dist.kernels.backends import BACKENDS
 from amo_dist.kernels.elementwise import update_momentum
 from amo_dist.parameters import check_groups, local_gradient, local_tensor, resolve
 from amo_dist.schedule.policies import AMOPolicy, Policy
 from amo_dist.schedule.types import Schedule
-from amo_dist.step import StepWork
+from amo_dist.step import StepWork, count_backends
 from amo_dist.timing import Stopwatch
 from amo_dist.world import World, agree_on_world
 
@@ -423,7 +424,17 @@ class Muon(torch.optim.Optimizer):
         """Plain numbers for a logger, about the last step taken."""
         step = max(self._num_steps_taken, 1)
         elements = sum(exchange.sent_elements.total() for exchange in self._exchanges)
-        policy_metrics = self.policy.metrics(step) if self._world is not None else {}
+        policy_metrics: dict[str, float] = {}
+        if self._world is not None:
+            backends = count_backends(
+                self._parameters, self._schedules_by_matrix(step), self.config
+            )
+            policy_metrics = {
+                **self.policy.metrics(step),
+                **{
+                    f"newton_schulz/{each}_matrices": float(backends[each]) for each in BACKENDS[1:]
+                },
+            }
         return {
             **policy_metrics,
             "optimizer/steps_skipped": float(self._num_steps_skipped),

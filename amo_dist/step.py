@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch.profiler import record_function
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import Piece
 from amo_dist.distributed.plan import Bucket, Part
+from amo_dist.kernels.backends import choose_backend
 from amo_dist.kernels.elementwise import apply_update, nesterov, update_scale
 from amo_dist.kernels.geometry import ell
 from amo_dist.kernels.newton_schulz import orthogonalize
@@ -157,6 +158,7 @@ class StepWork:
                 norm_scale=schedule.norm_scale,
                 preconditioner=schedule.preconditioner,
                 dtype=self._ns_dtype,
+                backend=self._config.ns_backend,
             )
             bad = _drop_nonfinite(result)
             parts = [result] if len(inputs) == 1 else list(result.unbind())
@@ -164,6 +166,29 @@ class StepWork:
             names = [self._parameters.matrices[owned[position]].name for position in positions]
             self.nonfinite.update(zip(names, bad.reshape(-1).unbind(), strict=True))
         return [results[position] for position in range(len(owned))]
+
+
+def count_backends(
+    parameters: Parameters, schedules: Sequence[Schedule], config: MuonConfig
+) -> Counter[str]:
+    """How many matrices of this process each Newton-Schulz backend runs, by name.
+
+    Args:
+        parameters: Of this process.
+        schedules: Of each matrix.
+        config: Numerics.
+    """
+    entries = parameters.entries
+    return Counter(
+        choose_backend(
+            matrix.shape,
+            schedule.coefficients,
+            dtype=getattr(torch, config.ns_dtype),
+            device_type=entries[matrix.tensor].param.device.type,
+            requested=config.ns_backend,
+        ).name
+        for matrix, schedule in zip(parameters.matrices, schedules, strict=True)
+    )
 
 
 def _drop_nonfinite(update: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ WORST_CASE_FACTOR = 10.0
 Measured errors of what passes exceed it by one to four times; what diverges fails by 50 and more.
 """
 # Four points an octave, down to where X is lost in the rounding of A in float32.
-_GRID = (0.0, *(2.0 ** (-k / 4) for k in range(100)))
+_GRID: tuple[float, ...] = (0.0, *(2.0 ** (-k / 4) for k in range(100)))
 _BLOWN_UP = 1e6
 
 
