@@ -3,8 +3,8 @@
 A matrix of a block is orthogonalized with the schedule of its operator type; everything else
 (embeddings, heads, norms, biases, routers, LoRA adapters, convolutions) goes to AdamW. Built-in
 patterns know torchtitan's llama3, llama4, qwen3 and deepseek_v3, the Hugging Face decoders that
-share Llama's names (llama, qwen2, qwen3, mistral, gemma, and mixtral's and deepseek's experts),
-GPT-2 and nanoGPT. A matrix inside a block that no pattern knows is an error, never a silent AdamW.
+share Llama's names (llama, qwen2, qwen3, mistral, gemma; mixtral's and deepseek's experts where
+each is a module), GPT-2 and nanoGPT. A matrix inside a block that no pattern knows is an error.
 """
 
 from __future__ import annotations

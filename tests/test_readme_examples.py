@@ -86,10 +86,10 @@ def test_the_short_example_is_short() -> None:
     assert len(code) <= 12
 
 
-@pytest.mark.parametrize(("name", "num_ranks"), [("fsdp2.py", 2), ("ddp.py", 2)])
-def test_on_two_ranks(name: str, num_ranks: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", ["fsdp2.py", pytest.param("ddp.py", marks=pytest.mark.slow)])
+def test_on_two_ranks(name: str, tmp_path: Path) -> None:
     # Both ranks print, and may do so into one line.
-    assert run_example(name, tmp_path).count("12 locked") == num_ranks
+    assert run_example(name, tmp_path).count("12 locked") == 2
 
 
 def test_one_process(tmp_path: Path) -> None:

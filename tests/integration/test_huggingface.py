@@ -1,0 +1,323 @@
+"""Models of Hugging Face's transformers, from random weights: names, training, checkpoints."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import transformers
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.checkpoint import state_dict as dcp_state
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from amo_dist import AMO, AMOConfig, Fused, param_groups
+from tests.distributed.harness import Ranks
+
+DENSE = Counter(("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down"))
+GPT2 = Counter(("attn_q", "attn_k", "attn_v", "attn_o", "mlp_up", "mlp_down"))
+NUM_LAYERS, VOCAB = 2, 64
+# Grouped-query attention, and no width divides another.
+SIZES = {
+    "vocab_size": VOCAB,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": NUM_LAYERS,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "pad_token_id": 0,
+}
+GPT2_SIZES = {"vocab_size": VOCAB, "n_embd": 24, "n_layer": NUM_LAYERS, "n_head": 4}
+GPT2_TOKENS = {"bos_token_id": 0, "eos_token_id": 1}
+CONFIG = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=2)
+
+
+def make_config(family: str) -> transformers.PretrainedConfig:
+    configs: dict[str, Callable[[], transformers.PretrainedConfig]] = {
+        "llama": lambda: transformers.LlamaConfig(**SIZES),
+        "qwen2": lambda: transformers.Qwen2Config(**SIZES),
+        "qwen3": lambda: transformers.Qwen3Config(**SIZES, head_dim=8),
+        "mistral": lambda: transformers.MistralConfig(**SIZES),
+        "gemma": lambda: transformers.GemmaConfig(**SIZES, head_dim=8),
+        "gpt2": lambda: transformers.GPT2Config(**GPT2_SIZES, **GPT2_TOKENS),
+    }
+    return configs[family]()
+
+
+def make_model(family: str, seed: int = 0) -> nn.Module:
+    torch.manual_seed(seed)
+    return transformers.AutoModelForCausalLM.from_config(make_config(family))
+
+
+def tokens(seed: int, batch: int = 4, length: int = 16, vocab: int = VOCAB) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(0, vocab, (batch, length), generator=generator)
+
+
+def train(model: nn.Module, optimizer: AMO, steps: int, batch: Tensor) -> list[float]:
+    """Losses of ``steps`` steps on one batch."""
+    losses = []
+    for _ in range(steps):
+        loss = model(input_ids=batch, labels=batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def types_by_name(groups: list[dict[str, Any]]) -> dict[str, tuple[str, ...]]:
+    views = {name: v for group in groups for name, v in group.get("matrix_views", {}).items()}
+    return {name: tuple(view.operator_type for view in v) for name, v in views.items()}
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma", "gpt2"])
+def test_a_family_is_classified_and_trains(family: str, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model(family)
+    groups = param_groups(model, report=True)
+    types = types_by_name(groups)
+    expected = GPT2 if family == "gpt2" else DENSE
+    found = Counter(kind for kinds in types.values() for kind in kinds)
+    assert found == Counter(dict.fromkeys(expected, NUM_LAYERS))
+    # Every matrix of a block is among them, and nothing else.
+    blocks = {
+        n for n, p in model.named_parameters() if p.ndim == 2 and (".layers." in n or ".h." in n)
+    }
+    assert set(types) == blocks
+    report = capsys.readouterr().out
+    assert all(name in report for name, _ in model.named_parameters())
+
+    optimizer = AMO(groups, lr=1e-2, config=CONFIG)
+    losses = train(model, optimizer, 8, tokens(1))
+    assert optimizer.phase == "locked"
+    # One batch over and over: anything that learns gets far below the first loss.
+    assert losses[-1] < losses[0] - 0.5
+
+
+def test_stacked_experts_need_a_pattern() -> None:
+    """Transformers 5 stacks gate and up of all experts; which half is which, no shape can tell."""
+    config = transformers.MixtralConfig(**SIZES, num_local_experts=3)
+    torch.manual_seed(0)
+    model = transformers.MixtralForCausalLM(config)
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj: found a matrix"):
+        param_groups(model)
+
+    size = SIZES["intermediate_size"]
+    patterns = {
+        r".*experts\.gate_up_proj": Fused((("expert_gate", size), ("expert_up", size))),
+        r".*experts\.down_proj": "expert_down",
+    }
+    groups = param_groups(model, patterns=patterns)
+    types = Counter(kind for kinds in types_by_name(groups).values() for kind in kinds)
+    for kind in ("expert_gate", "expert_up", "expert_down"):
+        assert types[kind] == 3 * NUM_LAYERS
+    losses = train(model, AMO(groups, lr=1e-2, config=CONFIG), 8, tokens(6))
+    assert losses[-1] < losses[0] - 0.5
+
+
+class LoRALinear(nn.Module):
+    """A frozen layer and its low-rank update, under the names that PEFT gives them."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        down = nn.Linear(base.in_features, rank, bias=False)
+        up = nn.Linear(rank, base.out_features, bias=False)
+        nn.init.zeros_(up.weight)
+        self.lora_A = nn.ModuleDict({"default": down})
+        self.lora_B = nn.ModuleDict({"default": up})
+
+    def forward(self, x: Tensor) -> Tensor:
+        update: Tensor = self.lora_B["default"](self.lora_A["default"](x))
+        return self.base_layer(x) + update
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = LoRALinear(layer.self_attn.q_proj, rank=3)
+        layer.self_attn.v_proj = LoRALinear(layer.self_attn.v_proj, rank=3)
+    return model
+
+
+def test_lora_beside_trained_matrices() -> None:
+    model = with_lora(make_model("llama"))
+    model.model.embed_tokens.requires_grad_(False)
+    frozen = {n: p.detach().clone() for n, p in model.named_parameters() if not p.requires_grad}
+    groups = param_groups(model)
+    types = Counter(kind for kinds in types_by_name(groups).values() for kind in kinds)
+    assert types == Counter({t: NUM_LAYERS for t in DENSE if t not in ("attn_q", "attn_v")})
+    adamw = {name for name, _ in groups[1]["params"]}
+    assert {n for n, _ in model.named_parameters() if "lora_" in n} <= adamw
+
+    losses = train(model, AMO(groups, lr=1e-2, config=CONFIG), 8, tokens(2))
+    assert losses[-1] < losses[0] - 0.3
+    after = dict(model.named_parameters())
+    assert len(frozen) == 2 * NUM_LAYERS + 1
+    assert all(torch.equal(after[name], value) for name, value in frozen.items())
+    assert after["model.layers.0.self_attn.q_proj.lora_B.default.weight"].any()
+
+
+def test_lora_alone_needs_a_pattern() -> None:
+    model = with_lora(make_model("llama").requires_grad_(False))
+    groups = param_groups(model)
+    assert [group["algorithm"] for group in groups] == ["adamw"]
+    # Not in silence: who asks for AMO and has nothing to orthogonalize made a mistake.
+    with pytest.raises(ValueError, match="at least one matrix"):
+        train(model, AMO(groups, lr=1e-2, config=CONFIG), 1, tokens(3))
+
+    groups = param_groups(model, patterns={r".*lora_A.*": "lora_a", r".*lora_B.*": "lora_b"})
+    assert [group["algorithm"] for group in groups] == ["muon"]
+    optimizer = AMO(groups, lr=1e-2, config=CONFIG)
+    losses = train(model, optimizer, 8, tokens(3))
+    assert losses[-1] < losses[0]
+    assert set(optimizer.policy.schedules(8)) == {"lora_a", "lora_b"}
+
+
+def test_accumulated_gradients_are_orthogonalized_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from amo_dist import step as step_module
+
+    calls: list[tuple[int, ...]] = []
+    orthogonalize = step_module.orthogonalize
+
+    def counted(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        calls.append(tuple(x.shape))
+        return orthogonalize(x, *args, **kwargs)
+
+    monkeypatch.setattr(step_module, "orthogonalize", counted)
+    model = make_model("llama")
+    optimizer = AMO(param_groups(model), lr=1e-2, config=CONFIG)
+    for micro_batch in tokens(4).split(1):
+        (model(input_ids=micro_batch, labels=micro_batch).loss / 4).backward()
+    assert calls == []
+    optimizer.step()
+    num_matrices = sum(math.prod(shape[:-2]) for shape in calls)
+    assert num_matrices == len(DENSE) * NUM_LAYERS
+    assert optimizer.num_steps_taken == 1
+
+
+def test_rates_and_decay_by_group() -> None:
+    """With gradients of zero a step is decay alone, and shows each group's factor."""
+    model = make_model("qwen3")
+    groups = param_groups(
+        model,
+        no_decay=[r".*norm\.weight", r"model\.embed_tokens\.weight"],
+        lr_multipliers={r".*\.mlp\..*": 0.25},
+    )
+    optimizer = AMO(groups, lr=0.5, weight_decay=0.1, config=CONFIG)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    for name, parameter in model.named_parameters():
+        is_undecayed = "norm" in name or "embed" in name
+        rate = 0.5 * (0.25 if ".mlp." in name else 1.0)
+        factor = 1.0 if is_undecayed else 1 - rate * 0.1
+        # One multiplication in float32, rounded once.
+        torch.testing.assert_close(parameter.detach(), before[name] * factor, rtol=2**-23, atol=0)
+
+
+def test_compiled_and_checkpointed_models_keep_names_and_bits() -> None:
+    plain = make_model("llama")
+    wrapped = make_model("llama")
+    for index, layer in enumerate(wrapped.model.layers):
+        wrapped.model.layers[index] = checkpoint_wrapper(layer)
+    compiled = torch.compile(wrapped, backend="eager")
+    raw = {name for name, _ in compiled.named_parameters()}
+    assert all(name.startswith("_orig_mod.") for name in raw)
+    assert any("_checkpoint_wrapped_module." in name for name in raw)
+    groups, expected = param_groups(compiled), param_groups(plain)
+    assert [[name for name, _ in g["params"]] for g in groups] == [
+        [name for name, _ in g["params"]] for g in expected
+    ]
+    assert types_by_name(groups) == types_by_name(expected)
+    # Recomputed activations are the same numbers; so are gradients and all that follows.
+    batch = tokens(5)
+    losses = train(wrapped, AMO(groups, lr=1e-2, config=CONFIG), 7, batch)
+    assert losses == train(plain, AMO(expected, lr=1e-2, config=CONFIG), 7, batch)
+
+
+# ---------------------------------------------------------------- FSDP2 and checkpoints
+
+STEPS, SAVE_AT = 100, 50
+# The plan is made at step 48 and locked at step 60: the checkpoint lies inside the transition.
+LONG = AMOConfig(
+    observe_until=48, observe_every=6, sample_size=2, transition_steps=12, ns_dtype="float32"
+)
+LONG_VOCAB = 9216
+
+
+@dataclasses.dataclass
+class Result:
+    num_parameters: int
+    losses: list[float]
+    params: dict[str, Tensor]
+    control: dict[str, Any]
+
+
+def long_run(rank: int, world_size: int, folder: Path, resumes: bool) -> Result:
+    """Steps 1 to 100 with a checkpoint at 50, or from that checkpoint to 100 in new objects."""
+    # Other weights on purpose where a checkpoint follows.
+    torch.manual_seed(9 if resumes else 0)
+    sizes = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 6}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    model = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(vocab_size=LONG_VOCAB, **sizes, **heads)
+    )
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model)
+    optimizer = AMO(param_groups(model), lr=2e-3, config=LONG)
+    if resumes:
+        state = whole_state(model, optimizer)
+        dcp.load(state, checkpoint_id=folder)
+        dcp_state.set_model_state_dict(model, state["model"])
+        dcp_state.set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    losses = []
+    for step in range(optimizer.num_steps_taken + 1, STEPS + 1):
+        batch = tokens(world_size * step + rank, batch=1, length=16, vocab=LONG_VOCAB)
+        losses += train(model, optimizer, 1, batch)
+        if step == SAVE_AT and not resumes:
+            dcp.save(whole_state(model, optimizer), checkpoint_id=folder)
+    dist.barrier()
+    params = {name: local(parameter) for name, parameter in model.named_parameters()}
+    return Result(num_parameters, losses, params, optimizer.control_state_dict())
+
+
+def whole_state(model: nn.Module, optimizer: AMO) -> dict[str, Any]:
+    return {
+        "model": dcp_state.get_model_state_dict(model),
+        "optimizer": dcp_state.get_optimizer_state_dict(model, optimizer),
+    }
+
+
+def local(parameter: nn.Parameter) -> Tensor:
+    """This rank's own entries, in memory of their own."""
+    assert isinstance(parameter, DTensor)
+    return parameter.to_local().detach().clone()
+
+
+@pytest.mark.slow
+def test_ten_million_parameters_resume_to_the_last_bit(run_on: Ranks, tmp_path: Path) -> None:
+    whole = run_on(2, timeout=900)(long_run, tmp_path / "checkpoint", False)
+    resumed = run_on(2, timeout=900)(long_run, tmp_path / "checkpoint", True)
+    for expected, found in zip(whole, resumed, strict=True):
+        assert 9e6 < expected.num_parameters < 11e6
+        assert len(expected.losses) == STEPS
+        assert found.losses == expected.losses[SAVE_AT:]
+        assert found.control == expected.control
+        assert found.control["policy"]["plan"]
+        assert list(found.params) == list(expected.params)
+        for name, value in expected.params.items():
+            assert torch.equal(found.params[name], value), name
