@@ -72,6 +72,7 @@ def test_the_optimizer_gets_the_resolved_rate() -> None:
     config.scaling_law = job_config.ScalingLaw(params_b=0.76, tokens_b=15.2)
     spec = get_train_spec("qwen3")
     model = spec.model_cls(spec.model_args["tiny"])
-    container = optimizers.build_optimizers([model], config, None)
+    no_replicas = types.SimpleNamespace(dp_replicate_enabled=False)
+    container = optimizers.build_optimizers([model], config, no_replicas)
     rates = {group["lr"] for optimizer in container for group in optimizer.param_groups}
     assert rates == {scaling_law_lr(0.76, 15.2)}

@@ -429,7 +429,7 @@ def _add_seconds(
         method = costs.observation_method()
         by_method = {
             one: costs.observation_seconds(world, steps[0], samples, hardware, one)
-            for one in (costs.SVD, costs.QR)
+            for one in (costs.SVD, costs.LANCZOS)
         }
         report["observation"] = {
             "count": len(samples),

@@ -23,6 +23,7 @@ from amo_dist.distributed.ledger import sent_by_owner
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from amo_dist.distributed.plan import Bucket, Part, count_elements, make_plan
 from amo_dist.kernels.geometry import ell
+from amo_dist.kernels.sigma_min import SMALL
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
 
@@ -33,7 +34,10 @@ else:
 
 HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
 
-SVD, QR = "float64 SVD", "float64 QR and Lanczos"
+_LANCZOS_KERNELS = 16
+"""Launched for an iteration beside its two solves, a read by the host included."""
+
+SVD, LANCZOS = "float64 SVD", "float64 factors and Lanczos"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,14 +77,21 @@ class Hardware:
         return self.bf16_tflops * 1e12 * self.ns_efficiency * share
 
     def observe_seconds(self, shape: tuple[int, int], method: str) -> float:
-        """Time to find the smallest singular value of one matrix."""
+        """Time to find the smallest singular value of one matrix.
+
+        By factors: LU or Cholesky with a Lanczos process that fails, as on a very ill-conditioned
+        matrix, and QR with one that does not. Most matrices need only the first.
+        """
         short, long = min(shape), max(shape)
-        if method == SVD:
+        if method == SVD or short <= SMALL:
             flops = 60.0 * long * short * short
             return flops / (self.fp64_tflops * 1e12 * self.fp64_svd_efficiency)
-        flops = 2.0 * short * short * (long - short / 3)
-        solves = 2 * self.lanczos_steps * short * self.triangular_solve_us_per_row * 1e-6
-        return flops / (self.fp64_tflops * 1e12 * self.fp64_qr_efficiency) + solves
+        # LU and Cholesky with its Gram matrix run at no less than the rate of QR.
+        quick = short * short * (2 / 3 * short if short == long else long + short / 3)
+        qr = 2.0 * short * short * (long - short / 3)
+        solves = 2 * short * self.triangular_solve_us_per_row
+        lanczos = 2 * self.lanczos_steps * (solves + _LANCZOS_KERNELS * self.kernel_us) * 1e-6
+        return (quick + qr) / (self.fp64_tflops * 1e12 * self.fp64_qr_efficiency) + lanczos
 
 
 def read_hardware(path: Path, name: str) -> Hardware:
@@ -120,10 +131,10 @@ class _Recorder(TorchDispatchMode):
 
 
 def observation_method() -> str:
-    """How the kernels find the smallest singular value: what they call for a small matrix."""
+    """How the kernels find the smallest singular value: what they call for a matrix."""
     with _Recorder() as recorder:
-        ell(torch.eye(4, 3))
-    return SVD if any("svd" in name for name in recorder.called) else QR
+        ell(torch.eye(SMALL + 2, SMALL + 9))
+    return SVD if any("svd" in name for name in recorder.called) else LANCZOS
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
