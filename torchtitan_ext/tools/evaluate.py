@@ -84,9 +84,7 @@ def evaluate(request: Request, model: str, optimizer: str) -> dict[str, Any]:
     """
     harness = _harness()
     names, batch_size = request.task_names(), _batch_size(request.batch_size)
-    manager = harness.tasks.TaskManager(include_path=request.include_path)
-    if unknown := sorted(set(names) - set(manager.all_tasks)):
-        raise ValueError(f"--tasks: the harness does not know {', '.join(unknown)}")
+    manager = _task_manager(harness, names, request.include_path)
     with _hf_model(request) as folder:
         found = harness.simple_evaluate(
             model="hf",
@@ -127,6 +125,19 @@ def _harness() -> Any:
             "lm_eval is not installed, expected it for evaluations; pip install 'amo-dist[eval]'"
         ) from None
     return lm_eval
+
+
+def _task_manager(harness: Any, names: Sequence[str], include_path: str | None) -> Any:
+    """The harness's index of tasks; without its own some thousand files where none is asked for."""
+    make = harness.tasks.TaskManager
+    if include_path is not None:
+        own = make(include_path=include_path, include_defaults=False)
+        if set(names) <= set(own.all_tasks):
+            return own
+    manager = make(include_path=include_path)
+    if unknown := sorted(set(names) - set(manager.all_tasks)):
+        raise ValueError(f"--tasks: the harness does not know {', '.join(unknown)}")
+    return manager
 
 
 @contextlib.contextmanager

@@ -141,7 +141,7 @@ def _geometry_table(found: Sequence[Found]) -> str:
     rows = []
     for row in found:
         log = ROOT / row.run / GEOMETRY_FILE
-        lines = sum(1 for _ in log.open()) if log.exists() else None
+        lines = log.read_bytes().count(b"\n") if log.exists() else None
         rows.append([row.label, _text(lines, "d"), f"{row.run}/{GEOMETRY_FILE}"])
     return markdown(["model", "records", "log"], rows)
 

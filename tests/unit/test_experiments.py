@@ -1,0 +1,277 @@
+"""Running, gathering and evaluating experiments."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import re
+import shlex
+import subprocess
+import warnings
+from pathlib import Path
+
+import pytest
+
+import torchtitan_ext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    torchtitan_ext.register()
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule import OPERATOR_TYPES, make_plan
+from torchtitan_ext import cli
+from torchtitan_ext.tools import experiments
+from torchtitan_ext.tools.experiments import command, gather, runner
+from torchtitan_ext.tools.experiments.catalog import EXPERIMENTS, Experiment
+from torchtitan_ext.tools.experiments.resolve import ROOT, Job, Place, resolve
+
+PAPER = Place()
+
+
+def amo(*arguments: str) -> int:
+    return cli.main(["experiments", *arguments])
+
+
+def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
+    assert amo("list") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines] == list(EXPERIMENTS)
+    assert amo("show", "budget-control") == 0
+    shown = capsys.readouterr().out
+    assert shown.count("launch/train_node.sh") == 10
+    assert "# llama-3.1-760m-amo-budget-1.2: 3866 steps, 16 GPUs, not started" in shown
+
+
+def test_dry_run_passes_options_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    options = ("--model", "Qwen3-0.6B", "--dry-run", "--out", str(tmp_path), "--training.steps=9")
+    assert amo("run", "budget-control", *options) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
+    assert len(lines) == 5
+    assert all(line.endswith(" --training.steps=9") for line in lines)
+    words = shlex.split(lines[0])
+    assert words[:2] == ["launch/train_node.sh", "configs/qwen3_0.6b.toml"]
+    assert f"--job.dump_folder={tmp_path}/qwen3-0.6b-amo-budget-0.8" in words
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("show", "mains"), "found 'mains', expected one of main"),
+        (("show", "main", "--model", "Qwen3-70M"), "main has Llama-3.1-760M, Llama-3.1-1.4B"),
+        (
+            ("show", "main", "--base", "configs/none.toml"),
+            "--base: found no file configs/none.toml",
+        ),
+        (("run", "main", "--ranks", "0"), "--ranks: found 0"),
+    ],
+)
+def test_wrong_arguments_are_named(
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert amo(*arguments) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_slurm_scripts_hold_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert amo("run", "geometry", "--slurm", str(tmp_path / "g.slurm"), "--metrics.log_freq=5") == 0
+    printed_lines = capsys.readouterr().out.splitlines()
+    scripts = {path.name: path.read_text() for path in tmp_path.iterdir()}
+    assert {f"sbatch {tmp_path / name}" for name in scripts} == set(printed_lines)
+    assert set(scripts) == {"g-6gpus.slurm", "g-16gpus.slurm", "g-32gpus.slurm"}
+    sizes = {name: re.findall(r"--array=0-(\d+)", text) for name, text in scripts.items()}
+    assert sizes == {"g-6gpus.slurm": ["1"], "g-16gpus.slurm": ["3"], "g-32gpus.slurm": ["1"]}
+    assert "--nodes=1\n" in scripts["g-6gpus.slurm"]
+    assert "--gpus-per-node=6\n" in scripts["g-6gpus.slurm"]
+    assert "--nodes=4\n" in scripts["g-32gpus.slurm"]
+    for text in scripts.values():
+        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
+
+
+def test_a_task_of_the_array_starts_its_run(tmp_path: Path) -> None:
+    """The script is run, with a stand-in for what starts training and for the other commands."""
+    jobs = [resolve(run, PAPER) for run in EXPERIMENTS["static-coefficients"].runs()]
+    scripts = runner.slurm_scripts("static-coefficients", jobs, ["--x=a b"], tmp_path / "s.slurm")
+    (text,) = scripts.values()
+    (tmp_path / "launch").mkdir()
+    (tmp_path / "launch" / "train.slurm").write_text('printf "%s\\n" "$@"\n')
+    (tmp_path / "python").write_text('#!/bin/sh\necho "made $*"\n')
+    (tmp_path / "python").chmod(0o755)
+    for index, job in itertools.islice(enumerate(jobs), 0, None, 9):
+        environment = {
+            "PATH": f"{tmp_path}:/usr/bin:/bin",
+            "SLURM_SUBMIT_DIR": str(tmp_path),
+            "SLURM_ARRAY_TASK_ID": str(index),
+        }
+        done = subprocess.run(
+            ["bash", "-s"], input=text, text=True, capture_output=True, env=environment, check=True
+        )
+        made = [line for line in done.stdout.splitlines() if line.startswith("made")]
+        assert len(made) == len(job.prepare)
+        rest = done.stdout.splitlines()[len(made) :]
+        assert rest == [str(job.config), *job.arguments(), "--x=a b"]
+
+
+def write_run(job: Job, losses: dict[int, float], **fields: object) -> None:
+    folder = ROOT / job.folder
+    folder.mkdir(parents=True)
+    lines = [
+        json.dumps({"step": step, "loss": loss, "num_tokens": step * 1000, **fields})
+        for step, loss in losses.items()
+    ]
+    (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+
+
+def small(name: str, tmp_path: Path) -> tuple[Experiment, Place]:
+    parser = argparse.ArgumentParser()
+    experiments.add_command(parser.add_subparsers())
+    arguments = ["experiments", "gather", name, "--small", "--out", str(tmp_path)]
+    return command.selection(parser.parse_args(arguments))
+
+
+def test_gathering_of_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    experiment, place = small("budget-control", tmp_path)
+    jobs = command.jobs_of(experiment, place)
+    write_run(jobs[0], {60: 3.0, 120: 2.5}, num_steps_by_type={"attn_q": 3, "attn_k": 4})
+    write_run(jobs[2], {1: 5.5})
+    ells = dict.fromkeys(OPERATOR_TYPES, 1e-3)
+    plan = make_plan(AMOConfig(budget_ratio=0.8), ells)
+    (ROOT / jobs[0].folder / "plan.json").write_text(plan.to_json())
+    record = {"model": "m", "optimizer": "o", "tasks": {"sciq": 80.0, "arc_easy": 60.0}}
+    jobs[0].results(None).write_text(json.dumps(record))
+    found = gather.gather(experiment, place)
+    assert [row.loss for row in found] == [2.5, None, 5.5, None, None]
+    assert [row.ns_steps for row in found] == [28, None, None, None, None]
+    assert [row.average for row in found] == [70.0, None, None, None, None]
+    assert [runner.is_done(job) for job in jobs] == [True, False, False, False, False]
+    lines = gather.table(experiment, found).splitlines()
+    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
+        "",
+        "step",
+        "loss",
+        "NS steps",
+        "AE",
+        "SciQ",
+        "Avg",
+    ]
+    assert [cell.strip() for cell in lines[4].split("|")[1:-1]] == [
+        "0.8",
+        "120",
+        "2.5000",
+        "28",
+        "60.00",
+        "80.00",
+        "70.00",
+    ]
+    output = tmp_path / "r.json"
+    arguments = ("--small", "--out", str(tmp_path), "--results", str(output), "--json")
+    assert amo("gather", "budget-control", *arguments) == 0
+    assert len(json.loads(capsys.readouterr().out)) == 5
+    (written,) = json.loads(output.read_text())
+    assert (written["model"], written["optimizer"]) == ("Qwen3-0.6B", "0.8")
+
+
+def test_gathering_of_costs(tmp_path: Path) -> None:
+    experiment, place = small("cost", tmp_path)
+    job = command.jobs_of(experiment, place)[0]
+    folder = ROOT / job.folder
+    folder.mkdir(parents=True)
+    rows = [  # the first span compiles; the others last 10 and 30 steps
+        {"step": 1, "seconds_per_step": 99.0, "optimizer_seconds_per_step": 9.0},
+        {"step": 11, "seconds_per_step": 1.0, "optimizer_seconds_per_step": 0.1},
+        {"step": 41, "seconds_per_step": 2.0, "optimizer_seconds_per_step": 0.3},
+    ]
+    lines = [json.dumps({"loss": 1.0, "num_tokens": r["step"] * 1e6, **r}) for r in rows]
+    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    found = gather.gather(experiment, place)
+    # (10 x 1 + 30 x 2) / 40 and so on; rounding of these sums.
+    assert list(found[0].cost.values()) == [
+        pytest.approx(1.75),
+        pytest.approx(250.0),
+        pytest.approx(1 / 1.75),
+        None,
+    ]
+    lines = gather.table(experiment, found).splitlines()
+    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
+        "AdamW",
+        "1.75",
+        "250",
+        "0.5714",
+        "-",
+    ]
+    assert set(found[1].cost.values()) == {None}
+
+
+def test_gathering_of_geometry(tmp_path: Path) -> None:
+    experiment, place = small("geometry", tmp_path)
+    (job,) = command.jobs_of(experiment, place)
+    (ROOT / job.folder).mkdir(parents=True)
+    (ROOT / job.folder / "geometry.jsonl").write_text("{}\n{}\n")
+    table = gather.table(experiment, gather.gather(experiment, place))
+    assert table.splitlines()[2].split("|")[2].strip() == "2"
+
+
+def test_complete_runs_are_not_repeated(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment, place = small("budget-control", tmp_path)
+    jobs = command.jobs_of(experiment, place)
+    for job in (jobs[0], jobs[3]):
+        write_run(job, {120: 2.0})
+    started: list[str] = []
+    monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
+    monkeypatch.setattr(
+        runner, "_train", lambda job, extra, ranks: started.append(job.run.name) or 0
+    )
+    assert runner.run_jobs(jobs, [], 2) == 0
+    assert started == [job.run.name for job in jobs if job not in (jobs[0], jobs[3])]
+    assert capsys.readouterr().out.count("complete, 120 steps") == 2
+
+
+def test_the_first_failure_ends_the_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment, place = small("budget-control", tmp_path)
+    statuses = iter([0, 7])
+    monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
+    monkeypatch.setattr(runner, "_train", lambda job, extra, ranks: next(statuses))
+    assert runner.run_jobs(command.jobs_of(experiment, place), [], 2) == 7
+    assert "budget-0.9: failed with status 7" in capsys.readouterr().err
+
+
+def test_a_missing_base_checkpoint_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment, place = small("continual", tmp_path)
+    monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
+    with pytest.raises(ValueError, match="step-600, expected that of the run it continues"):
+        runner.run_jobs(command.jobs_of(experiment, place), [], 2)
+
+
+def test_wrong_options_show_before_any_run(tmp_path: Path) -> None:
+    experiment, place = small("budget-control", tmp_path)
+    jobs = command.jobs_of(experiment, place)
+    with pytest.raises(ValueError, match=r"budget-0\.8: training\.steps: found 20"):
+        runner.run_jobs(jobs, ["--training.steps=20"], 2)
+    runner.check(jobs[:1], [])
+    with pytest.raises(ValueError, match=r"holds a run with another config .*optimizer\.lr"):
+        runner.check(jobs[:1], ["--optimizer.lr=0.5"])
+
+
+def test_evaluation_asks_for_checkpoints(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment, place = small("budget-control", tmp_path)
+    jobs = command.jobs_of(experiment, place)
+    checkpoint = jobs[1].checkpoint(None)
+    checkpoint.mkdir(parents=True)
+    (checkpoint / ".metadata").touch()
+    assert amo("evaluate", "budget-control", "--small", "--out", str(tmp_path), "--dry-run") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len([line for line in lines if "no checkpoint of step 120 yet" in line]) == 4
+    (line,) = [line for line in lines if line.startswith("amo evaluate")]
+    arguments = cli.build_parser().parse_args(shlex.split(line)[1:])
+    assert arguments.checkpoint == checkpoint
+    assert arguments.output == jobs[1].results(None)

@@ -1,0 +1,301 @@
+"""The catalog of experiments: the paper's tables, row by row, and the options of each run."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections import Counter
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import torchtitan_ext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    torchtitan_ext.register()
+
+from torchtitan_ext import cli
+from torchtitan_ext.plugin import optimizers, settings
+from torchtitan_ext.tools.experiments.catalog import (
+    ALL_RUNS,
+    EXPERIMENTS,
+    MODELS,
+    SCHEDULERS,
+    experiment_named,
+)
+from torchtitan_ext.tools.experiments.resolve import (
+    QUICKSTART,
+    ROOT,
+    Job,
+    Place,
+    read_config,
+    resolve,
+    scaled,
+)
+
+PAPER = Place()
+SMALL = Place(base=QUICKSTART, small=True)
+GOLDEN = ROOT / "tests" / "golden"
+
+FIELDS_TO_COME = {
+    "optimizer.muon.schedule_file",
+    "data.order",
+    "geometry.every",
+}
+"""Options of experiments that torchtitan_ext may not know yet."""
+
+
+def printed(name: str) -> list[tuple[str, str]]:
+    """Block and label of each row of the paper's table."""
+    if name == "main":
+        rows = json.loads((GOLDEN / "paper_main_results.json").read_text())
+    elif name.startswith("ablation-"):
+        every = json.loads((GOLDEN / "paper_other_results.json").read_text())["ablations"]
+        block = experiment_named(name).rows[0].block
+        rows = [row for row in every if row["model"] == block]
+    else:
+        rows = json.loads((GOLDEN / "paper_other_results.json").read_text())[name]
+    return [(row["model"], row["optimizer"]) for row in rows]
+
+
+SCORED = [name for name, experiment in EXPERIMENTS.items() if experiment.kind == "scores"]
+
+
+@pytest.mark.parametrize("name", SCORED)
+def test_rows_are_those_of_the_papers_table(name: str) -> None:
+    rows = [(row.block, row.label) for row in EXPERIMENTS[name].rows]
+    assert rows == printed(name)
+
+
+def test_every_table_of_the_paper_has_its_experiment() -> None:
+    other = set(json.loads((GOLDEN / "paper_other_results.json").read_text()))
+    covered = {"ablations" if name.startswith("ablation-") else name for name in SCORED}
+    assert covered == {"main", *other}
+
+
+@pytest.mark.parametrize(
+    ("name", "num_runs", "reason"),
+    [
+        ("main", 36, "nine optimizers on four models"),
+        ("prolonged", 11, "three optimizers at three ratios, and two of Llama-3.1-1.4B"),
+        ("continual", 3, "each of three runs is evaluated five times"),
+        ("ablation-observation", 3, "three horizons"),
+        ("ablation-sample-size", 3, "three sizes"),
+        ("ablation-shrinkage", 4, "four values"),
+        ("ablation-transition", 4, "four durations"),
+        ("budget-control", 10, "five ratios on two models"),
+        ("static-coefficients", 28, "3 rules x 2 tolerances x 2 pools, and two baselines, twice"),
+        ("ns-steps", 12, "five allocations and the baseline on two models"),
+        ("curriculum", 48, "2 optimizers x 4 schedulers x 3 orders = 24 cells on two models"),
+        ("geometry", 8, "eight models"),
+        ("cost", 4, "four optimizers on Qwen3-1.7B"),
+    ],
+)
+def test_numbers_of_runs(name: str, num_runs: int, reason: str) -> None:
+    assert len(EXPERIMENTS[name].runs()) == num_runs, reason
+
+
+def test_runs_in_all() -> None:
+    shared = Counter(run.name for e in EXPERIMENTS.values() for run in e.runs())
+    # The default AMO run of Qwen3-0.6B is one run of main, four ablations and budget control.
+    assert shared["qwen3-0.6b-amo"] == 6
+    assert shared["llama-3.1-760m-amo"] == 2
+    # 174 entries above, less the repetitions: 5 + 1 of these two; Muon-KJ of Qwen3-0.6B once
+    # (ns-steps); Muon-KJ and Muon-PE of two models (static); all four of cost.
+    assert len(ALL_RUNS) == 174 - 5 - 1 - 1 - 4 - 4
+
+
+def test_one_name_is_one_run() -> None:
+    by_name: dict[str, Any] = {}
+    by_content: dict[str, str] = {}
+    for experiment in EXPERIMENTS.values():
+        for run in experiment.runs():
+            assert by_name.setdefault(run.name, run) == run
+            job = resolve(run, PAPER)
+            content = repr((job.config, sorted(job.options.items())))
+            assert by_content.setdefault(content, run.name) == run.name
+
+
+def parsed(job: Job) -> Any:
+    known = [a for a in job.arguments() if a[2:].partition("=")[0] not in FIELDS_TO_COME]
+    if job.options["optimizer.name"] not in optimizers.OPTIMIZERS:
+        known.append("--optimizer.name=Muon")  # the last one counts
+    return settings.parse([f"--job.config_file={ROOT / job.config}", *known])
+
+
+@pytest.mark.parametrize("place", [PAPER, SMALL], ids=["paper", "small"])
+def test_torchtitan_takes_every_option(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    # The tokenizers are not here.
+    monkeypatch.setattr("torchtitan.config.ConfigManager._validate_config", lambda _self: None)
+    taken: set[tuple[str, ...]] = set()
+    for run in ALL_RUNS.values():
+        job = resolve(run, place)
+        names = tuple(sorted(f"{name}={type(v).__name__}" for name, v in job.options.items()))
+        if names not in taken:  # else the same fields with other values
+            taken.add(names)
+            config = parsed(job)
+            assert config.training.steps == job.steps
+            assert config.job.dump_folder == str(job.folder)
+    assert len(taken) >= 10
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        (
+            "qwen3-0.6b-amo-5x",
+            {
+                "training.steps": 14300,
+                "lr_scheduler.warmup_steps": 715,
+                "optimizer.scaling_law.tokens_b": 60,
+            },
+        ),
+        ("llama-3.1-1.4b-amo-2x", {"training.steps": 13340}),
+        (
+            "qwen3-0.6b-muon-pe-continual",
+            {
+                "optimizer.name": "Muon-PE",
+                "checkpoint.initial_load_path": (
+                    "outputs/experiments/qwen3-0.6b-amo-5x/checkpoint/step-14300"
+                ),
+            },
+        ),
+        (
+            "qwen3-0.6b-amo-observation-800-100",
+            {"optimizer.amo.observe_until": 800, "optimizer.amo.observe_every": 100},
+        ),
+        ("llama-3.1-760m-amo-budget-0.9", {"optimizer.amo.budget_ratio": 0.9}),
+        ("qwen3-300m-muon-kj-a4", {"optimizer.name": "Muon", "optimizer.muon.schedule": "a4"}),
+        (
+            "llama-3.1-760m-curriculum-muon-cosine-descend",
+            {
+                "optimizer.name": "Muon",
+                "data.order": "descend",
+                "lr_scheduler.warmup_steps": 193,
+                "lr_scheduler.total_steps": 3866,
+                "lr_scheduler.decay_ratio": "None",
+            },
+        ),
+        ("llama-3.1-75m-muon-kj-geometry", {"geometry.every": 5}),
+        ("llama-3.1-480m-muon-kj-geometry", {"geometry.every": 10}),
+    ],
+)
+def test_options_of_a_run(name: str, expected: dict[str, object]) -> None:
+    options = resolve(ALL_RUNS[name], PAPER).options
+    assert {key: options.get(key) for key in expected} == expected
+
+
+def test_curriculum_has_the_papers_steps() -> None:
+    # Total steps, (warmup, stable), (warmup, stable, decay), (warmup, end of decay).
+    table = {
+        "Llama-3.1-760M": (3622, (181, 3441), (181, 3079, 362), (193, 3866)),
+        "Qwen3-0.6B": (2860, (143, 2717), (143, 2431, 286), (143, 2860)),
+    }
+    for model, (total, ws, wsd, cosine) in table.items():
+        runs = [run for run in EXPERIMENTS["curriculum"].runs() if run.model == model]
+        assert {resolve(run, PAPER).steps for run in runs} == {total}
+        found = SCHEDULERS[model]
+        assert found["WS"]["lr_scheduler.warmup_steps"] == ws[0] == total - ws[1]
+        decay = round(total * float(found["WSD"]["lr_scheduler.decay_ratio"]))
+        warmup = found["WSD"]["lr_scheduler.warmup_steps"]
+        assert (warmup, total - wsd[0] - decay, decay) == wsd
+        end = found["Cosine"].get("lr_scheduler.total_steps", total)
+        assert (found["Cosine"]["lr_scheduler.warmup_steps"], end) == cosine
+
+
+def test_gpus_are_those_of_the_run_table() -> None:
+    runs = json.loads((GOLDEN / "pretrain_runs.json").read_text())
+    for name, model in MODELS.items():
+        assert model.gpus == runs["muon"][name]["gpus"]
+        assert model.adamw_gpus == runs["adamw"][name]["gpus"]
+
+
+def test_static_runs_make_their_schedule_from_the_pilots_logs() -> None:
+    run = ALL_RUNS["qwen3-1.7b-muon-kj-static-floor-5e-2-family"]
+    job = resolve(run, PAPER)
+    (made,) = job.prepare
+    assert made[-1] == job.options["optimizer.muon.schedule_file"]
+    args = cli.build_parser().parse_args(list(made))
+    assert (args.rule, args.tolerance, args.pool, args.family) == ("floor", 5e-2, "family", "Qwen3")
+    folders = {str(resolve(run, PAPER).folder) for run in EXPERIMENTS["geometry"].runs()}
+    assert {str(Path(log).parent) for log in args.logs} == folders
+    # One file for each rule, tolerance and pool: the models of a mixed pool share theirs.
+    files = {resolve(run, PAPER).prepare[0][-1] for run in ALL_RUNS.values() if run.static}
+    assert len(files) == 6 + 12
+
+
+@pytest.mark.parametrize(
+    ("value", "ratio", "expected"),
+    [(0, "1/24", 0), (1, "1/24", 1), (300, "1/24", 13), (36, "1/24", 2), (2860, "1", 2860)],
+)
+def test_scaling_rounds_half_up_and_never_to_nothing(value: int, ratio: str, expected: int) -> None:
+    assert scaled(value, Fraction(ratio)) == expected
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_small_runs_are_consistent(name: str) -> None:
+    base = read_config(QUICKSTART)
+    experiment = experiment_named(name)
+    one = experiment.for_model(experiment.rows[0].run.model)
+    jobs = [resolve(run, SMALL) for run in one.runs()]
+    assert len({job.folder for job in jobs}) == len(jobs)
+    contents = [repr(sorted(job.options.items())) for job in jobs]
+    assert len(set(contents)) == len(jobs), "two runs of the paper became one"
+    for job in jobs:
+        config = {**base["optimizer"]["amo"], **amo_options(job)}
+        assert config["observe_until"] % config["observe_every"] == 0
+        if job.options["optimizer.name"] == "AMO":
+            assert config["observe_until"] + config["transition_steps"] <= job.steps
+        assert 0 < float(job.options.get("optimizer.lr", 1)) <= base["optimizer"]["lr"] * 1.01 or (
+            "optimizer.lr" not in job.options
+        )
+
+
+def amo_options(job: Job) -> dict[str, Any]:
+    prefix = "optimizer.amo."
+    found = job.options.items()
+    return {name.removeprefix(prefix): v for name, v in found if name.startswith(prefix)}
+
+
+def test_small_horizons_keep_the_papers_proportions() -> None:
+    # The quickstart observes every 10 of 40 steps and glides for 30, the paper 150, 1200 and 300.
+    runs = {
+        name: resolve(ALL_RUNS[f"qwen3-0.6b-amo-{name}"], SMALL)
+        for name in (
+            "observation-800-100",
+            "observation-1600-200",
+            "transition-1",
+            "transition-600",
+            "2x",
+        )
+    }
+    assert amo_options(runs["observation-800-100"]) == {"observe_every": 7, "observe_until": 28}
+    assert amo_options(runs["observation-1600-200"]) == {"observe_every": 13, "observe_until": 52}
+    assert amo_options(runs["transition-1"]) == {"transition_steps": 1}
+    assert amo_options(runs["transition-600"]) == {"transition_steps": 60}
+    options = runs["2x"].options
+    assert (options["training.steps"], options["lr_scheduler.warmup_steps"]) == (240, 20)
+    # The scaling law's exponent of tokens.
+    assert options["optimizer.lr"] == pytest.approx(4e-3 * 2**-0.3509, rel=1e-12)
+
+
+def test_small_continual_runs_evaluate_saved_steps() -> None:
+    experiment = experiment_named("continual")
+    jobs = {row.step: resolve(row.run, SMALL) for row in experiment.rows}
+    steps = [job.step_of(step) for step, job in jobs.items()]
+    assert steps == [84, 168, 252, 336, 360]
+    interval = jobs[2000].options["checkpoint.interval"]
+    assert interval == 84
+    assert jobs[2000].options["checkpoint.keep_latest_k"] == 0
+    assert str(jobs[2000].continues).endswith("quickstart-amo-5x/checkpoint/step-600")
+    paper = [resolve(row.run, PAPER).step_of(row.step) for row in experiment.rows[::3]]
+    assert paper == [2000, 4000, 6000, 8000, 8580]
+
+
+def test_muon_takes_over_what_the_stand_in_says_of_amo() -> None:
+    options = resolve(ALL_RUNS["qwen3-0.6b-muon-pe"], SMALL).options
+    assert options["optimizer.muon.ns_dtype"] == "float32"
+    assert "optimizer.muon.observe_every" not in options
