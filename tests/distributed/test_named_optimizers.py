@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amo_dist import AMOConfig, MuonConfig, param_groups
+from amo_dist import AMO, AMOConfig, MuonConfig, param_groups
 from amo_dist.adamuon import AdaMuon
 from amo_dist.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
 from amo_dist.root import ROOT, fit
@@ -93,6 +93,37 @@ def test_sharded_adamuon_equals_the_whole_bit_for_bit(
     for params in run_on(ranks)(train, layout, "AdaMuon"):
         for name, value in whole.items():
             assert torch.equal(params[name], value), name
+
+
+def train_amo(
+    rank: int, world_size: int, layout: str, switches: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    model = models.make_model(layout, SHAPES)
+    settings = AMOConfig(**AMO_FIELDS, bucket_bytes=256, **switches)
+    optimizer = AMO(param_groups(model), LR, WEIGHT_DECAY, config=settings)
+    for step in range(1, STEPS + 1):
+        models.set_gradients(model, SEED, step)
+        optimizer.step()
+    params = {name: models.whole(param) for name, param in model.named_parameters()}
+    return params, optimizer.control_state_dict()
+
+
+@pytest.mark.parametrize(
+    ("switches", "num_groups"),
+    [
+        ({"granularity": "layer_group"}, 21),
+        ({"granularity": "matrix"}, 21),
+        ({"observe_only": True}, 0),
+    ],
+)
+def test_amos_switches_on_shards(run_on: Ranks, switches: dict[str, Any], num_groups: int) -> None:
+    params, control = train_amo(0, 1, "plain", switches)
+    plan = control["policy"]["plan"]
+    assert len(plan["allocation"] if plan else []) == num_groups
+    assert len(control["policy"]["observations"]) == 2
+    for sharded, other in run_on(2)(train_amo, "fsdp", switches):
+        assert other == control
+        assert all(torch.equal(sharded[name], value) for name, value in params.items())
 
 
 def second_moments(rank: int, world_size: int) -> bool:
