@@ -30,6 +30,7 @@ from amo_dist.schedule.policies import AMOPolicy, Policy
 from amo_dist.schedule.types import Schedule
 from amo_dist.step import StepWork, count_backends
 from amo_dist.timing import Stopwatch
+from amo_dist.tracker import GeometryTracker
 from amo_dist.world import World, agree_on_world
 
 logger = logging.getLogger(__name__)
@@ -100,6 +101,7 @@ class Muon(torch.optim.Optimizer):
         self._digest = ""
         self._observed: dict[str, Tensor] = {}
         self._stopwatch = Stopwatch()
+        self.tracker: GeometryTracker | None = None
         self._make_state()
         self._write_control()
 
@@ -205,6 +207,8 @@ class Muon(torch.optim.Optimizer):
         self._num_steps_taken = step
         if sample:
             self._record(step, sample, world)
+        if self.tracker is not None and self._tracks(step):
+            self.tracker.collect(step, world)
 
     def _intent(self, step: int, sample: Sequence[str]) -> str:
         """What this rank is about to do; ranks that differ, as after a load by one, must not go on.
@@ -251,6 +255,7 @@ class Muon(torch.optim.Optimizer):
             config=self.config,
             schedules=self._schedules_by_matrix(step),
             observed=frozenset(sample),
+            tracker=self.tracker if self._tracks(step) else None,
         )
         exchanges = self._exchanges_for(step, sample)
         for index, exchange in enumerate(exchanges):
@@ -287,7 +292,7 @@ class Muon(torch.optim.Optimizer):
             self._exchanges = plan_exchanges(
                 self._parameters,
                 self._schedules_by_matrix(step),
-                frozenset(sample),
+                frozenset(self._wide(step, sample)),
                 world=self._prepare()[0],
                 config=self.config,
                 device=self._device(),
@@ -296,7 +301,15 @@ class Muon(torch.optim.Optimizer):
         return self._exchanges
 
     def _key_of_exchange(self, step: int, sample: Sequence[str]) -> object:
-        return tuple(sample), self.policy.phase(step) == "locked"
+        return tuple(self._wide(step, sample)), self.policy.phase(step) == "locked"
+
+    def _tracks(self, step: int) -> bool:
+        return self.tracker is not None and self.tracker.is_due(step)
+
+    def _wide(self, step: int, sample: Sequence[str]) -> Sequence[str]:
+        """Names of the matrices that travel in the dtype of momentum."""
+        tracks = self._tracks(step)
+        return [info.name for info in self._prepare()[0].registry] if tracks else sample
 
     def _schedules_by_matrix(self, step: int) -> list[Schedule]:
         schedules, matrices = self.policy.schedules(step), self._parameters.matrices

@@ -21,6 +21,7 @@ from amo_dist.kernels.geometry import ell
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.parameters import Parameters
 from amo_dist.schedule.types import Schedule
+from amo_dist.tracker import GeometryTracker
 
 
 class StepWork:
@@ -36,6 +37,7 @@ class StepWork:
         schedules: Of each matrix.
         observed: Names of the matrices to observe.
         state: Of the optimizer, by parameter.
+        tracker: Measures every owned matrix, in a tracked step.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class StepWork:
         schedules: Sequence[Schedule],
         observed: frozenset[str],
         state: Mapping[Tensor, Mapping[str, Any]],
+        tracker: GeometryTracker | None = None,
     ) -> None:
         self.ells: dict[str, Tensor] = {}
         """Observed ``ell`` of the matrices that this rank reports: float64, 0-dim."""
@@ -65,6 +68,7 @@ class StepWork:
         self._schedules = schedules
         self._observed = observed
         self._state = state
+        self._tracker = tracker
         self._ns_dtype: torch.dtype = getattr(torch, config.ns_dtype)
 
     def read(self, parts: Sequence[Part]) -> list[Tensor]:
@@ -91,7 +95,12 @@ class StepWork:
             if name in self._observed and index in bucket.reported:
                 self._observe(name, matrix)
         with record_function("amo::orthogonalize"):
-            return self._orthogonalize(bucket.owned, matrices)
+            results = self._orthogonalize(bucket.owned, matrices)
+        if self._tracker is not None:
+            for index, matrix, result in zip(bucket.owned, matrices, results, strict=True):
+                if index in bucket.reported:
+                    self._tracker.measure(self._parameters.matrices[index].name, matrix, result)
+        return results
 
     def write(self, parts: Sequence[Part], values: list[Tensor]) -> None:
         """Apply the update to the pieces whose result has arrived."""

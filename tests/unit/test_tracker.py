@@ -1,0 +1,136 @@
+"""Tracking geometry: the right figures, of every matrix once, and no bit of training changed."""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amo_dist import AMOConfig, param_groups
+from amo_dist.kernels import geometry
+from amo_dist.named import make_optimizer
+from amo_dist.tracker import SPECTRAL_METRICS, GeometryTracker, layer_of, spectral_metrics
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+
+SHAPES = models.shapes()
+AMO_FIELDS: dict[str, Any] = {
+    "observe_until": 2,
+    "observe_every": 1,
+    "sample_size": 2,
+    "transition_steps": 2,
+    "bucket_bytes": 256,  # several buckets, some of them wide
+}
+
+
+def run(
+    rank: int, world_size: int, layout: str, what: str | None, ns_dtype: str = "bfloat16"
+) -> tuple[dict[str, Tensor], list[dict[str, Any]], list[tuple[int, int]]]:
+    """Weights after six steps, the last records, and what the sink of this rank was given."""
+    model = models.make_model(layout, SHAPES)
+    config = AMOConfig(**AMO_FIELDS, ns_dtype=ns_dtype)
+    optimizer = make_optimizer("AMO", param_groups(model), 3e-3, 0.1, config=config)
+    told: list[tuple[int, int]] = []
+    if what is not None:
+        optimizer.tracker = GeometryTracker(
+            2, what, lambda step, records: told.append((step, len(records)))
+        )
+    for step in range(1, 7):
+        models.set_gradients(model, 11, step)
+        optimizer.step()
+    records = optimizer.tracker.records if what is not None else []
+    return {name: models.whole(p) for name, p in model.named_parameters()}, records, told
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("fsdp", 2), ("tp", 2), ("fsdp", 1)])
+@pytest.mark.parametrize("ns_dtype", ["bfloat16", "float32"])
+def test_tracking_changes_no_bit_of_training(
+    run_on: Ranks, layout: str, world_size: int, ns_dtype: str
+) -> None:
+    plain = run_on(world_size)(run, layout, None, ns_dtype)
+    tracked = run_on(world_size)(run, layout, "both", ns_dtype)
+    for (expected, _, _), (found, _, _) in zip(plain, tracked, strict=True):
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_every_matrix_is_measured_once_and_rank_0_alone_is_told(run_on: Ranks) -> None:
+    (_, records, told), (_, others, nothing) = run_on(2)(run, "fsdp", "both")
+    names = [record["name"] for record in records]
+    assert names == sorted(models.types())
+    assert told == [(2, len(names)), (4, len(names)), (6, len(names))]
+    assert nothing == []
+    assert json.dumps(others) == json.dumps(records)  # NaN is not equal to itself
+    for record in records:
+        assert record["step"] == 6
+        assert record["operator_type"] == models.types()[record["name"]]
+        assert record["layer"] == layer_of(record["name"])
+        assert set(SPECTRAL_METRICS) == set(record["orthogonalized"])
+
+
+def test_records_do_not_depend_on_the_world(run_on: Ranks) -> None:
+    [(_, alone, _)] = run_on(1)(run, "fsdp", "residual")
+    (_, split, _), _ = run_on(2)(run, "fsdp", "residual")
+    # Injected gradients: the same momentum bits, gathered wide and measured whole.
+    assert json.dumps(alone) == json.dumps(split)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.randn(7, 12, dtype=torch.float64),
+        torch.randn(12, 1),
+        torch.diag(torch.tensor([3.0, 1.0, 0.0])),
+        1e-12 * torch.randn(4, 5),
+        torch.zeros(3, 4),
+        torch.full((2, 2), float("nan")),
+        1e18 * torch.randn(5, 5),
+        torch.zeros(0, 4),
+    ],
+    ids=["wide", "column", "singular", "tiny", "zero", "nan", "large", "empty"],
+)
+def test_one_decomposition_gives_what_the_kernels_give(x: Tensor) -> None:
+    found = dict(zip(SPECTRAL_METRICS, spectral_metrics(x).tolist(), strict=True))
+    expected = {
+        "kappa": geometry.kappa(x),
+        "ell": geometry.ell_by_svd(x),
+        "ell_static": geometry.static_ell(x),
+        "spectral_entropy": geometry.spectral_entropy(x),
+        "effective_rank": geometry.effective_rank(x),
+    }
+    for name, value in expected.items():
+        # The same formulas of the same spectrum, summed in another order.
+        assert found[name] == pytest.approx(float(value), rel=1e-12, nan_ok=True), name
+    norm = float(torch.linalg.matrix_norm(x.double())) if x.numel() else math.nan
+    assert found["frobenius"] == pytest.approx(norm, rel=1e-12, nan_ok=True)
+
+
+def test_what_is_left_out() -> None:
+    [(_, records, _)] = [run(0, 1, "plain", "momentum")]
+    assert "ns_residual" not in records[0]
+    [(_, records, _)] = [run(0, 1, "plain", "residual")]
+    assert "ns_residual" in records[0]
+    assert "orthogonalized" not in records[0]
+
+
+@pytest.mark.parametrize(("interval", "what"), [(0, "both"), (1, "everything")])
+def test_settings_out_of_range(interval: int, what: str) -> None:
+    with pytest.raises(ValueError, match="found"):
+        GeometryTracker(interval, what)
+
+
+@pytest.mark.parametrize(
+    ("name", "layer"),
+    [
+        ("layers.10.attention.wq.weight", 10),
+        ("model.layers.3.mlp.experts[7]", 3),
+        ("transformer.h.2.attn.c_attn.weight[q]", 2),
+        ("output.weight", None),
+    ],
+)
+def test_the_layer_of_a_name(name: str, layer: int | None) -> None:
+    assert layer_of(name) == layer
