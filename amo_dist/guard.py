@@ -1,7 +1,8 @@
-"""What all ranks agree on before a step: which gradients exist, and whether they are usable.
+"""What all ranks agree on before a step: what comes, which gradients exist, are they usable.
 
-One small all-reduce, of a fixed length, carries it. Every rank comes to the same verdict before
-anything has changed, so that no rank raises while the others wait for it.
+Two small all-reduces of fixed lengths carry it; between them gradients are brought to their
+parameters' placements, which may communicate. Every rank comes to the same verdict before anything
+has changed, so that no rank raises while the others wait for it.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.agreement import control_device, max_over
+from amo_dist.distributed.agreement import check_alike, control_device, max_over, text_mark
 from amo_dist.parameters import Entry
 from amo_dist.world import World
 
@@ -36,12 +37,10 @@ class StepVerdict:
     """The agreed answer.
 
     Attributes:
-        has_gradient: For each parameter of this process.
         skips: True where this step leaves parameters and state untouched.
         reason: Why it does.
     """
 
-    has_gradient: tuple[bool, ...]
     skips: bool
     reason: str
 
@@ -97,7 +96,46 @@ class StepGuard:
         """
         self._updates = nonfinite
 
-    def agree(self, grads: Sequence[Tensor | None], *, skips: bool) -> StepVerdict:
+    def agree_on_coming(
+        self, intent: str, has_gradient: Sequence[bool], is_foreign: Sequence[bool]
+    ) -> None:
+        """Agree on what the step is about to do; a collective over the world.
+
+        Args:
+            intent: What must be alike on all ranks, as text.
+            has_gradient: By parameter of this process.
+            is_foreign: By parameter, whether the gradient is none that can be used.
+
+        Raises:
+            RankMismatchError: On every rank; names the ranks and the line that differs.
+            MissingGradientError: On every rank; names a parameter and two ranks.
+            ValueError: On every rank, for a foreign gradient; names a parameter and a rank.
+        """
+        num_names, mark = len(self._world.names), self._world.rank + 1
+        flags = torch.zeros((3, num_names), dtype=torch.int64)
+        for slot, present, foreign in zip(self._slots, has_gradient, is_foreign, strict=True):
+            flags[0 if present else 1, slot] = mark
+            flags[2, slot] = mark * foreign
+        # The greatest mark of the text and, negated, the least: equal where all texts are.
+        extremes = torch.tensor([text_mark(intent), -text_mark(intent)])
+        vector = torch.cat([extremes, flags.flatten()]).to(control_device(self._world.group))
+        greatest, negated_least, *found = max_over(vector, self._world.group).tolist()
+        if greatest != -negated_least:
+            check_alike("the coming step", intent, self._world.group)
+        parts = (found[start : start + num_names] for start in range(0, 3 * num_names, num_names))
+        for name, present, absent, foreign in zip(self._world.names, *parts, strict=True):
+            if foreign:
+                raise ValueError(
+                    f"{name}: found a sparse gradient, or a plain one of a DTensor, on rank "
+                    f"{foreign - 1}, expected a dense one in the form of the parameter"
+                )
+            if present and absent:
+                raise MissingGradientError(
+                    f"{name}: found a gradient on rank {present - 1} and none on rank "
+                    f"{absent - 1}, expected one on all ranks or on none"
+                )
+
+    def agree_on_numbers(self, grads: Sequence[Tensor | None], *, skips: bool) -> StepVerdict:
         """Agree on the gradients of one step; a collective over the world.
 
         Args:
@@ -108,56 +146,38 @@ class StepGuard:
             NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
                 or inf. Its parameter was only decayed then.
             NonFiniteGradientError: On every rank; names a parameter and a rank.
-            MissingGradientError: On every rank; names a parameter and two ranks.
         """
-        present, absent, unusable, updates = self._reduced(grads)
+        unusable, updates = self._reduced(grads)
         self._check_updates(updates)
-        for slot, name in enumerate(self._world.names):
-            if present[slot] and absent[slot]:
-                raise MissingGradientError(
-                    f"{name}: found a gradient on rank {present[slot] - 1} and none on rank "
-                    f"{absent[slot] - 1}, expected one on all ranks or on none"
-                )
         reason = self._describe(unusable)
         if reason and not skips:
             raise NonFiniteGradientError(
                 f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without "
                 "such steps"
             )
-        return StepVerdict(
-            has_gradient=tuple(bool(present[slot]) for slot in self._slots),
-            skips=bool(reason),
-            reason=reason,
-        )
+        return StepVerdict(skips=bool(reason), reason=reason)
 
     def _reduced(self, grads: Sequence[Tensor | None]) -> list[list[int]]:
-        """The greatest rank, from 1, for each of four questions, by slot; 0 is nobody.
-
-        By parameter: who has a gradient, who lacks it, whose is unusable; by matrix: who computed
-        an unusable update.
-        """
-        mark, num_names = self._world.rank + 1, len(self._world.names)
-        device = control_device(self._world.group)
-        sizes = [num_names] * 3 + [len(self._world.registry)]
-        host = torch.zeros(sum(sizes), dtype=torch.int64)
-        for slot, grad in zip(self._slots, grads, strict=True):
-            host[slot if grad is not None else num_names + slot] = mark
-        flags = host.to(device)
+        """The greatest rank, from 1, with an unusable gradient or update, by slot; 0 is nobody."""
+        num_names = len(self._world.names)
+        sizes = [num_names, len(self._world.registry)]
+        flags = torch.zeros(sum(sizes), dtype=torch.int64, device=control_device(self._world.group))
         found = self._unusable(grads)
         if self._updates:
-            places = [3 * num_names + self._matrix_slots[name] for name in self._updates]
+            places = [num_names + self._matrix_slots[name] for name in self._updates]
             found += list(zip(places, self._updates.values(), strict=True))
             self._updates = {}
         if found:
             values = torch.stack([value for _, value in found])
-            flags[[place for place, _ in found]] = values.to(device, torch.int64) * mark
+            places = [place for place, _ in found]
+            flags[places] = values.to(flags.device, torch.int64) * (self._world.rank + 1)
         reduced = max_over(flags, self._world.group)
         return [part.tolist() for part in reduced.split(sizes)]
 
     def _unusable(self, grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
         """Slot, and whether the gradient has a NaN, an inf or an entry beyond its bound."""
         held = [
-            (2 * len(self._world.names) + slot, bound, grad)
+            (slot, bound, grad)
             for slot, bound, grad in zip(self._slots, self._bounds, grads, strict=True)
             if grad is not None and grad.numel() > 0
         ]

@@ -17,15 +17,20 @@ from amo_dist.arguments import as_policy, check_hyperparameters
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import (
     broadcast_text,
-    check_alike,
     sum_over,
 )
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.exchanges import plan_exchanges
-from amo_dist.guard import StepGuard, StepVerdict, gradient_bounds
+from amo_dist.guard import StepGuard, gradient_bounds
 from amo_dist.kernels.backends import BACKENDS
 from amo_dist.kernels.elementwise import update_momentum
-from amo_dist.parameters import check_groups, local_gradient, local_tensor, resolve
+from amo_dist.parameters import (
+    check_groups,
+    gradient_is_foreign,
+    local_gradient,
+    local_tensor,
+    resolve,
+)
 from amo_dist.schedule.policies import AMOPolicy, Policy
 from amo_dist.schedule.types import Schedule
 from amo_dist.step import StepWork, count_backends
@@ -193,17 +198,21 @@ class Muon(torch.optim.Optimizer):
     def _step(self) -> None:
         world, guard = self._prepare()
         entries = self._parameters.entries
-        grads = [local_gradient(entry.name, entry.param) for entry in entries]
         step = self._num_steps_taken + 1
         sample = self.policy.sample(step)
-        check_alike("the coming step", self._intent(step, sample), world.group)
-        verdict = guard.agree(grads, skips=self.config.nonfinite == "skip_step")
+        guard.agree_on_coming(
+            self._intent(step, sample),
+            [entry.param.grad is not None for entry in entries],
+            [gradient_is_foreign(entry.param) for entry in entries],
+        )
+        grads = [local_gradient(entry.param) for entry in entries]
+        verdict = guard.agree_on_numbers(grads, skips=self.config.nonfinite == "skip_step")
         if verdict.skips:
             self._num_steps_skipped += 1
             logger.warning("step %d skipped: %s", step, verdict.reason)
             self._observed = {}
         else:
-            self._update(step, grads, verdict, sample)
+            self._update(step, grads, sample)
         self._num_steps_taken = step
         if sample:
             self._record(step, sample, world)
@@ -229,27 +238,21 @@ class Muon(torch.optim.Optimizer):
         self,
         step: int,
         grads: Sequence[Tensor | None],
-        verdict: StepVerdict,
         sample: Sequence[str],
     ) -> None:
         entries = self._parameters.entries
         _, guard = self._prepare()
-        present = [
-            grad if verdict.has_gradient[index] else None for index, grad in enumerate(grads)
-        ]
         with record_function("amo::momentum"):
-            moving = [
-                i for i, entry in enumerate(entries) if entry.views and present[i] is not None
-            ]
+            moving = [i for i, entry in enumerate(entries) if entry.views and grads[i] is not None]
             buffers = [
                 local_tensor(self.state[entries[i].param]["momentum_buffer"]) for i in moving
             ]
-            update_momentum(buffers, [present[i] for i in moving], self.config.momentum)  # type: ignore[misc]
+            update_momentum(buffers, [grads[i] for i in moving], self.config.momentum)  # type: ignore[misc]
         work = self._work_class(
             state=self.state,
             parameters=self._parameters,
             params=[local_tensor(entry.param) for entry in entries],
-            grads=present,
+            grads=grads,
             buffers=dict(zip(moving, buffers, strict=True)),
             groups=self.param_groups,
             config=self.config,
@@ -264,10 +267,10 @@ class Muon(torch.optim.Optimizer):
                 work.read,
                 work.compute,
                 work.write,
-                meanwhile=(lambda: self._step_adamw(present)) if is_first else None,
+                meanwhile=(lambda: self._step_adamw(grads)) if is_first else None,
             )
         if not exchanges:
-            self._step_adamw(present)
+            self._step_adamw(grads)
         work.finish(self._prepare()[0].groups_by_ranks)
         self._observed = work.ells
         guard.report_updates(work.nonfinite)

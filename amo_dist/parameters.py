@@ -70,25 +70,24 @@ def local_tensor(tensor: Tensor) -> Tensor:
         return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
 
 
-def local_gradient(name: str, param: Tensor) -> Tensor | None:
+def gradient_is_foreign(param: Tensor) -> bool:
+    """Whether the gradient is sparse, or plain where the parameter is a DTensor."""
+    grad = param.grad
+    if grad is None:
+        return False
+    return grad.is_sparse or (isinstance(param, DTensor) and not isinstance(grad, DTensor))
+
+
+def local_gradient(param: Tensor) -> Tensor | None:
     """This rank's part of the gradient, in the placements of the parameter.
 
     Under sequence parallelism the gradient of a norm is ``Partial``: its local tensor is one
-    term of a sum, and training on it would be silently wrong.
-
-    Raises:
-        ValueError: The gradient is sparse, or plain where the parameter is a DTensor.
+    term of a sum, and training on it would be silently wrong. Bringing it to the parameter's
+    placements is a collective, so that all ranks must know beforehand which gradients exist.
     """
     grad = param.grad
-    if grad is None:
-        return None
-    if grad.is_sparse:
-        raise ValueError(f"{name}: found a sparse gradient, expected a dense one")
-    if isinstance(param, DTensor):
-        if not isinstance(grad, DTensor):
-            raise ValueError(
-                f"{name}: found a plain gradient, expected a DTensor like the parameter"
-            )
+    if isinstance(grad, DTensor):
+        assert isinstance(param, DTensor)
         if grad.placements != param.placements:
             grad = grad.redistribute(placements=param.placements)
         local: Tensor = grad.to_local()

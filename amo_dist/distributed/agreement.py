@@ -104,11 +104,16 @@ def _gather_bytes(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
     return [bytes(part.tolist()) for part in parts]
 
 
+def text_mark(text: str) -> int:
+    """A positive integer of 56 bits that tells texts apart."""
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+
+
 def is_alike(text: str, group: dist.ProcessGroup | None) -> bool:
     """Whether all ranks of the group pass the same text, by one reduction of two integers."""
     if group is None:
         return True
-    mark = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
+    mark = text_mark(text)
     # The greatest mark and, negated, the least.
     extremes = torch.tensor([mark, -mark], dtype=torch.int64, device=control_device(group))
     greatest, negated_least = max_over(extremes, group).tolist()

@@ -6,12 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 from amo_dist import (
     AMO,
     AMOConfig,
     MissingGradientError,
+    Muon,
     NonFiniteGradientError,
     NonFiniteUpdateError,
     param_groups,
@@ -141,6 +144,28 @@ def test_gradients_missing_everywhere_or_on_one_rank(
         assert [error.split(":")[0] for error in errors] == [MATRIX, REST]
         assert all("none on rank 1" in error for error in errors)
         assert all(unchanged)
+
+
+def missing_before_communication(rank: int, world_size: int) -> tuple[str, Tensor]:
+    """A gradient that is a term of a sum (sequence parallelism), missing on one rank."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    model = models.build({"norm.weight": param})
+    optimizer = Muon(param_groups(model), lr=0.5, weight_decay=0.0)
+    term = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+    param.grad = term if rank == 0 else None
+    with pytest.raises(MissingGradientError) as caught:
+        optimizer.step()
+    param.grad = term
+    optimizer.step()
+    # exp_avg is a tenth of the gradient: it tells the sum from one term.
+    return str(caught.value), local_tensor(optimizer.state[param]["exp_avg"]).clone()
+
+
+def test_a_missing_gradient_is_told_before_the_others_are_summed(run_on: Ranks) -> None:
+    for error, average in run_on(2)(missing_before_communication):
+        assert error.startswith("norm.weight: found a gradient on rank 0 and none on rank 1")
+        torch.testing.assert_close(average, torch.full((4,), 0.2))
 
 
 def _equal_with_nan(left: Tensor, right: Tensor) -> bool:
