@@ -118,7 +118,7 @@ class GeometryTracker:
         """The first step that was asked about: where this process began."""
         self._interval = interval
         self._what = what
-        self._sink = sink
+        self.sink = sink
         self._measured: dict[str, Tensor] = {}
         self._seconds = 0.0
         self._has_told = False
@@ -180,8 +180,8 @@ class GeometryTracker:
         ]
         if world.rank == 0 and self.records:
             self._tell()
-            if self._sink is not None:
-                self._sink(step, self.records)
+            if self.sink is not None:
+                self.sink(step, self.records)
 
     def _width(self) -> int:
         size = len(SPECTRAL_METRICS)

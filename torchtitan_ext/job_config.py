@@ -91,12 +91,30 @@ class Data:
 
 
 @dataclass
+class Geometry:
+    """``[geometry]``: what momentum looks like, and what Newton-Schulz makes of it."""
+
+    enable: bool = False
+    """Write ``geometry.jsonl`` into the dump folder; training goes on as without, bit for bit."""
+
+    interval: int = 10
+    """Steps from one measurement of all matrices to the next."""
+
+    what: Literal["momentum", "residual", "both"] = "both"
+    """
+    Spectrum of momentum alone; with the residual of the orthogonalized result; or with the
+    result's spectrum too, which costs a second decomposition.
+    """
+
+
+@dataclass
 class JobConfig:
     """Sections with additions."""
 
     optimizer: Optimizer = field(default_factory=Optimizer)
     metrics: Metrics = field(default_factory=Metrics)
     data: Data = field(default_factory=Data)
+    geometry: Geometry = field(default_factory=Geometry)
 
 
 # The config module is loaded by every run, whatever imported this package before torchtitan.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import resource
+import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,7 +14,8 @@ import torch
 import torchtitan.components.metrics as titan
 
 from amo_dist.schedule.plan import Plan
-from torchtitan_ext.plugin import optimizers
+from amo_dist.tracker import GeometryTracker
+from torchtitan_ext.plugin import geometry, optimizers
 from torchtitan_ext.plugin.run_files import RunFiles
 
 progress = logging.getLogger("torchtitan_ext.progress")
@@ -27,14 +30,29 @@ class MetricsProcessor(titan.MetricsProcessor):
     AMO's plan once it is made. TensorBoard and W&B get the same figures.
     """
 
+    _optimizers: Any = None
+    _tracker: GeometryTracker | None = None
+
     def __init__(self, job_config: Any, parallel_dims: Any, tag: str | None = None) -> None:
         super().__init__(job_config, parallel_dims, tag)
         writes = torch.distributed.get_rank() == titan._get_metrics_rank(parallel_dims, job_config)
         folder = Path(job_config.job.dump_folder)
         self._files = RunFiles(folder) if writes else None
         self._num_steps = job_config.training.steps
+        self._config = job_config
         self._first_step: int | None = None
         self._logged_step = 0
+
+    @property
+    def optimizers(self) -> Any:
+        """The container; torchtitan hands it over before the first step."""
+        return self._optimizers
+
+    @optimizers.setter
+    def optimizers(self, container: Any) -> None:
+        self._optimizers = container
+        if container is not None:
+            self._tracker = geometry.install(container, self._config)
 
     def should_log(self, step: int) -> bool:
         """Whether torchtitan logs this step; the first call tells where the run starts."""
@@ -72,6 +90,8 @@ class MetricsProcessor(titan.MetricsProcessor):
             "tokens_per_second": (num_tokens / step) * num_steps / seconds,
             "seconds_per_step": seconds / num_steps,
             "optimizer_seconds_per_step": optimizer_seconds,
+            "peak_memory_bytes": peak_memory(),
+            "geometry_seconds": None if self._tracker is None else self._tracker.seconds,
             "phase": report.phase,
             "num_steps_by_type": report.num_steps_by_type,
             "optimizer": report.metrics,
@@ -106,6 +126,14 @@ def build_metrics_processor(
 ) -> MetricsProcessor:
     """The processor of a run, for torchtitan's train spec."""
     return MetricsProcessor(job_config, parallel_dims, tag)
+
+
+def peak_memory() -> int:
+    """Bytes: the most that tensors took on this rank's GPU, without one of the whole process."""
+    if torch.cuda.is_available():
+        return int(torch.cuda.max_memory_allocated())
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
 
 
 def progress_line(record: Mapping[str, Any], num_steps: int) -> str:

@@ -75,9 +75,10 @@ def validate(config: Any) -> None:
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
-    from torchtitan_ext.plugin import optimizers
+    from torchtitan_ext.plugin import geometry, optimizers
 
     optimizers.validate(config.optimizer)
+    geometry.validate(config)
     if config.fault_tolerance.enable:
         raise ValueError("fault_tolerance.enable: found true, torchft is not supported")
     if config.optimizer.name != "AMO" or config.optimizer.allow_unlocked:

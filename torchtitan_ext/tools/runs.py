@@ -11,7 +11,10 @@ from typing import Any
 
 RUN_FILE = "run.json"
 
-_NOT_COMPARED = ("job", "metrics", "profiling", "comm", "checkpoint", "experimental", "validation")
+_NOT_COMPARED = (
+    *("job", "metrics", "geometry", "profiling", "comm", "checkpoint", "experimental"),
+    "validation",
+)
 """Sections that may change between two starts of one run: they leave the training as it is."""
 
 

@@ -1,0 +1,134 @@
+"""``[geometry]``: a log of every matrix's geometry in the run's folder.
+
+``geometry.jsonl`` holds one JSON object for each matrix and tracked step, as
+:mod:`torchtitan_ext.tools.static_schedule` reads them: ``step``, ``name``, ``layer`` (``null``
+outside of the blocks), ``operator_type``, ``model``, ``family``, ``shape``, the figures of
+:data:`amo_dist.tracker.SPECTRAL_METRICS` about momentum, ``ns_residual`` of the orthogonalized
+result, and under ``orthogonalized`` the same figures about that. ``null`` stands for a value that
+is not finite.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from amo_dist.tracker import WHAT, GeometryTracker, Record
+from torchtitan_ext.plugin import run_files
+
+GEOMETRY_FILE = "geometry.jsonl"
+
+_FAMILIES = {"llama3": "Llama3.1", "qwen3": "Qwen3"}
+"""Names that the AMO paper gives to torchtitan's models."""
+
+
+class GeometryLog:
+    """Appends records to ``geometry.jsonl``; used by one rank.
+
+    Args:
+        folder: The dump folder.
+        labels: Further fields of every record.
+    """
+
+    def __init__(self, folder: Path, **labels: str) -> None:
+        self._path = folder / GEOMETRY_FILE
+        self._labels = labels
+        self._has_started = False
+
+    def start(self, step: int) -> None:
+        """Drop what earlier runs wrote for ``step`` and later ones."""
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        kept = [record for record in read_geometry(self._path) if record["step"] < step]
+        # Beside it first: a kill in the midst of a rewrite would lose what took hours.
+        scratch = self._path.with_suffix(".tmp")
+        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        scratch.replace(self._path)
+        self._has_started = True
+
+    def append(self, records: Sequence[Record], first_step: int) -> None:
+        """Append the records of one step.
+
+        Args:
+            records: Of all matrices.
+            first_step: Where this process began; told at the first call, it ends what was before.
+        """
+        if not self._has_started:
+            self.start(first_step)
+        lines = [
+            json.dumps(run_files._finite({**record, **self._labels}), allow_nan=False)
+            for record in records
+        ]
+        with self._path.open("a") as file:
+            file.write("".join(line + "\n" for line in lines))
+
+
+def read_geometry(path: Path) -> list[dict[str, Any]]:
+    """The records of a ``geometry.jsonl``, empty where there is none.
+
+    A last line cut short by a kill is left out.
+
+    Raises:
+        ValueError: If another line is not a JSON object.
+    """
+    return run_files.read_metrics(path)
+
+
+def validate(config: Any) -> None:
+    """Check ``[geometry]``.
+
+    Raises:
+        ValueError: For an interval or content out of range.
+    """
+    section = config.geometry
+    if section.interval < 1:
+        raise ValueError(f"geometry.interval: found {section.interval!r}, expected an integer >= 1")
+    if section.what not in WHAT:
+        raise ValueError(
+            f"geometry.what: found {section.what!r}, expected one of {', '.join(WHAT)}"
+        )
+
+
+def install(container: Any, config: Any) -> GeometryTracker | None:
+    """Track the geometry of an optimizer's matrices where ``[geometry] enable`` asks for it.
+
+    Args:
+        container: The optimizers, before the first step.
+        config: The job config.
+
+    Returns:
+        The tracker; ``None`` where none is asked for.
+
+    Raises:
+        ValueError: For what :func:`validate` finds, and for an optimizer without matrices.
+    """
+    section = getattr(config, "geometry", None)
+    if section is None or not section.enable:
+        return None
+    validate(config)
+    optimizer = getattr(container, "optimizer", None)
+    if not hasattr(optimizer, "tracker"):
+        raise ValueError(
+            f"geometry.enable: found true with optimizer.name = {config.optimizer.name!r}, which "
+            "orthogonalizes nothing; expected a name of the Muon family"
+        )
+    tracker = GeometryTracker(section.interval, section.what)
+    log = GeometryLog(
+        Path(config.job.dump_folder), model=model_label(config), family=family_label(config)
+    )
+    tracker.sink = lambda _, records: log.append(records, tracker.first_step or 1)
+    optimizer.tracker = tracker
+    return tracker
+
+
+def model_label(config: Any) -> str:
+    """The flavor, with its family in front where it does not tell it: ``Llama3.1-quickstart``."""
+    flavor: str = config.model.flavor
+    return flavor if flavor[:1].isupper() else f"{family_label(config)}-{flavor}"
+
+
+def family_label(config: Any) -> str:
+    """The paper's name of the family, or torchtitan's."""
+    name: str = config.model.name
+    return _FAMILIES.get(name, name)
