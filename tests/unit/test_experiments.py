@@ -142,7 +142,8 @@ def test_gathering_of_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     record = {"model": "m", "optimizer": "o", "tasks": {"sciq": 80.0, "arc_easy": 60.0}}
     jobs[0].results(None).write_text(json.dumps(record))
     found = gather.gather(experiment, place)
-    assert [row.loss for row in found] == [2.5, None, 5.5, None, None]
+    assert [row.loss for row in found] == [2.5, None, None, None, None]
+    assert [row.step_reached for row in found] == [120, 0, 1, 0, 0]
     assert [row.ns_steps for row in found] == [28, None, None, None, None]
     assert [row.average for row in found] == [70.0, None, None, None, None]
     assert [runner.is_done(job) for job in jobs] == [True, False, False, False, False]
@@ -170,7 +171,7 @@ def test_gathering_of_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert amo("gather", "budget-control", *arguments) == 0
     assert len(json.loads(capsys.readouterr().out)) == 5
     (written,) = json.loads(output.read_text())
-    assert (written["model"], written["optimizer"]) == ("Qwen3-0.6B", "0.8")
+    assert (written["model"], written["optimizer"]) == ("quickstart", "0.8")
 
 
 def test_gathering_of_costs(tmp_path: Path) -> None:
@@ -180,8 +181,20 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
     folder.mkdir(parents=True)
     rows = [  # the first span compiles; the others last 10 and 30 steps
         {"step": 1, "seconds_per_step": 99.0, "optimizer_seconds_per_step": 9.0},
-        {"step": 11, "seconds_per_step": 1.0, "optimizer_seconds_per_step": 0.1},
-        {"step": 41, "seconds_per_step": 2.0, "optimizer_seconds_per_step": 0.3},
+        {
+            "step": 11,
+            "seconds_per_step": 1.0,
+            "optimizer_seconds_per_step": 0.1,
+            "phase": "observation",
+            "optimizer": {"optimizer/observe_seconds": 0.4},
+        },
+        {
+            "step": 41,
+            "seconds_per_step": 2.0,
+            "optimizer_seconds_per_step": 0.3,
+            "phase": "locked",
+            "optimizer": {"optimizer/observe_seconds": 0.0},
+        },
     ]
     lines = [json.dumps({"loss": 1.0, "num_tokens": r["step"] * 1e6, **r}) for r in rows]
     (folder / "metrics.jsonl").write_text("\n".join(lines))
@@ -192,6 +205,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
         pytest.approx(250.0),
         pytest.approx(1 / 1.75),
         None,
+        0.4,
     ]
     lines = gather.table(experiment, found).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
@@ -200,6 +214,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
         "250",
         "0.5714",
         "-",
+        "0.4",
     ]
     assert set(found[1].cost.values()) == {None}
 

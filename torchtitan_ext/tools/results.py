@@ -177,7 +177,7 @@ def score_table(results: Sequence[Result]) -> str:
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with aligned columns; the first column is text, the others numbers."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
     rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
 
     def line(cells: Sequence[str]) -> str:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_metrics
+from torchtitan_ext.tools.experiments import runner
 from torchtitan_ext.tools.experiments.catalog import GEOMETRY_FILE, Experiment, Row
 from torchtitan_ext.tools.experiments.resolve import ROOT, Job, Place, resolve
 from torchtitan_ext.tools.results import PAPER_TASKS, Result, markdown, read_results, sort_tasks
@@ -31,10 +32,12 @@ class Found:
     """Folder of the run."""
     step: int
     """Step of the evaluated checkpoint."""
+    step_reached: int
+    """The last logged step up to it."""
     loss: float | None
-    """Training loss logged at that step, or the last one before it."""
+    """Training loss at the step; ``None`` before it is reached."""
     ns_steps: int | None
-    """Newton-Schulz steps of all operator types together, as last logged or planned."""
+    """Newton-Schulz steps of all operator types together, planned or used at the step."""
     tasks: Mapping[str, float]
     """Score by task in percent; empty before the evaluation."""
     cost: Mapping[str, float | None]
@@ -46,7 +49,13 @@ class Found:
         return statistics.fmean(self.tasks.values()) if self.tasks else None
 
 
-COSTS = ("step (s)", "optimizer (ms)", "throughput (M tokens/s)", "peak memory (GiB)")
+COSTS = (
+    "step (s)",
+    "optimizer (ms)",
+    "throughput (M tokens/s)",
+    "peak memory (GiB)",
+    "one observation (s)",
+)
 """Columns of the cost table."""
 
 
@@ -56,22 +65,30 @@ def gather(experiment: Experiment, place: Place) -> list[Found]:
     Raises:
         ValueError: A file is malformed.
     """
-    return [_found(row, resolve(row.run, place)) for row in experiment.rows]
+    found = []
+    for row in experiment.rows:
+        stand_in = row.run.model if place.base is None else place.base.stem
+        block = row.block.replace(row.run.model, stand_in)
+        found.append(_found(row, block, resolve(row.run, place)))
+    return found
 
 
-def _found(row: Row, job: Job) -> Found:
+def _found(row: Row, block: str, job: Job) -> Found:
     folder = ROOT / job.folder
     step = job.step_of(row.step)
     records = [r for r in read_metrics(folder / METRICS_FILE) if r["step"] <= step]
+    # A loss is that of the last logged step: 2000 need not be one of them, 120 of 120 always is.
+    reached = runner.steps_done(job) >= step
     results = job.results(row.step)
     tasks = read_results([results])[0].tasks if results.exists() else {}
     return Found(
-        block=row.block,
+        block=block,
         label=row.label,
         run=str(job.folder),
         step=step,
-        loss=records[-1]["loss"] if records else None,
-        ns_steps=_ns_steps(folder / PLAN_FILE, records),
+        step_reached=records[-1]["step"] if records else 0,
+        loss=records[-1]["loss"] if reached else None,
+        ns_steps=_ns_steps(folder / PLAN_FILE, records) if reached else None,
         tasks=tasks,
         cost=_cost(records),
     )
@@ -103,8 +120,20 @@ def _cost(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
         None if optimizer is None else 1e3 * optimizer,
         tokens / step / 1e6 if tokens and step else None,
         max(memory, default=None),
+        _observation(records),
     )
     return dict(zip(COSTS, values, strict=True))
+
+
+def _observation(records: Sequence[Mapping[str, Any]]) -> float | None:
+    """Mean seconds of an observation, over the logged steps that observe."""
+    key = "optimizer/observe_seconds"
+    values = [
+        record["optimizer"][key]
+        for record in records
+        if record.get("phase") == "observation" and record.get("optimizer", {}).get(key)
+    ]
+    return statistics.fmean(values) if values else None
 
 
 def table(experiment: Experiment, found: Sequence[Found]) -> str:
@@ -126,7 +155,7 @@ def _block(name: str, rows: Sequence[Found]) -> str:
     cells = [
         [
             row.label,
-            str(row.step),
+            str(row.step) if row.loss is not None else f"{row.step_reached}/{row.step}",
             _text(row.loss, ".4f"),
             _text(row.ns_steps, "d"),
             *(_text(row.tasks.get(task), ".2f") for task in tasks),
