@@ -23,6 +23,9 @@ logger = logging.getLogger(__name__)
 USER_ERROR = 2
 """Exit status for a mistake in the config."""
 
+FAILED = 1
+"""Exit status for a failure that one line explains; torchrun restarts from the last checkpoint."""
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Train.
@@ -31,7 +34,8 @@ def main(args: Sequence[str] | None = None) -> int:
         args: torchtitan's arguments; those of the process by default.
 
     Returns:
-        The exit status: 0, or 2 for a mistake of the user, explained in one line.
+        The exit status: 0 (at the end, or stopped by SIGTERM and saved), 2 for a mistake of the
+        user, 1 for a checkpoint that cannot be written; both explained in one line.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
@@ -39,6 +43,7 @@ def main(args: Sequence[str] | None = None) -> int:
     from torchtitan.tools.logging import init_logger
 
     from torchtitan_ext.plugin import console, settings
+    from torchtitan_ext.plugin.checkpoints import CheckpointError
 
     init_logger()
     try:
@@ -52,14 +57,21 @@ def main(args: Sequence[str] | None = None) -> int:
         console.brief(Path(config.job.dump_folder))
     try:
         train(config)
+    except CheckpointError as error:
+        return _told(error, FAILED)
     except ValueError as error:
         if not is_users_mistake(error):
             raise
-        logger.info("", exc_info=error)
-        rank = os.environ.get("RANK", "0")
-        print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
-        return USER_ERROR
+        return _told(error, USER_ERROR)
     return 0
+
+
+def _told(error: Exception, status: int) -> int:
+    """``status``, after the error is told in one line; its traceback goes to the log."""
+    logger.info("", exc_info=error)
+    rank = os.environ.get("RANK", "0")
+    print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
+    return status
 
 
 def train(config: Any) -> None:
@@ -70,9 +82,11 @@ def train(config: Any) -> None:
 
     Raises:
         ValueError: For a config that turns out not to work.
+        CheckpointError: On every rank, where one cannot write its part of a checkpoint.
     """
     import torch
-    from torchtitan.train import Trainer
+
+    from torchtitan_ext.plugin.trainer import Trainer
 
     trainer = None
     try:

@@ -1,0 +1,129 @@
+"""Checkpoints of a run: what is kept, what is told when one cannot be written."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+import torchtitan.components.checkpoint as titan
+from torch.distributed.checkpoint.api import CheckpointException
+
+_METADATA = (".metadata", "model.safetensors.index.json")
+"""Files that are written last: torchtitan takes a checkpoint for complete that has one of them."""
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written; those that were complete before still are."""
+
+
+class CheckpointManager(titan.CheckpointManager):
+    """torchtitan's manager, with three corrections.
+
+    Only complete checkpoints count for ``keep_latest_k``: what a killed save left behind would
+    otherwise take the place of the one checkpoint that can be loaded. A checkpoint that is written
+    over is incomplete until it is whole again. A failed save is told in one line, on every rank.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._step_under_way = -1
+        self._saved_step = -1
+
+    def save(self, curr_step: int, last_step: bool = False) -> None:
+        """Save where torchtitan would.
+
+        Raises:
+            CheckpointError: On every rank, if a rank could not write its part of this checkpoint
+                or, with an asynchronous mode, of the one before.
+        """
+        if not self._should_save(curr_step, last_step):
+            return
+        self._async_wait()  # of the last checkpoint, whose step an error names
+        self._step_under_way = curr_step
+        if dist.get_rank() == 0:
+            # The coordinator, which hands out the work: nobody writes before.
+            for name in _METADATA:
+                Path(self._create_checkpoint_id(curr_step), name).unlink(missing_ok=True)
+        try:
+            super().save(curr_step, last_step)
+        except (CheckpointException, OSError) as error:
+            raise self._explained(error) from error
+        self._saved_step = curr_step
+
+    def save_and_wait(self, step: int) -> None:
+        """Save everything that a resume needs, unless ``step`` is saved, and wait for the disk.
+
+        Raises:
+            CheckpointError: As for :meth:`save`.
+        """
+        if not self.enable or self.load_only:
+            return
+        if self._saved_step != step:
+            # The last step of a run may save less, in another format.
+            self.last_save_model_only = self.last_save_in_hf = False
+            self.save(step, last_step=True)
+        self.wait()
+
+    def wait(self) -> None:
+        """Wait until the last checkpoint is on disk.
+
+        Raises:
+            CheckpointError: As for :meth:`save`.
+        """
+        if self.enable and not self.load_only:
+            self._async_wait()
+
+    def _async_wait(self) -> None:
+        try:
+            super()._async_wait()
+        except (CheckpointException, OSError) as error:
+            raise self._explained(error) from error
+
+    def _explained(self, error: BaseException) -> CheckpointError:
+        complete = [step for step in self._complete_steps() if step != self._step_under_way]
+        newest = f"step {max(complete)} is the newest complete one" if complete else "there is none"
+        return CheckpointError(
+            f"the checkpoint of step {self._step_under_way} could not be written to {self.folder}: "
+            f"{_reason(error)}; {newest}"
+        )
+
+    def _complete_steps(self) -> list[int]:
+        return [
+            step
+            for step, folder in self._step_folders()
+            if any((folder / name).is_file() for name in _METADATA)
+        ]
+
+    def _step_folders(self) -> Iterator[tuple[int, Path]]:
+        for folder in Path(self.folder).glob("step-*"):
+            if match := re.fullmatch(r"step-(\d+)", folder.name):
+                yield int(match[1]), folder
+
+    def _purge_stale_checkpoints(self) -> None:
+        if not (self.keep_latest_k > 0 and dist.get_rank() == 0):
+            return
+        current = self._step_under_way
+        older = sorted(step for step in self._complete_steps() if step < current)
+        kept = {current, *older[-(self.keep_latest_k - 1) :]}
+        for step, folder in sorted(self._step_folders()):
+            if step < current and step not in kept:
+                self.purge_queue.put(str(folder))
+
+
+def _reason(error: BaseException) -> str:
+    """The failure below all wrappers, and the rank it happened on."""
+    rank = ""
+    if isinstance(error, CheckpointException) and error.failures:
+        number, (found, _) = min(error.failures.items(), key=lambda item: item[0])
+        rank, error = f" (on rank {number})", found
+    while error.__cause__ is not None:
+        error = error.__cause__
+    text = f"{type(error).__name__}: {error}"
+    if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+        text = os.strerror(errno.ENOSPC)
+    return text + rank

@@ -1,0 +1,124 @@
+"""torchtitan's trainer, which saves and leaves when it is told to stop."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+import torchtitan.train as titan
+from torchtitan.distributed import utils as titan_distributed
+
+from torchtitan_ext.plugin.checkpoints import CheckpointManager
+from torchtitan_ext.plugin.metrics import progress
+
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+class StopRequest:
+    """Whether this process was told to stop; it then has a limited time to do so.
+
+    Schedulers announce a preemption by SIGTERM, and torchrun passes it on. A thread notices the
+    signal even where the main thread waits in a collective for a rank that is gone, and ends the
+    process when the time is over.
+
+    Args:
+        grace: Seconds from the signal to the end of the process.
+    """
+
+    def __init__(self, grace: float) -> None:
+        self._is_made = threading.Event()
+        self._grace = grace
+
+    def is_made(self) -> bool:
+        """Whether a signal has come."""
+        return self._is_made.is_set()
+
+    @contextlib.contextmanager
+    def listening(self) -> Iterator[None]:
+        """Take SIGTERM and SIGINT for the request while the context lasts; main thread only."""
+        inbox, outbox = socket.socketpair()
+        outbox.setblocking(False)
+        previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
+        # The interpreter runs handlers between two of its instructions: never, in a collective.
+        # It writes a signal's number here at once.
+        previous_fd = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
+        is_over = threading.Event()
+        thread = threading.Thread(target=self._watch, args=(inbox, is_over), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            signal.set_wakeup_fd(previous_fd)
+            for number, handler in previous.items():
+                signal.signal(number, handler)
+            is_over.set()
+            outbox.close()
+            thread.join()
+            inbox.close()
+
+    def _watch(self, inbox: socket.socket, is_over: threading.Event) -> None:
+        while received := inbox.recv(1):
+            if received[0] in _SIGNALS:
+                self._is_made.set()
+                if not is_over.wait(self._grace):
+                    os._exit(128 + received[0])
+                return
+
+
+class Trainer(titan.Trainer):
+    """torchtitan's trainer, with the project's checkpoints.
+
+    SIGTERM or SIGINT on any rank ends training at the next step, after a checkpoint of it, on all
+    ranks alike. The short timeout of collectives holds from the second step of every start on,
+    where torchtitan waits for step 1 and so never sets it in a resumed run.
+    """
+
+    checkpointer: CheckpointManager
+
+    def __init__(self, job_config: Any) -> None:
+        with mock.patch.object(titan, "CheckpointManager", CheckpointManager):
+            super().__init__(job_config)
+        self._request = StopRequest(grace=float(job_config.comm.init_timeout_seconds))
+        self._stops = False
+        self._has_trained = False
+
+    def train(self) -> None:
+        """Train to the end, or until told to stop."""
+        with self._request.listening():
+            super().train()
+            self.checkpointer.wait()
+            if self._stops and self.step < self.job_config.training.steps:
+                progress.info("stopped at step %d, which is saved", self.step)
+
+    def train_step(self, data_iterator: Any) -> None:
+        """One step; all ranks first agree on whether it is the last one."""
+        self._agree_on_stop()
+        super().train_step(data_iterator)
+        if not self._has_trained and self.step > 1:  # torchtitan does so itself after step 1
+            seconds = self.job_config.comm.train_timeout_seconds
+            titan_distributed.set_pg_timeouts(timedelta(seconds=seconds), self.parallel_dims)
+        self._has_trained = True
+
+    def should_continue_training(self) -> bool:
+        """Whether there is a next step; where training stops before its end, after a save."""
+        is_next: bool = super().should_continue_training()
+        if self._stops and is_next:
+            self.checkpointer.save_and_wait(self.step)
+            return False
+        return is_next
+
+    def _agree_on_stop(self) -> None:
+        # torchtitan reads a sum over all ranks from the device at this very point of each step:
+        # the pipeline of kernels is empty, and one more number costs its latency alone.
+        request = torch.tensor([self._request.is_made()], dtype=torch.int32, device=self.device)
+        dist.all_reduce(request, dist.ReduceOp.MAX)
+        self._stops = bool(request.item())
