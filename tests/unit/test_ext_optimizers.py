@@ -26,7 +26,7 @@ from torchtitan.protocols.train_spec import get_train_spec
 
 from amo_dist import AMOConfig
 from torchtitan_ext import job_config
-from torchtitan_ext.plugin import optimizers, registration
+from torchtitan_ext.plugin import optimizers
 
 CONFIG = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
 AMO_FIELDS = AMOConfig(observe_every=1, observe_until=2, transition_steps=2, ns_dtype="float32")
@@ -66,7 +66,7 @@ def parts(whole: nn.Module) -> list[nn.Module]:
 
 
 def build(model_parts: list[nn.Module], section: Any = None) -> Any:
-    dims = SimpleNamespace(ep_enabled=False, pp_enabled=False)
+    dims = SimpleNamespace(ep_enabled=False, pp_enabled=False, dp_replicate_enabled=False)
     return optimizers.build_optimizers(model_parts, section or config(), dims)
 
 
@@ -214,7 +214,12 @@ def test_the_load_balancing_hook_survives(name: str) -> None:
     torch.manual_seed(0)
     root = nn.Module()
     root.layers = nn.ModuleDict({"0": MoEBlock()})
-    dims = SimpleNamespace(ep_enabled=False, pp_enabled=False, get_optional_mesh=lambda _name: None)
+    dims = SimpleNamespace(
+        ep_enabled=False,
+        pp_enabled=False,
+        dp_replicate_enabled=False,
+        get_optional_mesh=lambda _name: None,
+    )
     container = optimizers.build_optimizers_with_moe_load_balancing([root], config(name), dims)
     train(container, 1)
     # The busier expert becomes less attractive.
@@ -224,5 +229,6 @@ def test_the_load_balancing_hook_survives(name: str) -> None:
 
 def test_specs_keep_the_hook_where_torchtitan_has_it() -> None:
     assert get_train_spec("qwen3").build_optimizers_fn is optimizers.build_optimizers
-    balanced = registration.extended_spec("deepseek_v3", flavors={}).build_optimizers_fn
-    assert balanced is optimizers.build_optimizers_with_moe_load_balancing
+    for name in ("llama4", "deepseek_v3"):
+        balanced = get_train_spec(name).build_optimizers_fn
+        assert balanced is optimizers.build_optimizers_with_moe_load_balancing

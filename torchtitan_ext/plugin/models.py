@@ -108,7 +108,7 @@ _FLAVORS: dict[str, dict[str, Any]] = {"llama3": _LLAMA, "qwen3": _QWEN}
 
 def flavors(name: str) -> dict[str, Any]:
     """The project's flavors of model ``name``, by name; fresh, as torchtitan edits them."""
-    return {flavor: dataclasses.replace(args) for flavor, args in _FLAVORS[name].items()}
+    return {flavor: dataclasses.replace(args) for flavor, args in _FLAVORS.get(name, {}).items()}
 
 
 def _draw(name: str, weight: torch.Tensor, std: float) -> None:
@@ -116,9 +116,10 @@ def _draw(name: str, weight: torch.Tensor, std: float) -> None:
 
     DTensor draws one sequence for a tensor of the world on accelerators alone. On CPU each rank
     would draw the same numbers for its own shard, and a matrix would repeat its rows; so every rank
-    draws the whole and keeps its shard, from a seed of its own for each name.
+    draws the whole and keeps its shard, from a seed of its own for each name. Plain tensors get the
+    same numbers: one process and DDP start from the weights of FSDP2.
     """
-    if not isinstance(weight, DTensor) or weight.device.type != "cpu":
+    if weight.device.type != "cpu":
         nn.init.normal_(weight, mean=0.0, std=std)
         return
     text = f"{torch.initial_seed()} {name}".encode()
@@ -126,8 +127,10 @@ def _draw(name: str, weight: torch.Tensor, std: float) -> None:
     generator = torch.Generator().manual_seed(seed)
     whole = torch.empty(weight.shape, dtype=weight.dtype)
     whole.normal_(0.0, std, generator=generator)
-    shard = distribute_tensor(whole, weight.device_mesh, weight.placements, src_data_rank=None)
-    weight.copy_(shard)
+    if isinstance(weight, DTensor):
+        mesh, placements = weight.device_mesh, weight.placements
+        whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
+    weight.copy_(whole)
 
 
 @functools.cache

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 import torchtitan.components.optimizer as titan
 from torch import nn
 from torch.optim import Optimizer
@@ -20,7 +21,8 @@ from amo_dist.optimizer import AMO, Muon
 from torchtitan_ext import learning_rate
 
 Groups = list[dict[str, Any]]
-Factory = Callable[[Groups, Any], Optimizer]
+Factory = Callable[..., Optimizer]
+"""Called with groups, ``[optimizer]`` and ``process_group``: the ranks that hold replicas."""
 
 
 def _common(config: Any) -> dict[str, Any]:
@@ -32,8 +34,8 @@ def _common(config: Any) -> dict[str, Any]:
     }
 
 
-def _amo(groups: Groups, config: Any) -> Optimizer:
-    return AMO(groups, config=config.amo, **_common(config))
+def _amo(groups: Groups, config: Any, process_group: dist.ProcessGroup | None) -> Optimizer:
+    return AMO(groups, config=config.amo, process_group=process_group, **_common(config))
 
 
 def _muon_config(config: Any) -> MuonConfig:
@@ -41,13 +43,24 @@ def _muon_config(config: Any) -> MuonConfig:
     return MuonConfig(**fields)
 
 
-def _muon(groups: Groups, config: Any) -> Optimizer:
-    schedule = config.muon.schedule
-    return Muon(groups, schedule=schedule, config=_muon_config(config), **_common(config))
+def _muon(groups: Groups, config: Any, process_group: dist.ProcessGroup | None) -> Optimizer:
+    return Muon(
+        groups,
+        schedule=config.muon.schedule,
+        config=_muon_config(config),
+        process_group=process_group,
+        **_common(config),
+    )
 
 
-def _named(groups: Groups, config: Any) -> Optimizer:
-    return make_optimizer(config.name, groups, config=_muon_config(config), **_common(config))
+def _named(groups: Groups, config: Any, process_group: dist.ProcessGroup | None) -> Optimizer:
+    return make_optimizer(
+        config.name,
+        groups,
+        config=_muon_config(config),
+        process_group=process_group,
+        **_common(config),
+    )
 
 
 OPTIMIZERS: dict[str, Factory | None] = {
@@ -101,12 +114,20 @@ class OptimizersContainer(titan.OptimizersContainer):
         model_parts: On their final device, with their final placements.
         factory: Builds the optimizer from parameter groups.
         config: torchtitan's ``[optimizer]`` section.
+        process_group: Ranks over which plain tensors are replicas, as under DDP.
     """
 
-    def __init__(self, model_parts: list[nn.Module], factory: Factory, config: Any) -> None:
+    def __init__(
+        self,
+        model_parts: list[nn.Module],
+        factory: Factory,
+        config: Any,
+        process_group: dist.ProcessGroup | None = None,
+    ) -> None:
         self.model_parts = model_parts
         # A part may lack what a user's expression names: another pipeline stage has it.
-        self.optimizers = [factory(param_groups(model_parts, allow_unused=True), config)]
+        groups = param_groups(model_parts, allow_unused=True)
+        self.optimizers = [factory(groups, config, process_group=process_group)]
         groups = self.optimizer.param_groups
         self._names = _names_by_parameter(model_parts)
         self._post_init([p for group in groups for p in group["params"]], _common(config))
@@ -223,9 +244,18 @@ def build_optimizers(
     if factory is None:
         container = titan.build_optimizers(model_parts, optimizer_config, parallel_dims)
     else:
-        container = OptimizersContainer(model_parts, factory, optimizer_config)
+        replicas = _replicas(parallel_dims)
+        container = OptimizersContainer(model_parts, factory, optimizer_config, replicas)
     _time_steps(container)
     return container
+
+
+def _replicas(parallel_dims: Any) -> dist.ProcessGroup | None:
+    """The group of DDP, whose parameters are plain tensors; FSDP's know their replicas."""
+    if not parallel_dims.dp_replicate_enabled or parallel_dims.fsdp_enabled:
+        return None
+    group: dist.ProcessGroup = parallel_dims.get_mesh("dp_replicate").get_group()
+    return group
 
 
 def _time_steps(container: titan.OptimizersContainer) -> None:

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import torch
+import torchtitan.models.moe.utils as moe_utils
 import torchtitan.models.qwen3.infra.parallelize as qwen3_parallelize
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+from torchtitan.models.moe import moe
 from torchtitan.tools import utils
 
 Parallelize = Callable[..., nn.Module]
@@ -38,6 +42,7 @@ def parallelize(
         model = stock(model, parallel_dims, job_config)
     if on_cpu:
         _force_sum_reduction(model)
+        _dispatch_tokens_on_cpu()
     return model
 
 
@@ -46,6 +51,27 @@ def _force_sum_reduction(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.set_force_sum_reduction_for_comms(True)
+
+
+def _dispatch_tokens_on_cpu() -> None:
+    """Let mixtures of experts sort and count tokens where CUDA's kernels are missing."""
+    if not isinstance(moe_utils.generate_permute_indices, functools.partial):
+        moe_utils.generate_permute_indices = functools.partial(
+            moe_utils.generate_permute_indices, use_cpu=True
+        )
+        moe.torch = _TorchWithHistc("torch")
+
+
+class _TorchWithHistc(types.ModuleType):
+    """``torch`` for one module, with a ``histc`` of integers, which CPUs lack."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)
+
+    @staticmethod
+    def histc(values: torch.Tensor, **bins: Any) -> torch.Tensor:
+        # Exact: numbers of experts, and counts, far below 2^53.
+        return torch.histc(values.double(), **bins).to(values.dtype)
 
 
 class _LocalAttention(nn.Module):
@@ -103,3 +129,31 @@ def _llama4_parallelize() -> Any:
 
     assert qwen3_parallelize.apply_fsdp is module.apply_fsdp
     return module
+
+
+class _ScaleGradient(torch.autograd.Function):
+    """The identity, whose gradient is multiplied by a constant."""
+
+    @staticmethod
+    def forward(ctx: Any, value: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return value.view_as(value)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grads[0] * ctx.factor, None
+
+
+def build_loss(stock: Callable[..., Any], job_config: Any, **kwargs: Any) -> Callable[..., Any]:
+    """A model's loss, whose gradients DDP adds up.
+
+    torchtitan divides the loss by the tokens of all ranks and keeps FSDP2 from dividing again, but
+    not DDP, which takes the mean: gradients would be smaller by the number of replicas, and
+    clipping and AdamW's epsilon would see it.
+    """
+    loss_fn: Callable[..., Any] = stock(job_config, **kwargs)
+    dims = kwargs["parallel_dims"]
+    if not dims.dp_replicate_enabled or dims.fsdp_enabled:
+        return loss_fn
+    scale: Callable[..., torch.Tensor] = _ScaleGradient.apply
+    return lambda *args: scale(loss_fn(*args), float(dims.dp_replicate))

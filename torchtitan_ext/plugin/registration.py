@@ -12,9 +12,9 @@ import torchtitan.protocols.train_spec as titan
 
 from torchtitan_ext.data.loader import build_dataloader
 from torchtitan_ext.data.tokenizers import build_tokenizer
-from torchtitan_ext.plugin import metrics, models, optimizers, parallelize
+from torchtitan_ext.plugin import lr_schedulers, metrics, models, optimizers, parallelize
 
-MODELS = ("llama3", "qwen3")
+MODELS = ("llama3", "qwen3", "llama4", "deepseek_v3")
 """Names under which torchtitan finds the project's specs instead of its own."""
 
 _registered: set[str] = set()
@@ -47,7 +47,11 @@ def extended_spec(name: str, flavors: Mapping[str, Any]) -> titan.TrainSpec:
         model_cls=models.with_init(stock.model_cls),
         model_args={**stock.model_args, **flavors},
         parallelize_fn=functools.partial(parallelize.parallelize, stock.parallelize_fn),
+        build_loss_fn=functools.partial(parallelize.build_loss, stock.build_loss_fn),
         build_optimizers_fn=build_optimizers,
+        build_lr_schedulers_fn=functools.partial(
+            lr_schedulers.build_lr_schedulers, stock.build_lr_schedulers_fn
+        ),
         build_tokenizer_fn=build_tokenizer,
         build_dataloader_fn=build_dataloader,
         build_metrics_processor_fn=metrics.build_metrics_processor,
