@@ -1,0 +1,334 @@
+"""Training runs whose ranks are forked from a process that has imported torchtitan already.
+
+An import costs more than a run of a tiny model: ``python -m tests.integration.titan_ranks`` imports
+once, and then answers one JSON object a line. Ranks meet through a file, without ports.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+
+CONFIG = str(ROOT / "configs" / "debug_llama3.toml")
+OPTIONS = (
+    "--training.seq_len=64",
+    "--training.global_batch_size=4",
+    "--training.local_batch_size=1",
+    "--training.steps=10",
+    "--optimizer.amo.observe_every=2",
+    "--optimizer.amo.observe_until=4",
+    "--optimizer.amo.transition_steps=4",
+    "--metrics.console=brief",
+    "--debug.seed=42",
+)
+"""AMO observes until step 4, and is locked from step 8 on. The file names 8 streams."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One run.
+
+    Attributes:
+        world_size: Number of ranks.
+        arguments: torchtitan's, behind :data:`OPTIONS`.
+        config: The file.
+        die_at: ``[rank, step, point]`` of a SIGKILL: ``step``, ``in_save`` or ``before_metadata``.
+        disk_full_at: Step whose checkpoint finds the disk full on rank 1.
+    """
+
+    world_size: int
+    folder: str
+    arguments: tuple[str, ...] = ()
+    config: str = CONFIG
+    die_at: tuple[int, int, str] | None = None
+    disk_full_at: int | None = None
+
+
+# ------------------------------------------------------------------ in the test
+
+
+class Server:
+    """The process that forks ranks; started at the first run."""
+
+    def __init__(self) -> None:
+        environment = {
+            **os.environ,
+            "OMP_NUM_THREADS": "1",
+            "AMO_DEVICE": "cpu",
+            "PYTHONPATH": str(ROOT),
+            "GLOO_SOCKET_IFNAME": "lo",
+        }
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.integration.titan_ranks"],
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._requests, self._answers = self._process.stdin, self._process.stdout
+
+    def _ask(self, request: dict[str, Any]) -> Any:
+        self._requests.write(json.dumps(request) + "\n")
+        self._requests.flush()
+        return json.loads(self._answers.readline())
+
+    def start(self, job: Job) -> list[int]:
+        """Fork the ranks; returns their processes."""
+        Path(job.folder).mkdir(parents=True, exist_ok=True)
+        return list(self._ask({"start": dataclasses.asdict(job)}))
+
+    def wait(self, processes: list[int], timeout: float = 240.0) -> list[int | None]:
+        """Exit codes, ``-n`` for a signal; ``None`` where a rank had not ended and was killed."""
+        return list(self._ask({"wait": processes, "timeout": timeout}))
+
+    def run(self, job: Job) -> Run:
+        """A whole run, which must end well."""
+        exits = self.wait(self.start(job))
+        run = Run(Path(job.folder), job.world_size)
+        assert exits == [0] * job.world_size, (exits, run.output())
+        return run
+
+    def close(self) -> None:
+        """End the server; its ranks are gone by then."""
+        self._requests.close()
+        self._process.wait(timeout=60)
+        self._answers.close()
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """What a run left in its folder."""
+
+    folder: Path
+    world_size: int
+
+    def output(self) -> str:
+        """The end of what each rank printed."""
+        texts = [path.read_text(errors="replace") for path in sorted(self.folder.glob("rank*.txt"))]
+        return "\n".join(text[-4000:] for text in texts)
+
+    def records(self) -> list[dict[str, Any]]:
+        """``metrics.jsonl``."""
+        return [json.loads(x) for x in (self.folder / "metrics.jsonl").read_text().splitlines()]
+
+    def losses(self) -> dict[int, float]:
+        """By step; JSON keeps every bit."""
+        return {record["step"]: record["loss"] for record in self.records()}
+
+    def traces(self) -> list[list[dict[str, Any]]]:
+        """By rank, what its optimizer did at each step."""
+        paths = [self.folder / f"trace{rank}.jsonl" for rank in range(self.world_size)]
+        return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+
+    def complete(self) -> list[int]:
+        """Steps of the complete checkpoints."""
+        found = self.folder.glob("checkpoint/step-*/.metadata")
+        return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+
+
+@contextlib.contextmanager
+def server() -> Iterator[Server]:
+    """A server for as long as the context lasts."""
+    started = Server()
+    try:
+        yield started
+    finally:
+        started.close()
+
+
+# ------------------------------------------------------------------ in the server
+
+
+def serve() -> None:
+    """Answer requests until the input ends."""
+    import torchtitan_ext
+
+    torchtitan_ext.register()
+    import torchtitan.train  # noqa: F401
+
+    from torchtitan_ext.plugin import trainer  # noqa: F401
+
+    _cut_debug_models()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "start" in request:
+            answer: Any = _fork(Job(**request["start"]))
+        else:
+            answer = _reap(request["wait"], request["timeout"])
+        answers.write(json.dumps(answer) + "\n")
+        answers.flush()
+
+
+def _cut_debug_models() -> None:
+    """torchtitan's debug models with fewer layers and experts, as ``cut``: width is kept."""
+    from torchtitan.protocols.train_spec import get_train_spec
+
+    for name in ("llama3", "qwen3", "llama4", "deepseek_v3"):
+        flavors = get_train_spec(name).model_args
+        flavors["cut"] = dataclasses.replace(flavors["debugmodel"], n_layers=2)
+    flavors = get_train_spec("qwen3").model_args
+    moe = flavors["debugmodel_moe"]
+    few = dataclasses.replace(moe.moe_args, num_experts=8, top_k=2)
+    flavors["cut_moe"] = dataclasses.replace(moe, n_layers=2, moe_args=few, moe_inter_dim=96)
+
+
+_number = 0
+
+
+def _fork(job: Job) -> list[int]:
+    global _number
+    _number += 1
+    store = Path(job.folder, f"store{_number}").absolute()
+    processes = []
+    for rank in range(job.world_size):
+        process = os.fork()
+        if process == 0:
+            status = 70
+            try:
+                status = _rank(job, rank, store)
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                sys.stdout.flush()
+                sys.stderr.flush()
+                os._exit(status)
+        processes.append(process)
+    return processes
+
+
+def _reap(processes: list[int], timeout: float) -> list[int | None]:
+    deadline = time.monotonic() + timeout
+    exits: dict[int, int | None] = {}
+    while len(exits) < len(processes):
+        late = time.monotonic() > deadline
+        for process in processes:
+            if process not in exits:
+                if late:
+                    os.kill(process, signal.SIGKILL)
+                found, status = os.waitpid(process, 0 if late else os.WNOHANG)
+                if found:
+                    exits[process] = None if late else os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    return [exits[process] for process in processes]
+
+
+# ------------------------------------------------------------------ in a rank
+
+
+def _rank(job: Job, rank: int, store: Path) -> int:
+    import torch
+
+    from torchtitan_ext import train
+    from torchtitan_ext.plugin import trainer
+
+    folder = Path(job.folder)
+    output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(output, 1)
+    os.dup2(output, 2)
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group = functools.partial(
+        torch.distributed.init_process_group,
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=job.world_size,
+    )
+    traced = _traced(trainer.Trainer, folder / f"trace{rank}.jsonl", job, rank)
+    setattr(trainer, "Trainer", traced)  # noqa: B010
+    if job.die_at is not None and job.die_at[0] == rank and job.die_at[2] != "step":
+        _die_in_save(job.die_at[1], job.die_at[2])
+    if job.disk_full_at is not None and rank == 1:
+        _fill_disk(job.disk_full_at)
+    options = [f"--job.config_file={job.config}", *OPTIONS, f"--job.dump_folder={folder}"]
+    return train.main([*options, *job.arguments])
+
+
+def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
+    """A trainer that writes down each step of its optimizer."""
+
+    class Traced(trainer_class):  # type: ignore[misc]
+        def __init__(self, config: Any) -> None:
+            super().__init__(config)
+            path.unlink(missing_ok=True)
+            if hasattr(self.optimizers, "optimizer"):
+                self.optimizers.register_step_post_hook(lambda *_: self._trace())
+
+        def _trace(self) -> None:
+            optimizer = self.optimizers.optimizer
+            step = optimizer.num_steps_taken
+            schedules = optimizer.policy.schedules(step)
+            record = {
+                "step": step,
+                "phase": optimizer.phase,
+                "schedules": {name: one.digest() for name, one in schedules.items()},
+                "num_steps": {name: one.num_steps for name, one in schedules.items()},
+                "sent_elements": optimizer.metrics()["exchange/sent_elements"],
+                "lrs": [group["lr"] for group in optimizer.param_groups],
+                "types": sorted(set(optimizer.operator_types)),
+            }
+            with path.open("a") as file:
+                file.write(json.dumps(record) + "\n")
+            if tuple(job.die_at or ()) == (rank, step, "step"):
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    return Traced
+
+
+def _die_in_save(step: int, point: str) -> None:
+    from torch.distributed.checkpoint import filesystem
+
+    method = {"in_save": "write_data", "before_metadata": "finish"}[point]
+    stock = getattr(filesystem.FileSystemWriter, method)
+
+    def die(self: Any, *args: Any) -> Any:
+        if str(self.path).endswith(f"step-{step}"):
+            if point == "in_save":
+                stock(self, *args)
+            os.kill(os.getpid(), signal.SIGKILL)
+        return stock(self, *args)
+
+    setattr(filesystem.FileSystemWriter, method, die)
+
+
+def _fill_disk(step: int) -> None:
+    """Let no file grow while the checkpoint of ``step`` is written: the kernel's own refusal."""
+    from torch.distributed.checkpoint import filesystem
+
+    writer: Any = filesystem.FileSystemWriter
+    stock = writer.write_data
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+    def write(self: Any, *args: Any) -> Any:
+        if not str(self.path).endswith(f"step-{step}"):
+            return stock(self, *args)
+        before = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        try:
+            return stock(self, *args)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+    writer.write_data = write
+
+
+if __name__ == "__main__":
+    serve()
