@@ -71,13 +71,26 @@ class Metrics:
 class Data:
     """``[data]``: tokenizer and streams."""
 
-    tokenizer: Literal["hf", "byte"] = "hf"
-    """``hf`` reads ``model.hf_assets_path``; ``byte`` (one token a byte) is built in code."""
+    tokenizer: Literal["hf", "byte", "tiktoken"] = "hf"
+    """
+    ``hf`` reads ``tokenizer.json``, ``tiktoken`` Llama's ``tokenizer.model`` or Qwen's
+    ``qwen.tiktoken``; ``byte`` (one token a byte) is built in code.
+    """
+
+    tokenizer_path: str = ""
+    """Folder or file of the tokenizer; by default ``model.hf_assets_path``."""
+
+    eos_token: str = ""
+    """
+    The token after each document, such as ``<|endoftext|>``. By default the one that
+    ``tokenizer_config.json`` names (``hf``; for a chat model that is the end of a turn), or that of
+    the family's pre-training (``tiktoken``).
+    """
 
     pattern: str = "**/*.txt"
     """Files taken from ``training.dataset_path`` when that is a folder (``dataset = "text"``)."""
 
-    num_streams: int = 64
+    num_streams: int = 96
     """
     Streams into which the documents are dealt. A multiple of the data-parallel degree; a checkpoint
     holds the position of each, so that the degree may change on resume.
@@ -88,6 +101,44 @@ class Data:
 
     undecodable: Literal["error", "skip"] = "error"
     """What to do with a file that cannot be read or is not UTF-8: stop, or leave it out."""
+
+    # From here on: dataset = "documents", "fineweb_edu", "slimpajama" or "pool".
+
+    bad_rows: Literal["error", "skip"] = "error"
+    """
+    What to do with a row whose text is missing, not text, not UTF-8 or empty: stop and name it, or
+    count it and leave it out.
+    """
+
+    text_field: str = "text"
+    """Field of a row that holds the text."""
+
+    shuffle_buffer: int = 10_000
+    """
+    Documents that each stream reads, shuffles and draws before it reads on. One of them is about
+    five kilobytes of web text, and a rank has ``num_streams`` over its number of ranks of these.
+    """
+
+    order: Literal["uniform", "ascend", "descend"] = "uniform"
+    """
+    Order of ``dataset = "pool"``: shuffled as a whole in each epoch, or by ``score_field`` from the
+    lowest or the highest on.
+    """
+
+    score_field: str = "score"
+    """Field of a row that holds a finite number to order by."""
+
+    hub_config: str = ""
+    """Subset of a dataset on the hub, such as ``sample-100BT``; by default that of the hub."""
+
+    split: str = "train"
+    """Split of a dataset on the hub."""
+
+    revision: str = ""
+    """
+    Commit of a dataset on the hub; by default the latest. A resume refuses another one than that of
+    the checkpoint.
+    """
 
 
 @dataclass

@@ -232,7 +232,13 @@ def test_the_standard_library_is_real_text() -> None:
 def job_config(tmp_path: Path, **data: Any) -> SimpleNamespace:
     for i in range(8):
         (tmp_path / f"{i}.txt").write_text(str(i) * 50)
-    defaults = {"pattern": "*.txt", "num_streams": 4, "seed": 1, "undecodable": "error"}
+    defaults = {
+        "pattern": "*.txt",
+        "num_streams": 4,
+        "seed": 1,
+        "undecodable": "error",
+        "order": "uniform",
+    }
     training = SimpleNamespace(
         dataset="text",
         dataset_path=str(tmp_path),

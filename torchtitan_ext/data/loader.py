@@ -2,22 +2,58 @@
 
 from __future__ import annotations
 
+import functools
+import heapq
 import json
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol
 
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets.text_datasets import build_text_dataloader
 
+from torchtitan_ext.data.buffered import BufferedStream
 from torchtitan_ext.data.documents import Documents, standard_library, text_files
-from torchtitan_ext.data.streams import ShuffledOrder, Stream
+from torchtitan_ext.data.files import Hub, find_files
+from torchtitan_ext.data.packed import PackedSequences, PackedStream
+from torchtitan_ext.data.pool import Pool
+from torchtitan_ext.data.streams import Order, ShuffledOrder, SortedOrder, Stream
+from torchtitan_ext.data.tokenizers import identity
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
-DATASETS = ("text", "stdlib")
+HUB_NAMES = {
+    "fineweb_edu": "HuggingFaceFW/fineweb-edu",
+    "slimpajama": "cerebras/SlimPajama-627B",
+}
+"""Where a dataset comes from unless ``training.dataset_path`` names a folder or another copy."""
+
+DATASETS = ("text", "stdlib", "documents", "pool", "packed", *HUB_NAMES)
 """Values of ``training.dataset`` read here; torchtitan's own loader reads the others."""
+
+
+class AnyStream(Protocol):
+    """What the loader asks of a stream."""
+
+    number: int
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences drawn since the start of training."""
+
+    def __next__(self) -> Sequence[int]:
+        """The next sequence of tokens."""
+
+    def state(self) -> str:
+        """The position."""
+
+    def load_state(self, state: str) -> None:
+        """Go to a position."""
+
+
+Make = Callable[[int], AnyStream]
+"""Makes the stream of a number."""
 
 
 class StreamLoader(BaseDataLoader):
@@ -35,9 +71,10 @@ class StreamLoader(BaseDataLoader):
     """
 
     def __init__(
-        self, streams: Sequence[Stream], batch_size: int, source: Mapping[str, object]
+        self, streams: Sequence[AnyStream], batch_size: int, source: Mapping[str, object]
     ) -> None:
         self._streams = list(streams)
+        self._make_heap()
         self._batch_size = batch_size
         self._source = dict(source)
 
@@ -45,14 +82,22 @@ class StreamLoader(BaseDataLoader):
         """Batches ``({"input": (B, S) int64}, labels (B, S) int64)``, until a stream ends."""
         while True:
             try:
-                rows = [next(self._least_advanced()) for _ in range(self._batch_size)]
+                rows = [self._next_row() for _ in range(self._batch_size)]
             except StopIteration:
                 return
             tokens = torch.tensor(rows, dtype=torch.int64)
             yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
 
-    def _least_advanced(self) -> Stream:
-        return min(self._streams, key=lambda stream: (stream.num_sequences, stream.number))
+    def _next_row(self) -> Sequence[int]:
+        """The next sequence of the least advanced stream."""
+        _, number, stream = self._heap[0]
+        row = next(stream)
+        heapq.heapreplace(self._heap, (stream.num_sequences, number, stream))
+        return row
+
+    def _make_heap(self) -> None:
+        self._heap = [(stream.num_sequences, stream.number, stream) for stream in self._streams]
+        heapq.heapify(self._heap)  # numbers differ, and streams are never compared
 
     def state_dict(self) -> dict[str, Any]:
         """``stream_<i>`` for each stream of this rank, and ``source``: all JSON strings."""
@@ -73,6 +118,7 @@ class StreamLoader(BaseDataLoader):
             raise ValueError(f"dataloader: the checkpoint lacks the positions of streams {missing}")
         for stream in self._streams:
             stream.load_state(state_dict[f"stream_{stream.number}"])
+        self._make_heap()
 
     def _check_source(self, saved: dict[str, object]) -> None:
         names = sorted({*saved, *self._source})
@@ -101,30 +147,22 @@ def build_dataloader(
     if training.dataset not in DATASETS:
         return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
     _validate(training, data, dp_world_size)
-    documents = _documents(training, data)
-    if len(documents) < data.num_streams:
-        raise ValueError(
-            f"data.num_streams: found {data.num_streams}, expected at most the number of "
-            f"documents, {len(documents)}"
-        )
-    order = ShuffledOrder(len(documents), data.seed)
-    streams = [
-        Stream(
-            documents,
-            order,
-            tokenizer,
-            number=number,
-            num_streams=data.num_streams,
-            length=training.seq_len + 1,
-            infinite=infinite,
-        )
-        for number in range(dp_rank, data.num_streams, dp_world_size)
-    ]
-    source = {
-        "documents": documents.digest(),
+    options = {
+        "num_streams": data.num_streams,
+        "length": training.seq_len + 1,
+        "infinite": infinite,
+    }
+    if training.dataset in ("text", "stdlib", "pool"):
+        make, source = _indexed(training, data, tokenizer, options)
+    elif training.dataset == "packed":
+        make, source = _packed(training, data, tokenizer, options)
+    else:
+        make, source = _buffered(training, data, tokenizer, options)
+    streams = [make(number) for number in range(dp_rank, data.num_streams, dp_world_size)]
+    source |= {
         "num_streams": data.num_streams,
         "seed": data.seed,
-        "tokenizer": f"{type(tokenizer).__name__}-{tokenizer.get_vocab_size()}",
+        "tokenizer": identity(tokenizer),
     }
     return StreamLoader(streams, training.local_batch_size, source)
 
@@ -140,13 +178,101 @@ def _validate(training: Any, data: Any, dp_world_size: int) -> None:
             f"training.dataloader.num_workers: found {training.dataloader.num_workers}, expected "
             f"0: dataset {training.dataset!r} is read in the training process"
         )
-    if training.dataset == "text" and not training.dataset_path:
+    if training.dataset not in ("stdlib", *HUB_NAMES) and not training.dataset_path:
         raise ValueError(
-            "training.dataset_path: found none, expected a folder, file or glob for dataset 'text'"
+            "training.dataset_path: found none, expected a folder, file or glob for dataset "
+            f"{training.dataset!r}"
         )
+    if data.order != "uniform" and training.dataset != "pool":
+        raise ValueError(
+            f"data.order: found {data.order!r}, expected 'uniform' for dataset "
+            f"{training.dataset!r}; only 'pool' is ordered by score"
+        )
+
+
+def _indexed(
+    training: Any, data: Any, tokenizer: BaseTokenizer, options: Mapping[str, Any]
+) -> tuple[Make, dict[str, object]]:
+    """Documents in random access, in one order."""
+    documents: Documents
+    source: dict[str, object] = {}
+    if training.dataset == "pool":
+        documents, order = _pool(training, data)
+        source |= {"order": data.order, "text_field": data.text_field}
+        if data.order != "uniform":
+            source["score_field"] = data.score_field
+    else:
+        documents = _documents(training, data)
+        order = ShuffledOrder(len(documents), data.seed)
+    if len(documents) < data.num_streams:
+        raise ValueError(
+            f"data.num_streams: found {data.num_streams}, expected at most the number of "
+            f"documents, {len(documents)}"
+        )
+    source["documents"] = documents.digest()
+    return lambda number: Stream(documents, order, tokenizer, number=number, **options), source
 
 
 def _documents(training: Any, data: Any) -> Documents:
     if training.dataset == "stdlib":
         return standard_library()
     return text_files(training.dataset_path, data.pattern, data.undecodable)
+
+
+def _pool(training: Any, data: Any) -> tuple[Pool, Order]:
+    files = find_files(training.dataset_path, _hub(data))
+    score_field = None if data.order == "uniform" else data.score_field
+    pool = Pool(files, data.text_field, score_field, data.bad_rows)
+    if score_field is None:
+        return pool, ShuffledOrder(len(pool), data.seed)
+    return pool, SortedOrder(pool.scores(), descend=data.order == "descend")
+
+
+def _buffered(
+    training: Any, data: Any, tokenizer: BaseTokenizer, options: Mapping[str, Any]
+) -> tuple[Make, dict[str, object]]:
+    """Documents of any number of files, each stream with a shuffle buffer of its own."""
+    if data.shuffle_buffer < 1:
+        raise ValueError(f"data.shuffle_buffer: found {data.shuffle_buffer}, expected at least 1")
+    files = find_files(training.dataset_path or HUB_NAMES[training.dataset], _hub(data))
+    make = functools.partial(
+        _buffered_stream,
+        files=files,
+        tokenizer=tokenizer,
+        text_field=data.text_field,
+        shuffle_buffer=data.shuffle_buffer,
+        seed=data.seed,
+        bad_rows=data.bad_rows,
+        **options,
+    )
+    source: dict[str, object] = {
+        "documents": files.digest,
+        "shuffle_buffer": data.shuffle_buffer,
+        "text_field": data.text_field,
+    }
+    return make, source
+
+
+def _buffered_stream(number: int, **options: Any) -> BufferedStream:
+    return BufferedStream(number=number, **options)
+
+
+def _hub(data: Any) -> Hub:
+    return Hub(data.hub_config, data.split, data.revision)
+
+
+def _packed(
+    training: Any, data: Any, tokenizer: BaseTokenizer, options: Mapping[str, Any]
+) -> tuple[Make, dict[str, object]]:
+    """Sequences that were tokenized and packed beforehand."""
+    sequences = PackedSequences(training.dataset_path)
+    sequences.check(training.seq_len + 1, identity(tokenizer))
+    if len(sequences) < data.num_streams:
+        raise ValueError(
+            f"data.num_streams: found {data.num_streams}, expected at most the number of "
+            f"sequences, {len(sequences)}"
+        )
+    order = ShuffledOrder(len(sequences), data.seed)
+    num_streams, infinite = options["num_streams"], options["infinite"]
+    source: dict[str, object] = {"documents": sequences.digest()}
+    return lambda number: PackedStream(sequences, order, number, num_streams, infinite), source

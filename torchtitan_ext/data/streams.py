@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
+import abc
+import array
 import dataclasses
+import hashlib
 import json
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_ext.data.documents import Documents
+
+Order = Callable[[int], Sequence[int]]
+"""Document numbers in the order of an epoch."""
+
+
+def permutation(size: int, *seeds: int) -> Sequence[int]:
+    """Numbers ``0 .. size - 1`` in an order that ``seeds`` decide, the same on every machine."""
+    digest = hashlib.sha256(json.dumps(seeds).encode()).digest()
+    return _randperm(size, int.from_bytes(digest[:7], "big"))
+
+
+def _randperm(size: int, seed: int) -> Sequence[int]:
+    generator = torch.Generator().manual_seed(seed)
+    # Eight bytes a number, where a list takes forty: corpora have millions of documents.
+    return array.array("q", torch.randperm(size, generator=generator).numpy().tobytes())
 
 
 class ShuffledOrder:
@@ -23,14 +43,31 @@ class ShuffledOrder:
         self._num_documents = num_documents
         self._seed = seed
         self._epoch = -1
-        self._order: list[int] = []
+        self._order: Sequence[int] = ()
 
-    def __call__(self, epoch: int) -> list[int]:
+    def __call__(self, epoch: int) -> Sequence[int]:
         """Document numbers in the order of ``epoch``; the latest answer is kept."""
         if epoch != self._epoch:
-            generator = torch.Generator().manual_seed(self._seed * 1_000_003 + epoch)
-            self._order = torch.randperm(self._num_documents, generator=generator).tolist()
+            self._order = _randperm(self._num_documents, self._seed * 1_000_003 + epoch)
             self._epoch = epoch
+        return self._order
+
+
+class SortedOrder:
+    """Documents by their score, the same in every epoch; those of one score in corpus order.
+
+    Args:
+        scores: Score of each document.
+        descend: Whether the highest come first.
+    """
+
+    def __init__(self, scores: Sequence[float], descend: bool = False) -> None:
+        sign = -1.0 if descend else 1.0
+        order = sorted(range(len(scores)), key=lambda document: sign * scores[document])
+        self._order = array.array("q", order)
+
+    def __call__(self, epoch: int) -> Sequence[int]:
+        """Document numbers in order, whatever the ``epoch``."""
         return self._order
 
 
@@ -51,15 +88,13 @@ class Position:
     num_sequences: int = 0
 
 
-class Stream:
-    """Sequences of tokens from every ``num_streams``-th document of the shuffled order.
+class PackedDocuments(abc.ABC):
+    """Sequences of tokens from a stream of documents, which a subclass draws.
 
     Each document is followed by the end token, none is preceded by a begin token; documents are
     packed one after another, and what does not fill a sequence at the end of an epoch is dropped.
 
     Args:
-        documents: The corpus.
-        order: Its order in each epoch, shared by the streams of a process.
         tokenizer: Turns text into tokens.
         number: Which stream this is.
         num_streams: How many there are in the world.
@@ -67,10 +102,10 @@ class Stream:
         infinite: Whether to go on after an epoch.
     """
 
+    _position: Position
+
     def __init__(
         self,
-        documents: Documents,
-        order: ShuffledOrder,
         tokenizer: BaseTokenizer,
         *,
         number: int,
@@ -79,13 +114,10 @@ class Stream:
         infinite: bool = True,
     ) -> None:
         self.number = number
-        self._documents = documents
-        self._order = order
         self._tokenizer = tokenizer
         self._num_streams = num_streams
         self._length = length
         self._infinite = infinite
-        self._position = Position()
         self._tokens: list[int] = []  # read and not yet drawn: from _start on
         self._start = 0
 
@@ -93,6 +125,11 @@ class Stream:
     def num_sequences(self) -> int:
         """Sequences drawn since the start of training."""
         return self._position.num_sequences
+
+    @property
+    def epoch(self) -> int:
+        """Passes over the stream's documents that are complete."""
+        return self._position.epoch
 
     def __next__(self) -> list[int]:
         """The next ``length`` tokens.
@@ -112,63 +149,113 @@ class Stream:
 
     def _read(self) -> None:
         """Append the next document, or go on to the next epoch."""
-        mine = self._order(self._position.epoch)[self.number :: self._num_streams]
-        if self._position.index < len(mine):
-            tokens = self._encode(mine[self._position.index])
-            self._position.index += 1
+        tokens = self._next_document()
+        if tokens is not None:
             self._tokens = self._tokens[self._start :] + tokens
             self._start = 0
             return
         if not self._infinite:
             raise StopIteration
-        self._position.epoch += 1
-        self._position.index = 0
+        self._next_epoch()
         # Sequences of one epoch hold no text of another: the end of a corpus is not its start.
         self._tokens, self._start = [], 0
-        self._require_one_sequence()
-
-    def _require_one_sequence(self) -> None:
         if self._position.num_sequences == 0:
             raise ValueError(
                 f"data.num_streams: found {self._num_streams}, and stream {self.number} holds "
                 f"fewer than {self._length} tokens; expected fewer streams or more text"
             )
 
-    def _encode(self, document: int) -> list[int]:
-        text = self._documents.text(document)
-        if text is None:
-            return []
+    @abc.abstractmethod
+    def _next_document(self) -> list[int] | None:
+        """Tokens of the next document, perhaps none; ``None`` at the end of the epoch."""
+
+    def _next_epoch(self) -> None:
+        self._position.epoch += 1
+        self._position.index = 0
+
+    def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_bos=False, add_eos=True))
 
     def state(self) -> str:
         """The position, as JSON."""
         return json.dumps(dataclasses.asdict(self._position))
 
+    @abc.abstractmethod
     def load_state(self, state: str) -> None:
         """Go to a position; the document under way is read again.
 
         Raises:
-            ValueError: If the position cannot be one of this stream.
+            ValueError: If the position cannot be one of this stream; which then stays as it is.
         """
+
+    def _parse(self, cls: type, state: str) -> Any:
         try:
-            position = Position(**json.loads(state))
+            return cls(**json.loads(state))
         except (TypeError, json.JSONDecodeError):
             raise ValueError(
                 f"stream_{self.number}: found {state!r}, expected a position"
             ) from None
+
+    def _leftover(self, position: Position, document: list[int]) -> list[int]:
+        """The tokens yet to come of ``document``, the last one read."""
+        if position.leftover > len(document):
+            raise ValueError(
+                f"stream_{self.number}: found {position.leftover} tokens left over of a "
+                f"document of {len(document)}; the corpus has changed"
+            )
+        return document[len(document) - position.leftover :]
+
+    def _check_index(self, position: Position, num_documents: int) -> None:
+        lowest = 1 if position.leftover else 0
+        if not lowest <= position.index <= num_documents:
+            raise ValueError(
+                f"stream_{self.number}: found index {position.index}, "
+                f"expected {lowest} to {num_documents}, its number of documents"
+            )
+
+
+class Stream(PackedDocuments):
+    """Sequences from every ``num_streams``-th document of an order.
+
+    Args:
+        documents: The corpus.
+        order: Its order in each epoch, shared by the streams of a process.
+        tokenizer: See :class:`PackedDocuments`, as for ``options``.
+        options: ``number``, ``num_streams``, ``length``, ``infinite``.
+    """
+
+    def __init__(
+        self, documents: Documents, order: Order, tokenizer: BaseTokenizer, **options: Any
+    ) -> None:
+        super().__init__(tokenizer, **options)
+        self._documents = documents
+        self._order = order
+        self._position = Position()
+
+    def _num_mine(self) -> int:
+        return len(range(self.number, len(self._documents), self._num_streams))
+
+    def _text_tokens(self, epoch: int, index: int) -> list[int]:
+        text = self._documents.text(self._order(epoch)[self.number + index * self._num_streams])
+        return [] if text is None else self._encode(text)
+
+    def _next_document(self) -> list[int] | None:
+        if self._position.index >= self._num_mine():
+            return None
+        tokens = self._text_tokens(self._position.epoch, self._position.index)
+        self._position.index += 1
+        return tokens
+
+    def load_state(self, state: str) -> None:
+        """Go to a position; the document under way is read again.
+
+        Raises:
+            ValueError: If the position cannot be one of this stream; which then stays as it is.
+        """
+        position = self._parse(Position, state)
+        self._check_index(position, self._num_mine())
         tokens: list[int] = []
         if position.leftover:
-            mine = self._order(position.epoch)[self.number :: self._num_streams]
-            if not 0 < position.index <= len(mine):
-                raise ValueError(
-                    f"stream_{self.number}: found index {position.index}, "
-                    f"expected 1 to {len(mine)}, its number of documents"
-                )
-            tokens = self._encode(mine[position.index - 1])
-            if position.leftover > len(tokens):
-                raise ValueError(
-                    f"stream_{self.number}: found {position.leftover} tokens left over of a "
-                    f"document of {len(tokens)}; the corpus has changed"
-                )
-            tokens = tokens[len(tokens) - position.leftover :]
+            last = self._text_tokens(position.epoch, position.index - 1)
+            tokens = self._leftover(position, last)
         self._position, self._tokens, self._start = position, tokens, 0

@@ -1,0 +1,110 @@
+"""One fixed pool of documents in random access: all of it shuffled, or ordered by a score.
+
+The good rows of the files are written once to a memory-mapped Arrow file in the cache of
+``datasets`` (``HF_DATASETS_CACHE``), which ranks of one machine share. What decides about the rows
+is part of the name in the cache, so that a changed corpus is converted anew.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torchtitan_ext.data.files import Files
+from torchtitan_ext.data.rows import BadRow, BadRows, Part, read_parts, score_of, text_of
+
+logger = logging.getLogger(__name__)
+
+TEXT, SCORE = "text", "score"
+
+
+class Pool:
+    """Documents by number, with a score each where ``score_field`` is given.
+
+    Args:
+        files: The corpus.
+        text_field: Field of a row that holds the text.
+        score_field: Field that holds the score, a finite number; ``None`` reads none.
+        bad_rows: ``error`` or ``skip``; a row without a score is a bad one.
+
+    Raises:
+        ValueError: For a bad row, or a file that cannot be read.
+    """
+
+    def __init__(
+        self,
+        files: Files,
+        text_field: str = "text",
+        score_field: str | None = None,
+        bad_rows: str = "error",
+    ) -> None:
+        self._digest = files.digest
+        self._table = _table(files, text_field, score_field, bad_rows)
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def digest(self) -> str:
+        """Hexadecimal digest of the files."""
+        return self._digest
+
+    def text(self, index: int) -> str:
+        """The text of document ``index``."""
+        return str(self._table[TEXT][index])
+
+    def scores(self) -> Sequence[float]:
+        """The score of each document; of use with a ``score_field``."""
+        return list(self._table.data.column(SCORE).to_pylist())
+
+
+def _table(files: Files, text_field: str, score_field: str | None, bad_rows: str) -> Any:
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    features = datasets.Features(
+        {TEXT: datasets.Value("large_string"), SCORE: datasets.Value("float64")}
+    )
+    try:
+        return datasets.Dataset.from_generator(
+            generate,
+            features=features,
+            gen_kwargs={
+                # A tuple: a list would be taken for files to be dealt to processes.
+                "urls": files.urls,
+                "digest": files.digest,
+                "text_field": text_field,
+                "score_field": score_field,
+                "bad_rows": bad_rows,
+            },
+        )
+    except DatasetGenerationError as error:
+        cause = error.__cause__
+        raise cause if isinstance(cause, ValueError) else error from None
+
+
+def generate(
+    urls: Sequence[str], digest: str, text_field: str, score_field: str | None, bad_rows: str
+) -> Iterator[dict[str, object]]:
+    """The good rows of files; ``digest`` is here for the cache, which goes by the arguments.
+
+    Raises:
+        ValueError: For a bad row where ``bad_rows`` is ``error``.
+    """
+    del digest
+    bad = BadRows(bad_rows)
+    fields = (text_field,) if score_field is None else (text_field, score_field)
+    parts = [Part(file, 0, 1) for file in range(len(urls))]
+    for _, url, number, values in read_parts(urls, parts, fields, (0, 0)):
+        try:
+            if isinstance(values, BadRow):
+                raise values
+            row: dict[str, object] = {TEXT: text_of(values[0]), SCORE: None}
+            if score_field is not None:
+                row[SCORE] = score_of(values[1])
+        except BadRow as error:
+            bad.add(url, number, str(error))
+        else:
+            yield row
+    if bad.counts:
+        logger.warning("left out bad rows: %s", bad.counts)

@@ -1,0 +1,266 @@
+"""Rows of files: read from any position on, judged one by one, and dealt to streams.
+
+``datasets`` decodes whole batches, and one bad value fails a batch without naming its row. Here
+each row is decoded by itself, so that a bad one can be counted, named and left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import logging
+import math
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import Any
+
+from torchtitan_ext.data.files import format_of
+
+logger = logging.getLogger(__name__)
+
+Wanted = Callable[[int], bool]
+"""Whether a row, counted from 0 in its file, is to be decoded."""
+
+Values = tuple[object, ...]
+"""Values of the fields asked for, ``None`` where one is missing; text may be undecoded bytes."""
+
+
+class BadRow(Exception):
+    """A row without usable text; the message is the reason, one of a few."""
+
+
+def read_rows(
+    url: str, fields: Sequence[str], wanted: Wanted
+) -> Generator[tuple[int, Any], None, None]:
+    """Read a file.
+
+    Args:
+        url: Path, or a URL that ``fsspec`` opens.
+        fields: What to read of each row.
+        wanted: Which rows to decode; what the others cost depends on the format.
+
+    Yields:
+        The number of a wanted row, counted from 0, and its :data:`Values` or a :class:`BadRow`.
+
+    Raises:
+        ValueError: If the file as a whole cannot be read.
+    """
+    import fsspec
+
+    read = {"parquet": _parquet, "arrow": _arrow, "jsonl": _jsonl}[format_of(url) or "jsonl"]
+    try:
+        with fsspec.open(url, "rb", compression="infer") as file:
+            yield from read(file, fields, wanted)
+    except (OSError, EOFError, ValueError) as error:  # pyarrow's errors are among these
+        hint = "; pip install zstandard" if url.endswith(".zst") else ""
+        raise ValueError(f"cannot read {url}: {error}{hint}") from error
+
+
+def _jsonl(file: Any, fields: Sequence[str], wanted: Wanted) -> Iterator[tuple[int, Any]]:
+    for number, line in enumerate(file):
+        if wanted(number):
+            yield number, _parse(line, fields)
+
+
+def _parse(line: bytes, fields: Sequence[str]) -> Values | BadRow:
+    if not line.strip():
+        return BadRow("empty")
+    try:
+        record = json.loads(line.decode("utf-8"))
+    except UnicodeDecodeError:
+        return BadRow("not UTF-8")
+    except (json.JSONDecodeError, RecursionError):
+        return BadRow("not JSON")
+    if not isinstance(record, Mapping):
+        return BadRow("wrong type")
+    return tuple(record.get(name) for name in fields)
+
+
+def _parquet(file: Any, fields: Sequence[str], wanted: Wanted) -> Iterator[tuple[int, Any]]:
+    import pyarrow.parquet as pq
+
+    reader = pq.ParquetFile(file)
+    present = [name for name in fields if name in reader.schema_arrow.names]
+    start = 0
+    for group in range(reader.num_row_groups):
+        stop = start + reader.metadata.row_group(group).num_rows
+        numbers = [number for number in range(start, stop) if wanted(number)]
+        if numbers:  # other row groups are not even fetched
+            table = reader.read_row_group(group, columns=present)
+            yield from _table(table, fields, start, numbers)
+        start = stop
+
+
+def _arrow(file: Any, fields: Sequence[str], wanted: Wanted) -> Iterator[tuple[int, Any]]:
+    import pyarrow as pa
+
+    start = 0
+    for batch in _batches(pa, file):
+        numbers = [number for number in range(start, start + batch.num_rows) if wanted(number)]
+        yield from _table(pa.Table.from_batches([batch]), fields, start, numbers)
+        start += batch.num_rows
+
+
+def _batches(pa: Any, file: Any) -> Iterator[Any]:
+    try:
+        reader = pa.ipc.open_file(file)
+    except pa.ArrowInvalid:  # the streaming format, which `datasets` writes
+        file.seek(0)
+        yield from pa.ipc.open_stream(file)
+        return
+    for index in range(reader.num_record_batches):
+        yield reader.get_batch(index)
+
+
+def _table(
+    table: Any, fields: Sequence[str], start: int, numbers: Sequence[int]
+) -> Iterator[tuple[int, Values]]:
+    columns = [_undecoded(table.column(f)) if f in table.column_names else None for f in fields]
+    for number in numbers:
+        values = [None if column is None else column[number - start].as_py() for column in columns]
+        yield number, tuple(values)
+
+
+def _undecoded(column: Any) -> Any:
+    """Text as bytes: Arrow does not check text, and Python raises for the wrong row or none."""
+    import pyarrow as pa
+
+    # A cast without a copy; neither does it check.
+    if pa.types.is_string(column.type):
+        return column.cast(pa.binary())
+    return column.cast(pa.large_binary()) if pa.types.is_large_string(column.type) else column
+
+
+def text_of(value: object) -> str:
+    """The text of a value.
+
+    Raises:
+        BadRow: ``missing``, ``wrong type``, ``not UTF-8``, or ``empty`` (so is white space alone).
+    """
+    if value is None:
+        raise BadRow("missing")
+    if isinstance(value, bytes):
+        try:
+            value = value.decode("utf-8")
+        except UnicodeDecodeError:
+            raise BadRow("not UTF-8") from None
+    if not isinstance(value, str):
+        raise BadRow("wrong type")
+    if not value or value.isspace():
+        raise BadRow("empty")
+    try:
+        value.encode("utf-8")
+    except UnicodeEncodeError:  # half of a surrogate pair: JSON can escape what UTF-8 cannot hold
+        raise BadRow("not UTF-8") from None
+    return value
+
+
+def score_of(value: object) -> float:
+    """The score of a value.
+
+    Raises:
+        BadRow: ``no score`` unless it is a finite number.
+    """
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise BadRow("no score")
+    return float(value)
+
+
+class BadRows:
+    """What happens to bad rows.
+
+    Args:
+        action: ``error`` or ``skip``.
+
+    Attributes:
+        counts: Rows left out so far, by reason.
+    """
+
+    def __init__(self, action: str) -> None:
+        self._action = action
+        self.counts: dict[str, int] = {}
+
+    def add(self, url: str, number: int, reason: str) -> None:
+        """Count a row, and log the first, second, fourth, eighth ... one.
+
+        Raises:
+            ValueError: With file and row (from 1), where ``action`` is ``error``.
+        """
+        where = f"{url}, row {number + 1}: {reason}"
+        if self._action == "error":
+            raise ValueError(f"{where} (data.bad_rows = 'skip' leaves such rows out)")
+        self.counts[reason] = self.counts.get(reason, 0) + 1
+        total = sum(self.counts.values())
+        if total & (total - 1) == 0:
+            logger.warning("left out %s; %d rows so far", where, total)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a stream reads of a file: rows ``first, first + stride, ...``."""
+
+    file: int
+    first: int
+    stride: int
+
+
+def deal(order: Sequence[int], number: int, num_streams: int) -> list[Part]:
+    """The parts of stream ``number``: over all streams, each row of each file once.
+
+    With at least as many files as streams each file belongs to one stream, and is read once.
+    Otherwise every stream goes through all files and decodes its own rows: as even as can be, at
+    the price of reading the files once for each stream. That is little for a small corpus here,
+    and much for a large one on the hub in few files, which is better tokenized once.
+
+    Args:
+        order: The files' numbers in the order of the epoch.
+        number: Of the stream, from 0.
+        num_streams: How many there are.
+    """
+    if len(order) >= num_streams:
+        return [Part(file, 0, 1) for file in order[number::num_streams]]
+    # Turned from file to file: else the first streams got the odd row of every file.
+    return [Part(file, (number + file) % num_streams, num_streams) for file in order]
+
+
+def read_parts(
+    urls: Sequence[str], parts: Sequence[Part], fields: Sequence[str], start: tuple[int, int]
+) -> Iterator[tuple[tuple[int, int], str, int, Any]]:
+    """Rows of parts, from a position on.
+
+    Args:
+        urls: The files.
+        parts: What to read of them, in order.
+        fields: Fields of each row.
+        start: A part's index in ``parts``, and the first row to read of its file.
+
+    Yields:
+        The position after the row, the file, the row's number, and what :func:`read_rows` yields.
+    """
+    first_part, first_row = start
+    for index in range(first_part, len(parts)):
+        part = parts[index]
+        first = first_row if index == first_part else 0
+
+        def wanted(row: int, part: Part = part, first: int = first) -> bool:
+            return row >= first and row % part.stride == part.first
+
+        url = urls[part.file]
+        # Closed when the reader stops midway, and not when the collector comes around.
+        with contextlib.closing(read_rows(url, fields, wanted)) as rows:
+            for number, values in rows:
+                yield (index, number + 1), url, number, values
+
+
+def texts(
+    rows: Iterator[tuple[tuple[int, int], str, int, Any]], bad: BadRows
+) -> Iterator[tuple[tuple[int, int], str, Values]]:
+    """The good ones of :func:`read_parts`: position after the row, text, further fields."""
+    for position, url, number, values in rows:
+        try:
+            if isinstance(values, BadRow):
+                raise values
+            text = text_of(values[0])
+            yield position, text, values[1:]
+        except BadRow as error:
+            bad.add(url, number, str(error))
