@@ -16,6 +16,7 @@ from torch import Tensor
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike, control_device, max_over, text_mark
+from amo_dist.kernels.elementwise import largest_entries
 from amo_dist.parameters import Entry
 from amo_dist.world import World
 
@@ -184,8 +185,8 @@ class StepGuard:
         if not held:
             return []
         # The largest entry, not the 2-norm: that of finite 1e30 entries is infinite.
-        norms = torch._foreach_norm([grad for _, _, grad in held], ord=float("inf"))
-        largest = torch.stack([norm.to(torch.float64) for norm in norms])
+        found = largest_entries([grad for _, _, grad in held])
+        largest = torch.stack([each.to(torch.float64) for each in found])
         bounds = torch.tensor([bound for _, bound, _ in held], dtype=torch.float64)
         # A comparison with NaN is false.
         bad = ~(largest <= bounds.to(largest.device))

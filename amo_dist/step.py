@@ -16,7 +16,7 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import Piece
 from amo_dist.distributed.plan import Bucket, Part
 from amo_dist.kernels.backends import choose_backend
-from amo_dist.kernels.elementwise import apply_update, nesterov, update_scale
+from amo_dist.kernels.elementwise import apply_update, largest_entry, nesterov, update_scale
 from amo_dist.kernels.geometry import ell
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.parameters import Parameters
@@ -205,7 +205,7 @@ def _drop_nonfinite(update: Tensor) -> Tensor:
 
     A parameter once NaN stays so; the host hears of it only at the next step.
     """
-    largest = torch.linalg.vector_norm(update, ord=float("inf"), dim=(-2, -1), keepdim=True)
+    largest = largest_entry(update)
     bad = ~torch.isfinite(largest)
     update.masked_fill_(bad, 0.0)
     return bad

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.kernels.backends import Backend, choose_backend, iterate
+from amo_dist.kernels.elementwise import largest_entry
 
 Triple = tuple[float, float, float]
 
@@ -121,7 +122,8 @@ def _orthogonalize(
     else:
         # The norm is at least one save for zero matrices: the clamp turns 0 / 0 into 0 / 1.
         norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp(min=1.0)
-        first = unit.div_(norm.mul_(norm_scale).add_(eps)).to(dtype)
+        first = torch.empty_like(unit, dtype=dtype)
+        torch.div(unit, norm.mul_(norm_scale).add_(eps), out=first)  # divides wide, rounds once
     result = iterate(first, coefficients, backend, gram)
     return result.mT.contiguous() if is_tall else result
 
@@ -131,7 +133,7 @@ def _scale_largest_entry_to_one(x: Tensor, dtype: torch.dtype) -> Tensor:
     wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
     # Contiguous before any reduction or product: their bits depend on the strides.
     x = x.to(wide).contiguous()
-    largest = torch.linalg.vector_norm(x, ord=float("inf"), dim=(-2, -1), keepdim=True)
+    largest = largest_entry(x)
     # A true division: the reciprocal of a denormal is infinite.
     unit: Tensor = x / largest.masked_fill(largest == 0, 1.0)
     return unit

@@ -6,7 +6,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from amo_dist.kernels.elementwise import apply_update, nesterov, update_momentum, update_scale
+from amo_dist.kernels.elementwise import (
+    apply_update,
+    largest_entries,
+    largest_entry,
+    nesterov,
+    update_momentum,
+    update_scale,
+)
 
 MOMENTUM = 0.95
 # 0-dim, empty, one entry, around SIMD widths, large enough for several threads' chunks.
@@ -187,3 +194,26 @@ def test_lengths_must_agree() -> None:
         nesterov(two, one, MOMENTUM)
     with pytest.raises(ValueError, match="'scale': 1"):
         apply_update(two, two, lr=1.0, weight_decay=0.0, scale=[1.0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (2, 4, 7), (1, 3, 2, 6)])
+def test_largest_entry_is_the_infinity_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    for signed in (x, -x, x.abs(), -x.abs()):
+        expected = torch.linalg.vector_norm(signed, ord=math.inf, dim=(-2, -1), keepdim=True)
+        assert torch.equal(largest_entry(signed), expected)
+        (found,) = largest_entries([signed])
+        assert found.item() == expected.max().item()
+        assert found.dtype in (torch.float32, torch.float64)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_largest_entry_shows_what_is_not_finite(bad: float) -> None:
+    x = torch.ones(2, 3, 4)
+    x[1, 2, 3] = bad
+    assert torch.isfinite(largest_entry(x)).flatten().tolist() == [True, False]
+    assert not torch.isfinite(largest_entry(x[1]))
+    found = largest_entries([x, torch.ones(3), torch.tensor(2.0)])
+    assert [torch.isfinite(each).item() for each in found] == [False, True, True]
+    assert largest_entries([]) == []
