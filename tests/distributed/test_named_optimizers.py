@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist import AMO, AMOConfig, MuonConfig, param_groups
@@ -41,7 +42,10 @@ def train(
 ) -> dict[str, Tensor]:
     model = models.make_model(layout, SHAPES)
     groups = param_groups(model)
-    optimizer = make_optimizer(name, groups, LR, WEIGHT_DECAY, config=config(name))
+    replicas = dist.group.WORLD if layout == "plain" and world_size > 1 else None
+    optimizer = make_optimizer(
+        name, groups, LR, WEIGHT_DECAY, config=config(name), process_group=replicas
+    )
     for step in range(1, steps + 1):
         models.set_gradients(model, SEED, step)
         optimizer.step()
@@ -84,7 +88,8 @@ def test_one_process_and_shards_equal_the_twin(run_on: Ranks, name: str) -> None
 
 
 @pytest.mark.parametrize(
-    ("layout", "ranks"), [("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 3)]
+    ("layout", "ranks"),
+    [("plain", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 3)],
 )
 def test_sharded_adamuon_equals_the_whole_bit_for_bit(
     run_on: Ranks, layout: str, ranks: int

@@ -29,7 +29,7 @@ def parse(*args: str) -> Any:
 
 
 def build(config: Any, root: nn.Module) -> Any:
-    dims = SimpleNamespace(ep_enabled=False, pp_enabled=False)
+    dims = SimpleNamespace(ep_enabled=False, pp_enabled=False, dp_replicate_enabled=False)
     return optimizers.build_optimizers([root], config.optimizer, dims)
 
 
