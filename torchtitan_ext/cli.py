@@ -16,6 +16,7 @@ from torchtitan_ext.tools import (
     preflight,
     quickstart,
     static_schedule,
+    tokenize,
 )
 
 
@@ -34,7 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     quickstart.add_command(subparsers)
-    for tool in (compare, evaluate, experiments, export, preflight, static_schedule):
+    for tool in (compare, evaluate, experiments, export, preflight, static_schedule, tokenize):
         tool.add_command(subparsers)
     amo_dist.cli.add_commands(subparsers)
     return parser

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import json
 import logging
 import math
@@ -45,8 +46,7 @@ def read_rows(
     Raises:
         ValueError: If the file as a whole cannot be read.
     """
-    import fsspec
-
+    fsspec: Any = importlib.import_module("fsspec")  # these have no types
     read = {"parquet": _parquet, "arrow": _arrow, "jsonl": _jsonl}[format_of(url) or "jsonl"]
     try:
         with fsspec.open(url, "rb", compression="infer") as file:
@@ -77,8 +77,7 @@ def _parse(line: bytes, fields: Sequence[str]) -> Values | BadRow:
 
 
 def _parquet(file: Any, fields: Sequence[str], wanted: Wanted) -> Iterator[tuple[int, Any]]:
-    import pyarrow.parquet as pq
-
+    pq: Any = importlib.import_module("pyarrow.parquet")
     reader = pq.ParquetFile(file)
     present = [name for name in fields if name in reader.schema_arrow.names]
     start = 0
@@ -92,8 +91,7 @@ def _parquet(file: Any, fields: Sequence[str], wanted: Wanted) -> Iterator[tuple
 
 
 def _arrow(file: Any, fields: Sequence[str], wanted: Wanted) -> Iterator[tuple[int, Any]]:
-    import pyarrow as pa
-
+    pa: Any = importlib.import_module("pyarrow")
     start = 0
     for batch in _batches(pa, file):
         numbers = [number for number in range(start, start + batch.num_rows) if wanted(number)]
@@ -123,8 +121,7 @@ def _table(
 
 def _undecoded(column: Any) -> Any:
     """Text as bytes: Arrow does not check text, and Python raises for the wrong row or none."""
-    import pyarrow as pa
-
+    pa: Any = importlib.import_module("pyarrow")
     # A cast without a copy; neither does it check.
     if pa.types.is_string(column.type):
         return column.cast(pa.binary())

@@ -192,7 +192,7 @@ def read_ranks(content: bytes, file: Path) -> dict[bytes, int]:
     return ranks
 
 
-class HFTokenizer(HuggingFaceTokenizer):  # type: ignore[misc]
+class HFTokenizer(HuggingFaceTokenizer):
     """A Hugging Face tokenizer as pre-training needs it.
 
     Nothing is added that was not asked for (Llama's ``tokenizer.json`` puts a begin token before
