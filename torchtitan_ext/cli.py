@@ -15,8 +15,10 @@ from torchtitan_ext.tools import (
     export,
     preflight,
     quickstart,
+    report,
     static_schedule,
     tokenize,
+    watch,
 )
 
 
@@ -36,6 +38,8 @@ def build_parser() -> argparse.ArgumentParser:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     quickstart.add_command(subparsers)
     for tool in (compare, evaluate, experiments, export, preflight, static_schedule, tokenize):
+        tool.add_command(subparsers)
+    for tool in (report, watch):
         tool.add_command(subparsers)
     amo_dist.cli.add_commands(subparsers)
     return parser

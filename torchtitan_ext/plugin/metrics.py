@@ -40,6 +40,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._files = RunFiles(folder) if writes else None
         self._num_steps = job_config.training.steps
         self._config = job_config
+        optimizer = job_config.optimizer
+        plans = optimizer.name == "AMO" and not optimizer.amo.observe_only
+        self._lock_step = optimizer.amo.lock_step if plans else None
         self._first_step: int | None = None
         self._logged_step = 0
 
@@ -82,6 +85,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         num_tokens = extra_metrics.get("n_tokens_seen", 0)
         record = {
             "step": step,
+            "training_steps": self._num_steps,
+            "lock_step": self._lock_step,
             "loss": global_avg_loss,
             "max_loss": global_max_loss,
             "grad_norm": grad_norm,

@@ -1,0 +1,238 @@
+"""The report: its figures' numbers, what it says of missing data, and a page that stands alone."""
+
+from __future__ import annotations
+
+import argparse
+import html.parser
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amo_dist.operators import OPERATOR_TYPES
+from torchtitan_ext.tools import report
+from torchtitan_ext.tools.report import data
+
+
+def metric(step: int, **changes: Any) -> dict[str, Any]:
+    return {
+        "step": step,
+        "loss": 5.0 - 0.01 * step,
+        "num_tokens": 100 * step,
+        "tokens_per_second": 50.0,
+        "seconds_per_step": 2.0,
+        "optimizer_seconds_per_step": 0.5,
+        "peak_memory_bytes": 2**20 * step,
+        "geometry_seconds": 0.25,
+        "phase": "observation" if step <= 20 else "locked",
+        "num_steps_by_type": dict.fromkeys(OPERATOR_TYPES, 5),
+        "optimizer": {f"amo/ell/{name}": 1e-3 / step for name in OPERATOR_TYPES}
+        | {"optimizer/observe_seconds": 0.125},
+        **changes,
+    }
+
+
+def geometry(step: int, layer: int, operator_type: str, kappa: float | None) -> dict[str, Any]:
+    return {
+        "step": step,
+        "name": f"layers.{layer}.{operator_type}.weight",
+        "layer": layer,
+        "operator_type": operator_type,
+        "model": "Llama3.1-<test>",
+        "family": "Llama3.1",
+        "shape": [8, 16],
+        "kappa": kappa,
+        "ns_residual": None if kappa is None else math.log10(kappa) / 10,
+    }
+
+
+def geometry_log(num_layers: int = 8) -> list[dict[str, Any]]:
+    """Kappa grows by type; deep layers overtake shallow ones at step 30."""
+    return [
+        geometry(step, layer, name, 10.0 ** (2 + i) * (1 + (layer if step >= 30 else -layer) / 100))
+        for step in (10, 20, 30)
+        for layer in range(num_layers)
+        for i, name in enumerate(OPERATOR_TYPES)
+    ]
+
+
+def write_run(folder: Path, metrics: list[dict[str, Any]], log: list[dict[str, Any]]) -> Path:
+    folder.mkdir()
+    for name, records in (("metrics.jsonl", metrics), ("geometry.jsonl", log)):
+        if records:
+            (folder / name).write_text("".join(json.dumps(r) + "\n" for r in records))
+    return folder
+
+
+# ---------------------------------------------------------------- numbers
+
+
+def test_pearson_needs_something_that_varies() -> None:
+    assert data.pearson([(1.0, 2.0), (2.0, 4.0), (3.0, 6.0)]) == pytest.approx(1.0)
+    assert data.pearson([(1.0, 2.0), (2.0, 4.0)]) is None
+    assert data.pearson([(1.0, 2.0), (1.0, 4.0), (1.0, 6.0)]) is None
+
+
+def test_conditioning_leaves_out_what_is_not_finite_or_in_no_layer() -> None:
+    records = [geometry(1, 0, "attn_q", 100.0), geometry(1, 1, "attn_q", None)]
+    records.append({**geometry(1, 2, "attn_q", 10.0), "layer": None})
+    assert data.conditioning(records) == [(2.0, 0.2, 0)]
+
+
+def test_medians_are_the_mean_of_the_two_middle_values() -> None:
+    records = [
+        geometry(5, layer, "attn_q", kappa) for layer, kappa in enumerate((8.0, 2.0, 4.0, 1.0))
+    ]
+    records.append(geometry(5, 4, "attn_q", None))
+    found = data.medians(records, lambda record: record["operator_type"])
+    assert found == {"attn_q": [(5, 3.0)]}
+
+
+@pytest.mark.parametrize(
+    ("shallow", "deep", "crossing"),
+    [
+        ([3.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], 30),
+        ([3.0, 2.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0], 20),  # they meet
+        ([3.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0], None),
+        ([1.0, 1.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], 40),
+        ([], [], None),
+    ],
+)
+def test_the_first_crossing(shallow: list[float], deep: list[float], crossing: int | None) -> None:
+    steps = (10, 20, 30, 40)
+    pair = [list(zip(steps, values, strict=False)) for values in (shallow, deep)]
+    assert data.first_crossing(*pair) == crossing
+
+
+def test_depth_takes_three_layers_and_never_one_twice() -> None:
+    found = data.shallow_deep(geometry_log(), "attn_q")
+    assert found is not None
+    assert (found.num_layers, found.crossing) == (3, 30)
+    assert found.shallow[0] == (10, pytest.approx(99.0))  # the median of layers 0, 1, 2
+    assert found.deep[0] == (10, pytest.approx(94.0))
+    for num_layers, size in ((5, 2), (2, 1)):
+        few = data.shallow_deep(geometry_log(num_layers), "attn_q")
+        assert few is not None
+        assert few.num_layers == size
+    assert data.shallow_deep(geometry_log(1), "attn_q") is None
+
+
+def test_the_variance_between_types() -> None:
+    by_type = [
+        geometry(1, layer, name, kappa)
+        for layer in (0, 1)
+        for name, kappa in (("attn_q", 10.0), ("attn_k", 1000.0))
+    ]
+    assert data.between_share(by_type, "operator_type") == pytest.approx(1.0)
+    assert data.between_share(by_type, "layer") == pytest.approx(0.0)
+    assert data.between_share([], "layer") is None
+
+
+def test_work_weighs_types_by_their_flops(tmp_path: Path) -> None:
+    small, large = {"shape": [8, 8]}, {"shape": [16, 16]}  # eight times the flops
+    log = [geometry(1, 0, "attn_q", 2.0) | small, geometry(1, 0, "attn_k", 2.0) | large]
+    counts = {"attn_q": 5, "attn_k": 6}
+    metrics = [metric(10, num_steps_by_type={"attn_q": 5, "attn_k": 5})]
+    metrics.append(metric(40, num_steps_by_type=counts))
+    found = data.ns_work(data.load_one(write_run(tmp_path / "run", metrics, log)))
+    assert found is not None
+    assert found.unit == "flops"
+    assert found.ratio == [1.0, pytest.approx((5 + 6 * 8) / (5 * 9))]
+    assert found.mean == pytest.approx((10 * 1.0 + 30 * 53 / 45) / 40)
+
+
+def test_costs_leave_out_the_start(tmp_path: Path) -> None:
+    metrics = [metric(1, seconds_per_step=90.0), metric(2), metric(3, loss=None)]
+    found = data.cost(data.load_one(write_run(tmp_path / "run", metrics, [])))
+    assert found.step_seconds == 2.0
+    assert found.observe_seconds == 0.125
+    assert found.peak_memory == 3 * 2**20
+
+
+# ---------------------------------------------------------------- the page
+
+
+class Page(html.parser.HTMLParser):
+    """Checks that tags nest, and keeps what they name."""
+
+    VOID = ("meta", "img", "br", "link", "hr")
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.ids: list[str] = []
+        self.sources: list[str] = []
+        self.tags: list[str] = []
+        self.text = ""
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        found = dict(attrs)
+        assert len(found) == len(attrs), attrs
+        self.tags.append(tag)
+        self.ids += [found["id"] or ""] if "id" in found else []
+        self.sources += [found[key] or "" for key in ("src", "href") if key in found]
+        assert tag != "img" or found.get("alt")
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, text: str) -> None:
+        self.text += text
+
+
+def make(tmp_path: Path, *runs: Path, **options: Any) -> Page:
+    pytest.importorskip("matplotlib")
+    output = tmp_path / "out" / "report.html"
+    arguments = {"runs": [str(run) for run in runs], "output": str(output), "png": None, **options}
+    assert report.run(argparse.Namespace(**arguments)) == 0
+    page = Page(output.read_text("utf-8"))
+    assert len(set(page.ids)) == len(page.ids)
+    assert "script" not in page.tags
+    assert "link" not in page.tags
+    # It opens offline: nothing but its own anchors and pictures.
+    assert all(source.startswith(("#s", "data:image/")) for source in page.sources)
+    assert {source[1:] for source in page.sources if source[0] == "#"} == set(page.ids)
+    return page
+
+
+@pytest.mark.slow
+def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
+    run = write_run(tmp_path / "a&b", [metric(10), metric(20), metric(30)], geometry_log())
+    page = make(tmp_path, run, png=str(tmp_path / "png"))
+    names = ["ell", "f1", "f2", "f3", "f4", "loss", "schedule", "work"]
+    assert sorted(path.stem for path in (tmp_path / "png").iterdir()) == names
+    assert page.tags.count("img") == len(names)
+    assert "a&b" in page.text
+    assert "Llama3.1-<test>" in page.text  # escaped, or it would be a tag
+    assert "Nothing to show" not in page.text
+    assert "Hardest most often: mlp_down (3 of 3 tracked steps)" in page.text
+
+
+def test_what_is_missing_is_said(tmp_path: Path) -> None:
+    bare = metric(10, phase="", num_steps_by_type={}, optimizer={}, geometry_seconds=None)
+    page = make(tmp_path, write_run(tmp_path / "adamw", [bare], []))
+    assert page.tags.count("img") == 1  # the loss
+    assert page.text.count("Nothing to show") == 7
+    assert "[geometry] enable = true" in page.text
+
+
+def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
+    (tmp_path / "x").mkdir()
+    first = write_run(tmp_path / "run", [metric(10), metric(20)], [])
+    second = write_run(tmp_path / "x" / "run", [metric(10), metric(20)], [])
+    page = make(tmp_path, first, second)
+    assert "x/run" in page.text  # folders of one name are told apart
+    with pytest.raises(ValueError, match="expected each run once"):
+        data.load([first, first])
+
+
+def test_a_folder_without_metrics_is_a_mistake(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"found no metrics\.jsonl"):
+        data.load([tmp_path])

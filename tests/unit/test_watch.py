@@ -1,0 +1,134 @@
+"""What ``amo watch`` shows, on a terminal and elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from torchtitan_ext.tools import watch
+
+TYPES = ("attn_q", "mlp_down")
+
+
+def record(step: int, **changes: Any) -> dict[str, Any]:
+    figures = {f"amo/ell/{name}": 3.25e-4 for name in TYPES}
+    figures |= {f"amo/ell_target/{name}": 5.5e-4 for name in TYPES}
+    return {
+        "step": step,
+        "training_steps": 200,
+        "lock_step": 70,
+        "loss": 6.0 - step / 100,
+        "grad_norm": 1.25,
+        "tokens_per_second": 1000.0,
+        "seconds_per_step": 2.0,
+        "optimizer_seconds_per_step": 0.5,
+        "peak_memory_bytes": 3 * 2**20,
+        "phase": "observation",
+        "num_steps_by_type": {"mlp_down": 4, "attn_q": 6},
+        "optimizer": figures,
+        **changes,
+    }
+
+
+def watched(folder: Path, **options: Any) -> int:
+    defaults = {"run_folder": str(folder), "follow": False, "interval": 0.01}
+    return watch.run(argparse.Namespace(**{**defaults, **options}))
+
+
+def write(folder: Path, *records: dict[str, Any]) -> None:
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+
+
+def test_the_view_says_how_far_and_how_long() -> None:
+    lines = watch.view("a-run", [record(step) for step in (10, 20, 30, 40)])
+    text = "\n".join(lines)
+    assert lines[0] == "a-run  phase: observation"
+    assert "40/200" in text
+    assert "0:05:20 to go" in text  # 160 steps of two seconds
+    assert "40/70" in text
+    assert "0:01:00 to go" in text
+    assert "loss        5.6000" in text
+    assert "optimizer 25.0%" in text
+    assert "3 MiB" in text
+    rows = [line.split() for line in lines[-4:]]
+    assert rows[0] == ["type", "NS", "steps", "ell"]  # no target before there is a plan
+    assert rows[1] == ["attn_q", "6", "3.25e-04"]
+    assert rows[3] == ["total", "10"]
+    assert max(map(len, lines)) <= 80
+
+
+def test_after_the_plan_there_are_targets_and_at_the_lock_no_time_to_go() -> None:
+    text = "\n".join(watch.view("r", [record(70, phase="locked")]))
+    assert "5.50e-04" in text
+    assert "70/70           done" in text
+
+
+def test_a_run_without_schedule_or_horizon() -> None:
+    bare = record(
+        7, training_steps=None, lock_step=None, phase="", num_steps_by_type={}, optimizer={}
+    )
+    text = "\n".join(watch.view("adamw", [bare]))
+    assert "step 7" in text
+    assert "NS steps" not in text
+    assert "phase" not in text
+
+
+def test_values_that_are_not_finite_are_left_out() -> None:
+    broken = record(8, loss=None, grad_norm=None, tokens_per_second=None, seconds_per_step=None)
+    broken["optimizer"]["amo/ell/attn_q"] = None
+    lines = watch.view("r", [broken], width=60)
+    assert any(line.split() == ["attn_q", "6", "-"] for line in lines)
+    assert not any(line.startswith(("loss", "speed")) for line in lines)
+
+
+@pytest.mark.parametrize("records", [[], [record(40)], [record(200)]])
+def test_plain_text_once_where_there_is_no_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], records: list[dict[str, Any]]
+) -> None:
+    write(tmp_path, *records)
+    assert watched(tmp_path) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert out.count(tmp_path.name) == 1
+    assert ("no step is logged yet" in out) == (not records)
+
+
+def test_following_prints_each_new_step_until_the_run_is_complete(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, record(40))
+    coming = iter([[record(40)], [record(40), record(50)], [record(40), record(200)]])
+    monkeypatch.setattr(watch.time, "sleep", lambda _: write(tmp_path, *next(coming)))
+    watched(tmp_path, follow=True)
+    out = capsys.readouterr().out
+    assert [f"{step}/200" in out for step in (40, 50, 200)] == [True] * 3
+    assert out.count(tmp_path.name) == 3  # the view that shows nothing new is left out
+    assert next(coming, None) is None
+
+
+def test_a_terminal_is_refreshed_in_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, record(40))
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(watch.sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(watch.time, "sleep", lambda _: write(tmp_path, record(200)))
+    watched(tmp_path)
+    assert capsys.readouterr().out.count("\x1b[H\x1b[J") == 2
+
+
+def test_mistakes(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="found no folder"):
+        watched(tmp_path / "none")
+    with pytest.raises(ValueError, match="--interval: found 0"):
+        watched(tmp_path, interval=0)
+
+
+def test_the_sparkline_goes_from_low_to_high() -> None:
+    assert watch.sparkline([1.0, 2.0, 3.0], 24) == "▁▅█"
+    assert watch.sparkline([1.0, 1.0], 24) == "▁▁"
+    assert len(watch.sparkline([float(i) for i in range(1000)], 24)) <= 24

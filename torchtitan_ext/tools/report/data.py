@@ -1,0 +1,298 @@
+"""What a report reads of a run: its metrics, its plan and its geometry log."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import statistics
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.types import sort_operator_types
+from torchtitan_ext.plugin.geometry import GEOMETRY_FILE, read_geometry
+from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_metrics
+from torchtitan_ext.tools.runs import RUN_FILE
+
+Records = Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run's files."""
+
+    label: str
+    """Short name, unique in a report."""
+    folder: Path
+    metrics: Records
+    """Of ``metrics.jsonl``, by step."""
+    plan: Plan | None
+    geometry: Records
+    """Of ``geometry.jsonl``, by step; empty where tracking was off."""
+    config: Mapping[str, Any]
+    """The job config, where the run's folder holds one."""
+
+    @property
+    def operator_types(self) -> tuple[str, ...]:
+        """All that the files name, in the declared order."""
+        named = {name for record in self.metrics for name in record["num_steps_by_type"]}
+        return sort_operator_types(named | {record["operator_type"] for record in self.geometry})
+
+    def optimizer_series(self, name: str) -> list[tuple[int, float]]:
+        """``(step, value)`` of one of the optimizer's figures, where it is a number."""
+        found = [(r["step"], r["optimizer"].get(name)) for r in self.metrics]
+        return [(step, value) for step, value in found if value is not None]
+
+    def series(self, name: str) -> list[tuple[int, float]]:
+        """``(step, value)`` of a figure of the run, where it is a number."""
+        found = [(r["step"], r.get(name)) for r in self.metrics]
+        return [(step, value) for step, value in found if value is not None]
+
+    def phases(self) -> list[tuple[str, int, int]]:
+        """``(phase, first, last)`` of the logged steps of each phase, in order."""
+        spans: list[tuple[str, int, int]] = []
+        for record in self.metrics:
+            name, step = record["phase"], record["step"]
+            if spans and spans[-1][0] == name:
+                spans[-1] = (name, spans[-1][1], step)
+            elif name:
+                spans.append((name, step, step))
+        return spans
+
+
+def load(folders: Iterable[str | Path]) -> list[Run]:
+    """Read runs.
+
+    Args:
+        folders: Dump folders.
+
+    Raises:
+        ValueError: A folder holds no metrics, or a file is malformed.
+    """
+    paths = [Path(folder) for folder in folders]
+    labels = [path.resolve().name for path in paths]
+    if len(set(labels)) < len(labels):
+        labels = ["/".join(path.resolve().parts[-2:]) for path in paths]
+    if len(set(labels)) < len(labels):
+        raise ValueError(f"RUN: found {', '.join(labels)}, expected each run once")
+    return [load_one(path, label) for path, label in zip(paths, labels, strict=True)]
+
+
+def load_one(folder: Path, label: str | None = None) -> Run:
+    """Read one run.
+
+    Raises:
+        ValueError: The folder holds no metrics, or a file is malformed.
+    """
+    metrics = read_metrics(folder / METRICS_FILE)
+    if not metrics:
+        raise ValueError(
+            f"{folder}: found no {METRICS_FILE} with a record, expected the dump folder of a run"
+        )
+    plan, config = folder / PLAN_FILE, folder / RUN_FILE
+    return Run(
+        label=label or folder.resolve().name,
+        folder=folder,
+        metrics=metrics,
+        plan=Plan.from_json(plan.read_text()) if plan.exists() else None,
+        geometry=read_geometry(folder / GEOMETRY_FILE),
+        config=json.loads(config.read_text()) if config.exists() else {},
+    )
+
+
+# ---------------------------------------------------------------- statistics
+
+
+def pearson(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Pearson's r; None for fewer than three pairs, or where one side does not vary."""
+    if len(pairs) < 3:
+        return None
+    try:
+        return statistics.correlation([x for x, _ in pairs], [y for _, y in pairs])
+    except statistics.StatisticsError:
+        return None
+
+
+def conditioning(records: Records) -> list[tuple[float, float, int]]:
+    """``(log10 kappa, normalised residual, layer)`` of each matrix and step that has all three."""
+    return [
+        (math.log10(record["kappa"]), record["ns_residual"], record["layer"])
+        for record in records
+        if all(record.get(key) is not None for key in ("kappa", "ns_residual", "layer"))
+    ]
+
+
+def medians(
+    records: Records, key: Callable[[Mapping[str, Any]], Any], name: str = "kappa"
+) -> dict[Any, list[tuple[int, float]]]:
+    """``(step, median)`` of a figure over the records of each step, by a key of theirs."""
+    values: dict[Any, dict[int, list[float]]] = {}
+    for record in records:
+        group = key(record)
+        if record.get(name) is not None and group is not None:
+            values.setdefault(group, {}).setdefault(record["step"], []).append(record[name])
+    return {
+        group: [(step, statistics.median(found)) for step, found in sorted(by_step.items())]
+        for group, by_step in values.items()
+    }
+
+
+def between_share(records: Records, key: str) -> float | None:
+    """Share of the variance of log10 kappa that lies between groups, averaged over steps.
+
+    The squared correlation ratio: 1 where a group's matrices are alike, 0 where groups are.
+
+    Args:
+        records: Of a geometry log.
+        key: ``operator_type`` or ``layer``.
+    """
+    by_step: dict[int, dict[Any, list[float]]] = {}
+    for record in records:
+        if record.get("kappa") is not None and record.get(key) is not None:
+            groups = by_step.setdefault(record["step"], {})
+            groups.setdefault(record[key], []).append(math.log10(record["kappa"]))
+    shares = []
+    for groups in by_step.values():
+        values = [value for group in groups.values() for value in group]
+        mean = statistics.fmean(values)
+        total = sum((value - mean) ** 2 for value in values)
+        if total > 0:
+            between = sum(len(g) * (statistics.fmean(g) - mean) ** 2 for g in groups.values())
+            shares.append(between / total)
+    return statistics.fmean(shares) if shares else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Depth:
+    """Shallow against deep layers of one operator type."""
+
+    num_layers: int
+    """Layers in each of the two groups."""
+    shallow: list[tuple[int, float]]
+    deep: list[tuple[int, float]]
+    crossing: int | None
+    """First logged step at which the order is another than at the first one."""
+
+
+def shallow_deep(records: Records, operator_type: str) -> Depth | None:
+    """The first three layers against the last three; of fewer than six, halves without overlap.
+
+    Returns:
+        None where the type has fewer than two layers in the log.
+    """
+    records = [r for r in records if r["operator_type"] == operator_type]
+    layers = sorted({r["layer"] for r in records if r["layer"] is not None})
+    size = min(3, len(layers) // 2)
+    if size == 0:
+        return None
+    side = dict.fromkeys(layers[:size], "shallow") | dict.fromkeys(layers[-size:], "deep")
+    found = medians(records, lambda r: side.get(r["layer"]))
+    shallow, deep = found.get("shallow", []), found.get("deep", [])
+    return Depth(size, shallow, deep, first_crossing(shallow, deep))
+
+
+def first_crossing(
+    left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]
+) -> int | None:
+    """First common step at which two trajectories meet or stand in another order than at first."""
+    others = dict(right)
+    first = None
+    for step, value in left:
+        if step not in others:
+            continue
+        sign = (value > others[step]) - (value < others[step])
+        if first is None:
+            first = sign
+        elif sign != first:
+            return step
+    return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Work:
+    """Newton-Schulz work relative to the uniform schedule."""
+
+    steps: list[int]
+    ratio: list[float]
+    """At each of the logged steps."""
+    mean: float
+    """Over the run, a logged step standing for those since the one before."""
+    unit: str
+    """``flops``, or ``steps`` where no shapes are known."""
+
+
+def ns_work(run: Run) -> Work | None:
+    """Work of a run's Newton-Schulz steps over that of ``base_steps`` for every type."""
+    records = [record for record in run.metrics if record["num_steps_by_type"]]
+    if not records:
+        return None
+    costs = _costs(run)
+    base = 5 if run.plan is None else run.plan.base_steps
+    ratio, weights, before = [], [], 0
+    for record in records:
+        counts = record["num_steps_by_type"]
+        weight = {name: 1.0 if costs is None else costs.get(name, 0.0) for name in counts}
+        work = sum(counts[name] * weight[name] for name in counts)
+        ratio.append(work / (base * sum(weight.values())))
+        weights.append(record["step"] - before)
+        before = record["step"]
+    mean = sum(map(float.__mul__, ratio, map(float, weights))) / sum(weights)
+    return Work([r["step"] for r in records], ratio, mean, "steps" if costs is None else "flops")
+
+
+def _costs(run: Run) -> dict[str, float] | None:
+    """Flops of one Newton-Schulz step of all matrices of each type, where shapes are known."""
+    if run.plan is not None and run.plan.costs is not None:
+        return dict(zip(run.plan.operator_types, map(float, run.plan.costs), strict=True))
+    shapes = {r["name"]: (r["operator_type"], r["shape"]) for r in run.geometry if "shape" in r}
+    costs: dict[str, float] = {}
+    for name, (rows, columns) in shapes.values():
+        costs[name] = costs.get(name, 0.0) + ns_step_flops(rows, columns)
+    return costs or None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cost:
+    """Medians over the logged steps, but for the peak; None where nothing was recorded."""
+
+    step_seconds: float | None
+    optimizer_seconds: float | None
+    """Observation and tracking included, in the steps that have them."""
+    tokens_per_second: float | None
+    peak_memory: float | None
+    """Bytes."""
+    observe_seconds: float | None
+    """Of one observation, on the logging rank."""
+    geometry_seconds: float | None
+    """Of one tracked step, on the slowest rank."""
+
+
+def cost(run: Run) -> Cost:
+    """What a run took. The first record is left out where there are more: it pays for start-up."""
+    run = dataclasses.replace(run, metrics=run.metrics[1:] or run.metrics)
+
+    def median(series: list[tuple[int, float]]) -> float | None:
+        values = [value for _, value in series if value > 0]
+        return statistics.median(values) if values else None
+
+    memory = [value for _, value in run.series("peak_memory_bytes")]
+    return Cost(
+        median(run.series("seconds_per_step")),
+        median(run.series("optimizer_seconds_per_step")),
+        median(run.series("tokens_per_second")),
+        max(memory, default=None),
+        median(run.optimizer_series("optimizer/observe_seconds")),
+        median(run.series("geometry_seconds")),
+    )
+
+
+def optimizer_seconds_by_phase(run: Run) -> dict[str, float]:
+    """Median seconds of the optimizer's step in each phase."""
+    values: dict[str, list[float]] = {}
+    for record in run.metrics[1:] or run.metrics:
+        if record["phase"] and record.get("optimizer_seconds_per_step") is not None:
+            values.setdefault(record["phase"], []).append(record["optimizer_seconds_per_step"])
+    return {phase: statistics.median(found) for phase, found in values.items()}

@@ -1,0 +1,324 @@
+"""The figures of a report; each answers None where a run lacks what it shows."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from amo_dist.schedule.types import sort_operator_types
+from torchtitan_ext.tools.report import data, style
+from torchtitan_ext.tools.report.data import Run
+
+KAPPA = r"condition number $\kappa$"
+DEPTH_TYPES = ("attn_q", "mlp_up")
+"""Operator types whose depth the AMO paper compares."""
+
+
+def _new(width: float = 8.0, height: float = 3.6, **options: Any) -> tuple[Any, Any]:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(width, height), layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr, call-arg]
+    return figure, figure.subplots(**options)
+
+
+def _legend_right(figure: Any, axes: Any, columns: int = 1) -> None:
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right center", ncols=columns)
+
+
+def _whole(axes: Any) -> None:
+    """Whole numbers only, on an axis of steps or layers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+
+
+def _shade(axes: Any, run: Run) -> None:
+    """Backgrounds for phases, named on top."""
+    spans = run.phases()
+    before = 0
+    for index, (phase, _, last) in enumerate(spans):
+        axes.axvspan(before, last, color=style.PHASES.get(phase, "#FFFFFF"), zorder=-2, lw=0)
+        if index < len(spans) - 1:
+            axes.axvline(last, color="#777777", lw=0.9, ls=(0, (2, 2)), zorder=1)
+        middle = (before + last) / 2
+        axes.annotate(
+            phase,
+            (middle, 1.0),
+            xycoords=axes.get_xaxis_transform(),
+            xytext=(0, 3),
+            textcoords="offset points",
+            ha="center",
+            va="bottom",
+            fontsize=8.5,
+            color="#555555",
+        )
+        before = last
+
+
+def losses(runs: Sequence[Run]) -> Any:
+    """Training loss of every run."""
+    figure, axes = _new()
+    for index, run in enumerate(runs):
+        steps, values = zip(*run.series("loss"), strict=True)
+        axes.plot(
+            steps,
+            values,
+            color=style.RUN_COLORS[index % len(style.RUN_COLORS)],
+            linestyle=style.RUN_LINES[index // len(style.RUN_COLORS) % len(style.RUN_LINES)],
+            label=run.label,
+        )
+    if len(runs) == 1:
+        _shade(axes, runs[0])
+    else:
+        axes.legend()
+    axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
+    axes.set_xlim(0, max(run.metrics[-1]["step"] for run in runs) * 1.01)
+    _whole(axes)
+    return figure
+
+
+def timeline(run: Run) -> Any:
+    """Newton-Schulz steps of each operator type: a row each, a column for every logged step."""
+    records = [record for record in run.metrics if record["num_steps_by_type"]]
+    if not records:
+        return None
+    types = sort_operator_types(records[-1]["num_steps_by_type"])
+    counts = [[record["num_steps_by_type"][name] for record in records] for name in types]
+    edges = [0, *(record["step"] for record in records)]
+    figure, axes = _new(8.0, 0.38 * len(types) + 1.1)
+    low = min(3, *(min(row) for row in counts))
+    high = max(7, *(max(row) for row in counts))
+    colors = _shades(high - low + 1)
+    from matplotlib.colors import BoundaryNorm
+
+    norm = BoundaryNorm([low - 0.5 + i for i in range(high - low + 2)], colors.N)
+    rows = [i - 0.5 for i in range(len(types) + 1)]
+    mesh = axes.pcolormesh(edges, rows, counts, cmap=colors, norm=norm, lw=0)
+    axes.invert_yaxis()
+    axes.set_yticks(range(len(types)), types)
+    for tick, name in zip(axes.get_yticklabels(), types, strict=True):
+        tick.set_color(style.color(name, types))
+        tick.set_fontweight("bold")
+    axes.grid(False)
+    for row in rows[1:-1]:
+        axes.axhline(row, color="white", lw=2.5)
+    for y, row in enumerate(counts):
+        _write_counts(axes, y, row, edges, (low + high) / 2)
+    _shade(axes, run)
+    for spine in axes.spines.values():
+        spine.set_visible(False)
+    axes.set_xlabel("optimizer step")
+    axes.set_xlim(0, edges[-1])
+    _whole(axes)
+    bar = figure.colorbar(mesh, ax=axes, ticks=range(low, high + 1), pad=0.02, aspect=14)
+    bar.set_label("Newton-Schulz steps")
+    bar.outline.set_visible(False)
+    bar.ax.tick_params(length=0)
+    return figure
+
+
+def _shades(count: int) -> Any:
+    """Light to dark blue: more steps, more ink, in print as well."""
+    from matplotlib.colors import LinearSegmentedColormap
+
+    ends = LinearSegmentedColormap.from_list("steps", ["#E4EEF6", "#6FA8D0", "#0B3C66"])
+    return ends.resampled(count)
+
+
+def _write_counts(axes: Any, y: int, row: Sequence[int], edges: Sequence[int], dark: float) -> None:
+    """The number in the middle of each stretch that is wide enough for it."""
+    start = 0
+    for value, stretch in itertools.groupby(row):
+        stop = start + len(list(stretch))
+        if edges[stop] - edges[start] > 0.035 * edges[-1]:
+            middle = (edges[start] + edges[stop]) / 2
+            tone = "white" if value > dark else "#222222"
+            axes.text(middle, y, str(value), ha="center", va="center", color=tone, fontsize=9)
+        start = stop
+
+
+def ells(run: Run) -> Any:
+    """Observed ``ell`` of each operator type, and the plan's targets."""
+    types = [name for name in run.operator_types if run.optimizer_series(f"amo/ell/{name}")]
+    if not types:
+        return None
+    figure, axes = _new()
+    for name in types:
+        series = run.optimizer_series(f"amo/ell/{name}")
+        # Before the first observation there is only the base value.
+        changes = [b for a, b in itertools.pairwise(series) if b[1] != a[1]] or series[-1:]
+        steps, values = zip(*changes, strict=True)
+        axes.plot(steps, values, **style.line(name, run.operator_types))
+    last = run.metrics[-1]["step"]
+    if run.plan is not None:
+        for name, target in zip(run.plan.operator_types, run.plan.ell_target, strict=True):
+            tone = style.color(name, run.operator_types)
+            axes.plot(
+                [last * 1.02], [target], marker="<", color=tone, clip_on=False, markersize=7, ls=""
+            )
+            axes.axhline(target, color=tone, lw=0.8, ls=":")
+        axes.axhline(run.plan.base_ell, color="#999999", lw=1)
+        axes.annotate(
+            r"$\ell_\mathrm{base}$",
+            (0.97, run.plan.base_ell),
+            xycoords=axes.get_yaxis_transform(),
+            xytext=(0, -3),
+            textcoords="offset points",
+            ha="right",
+            va="top",
+            fontsize=9,
+            color="#666666",
+        )
+    axes.set_yscale("log")
+    axes.set_xlim(0, last * 1.02)
+    axes.set(xlabel="optimizer step", ylabel=r"effective $\ell$ (median of a type)")
+    _shade(axes, run)
+    _whole(axes)
+    _legend_right(figure, axes)
+    return figure
+
+
+def scatter(run: Run) -> Any:
+    """F1: condition number of the input against the residual of the result, by depth."""
+    points = data.conditioning(run.geometry)
+    if len(points) < 3:
+        return None
+    r = data.pearson([(x, y) for x, y, _ in points])
+    figure, axes = _new(6.4, 4.2)
+    layers = sorted({layer for _, _, layer in points})
+    random.Random(0).shuffle(points)  # depth must not decide what covers what
+    found = axes.scatter(
+        [10**x for x, _, _ in points],
+        [y for _, y, _ in points],
+        c=[layer for _, _, layer in points],
+        cmap=style.LAYERS,
+        s=13,
+        alpha=0.75,
+        linewidths=0,
+        rasterized=True,
+    )
+    axes.set_xscale("log")
+    axes.set(
+        xlabel=f"{KAPPA} of momentum",
+        ylabel=r"residual $\|M'M'^{\top}-I\|_F\,/\,\sqrt{\min(m,n)}$",
+    )
+    axes.set_ylim(bottom=0)
+    text = f"Pearson r = {'n/a' if r is None else f'{r:.3f}'}   (n = {len(points):,})"
+    axes.set_title(text)
+    bar = figure.colorbar(found, ax=axes, pad=0.02, ticks=_few(layers, 8))
+    bar.set_label("layer")
+    bar.outline.set_visible(False)
+    bar.solids.set_alpha(1)
+    return figure
+
+
+def type_medians(run: Run) -> Any:
+    """F2: the median condition number of each operator type."""
+    found = data.medians(run.geometry, lambda record: record["operator_type"])
+    if not found:
+        return None
+    figure, axes = _new()
+    for name in sort_operator_types(found):
+        steps, values = zip(*found[name], strict=True)
+        axes.plot(steps, values, **style.line(name, run.operator_types))
+    axes.set_yscale("log")
+    axes.set(xlabel="optimizer step", ylabel=f"median {KAPPA}")
+    axes.set_xlim(0, run.metrics[-1]["step"] * 1.01)
+    _shade(axes, run)
+    _whole(axes)
+    _legend_right(figure, axes)
+    return figure
+
+
+def layer_profiles(run: Run) -> Any:
+    """F3: medians of layers over time, and profiles over depth at a few steps."""
+    found = data.medians(run.geometry, lambda record: record["layer"])
+    if len(found) < 2:
+        return None
+    import matplotlib
+
+    figure, (left, right) = _new(9.0, 3.7, ncols=2, sharey=True)
+    layers = sorted(found)
+    colors = matplotlib.colormaps[style.LAYERS]
+    for layer in _few(layers, 6):
+        steps, values = zip(*found[layer], strict=True)
+        depth = layers.index(layer) / max(len(layers) - 1, 1)
+        left.plot(steps, values, color=colors(depth * 0.92), label=f"layer {layer}")
+    left.set(xlabel="optimizer step", ylabel=f"median {KAPPA}", yscale="log")
+    left.set_xlim(0, run.metrics[-1]["step"] * 1.01)
+    left.set_title("layers over training")
+    left.legend()
+    steps = _few(sorted({step for series in found.values() for step, _ in series}), 5)
+    greys = matplotlib.colormaps["viridis_r"]
+    for index, (step, marker) in enumerate(zip(steps, "osD^v", strict=False)):
+        profile = [
+            (layer, dict(found[layer])[step]) for layer in layers if step in dict(found[layer])
+        ]
+        x, y = zip(*profile, strict=True)
+        tone = greys(0.1 + 0.9 * index / max(len(steps) - 1, 1))
+        right.plot(x, y, color=tone, marker=marker, markersize=4.5, label=f"step {step}")
+    right.set_xlabel("layer")
+    right.set_title("profile over depth")
+    right.legend()
+    _whole(left)
+    _whole(right)
+    return figure
+
+
+def depth(run: Run) -> Any:
+    """F4: shallow against deep layers of two operator types."""
+    found = {name: data.shallow_deep(run.geometry, name) for name in DEPTH_TYPES}
+    shown = {name: one for name, one in found.items() if one is not None and one.shallow}
+    if not shown:
+        return None
+    figure, axes = _new(9.0, 3.6, ncols=len(shown), squeeze=False)
+    for ax, (name, one) in zip(axes[0], shown.items(), strict=True):
+        size = "layer" if one.num_layers == 1 else f"{one.num_layers} layers"
+        for series, label, tone, dashes, marker in (
+            (one.shallow, f"first {size}", style.SHALLOW, "-", "o"),
+            (one.deep, f"last {size}", style.DEEP, (0, (5, 2)), "s"),
+        ):
+            x, y = zip(*series, strict=True)
+            ax.plot(x, y, color=tone, linestyle=dashes, marker=marker, markersize=3.6, label=label)
+        if one.crossing is not None:
+            ax.axvline(one.crossing, color="#444444", lw=1, ls=":")
+        crossing = "n/a" if one.crossing is None else f"step {one.crossing}"
+        ax.set_title(f"{name}    cross = {crossing}")
+        ax.set(xlabel="optimizer step", yscale="log")
+        ax.set_xlim(0, run.metrics[-1]["step"] * 1.01)
+        _whole(ax)
+        ax.legend()
+    axes[0][0].set_ylabel(f"median {KAPPA}")
+    return figure
+
+
+def work(runs: Sequence[Run]) -> Any:
+    """Newton-Schulz work of each run against the uniform schedule."""
+    found = [(run, one) for run in runs if (one := data.ns_work(run)) is not None]
+    if not found:
+        return None
+    figure, axes = _new(8.0, 3.0)
+    for index, (run, one) in enumerate(found):
+        tone = style.RUN_COLORS[index % len(style.RUN_COLORS)]
+        label = f"{run.label}: {one.mean:.3f} on average ({one.unit})"
+        ratio = [one.ratio[0], *one.ratio]
+        axes.plot([0, *one.steps], ratio, color=tone, label=label, drawstyle="steps-pre")
+    axes.axhline(1.0, color="#999999", lw=1.2, ls=(0, (2, 2)), label="uniform schedule")
+    ratios = [value for _, one in found for value in one.ratio]
+    axes.set_ylim(min(0.9, min(ratios) - 0.05), max(1.1, max(ratios) + 0.05))
+    axes.set(xlabel="optimizer step", ylabel="work / uniform work")
+    axes.set_xlim(0, max(run.metrics[-1]["step"] for run in runs) * 1.01)
+    _whole(axes)
+    axes.legend()
+    return figure
+
+
+def _few(values: Sequence[int], count: int) -> list[int]:
+    """At most ``count`` of sorted values, evenly spread, both ends among them."""
+    if len(values) <= count:
+        return list(values)
+    return [values[round(i * (len(values) - 1) / (count - 1))] for i in range(count)]

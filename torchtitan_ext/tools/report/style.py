@@ -1,0 +1,98 @@
+"""How figures look: one colour for each operator type, told apart without colour too."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+from amo_dist.schedule.types import sort_operator_types
+
+# Okabe and Ito's palette, made to be told apart with any colour vision.
+_COLORS = {
+    "attn_q": "#0072B2",
+    "attn_k": "#56B4E9",
+    "attn_v": "#009E73",
+    "attn_o": "#E69F00",
+    "mlp_gate": "#D55E00",
+    "mlp_up": "#CC79A7",
+    "mlp_down": "#333333",
+}
+_OTHERS = ("#8C6D31", "#7F7F7F", "#4B3F72", "#A6761D")
+_MARKERS = {
+    "attn_q": "o",
+    "attn_k": "s",
+    "attn_v": "^",
+    "attn_o": "D",
+    "mlp_gate": "o",
+    "mlp_up": "s",
+    "mlp_down": "^",
+}
+# Lines that lie on one another, as those of gate and up do, show by turns.
+_DASHES = {"mlp_gate": (0, (5, 5)), "mlp_up": (5, (5, 5)), "mlp_down": (0, (1.5, 1))}
+RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
+RUN_LINES = ("-", "--", "-.", ":")
+SHALLOW, DEEP = "#0072B2", "#D55E00"
+PHASES = {
+    "uniform": "#FFFFFF",
+    "observation": "#EAF2F8",
+    "transition": "#FDF1DC",
+    "locked": "#FFFFFF",
+}
+LAYERS = "cividis"
+"""Colour map of depth and of step counts; even in grey."""
+
+_RC: dict[str, Any] = {
+    "figure.dpi": 110,
+    "figure.facecolor": "white",
+    "savefig.facecolor": "white",
+    "font.family": "sans-serif",
+    "font.size": 10,
+    "axes.titlesize": 11,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.labelsize": 10,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.edgecolor": "#555555",
+    "axes.grid": True,
+    "grid.color": "#E3E3E3",
+    "grid.linewidth": 0.7,
+    "axes.axisbelow": True,
+    "lines.linewidth": 1.7,
+    "legend.frameon": False,
+    "legend.fontsize": 9,
+    "svg.fonttype": "path",
+    "svg.hashsalt": "amo",
+}
+
+
+@contextlib.contextmanager
+def applied() -> Iterator[None]:
+    """Figures made within look alike, whatever the user's own settings."""
+    import matplotlib
+
+    with matplotlib.rc_context():
+        matplotlib.rcdefaults()
+        matplotlib.rcParams.update(_RC)
+        yield
+
+
+def color(operator_type: str, operator_types: tuple[str, ...] = ()) -> str:
+    """The colour of an operator type, the same in all figures."""
+    if operator_type in _COLORS:
+        return _COLORS[operator_type]
+    others = [name for name in sort_operator_types(operator_types) if name not in _COLORS]
+    index = others.index(operator_type) if operator_type in others else 0
+    return _OTHERS[index % len(_OTHERS)]
+
+
+def line(operator_type: str, operator_types: tuple[str, ...] = ()) -> dict[str, Any]:
+    """How a line of an operator type is drawn: attention solid, the feed-forward part dashed."""
+    return {
+        "color": color(operator_type, operator_types),
+        "linestyle": _DASHES.get(operator_type, "-"),
+        "marker": _MARKERS.get(operator_type, "x"),
+        "markersize": 3.6,
+        "label": operator_type,
+    }

@@ -1,0 +1,193 @@
+"""``amo watch``: a run's progress in a terminal, from the metrics that it writes."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import shutil
+import statistics
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+from amo_dist.cli import Subparsers
+from amo_dist.schedule.types import sort_operator_types
+from torchtitan_ext.plugin.run_files import METRICS_FILE, read_metrics
+
+Record = Mapping[str, Any]
+
+_CLEAR = "\x1b[H\x1b[J"
+_BLOCKS = " ▁▂▃▄▅▆▇█"
+
+
+def add_command(subparsers: Subparsers) -> None:
+    """Register ``watch``."""
+    parser = subparsers.add_parser(
+        "watch",
+        help="follow a run in a terminal",
+        description="Show phase, progress to the lock, schedules, loss and time to go of a run. On "
+        "a terminal the view is refreshed in place until the run is complete or Ctrl-C; elsewhere "
+        "it is printed once.",
+    )
+    parser.add_argument("run_folder", metavar="RUN", help="dump folder of a run")
+    parser.add_argument(
+        "--follow", action="store_true", help="keep printing where there is no terminal"
+    )
+    parser.add_argument(
+        "--interval", type=float, default=2.0, help="seconds between views (default %(default)s)"
+    )
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Show the run of parsed arguments.
+
+    Raises:
+        ValueError: There is no such folder, a file is malformed, or the interval is not positive.
+    """
+    folder = Path(args.run_folder)
+    if not folder.is_dir():
+        raise ValueError(f"RUN: found no folder {folder}, expected the dump folder of a run")
+    if not args.interval > 0:
+        raise ValueError(f"--interval: found {args.interval!r}, expected seconds > 0")
+    try:
+        _show(folder, sys.stdout, follows=args.follow, interval=args.interval)
+    except KeyboardInterrupt:
+        print()
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return 0
+
+
+def _show(folder: Path, out: TextIO, *, follows: bool, interval: float) -> None:
+    in_place = out.isatty() and os.environ.get("TERM") != "dumb"
+    shown = 0
+    while True:
+        records = read_metrics(folder / METRICS_FILE)
+        step = records[-1]["step"] if records else 0
+        if in_place or step != shown or shown == 0:
+            width = shutil.get_terminal_size().columns if in_place else 80
+            lines = view(folder.resolve().name, records, width=width)
+            out.write((_CLEAR if in_place else "") + "\n".join(lines) + "\n")
+            out.flush()
+        shown = step
+        if is_complete(records) or not (in_place or follows):
+            return
+        time.sleep(interval)
+
+
+def is_complete(records: Sequence[Record]) -> bool:
+    """Whether the last step of the run is logged."""
+    return bool(records) and records[-1]["step"] >= (records[-1].get("training_steps") or math.inf)
+
+
+def view(name: str, records: Sequence[Record], *, width: int = 80) -> list[str]:
+    """The lines to show.
+
+    Args:
+        name: Of the run.
+        records: Of its ``metrics.jsonl``.
+        width: Columns; longer lines are cut.
+    """
+    if not records:
+        return [f"{name}: no step is logged yet"]
+    last = records[-1]
+    lines = [_title(name, last), "", *_progress(records, min(width, 80)), ""]
+    if last.get("loss") is not None:
+        lines.append(_loss_line(records))
+    speed = _recent(records, "tokens_per_second")
+    seconds, optimizer = (_recent(records, k) for k in ("seconds_per_step", _OPTIMIZER_SECONDS))
+    if speed is not None and seconds:
+        share = "" if optimizer is None else f"  optimizer {optimizer / seconds:.1%}"
+        lines.append(f"speed       {speed:,.0f} tokens/s  {seconds * 1e3:,.0f} ms a step{share}")
+    if last.get("peak_memory_bytes"):
+        lines.append(f"memory      {last['peak_memory_bytes'] / 2**20:,.0f} MiB at most")
+    if last["num_steps_by_type"]:
+        lines += ["", *_table(records)]
+    return [line[:width].rstrip() for line in lines]
+
+
+_OPTIMIZER_SECONDS = "optimizer_seconds_per_step"
+
+
+def _title(name: str, last: Record) -> str:
+    phase = f"  phase: {last['phase']}" if last["phase"] else ""
+    skipped = int(last["optimizer"].get("optimizer/steps_skipped") or 0)
+    return f"{name}{phase}{f'  {skipped} steps skipped' if skipped else ''}"
+
+
+def _progress(records: Sequence[Record], width: int) -> list[str]:
+    last = records[-1]
+    step, steps, lock = last["step"], last.get("training_steps"), last.get("lock_step")
+    seconds = _recent(records, "seconds_per_step")
+    lines = []
+    if steps:
+        lines.append(_bar("training", step, steps, seconds, width))
+    else:
+        lines.append(f"training    step {step:,}")
+    if lock:
+        lines.append(_bar("to the lock", step, lock, seconds, width))
+    return lines
+
+
+def _bar(title: str, step: int, steps: int, seconds: float | None, width: int) -> str:
+    step = min(step, steps)
+    if step == steps:
+        eta = "done"
+    else:
+        eta = "" if seconds is None else f"{duration((steps - step) * seconds)} to go"
+    size = max(width - 50, 10)
+    full = size * step // steps
+    count = f"{step:,}/{steps:,}"
+    return f"{title:<12}[{'#' * full}{'.' * (size - full)}] {count:<15} {eta}"
+
+
+def duration(seconds: float) -> str:
+    """``h:mm:ss``."""
+    whole = round(seconds)
+    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+
+
+def _recent(records: Sequence[Record], key: str) -> float | None:
+    """Median of the last ten records: one slow step, such as a checkpoint's, does not count."""
+    values = [v for record in records[-10:] if (v := record.get(key)) is not None]
+    return statistics.median(values) if values else None
+
+
+def _loss_line(records: Sequence[Record]) -> str:
+    values = [record["loss"] for record in records if record.get("loss") is not None]
+    norm = records[-1].get("grad_norm")
+    tail = "" if norm is None else f"  gradient norm {norm:.3g}"
+    return f"loss        {values[-1]:.4f}  {sparkline(values[-400:], 24)}{tail}"
+
+
+def sparkline(values: Sequence[float], width: int) -> str:
+    """A line of blocks, low to high; as many values share a block as are needed."""
+    size = max(math.ceil(len(values) / width), 1)
+    means = [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
+    low, high = min(means), max(means)
+    scale = (len(_BLOCKS) - 2) / (high - low) if high > low else 0.0
+    return "".join(_BLOCKS[1 + round((mean - low) * scale)] for mean in means)
+
+
+def _table(records: Sequence[Record]) -> list[str]:
+    """NS steps of each type; for AMO the latest observed ell, and the target once it is planned."""
+    last = records[-1]
+    figures, counts = last["optimizer"], last["num_steps_by_type"]
+    observes = any(key.startswith("amo/ell/") for key in figures)
+    has_plan = observes and last["phase"] in ("transition", "locked")
+    header = f"{'type':<12}{'NS steps':>9}"
+    if observes:
+        header += f"{'ell':>12}{'target':>12}" if has_plan else f"{'ell':>12}"
+    lines = [header]
+    for name in sort_operator_types(counts):
+        line = f"{name:<12}{counts[name]:>9}"
+        for key in ("ell", "ell_target")[: 1 + has_plan] if observes else ():
+            value = figures.get(f"amo/{key}/{name}")
+            line += f"{'-' if value is None else format(value, '.2e'):>12}"
+        lines.append(line)
+    lines.append(f"{'total':<12}{sum(counts.values()):>9}")
+    return lines
