@@ -16,6 +16,8 @@ import signal
 import subprocess
 import sys
 import time
+import types
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -45,7 +47,8 @@ class Job:
         world_size: Number of ranks.
         arguments: torchtitan's, behind :data:`OPTIONS`.
         config: The file.
-        die_at: ``[rank, step, point]`` of a SIGKILL: ``step``, ``in_save`` or ``before_metadata``.
+        die_at: ``(rank, step, how)``: that rank sends itself the signal ``how`` after the step, or
+            is killed ``in_save`` or ``before_metadata`` of the step's checkpoint.
         disk_full_at: Step whose checkpoint finds the disk full on rank 1.
     """
 
@@ -135,10 +138,44 @@ class Run:
         paths = [self.folder / f"trace{rank}.jsonl" for rank in range(self.world_size)]
         return [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
 
+    def state(self, step: int) -> dict[str, Any]:
+        """Everything in the checkpoint of a step: flat, whole tensors."""
+        import torch
+        from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+        path = self.folder / "whole.pt"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a checkpoint read outside a process group
+            dcp_to_torch_save(str(self.folder / "checkpoint" / f"step-{step}"), str(path))
+        return _flat(torch.load(path, weights_only=False))
+
     def complete(self) -> list[int]:
         """Steps of the complete checkpoints."""
         found = self.folder.glob("checkpoint/step-*/.metadata")
         return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, dict):
+            found.update(_flat(value, f"{prefix}{key}/"))
+        else:
+            found[f"{prefix}{key}"] = value
+    return found
+
+
+def assert_same_end(found: Run, expected: Run, step: int) -> None:
+    """Losses and the last checkpoint are alike to the last bit."""
+    import torch
+
+    assert found.losses() == expected.losses()
+    states = found.state(step), expected.state(step)
+    assert states[0].keys() == states[1].keys()
+    assert any(key.endswith("control") for key in states[0])
+    for key, value in states[1].items():
+        other = states[0][key]
+        assert torch.equal(other, value) if torch.is_tensor(value) else other == value, key
 
 
 @contextlib.contextmanager
@@ -237,24 +274,35 @@ def _reap(processes: list[int], timeout: float) -> list[int | None]:
 def _rank(job: Job, rank: int, store: Path) -> int:
     import torch
 
-    from torchtitan_ext import train
-    from torchtitan_ext.plugin import trainer
-
     folder = Path(job.folder)
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(output, 1)
     os.dup2(output, 2)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(job.world_size))
-    torch.set_num_threads(1)
     torch.distributed.init_process_group = functools.partial(
         torch.distributed.init_process_group,
         init_method=f"file://{store}",
         rank=rank,
         world_size=job.world_size,
     )
+    return _train(job, rank)
+
+
+def _train(job: Job, rank: int) -> int:
+    import torch
+    import torchtitan.train
+
+    from torchtitan_ext import train
+    from torchtitan_ext.plugin import trainer
+
+    torch.set_num_threads(1)
+    # torchtitan's first rank waits two seconds at the end, for stores that live in it.
+    clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)
+    setattr(torchtitan.train, "time", clock)  # noqa: B010
+    folder = Path(job.folder)
     traced = _traced(trainer.Trainer, folder / f"trace{rank}.jsonl", job, rank)
     setattr(trainer, "Trainer", traced)  # noqa: B010
-    if job.die_at is not None and job.die_at[0] == rank and job.die_at[2] != "step":
+    if job.die_at is not None and job.die_at[0] == rank and job.die_at[2] in _SAVE_METHODS:
         _die_in_save(job.die_at[1], job.die_at[2])
     if job.disk_full_at is not None and rank == 1:
         _fill_disk(job.disk_full_at)
@@ -284,19 +332,30 @@ def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
                 "sent_elements": optimizer.metrics()["exchange/sent_elements"],
                 "lrs": [group["lr"] for group in optimizer.param_groups],
                 "types": sorted(set(optimizer.operator_types)),
+                "observations": optimizer.control_state_dict()["policy"].get("observations"),
+                "expert_bias": [
+                    value.abs().max().item()
+                    for part in self.model_parts
+                    for name, value in part.named_buffers()
+                    if name.endswith("expert_bias")
+                ],
             }
             with path.open("a") as file:
                 file.write(json.dumps(record) + "\n")
-            if tuple(job.die_at or ()) == (rank, step, "step"):
-                os.kill(os.getpid(), signal.SIGKILL)
+            who, when, how = job.die_at or (-1, -1, "")
+            if (who, when) == (rank, step) and how not in _SAVE_METHODS:
+                os.kill(os.getpid(), signal.Signals[how])
 
     return Traced
+
+
+_SAVE_METHODS = {"in_save": "write_data", "before_metadata": "finish"}
 
 
 def _die_in_save(step: int, point: str) -> None:
     from torch.distributed.checkpoint import filesystem
 
-    method = {"in_save": "write_data", "before_metadata": "finish"}[point]
+    method = _SAVE_METHODS[point]
     stock = getattr(filesystem.FileSystemWriter, method)
 
     def die(self: Any, *args: Any) -> Any:
@@ -330,5 +389,17 @@ def _fill_disk(step: int) -> None:
     writer.write_data = write
 
 
+def serve_torchrun(path: str) -> int:
+    """One rank under torchrun: reads one job for each restart from a file."""
+    import torchtitan_ext
+
+    torchtitan_ext.register()
+    jobs = json.loads(Path(path).read_text())
+    job = Job(**jobs[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
+    return _train(job, int(os.environ["RANK"]))
+
+
 if __name__ == "__main__":
+    if sys.argv[1:]:
+        sys.exit(serve_torchrun(sys.argv[1]))
     serve()
