@@ -7,12 +7,17 @@ import dataclasses
 import inspect
 import re
 import shlex
+import warnings
 from pathlib import Path
 
 import pytest
 
 from amo_dist.config import AMOConfig, MuonConfig
-from torchtitan_ext.cli import build_parser
+
+with warnings.catch_warnings():
+    # torchtitan compiles a module on import, and a part of torch that this needs is deprecated.
+    warnings.simplefilter("ignore")
+    from torchtitan_ext.cli import build_parser
 
 ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
