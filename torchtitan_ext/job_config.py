@@ -21,6 +21,12 @@ class MuonSection(MuonConfig):
     schedule: str = "kj"
     """Named table of Newton-Schulz coefficients that ``name = "Muon"`` applies to every matrix."""
 
+    schedule_file: str = ""
+    """
+    TOML file with a schedule for each operator type, in place of ``schedule``: from
+    ``amo static-schedule``, or one of ``configs/schedules``.
+    """
+
 
 @dataclass
 class ScalingLaw:

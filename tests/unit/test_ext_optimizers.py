@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -194,7 +195,8 @@ def test_torchft_is_refused() -> None:
 def test_muon_section_mirrors_the_config_of_the_optimizer() -> None:
     names = {field.name for field in dataclasses.fields(job_config.MuonSection)}
     assert names == {field.name for field in dataclasses.fields(optimizers.MuonConfig)} | {
-        "schedule"
+        "schedule",
+        "schedule_file",
     }
 
 
@@ -232,3 +234,33 @@ def test_specs_keep_the_hook_where_torchtitan_has_it() -> None:
     for name in ("llama4", "deepseek_v3"):
         balanced = get_train_spec(name).build_optimizers_fn
         assert balanced is optimizers.build_optimizers_with_moe_load_balancing
+
+
+A2 = str(Path(__file__).parents[2] / "configs" / "schedules" / "a2.toml")
+
+
+def muon(**fields: Any) -> Any:
+    return job_config.MuonSection(**fields)
+
+
+def test_a_schedule_file_sets_the_steps_of_each_type() -> None:
+    section = config("Muon", muon=muon(schedule_file=A2))
+    container = build([model()], section)
+    for group in container.optimizer.param_groups:
+        for param in group["params"]:
+            param.grad = torch.ones_like(param)
+    container.step()
+    assert optimizers.report(container).num_steps_by_type == {"attn_q": 6}
+
+
+@pytest.mark.parametrize(
+    ("name", "fields", "message"),
+    [
+        ("Muon", {"schedule": "pe", "schedule_file": A2}, "both schedule = 'pe' and schedule_file"),
+        ("Muon", {"schedule_file": "none.toml"}, "none.toml"),
+        ("Muon-PE", {"schedule_file": A2}, "names its schedule itself"),
+    ],
+)
+def test_a_schedule_has_one_source(name: str, fields: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        optimizers.validate(config(name, muon=muon(**fields)))

@@ -18,6 +18,8 @@ from amo_dist.config import MuonConfig
 from amo_dist.named import OPTIMIZER_NAMES, make_optimizer
 from amo_dist.operators import clean_name, param_groups
 from amo_dist.optimizer import AMO, Muon
+from amo_dist.schedule.schedule_file import load_schedule_file
+from amo_dist.schedule.types import Schedule
 from torchtitan_ext import learning_rate
 
 Groups = list[dict[str, Any]]
@@ -44,9 +46,12 @@ def _muon_config(config: Any) -> MuonConfig:
 
 
 def _muon(groups: Groups, config: Any, process_group: dist.ProcessGroup | None) -> Optimizer:
+    schedule: str | Mapping[str, Schedule] = config.muon.schedule
+    if config.muon.schedule_file:
+        schedule = load_schedule_file(config.muon.schedule_file)
     return Muon(
         groups,
-        schedule=config.muon.schedule,
+        schedule=schedule,
         config=_muon_config(config),
         process_group=process_group,
         **_common(config),
@@ -90,16 +95,35 @@ def validate(config: Any) -> None:
             f"optimizer.early_step_in_backward: found true, expected false: {config.name} "
             "orthogonalizes whole matrices, after the backward and after clipping"
         )
-    if OPTIMIZERS[config.name] is _named and config.muon.schedule != type(config.muon)().schedule:
-        raise ValueError(
-            f"[optimizer.muon] schedule: found {config.muon.schedule!r}, but optimizer.name = "
-            f"{config.name!r} names its schedule itself; expected optimizer.name = 'Muon' with it"
-        )
+    _check_schedule(config)
     if config.name == "AMO" and config.muon != type(config.muon)():
         # Otherwise `[optimizer.muon] momentum = 0.9` would be ignored without a word.
         raise ValueError(
             "[optimizer.muon]: found values, but optimizer.name = 'AMO' reads [optimizer.amo]"
         )
+
+
+def _check_schedule(config: Any) -> None:
+    """At most one source of the schedule, and that one readable."""
+    default = type(config.muon)().schedule
+    given = {
+        field: getattr(config.muon, field)
+        for field, unset in (("schedule", default), ("schedule_file", ""))
+        if getattr(config.muon, field) != unset
+    }
+    if OPTIMIZERS[config.name] is _named and given:
+        field, found = next(iter(given.items()))
+        raise ValueError(
+            f"[optimizer.muon] {field}: found {found!r}, but optimizer.name = "
+            f"{config.name!r} names its schedule itself; expected optimizer.name = 'Muon' with it"
+        )
+    if len(given) > 1:
+        raise ValueError(
+            f"[optimizer.muon]: found both schedule = {given['schedule']!r} and schedule_file = "
+            f"{given['schedule_file']!r}, expected one"
+        )
+    if config.name == "Muon" and config.muon.schedule_file:
+        load_schedule_file(config.muon.schedule_file)
 
 
 class OptimizersContainer(titan.OptimizersContainer):

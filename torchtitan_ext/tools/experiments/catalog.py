@@ -347,7 +347,9 @@ def _curriculum() -> Experiment:
 def geometry_run(model: str) -> Run:
     """The run of the geometry pilot on a model: Muon-KJ, its matrices measured on the way."""
     every = 5 if model in ("Qwen3-70M", "Llama-3.1-75M") else 10
-    return run_of(model, "Muon-KJ", "geometry", {"geometry.every": every})
+    return run_of(
+        model, "Muon-KJ", "geometry", {"geometry.enable": True, "geometry.interval": every}
+    )
 
 
 def _geometry() -> Experiment:

@@ -77,7 +77,10 @@ class Job:
     def arguments(self) -> list[str]:
         """Options of torchtitan as arguments, without the config file."""
         options = {"job.dump_folder": str(self.folder), **self.options}
-        return [f"--{name}={value}" for name, value in options.items()]
+        # Flags take no value.
+        return [
+            f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
+        ]
 
     def command(self) -> list[str]:
         """What starts the run on one node, from the repository."""
