@@ -217,14 +217,13 @@ class HFTokenizer(HuggingFaceTokenizer):
             super().__init__(str(folder))
         except FileNotFoundError as error:
             raise ValueError(f"data.tokenizer_path: {error}") from None
-        if eos_token:
-            self.eos_token = eos_token
-            self.eos_id = self.tokenizer.token_to_id(eos_token)
-        if self.eos_id is None:
-            raise ValueError(
-                f"data.eos_token: found {eos_token!r}, expected a token of {folder} "
-                "(tokenizer_config.json names none)"
-            )
+        # torchtitan overlooks an end token that is the begin token too.
+        named = eos_token or self._get_token_from_config(self.config or {}, "eos_token")
+        self.eos_token = named
+        eos_id = self.tokenizer.token_to_id(named) if named else None
+        if eos_id is None:
+            raise ValueError(f"data.eos_token: found {named!r}, expected a token of {folder}")
+        self.eos_id: int = eos_id
         self.tokenizer.encode_special_tokens = True
         self.digest = _digest(self.tokenizer.to_str().encode(), self.eos_id)
 

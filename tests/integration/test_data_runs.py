@@ -1,0 +1,106 @@
+"""Training on files of real text: orders, learning rate schedules, and continued pre-training."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration import titan_ranks
+from torchtitan_ext.data.documents import standard_library
+
+pytestmark = pytest.mark.slow
+
+STEPS = 10
+
+SCHEDULERS = {
+    "WS": ("--lr_scheduler.decay_ratio=0.0",),
+    "WSD": ("--lr_scheduler.decay_ratio=0.2", "--lr_scheduler.decay_type=linear"),
+    "cosine": ("--lr_scheduler.decay_type=cosine",),
+    "constant": ("--lr_scheduler.decay_ratio=0.0", "--lr_scheduler.warmup_steps=0"),
+}
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Modules of the standard library as two files of JSON lines, scored by their share of words.
+
+    One row has no text.
+    """
+    folder = tmp_path_factory.mktemp("corpus")
+    library = standard_library()
+    for part in range(2):
+        with (folder / f"{part}.jsonl").open("w") as file:
+            for index in range(part, 160, 2):
+                text = (library.text(index) or "")[:4000]
+                score = sum(c.isalpha() for c in text) / max(1, len(text))
+                file.write(json.dumps({"text": text, "score": score}) + "\n")
+    with (folder / "1.jsonl").open("a") as file:
+        file.write('{"score": 0.5}\n')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[titan_ranks.Server]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
+        with titan_ranks.server() as server:
+            yield server
+
+
+def arguments(corpus: Path, dataset: str, scheduler: str, *more: str) -> tuple[str, ...]:
+    return (
+        f"--training.dataset={dataset}",
+        f"--training.dataset_path={corpus}",
+        f"--training.steps={STEPS}",
+        "--data.bad_rows=skip",
+        "--data.shuffle_buffer=8",
+        *SCHEDULERS[scheduler],
+        *more,
+    )
+
+
+@pytest.mark.parametrize(
+    ("order", "scheduler"), [("ascend", "WSD"), ("descend", "WS"), ("uniform", "constant")]
+)
+def test_curricula_train(
+    order: str, scheduler: str, corpus: Path, ranks: titan_ranks.Server, tmp_path: Path
+) -> None:
+    job = titan_ranks.Job(
+        2, str(tmp_path), arguments(corpus, "pool", scheduler, f"--data.order={order}")
+    )
+    losses = ranks.run(job).losses()
+    assert sorted(losses) == list(range(1, STEPS + 1))
+    assert losses[STEPS] < losses[1] - 0.2  # from ln(320), which says nothing
+
+
+def test_continued_pretraining_starts_from_the_weights_alone(
+    corpus: Path, ranks: titan_ranks.Server, tmp_path: Path
+) -> None:
+    saving = ("--checkpoint.enable", "--checkpoint.interval=5")
+    whole = ("--checkpoint.no-last_save_model_only", *saving)
+    first = titan_ranks.Job(
+        2,
+        str(tmp_path / "first"),
+        arguments(corpus, "pool", "cosine", "--data.order=ascend", *whole),
+    )
+    base = ranks.run(first)
+    load = f"--checkpoint.initial_load_path={base.folder}/checkpoint/step-{STEPS}"
+    second = titan_ranks.Job(
+        2,
+        str(tmp_path / "second"),
+        arguments(
+            corpus, "documents", "cosine", load, "--checkpoint.initial_load_model_only", *whole
+        ),
+    )
+    continued = ranks.run(second)
+    losses = continued.losses()
+    assert sorted(losses) == list(range(1, STEPS + 1))  # momentum, schedule and data start anew
+    assert losses[1] < base.losses()[1] - 0.2  # and the weights do not
+    assert continued.records()[0]["phase"] == "observation"
+    state = continued.state(STEPS)
+    positions = [json.loads(v) for k, v in state.items() if "/stream_" in k]
+    assert len(positions) == 8
+    assert sum(one["num_sequences"] for one in positions) == 4 * STEPS
