@@ -107,7 +107,7 @@ def install(container: Any, config: Any) -> GeometryTracker | None:
     if section is None or not section.enable:
         return None
     validate(config)
-    optimizer = getattr(container, "optimizer", None)
+    optimizer: Any = getattr(container, "optimizer", None)
     if not hasattr(optimizer, "tracker"):
         raise ValueError(
             f"geometry.enable: found true with optimizer.name = {config.optimizer.name!r}, which "

@@ -236,15 +236,17 @@ def _work_parts(runs: Sequence[Run]) -> list[Part]:
         "Work of the Newton-Schulz steps over that of the uniform schedule; in flops where the "
         "shapes are known (a plan or a geometry log), else in steps."
     )
+    by_run = [data.optimizer_seconds_by_phase(one) for one in runs]
+    shown = [name for name in _PHASES if any(name in phases for phases in by_run)]
     rows = []
-    for one in runs:
-        work, phases = data.ns_work(one), data.optimizer_seconds_by_phase(one)
+    for one, phases in zip(runs, by_run, strict=True):
+        work = data.ns_work(one)
         if work is not None:
-            seconds = [_milliseconds(phases.get(name)) for name in _PHASES]
+            seconds = [_milliseconds(phases.get(name)) for name in shown]
             last = f"{work.ratio[-1]:.3f}"
             rows.append([one.label, work.unit, f"{work.mean:.3f}", last, *seconds])
     header = ["run", "unit", "work (mean)", "work (last)"]
-    header += [f"optimizer, {name} (ms)" for name in _PHASES]
+    header += [f"optimizer, {name} (ms)" for name in shown]
     note = (
         "Optimizer time is the median over the logged steps of a phase, observation and tracking "
         "included; observation and uniform run the uniform schedule."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from amo_dist.schedule.types import sort_operator_types
@@ -93,28 +93,34 @@ def timeline(run: Run) -> Any:
     low = min(3, *(min(row) for row in counts))
     high = max(7, *(max(row) for row in counts))
     colors = _shades(high - low + 1)
+    from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm
 
     norm = BoundaryNorm([low - 0.5 + i for i in range(high - low + 2)], colors.N)
-    rows = [i - 0.5 for i in range(len(types) + 1)]
-    mesh = axes.pcolormesh(edges, rows, counts, cmap=colors, norm=norm, lw=0)
-    axes.invert_yaxis()
+    for y, row in enumerate(counts):
+        for value, left, right in _stretches(row, edges):
+            # One bar for a stretch: cells side by side would show seams.
+            axes.barh(y, right - left, left=left, height=0.9, color=colors(norm(value)), lw=0)
+            if right - left > 0.035 * edges[-1]:
+                tone = "white" if value > (low + high) / 2 else "#222222"
+                axes.text(
+                    (left + right) / 2, y, str(value), ha="center", va="center", color=tone, size=9
+                )
+    axes.set_ylim(len(types) - 0.5, -0.5)
     axes.set_yticks(range(len(types)), types)
     for tick, name in zip(axes.get_yticklabels(), types, strict=True):
         tick.set_color(style.color(name, types))
         tick.set_fontweight("bold")
     axes.grid(False)
-    for row in rows[1:-1]:
-        axes.axhline(row, color="white", lw=2.5)
-    for y, row in enumerate(counts):
-        _write_counts(axes, y, row, edges, (low + high) / 2)
     _shade(axes, run)
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_xlabel("optimizer step")
     axes.set_xlim(0, edges[-1])
     _whole(axes)
-    bar = figure.colorbar(mesh, ax=axes, ticks=range(low, high + 1), pad=0.02, aspect=14)
+    bar = figure.colorbar(
+        ScalarMappable(norm, colors), ax=axes, ticks=range(low, high + 1), pad=0.02, aspect=14
+    )
     bar.set_label("Newton-Schulz steps")
     bar.outline.set_visible(False)
     bar.ax.tick_params(length=0)
@@ -129,15 +135,12 @@ def _shades(count: int) -> Any:
     return ends.resampled(count)
 
 
-def _write_counts(axes: Any, y: int, row: Sequence[int], edges: Sequence[int], dark: float) -> None:
-    """The number in the middle of each stretch that is wide enough for it."""
+def _stretches(row: Sequence[int], edges: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """``(value, left, right)`` of each stretch of one value."""
     start = 0
     for value, stretch in itertools.groupby(row):
         stop = start + len(list(stretch))
-        if edges[stop] - edges[start] > 0.035 * edges[-1]:
-            middle = (edges[start] + edges[stop]) / 2
-            tone = "white" if value > dark else "#222222"
-            axes.text(middle, y, str(value), ha="center", va="center", color=tone, fontsize=9)
+        yield value, edges[start], edges[stop]
         start = stop
 
 
@@ -252,14 +255,14 @@ def layer_profiles(run: Run) -> Any:
     left.set_xlim(0, run.metrics[-1]["step"] * 1.01)
     left.set_title("layers over training")
     left.legend()
-    steps = _few(sorted({step for series in found.values() for step, _ in series}), 5)
+    snapshots = _few(sorted({step for series in found.values() for step, _ in series}), 5)
     greys = matplotlib.colormaps["viridis_r"]
-    for index, (step, marker) in enumerate(zip(steps, "osD^v", strict=False)):
+    for index, (step, marker) in enumerate(zip(snapshots, "osD^v", strict=False)):
         profile = [
             (layer, dict(found[layer])[step]) for layer in layers if step in dict(found[layer])
         ]
         x, y = zip(*profile, strict=True)
-        tone = greys(0.1 + 0.9 * index / max(len(steps) - 1, 1))
+        tone = greys(0.1 + 0.9 * index / max(len(snapshots) - 1, 1))
         right.plot(x, y, color=tone, marker=marker, markersize=4.5, label=f"step {step}")
     right.set_xlabel("layer")
     right.set_title("profile over depth")

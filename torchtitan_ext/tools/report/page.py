@@ -20,7 +20,8 @@ h2 { font-size: 1.2rem; margin: 2.5rem 0 .5rem; padding-bottom: .3rem;
   border-bottom: 2px solid #0072B2; }
 h3 { font-size: 1rem; margin: 1.25rem 0 .25rem; }
 .lead { color: #56606e; margin: 0 0 1rem; }
-nav a { color: #0072B2; margin-right: 1rem; text-decoration: none; white-space: nowrap; }
+nav { display: flex; flex-wrap: wrap; gap: .1rem 1rem; }
+nav a { color: #0072B2; text-decoration: none; white-space: nowrap; }
 nav a:hover, nav a:focus { text-decoration: underline; }
 figure { margin: .75rem 0 1.25rem; padding: 1rem; background: #fff; border: 1px solid #dde1e7;
   border-radius: 8px; }
@@ -29,9 +30,10 @@ figcaption { margin-top: .6rem; font-size: .9rem; color: #414b58; }
 .scroll { overflow-x: auto; background: #fff; border: 1px solid #dde1e7; border-radius: 8px; }
 table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums;
   font-size: .92rem; }
-th, td { padding: .45rem .75rem; text-align: right; white-space: nowrap; }
+th, td { padding: .45rem .7rem; text-align: right; }
+td { white-space: nowrap; }
 th:first-child, td:first-child { text-align: left; }
-thead th { background: #eef1f5; font-weight: 600; }
+thead th { background: #eef1f5; font-weight: 600; vertical-align: bottom; }
 tbody tr + tr td { border-top: 1px solid #eceff3; }
 .missing { padding: .7rem 1rem; background: #fff; border: 1px dashed #b8c0cb; border-radius: 8px;
   color: #56606e; font-size: .92rem; }

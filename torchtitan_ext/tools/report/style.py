@@ -42,7 +42,7 @@ PHASES = {
 LAYERS = "cividis"
 """Colour map of depth and of step counts; even in grey."""
 
-_RC: dict[str, Any] = {
+_RC: Any = {
     "figure.dpi": 110,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
@@ -62,6 +62,7 @@ _RC: dict[str, Any] = {
     "lines.linewidth": 1.7,
     "legend.frameon": False,
     "legend.fontsize": 9,
+    "legend.handlelength": 2.6,
     "svg.fonttype": "path",
     "svg.hashsalt": "amo",
 }
