@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import warnings
 from collections import Counter
 from collections.abc import Callable
@@ -184,3 +185,33 @@ def test_half_a_file_costs_no_decoding_of_the_other_half(tmp_path: Path) -> None
     assert list(read_rows(str(path), ("text",), lambda row: row == 3)) == [(3, ("x",))]
     (_, first), *_ = read_rows(str(path), ("text",), lambda row: True)
     assert isinstance(first, BadRow)
+
+
+@pytest.mark.parametrize(("num_failures", "ends_well"), [(5, True), (6, False)])
+def test_a_remote_file_is_opened_again_where_it_broke_off(
+    num_failures: int, ends_well: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from torchtitan_ext.data import rows
+
+    left = num_failures
+    waits: list[float] = []
+
+    def flaky(url: str, fields: Any, wanted: Callable[[int], bool]) -> Any:
+        nonlocal left
+        for number in range(9):
+            if number == 5 and left:
+                left -= 1
+                raise ConnectionError("reset by peer")
+            if wanted(number):
+                yield number, (f"row {number}",)
+
+    monkeypatch.setattr(rows, "read_rows", flaky)
+    monkeypatch.setattr("time.sleep", waits.append)
+    read = read_parts(["hf://a.jsonl"], [Part(0, 1, 2)], ("text",), (0, 0))
+    assert [number for *_, number, _ in itertools.islice(read, 2)] == [1, 3]
+    if ends_well:
+        assert [number for *_, number, _ in read] == [5, 7]
+        assert waits == [2, 4, 8, 16, 32]
+    else:
+        with pytest.raises(ConnectionError, match="reset"):
+            next(read)

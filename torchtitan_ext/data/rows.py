@@ -12,12 +12,16 @@ import importlib
 import json
 import logging
 import math
+import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 from torchtitan_ext.data.files import format_of
 
 logger = logging.getLogger(__name__)
+
+RETRIES = 5
+"""Times that a remote file is opened again before a row comes; after 2, 4, 8 ... seconds."""
 
 Wanted = Callable[[int], bool]
 """Whether a row, counted from 0 in its file, is to be decoded."""
@@ -239,14 +243,35 @@ def read_parts(
         part = parts[index]
         first = first_row if index == first_part else 0
 
-        def wanted(row: int, part: Part = part, first: int = first) -> bool:
-            return row >= first and row % part.stride == part.first
-
         url = urls[part.file]
         # Closed when the reader stops midway, and not when the collector comes around.
-        with contextlib.closing(read_rows(url, fields, wanted)) as rows:
+        with contextlib.closing(_rows_of_part(url, part, fields, first)) as rows:
             for number, values in rows:
                 yield (index, number + 1), url, number, values
+
+
+def _rows_of_part(
+    url: str, part: Part, fields: Sequence[str], first: int
+) -> Generator[tuple[int, Any], None, None]:
+    """Rows of one part, from row ``first`` on; a connection that breaks is opened again."""
+    failures = 0
+    while True:
+
+        def wanted(row: int, first: int = first) -> bool:
+            return row >= first and row % part.stride == part.first
+
+        try:
+            with contextlib.closing(read_rows(url, fields, wanted)) as rows:
+                for number, values in rows:
+                    yield number, values
+                    first, failures = number + 1, 0
+            return
+        except Exception as error:  # clients of networks raise what they like
+            failures += 1
+            if "://" not in url or failures > RETRIES:
+                raise
+            logger.warning("%s; going on at row %d (try %d)", error, first + 1, failures)
+            time.sleep(2.0**failures)
 
 
 def texts(
