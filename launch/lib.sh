@@ -65,7 +65,9 @@ _amo_install() {
   fi
   constraints="$(mktemp)"
   # Without this line pip may replace a torch that was built for the machine's accelerator.
-  python -c 'import torch; print(f"torch=={torch.__version__}")' >"$constraints"
+  # Read from its metadata: importing a torch without NumPy warns.
+  python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
+    >"$constraints"
   amo_say "installing the project${extras:+ with $extras} (minutes the first time; log: $log)"
   _amo_quietly "$log" python -m pip install -c "$constraints" -e "$AMO_ROOT${extras:+[$extras]}"
   rm -f "$constraints"

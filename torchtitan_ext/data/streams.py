@@ -8,12 +8,14 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_ext.data.documents import Documents
+
+if TYPE_CHECKING:  # the front door imports this file, and torchtitan takes seconds
+    from torchtitan.components.tokenizer import BaseTokenizer
 
 Order = Callable[[int], Sequence[int]]
 """Document numbers in the order of an epoch."""
