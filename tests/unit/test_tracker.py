@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +18,7 @@ from amo_dist.named import make_optimizer
 from amo_dist.tracker import SPECTRAL_METRICS, GeometryTracker, layer_of, spectral_metrics
 from tests.distributed import models
 from tests.distributed.harness import Ranks
+from torchtitan_ext.plugin import geometry as plugin
 
 SHAPES = models.shapes()
 AMO_FIELDS: dict[str, Any] = {
@@ -134,3 +137,68 @@ def test_settings_out_of_range(interval: int, what: str) -> None:
 )
 def test_the_layer_of_a_name(name: str, layer: int | None) -> None:
     assert layer_of(name) == layer
+
+
+def test_a_skipped_step_leaves_no_records() -> None:
+    model = models.plain_model(SHAPES)
+    config = AMOConfig(**AMO_FIELDS, nonfinite="skip_step")
+    optimizer = make_optimizer("AMO", param_groups(model), 3e-3, 0.1, config=config)
+    told: list[int] = []
+    optimizer.tracker = GeometryTracker(1, sink=lambda step, _: told.append(step))
+    for step in range(1, 4):
+        models.set_gradients(model, 11, step)
+        if step == 2:
+            next(p for p in model.parameters() if p.dim() == 2).grad.fill_(float("nan"))
+        optimizer.step()
+    assert told == [1, 3]
+
+
+# ---------------------------------------------------------------- the log of a run
+
+
+def config(**changes: Any) -> SimpleNamespace:
+    values = {"enable": True, "interval": 5, "what": "both", "name": "AMO", **changes}
+    return SimpleNamespace(
+        geometry=SimpleNamespace(**{k: values[k] for k in ("enable", "interval", "what")}),
+        optimizer=SimpleNamespace(name=values["name"]),
+        model=SimpleNamespace(name="llama3", flavor=values.get("flavor", "tiny")),
+        job=SimpleNamespace(dump_folder=values.get("folder", "unused")),
+    )
+
+
+def test_the_log_starts_where_the_process_does(tmp_path: Path) -> None:
+    path = tmp_path / plugin.GEOMETRY_FILE
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in (2, 4, 6)) + '{"step": 8, "cu')
+    log = plugin.GeometryLog(tmp_path, model="m", family="f")
+    log.append([{"step": 6, "kappa": float("nan"), "orthogonalized": {"ell": math.inf}}], 5)
+    log.append([{"step": 8}], 5)
+    records = plugin.read_geometry(path)
+    assert [record["step"] for record in records] == [2, 4, 6, 8]
+    assert records[2]["kappa"] is None
+    assert records[2]["orthogonalized"] == {"ell": None}
+    assert (records[3]["model"], records[3]["family"]) == ("m", "f")
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"interval": 0}, {"what": "all"}, {"name": "AdamW"}],
+    ids=["interval", "what", "optimizer"],
+)
+def test_mistakes_in_the_section(changes: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"geometry\.\w+: found"):
+        plugin.validate(config(**changes))
+
+
+def test_only_where_it_is_asked_for(tmp_path: Path) -> None:
+    container = SimpleNamespace(optimizer=SimpleNamespace(tracker=None))
+    assert plugin.install(container, config(enable=False)) is None
+    assert container.optimizer.tracker is None
+    tracker = plugin.install(container, config(folder=str(tmp_path)))
+    assert container.optimizer.tracker is tracker is not None
+    assert tracker.sink is not None
+    assert list(tmp_path.iterdir()) == []  # nothing is written before there are records
+
+
+def test_models_have_the_names_of_the_paper() -> None:
+    assert plugin.model_label(config()) == "Llama3.1-tiny"
+    assert plugin.model_label(config(flavor="Llama-3.1-75M")) == "Llama-3.1-75M"

@@ -79,9 +79,11 @@ def validate(config: Any) -> None:
     """Check ``[geometry]``.
 
     Raises:
-        ValueError: For an interval or content out of range.
+        ValueError: For an interval or content out of range, or an optimizer without matrices.
     """
     section = config.geometry
+    if section.enable and config.optimizer.name in ("Adam", "AdamW"):
+        raise ValueError(_no_matrices(config))
     if section.interval < 1:
         raise ValueError(f"geometry.interval: found {section.interval!r}, expected an integer >= 1")
     if section.what not in WHAT:
@@ -109,10 +111,7 @@ def install(container: Any, config: Any) -> GeometryTracker | None:
     validate(config)
     optimizer: Any = getattr(container, "optimizer", None)
     if not hasattr(optimizer, "tracker"):
-        raise ValueError(
-            f"geometry.enable: found true with optimizer.name = {config.optimizer.name!r}, which "
-            "orthogonalizes nothing; expected a name of the Muon family"
-        )
+        raise ValueError(_no_matrices(config))
     tracker = GeometryTracker(section.interval, section.what)
     log = GeometryLog(
         Path(config.job.dump_folder), model=model_label(config), family=family_label(config)
@@ -120,6 +119,13 @@ def install(container: Any, config: Any) -> GeometryTracker | None:
     tracker.sink = lambda _, records: log.append(records, tracker.first_step or 1)
     optimizer.tracker = tracker
     return tracker
+
+
+def _no_matrices(config: Any) -> str:
+    return (
+        f"geometry.enable: found true with optimizer.name = {config.optimizer.name!r}, which "
+        "orthogonalizes nothing; expected a name of the Muon family"
+    )
 
 
 def model_label(config: Any) -> str:
