@@ -68,7 +68,7 @@ def losses(runs: Sequence[Run]) -> Any:
             steps,
             values,
             color=style.RUN_COLORS[index % len(style.RUN_COLORS)],
-            linestyle=style.RUN_LINES[index // len(style.RUN_COLORS) % len(style.RUN_LINES)],
+            linestyle=style.RUN_LINES[index % len(style.RUN_LINES)],  # equal runs both show
             label=run.label,
         )
     if len(runs) == 1:
@@ -309,7 +309,8 @@ def work(runs: Sequence[Run]) -> Any:
         tone = style.RUN_COLORS[index % len(style.RUN_COLORS)]
         label = f"{run.label}: {one.mean:.3f} on average ({one.unit})"
         ratio = [one.ratio[0], *one.ratio]
-        axes.plot([0, *one.steps], ratio, color=tone, label=label, drawstyle="steps-pre")
+        dashes = style.RUN_LINES[index % len(style.RUN_LINES)]
+        axes.plot([0, *one.steps], ratio, color=tone, ls=dashes, label=label, drawstyle="steps-pre")
     axes.axhline(1.0, color="#999999", lw=1.2, ls=(0, (2, 2)), label="uniform schedule")
     ratios = [value for _, one in found for value in one.ratio]
     axes.set_ylim(min(0.9, min(ratios) - 0.05), max(1.1, max(ratios) + 0.05))
