@@ -326,6 +326,10 @@ SCHEDULERS: Mapping[str, Mapping[str, Mapping[str, Value]]] = {
 """Learning rate schedules of the data curriculum by model and name; the floor is the config's."""
 
 
+POOL = "data/pool"
+"""Folder with the one pool of scored documents; ``--training.dataset_path`` names another."""
+
+
 def _curriculum() -> Experiment:
     """All cells start from the AdamW config: a model has one batch size, and so one pool."""
     rows = []
@@ -337,6 +341,8 @@ def _curriculum() -> Experiment:
             options = {
                 "optimizer.name": optimizer,
                 **SCHEDULERS[model][scheduler],
+                "training.dataset": "pool",
+                "training.dataset_path": POOL,
                 "data.order": order.lower(),
             }
             name = f"{model} curriculum {label}".lower().replace(" ", "-")
