@@ -19,6 +19,7 @@ from torchtitan.distributed import utils as titan_distributed
 
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import progress
+from torchtitan_ext.plugin.restarts import own_store
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -90,6 +91,11 @@ class Trainer(titan.Trainer):
         self._request = StopRequest(grace=float(job_config.comm.init_timeout_seconds))
         self._stops = False
         self._has_trained = False
+
+    def init_distributed(self) -> Any:
+        """Meet the other ranks of this start."""
+        with own_store():
+            return super().init_distributed()
 
     def train(self) -> None:
         """Train to the end, or until told to stop."""
