@@ -121,9 +121,9 @@ class Run:
     world_size: int
 
     def output(self) -> str:
-        """The end of what each rank printed."""
+        """What each rank printed, or the end of it."""
         texts = [path.read_text(errors="replace") for path in sorted(self.folder.glob("rank*.txt"))]
-        return "\n".join(text[-4000:] for text in texts)
+        return "\n".join(text[-20000:] for text in texts)
 
     def records(self) -> list[dict[str, Any]]:
         """``metrics.jsonl``."""
@@ -273,6 +273,7 @@ def _reap(processes: list[int], timeout: float) -> list[int | None]:
 
 def _rank(job: Job, rank: int, store: Path) -> int:
     import torch
+    import torchtitan.train
 
     folder = Path(job.folder)
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -285,20 +286,19 @@ def _rank(job: Job, rank: int, store: Path) -> int:
         rank=rank,
         world_size=job.world_size,
     )
+    # torchtitan's first rank waits two seconds at the end, for stores that live in it.
+    clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)
+    setattr(torchtitan.train, "time", clock)  # noqa: B010
     return _train(job, rank)
 
 
 def _train(job: Job, rank: int) -> int:
     import torch
-    import torchtitan.train
 
     from torchtitan_ext import train
     from torchtitan_ext.plugin import trainer
 
     torch.set_num_threads(1)
-    # torchtitan's first rank waits two seconds at the end, for stores that live in it.
-    clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)
-    setattr(torchtitan.train, "time", clock)  # noqa: B010
     folder = Path(job.folder)
     traced = _traced(trainer.Trainer, folder / f"trace{rank}.jsonl", job, rank)
     setattr(trainer, "Trainer", traced)  # noqa: B010
@@ -358,12 +358,12 @@ def _die_in_save(step: int, point: str) -> None:
     method = _SAVE_METHODS[point]
     stock = getattr(filesystem.FileSystemWriter, method)
 
-    def die(self: Any, *args: Any) -> Any:
+    def die(self: Any, *args: Any, **kwargs: Any) -> Any:
         if str(self.path).endswith(f"step-{step}"):
             if point == "in_save":
-                stock(self, *args)
+                stock(self, *args, **kwargs)
             os.kill(os.getpid(), signal.SIGKILL)
-        return stock(self, *args)
+        return stock(self, *args, **kwargs)
 
     setattr(filesystem.FileSystemWriter, method, die)
 
@@ -376,13 +376,13 @@ def _fill_disk(step: int) -> None:
     stock = writer.write_data
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    def write(self: Any, *args: Any) -> Any:
+    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
         if not str(self.path).endswith(f"step-{step}"):
-            return stock(self, *args)
+            return stock(self, *args, **kwargs)
         before = resource.getrlimit(resource.RLIMIT_FSIZE)
         resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
         try:
-            return stock(self, *args)
+            return stock(self, *args, **kwargs)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, before)
 

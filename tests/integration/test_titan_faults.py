@@ -1,0 +1,174 @@
+"""Faults through torchtitan: after each, the newest complete checkpoint, and the same run."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.integration.titan_ranks import ROOT, Job, Run, Server, assert_same_end
+
+pytestmark = pytest.mark.slow
+
+NUM_STEPS = 10
+OPTIONS = (
+    *("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"),
+    "--checkpoint.no-last_save_model_only",
+)
+ASYNC = "--checkpoint.async_mode=async"
+
+
+@pytest.fixture(scope="module")
+def reference(titan: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """A run that nothing happened to."""
+    run = titan.run(Job(2, str(tmp_path_factory.mktemp("reference")), OPTIONS))
+    assert run.complete() == [2, 4, 6, 8, 10]
+    return run
+
+
+def start_line(run: Run) -> str:
+    """Where the last start of a run began."""
+    lines = [line for line in run.output().splitlines() if line.startswith("training ")]
+    return lines[-1]
+
+
+@pytest.mark.parametrize("more", [(), (ASYNC,)], ids=["sync", "async"])
+def test_a_rank_told_to_stop_has_all_save_and_leave(
+    titan: Server, reference: Run, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    job = Job(2, str(tmp_path), (*OPTIONS, "--checkpoint.interval=100", *more))
+    run = titan.run(dataclasses.replace(job, die_at=(1, 3, "SIGTERM")))  # all end well
+    (saved,) = run.complete()
+    # The next step, or the one after where the signal came late to a thread.
+    assert saved in (4, 5)
+    assert max(run.losses()) == saved
+    assert f"stopped at step {saved}, which is saved" in run.output()
+    run = titan.run(job)
+    assert start_line(run) == f"training resumes at step {saved + 1} of {NUM_STEPS}"
+    assert_same_end(run, reference, NUM_STEPS)
+
+
+@pytest.mark.parametrize(
+    ("die_at", "more"),
+    [((1, 6, "in_save"), ()), ((0, 6, "before_metadata"), ()), ((1, 6, "in_save"), (ASYNC,))],
+    ids=["in_save", "before_metadata", "in_save-async"],
+)
+def test_a_checkpoint_cut_short_is_never_loaded(
+    titan: Server,
+    reference: Run,
+    tmp_path: Path,
+    die_at: tuple[int, int, str],
+    more: tuple[str, ...],
+) -> None:
+    job = Job(2, str(tmp_path), (*OPTIONS, *more))
+    exits = titan.wait(titan.start(dataclasses.replace(job, die_at=die_at)), timeout=60)
+    assert exits[die_at[0]] == -signal.SIGKILL
+    # The other one does not wait for it: its connection is gone.
+    assert exits[1 - die_at[0]] not in (0, None)
+    run = Run(tmp_path, 2)
+    assert run.complete() == [2, 4]
+    assert list((tmp_path / "checkpoint" / "step-6").iterdir())
+    run = titan.run(job)
+    assert start_line(run) == f"training resumes at step 5 of {NUM_STEPS}"
+    assert_same_end(run, reference, NUM_STEPS)
+
+
+@pytest.mark.parametrize("more", [(), (ASYNC,)], ids=["sync", "async"])
+def test_a_full_disk_is_told_and_costs_only_the_steps_since(
+    titan: Server, reference: Run, tmp_path: Path, more: tuple[str, ...]
+) -> None:
+    job = Job(2, str(tmp_path), (*OPTIONS, *more))
+    exits = titan.wait(titan.start(dataclasses.replace(job, disk_full_at=6)), timeout=60)
+    assert exits == [1, 1]
+    run = Run(tmp_path, 2)
+    for rank in range(2):
+        told = f"error (rank {rank}): the checkpoint of step 6 could not be written to {tmp_path}"
+        (line,) = [line for line in run.output().splitlines() if line.startswith(told)]
+        assert line.endswith("(on rank 1); step 4 is the newest complete one")
+    assert run.complete() == [2, 4]
+    run = titan.run(job)  # somebody has made room
+    assert_same_end(run, reference, NUM_STEPS)
+
+
+def test_a_stalled_rank_ends_the_others_within_the_timeout(
+    titan: Server, reference: Run, tmp_path: Path
+) -> None:
+    """In a resumed run, where the timeout of the start would otherwise be left in force."""
+    shutil.copytree(reference.folder, tmp_path, dirs_exist_ok=True)
+    for step in (6, 8, 10):
+        shutil.rmtree(tmp_path / "checkpoint" / f"step-{step}")
+    job = Job(
+        2,
+        str(tmp_path),
+        (*OPTIONS, "--comm.train_timeout_seconds=5", "--comm.init_timeout_seconds=600"),
+        die_at=(1, 7, "SIGSTOP"),
+    )
+    first, stalled = titan.start(job)
+    # Far beyond the 5 seconds, for busy machines, and far below the 600.
+    exits = titan.wait([first], timeout=120)
+    assert titan.wait([stalled], timeout=0) == [None]
+    assert exits != [None]
+    assert exits != [0]
+    output = Run(tmp_path, 2).output()
+    assert "training resumes at step 5" in output
+    assert "Timed out" in output
+    assert "5000ms" in output
+
+
+def test_torchrun_restarts_to_the_same_end(reference: Run, tmp_path: Path) -> None:
+    """A rank is killed twice: in a step, and in a save."""
+    job = Job(2, str(tmp_path / "run"), OPTIONS)
+    Path(job.folder).mkdir()
+    kills = [(1, 3, "SIGKILL"), (0, 8, "before_metadata"), None]
+    jobs = [dataclasses.asdict(dataclasses.replace(job, die_at=kill)) for kill in kills]
+    (tmp_path / "jobs.json").write_text(json.dumps(jobs))
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--nproc-per-node", "2", "--max-restarts", "2"),
+            *("-m", "tests.integration.titan_ranks", str(tmp_path / "jobs.json")),
+        ],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "AMO_DEVICE": "cpu", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    starts = [line for line in done.stdout.splitlines() if line.startswith("training ")]
+    assert starts == [
+        f"training starts anew at step 1 of {NUM_STEPS}",
+        f"training resumes at step 3 of {NUM_STEPS}",
+        f"training resumes at step 7 of {NUM_STEPS}",
+    ]
+    assert_same_end(Run(Path(job.folder), 2), reference, NUM_STEPS)
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_training_goes_on_from_weights_alone(titan: Server, tmp_path: Path, name: str) -> None:
+    """From a checkpoint that holds weights only, and from Hugging Face's format: the same bits."""
+    options = (f"--model.name={name}", "--model.flavor=tiny", "--checkpoint.enable")
+    exports = {"dcp": (), "hf": ("--checkpoint.last_save_in_hf",)}
+    starts = {"dcp": (), "hf": ("--checkpoint.initial_load_in_hf",)}
+    losses = {}
+    for key, export in exports.items():
+        folder = tmp_path / key
+        first = titan.run(Job(2, str(folder), (*options, *export)))
+        weights = folder / "checkpoint" / f"step-{NUM_STEPS}"
+        assert bool(list(weights.glob("*.safetensors"))) == (key == "hf")
+        load = f"--checkpoint.initial_load_path={weights}"
+        second = titan.run(Job(2, str(tmp_path / f"{key}2"), (*options, load, *starts[key])))
+        # A new run, from its first step and first text, with better weights.
+        assert [record["phase"] for record in second.traces()[0]][:5] == [
+            *["observation"] * 4,
+            "transition",
+        ]
+        assert second.losses()[1] < first.losses()[1] - 0.5
+        losses[key] = second.losses()
+    assert losses["hf"] == losses["dcp"]
