@@ -207,7 +207,9 @@ def _drop_nonfinite(update: Tensor) -> Tensor:
     """
     largest = largest_entry(update)
     bad = ~torch.isfinite(largest)
-    update.masked_fill_(bad, 0.0)
+    # On CPU to look costs less than to write; elsewhere it would wait for the device.
+    if update.device.type != "cpu" or bad.any():
+        update.masked_fill_(bad, 0.0)
     return bad
 
 

@@ -91,8 +91,26 @@ def choose_backend(
     if requested not in BACKENDS:
         raise ValueError(f"backend: found {requested!r}, expected one of {BACKENDS}")
     m, n = sorted(shape[-2:])
-    triples = tuple((a, b, c) for a, b, c in coefficients)
-    backend = _choose(m, n, triples, dtype, device_type, requested)
+    return _choose(m, n, _hashable(coefficients), dtype, device_type, requested)
+
+
+def _hashable(coefficients: Sequence[Triple]) -> tuple[Triple, ...]:
+    if isinstance(coefficients, tuple) and all(isinstance(each, tuple) for each in coefficients):
+        return coefficients
+    return tuple((a, b, c) for a, b, c in coefficients)
+
+
+@functools.lru_cache(maxsize=4096)
+def _choose(
+    m: int,
+    n: int,
+    coefficients: tuple[Triple, ...],
+    dtype: torch.dtype,
+    device_type: str,
+    requested: str,
+) -> Backend:
+    backend = _cheapest(m, n, coefficients, dtype, device_type, requested)
+    # Coefficients change at every step of a transition; what is chosen hardly does.
     event = (m, n, len(coefficients), dtype, device_type, requested, backend)
     if event not in _logged:
         _logged.add(event)
@@ -103,8 +121,7 @@ def choose_backend(
     return backend
 
 
-@functools.lru_cache(maxsize=4096)
-def _choose(
+def _cheapest(
     m: int,
     n: int,
     coefficients: tuple[Triple, ...],

@@ -83,12 +83,11 @@ def update_momentum(buffers: Sequence[Tensor], grads: Sequence[Tensor], momentum
         ValueError: lists of different lengths.
     """
     _check_lengths(buffers=buffers, grads=grads)
-    if not buffers:
-        return
-    wide = _widen(buffers)
-    torch._foreach_mul_(wide, momentum)
-    torch._foreach_add_(wide, _cast_like(grads, wide))
-    _write_back(buffers, wide)
+    for part in _batches(buffers):
+        wide = _widen(buffers[part])
+        torch._foreach_mul_(wide, momentum)
+        torch._foreach_add_(wide, _cast_like(grads[part], wide))
+        _write_back(buffers[part], wide)
 
 
 @torch.no_grad()
@@ -104,11 +103,12 @@ def nesterov(buffers: Sequence[Tensor], grads: Sequence[Tensor], momentum: float
         ValueError: lists of different lengths.
     """
     _check_lengths(buffers=buffers, grads=grads)
-    if not buffers:
-        return []
-    ahead = list(torch._foreach_mul(_widen(buffers), momentum))
-    torch._foreach_add_(ahead, _cast_like(grads, ahead))
-    return ahead
+    result: list[Tensor] = []
+    for part in _batches(buffers):
+        ahead = list(torch._foreach_mul(_widen(buffers[part]), momentum))
+        torch._foreach_add_(ahead, _cast_like(grads[part], ahead))
+        result += ahead
+    return result
 
 
 @torch.no_grad()
@@ -134,16 +134,30 @@ def apply_update(
     """
     scales = [scale] * len(params) if isinstance(scale, (int, float)) else list(scale)
     _check_lengths(params=params, updates=updates, scale=scales)
-    if not params:
-        return
     # float64, so that a tensor learning rate takes the road of a Python float.
     rate = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
-    wide = _widen(params)
-    if weight_decay != 0:
-        torch._foreach_mul_(wide, _factors([1 - rate * weight_decay] * len(wide), wide))
-    steps = _factors([rate * each for each in scales], wide)
-    torch._foreach_sub_(wide, torch._foreach_mul(_cast_like(updates, wide), steps))
-    _write_back(params, wide)
+    for part in _batches(params):
+        wide = _widen(params[part])
+        if weight_decay != 0:
+            torch._foreach_mul_(wide, _factors([1 - rate * weight_decay] * len(wide), wide))
+        steps = _factors([rate * each for each in scales[part]], wide)
+        torch._foreach_sub_(wide, _scaled(_cast_like(updates[part], wide), updates[part], steps))
+        _write_back(params[part], wide)
+
+
+def _batches(tensors: Sequence[Tensor]) -> list[slice]:
+    """All at once on a device, where kernels are launched; one by one on CPU, which has a cache."""
+    if all(tensor.device.type == "cpu" for tensor in tensors):
+        return [slice(index, index + 1) for index in range(len(tensors))]
+    return [slice(None)]
+
+
+def _scaled(casts: list[Tensor], originals: Sequence[Tensor], factors: list[Any]) -> list[Tensor]:
+    """The products, in place where a cast has made a copy."""
+    if any(cast is original for cast, original in zip(casts, originals, strict=True)):
+        return list(torch._foreach_mul(casts, factors))
+    torch._foreach_mul_(casts, factors)
+    return casts
 
 
 def _factors(values: Sequence[float | Tensor], like: Sequence[Tensor]) -> list[Any]:

@@ -8,6 +8,7 @@ products only. Source: the AMO paper; the quintic form goes back to Muon (Jordan
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import torch
@@ -17,6 +18,8 @@ from amo_dist.kernels.backends import Backend, choose_backend, iterate
 from amo_dist.kernels.elementwise import largest_entry
 
 Triple = tuple[float, float, float]
+
+_thread = threading.local()
 
 PRECONDITIONERS = ("frobenius", "aol")
 
@@ -129,14 +132,30 @@ def _orthogonalize(
 
 
 def _scale_largest_entry_to_one(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """A new contiguous float32 or float64 copy of ``x``, each matrix over its largest |entry|."""
+    """A contiguous float32 or float64 copy of ``x``, each matrix over its largest |entry|.
+
+    On CPU it lives in memory that the next call overwrites.
+    """
     wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
     # Contiguous before any reduction or product: their bits depend on the strides.
-    x = x.to(wide).contiguous()
-    largest = largest_entry(x)
+    unit = _scratch(x.shape, wide, x.device).copy_(x)
+    largest = largest_entry(unit)
     # A true division: the reciprocal of a denormal is infinite.
-    unit: Tensor = x / largest.masked_fill(largest == 0, 1.0)
-    return unit
+    return unit.div_(largest.masked_fill_(largest == 0, 1.0))
+
+
+def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Memory for one copy of an input: on CPU the same at every call of a thread.
+
+    There a fresh megabyte costs more in page faults than all that is done with it.
+    """
+    if device.type != "cpu":
+        return torch.empty(shape, dtype=dtype, device=device)
+    held: Tensor | None = getattr(_thread, str(dtype), None)
+    if held is None or held.numel() < shape.numel():
+        held = torch.empty(shape.numel(), dtype=dtype)
+        setattr(_thread, str(dtype), held)
+    return held[: shape.numel()].view(shape)
 
 
 def _precondition_aol(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -147,4 +166,5 @@ def _precondition_aol(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     # A row of zeros (or one whose squares vanish in dtype) has nothing to scale.
     d = row_sums.rsqrt().masked_fill_(row_sums == 0, 1.0)
     scaled_gram = gram.mul_(d).mul_(d.mT)
-    return unit.mul_(d).to(dtype), scaled_gram.to(dtype)
+    # Copies: the unit is scratch.
+    return torch.empty_like(unit, dtype=dtype).copy_(unit.mul_(d)), scaled_gram.to(dtype)

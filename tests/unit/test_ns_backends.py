@@ -179,6 +179,7 @@ def test_cost_without_overhead_counts_flops() -> None:
 
 def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     backends._logged.clear()
+    backends._choose.cache_clear()
     with caplog.at_level(logging.INFO, logger="amo_dist.kernels.backends"):
         for ell in (1e-3, 1.1e-3, 1.2e-3):
             choose_backend((64, 640), compose(ell, 5), dtype=torch.float32, device_type="cpu")
