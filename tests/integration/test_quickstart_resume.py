@@ -124,9 +124,13 @@ def test_a_resumed_run_is_the_same_to_the_last_bit(
     assert_same_end(folder, reference)
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(reference: Path, tmp_path: Path) -> None:
+# While observing, in the transition, after the lock.
+@pytest.mark.parametrize("step", [2, 5, 9])
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    reference: Path, tmp_path: Path, step: int
+) -> None:
     folder = tmp_path / "run"
-    process = start_until_step_2(folder)
+    process = start_until_step(step, folder)
     os.kill(int((folder / "lock").read_text()), signal.SIGKILL)  # the first rank
     assert process.wait() == 1
     assert "Resuming from the checkpoint of step" in quickstart(folder).stdout
@@ -135,7 +139,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(reference: Path, tmp_pa
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
 def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) -> None:
-    process = start_until_step_2(tmp_path / "run", "--training.steps", "4000")
+    process = start_until_step(2, tmp_path / "run", "--training.steps", "4000")
     rank = int((tmp_path / "run" / "lock").read_text())
     if number == signal.SIGINT:
         refused = quickstart(tmp_path / "run", "--training.steps", "4000")
@@ -150,13 +154,13 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) ->
     assert not Path(f"/proc/{rank}").exists()
 
 
-def start_until_step_2(folder: Path, *options: str) -> subprocess.Popen[bytes]:
+def start_until_step(step: int, folder: Path, *options: str) -> subprocess.Popen[bytes]:
     """Start a run and wait for its second checkpoint."""
     process = subprocess.Popen(
         command(folder, *options), env=ENVIRONMENT, stdout=subprocess.DEVNULL
     )
     deadline = time.monotonic() + 120  # a start takes some seconds, on a busy machine more
-    while not (folder / "checkpoint" / "step-2" / ".metadata").exists():
+    while not (folder / "checkpoint" / f"step-{step}" / ".metadata").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline
         time.sleep(0.02)
