@@ -50,7 +50,8 @@ def plan_exchanges(
     ]
     jobs = assign(matrices, costs, ownership=config.ownership, owners=config.owners)
     wire_dtype: torch.dtype = getattr(torch, config.ns_dtype)
-    wide_dtype: torch.dtype = getattr(torch, config.momentum_dtype)
+    # Momentum is read in float32 at least, and what is observed must not be rounded to less.
+    wide_dtype = torch.promote_types(getattr(torch, config.momentum_dtype), torch.float32)
     wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in observed)
     sizes = [
         matrix.num_elements * (wide_dtype if i in wide else wire_dtype).itemsize

@@ -21,6 +21,7 @@ from amo_dist import (
     Schedule,
     param_groups,
 )
+from amo_dist.kernels.geometry import ell
 from tests.distributed import models
 
 SHORT = {"observe_until": 4, "observe_every": 2, "sample_size": 2, "transition_steps": 3}
@@ -273,6 +274,23 @@ def test_bf16_parameters_have_fp32_momentum() -> None:
     # A sum of bf16 gradients is no bf16 number: what is kept is not a widened bf16 buffer.
     assert not torch.equal(state["momentum_buffer"], state["momentum_buffer"].bfloat16().float())
     assert optimizer.phase == "locked"
+
+
+def test_bf16_momentum_is_observed_before_it_is_rounded_again() -> None:
+    """With Nesterov ``G + mu * B`` of a bf16 buffer is a float32 number, and so it is gathered."""
+    model = models.plain_model({WQ: SHAPES[WQ]})
+    optimizer = amo(model, momentum_dtype="bfloat16")
+    seen: list[Tensor] = []
+
+    def spy(matrix: Tensor) -> Tensor:
+        seen.append(matrix.clone())
+        return ell(matrix)
+
+    with mock.patch("amo_dist.step.ell", side_effect=spy):
+        train(model, optimizer, optimizer.config.observe_every)
+    (matrix,) = seen
+    assert matrix.dtype == torch.float32
+    assert not torch.equal(matrix, matrix.bfloat16().float())
 
 
 def test_newton_schulz_runs_once_a_step_under_accumulation() -> None:
