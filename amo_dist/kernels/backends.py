@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.kernels.gram_stability import is_stable
+from amo_dist.kernels.scratch import scratch
 
 Triple = tuple[float, float, float]
 
@@ -220,14 +221,14 @@ def iterate(
     """
     if backend.name == "gram":
         return _iterate_gram(x, coefficients, backend, gram)
-    for a, b, c in coefficients:
-        if backend.name == "standard":
-            gram = x @ x.mT if gram is None else gram
-            polynomial = _fused(gram, gram, gram, b, c)
-        else:
-            gram = _symmetric(x, x, backend.num_blocks) if gram is None else gram
-            polynomial = _symmetric(gram, gram, backend.num_blocks, gram, b, c)
-        x = _fused(x, polynomial, x, a)
+    blocks, square = backend.num_blocks, (*x.shape[:-1], x.shape[-2])
+    small, polynomial = (scratch(use, square, x.dtype, x.device) for use in ("gram", "polynomial"))
+    # Steps write into two in turn, the last one into what is returned.
+    results = [torch.empty_like(x), scratch("iterate", x.shape, x.dtype, x.device)]
+    for remaining, (a, b, c) in zip(range(len(coefficients))[::-1], coefficients, strict=True):
+        gram = _symmetric(x, x, blocks, out=small) if gram is None else gram
+        _symmetric(gram, gram, blocks, gram, b, c, out=polynomial)
+        x = _fused(x, polynomial, x, a, out=results[remaining % 2])
         gram = None
     return x
 
@@ -254,10 +255,12 @@ def _iterate_gram(
     return x
 
 
-def _fused(added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0) -> Tensor:
+def _fused(
+    added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0, *, out: Tensor
+) -> Tensor:
     """``beta * added + alpha * left right`` with one rounding, which halves the bf16 error."""
     fused = torch.addmm if left.dim() == 2 else torch.baddbmm
-    return fused(added, left, right, beta=beta, alpha=alpha)
+    return fused(added, left, right, beta=beta, alpha=alpha, out=out)
 
 
 def _symmetric(
@@ -267,23 +270,22 @@ def _symmetric(
     added: Tensor | None = None,
     beta: float = 1.0,
     alpha: float = 1.0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``beta * added + alpha * left right^T``, known to be symmetric, by blocks of rows."""
     m = left.shape[-2]
-    if num_blocks == 1:
-        if added is None:
-            return left @ right.mT
-        return _fused(added, left, right.mT, beta, alpha)
-    out = left.new_empty(*left.shape[:-1], m)
+    out = left.new_empty(*left.shape[:-1], m) if out is None else out
     for block in range(num_blocks):
         start, stop = m * block // num_blocks, m * (block + 1) // num_blocks
         rows, columns = left[..., start:stop, :], right[..., start:, :].mT
+        upper = out[..., start:stop, start:]
         if added is None:
-            values = rows @ columns
+            torch.matmul(rows, columns, out=upper)
         else:
-            values = _fused(added[..., start:stop, start:], rows, columns, beta, alpha)
-        out[..., start:stop, start:] = values
-        # Both contiguous: a strided transposed copy takes ten times as long.
-        below = values[..., stop - start :].contiguous().mT.contiguous()
-        out[..., stop:, start:stop] = below
+            _fused(added[..., start:stop, start:], rows, columns, beta, alpha, out=upper)
+        if stop < m:
+            # Both contiguous: a strided transposed copy takes ten times as long.
+            below = upper[..., stop - start :].contiguous().mT.contiguous()
+            out[..., stop:, start:stop] = below
     return out

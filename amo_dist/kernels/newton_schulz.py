@@ -8,7 +8,6 @@ products only. Source: the AMO paper; the quintic form goes back to Muon (Jordan
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 
 import torch
@@ -16,10 +15,9 @@ from torch import Tensor
 
 from amo_dist.kernels.backends import Backend, choose_backend, iterate
 from amo_dist.kernels.elementwise import largest_entry
+from amo_dist.kernels.scratch import scratch
 
 Triple = tuple[float, float, float]
-
-_thread = threading.local()
 
 PRECONDITIONERS = ("frobenius", "aol")
 
@@ -125,7 +123,7 @@ def _orthogonalize(
     else:
         # The norm is at least one save for zero matrices: the clamp turns 0 / 0 into 0 / 1.
         norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp(min=1.0)
-        first = torch.empty_like(unit, dtype=dtype)
+        first = scratch("first", unit.shape, dtype, unit.device)
         torch.div(unit, norm.mul_(norm_scale).add_(eps), out=first)  # divides wide, rounds once
     result = iterate(first, coefficients, backend, gram)
     return result.mT.contiguous() if is_tall else result
@@ -138,24 +136,10 @@ def _scale_largest_entry_to_one(x: Tensor, dtype: torch.dtype) -> Tensor:
     """
     wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
     # Contiguous before any reduction or product: their bits depend on the strides.
-    unit = _scratch(x.shape, wide, x.device).copy_(x)
+    unit = scratch("unit", x.shape, wide, x.device).copy_(x)
     largest = largest_entry(unit)
     # A true division: the reciprocal of a denormal is infinite.
     return unit.div_(largest.masked_fill_(largest == 0, 1.0))
-
-
-def _scratch(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for one copy of an input: on CPU the same at every call of a thread.
-
-    There a fresh megabyte costs more in page faults than all that is done with it.
-    """
-    if device.type != "cpu":
-        return torch.empty(shape, dtype=dtype, device=device)
-    held: Tensor | None = getattr(_thread, str(dtype), None)
-    if held is None or held.numel() < shape.numel():
-        held = torch.empty(shape.numel(), dtype=dtype)
-        setattr(_thread, str(dtype), held)
-    return held[: shape.numel()].view(shape)
 
 
 def _precondition_aol(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -166,5 +150,6 @@ def _precondition_aol(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     # A row of zeros (or one whose squares vanish in dtype) has nothing to scale.
     d = row_sums.rsqrt().masked_fill_(row_sums == 0, 1.0)
     scaled_gram = gram.mul_(d).mul_(d.mT)
-    # Copies: the unit is scratch.
-    return torch.empty_like(unit, dtype=dtype).copy_(unit.mul_(d)), scaled_gram.to(dtype)
+    return scratch("first", unit.shape, dtype, unit.device).copy_(unit.mul_(d)), scaled_gram.to(
+        dtype
+    )
