@@ -47,6 +47,9 @@ export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
 # A collective that one rank never reaches aborts all of them after comm.train_timeout_seconds;
 # torchtitan sets this up and dumps the last collectives of each rank to <dump folder>/comm_traces.
 
+# torchrun keeps one store for all restarts, and restarted ranks would read the addresses of dead ones.
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+
 # Segments that grow leave less memory unused between tensors of many sizes.
 export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
