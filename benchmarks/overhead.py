@@ -1,0 +1,155 @@
+"""What the controller costs a step: planning, the transition, and the hot path around the kernels.
+
+``python -m benchmarks.overhead`` runs AMO on the matrices of one model through observation,
+transition and lock in one process. Overhead of a transition step is the time of its new schedules
+(composed anew at every step), their digest, the choice of backends, and a share of planning; it
+is given in percent of the median locked step. ``--profile`` prints where a locked step goes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import cProfile
+import pstats
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from amo_dist import AMO, AMOConfig
+from amo_dist.operators import param_groups
+from amo_dist.schedule.policies import AMOPolicy
+from amo_dist.step import count_backends
+from benchmarks.measure import CLOCKS, report
+from benchmarks.shapes import ELL_BY_TYPE, MODELS, Model
+
+
+class Matrices(nn.Module):
+    """The matrices of a model under its names, in layers; nothing that could run forward."""
+
+    def __init__(self, model: Model, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.layers = nn.ModuleDict()
+        for layer in range(model.layers):
+            block = nn.Module()
+            for name, (_, shape) in model.of_layer().items():
+                part, leaf, _ = name.split(".")
+                if not hasattr(block, part):
+                    block.add_module(part, nn.Module())
+                linear = nn.Module()
+                value = torch.randn(shape, generator=generator) * 0.02
+                linear.weight = nn.Parameter(value.to(dtype))
+                block.get_submodule(part).add_module(leaf, linear)
+            self.layers[str(layer)] = block
+
+
+def set_gradients(module: nn.Module) -> None:
+    """One random gradient for each parameter; the benchmarks repeat it."""
+    generator = torch.Generator().manual_seed(1)
+    for param in module.parameters():
+        param.grad = torch.randn(param.shape, generator=generator).to(param.dtype) * 1e-3
+
+
+def config(transition_steps: int, ns_dtype: str) -> AMOConfig:
+    return AMOConfig(
+        observe_until=1,
+        observe_every=1,
+        transition_steps=transition_steps,
+        sample_size=1,
+        ns_dtype=ns_dtype,
+        budget_unit="flops",
+    )
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.overhead", description=__doc__)
+    parser.add_argument("--model", default="Qwen3-70M", choices=MODELS)
+    parser.add_argument("--transition-steps", type=int, default=300)
+    parser.add_argument("--ns-dtype", default="bfloat16")
+    parser.add_argument("--steps", type=int, default=5, help="locked steps to time")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(args)
+    torch.set_num_threads(options.threads)
+    rows = measure(options)
+    report("overhead", rows, options.output, vars(options))
+    return 0
+
+
+def measure(options: argparse.Namespace) -> list[dict[str, object]]:
+    model = MODELS[options.model]
+    settings = config(options.transition_steps, options.ns_dtype)
+    now = CLOCKS[options.clock]
+    control, plan_seconds, by_step = _transition(model, settings, now)
+    module = Matrices(model)
+    set_gradients(module)
+    optimizer = AMO(param_groups(module), lr=1e-3, config=settings)
+    optimizer.step()
+    schedules = optimizer.policy.schedules(2)
+    start = now()
+    matrices = [
+        schedules[optimizer.policy.group_of(info.name)] for info in optimizer._parameters.matrices
+    ]
+    count_backends(optimizer._parameters, matrices, settings)
+    backend_seconds = now() - start
+    for _ in range(2):
+        optimizer.step()
+    step = statistics.median(_timed(optimizer.step, now) for _ in range(options.steps))
+    if options.profile:
+        profiler = cProfile.Profile()
+        profiler.runcall(optimizer.step)
+        pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
+    transition = statistics.median(by_step) + backend_seconds
+    share = plan_seconds / options.transition_steps
+    del control
+    return [
+        {"what": "step", "ms": 1e3 * step, "% of a step": 100.0},
+        {"what": "plan, once", "ms": 1e3 * plan_seconds, "% of a step": 100 * plan_seconds / step},
+        {
+            "what": "schedules, digest and backends of a transition step",
+            "ms": 1e3 * transition,
+            "% of a step": 100 * transition / step,
+        },
+        {
+            "what": "planning and transition, by step of the transition",
+            "ms": 1e3 * (transition + share),
+            "% of a step": 100 * (transition + share) / step,
+        },
+    ]
+
+
+def _timed(run: Callable[[], object], now: Callable[[], float] = time.perf_counter) -> float:
+    start = now()
+    run()
+    return now() - start
+
+
+def _transition(
+    model: Model, settings: AMOConfig, now: Callable[[], float]
+) -> tuple[AMOPolicy, float, list[float]]:
+    """Plan from unequal types; seconds of the plan, and of each transition step's schedules."""
+    policy = AMOPolicy(settings)
+    registry = model.registry()
+    policy.bind(registry)
+    types = {info.name: info.operator_type for info in registry}
+    policy.record(1, {name: ELL_BY_TYPE[types[name]] for name in policy.sample(1)})
+    start = now()
+    policy.adopt_plan(policy.make_plan())
+    plan_seconds = now() - start
+    steps = range(2, 2 + settings.transition_steps)
+
+    def run(step: int) -> None:
+        policy.schedules(step)
+        policy.digest(step)
+
+    return policy, plan_seconds, [_timed(lambda step=step: run(step), now) for step in steps]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.plan import costs_by_type, make_plan
+from benchmarks import newton_schulz, optimizer_step, overhead, sigma_min
+from benchmarks.measure import paired, ratio, table
+from benchmarks.shapes import ELL_BY_TYPE, MODELS
+
+# Millions of elements in matrices, as the AMO paper counts them.
+MATRIX_MILLIONS = {
+    "Qwen3-70M": 31.46,
+    "Qwen3-300M": 204.47,
+    "Qwen3-0.6B": 440.40,
+    "Qwen3-1.7B": 1409.29,
+    "Llama-3.1-75M": 9.04,
+    "Llama-3.1-480M": 218.10,
+    "Llama-3.1-760M": 368.05,
+    "Llama-3.1-1.4B": 872.42,
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_shapes_are_those_of_the_paper(name: str) -> None:
+    # Printed to two decimals.
+    assert MODELS[name].num_elements / 1e6 == pytest.approx(MATRIX_MILLIONS[name], abs=0.005)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
+@pytest.mark.parametrize("is_reversed", [False, True])
+def test_a_locked_step_costs_no_more_flops_than_a_uniform_one(
+    name: str, scale: float, is_reversed: bool
+) -> None:
+    config = AMOConfig(budget_unit="flops")
+    registry = MODELS[name].registry()
+    values = list(ELL_BY_TYPE.values())
+    ells = dict(zip(ELL_BY_TYPE, reversed(values) if is_reversed else values, strict=True))
+    targets = {kind: min(1.0, scale * ell) for kind, ell in ells.items()}
+    schedules = make_plan(config, targets, costs=costs_by_type(registry)).schedules()
+    uniform = sum(config.base_steps * ns_step_flops(*info.shape) for info in registry)
+    locked = sum(
+        schedules[info.operator_type].num_steps * ns_step_flops(*info.shape) for info in registry
+    )
+    assert locked <= uniform
+    # The plan differs from the uniform one: the test is not of 5 against 5.
+    assert {schedule.num_steps for schedule in schedules.values()} != {config.base_steps}
+
+
+def test_contenders_take_turns() -> None:
+    calls: list[str] = []
+    seconds = paired({name: lambda name=name: calls.append(name) for name in "ab"}, 3, warmup=2)
+    assert calls == ["a", "b"] * 5
+    assert {name: len(each) for name, each in seconds.items()} == {"a": 3, "b": 3}
+
+
+def test_ratio_is_the_median_within_rounds() -> None:
+    # The second round is slow for both, and does not count against one of them.
+    seconds = {"a": [1.0, 50.0, 2.0], "b": [2.0, 100.0, 4.0]}
+    assert ratio(seconds, "a", "b") == 0.5
+
+
+def test_table_aligns() -> None:
+    lines = table([{"name": "x", "value": 1.23456}, {"name": "long", "value": 2}]).splitlines()
+    assert lines[1] == "   x   1.23"
+    assert len({len(line) for line in lines}) == 1
+    assert table([]) == ""
+
+
+def rows_of(path: Path) -> list[dict[str, object]]:
+    content = json.loads(path.read_text())
+    assert content["machine"]["cores"]
+    found: list[dict[str, object]] = content["rows"]
+    return found
+
+
+def test_newton_schulz_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    output = tmp_path / "ns.json"
+    threads = torch.get_num_threads()
+    arguments = ["--shapes", "48x96", "--dtypes", "float32", "--rounds", "1"]
+    assert newton_schulz.main([*arguments, "--threads", str(threads), "--output", str(output)]) == 0
+    rows = rows_of(output)
+    assert [str(row["backend"]).split()[0] for row in rows] == ["standard", "symmetric", "gram"]
+    # float32's floor, several times over.
+    assert all(float(str(row["error"])) < 1e-4 for row in rows)
+    assert "effective %" in capsys.readouterr().out
+
+
+def test_sigma_min_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "sigma.json"
+    monkeypatch.setattr(sigma_min, "ERROR_SHAPES", ((140, 140), (132, 150)))
+    threads = str(torch.get_num_threads())
+    arguments = ["--model", "Llama-3.1-75M", "--threads", threads, "--output", str(output)]
+    assert sigma_min.main(arguments) == 0
+    errors = rows_of(tmp_path / "sigma_errors.json")
+    # The promise of the method; its rivals may fail.
+    assert all(float(str(row["ours"])) < 1e-3 for row in errors)
+    times = rows_of(output)
+    # Eight of each of seven types.
+    assert times[-1]["matrices"] == 56
+
+
+def test_overhead_runs(tmp_path: Path) -> None:
+    output = tmp_path / "overhead.json"
+    threads = str(torch.get_num_threads())
+    arguments = ["--model", "Llama-3.1-75M", "--transition-steps", "3", "--steps", "1"]
+    assert overhead.main([*arguments, "--threads", threads, "--output", str(output)]) == 0
+    assert [row["what"] for row in rows_of(output)][:2] == ["step", "plan, once"]
+
+
+def test_bytes_are_counted(run_on) -> None:  # type: ignore[no-untyped-def]
+    assert run_on(2)(count_some) == [8 * 4 + 3 * 4 + 5 * 4, 4 * 4 + 3 * 4 + 5 * 4]
+
+
+def count_some(rank: int, world: int) -> float:
+    """Rank 0 sends 8 floats of its 10 to the other, rank 1 sends 4 of 7; then both share."""
+    sizes = [[2, 8], [4, 3]]
+    with optimizer_step.count_bytes() as counted:
+        sent = torch.zeros(sum(sizes[rank]))
+        received = torch.zeros(sizes[0][rank] + sizes[1][rank])
+        splits = [sizes[0][rank], sizes[1][rank]]
+        dist.all_to_all_single(received, sent, splits, sizes[rank])
+        dist.all_gather([torch.zeros(3), torch.zeros(3)], torch.zeros(3))
+        dist.all_reduce(torch.zeros(5))  # 2 (W - 1) / W of it
+    assert dist.all_reduce.__name__ == "all_reduce"
+    return counted["bytes"]
+
+
+@pytest.mark.slow
+def test_optimizer_step_runs(tmp_path: Path) -> None:
+    output = tmp_path / "step.json"
+    arguments = ["--models", "Llama-3.1-75M", "--layers", "1", "--ranks", "2", "--rounds", "1"]
+    arguments += ["--ours", "ours locked", "--peers", "AdamW", "torch Muon"]
+    assert optimizer_step.main([*arguments, "--output", str(output)]) == 0
+    against_adamw, against_torch = rows_of(output)
+    assert float(str(against_adamw["ours bytes"])) > 0
+    assert against_adamw["peer bytes"] == 0
+    assert against_torch["ratio"] == "one process only"
