@@ -24,6 +24,7 @@ import math
 import torch
 from torch import Tensor
 
+from amo_dist.kernels.elementwise import largest_entry
 from amo_dist.kernels.sigma_min import sigma_min
 
 DEFAULT_TAU = 1e-10
@@ -78,11 +79,10 @@ def ell(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
 def _ell(x: Tensor, tau: float) -> Tensor:
     """``ell`` of one matrix, not empty."""
     _validate(x)
-    x = x.to(torch.float64)
-    largest = x.abs().max().item()
+    largest = largest_entry(x).item()
     if not 0 < largest < math.inf:
         return _no_geometry(x)
-    unit = x / largest
+    unit = x.to(torch.float64, copy=True).div_(largest)
     norm = torch.linalg.vector_norm(unit)
     # sigma_max lies between the largest entry and the norm: where tau does too, only the spectrum
     # can tell.
