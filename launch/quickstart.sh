@@ -6,6 +6,7 @@
 #   ./launch/quickstart.sh --fresh                # delete the run and start anew
 #   ./launch/quickstart.sh --optimizer.lr 2e-3    # torchtitan's options are passed on
 set -euo pipefail
+# shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
 amo_activate

@@ -27,13 +27,13 @@ SHELL_SCRIPTS = ("train_node.sh", "train_nodes.sh", "train.slurm")
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the scripts are bash")
 
 
-@pytest.mark.parametrize("name", SHELL_SCRIPTS)
+@pytest.mark.parametrize("name", [*SHELL_SCRIPTS, "quickstart.sh", "test.sh"])
 def test_scripts_are_clean(name: str) -> None:
     assert os.access(LAUNCH / name, os.X_OK)
     checker = shutil.which("shellcheck")
     if checker is None:
         pytest.skip("shellcheck is not installed")
-    subprocess.run([checker, "-x", str(LAUNCH / name)], check=True)
+    subprocess.run([checker, "-x", str(LAUNCH / name)], cwd=ROOT, check=True)
 
 
 def free_port() -> int:
