@@ -87,7 +87,9 @@ class Campaign:
             loaded: dict[str, Any] = torch.load(result, weights_only=True)
             return loaded
         killed = [exits[rank] for rank in run.kill.ranks]
-        assert killed == [-9] * len(killed), exits
+        # The last of several to get there may find its peers gone, and fail of that first.
+        assert -9 in killed, exits
+        assert 0 not in killed, exits
         return None
 
     def trial(self, trial: Trial) -> str:
