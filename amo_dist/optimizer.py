@@ -15,10 +15,7 @@ from torch.profiler import record_function
 from amo_dist import adamw, checkpoint
 from amo_dist.arguments import as_policy, check_hyperparameters
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.distributed.agreement import (
-    broadcast_text,
-    sum_over,
-)
+from amo_dist.distributed.agreement import broadcast_text, sum_over
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.exchanges import plan_exchanges
 from amo_dist.guard import StepGuard, gradient_bounds

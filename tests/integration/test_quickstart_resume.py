@@ -17,6 +17,8 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from tests.integration.titan_ranks import flat
+
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 12
 OPTIONS = [
@@ -60,16 +62,6 @@ def final_state(folder: Path) -> dict[str, Any]:
         warnings.simplefilter("ignore")  # of a checkpoint read outside a process group
         dcp_to_torch_save(str(folder / "checkpoint" / f"step-{NUM_STEPS}"), str(path))
     return flat(torch.load(path, weights_only=False))
-
-
-def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, dict):
-            found.update(flat(value, f"{prefix}{key}/"))
-        else:
-            found[f"{prefix}{key}"] = value
-    return found
 
 
 def assert_same_end(folder: Path, reference: Path) -> None:

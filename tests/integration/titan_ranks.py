@@ -147,7 +147,7 @@ class Run:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of a checkpoint read outside a process group
             dcp_to_torch_save(str(self.folder / "checkpoint" / f"step-{step}"), str(path))
-        return _flat(torch.load(path, weights_only=False))
+        return flat(torch.load(path, weights_only=False))
 
     def complete(self) -> list[int]:
         """Steps of the complete checkpoints."""
@@ -155,11 +155,12 @@ class Run:
         return sorted(int(path.parent.name.removeprefix("step-")) for path in found)
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested dicts as one, keys joined by slashes."""
     found: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
-            found.update(_flat(value, f"{prefix}{key}/"))
+            found.update(flat(value, f"{prefix}{key}/"))
         else:
             found[f"{prefix}{key}"] = value
     return found
