@@ -21,6 +21,8 @@ from torch.distributed.tensor import DTensor
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import world_group
 from amo_dist.parameters import local_tensor
+from amo_dist.schedule import fields
+from amo_dist.schedule.controller_state import ControllerState
 from amo_dist.schedule.policies import AMOPolicy, Policy
 
 if TYPE_CHECKING:
@@ -38,6 +40,9 @@ _FREE_FIELDS = frozenset(
         "bucket_bytes",
         "buckets_in_flight",
         "nonfinite",
+        "ns_guard_every",
+        "ns_guard_bound",
+        "ns_guard_fallback",
         "adamw_implementation",
         "on_config_change",
     }
@@ -189,9 +194,12 @@ def _resolve_change(
     own = {field.name for field in dataclasses.fields(MuonConfig)}
     if set(differing) <= own:
         return config, state["policy"]
-    kept = [] if "granularity" in differing else state["policy"].get("observations")
-    fresh = {"observations": kept, "plan": None, "replanned_at": state["steps_taken"]}
-    return config, {**state["policy"], **fresh}
+    kept: list[Any] = []
+    if "granularity" not in differing:
+        for field in ("observations", "observations_since_plan"):
+            kept += fields.read_list(f"control.policy.{field}", state["policy"].get(field))
+    fresh = ControllerState(replanned_at=state["steps_taken"]).to_dict()
+    return config, {**state["policy"], **fresh, "observations": kept}
 
 
 def _checkpoint_config(

@@ -63,6 +63,12 @@ class MuonConfig:
     """How many buckets may be under way at once."""
     nonfinite: str = "error"
     """On a NaN or inf in a gradient on any rank: ``error``, or ``skip_step`` on all ranks."""
+    ns_guard_every: int = 100
+    """Every so many optimizer steps the residual of one orthogonalized matrix is measured, of all
+    matrices in turn; 0: never."""
+    ns_guard_bound: float = 1.1
+    """A residual ``||X X^T - I||_F / sqrt(min(m, n))`` above this is warned of; > 0. Singular
+    values below ``sqrt(2)`` leave at most 1."""
     adamw_implementation: str = "foreach"
     """PyTorch's AdamW for the rest of the parameters: ``foreach``, ``fused`` or ``for-loop``."""
 
@@ -76,6 +82,8 @@ class MuonConfig:
         _require_choice("owners", self.owners, ("mesh", "replica"))
         _require_int("bucket_bytes", self.bucket_bytes, 1)
         _require_int("buckets_in_flight", self.buckets_in_flight, 1)
+        _require_int("ns_guard_every", self.ns_guard_every, 0)
+        _require_real("ns_guard_bound", self.ns_guard_bound, "a number > 0", 5e-324, math.inf)
         _require_choice("nonfinite", self.nonfinite, ("error", "skip_step"))
         _require_choice(
             "adamw_implementation", self.adamw_implementation, ("foreach", "fused", "for-loop")
@@ -125,6 +133,12 @@ class AMOConfig(MuonConfig):
     depth), or nothing: one for each ``matrix``."""
     observe_only: bool = False
     """Observe and record, but never plan: the uniform schedule stays for the whole run."""
+    replan_every: int = 0
+    """Plan anew so many optimizer steps after each plan, from observations since its lock, and
+    glide there from the plan before; 0: plan once."""
+    ns_guard_fallback: bool = False
+    """An operator type whose residual is above ``ns_guard_bound`` runs the uniform schedule from
+    then on, until a new plan."""
     seed: int = 42
     """Seeds the draw of observed matrices."""
     on_config_change: str = "error"
@@ -158,14 +172,30 @@ class AMOConfig(MuonConfig):
             "'exact' with budget_unit = 'flops' (greedy knows only steps)",
         )
         _require_choice("granularity", self.granularity, ("operator_type", "layer_group", "matrix"))
-        is_bool = isinstance(self.observe_only, bool)
-        _require(is_bool, "observe_only", self.observe_only, "true or false")
+        for field in ("observe_only", "ns_guard_fallback"):
+            found = getattr(self, field)
+            _require(isinstance(found, bool), field, found, "true or false")
+        self._check_replan()
         _require_int("seed", self.seed, 0)
         _require_choice(
             "on_config_change", self.on_config_change, ("error", "keep_checkpoint", "replan")
         )
 
+    def _check_replan(self) -> None:
+        _require_int("replan_every", self.replan_every, 0)
+        if not self.replan_every:
+            return
+        _require(
+            self.replan_every % self.observe_every == 0
+            and self.replan_every >= self.transition_steps,
+            "replan_every",
+            self.replan_every,
+            f"a multiple of observe_every = {self.observe_every}, and no less than "
+            f"transition_steps = {self.transition_steps}",
+        )
+        _require(not self.observe_only, "replan_every", self.replan_every, "0 with observe_only")
+
     @property
     def lock_step(self) -> int:
-        """The optimizer step at which the schedule locks, ``observe_until + transition_steps``."""
+        """The step at which the first plan locks, ``observe_until + transition_steps``."""
         return self.observe_until + self.transition_steps

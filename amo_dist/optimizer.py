@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -15,12 +16,12 @@ from torch.profiler import record_function
 from amo_dist import adamw, checkpoint
 from amo_dist.arguments import as_policy, check_hyperparameters
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.distributed.agreement import broadcast_text, sum_over
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.exchanges import plan_exchanges
 from amo_dist.guard import StepGuard, gradient_bounds
 from amo_dist.kernels.backends import BACKENDS
 from amo_dist.kernels.elementwise import update_momentum
+from amo_dist.measured import agree_on_values, check_residual, guarded_matrix, plan_where_due
 from amo_dist.parameters import (
     check_groups,
     gradient_is_foreign,
@@ -102,6 +103,8 @@ class Muon(torch.optim.Optimizer):
         self._digested_schedules: object = None
         self._digest = ""
         self._observed: dict[str, Tensor] = {}
+        self._residuals: dict[str, Tensor] = {}
+        self._last_residual = 0.0
         self._stopwatch = Stopwatch()
         self.tracker: GeometryTracker | None = None
         self._make_state()
@@ -153,7 +156,7 @@ class Muon(torch.optim.Optimizer):
             }
             self._world = agree_on_world(self._parameters, configuration, self._process_group)
             self.policy.bind(self._world.registry)
-            self._plan_where_due(self._num_steps_taken, self._world)
+            plan_where_due(self.policy, self._num_steps_taken, self._world)
             self._guard = self._make_guard(self._world)
         return self._world, self._guard
 
@@ -197,6 +200,7 @@ class Muon(torch.optim.Optimizer):
         entries = self._parameters.entries
         step = self._num_steps_taken + 1
         sample = self.policy.sample(step)
+        guarded = guarded_matrix(world.registry, step, self.config.ns_guard_every)
         guard.agree_on_coming(
             self._intent(step, sample),
             [entry.param.grad is not None for entry in entries],
@@ -207,12 +211,11 @@ class Muon(torch.optim.Optimizer):
         if verdict.skips:
             self._num_steps_skipped += 1
             logger.warning("step %d skipped: %s", step, verdict.reason)
-            self._observed = {}
+            self._observed, self._residuals = {}, {}
         else:
-            self._update(step, grads, sample)
+            self._update(step, grads, sample, guarded)
         self._num_steps_taken = step
-        if sample:
-            self._record(step, sample, world)
+        self._use_measured(step, sample, guarded, world)
         if self.tracker is not None and self._tracks(step):
             self.tracker.collect(step, world)
 
@@ -236,9 +239,10 @@ class Muon(torch.optim.Optimizer):
         step: int,
         grads: Sequence[Tensor | None],
         sample: Sequence[str],
+        guarded: str | None,
     ) -> None:
         entries = self._parameters.entries
-        _, guard = self._prepare()
+        world, guard = self._prepare()
         with record_function("amo::momentum"):
             moving = [i for i, entry in enumerate(entries) if entry.views and grads[i] is not None]
             buffers = [
@@ -255,6 +259,7 @@ class Muon(torch.optim.Optimizer):
             config=self.config,
             schedules=self._schedules_by_matrix(step),
             observed=frozenset(sample),
+            guarded=guarded,
             tracker=self.tracker if self._tracks(step) else None,
         )
         exchanges = self._exchanges_for(step, sample)
@@ -268,8 +273,8 @@ class Muon(torch.optim.Optimizer):
             )
         if not exchanges:
             self._step_adamw(grads)
-        work.finish(self._prepare()[0].groups_by_ranks)
-        self._observed = work.ells
+        work.finish(world.groups_by_ranks)
+        self._observed, self._residuals = work.ells, work.residuals
         guard.report_updates(work.nonfinite)
         if sample:
             self._stopwatch.put("observe", work.observe_seconds)
@@ -320,43 +325,20 @@ class Muon(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- observation
 
-    def _record(self, step: int, sample: Sequence[str], world: World) -> None:
-        """All-reduce the observations of every rank, and plan where it is time to."""
-        with record_function("amo::observe"):
-            mine = {
-                name: float(value)
-                for name, value in self._observed.items()
-                if world.rank in world.homes[name]
-            }
-            agreed = sum_over([mine.get(name, 0.0) for name in sample], world.group)
-        # No rank writes zero: a matrix without geometry is NaN, and a skipped step leaves nothing.
-        values = {
-            name: value if value != 0.0 else float("nan")
-            for name, value in zip(sample, agreed, strict=True)
-        }
-        self.policy.record(step, values)
-        self._plan_where_due(step, world)
-
-    def _plan_where_due(self, step: int, world: World) -> None:
-        """One rank plans, all adopt; where planning fails, all raise instead of waiting for it."""
-        if not self.policy.plan_due(step):
-            return
-        text, failure = "", None
-        if world.rank == 0:
-            try:
-                text = "plan:" + self.policy.make_plan()
-            except Exception as error:
-                failure = error
-                text = f"{type(error).__name__}:{error}"
-        kind, _, payload = broadcast_text(text, world.group).partition(":")
-        if kind == "plan":
-            self.policy.adopt_plan(payload)
-            return
-        if failure is not None:
-            raise failure
-        if kind == "ValueError":
-            raise ValueError(payload)
-        raise RuntimeError(f"planning failed on rank 0: {kind}: {payload}")
+    def _use_measured(
+        self, step: int, sample: Sequence[str], guarded: str | None, world: World
+    ) -> None:
+        """Agree on what was measured in this step, and plan where it is time to."""
+        if guarded is not None:
+            (residual,) = agree_on_values(self._residuals, [guarded], world).values()
+            self._last_residual = 0.0 if math.isnan(residual) else residual
+            check_residual(
+                step, guarded, residual, config=self.config, policy=self.policy, world=world
+            )
+        if sample:
+            with record_function("amo::observe"):
+                self.policy.record(step, agree_on_values(self._observed, sample, world))
+            plan_where_due(self.policy, step, world)
 
     # ---------------------------------------------------------------- checkpoint and metrics
 
@@ -450,6 +432,7 @@ class Muon(torch.optim.Optimizer):
             }
         return {
             **policy_metrics,
+            "newton_schulz/residual": self._last_residual,
             "optimizer/steps_skipped": float(self._num_steps_skipped),
             "optimizer/seconds": self._stopwatch.seconds("optimizer"),
             "optimizer/observe_seconds": self._stopwatch.seconds("observe"),

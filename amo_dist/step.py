@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,7 +18,7 @@ from amo_dist.distributed.layout import Piece
 from amo_dist.distributed.plan import Bucket, Part
 from amo_dist.kernels.backends import choose_backend
 from amo_dist.kernels.elementwise import apply_update, largest_entry, nesterov, update_scale
-from amo_dist.kernels.geometry import ell
+from amo_dist.kernels.geometry import ell, ns_residual
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.parameters import Parameters
 from amo_dist.schedule.types import Schedule
@@ -36,6 +37,7 @@ class StepWork:
         config: Numerics.
         schedules: Of each matrix.
         observed: Names of the matrices to observe.
+        guarded: Name of the matrix whose residual is measured, if any.
         state: Of the optimizer, by parameter.
         tracker: Measures every owned matrix, in a tracked step.
     """
@@ -52,10 +54,13 @@ class StepWork:
         schedules: Sequence[Schedule],
         observed: frozenset[str],
         state: Mapping[Tensor, Mapping[str, Any]],
+        guarded: str | None = None,
         tracker: GeometryTracker | None = None,
     ) -> None:
         self.ells: dict[str, Tensor] = {}
         """Observed ``ell`` of the matrices that this rank reports: float64, 0-dim."""
+        self.residuals: dict[str, Tensor] = {}
+        """Residual of the guarded matrix, where this rank reports it: float64, 0-dim."""
         self.nonfinite: dict[str, Tensor] = {}
         """By name of the owned matrices, whether the update was NaN or inf: boolean, 0-dim."""
         self.observe_seconds = 0.0
@@ -67,6 +72,7 @@ class StepWork:
         self._config = config
         self._schedules = schedules
         self._observed = observed
+        self._guarded = guarded
         self._state = state
         self._tracker = tracker
         self._ns_dtype: torch.dtype = getattr(torch, config.ns_dtype)
@@ -96,6 +102,10 @@ class StepWork:
                 self._observe(name, matrix)
         with record_function("amo::orthogonalize"):
             results = self._orthogonalize(bucket.owned, matrices)
+        for index, result in zip(bucket.owned, results, strict=True):
+            name = self._parameters.matrices[index].name
+            if name == self._guarded and index in bucket.reported:
+                self._guard(name, result)
         if self._tracker is not None:
             for index, matrix, result in zip(bucket.owned, matrices, results, strict=True):
                 if index in bucket.reported:
@@ -147,6 +157,12 @@ class StepWork:
         with record_function("amo::observe"):
             self.ells[name] = ell(matrix)
         self.observe_seconds += time.perf_counter() - start
+
+    def _guard(self, name: str, result: Tensor) -> None:
+        with record_function("amo::ns_guard"):
+            # The residual of zeros, as without a gradient, says nothing.
+            is_zero = ~torch.any(result != 0)
+            self.residuals[name] = ns_residual(result).masked_fill(is_zero, math.nan)
 
     def _orthogonalize(self, owned: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
         """Batched by shape and schedule off the CPU, where a batch is one kernel launch."""

@@ -63,6 +63,8 @@ class Oracle:
         self.observations: list[dict[str, float]] = []
         self.allocation: dict[str, int] = {}
         self.targets: dict[str, float] = {}
+        self.planned_at: int | None = None
+        self.start: dict[str, tuple[int, float]] = {}  # where the glide to the plan begins
         found = set(types.values())
         self.order = [t for t in ORDER if t in found] + sorted(found - set(ORDER))
 
@@ -125,7 +127,7 @@ class Oracle:
         if not isinstance(config, AMOConfig):
             return set()
         step = self.step_number
-        if step > config.observe_until or step % config.observe_every:
+        if step % config.observe_every or not self._is_observed(config, step):
             return set()
         drawn: set[str] = set()
         for operator_type in self.order:
@@ -140,14 +142,21 @@ class Oracle:
                 names = names[1:]
         return drawn
 
+    def _is_observed(self, config: AMOConfig, step: int) -> bool:
+        if self.planned_at is None:
+            return step <= config.observe_until
+        return bool(config.replan_every) and step >= self.planned_at + config.transition_steps
+
     def _observe(self, ells: Mapping[str, list[float]]) -> None:
         config = self.config
         assert isinstance(config, AMOConfig)
         self.observations.append(
             {kind: statistics.median(v / SAFETY for v in values) for kind, values in ells.items()}
         )
-        if self.step_number < config.observe_until:
+        first, every = config.observe_until, config.replan_every
+        if self.step_number < (first if self.planned_at is None else self.planned_at + every):
             return
+        start = self._state(config)
         for kind in self.order:
             robust = statistics.median(found[kind] for found in self.observations)
             alpha = Fraction(str(config.shrinkage))  # exact, and rounded once
@@ -155,6 +164,7 @@ class Oracle:
             self.targets[kind] = float(target)
         budget = Fraction(str(config.budget_ratio)) * len(self.order) * config.base_steps
         self.allocation = self._brute_force(math.floor(budget + Fraction(1, 2)))
+        self.planned_at, self.start, self.observations = self.step_number, start, []
 
     def _brute_force(self, budget: int) -> dict[str, int]:
         """All allocations; the first of the best in lexicographic order."""
@@ -178,44 +188,28 @@ class Oracle:
         config = self.config
         if not isinstance(config, AMOConfig):
             return dict.fromkeys(self.order, self.fixed or ((1.0, 0.0, 0.0),))
-        u = min(max(self.step_number - config.observe_until, 0), config.transition_steps)
-        if u == 0:
-            uniform = compose(SAFETY * config.base_ell, config.base_steps)
-            return dict.fromkeys(self.order, uniform)
+        state = self._state(config)
+        return {kind: compose(SAFETY * ell, count) for kind, (count, ell) in state.items()}
+
+    def _state(self, config: AMOConfig) -> dict[str, tuple[int, float]]:
+        """Newton-Schulz steps and ell of each type at this step."""
+        if self.planned_at is None or self.step_number <= self.planned_at:
+            return self.start or dict.fromkeys(self.order, (config.base_steps, config.base_ell))
+        u = min(self.step_number - self.planned_at, config.transition_steps)
         p = Fraction(u, config.transition_steps)
         exact = {
-            kind: config.base_steps + p * (self.allocation[kind] - config.base_steps)
-            for kind in self.order
+            kind: count + p * (self.allocation[kind] - count)
+            for kind, (count, _) in self.start.items()
         }
         total = math.floor(sum(exact.values()) + Fraction(1, 2))
         counts = {kind: math.floor(value) for kind, value in exact.items()}
         by_remainder = sorted(self.order, key=lambda kind: counts[kind] - exact[kind])
         for kind in by_remainder[: total - sum(counts.values())]:
             counts[kind] += 1
-        base = Fraction(config.base_ell)
-        ells = {
-            kind: float(base + p * (Fraction(self.targets[kind]) - base)) for kind in self.order
+        return {
+            kind: (
+                counts[kind],
+                float(Fraction(ell) + p * (Fraction(self.targets[kind]) - Fraction(ell))),
+            )
+            for kind, (_, ell) in self.start.items()
         }
-        return {kind: compose(SAFETY * ells[kind], counts[kind]) for kind in self.order}
-
-
-class AdaMuonOracle(Oracle):
-    """AdaMuon: signs in, an elementwise second moment and a given Frobenius norm out.
-
-    The norm comes from a correctly rounded sum, the package's from one in integers: they agree to
-    about ten digits, so that a factor in float32 may differ in its last bit.
-    """
-
-    moments: dict[str, Tensor]
-
-    def _direction(self, momentum: Tensor) -> Tensor:
-        return momentum.sign()
-
-    def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:
-        self.__dict__.setdefault("moments", {}).setdefault(name, torch.zeros_like(update))
-        decay, moment = self.config.momentum, self.moments[name]
-        moment.copy_(moment * decay + update * update * (1 - decay))
-        update = update / (moment.sqrt() + 1e-8)
-        norm = math.sqrt(math.fsum((update.double() ** 2).flatten().tolist()))
-        wanted = self.config.update_scale * math.sqrt(update.numel())
-        return update * (wanted / norm if norm else 0.0), 1.0

@@ -8,7 +8,7 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Any
+from typing import Any, TypeAlias
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule import budget as budgets
@@ -18,6 +18,9 @@ from amo_dist.schedule.polar_express import SAFETY, compose, error_curve
 from amo_dist.schedule.types import MatrixInfo, Schedule, sort_operator_types
 
 logger = logging.getLogger(__name__)
+
+State: TypeAlias = Mapping[str, tuple[int, float]]
+"""Newton-Schulz steps and effective ``ell`` of each operator type."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -56,18 +59,30 @@ class Plan:
         planned = zip(self.operator_types, self.ell_target, self.allocation, strict=True)
         return {name: composed(ell, steps) for name, ell, steps in planned}
 
-    def state_at(self, progress: Fraction) -> dict[str, tuple[int, float]]:
-        """Steps and effective ``ell`` of each type on the way from the uniform schedule.
+    def state_at(
+        self, progress: Fraction, start: State | None = None
+    ) -> dict[str, tuple[int, float]]:
+        """Steps and effective ``ell`` of each type on the way to the plan.
 
         Both interpolate linearly in exact arithmetic. The total of steps is rounded half up
         first, then the counts, by largest remainder, so that they sum to it.
 
         Args:
-            progress: In [0, 1]; 0 is the uniform schedule, 1 the plan.
+            progress: In [0, 1]; 0 is the start, 1 the plan.
+            start: What the way begins with; the uniform schedule by default.
         """
-        steps = [self.base_steps + progress * (k - self.base_steps) for k in self.allocation]
-        base = Fraction(self.base_ell)
-        ells = [float(base + progress * (Fraction(ell) - base)) for ell in self.ell_target]
+        if start is None:
+            start = dict.fromkeys(self.operator_types, (self.base_steps, self.base_ell))
+        steps: list[Fraction] = []
+        ells: list[float] = []
+        for name, target, planned in zip(
+            self.operator_types, self.ell_target, self.allocation, strict=True
+        ):
+            first_steps, first_ell = start[name]
+            steps.append(first_steps + progress * (planned - first_steps))
+            ells.append(
+                float(Fraction(first_ell) + progress * (Fraction(target) - Fraction(first_ell)))
+            )
         counts = zip(_round_to_sum(steps), ells, strict=True)
         return dict(zip(self.operator_types, counts, strict=True))
 

@@ -15,6 +15,7 @@ from amo_dist.config import AMOConfig
 from amo_dist.schedule import fields
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.controller import PHASES, Controller
+from amo_dist.schedule.controller_state import STATE_KEYS
 from amo_dist.schedule.grouping import groups
 from amo_dist.schedule.plan import Plan, composed
 from amo_dist.schedule.types import MatrixInfo, Schedule, sort_operator_types
@@ -133,6 +134,18 @@ class Policy(abc.ABC):
             ValueError: The payload is malformed, or not a plan of what this rank recorded.
         """
         fields.fail("plan", payload, "none: this policy adopts no plan")
+
+    def fall_back(self, step: int, name: str) -> bool:
+        """Run what shares the schedule of a matrix at the uniform one from the next step on.
+
+        Args:
+            step: The optimizer step just taken.
+            name: Of a matrix of the registry.
+
+        Returns:
+            Whether that changes anything; never where a policy has no other schedule.
+        """
+        return False
 
     def digest(self, step: int) -> str:
         """A hexadecimal SHA-256 of the state and of the schedules applied at a step.
@@ -271,12 +284,13 @@ def named_policy(name: str) -> Policy:
 
 
 class AMOPolicy(Policy):
-    """Adaptive Muon Orthogonalization: observe, plan once, glide to the plan, lock.
+    """Adaptive Muon Orthogonalization: observe, plan, glide to the plan, lock.
 
     Optimizer steps 1 to ``observe_until`` run the uniform schedule and are observed; the plan is
     adopted within the last of them. The next ``transition_steps`` interpolate; from the last of
     these on (``lock_step``) the plan itself is in force. With ``observe_only`` no plan is made: the
-    uniform schedule stays, and its phase after the last observation is ``uniform``.
+    uniform schedule stays, and its phase after the last observation is ``uniform``. With
+    ``replan_every`` the locked run is observed too, and glides from plan to plan.
 
     Args:
         config: When to observe, how to plan, how long to glide.
@@ -288,7 +302,7 @@ class AMOPolicy(Policy):
         super().__init__()
         self.config = config
         self.controller = Controller(config)
-        self._last: tuple[int, Mapping[str, Schedule]] | None = None
+        self._last: tuple[object, Mapping[str, Schedule]] | None = None
 
     @property
     def plan(self) -> Plan | None:
@@ -299,7 +313,7 @@ class AMOPolicy(Policy):
         """Uniform, interpolated or planned schedules, composed when first needed."""
         self._require_bound(step)
         # Within a phase of constant schedules every step is served from its first one.
-        key = {"observation": 0, "uniform": 0, "locked": -1}.get(self.phase(step), step)
+        key = self.controller.progress(step)
         if self._last is None or self._last[0] != key:
             state = self.controller.state_at(step)
             fresh = {name: composed(ell, steps) for name, (steps, ell) in state.items()}
@@ -333,7 +347,10 @@ class AMOPolicy(Policy):
     def adopt_plan(self, payload: str) -> None:
         """Commit to the plan that one rank made; see ``Policy.adopt_plan``."""
         self.controller.adopt(Plan.from_json(payload))
-        self._last = None
+
+    def fall_back(self, step: int, name: str) -> bool:
+        """Give up the plan for the group of a matrix; see ``Policy.fall_back``."""
+        return self.controller.fall_back(step, self.group_of(name))
 
     def state_dict(self) -> dict[str, Any]:
         """The observations and the plan."""
@@ -343,12 +360,9 @@ class AMOPolicy(Policy):
         self, state: Mapping[str, Any], *, allow_config_change: bool = False
     ) -> None:
         """Restore observations and plan; a plan made stays in force as it is."""
-        record = _read_state(state, self.name, ["observations", "plan", "replanned_at"])
+        record = _read_state(state, self.name, STATE_KEYS)
         self.controller.load_dict(
-            record["observations"],
-            record["plan"],
-            record["replanned_at"],
-            allow_config_change=allow_config_change,
+            {key: record[key] for key in STATE_KEYS}, allow_config_change=allow_config_change
         )
         self._last = None
 
@@ -362,7 +376,8 @@ class AMOPolicy(Policy):
         ``amo/phase`` is 0 in observation, 1 in transition, 2 when locked, 3 when uniform. By group,
         ``amo/ns_steps`` is the number of Newton-Schulz steps, ``amo/ell`` the latest observed
         effective ``ell`` and ``amo/ell_target`` the plan's; both are ``base_ell`` where there is
-        none yet. ``amo/invalid_observations`` counts matrices left out of their medians.
+        none yet. ``amo/invalid_observations`` counts matrices left out of their medians, and
+        ``amo/fallbacks`` the groups that gave up the plan for the uniform schedule.
         """
         values = super().metrics(step)
         observations = self.controller.observations
@@ -376,6 +391,7 @@ class AMOPolicy(Policy):
         values["amo/invalid_observations"] = float(
             sum(sum(observation.num_invalid.values()) for observation in observations)
         )
+        values["amo/fallbacks"] = float(len(self.controller.fallen_back(step)))
         return values
 
     def _groups(self, registry: Sequence[MatrixInfo]) -> Mapping[str, str]:

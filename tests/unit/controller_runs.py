@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.controller import Controller
+from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.types import MatrixInfo
 
 TYPES = ("attn_q", "mlp_down", "expert")
@@ -32,3 +33,9 @@ def planned(config: AMOConfig = CONFIG, ell: dict[str, float] = ELL) -> Controll
         observe(target, step, ell)
     target.adopt(target.make_plan())
     return target
+
+
+def plan_of(config: AMOConfig = CONFIG, ell: dict[str, float] = ELL) -> Plan:
+    plan = planned(config, ell).plan
+    assert plan is not None
+    return plan

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.controller import draw
+from amo_dist.schedule.observation import draw
 from amo_dist.schedule.plan import Plan, composed, make_plan
 from amo_dist.schedule.polar_express import SAFETY, compose
-from tests.unit.controller_runs import CONFIG, ELL, TYPES, controller, observe, planned
+from tests.unit.controller_runs import CONFIG, ELL, TYPES, controller, observe, plan_of, planned
 
 # --- drawing
 
@@ -191,7 +191,7 @@ def test_adopting_twice_needs_the_same_plan() -> None:
     assert target.plan is not None
     target.adopt(Plan.from_json(target.plan.to_json()))
     with pytest.raises(ValueError, match="expected the plan already adopted"):
-        target.adopt(planned(ell={**ELL, "expert": 0.5}).make_plan())
+        target.adopt(plan_of(ell={**ELL, "expert": 0.5}))
 
 
 def test_a_plan_of_other_observations_or_configuration_is_refused() -> None:
@@ -199,11 +199,11 @@ def test_a_plan_of_other_observations_or_configuration_is_refused() -> None:
     for step in (2, 4, 6):
         observe(target, step)
     with pytest.raises(ValueError, match=r"plan.ell_robust.expert: found .*, as observed"):
-        target.adopt(planned(ell={**ELL, "expert": 0.5}).make_plan())
+        target.adopt(plan_of(ell={**ELL, "expert": 0.5}))
     with pytest.raises(ValueError, match=r"plan\.ell_target: found"):
-        target.adopt(planned(AMOConfig(**{**CONFIG.to_dict(), "shrinkage": 0.5})).make_plan())
+        target.adopt(plan_of(AMOConfig(**{**CONFIG.to_dict(), "shrinkage": 0.5})))
     with pytest.raises(ValueError, match=r"plan\.budget: found 12, expected 15"):
-        target.adopt(planned(AMOConfig(**{**CONFIG.to_dict(), "budget_ratio": 0.8})).make_plan())
+        target.adopt(plan_of(AMOConfig(**{**CONFIG.to_dict(), "budget_ratio": 0.8})))
     assert target.plan is None
 
 

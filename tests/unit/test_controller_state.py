@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule.controller import Controller, Observation
+from amo_dist.schedule.controller import Controller
+from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
 from tests.unit.controller_runs import CONFIG, REGISTRY, controller, planned
 
@@ -29,7 +30,7 @@ def test_state_round_trips_bit_for_bit(data: Any, num_observations: int, adopt: 
         restored = Controller(CONFIG)
         if bind_first:
             restored.bind(REGISTRY)
-        restored.load_dict(state["observations"], state["plan"])
+        restored.load_dict(state)
         restored.bind(REGISTRY)
         assert restored.observations == source.observations
         assert restored.plan == source.plan
@@ -87,12 +88,7 @@ def test_corrupted_state_raises_only_value_errors(data: Any, bound: bool, may_di
     before = target.to_dict()
     failure = ""
     try:
-        target.load_dict(
-            state.get("observations"),
-            state.get("plan"),
-            state.get("replanned_at"),
-            allow_config_change=may_differ,
-        )
+        target.load_dict(state, allow_config_change=may_differ)
     except ValueError as error:
         failure = str(error)
     if failure:
@@ -101,11 +97,7 @@ def test_corrupted_state_raises_only_value_errors(data: Any, bound: bool, may_di
         assert target.to_dict() == before
     else:
         # What is accepted is in force exactly, and saved again exactly.
-        assert target.to_dict() == {
-            "observations": state.get("observations"),
-            "plan": state.get("plan"),
-            "replanned_at": state.get("replanned_at"),
-        }
+        assert target.to_dict() == state
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -196,7 +188,7 @@ def test_each_corruption_is_named(changes: dict[str, Any], message: str) -> None
     state = changed(**changes)
     target = controller()
     with pytest.raises(ValueError, match=message):
-        target.load_dict(state["observations"], state["plan"])
+        target.load_dict(state)
     assert (target.observations, target.plan) == ((), None)
 
 
@@ -206,10 +198,10 @@ def test_nesting_past_the_recursion_limit_is_a_value_error() -> None:
         deep = [deep]
     for observations, plan in ((deep, None), (STATE["observations"], deep)):
         with pytest.raises(ValueError, match=r": found \[\[.*, expected a mapping"):
-            controller().load_dict(observations, plan)
+            controller().load_dict({**STATE, "observations": observations, "plan": plan})
     curves = changed(plan__curves=deep)
     with pytest.raises(ValueError, match=r"plan\.curves: found \[\[.*, expected a finite float"):
-        controller().load_dict(curves["observations"], curves["plan"])
+        controller().load_dict(curves)
 
 
 def test_missing_and_extra_keys_are_named() -> None:
@@ -227,7 +219,7 @@ def test_a_payload_that_is_no_plan_is_refused(text: Any) -> None:
 
 def test_a_state_of_other_operator_types_is_refused_when_the_registry_comes() -> None:
     restored = Controller(CONFIG)
-    restored.load_dict(STATE["observations"], STATE["plan"])
+    restored.load_dict(STATE)
     with pytest.raises(
         ValueError, match=r"observations\[0\]\.ell: found .*, expected the operator"
     ):
@@ -236,7 +228,7 @@ def test_a_state_of_other_operator_types_is_refused_when_the_registry_comes() ->
 
 def test_a_plan_of_another_configuration_is_refused_when_the_registry_comes() -> None:
     restored = Controller(AMOConfig(**{**CONFIG.to_dict(), "base_ell": 1e-4}))
-    restored.load_dict(STATE["observations"], STATE["plan"])
+    restored.load_dict(STATE)
     with pytest.raises(ValueError, match=r"plan\.ell_target: found"):
         restored.bind(REGISTRY)
 
@@ -245,12 +237,12 @@ def test_a_changed_configuration_is_accepted_on_request() -> None:
     other = AMOConfig(observe_until=100, observe_every=20, transition_steps=2, shrinkage=0.1)
     strict = controller(other)
     with pytest.raises(ValueError, match=r"observations\[0\]\.step: found 2, expected 20"):
-        strict.load_dict(STATE["observations"], STATE["plan"])
+        strict.load_dict(STATE)
     for bind_first in (True, False):
         target = Controller(other)
         if bind_first:
             target.bind(REGISTRY)
-        target.load_dict(STATE["observations"], STATE["plan"], allow_config_change=True)
+        target.load_dict(STATE, allow_config_change=True)
         target.bind(REGISTRY)
         # The plan came at step 6 and stays; only the glide is as long as now configured.
         assert [target.phase(step) for step in (6, 7, 8)] == ["observation", "transition", "locked"]
@@ -260,13 +252,13 @@ def test_a_changed_configuration_is_accepted_on_request() -> None:
 
 def test_a_plan_needs_every_observation() -> None:
     with pytest.raises(ValueError, match=r"plan: found 'a plan', expected null before the obs"):
-        controller().load_dict(STATE["observations"][:2], STATE["plan"])
+        controller().load_dict({**STATE, "observations": STATE["observations"][:2]})
 
 
 def test_rising_steps_are_needed_in_any_case() -> None:
     state = changed(observations__0__step=4)
     with pytest.raises(ValueError, match=r"observations: found .*, expected rising steps"):
-        controller().load_dict(state["observations"], None, allow_config_change=True)
+        controller().load_dict({**state, "plan": None}, allow_config_change=True)
 
 
 def test_an_empty_registry_is_refused() -> None:

@@ -1,0 +1,191 @@
+"""The guard that measures what Newton-Schulz leaves of one matrix in turn."""
+
+from __future__ import annotations
+
+import logging
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist.kernels.geometry import ns_residual
+from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.measured import guarded_matrix
+from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.types import MatrixInfo, Schedule
+
+SHAPES = {
+    "attention.wq.weight": (6, 8),
+    "attention.wk.weight": (4, 8),
+    "attention.wo.weight": (8, 6),
+}
+DOUBLES = Schedule(((2.0, 0.0, 0.0),) * 2, norm_scale=1.0)
+"""Four times the matrix over its norm: a residual of 15 where one singular value is all."""
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleDict({"0": nn.Module()})
+        for name, shape in SHAPES.items():
+            module, _, leaf = name.rpartition(".")
+            here = self.layers["0"]
+            for part in module.split("."):
+                if not hasattr(here, part):
+                    here.add_module(part, nn.Module())
+                here = getattr(here, part)
+            here.register_parameter(leaf, nn.Parameter(torch.randn(shape)))
+
+
+def gradients(model: nn.Module, step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for param in model.parameters():
+        param.grad = torch.randn(param.shape, generator=generator)
+
+
+def rank_one(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+
+
+def test_all_matrices_take_turns() -> None:
+    registry = [MatrixInfo(name, (2, 2), "attn_q") for name in "abc"]
+    found = [guarded_matrix(registry, step, 2) for step in range(1, 9)]
+    assert found == [None, "a", None, "b", None, "c", None, "a"]
+    assert guarded_matrix(registry, 2, 0) is None
+    assert guarded_matrix([], 2, 1) is None
+
+
+def test_a_diverging_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    config = MuonConfig(ns_guard_every=2, ns_dtype="float32")
+    optimizer = Muon(param_groups(model), schedule=DOUBLES, config=config)
+    for step in (1, 2):
+        caplog.clear()
+        rank_one(model)
+        optimizer.step()
+        assert bool(caplog.records) == (step == 2)
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    message = record.getMessage()
+    assert "step 2: layers.0.attention.wk.weight, of type attn_k" in message
+    # One singular value of 4, and three of zero: sqrt((15^2 + 3) / 4).
+    assert "residual of 7.55" in message
+    assert "ns_guard_bound = 1.1, by the 2 steps (2, 0, 0) (2, 0, 0)" in message
+    assert "uniform" not in message
+    assert optimizer.metrics()["newton_schulz/residual"] == pytest.approx(math.sqrt(228 / 4))
+
+
+def test_what_is_measured_is_the_update_that_was_applied() -> None:
+    model = Model()
+    optimizer = Muon(param_groups(model), config=MuonConfig(ns_guard_every=1))
+    assert optimizer.metrics()["newton_schulz/residual"] == 0.0
+    gradients(model, 1)
+    momentum = model.get_parameter("layers.0.attention.wk.weight").grad
+    assert momentum is not None
+    kj = named_schedule("kj").schedule
+    assert kj is not None
+    ahead = (momentum * 0.95 + momentum).to(torch.bfloat16)
+    update = orthogonalize(ahead, kj.coefficients, norm_scale=kj.norm_scale)
+    optimizer.step()
+    assert optimizer.metrics()["newton_schulz/residual"] == float(ns_residual(update))
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_the_guard_is_silent_between_its_steps(
+    every: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = Model()
+    config = MuonConfig(ns_guard_every=every)
+    optimizer = Muon(param_groups(model), schedule=DOUBLES, config=config)
+    for _ in range(2):
+        rank_one(model)
+        optimizer.step()
+    assert not caplog.records
+    assert optimizer.metrics()["newton_schulz/residual"] == 0.0
+
+
+def test_zeros_and_skipped_steps_say_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    config = MuonConfig(ns_guard_every=1, ns_guard_bound=0.5, nonfinite="skip_step")
+    optimizer = Muon(param_groups(model), schedule=DOUBLES, config=config)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    assert optimizer.metrics()["newton_schulz/residual"] == 0.0
+    for param in model.parameters():
+        param.grad = torch.full_like(param, math.nan)
+    optimizer.step()
+    assert optimizer.metrics()["newton_schulz/residual"] == 0.0
+    assert not [record for record in caplog.records if "residual" in record.getMessage()]
+
+
+def amo(model: nn.Module, **fields: Any) -> AMO:
+    config = AMOConfig(
+        observe_until=2,
+        observe_every=1,
+        transition_steps=2,
+        ns_guard_every=1,
+        ns_guard_bound=1e-9,
+        **fields,
+    )
+    return AMO(param_groups(model), config=config)
+
+
+def run(model: nn.Module, optimizer: Muon, start: int, stop: int) -> list[Tensor]:
+    for step in range(start, stop + 1):
+        gradients(model, step)
+        optimizer.step()
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def test_a_type_falls_back_only_where_asked(caplog: pytest.LogCaptureFixture) -> None:
+    model = Model()
+    optimizer = amo(model)
+    run(model, optimizer, 1, 4)
+    assert any("residual" in record.getMessage() for record in caplog.records)
+    assert optimizer.metrics()["amo/fallbacks"] == 0.0
+    model = Model()
+    optimizer = amo(model, ns_guard_fallback=True)
+    caplog.clear()
+    run(model, optimizer, 1, 3)
+    assert "attn_k runs the uniform schedule from now on" not in caplog.text
+    assert "attn_q runs the uniform schedule from now on" in caplog.text
+    assert optimizer.policy.schedules(4)["attn_q"] == optimizer.policy.schedules(1)["attn_q"]
+    # Not for what ran uniform at steps 1 and 2, when the other two had their turns.
+    assert set(optimizer.control_state_dict()["policy"]["fallbacks"]) == {"attn_q"}
+
+
+def test_a_run_with_fall_backs_resumes_bit_for_bit() -> None:
+    whole = Model()
+    expected = run(whole, amo(whole, ns_guard_fallback=True), 1, 9)
+    model = Model()
+    optimizer = amo(model, ns_guard_fallback=True)
+    run(model, optimizer, 1, 4)
+    resumed = Model()
+    resumed.load_state_dict(model.state_dict())
+    fresh = amo(resumed, ns_guard_fallback=True)
+    fresh.load_state_dict(optimizer.state_dict())
+    found = run(resumed, fresh, 5, 9)
+    assert all(map(torch.equal, found, expected))
+    plain = Model()
+    without = run(plain, amo(plain), 1, 9)
+    # Else the fall back did nothing, and resuming it showed nothing.
+    assert not all(map(torch.equal, without, expected))
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"ns_guard_every": -1}, "ns_guard_every: found -1, expected an integer >= 0"),
+        ({"ns_guard_bound": 0.0}, "ns_guard_bound: found 0.0, expected a number > 0"),
+        ({"ns_guard_fallback": 1}, "ns_guard_fallback: found 1, expected true or false"),
+    ],
+)
+def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        AMOConfig(**fields)

@@ -1,0 +1,248 @@
+"""Planning again after the lock, and giving up a plan for one type."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from fractions import Fraction
+from typing import Any
+
+import pytest
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule.calendar import Calendar
+from amo_dist.schedule.controller import Controller
+from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.policies import AMOPolicy
+from tests.unit.controller_runs import ELL, REGISTRY, TYPES, controller, observe
+
+CONFIG = AMOConfig(
+    observe_until=6, observe_every=2, transition_steps=3, sample_size=3, replan_every=8
+)
+HARDER = {**ELL, "expert": 1e-6, "attn_q": 0.3}
+UNIFORM = (CONFIG.base_steps, CONFIG.base_ell)
+
+
+def run(target: Controller, start: int, until: int) -> None:
+    """Steps ``start`` to ``until``; from step 10 on matrices look otherwise."""
+    for step in range(start, until + 1):
+        if target.sample(step):
+            observe(target, step, ELL if step < 10 else HARDER)
+        if target.plan_due(step):
+            target.adopt(target.make_plan())
+
+
+def ran(until: int, config: AMOConfig = CONFIG) -> Controller:
+    target = controller(config)
+    run(target, 1, until)
+    return target
+
+
+def test_observations_and_plans_come_when_the_calendar_says() -> None:
+    """Plans at 6, 14 and 22, each after observations from the lock of the one before on."""
+    target = controller(CONFIG)
+    observed, planned, phases = [], [], []
+    for step in range(1, 27):
+        phases.append(target.phase(step)[0])
+        if target.sample(step):
+            observed.append(step)
+        before = target.plan
+        run(target, step, step)
+        if target.plan is not before:
+            planned.append(step)
+    assert planned == [6, 14, 22]
+    # Locks at 9 and 17: multiples of two from there.
+    assert observed == [2, 4, 6, 10, 12, 14, 18, 20, 22, 26]
+    assert "".join(phases) == "oooooo" + "ttl" + "lllll" + "ttl" + "lllll" + "ttl" + "l"
+
+
+def test_a_lock_that_is_itself_a_step_of_observation_is_observed() -> None:
+    config = AMOConfig(observe_until=4, observe_every=2, transition_steps=4, replan_every=4)
+    assert Calendar(config).next_observation(4, None) == 8
+    assert [step for step in range(5, 9) if Calendar(config).observes(step, 4)] == [8]
+
+
+def test_the_second_transition_starts_from_the_first_plan() -> None:
+    first, second = ran(13), ran(14)
+    assert first.plan is not None
+    assert second.plan is not None
+    locked = first.state_at(13)
+    assert second.state_at(14) == locked
+    assert locked == {
+        name: (steps, ell)
+        for name, steps, ell in zip(
+            TYPES, first.plan.allocation, first.plan.ell_target, strict=True
+        )
+    }
+    assert second.plan.allocation != first.plan.allocation
+    for step in (15, 16):
+        progress = Fraction(step - 14, 3)
+        for i, name in enumerate(TYPES):
+            steps, ell = second.state_at(step)[name]
+            exact = locked[name][0] + progress * (second.plan.allocation[i] - locked[name][0])
+            assert abs(steps - exact) < 1
+            start = Fraction(locked[name][1])
+            assert ell == float(start + progress * (Fraction(second.plan.ell_target[i]) - start))
+        assert sum(steps for steps, _ in second.state_at(step).values()) == 15
+    assert second.state_at(17) == {
+        name: (steps, ell)
+        for name, steps, ell in zip(
+            TYPES, second.plan.allocation, second.plan.ell_target, strict=True
+        )
+    }
+
+
+def test_only_observations_since_the_lock_make_the_next_plan() -> None:
+    plan = ran(14).plan
+    assert plan is not None
+    # The medians of what HARDER gave alone; one observation of ELL would have no part in them.
+    by_type = dict(zip(TYPES, plan.ell_robust, strict=True))
+    assert by_type == {name: HARDER[name] / 1.01 for name in TYPES}
+
+
+def test_it_is_off_by_default() -> None:
+    target = ran(9, dataclasses.replace(CONFIG, replan_every=0))
+    plan, phases = target.plan, {target.phase(step) for step in range(9, 500)}
+    assert phases == {"locked"}
+    assert not any(target.sample(step) for step in range(7, 500))
+    assert not target.plan_due(500)
+    assert target.plan is plan
+
+
+@pytest.mark.parametrize("stop", range(24))
+def test_a_run_resumes_at_every_step(stop: int) -> None:
+    whole = ran(26)
+    state = json.loads(json.dumps(ran(stop).to_dict(), sort_keys=True))
+    resumed = Controller(CONFIG)
+    resumed.load_dict(state)
+    resumed.bind(REGISTRY)
+    resumed.check_progress(stop)
+    run(resumed, stop + 1, 26)
+    assert resumed.to_dict() == whole.to_dict()
+    assert all(resumed.state_at(step) == whole.state_at(step) for step in range(22, 40))
+
+
+@pytest.mark.parametrize("stop", [10, 12, 14, 18, 20, 22])
+def test_a_state_of_another_step_is_refused(stop: int) -> None:
+    state = ran(stop).to_dict()
+    with pytest.raises(ValueError, match="steps_taken: found"):
+        restored(state).check_progress(stop - 1)
+    late = stop + (2 if stop % 8 != 6 else 4)
+    with pytest.raises(ValueError, match="observations: found"):
+        restored(state).check_progress(late)
+
+
+def restored(state: dict[str, Any], config: AMOConfig = CONFIG) -> Controller:
+    target = controller(config)
+    target.load_dict(state)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("stop", "field", "value", "message"),
+    [
+        (14, "transition_from", None, r"observations\[0\]\.step: found 10, expected 2"),
+        (6, "transition_from", "start", "transition_from: found 'schedules', expected null"),
+        (14, "transition_from", {"attn_q": [5, (0.002).hex()]}, "transition_from: found"),
+        (14, "transition_from", "few", r"transition_from\.expert: found \[5\], expected Newton"),
+        (14, "transition_from", [], "transition_from: found .*, expected a mapping by operator"),
+        (12, "observations_since_plan", "other", r"observations_since_plan\[0\]\.step: found 6"),
+        (14, "fallbacks", {"attn_q": 14}, r"fallbacks\.attn_q: found 14, expected a step after"),
+        (14, "fallbacks", {"zeta": 15}, "fallbacks: found 'zeta', expected one of"),
+        (14, "fallbacks", {"attn_q": 1.5}, r"fallbacks\.attn_q: found 1\.5, expected an integer"),
+        (14, "fallbacks", None, "fallbacks: found None, expected a mapping"),
+        (4, "fallbacks", {"attn_q": 3}, "fallbacks: found .* expected {} without a plan"),
+        (4, "transition_from", "start", "transition_from: found .*, expected None without a plan"),
+    ],
+)
+def test_each_corruption_is_named(stop: int, field: str, value: Any, message: str) -> None:
+    state = ran(stop).to_dict()
+    start = {name: [5, (1e-3).hex()] for name in TYPES}
+    special = {
+        "start": start,
+        "few": {**start, "expert": [5]},
+        "other": [state["observations"][-1]],
+    }
+    state[field] = special.get(value, value) if isinstance(value, str) else value
+    target = controller(CONFIG)
+    with pytest.raises(ValueError, match=message):
+        target.load_dict(state)
+    assert target.to_dict() == controller(CONFIG).to_dict()
+
+
+def test_adopting_between_two_plans_needs_the_one_in_force() -> None:
+    target, later = ran(12), ran(14).plan
+    assert later is not None
+    assert target.plan is not None
+    target.adopt(Plan.from_json(target.plan.to_json()))
+    with pytest.raises(ValueError, match="expected the plan already adopted"):
+        target.adopt(later)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"replan_every": -2}, "replan_every: found -2, expected an integer >= 0"),
+        ({"replan_every": 3}, "replan_every: found 3, expected a multiple of observe_every = 2"),
+        ({"replan_every": 2}, "replan_every: found 2, .* no less than transition_steps = 3"),
+        ({"observe_only": True}, "replan_every: found 8, expected 0 with observe_only"),
+    ],
+)
+def test_a_bad_interval_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        dataclasses.replace(CONFIG, **changes)
+
+
+# --- fall back
+
+
+def test_a_type_that_falls_back_runs_the_uniform_schedule_until_the_next_plan() -> None:
+    target = ran(11)
+    before = target.state_at(11)
+    assert before["attn_q"] != UNIFORM
+    assert target.fall_back(11, "attn_q")
+    assert target.state_at(11) == before
+    assert target.state_at(12) == {**before, "attn_q": UNIFORM}
+    assert target.fallen_back(11) == ()
+    assert target.fallen_back(12) == ("attn_q",)
+    assert not target.fall_back(12, "attn_q")
+    run(target, 12, 14)
+    # The glide to the next plan starts from what was in force.
+    assert target.fallen_back(15) == ()
+    assert target.state_at(14)["attn_q"] == UNIFORM
+    assert target.to_dict()["transition_from"]["attn_q"] == [5, (1e-3).hex()]
+
+
+@pytest.mark.parametrize("step", [3, 6])
+def test_there_is_nothing_to_fall_back_from_before_the_transition(step: int) -> None:
+    target = ran(step)
+    assert not target.fall_back(step, "attn_q")
+    assert target.to_dict() == ran(step).to_dict()
+
+
+def test_a_fall_back_resumes() -> None:
+    target = ran(7)
+    assert target.fall_back(7, "mlp_down")
+    copy = restored(json.loads(json.dumps(target.to_dict())))
+    copy.check_progress(7)
+    assert all(copy.state_at(step) == target.state_at(step) for step in range(1, 20))
+    with pytest.raises(ValueError, match="steps_taken: found 6, expected at least 7"):
+        copy.check_progress(6)
+
+
+def test_the_policy_serves_the_schedules_of_a_fall_back_at_once() -> None:
+    policy = AMOPolicy(CONFIG)
+    policy.bind(REGISTRY)
+    for step in (2, 4, 6):
+        policy.record(step, {n: ELL[n.rsplit(".", 1)[1]] for n in policy.sample(step)})
+    policy.adopt_plan(policy.make_plan())
+    uniform, locked, digest = policy.schedules(1), policy.schedules(9), policy.digest(9)
+    assert policy.schedules(10) is locked
+    assert policy.fall_back(9, REGISTRY[0].name)
+    assert policy.schedules(9) == locked
+    assert policy.schedules(10)["attn_q"] == uniform["attn_q"] != locked["attn_q"]
+    assert policy.schedules(10)["expert"] == locked["expert"]
+    assert policy.schedules(11) is policy.schedules(10)
+    assert policy.digest(10) != digest
+    assert policy.metrics(9)["amo/fallbacks"] == 0.0
+    assert policy.metrics(10)["amo/fallbacks"] == 1.0
