@@ -40,6 +40,7 @@ _FREE_FIELDS = frozenset(
         "bucket_bytes",
         "buckets_in_flight",
         "nonfinite",
+        "observe_in_background",
         "ns_guard_every",
         "ns_guard_bound",
         "ns_guard_fallback",

@@ -110,6 +110,9 @@ class AMOConfig(MuonConfig):
     """Observation interval in optimizer steps; must divide ``observe_until``."""
     sample_size: int = 8
     """Matrices of each operator type drawn for one observation (all, where there are fewer)."""
+    observe_in_background: bool = False
+    """Measure samples on a thread while training goes on; the values are taken in at the next step.
+    Saving state in between is then a collective."""
     shrinkage: float = 0.7
     """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]."""
     transition_steps: int = 300
@@ -172,7 +175,7 @@ class AMOConfig(MuonConfig):
             "'exact' with budget_unit = 'flops' (greedy knows only steps)",
         )
         _require_choice("granularity", self.granularity, ("operator_type", "layer_group", "matrix"))
-        for field in ("observe_only", "ns_guard_fallback"):
+        for field in ("observe_in_background", "observe_only", "ns_guard_fallback"):
             found = getattr(self, field)
             _require(isinstance(found, bool), field, found, "true or false")
         self._check_replan()

@@ -11,8 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist.adamuon import AdaMuon
+from amo_dist.amo import AMO
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.optimizer import AMO, Muon
+from amo_dist.optimizer import Muon
 from amo_dist.root import ROOT
 
 MUON_SCHEDULES: Mapping[str, str] = MappingProxyType(

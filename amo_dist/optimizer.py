@@ -1,4 +1,4 @@
-"""AMO and the Muon family: one step is momentum, exchange(orthogonalize), scaled update."""
+"""The Muon family: one step is momentum, exchange(orthogonalize), scaled update."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ from amo_dist.guard import StepGuard, gradient_bounds
 from amo_dist.kernels.backends import BACKENDS
 from amo_dist.kernels.elementwise import update_momentum
 from amo_dist.measured import agree_on_values, check_residual, guarded_matrix, plan_where_due
+from amo_dist.observer import Observer
 from amo_dist.parameters import (
     check_groups,
     gradient_is_foreign,
@@ -29,7 +30,7 @@ from amo_dist.parameters import (
     local_tensor,
     resolve,
 )
-from amo_dist.schedule.policies import AMOPolicy, Policy
+from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
 from amo_dist.step import StepWork, count_backends
 from amo_dist.timing import Stopwatch
@@ -102,7 +103,9 @@ class Muon(torch.optim.Optimizer):
         self._exchange_key: object = None
         self._digested_schedules: object = None
         self._digest = ""
-        self._observed: dict[str, Tensor] = {}
+        in_background = isinstance(self.config, AMOConfig) and self.config.observe_in_background
+        self._observer = Observer(in_background=in_background)
+        self._observation_under_way: tuple[int, tuple[str, ...]] | None = None
         self._residuals: dict[str, Tensor] = {}
         self._last_residual = 0.0
         self._stopwatch = Stopwatch()
@@ -197,6 +200,7 @@ class Muon(torch.optim.Optimizer):
 
     def _step(self) -> None:
         world, guard = self._prepare()
+        self._finish_observation()
         entries = self._parameters.entries
         step = self._num_steps_taken + 1
         sample = self.policy.sample(step)
@@ -211,11 +215,16 @@ class Muon(torch.optim.Optimizer):
         if verdict.skips:
             self._num_steps_skipped += 1
             logger.warning("step %d skipped: %s", step, verdict.reason)
-            self._observed, self._residuals = {}, {}
+            self._residuals = {}
         else:
             self._update(step, grads, sample, guarded)
         self._num_steps_taken = step
-        self._use_measured(step, sample, guarded, world)
+        if guarded is not None:
+            self._check_residual(step, guarded, world)
+        if sample:
+            self._observation_under_way = step, tuple(sample)
+            if not self._observer.in_background:
+                self._finish_observation()
         if self.tracker is not None and self._tracks(step):
             self.tracker.collect(step, world)
 
@@ -259,6 +268,7 @@ class Muon(torch.optim.Optimizer):
             config=self.config,
             schedules=self._schedules_by_matrix(step),
             observed=frozenset(sample),
+            observer=self._observer,
             guarded=guarded,
             tracker=self.tracker if self._tracks(step) else None,
         )
@@ -274,10 +284,8 @@ class Muon(torch.optim.Optimizer):
         if not exchanges:
             self._step_adamw(grads)
         work.finish(world.groups_by_ranks)
-        self._observed, self._residuals = work.ells, work.residuals
+        self._residuals = work.residuals
         guard.report_updates(work.nonfinite)
-        if sample:
-            self._stopwatch.put("observe", work.observe_seconds)
 
     def _step_adamw(self, grads: Sequence[Tensor | None]) -> None:
         adamw.step_adamw(
@@ -325,20 +333,26 @@ class Muon(torch.optim.Optimizer):
 
     # ---------------------------------------------------------------- observation
 
-    def _use_measured(
-        self, step: int, sample: Sequence[str], guarded: str | None, world: World
-    ) -> None:
-        """Agree on what was measured in this step, and plan where it is time to."""
-        if guarded is not None:
-            (residual,) = agree_on_values(self._residuals, [guarded], world).values()
-            self._last_residual = 0.0 if math.isnan(residual) else residual
-            check_residual(
-                step, guarded, residual, config=self.config, policy=self.policy, world=world
-            )
-        if sample:
-            with record_function("amo::observe"):
-                self.policy.record(step, agree_on_values(self._observed, sample, world))
-            plan_where_due(self.policy, step, world)
+    def _check_residual(self, step: int, guarded: str, world: World) -> None:
+        (residual,) = agree_on_values(self._residuals, [guarded], world).values()
+        self._last_residual = 0.0 if math.isnan(residual) else residual
+        check_residual(step, guarded, residual, config=self.config, policy=self.policy, world=world)
+
+    def _finish_observation(self) -> None:
+        """Agree on what was observed, and plan where it is time to; a collective, if there is one.
+
+        In the background that is before the next step, or before state is saved.
+        """
+        if self._observation_under_way is None:
+            return
+        step, sample = self._observation_under_way
+        self._observation_under_way = None
+        world, _ = self._prepare()
+        found = self._observer.collect()
+        self._stopwatch.put("observe", self._observer.reset_seconds())
+        with record_function("amo::observe"):
+            self.policy.record(step, agree_on_values(found, sample, world))
+        plan_where_due(self.policy, step, world)
 
     # ---------------------------------------------------------------- checkpoint and metrics
 
@@ -368,7 +382,11 @@ class Muon(torch.optim.Optimizer):
         return self.policy.phase(max(self._num_steps_taken, 1))
 
     def control_state_dict(self) -> dict[str, Any]:
-        """The state of the schedule as JSON values, the same on every rank."""
+        """The state of the schedule as JSON values, the same on every rank.
+
+        With ``observe_in_background`` a collective over the world after a step of observation.
+        """
+        self._finish_observation()
         return checkpoint.control_state(
             steps_taken=self._num_steps_taken,
             steps_skipped=self._num_steps_skipped,
@@ -386,6 +404,8 @@ class Muon(torch.optim.Optimizer):
         self.policy = checkpoint.restore_policy(control, self)
         self.config = control.config
         self._guard = None if self._world is None else self._make_guard(self._world)
+        self._observer.discard()
+        self._observation_under_way = None
         self._num_steps_taken = control.steps_taken
         self._num_steps_skipped = control.steps_skipped
         self._exchange_key = self._digested_schedules = None
@@ -397,7 +417,10 @@ class Muon(torch.optim.Optimizer):
             group["control"] = text
 
     def state_dict(self) -> dict[str, Any]:
-        """As for any PyTorch optimizer; ``control`` of each group holds the schedule's state."""
+        """As for any PyTorch optimizer; ``control`` of each group holds the schedule's state.
+
+        With ``observe_in_background`` a collective over the world after a step of observation.
+        """
         self._write_control()
         return super().state_dict()
 
@@ -439,40 +462,3 @@ class Muon(torch.optim.Optimizer):
             "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
             "exchange/sent_elements": float(elements),
         }
-
-
-class AMO(Muon):
-    """Adaptive Muon Orthogonalization: `Muon` whose schedules are observed, planned and locked.
-
-    Args:
-        params: What `amo_dist.param_groups` returns.
-        lr: Learning rate of all groups.
-        weight_decay: Decoupled.
-        config: The controller's settings, beside those of `Muon`.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        process_group: As for `Muon`.
-    """
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        *,
-        config: AMOConfig | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        settings = AMOConfig() if config is None else config
-        super().__init__(
-            params,
-            lr,
-            weight_decay,
-            schedule=AMOPolicy(settings),
-            config=settings,
-            betas=betas,
-            eps=eps,
-            process_group=process_group,
-        )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -18,8 +17,9 @@ from amo_dist.distributed.layout import Piece
 from amo_dist.distributed.plan import Bucket, Part
 from amo_dist.kernels.backends import choose_backend
 from amo_dist.kernels.elementwise import apply_update, largest_entry, nesterov, update_scale
-from amo_dist.kernels.geometry import ell, ns_residual
+from amo_dist.kernels.geometry import ns_residual
 from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.observer import Observer
 from amo_dist.parameters import Parameters
 from amo_dist.schedule.types import Schedule
 from amo_dist.tracker import GeometryTracker
@@ -37,6 +37,7 @@ class StepWork:
         config: Numerics.
         schedules: Of each matrix.
         observed: Names of the matrices to observe.
+        observer: Measures them.
         guarded: Name of the matrix whose residual is measured, if any.
         state: Of the optimizer, by parameter.
         tracker: Measures every owned matrix, in a tracked step.
@@ -53,17 +54,15 @@ class StepWork:
         config: MuonConfig,
         schedules: Sequence[Schedule],
         observed: frozenset[str],
+        observer: Observer,
         state: Mapping[Tensor, Mapping[str, Any]],
         guarded: str | None = None,
         tracker: GeometryTracker | None = None,
     ) -> None:
-        self.ells: dict[str, Tensor] = {}
-        """Observed ``ell`` of the matrices that this rank reports: float64, 0-dim."""
         self.residuals: dict[str, Tensor] = {}
         """Residual of the guarded matrix, where this rank reports it: float64, 0-dim."""
         self.nonfinite: dict[str, Tensor] = {}
         """By name of the owned matrices, whether the update was NaN or inf: boolean, 0-dim."""
-        self.observe_seconds = 0.0
         self._parameters = parameters
         self._params = params
         self._grads = grads
@@ -72,6 +71,7 @@ class StepWork:
         self._config = config
         self._schedules = schedules
         self._observed = observed
+        self._observer = observer
         self._guarded = guarded
         self._state = state
         self._tracker = tracker
@@ -99,7 +99,7 @@ class StepWork:
         for index, matrix in zip(bucket.owned, matrices, strict=True):
             name = self._parameters.matrices[index].name
             if name in self._observed and index in bucket.reported:
-                self._observe(name, matrix)
+                self._observer.measure(name, matrix)
         with record_function("amo::orthogonalize"):
             results = self._orthogonalize(bucket.owned, matrices)
         for index, result in zip(bucket.owned, results, strict=True):
@@ -151,12 +151,6 @@ class StepWork:
         grad = self._grads[tensor]
         assert grad is not None
         return grad
-
-    def _observe(self, name: str, matrix: Tensor) -> None:
-        start = time.perf_counter()
-        with record_function("amo::observe"):
-            self.ells[name] = ell(matrix)
-        self.observe_seconds += time.perf_counter() - start
 
     def _guard(self, name: str, result: Tensor) -> None:
         with record_function("amo::ns_guard"):

@@ -3,7 +3,10 @@
 ``python -m benchmarks.overhead`` runs AMO on the matrices of one model through observation,
 transition and lock in one process. Overhead of a transition step is the time of its new schedules
 (composed anew at every step), their digest, the choice of backends, and a share of planning; it
-is given in percent of the median locked step. ``--profile`` prints where a locked step goes.
+is given in percent of the median locked step. Observation is the time that a step of it (8 matrices
+of each type) takes beyond one without, in turns, shared out over an interval of 150 steps; with
+``--in-background`` what is left of it in the step. A step here is the optimizer's alone: beside
+forward and backward every share is smaller. ``--profile`` prints where a locked step goes.
 """
 
 from __future__ import annotations
@@ -23,8 +26,10 @@ from amo_dist import AMO, AMOConfig
 from amo_dist.operators import param_groups
 from amo_dist.schedule.policies import AMOPolicy
 from amo_dist.step import count_backends
-from benchmarks.measure import CLOCKS, report
+from benchmarks.measure import CLOCKS, paired, report
 from benchmarks.shapes import ELL_BY_TYPE, MODELS, Model
+
+INTERVAL, NEVER = 150, 10**6
 
 
 class Matrices(nn.Module):
@@ -73,6 +78,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="locked steps to time")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
+    parser.add_argument("--in-background", action="store_true", help="observe on a thread")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(args)
@@ -86,7 +92,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     model = MODELS[options.model]
     settings = config(options.transition_steps, options.ns_dtype)
     now = CLOCKS[options.clock]
-    control, plan_seconds, by_step = _transition(model, settings, now)
+    plan_seconds, by_step = _transition(model, settings, now)
     module = Matrices(model)
     set_gradients(module)
     optimizer = AMO(param_groups(module), lr=1e-3, config=settings)
@@ -107,7 +113,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
     transition = statistics.median(by_step) + backend_seconds
     share = plan_seconds / options.transition_steps
-    del control
+    observation = _observation(model, options)
     return [
         {"what": "step", "ms": 1e3 * step, "% of a step": 100.0},
         {"what": "plan, once", "ms": 1e3 * plan_seconds, "% of a step": 100 * plan_seconds / step},
@@ -121,7 +127,30 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
             "ms": 1e3 * (transition + share),
             "% of a step": 100 * (transition + share) / step,
         },
+        {
+            "what": "observation, by step at an interval of 150",
+            "ms": 1e3 * observation / INTERVAL,
+            "% of a step": 100 * observation / INTERVAL / step,
+        },
     ]
+
+
+def _observation(model: Model, options: argparse.Namespace) -> float:
+    """Seconds that observing takes of a step: the median over rounds, two optimizers in turns."""
+    steps: dict[str, Callable[[], object]] = {}
+    for name, every in (("plain", NEVER), ("observing", 1)):
+        module = Matrices(model)
+        set_gradients(module)
+        settings = AMOConfig(
+            observe_until=NEVER,
+            observe_every=every,
+            ns_dtype=options.ns_dtype,
+            observe_in_background=options.in_background,
+        )
+        steps[name] = AMO(param_groups(module), lr=1e-3, config=settings).step
+    seconds = paired(steps, options.steps, clock=options.clock)
+    rounds = zip(seconds["observing"], seconds["plain"], strict=True)
+    return statistics.median(observing - plain for observing, plain in rounds)
 
 
 def _timed(run: Callable[[], object], now: Callable[[], float] = time.perf_counter) -> float:
@@ -132,7 +161,7 @@ def _timed(run: Callable[[], object], now: Callable[[], float] = time.perf_count
 
 def _transition(
     model: Model, settings: AMOConfig, now: Callable[[], float]
-) -> tuple[AMOPolicy, float, list[float]]:
+) -> tuple[float, list[float]]:
     """Plan from unequal types; seconds of the plan, and of each transition step's schedules."""
     policy = AMOPolicy(settings)
     registry = model.registry()
@@ -148,7 +177,7 @@ def _transition(
         policy.schedules(step)
         policy.digest(step)
 
-    return policy, plan_seconds, [_timed(lambda step=step: run(step), now) for step in steps]
+    return plan_seconds, [_timed(lambda step=step: run(step), now) for step in steps]
 
 
 if __name__ == "__main__":

@@ -112,7 +112,9 @@ def test_overhead_runs(tmp_path: Path) -> None:
     threads = str(torch.get_num_threads())
     arguments = ["--model", "Llama-3.1-75M", "--transition-steps", "3", "--steps", "1"]
     assert overhead.main([*arguments, "--threads", threads, "--output", str(output)]) == 0
-    assert [row["what"] for row in rows_of(output)][:2] == ["step", "plan, once"]
+    whats = [row["what"] for row in rows_of(output)]
+    assert whats[:2] == ["step", "plan, once"]
+    assert whats[-1].startswith("observation")
 
 
 def test_bytes_are_counted(run_on) -> None:  # type: ignore[no-untyped-def]

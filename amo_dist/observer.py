@@ -1,0 +1,88 @@
+"""Measures ``ell`` of sampled matrices: at once, or on a thread while training goes on."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+from torch.profiler import record_function
+
+from amo_dist.kernels.geometry import ell
+
+
+class Observer:
+    """The local linear algebra of observation; it never communicates.
+
+    In the background each matrix is cloned, one thread measures them one by one, on a CUDA device
+    on a stream of its own, and `collect` waits for it. The values are the same bits either way.
+
+    Args:
+        in_background: Whether `measure` returns before its value is known.
+    """
+
+    def __init__(self, *, in_background: bool) -> None:
+        self.in_background = in_background
+        self._seconds = 0.0
+        self._values: dict[str, Tensor] = {}
+        self._futures: dict[str, Future[Tensor]] = {}
+        self._thread: ThreadPoolExecutor | None = None
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def measure(self, name: str, matrix: Tensor) -> None:
+        """Begin to measure a matrix.
+
+        Args:
+            name: Of the matrix.
+            matrix: ``(m, n)``, float32 or float64; may be overwritten after this returns.
+        """
+        start = time.perf_counter()
+        with record_function("amo::observe"):
+            if self.in_background:
+                self._futures[name] = self._submit(matrix)
+            else:
+                self._values[name] = ell(matrix)
+        self._seconds += time.perf_counter() - start
+
+    def collect(self) -> dict[str, Tensor]:
+        """The ``ell`` of each matrix measured since the last time: float64, 0-dim, by name."""
+        start = time.perf_counter()
+        with record_function("amo::observe"):
+            waited = {name: future.result() for name, future in self._futures.items()}
+        values = {**self._values, **waited}
+        self._values, self._futures = {}, {}
+        self._seconds += time.perf_counter() - start
+        return values
+
+    def reset_seconds(self) -> float:
+        """Seconds that the caller's thread has spent here since the last time."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    def discard(self) -> None:
+        """Forget what has been measured."""
+        self.collect()
+        self.reset_seconds()
+
+    def _submit(self, matrix: Tensor) -> Future[Tensor]:
+        if self._thread is None:
+            self._thread = ThreadPoolExecutor(1, thread_name_prefix="amo-observe")
+        ready, sample = None, matrix.clone()
+        if sample.device.type == "cuda":
+            ready = torch.cuda.current_stream(sample.device).record_event()
+        return self._thread.submit(self._measure, sample, ready)
+
+    def _measure(self, sample: Tensor, ready: torch.cuda.Event | None) -> Tensor:
+        """On the thread."""
+        with torch.no_grad(), contextlib.ExitStack() as stack:
+            if ready is not None:
+                stream = self._streams.get(sample.device)
+                if stream is None:
+                    stream = self._streams[sample.device] = torch.cuda.Stream(sample.device)
+                stack.enter_context(torch.cuda.stream(stream))
+                stream.wait_event(ready)
+                # Else its memory could be given away while this stream still reads it.
+                sample.record_stream(stream)
+            return ell(sample).cpu() if ready is not None else ell(sample)

@@ -1,0 +1,139 @@
+"""Observation on a thread: the same bits, agreed at the next step or before a save."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import amo_dist.observer
+from amo_dist import AMO, AMOConfig, param_groups
+from amo_dist.kernels.geometry import ell
+from amo_dist.observer import Observer
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+
+SEED, STEPS = 3, 12
+FIELDS: dict[str, Any] = {
+    "observe_until": 6,
+    "observe_every": 2,
+    "sample_size": 2,
+    "transition_steps": 3,
+    "bucket_bytes": 256,
+}
+
+
+def train(
+    rank: int, world_size: int, layout: str, in_background: bool, saves: bool
+) -> tuple[dict[str, torch.Tensor], list[Any], list[int]]:
+    """Parameters, control states, and how many observations the policy knew after each step."""
+    model = models.make_model(layout, models.shapes())
+    optimizer = AMO(
+        param_groups(model),
+        lr=3e-3,
+        config=AMOConfig(**FIELDS, observe_in_background=in_background),
+        process_group=dist.group.WORLD if layout == "plain" and world_size > 1 else None,
+    )
+    controls, known = [], []
+    for step in range(1, STEPS + 1):
+        models.set_gradients(model, SEED, step)
+        optimizer.step()
+        known.append(int(optimizer.policy.metrics(step)["amo/observations"]))
+        if saves:
+            control = optimizer.state_dict()["param_groups"][0]["control"]
+            controls.append(control.replace('"observe_in_background":true,', ""))
+    params = {name: models.whole(param) for name, param in model.named_parameters()}
+    return params, controls, known
+
+
+@pytest.mark.parametrize(("layout", "world_size"), [("plain", 1), ("fsdp", 3), ("hsdp", 4)])
+def test_nothing_changes_but_when_it_is_known(run_on: Ranks, layout: str, world_size: int) -> None:
+    at_once = run_on(world_size)(train, layout, False, True)
+    later = run_on(world_size)(train, layout, True, False)
+    saved = run_on(world_size)(train, layout, True, True)
+    for before, after, drained in zip(at_once, later, saved, strict=True):
+        assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
+        assert all(torch.equal(before[0][name], drained[0][name]) for name in before[0])
+        expected = [each.replace('"observe_in_background":false,', "") for each in before[1]]
+        assert drained[1] == expected
+        assert before[2] == [min(step, 6) // 2 for step in range(1, STEPS + 1)]
+        # One step later, when the next one begins; a save between does not come before this look.
+        assert after[2] == [min(step - 1, 6) // 2 for step in range(1, STEPS + 1)]
+
+
+def stop_and_load(rank: int, world_size: int) -> list[str]:
+    """A load while an observation is under way forgets it."""
+    model = models.make_model("fsdp", models.shapes())
+    config = AMOConfig(**FIELDS, observe_in_background=True)
+    optimizer = AMO(param_groups(model), lr=3e-3, config=config)
+    models.set_gradients(model, SEED, 1)
+    optimizer.step()
+    earlier = optimizer.control_state_dict()
+    models.set_gradients(model, SEED, 2)
+    optimizer.step()
+    optimizer.load_control_state_dict(earlier)
+    assert optimizer.control_state_dict() == earlier
+    models.set_gradients(model, SEED, 2)
+    optimizer.step()
+    return [str(each["step"]) for each in optimizer.control_state_dict()["policy"]["observations"]]
+
+
+def test_a_load_forgets_what_is_under_way(run_on: Ranks) -> None:
+    assert run_on(2)(stop_and_load) == [["2"], ["2"]]
+
+
+def test_a_sample_is_cloned_and_measured_on_another_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[int] = []
+    may_go_on = threading.Event()
+
+    def measured(matrix: torch.Tensor) -> torch.Tensor:
+        assert may_go_on.wait(60)
+        threads.append(threading.get_ident())
+        return ell(matrix)
+
+    monkeypatch.setattr(amo_dist.observer, "ell", measured)
+    observer = Observer(in_background=True)
+    torch.manual_seed(0)
+    matrices = {name: torch.randn(6, 4) for name in "ab"}
+    expected = {name: ell(matrix) for name, matrix in matrices.items()}
+    for name, matrix in matrices.items():
+        observer.measure(name, matrix)
+        matrix.zero_()
+    may_go_on.set()
+    found = observer.collect()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    assert len(threads) == 2
+    assert threading.get_ident() not in threads
+    assert observer.collect() == {}
+    assert observer.reset_seconds() > 0.0
+    assert observer.reset_seconds() == 0.0
+
+
+def test_a_failure_on_the_thread_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(matrix: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no convergence")
+
+    monkeypatch.setattr(amo_dist.observer, "ell", failing)
+    observer = Observer(in_background=True)
+    observer.measure("a", torch.ones(2, 2))
+    with pytest.raises(RuntimeError, match="no convergence"):
+        observer.collect()
+
+
+@pytest.mark.cuda
+def test_a_stream_of_its_own_gives_the_same_bits() -> None:
+    torch.manual_seed(0)
+    matrices = {str(i): torch.randn(96, 64 + i, device="cuda") for i in range(8)}
+    expected = {name: ell(matrix).cpu() for name, matrix in matrices.items()}
+    observer = Observer(in_background=True)
+    for name, matrix in matrices.items():
+        observer.measure(name, matrix)
+        matrix.zero_()
+    found = observer.collect()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
