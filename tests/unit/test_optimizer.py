@@ -286,7 +286,7 @@ def test_bf16_momentum_is_observed_before_it_is_rounded_again() -> None:
         seen.append(matrix.clone())
         return ell(matrix)
 
-    with mock.patch("amo_dist.step.ell", side_effect=spy):
+    with mock.patch("amo_dist.observer.ell", side_effect=spy):
         train(model, optimizer, optimizer.config.observe_every)
     (matrix,) = seen
     assert matrix.dtype == torch.float32
