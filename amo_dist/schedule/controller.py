@@ -19,10 +19,11 @@ from itertools import pairwise
 from typing import Any
 
 from amo_dist.config import AMOConfig
+from amo_dist.operator_types import sort_operator_types
 from amo_dist.schedule import fields
 from amo_dist.schedule.plan import Plan, costs_by_type, frame, make_plan, targets
 from amo_dist.schedule.polar_express import SAFETY
-from amo_dist.schedule.types import MatrixInfo, sort_operator_types
+from amo_dist.schedule.types import MatrixInfo
 
 logger = logging.getLogger(__name__)
 
