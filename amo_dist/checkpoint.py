@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import world_group
+from amo_dist.kernels.elementwise import largest_entries
 from amo_dist.parameters import local_tensor
 from amo_dist.schedule import fields
 from amo_dist.schedule.controller_state import ControllerState
@@ -407,11 +408,11 @@ def check_finite(places: Sequence[str], tensors: Sequence[Tensor]) -> None:
     by_device: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
     for place, tensor in zip(places, tensors, strict=True):
         local = local_tensor(tensor)
-        if local.numel() > 0:
+        if local.numel() > 0 and local.is_floating_point():
             by_device[local.device].append((place, local))
     for held in by_device.values():
-        norms = torch._foreach_norm([local for _, local in held], ord=float("inf"))
-        is_finite = torch.stack([torch.isfinite(norm) for norm in norms]).tolist()
+        largest = largest_entries([local for _, local in held])
+        is_finite = torch.stack([torch.isfinite(one) for one in largest]).tolist()
         for (place, _), fine in zip(held, is_finite, strict=True):
             if not fine:
                 raise ValueError(

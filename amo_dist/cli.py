@@ -19,10 +19,11 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _T = TypeVar("_T")
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
+        """Tell a mistake among the arguments, and exit with status 2."""
         print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
         raise SystemExit(2)
 
@@ -183,6 +184,34 @@ def add_commands(subparsers: Subparsers) -> None:
         add_command(subparsers)
 
 
+def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
+    """Parse arguments and run the command that they name.
+
+    A command whose parser sets ``overrides`` gets there the options that it does not know.
+
+    Args:
+        parser: With the commands, as :func:`add_commands` registers them.
+        argv: Arguments after the program's name; those of the process by default.
+
+    Returns:
+        The command's own exit status, or 2 for a mistake of the user's (told in one line).
+    """
+    try:
+        args, rest = parser.parse_known_args(argv)
+        if hasattr(args, "overrides"):
+            args.overrides = rest
+        elif rest:
+            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    except SystemExit as stop:  # after --help, or an error that argparse reported
+        return int(stop.code or 0)
+    try:
+        status: int = args.run(args)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
@@ -192,17 +221,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         0, or 2 for a mistake of the user's, which is reported in one line.
     """
-    parser: argparse.ArgumentParser = _Parser(
+    parser: argparse.ArgumentParser = Parser(
         prog="amo_dist", description="Tools of AMO that need no training run."
     )
     add_commands(parser.add_subparsers(metavar="COMMAND", required=True))
-    try:
-        args = parser.parse_args(argv)
-    except SystemExit as stop:  # after --help, or an error that argparse reported
-        return int(stop.code or 0)
-    try:
-        status: int = args.run(args)
-    except ValueError as error:
-        print(f"amo_dist: error: {error}", file=sys.stderr)
-        return 2
-    return status
+    return run_command(parser, argv)

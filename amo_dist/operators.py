@@ -14,13 +14,12 @@ import itertools
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
 
-OPERATOR_TYPES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
-"""The seven types of a dense decoder, in declared order; other types follow alphabetically."""
+from amo_dist.operator_types import sort_operator_types
 
 ADAMW = "adamw"
 
@@ -137,13 +136,6 @@ _ADAMW_COMPILED = tuple((re.compile(pattern), reason) for pattern, reason in _AD
 # A router in Hugging Face's mixtures, (num_experts, dim). A gate of a dense MLP, which the name
 # fits too, has more rows than columns, and is not to fall to AdamW in silence.
 _WIDE_ROUTER = re.compile(r"(?:.*\.)?mlp\.gate\.weight")
-
-
-def sort_operator_types(operator_types: Iterable[str]) -> tuple[str, ...]:
-    """Distinct operator types in declared order, the others after them alphabetically."""
-    found = set(operator_types)
-    declared = tuple(t for t in OPERATOR_TYPES if t in found)
-    return declared + tuple(sorted(found.difference(OPERATOR_TYPES)))
 
 
 def clean_name(name: str) -> str:

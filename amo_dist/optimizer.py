@@ -427,7 +427,8 @@ class Muon(torch.optim.Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned; all or nothing.
 
-        Momentum keeps its own dtype, whatever that of the parameter.
+        Momentum keeps its own dtype, whatever that of the parameter. Nothing here communicates: a
+        rank that fails raises alone, and the ranks that did not raise at their next step.
 
         Raises:
             ValueError: The state is of another structure, optimizer or configuration.

@@ -15,8 +15,9 @@ from torch.distributed.tensor import Replicate, Shard
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
 from amo_dist.distributed.ledger import sent_by_owner
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
+from amo_dist.operator_types import OPERATOR_TYPES
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.types import OPERATOR_TYPES, MatrixInfo
+from amo_dist.schedule.types import MatrixInfo
 
 if TYPE_CHECKING:
     from amo_dist.cli import Subparsers

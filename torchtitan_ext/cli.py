@@ -5,9 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
-from typing import NoReturn
 
-import amo_dist.cli
+from amo_dist.cli import Parser, add_commands, run_command
 from torchtitan_ext.tools import (
     compare,
     evaluate,
@@ -22,17 +21,9 @@ from torchtitan_ext.tools import (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
-
-    def error(self, message: str) -> NoReturn:
-        print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
-        raise SystemExit(2)
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands, those of ``amo_dist`` included."""
-    parser: argparse.ArgumentParser = _Parser(
+    parser: argparse.ArgumentParser = Parser(
         prog="amo", description="Adaptive Muon Orthogonalization."
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -41,7 +32,7 @@ def build_parser() -> argparse.ArgumentParser:
         tool.add_command(subparsers)
     for tool in (report, watch):
         tool.add_command(subparsers)
-    amo_dist.cli.add_commands(subparsers)
+    add_commands(subparsers)
     return parser
 
 
@@ -54,21 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0, 2 for a mistake of the user's (told in one line), or the command's own.
     """
-    parser = build_parser()
-    try:
-        args, rest = parser.parse_known_args(argv)
-        if hasattr(args, "overrides"):  # a command that passes options on to torchtitan
-            args.overrides = rest
-        elif rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
-    except SystemExit as stop:  # after --help, or an error that argparse reported
-        return int(stop.code or 0)
-    try:
-        status: int = args.run(args)
-    except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return status
+    return run_command(build_parser(), argv)
 
 
 if __name__ == "__main__":

@@ -22,18 +22,11 @@ from amo_dist.schedule.policies import (
     UniformPolicy,
     named_policy,
 )
-from amo_dist.schedule.types import (
-    OPERATOR_TYPES,
-    MatrixInfo,
-    Schedule,
-    Triple,
-    sort_operator_types,
-)
+from amo_dist.schedule.types import MatrixInfo, Schedule, Triple
 
 __all__ = [
     "CUSHION",
     "NAMED_SCHEDULES",
-    "OPERATOR_TYPES",
     "SAFETY",
     "SCHEDULE_NAMES",
     "AMOPolicy",
@@ -57,6 +50,5 @@ __all__ = [
     "named_schedule",
     "ns_step_flops",
     "simulate",
-    "sort_operator_types",
     "step_budget",
 ]

@@ -6,8 +6,9 @@ import dataclasses
 import types
 from collections.abc import Mapping
 
+from amo_dist.operator_types import OPERATOR_TYPES
 from amo_dist.schedule.polar_express import CUSHION, SAFETY, compose
-from amo_dist.schedule.types import OPERATOR_TYPES, Schedule, Triple
+from amo_dist.schedule.types import Schedule, Triple
 
 
 def _empty() -> Mapping[str, Schedule]:

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
+from amo_dist.operator_types import sort_operator_types
 from amo_dist.schedule import fields
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan, State
-from amo_dist.schedule.types import sort_operator_types
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

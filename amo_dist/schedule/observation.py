@@ -10,9 +10,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from amo_dist.operator_types import sort_operator_types
 from amo_dist.schedule import fields
 from amo_dist.schedule.polar_express import SAFETY
-from amo_dist.schedule.types import sort_operator_types
 
 _ELL_SLACK = 1e-6
 """How far rounding may take an ``ell`` above 1; farther is a mistake of the caller."""

@@ -11,11 +11,12 @@ from fractions import Fraction
 from typing import Any, TypeAlias
 
 from amo_dist.config import AMOConfig
+from amo_dist.operator_types import sort_operator_types
 from amo_dist.schedule import budget as budgets
 from amo_dist.schedule import fields
 from amo_dist.schedule.budget import ns_step_flops, round_half_up
 from amo_dist.schedule.polar_express import SAFETY, compose, error_curve
-from amo_dist.schedule.types import MatrixInfo, Schedule, sort_operator_types
+from amo_dist.schedule.types import MatrixInfo, Schedule
 
 logger = logging.getLogger(__name__)
 

@@ -12,13 +12,14 @@ from types import MappingProxyType
 from typing import Any
 
 from amo_dist.config import AMOConfig
+from amo_dist.operator_types import sort_operator_types
 from amo_dist.schedule import fields
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.controller import PHASES, Controller
 from amo_dist.schedule.controller_state import STATE_KEYS
 from amo_dist.schedule.grouping import groups
 from amo_dist.schedule.plan import Plan, composed
-from amo_dist.schedule.types import MatrixInfo, Schedule, sort_operator_types
+from amo_dist.schedule.types import MatrixInfo, Schedule
 
 _VERSION = 1
 

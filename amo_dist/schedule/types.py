@@ -1,11 +1,10 @@
-"""The words the schedule wing shares: a schedule, a matrix, and the order of operator types."""
+"""The words the schedule wing shares: a schedule and a matrix."""
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
 import math
-from collections.abc import Iterable
 from typing import TypeAlias
 
 Triple: TypeAlias = tuple[float, float, float]
@@ -13,28 +12,6 @@ Triple: TypeAlias = tuple[float, float, float]
 
 PRECONDITIONERS = ("frobenius", "aol")
 """How a matrix is scaled before the first step."""
-
-OPERATOR_TYPES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
-"""The operator types of a dense transformer block, in their declared order."""
-
-
-def sort_operator_types(operator_types: Iterable[str]) -> tuple[str, ...]:
-    """Put operator types in the order in which plans list them and break ties.
-
-    Args:
-        operator_types: Any names; duplicates are dropped.
-
-    Returns:
-        Those of ``OPERATOR_TYPES`` in their declared order, then the others alphabetically. Groups
-        of a type, ``attn_q/deep``, stand where the type does, alphabetically too.
-    """
-    order = {name: index for index, name in enumerate(OPERATOR_TYPES)}
-    return tuple(
-        sorted(
-            set(operator_types),
-            key=lambda name: (order.get(name.partition("/")[0], len(order)), name),
-        )
-    )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule import OPERATOR_TYPES, SAFETY, compose, make_plan
+from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.schedule import SAFETY, compose, make_plan
 
 TABLE: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("locked_schedules.json").read_text()

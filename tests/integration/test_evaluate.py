@@ -59,14 +59,14 @@ def tiny_model(name: str) -> Any:
     return model
 
 
-def save(model: Any, folder: Path, name: str) -> Path:
+def save(model: Any, folder: Path, name: str, assets: str = "", **data: str) -> Path:
     """A checkpoint in a run's folder, among other state, as torchtitan leaves it."""
     checkpoint = folder / "checkpoint" / "step-7"
     state = {**model.state_dict(), "train_state": {"step": torch.tensor(7)}}
     dcp.save(state, checkpoint_id=str(checkpoint), no_dist=True)
     config = {
-        "model": {"name": name, "flavor": "tiny", "hf_assets_path": ""},
-        "data": {"tokenizer": "byte"},
+        "model": {"name": name, "flavor": "tiny", "hf_assets_path": assets},
+        "data": {"tokenizer": "byte", **data},
         "optimizer": {"name": "AMO"},
     }
     (folder / "run.json").write_text(json.dumps(config))
@@ -112,6 +112,44 @@ def test_dtype_of_the_export(tmp_path: Path) -> None:
     assert export.run(parse(*command)) == 0
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+
+
+@needs_transformers
+@pytest.mark.parametrize("kind", ["hf", "tiktoken"])
+@pytest.mark.parametrize("is_file", [False, True])
+def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, kind: str, is_file: bool) -> None:
+    import transformers
+
+    folder = tmp_path / "tokenizer"
+    export.byte_tokenizer().save_pretrained(folder)
+    path = str(folder / "tokenizer.json" if is_file else folder)
+    model = tiny_model("llama3")
+    found = []
+    # By its own path; without one in the folder of the assets; with an end token of the run's.
+    for assets, data in (
+        ("nowhere", {"tokenizer_path": path}),
+        (path, {}),
+        ("nowhere", {"tokenizer_path": path, "eos_token": "z"}),
+    ):
+        checkpoint = save(
+            model, tmp_path / str(len(found)), "llama3", assets, tokenizer=kind, **data
+        )
+        output = tmp_path / str(len(found)) / "hf"
+        export.export(checkpoint, output, export.find_source(checkpoint))
+        tokens = transformers.AutoTokenizer.from_pretrained(output).encode("naïve")
+        assert tokens == ByteTokenizer().encode("naïve")
+        found.append(json.loads((output / "config.json").read_text())["eos_token_id"])
+    assert found == [ByteTokenizer().eos_id, ByteTokenizer().eos_id, ord("z")]
+
+
+@needs_transformers
+def test_a_tokenizer_that_transformers_cannot_read_is_named(tmp_path: Path) -> None:
+    (tmp_path / "qwen.tiktoken").write_text("YQ== 0\n")
+    data = {"tokenizer": "tiktoken", "tokenizer_path": str(tmp_path / "qwen.tiktoken")}
+    checkpoint = save(tiny_model("qwen3"), tmp_path, "qwen3", **data)
+    with pytest.raises(ValueError, match=r"found no tokenizer in .* expected tokenizer\.json"):
+        export.export(checkpoint, tmp_path / "hf", export.find_source(checkpoint))
+    assert not (tmp_path / "hf").exists()
 
 
 @needs_transformers

@@ -146,11 +146,22 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) ->
     assert not Path(f"/proc/{rank}").exists()
 
 
-def start_until_step(step: int, folder: Path, *options: str) -> subprocess.Popen[bytes]:
+def test_a_rank_told_to_stop_is_no_end_of_training(tmp_path: Path) -> None:
+    with (tmp_path / "output.txt").open("w") as file:
+        process = start_until_step(2, tmp_path / "run", "--training.steps", "4000", stdout=file)
+        os.kill(int((tmp_path / "run" / "lock").read_text()), signal.SIGTERM)  # the first rank
+        assert process.wait() == 130
+    saved = max(int(path.name[5:]) for path in (tmp_path / "run").glob("checkpoint/step-*"))
+    output = (tmp_path / "output.txt").read_text()
+    assert f"Stopped; step {saved} of 4000 is saved" in output
+    assert "Trained" not in output
+
+
+def start_until_step(
+    step: int, folder: Path, *options: str, stdout: Any = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
     """Start a run and wait for its second checkpoint."""
-    process = subprocess.Popen(
-        command(folder, *options), env=ENVIRONMENT, stdout=subprocess.DEVNULL
-    )
+    process = subprocess.Popen(command(folder, *options), env=ENVIRONMENT, stdout=stdout)
     deadline = time.monotonic() + 120  # a start takes some seconds, on a busy machine more
     while not (folder / "checkpoint" / f"step-{step}" / ".metadata").exists():
         assert process.poll() is None

@@ -18,6 +18,7 @@ from tests.integration.titan_ranks import ROOT, Job, Run, Server, assert_same_en
 pytestmark = pytest.mark.slow
 
 NUM_STEPS = 10
+QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 OPTIONS = (
     *("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"),
     "--checkpoint.no-last_save_model_only",
@@ -122,11 +123,11 @@ def test_a_stalled_rank_ends_the_others_within_the_timeout(
     assert "5000ms" in output
 
 
-def test_torchrun_restarts_to_the_same_end(reference: Run, tmp_path: Path) -> None:
-    """A rank is killed twice: in a step, and in a save."""
-    job = Job(2, str(tmp_path / "run"), OPTIONS)
+def test_torchrun_restarts_the_quickstart_to_the_same_end(titan: Server, tmp_path: Path) -> None:
+    """A rank is killed twice: before the plan is made at step 4, and after it is locked at 8."""
+    job = Job(2, str(tmp_path / "run"), (*OPTIONS, "--metrics.log_freq=1"), config=QUICKSTART)
     Path(job.folder).mkdir()
-    kills = [(1, 3, "SIGKILL"), (0, 8, "before_metadata"), None]
+    kills = [(1, 3, "SIGKILL"), (1, 9, "SIGKILL"), None]
     jobs = [dataclasses.asdict(dataclasses.replace(job, die_at=kill)) for kill in kills]
     (tmp_path / "jobs.json").write_text(json.dumps(jobs))
     done = subprocess.run(
@@ -145,9 +146,14 @@ def test_torchrun_restarts_to_the_same_end(reference: Run, tmp_path: Path) -> No
     assert starts == [
         f"training starts anew at step 1 of {NUM_STEPS}",
         f"training resumes at step 3 of {NUM_STEPS}",
-        f"training resumes at step 7 of {NUM_STEPS}",
+        f"training resumes at step 9 of {NUM_STEPS}",
     ]
-    assert_same_end(Run(Path(job.folder), 2), reference, NUM_STEPS)
+    undisturbed = titan.run(dataclasses.replace(job, folder=str(tmp_path / "undisturbed")))
+    phases = {record["step"]: record["phase"] for record in undisturbed.records()}
+    assert [phases[step] for step in (3, 9)] == ["observation", "locked"]
+    found = Run(Path(job.folder), 2)
+    assert found.losses()[NUM_STEPS] == undisturbed.losses()[NUM_STEPS]  # to the last bit
+    assert_same_end(found, undisturbed, NUM_STEPS)
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])

@@ -139,7 +139,6 @@ def wait_for(path: Path, run: Nodes) -> None:
 def test_a_killed_run_of_two_nodes_ends_as_if_it_had_never_stopped(tmp_path: Path) -> None:
     options = (
         f"--training.steps={STEPS}",
-        "--debug.seed=42",
         "--checkpoint.enable",
         f"--checkpoint.interval={INTERVAL}",
         "--checkpoint.no-last-save-model-only",

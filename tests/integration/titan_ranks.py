@@ -34,7 +34,6 @@ OPTIONS = (
     "--optimizer.amo.observe_until=4",
     "--optimizer.amo.transition_steps=4",
     "--metrics.console=brief",
-    "--debug.seed=42",
 )
 """AMO observes until step 4, and is locked from step 8 on. The file names 8 streams."""
 

@@ -237,7 +237,7 @@ def test_groups_that_disagree(saved: dict[str, Any]) -> None:
     assert "control: found 2 different texts" in refusal({**saved, "param_groups": groups})
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize(("name", "key"), [(WQ, "momentum_buffer"), ("norm.weight", "exp_avg_sq")])
 def test_damaged_tensors_are_named(
     saved: dict[str, Any], name: str, key: str, value: float
@@ -249,6 +249,15 @@ def test_damaged_tensors_are_named(
     message = refusal(state)
     assert message.startswith(f"state of {name}.{key}: found NaN or inf")
     assert "load an earlier one" in message
+
+
+def test_a_step_count_may_be_a_whole_number(saved: dict[str, Any]) -> None:
+    state = copy.deepcopy(saved)
+    _, optimizer = make()
+    index = list(optimizer.params_by_name).index("norm.weight")
+    state["state"][index]["step"] = 7
+    optimizer.load_state_dict(state)
+    assert optimizer.state[optimizer.params_by_name["norm.weight"]]["step"].item() == 7.0
 
 
 def test_structures_that_differ(saved: dict[str, Any]) -> None:

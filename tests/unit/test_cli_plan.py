@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from amo_dist.cli import add_commands, main
-from amo_dist.schedule import OPERATOR_TYPES, SAFETY, compose
+from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.schedule import SAFETY, compose
 
 TABLE: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "golden" / "locked_schedules.json").read_text()
@@ -137,7 +138,7 @@ def test_mistakes_are_one_line_and_exit_with_two(
     found = capsys.readouterr()
     assert found.out == ""
     assert len(found.err.splitlines()) == 1
-    assert found.err.startswith("amo_dist")
+    assert found.err.startswith(("error: ", "amo_dist: error: ", "amo_dist plan: error: "))
     assert message in found.err
 
 
@@ -164,4 +165,4 @@ def test_as_a_module() -> None:
     root = Path(__file__).parents[2]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=root)
     assert done.returncode == 2
-    assert done.stderr == "amo_dist: error: --ell: found 'q=7', expected a value in (0, 1]\n"
+    assert done.stderr == "error: --ell: found 'q=7', expected a value in (0, 1]\n"

@@ -4,15 +4,9 @@ from typing import Any
 
 import pytest
 
-from amo_dist.schedule import (
-    NAMED_SCHEDULES,
-    OPERATOR_TYPES,
-    SAFETY,
-    SCHEDULE_NAMES,
-    compose,
-    named_schedule,
-)
-from amo_dist.schedule.types import MatrixInfo, Schedule, sort_operator_types
+from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.schedule import NAMED_SCHEDULES, SAFETY, SCHEDULE_NAMES, compose, named_schedule
+from amo_dist.schedule.types import MatrixInfo, Schedule
 
 
 def test_names() -> None:
@@ -97,16 +91,6 @@ def test_step_tables_beyond_difficulty(name: str, steps: dict[str, int]) -> None
 
 def test_types_a_step_table_does_not_name_keep_the_default() -> None:
     assert named_schedule("a2").schedule == named_schedule("kj").schedule
-
-
-def test_order_of_operator_types() -> None:
-    mixed = ["z", "mlp_down", "attn_v", "Expert", "attn_q", "z"]
-    assert sort_operator_types(mixed) == ("attn_q", "attn_v", "mlp_down", "Expert", "z")
-
-
-def test_operator_types_are_those_of_the_classifier() -> None:
-    operators = pytest.importorskip("amo_dist.operators")
-    assert operators.OPERATOR_TYPES == OPERATOR_TYPES
 
 
 def test_digest_tells_the_last_bit() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import math
@@ -23,6 +24,8 @@ with warnings.catch_warnings():
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols.train_spec import get_train_spec
 
+from amo_dist.tracker import SPECTRAL_METRICS, WHAT
+from torchtitan_ext.job_config import Geometry
 from torchtitan_ext.learning_rate import scaling_law_lr
 from torchtitan_ext.plugin import settings
 
@@ -87,6 +90,11 @@ def test_no_config_is_without_a_test() -> None:
     small = {"quickstart", "debug_llama3", "debug_qwen3"}
     ours = {stem(*row) for row in RUN_TABLE} | {"cpt_qwen3_0.6b"}
     assert {path.stem for path in CONFIGS.glob("*.toml")} >= small | ours
+
+
+@pytest.mark.parametrize("name", ["quickstart", "debug_llama3", "debug_qwen3"])
+def test_small_configs_have_a_seed(name: str) -> None:
+    assert parsed(name).debug.seed == 42
 
 
 @pytest.mark.parametrize(("model", "family"), RUN_TABLE)
@@ -240,10 +248,10 @@ def test_prolonged_runs_of_the_readme() -> None:
 # ------------------------------------------------------------------ learning rate schedules
 
 
-def schedule_block(heading: str) -> dict[str, Any]:
+def toml_block(heading: str) -> dict[str, Any]:
     """The TOML below a heading of the README."""
     readme = (CONFIGS / "README.md").read_text()
-    block = re.search(rf"^### {heading}\n.*?```toml\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
+    block = re.search(rf"^##+ {heading}\n.*?```toml\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
     assert block is not None, heading
     return settings.tomllib.loads(block[1])
 
@@ -252,7 +260,7 @@ def factors(heading: str, steps: int, **changes: Any) -> list[float]:
     """Rate of each step over the peak, from torchtitan's scheduler."""
     from torchtitan.config.job_config import LRScheduler
 
-    fields = {**schedule_block(heading)["lr_scheduler"], **changes}
+    fields = {**toml_block(heading)["lr_scheduler"], **changes}
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
     schedulers = build_lr_schedulers([optimizer], LRScheduler(**fields), steps)
@@ -304,7 +312,7 @@ def test_cosine(steps: int, warmup: int, total: int | None) -> None:
 
 def test_constant() -> None:
     assert set(factors("Constant", 2860)) == {1.0}
-    optimizer = schedule_block("Constant")["optimizer"]
+    optimizer = toml_block("Constant")["optimizer"]
     assert optimizer == {"lr_from": "value", "lr": 1.8e-3}
     # The paper: about the law's rate.
     assert optimizer["lr"] == pytest.approx(scaling_law_lr(0.6, 12.0), abs=0.5e-4)
@@ -313,7 +321,7 @@ def test_constant() -> None:
 @pytest.mark.parametrize("heading", ["WS", "WSD", "Cosine", "Constant"])
 def test_every_schedule_can_be_pasted_into_a_config(heading: str, tmp_path: Path) -> None:
     kept = re.sub(r"\[lr_scheduler\].*?(?=\n\[)", "", text("qwen3_0.6b"), flags=re.DOTALL)
-    block = schedule_block(heading)
+    block = toml_block(heading)
     if "optimizer" in block:
         kept = re.sub(
             r'lr_from = "scaling_law".*\n',
@@ -327,3 +335,15 @@ def test_every_schedule_can_be_pasted_into_a_config(heading: str, tmp_path: Path
         warnings.simplefilter("ignore")
         config = settings.parse([f"--job.config_file={path}"])
     assert config.lr_scheduler.warmup_steps == block["lr_scheduler"]["warmup_steps"]
+
+
+# ------------------------------------------------------------------ geometry
+
+
+def test_the_geometry_section_of_the_readme_is_the_code_s() -> None:
+    section = dataclasses.asdict(Geometry(enable=True))
+    assert toml_block("Geometry") == {"geometry": section}
+    readme = (CONFIGS / "README.md").read_text()
+    text = readme.partition("## Geometry\n")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", text, re.MULTILINE) == ["what", *WHAT]
+    assert all(f"`{name}`" in text for name in SPECTRAL_METRICS)

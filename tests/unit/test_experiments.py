@@ -20,7 +20,8 @@ with warnings.catch_warnings():
     torchtitan_ext.register()
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule import OPERATOR_TYPES, make_plan
+from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.schedule import make_plan
 from torchtitan_ext import cli
 from torchtitan_ext.tools import experiments
 from torchtitan_ext.tools.experiments import command, gather, runner

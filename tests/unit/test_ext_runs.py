@@ -20,6 +20,7 @@ with warnings.catch_warnings():
 from torchtitan_ext import cli
 from torchtitan_ext.plugin.metrics import progress_line
 from torchtitan_ext.plugin.run_files import RunFiles, read_metrics, require_unlocked
+from torchtitan_ext.tools import quickstart
 from torchtitan_ext.tools.runs import RunFolder, changes
 
 CONFIG: dict[str, Any] = {
@@ -28,11 +29,10 @@ CONFIG: dict[str, Any] = {
 }
 
 
-def checkpoint(folder: Path, step: int, *, complete: bool = True) -> None:
+def checkpoint(folder: Path, step: int, last_file: str = ".metadata") -> None:
     path = folder / "checkpoint" / f"step-{step}"
     path.mkdir(parents=True)
-    if complete:
-        (path / ".metadata").write_text("")
+    (path / last_file).write_text("")
 
 
 def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tmp_path: Path) -> None:
@@ -105,8 +105,10 @@ def test_a_new_folder_starts_anew_and_an_unfinished_run_goes_on(tmp_path: Path) 
     assert folder.prepare(CONFIG) == 0
     checkpoint(folder.path, 9)
     checkpoint(folder.path, 20)
-    checkpoint(folder.path, 30, complete=False)
+    checkpoint(folder.path, 30, "__0_0.distcp")
     assert folder.prepare(CONFIG) == 20  # numerically, and of the complete ones
+    checkpoint(folder.path, 40, "model.safetensors.index.json")  # the last one may be of weights
+    assert folder.prepare(CONFIG) == 40
 
 
 def test_only_fields_that_matter_for_training_may_not_change(tmp_path: Path) -> None:
@@ -133,6 +135,42 @@ def test_delete_removes_a_run_and_forgives_a_missing_one(tmp_path: Path) -> None
     folder.prepare(CONFIG)
     folder.delete()
     assert not folder.path.exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "status", "saved", "told"),
+    [
+        ([], 0, 120, "Trained in 0 s."),
+        # A rank was told to stop: all save, and all end well.
+        ([], 0, 7, "Stopped; step 7 of 120 is saved, and the same command goes on from there."),
+        # The command itself was told to stop.
+        ([], None, 7, "Stopped; step 7 of 120 is saved, and the same command goes on from there."),
+        ([], None, 0, "Stopped before the first checkpoint; the same command starts anew."),
+        (["--checkpoint.no-enable"], 0, 0, "Trained in 0 s."),
+    ],
+)
+def test_the_quickstart_tells_how_training_ended(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    status: int | None,
+    saved: int,
+    told: str,
+) -> None:
+    def train(_arguments: list[str], _num_ranks: int, folder: Path) -> int | None:
+        if saved:
+            checkpoint(folder, saved)
+        return status
+
+    monkeypatch.setattr(quickstart, "_train", train)
+    monkeypatch.setattr(quickstart.time, "monotonic", lambda: 0.0)
+    arguments = ["quickstart", "--ranks", "2", "--job.dump_folder", str(tmp_path / "run")]
+    is_trained = told.startswith("Trained")
+    assert cli.main([*arguments, *options]) == (0 if is_trained else 130)
+    lines = capsys.readouterr().out.splitlines()
+    assert told in lines
+    assert any(line.startswith("metrics ") for line in lines) == is_trained  # the summary
 
 
 def test_the_front_door_offers_the_commands_of_both_packages(

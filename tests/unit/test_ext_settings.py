@@ -53,6 +53,8 @@ def test_every_config_of_the_project_is_valid(file: Path) -> None:
         ("[optimiser]\nlr = 1\n", "optimiser: unknown field; did you mean 'optimizer'"),
         ("[optimizer]\nlr = 'fast'\n", "optimizer.lr: found 'fast', expected a number"),
         ("[optimizer]\nlr = true\n", "optimizer.lr: found True, expected a number"),
+        # A way that means no adjustment at all would train at another rate than was asked for.
+        ("[optimizer]\nlr_from = 'law'\n", "lr_from: found 'law', expected one of 'value', 'sca"),
         ("[training]\nsteps = 1.5\n", "training.steps: found 1.5, expected an integer"),
         ("[data]\ntokenizer = 'bytes'\n", "found 'bytes', expected one of 'hf', 'byte'"),
         ("data = 3\n", "data: found 3, expected a section"),

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 import torchtitan_ext
-from amo_dist.operators import OPERATOR_TYPES, param_groups
+from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.operators import param_groups
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them

@@ -9,7 +9,6 @@ import pytest
 from amo_dist.config import AMOConfig
 from amo_dist.schedule import AMOPolicy, MatrixInfo, allocate, named_schedule
 from amo_dist.schedule.grouping import groups, layer_index
-from amo_dist.schedule.types import sort_operator_types
 
 TYPES = ("attn_q", "mlp_up", "router")
 REGISTRY = [MatrixInfo(f"layers.{i}.x.{t}", (8, 4 + i), t) for i in range(12) for t in TYPES]
@@ -69,13 +68,6 @@ def test_an_unknown_granularity_is_refused() -> None:
         groups(REGISTRY, "layer")
     with pytest.raises(ValueError, match="granularity: found 'layer', expected"):
         AMOConfig(granularity="layer")
-
-
-def test_groups_of_a_type_stand_where_the_type_does() -> None:
-    mixed = ["zeta", "mlp_up/deep", "attn_q", "attn_k/shallow", "attn_k/deep", "mlp_gate"]
-    assert sort_operator_types(mixed) == (
-        *("attn_q", "attn_k/deep", "attn_k/shallow", "mlp_gate", "mlp_up/deep", "zeta"),
-    )
 
 
 @pytest.mark.parametrize(

@@ -6,15 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amo_dist.operators import (
-    OPERATOR_TYPES,
-    Box,
-    Fused,
-    MatrixView,
-    classify,
-    clean_name,
-    sort_operator_types,
-)
+from amo_dist.operators import Box, Fused, MatrixView, classify, clean_name
 
 
 def extract(parameter: Tensor, view: MatrixView) -> Tensor:
@@ -273,9 +265,3 @@ def test_clean_name() -> None:
     assert clean_name(wrapped) == "layers.0.attention.wq.weight"
     assert clean_name("_orig_mod.module.x.weight") == "x.weight"
     assert clean_name("layers.0.module.weight") == "layers.0.module.weight"
-
-
-def test_sort_operator_types() -> None:
-    found = sort_operator_types(["zeta", "mlp_down", "attn_v", "alpha", "attn_v", "attn_q"])
-    assert found == ("attn_q", "attn_v", "mlp_down", "alpha", "zeta")
-    assert sort_operator_types(reversed(OPERATOR_TYPES)) == OPERATOR_TYPES

@@ -118,6 +118,30 @@ def test_a_world_that_the_degrees_do_not_make(capsys: pytest.CaptureFixture[str]
     assert "tp 3 * pp 1, expected a product of 16 ranks" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", ["hf", "tiktoken", "byte"])
+def test_a_tokenizer_that_is_not_here_is_noted(tmp_path: Path, kind: str) -> None:
+    def notes(*overrides: str) -> list[str]:
+        file = f"--job.config_file={CONFIGS / 'qwen3_0.6b.toml'}"
+        config, problems = preflight_checks.load([file, f"--data.tokenizer={kind}", *overrides])
+        assert not problems
+        return preflight_checks.notes(config)
+
+    here, gone = f"--data.tokenizer_path={tmp_path}", "--data.tokenizer_path=nowhere/tokenizer.json"
+    assets, no_assets = f"--model.hf_assets_path={tmp_path}", "--model.hf_assets_path=nowhere"
+    assert notes(no_assets, here) == []
+    assert notes(assets) == []
+    # The path of the tokenizer comes before that of the assets, also where only the latter exists.
+    found = notes(assets, gone) + notes(no_assets)
+    assert found == (
+        []
+        if kind == "byte"
+        else [
+            "data.tokenizer_path: no tokenizer in nowhere/tokenizer.json on this machine",
+            "model.hf_assets_path: no tokenizer in nowhere on this machine",
+        ]
+    )
+
+
 @pytest.mark.parametrize(
     ("arguments", "told"),
     [

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from amo_dist.operators import OPERATOR_TYPES
+from amo_dist.operator_types import OPERATOR_TYPES
 from torchtitan_ext.tools import report
 from torchtitan_ext.tools.report import data
 

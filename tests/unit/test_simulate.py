@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from amo_dist.cli import main
+from amo_dist.operator_types import OPERATOR_TYPES
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.types import OPERATOR_TYPES, MatrixInfo
+from amo_dist.schedule.types import MatrixInfo
 from amo_dist.simulate import MODELS, DecoderShape, Result, simulate
 
 SPECS = json.loads(

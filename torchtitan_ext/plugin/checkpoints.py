@@ -13,8 +13,7 @@ import torch.distributed as dist
 import torchtitan.components.checkpoint as titan
 from torch.distributed.checkpoint.api import CheckpointException
 
-_METADATA = (".metadata", "model.safetensors.index.json")
-"""Files that are written last: torchtitan takes a checkpoint for complete that has one of them."""
+from torchtitan_ext.plugin.run_files import COMPLETE_FILES
 
 
 class CheckpointError(RuntimeError):
@@ -47,7 +46,7 @@ class CheckpointManager(titan.CheckpointManager):
         self._step_under_way = curr_step
         if dist.get_rank() == 0:
             # The coordinator, which hands out the work: nobody writes before.
-            for name in _METADATA:
+            for name in COMPLETE_FILES:
                 Path(self._create_checkpoint_id(curr_step), name).unlink(missing_ok=True)
         try:
             super().save(curr_step, last_step)
@@ -96,7 +95,7 @@ class CheckpointManager(titan.CheckpointManager):
         return [
             step
             for step, folder in self._step_folders()
-            if any((folder / name).is_file() for name in _METADATA)
+            if any((folder / name).is_file() for name in COMPLETE_FILES)
         ]
 
     def _step_folders(self) -> Iterator[tuple[int, Path]]:

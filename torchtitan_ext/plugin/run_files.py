@@ -16,6 +16,9 @@ METRICS_FILE = "metrics.jsonl"
 PLAN_FILE = "plan.json"
 LOCK_FILE = "lock"
 
+COMPLETE_FILES = (".metadata", "model.safetensors.index.json")
+"""Files that are written last: torchtitan takes a checkpoint for complete that has one of them."""
+
 
 def lock(folder: Path) -> TextIO:
     """Claim a dump folder; the claim ends with the process, or when the result is closed.

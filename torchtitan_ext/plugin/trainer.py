@@ -103,7 +103,9 @@ class Trainer(titan.Trainer):
             super().train()
             self.checkpointer.wait()
             if self._stops and self.step < self.job_config.training.steps:
-                progress.info("stopped at step %d, which is saved", self.step)
+                saves = self.checkpointer.enable and not self.checkpointer.load_only
+                what = "saved" if saves else "not saved: checkpoints are off"
+                progress.info("stopped at step %d, which is %s", self.step, what)
 
     def train_step(self, data_iterator: Any) -> None:
         """One step; all ranks first agree on whether it is the last one."""

@@ -28,7 +28,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-"""What may be copied from ``model.hf_assets_path``."""
+"""What may be copied from the folder of the tokenizer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,11 +40,13 @@ class Source:
     flavor: str
     """``model.flavor``."""
     tokenizer: str
-    """``data.tokenizer``: ``hf`` or ``byte``."""
+    """``data.tokenizer``: ``hf``, ``tiktoken`` or ``byte``."""
     assets: str
-    """``model.hf_assets_path``, the folder of an ``hf`` tokenizer."""
+    """``data.tokenizer_path``, else ``model.hf_assets_path``: folder or file of the tokenizer."""
     optimizer: str
     """``optimizer.name`` of the run."""
+    eos_token: str = ""
+    """``data.eos_token``, the token after each document; empty for the tokenizer's own."""
 
 
 def find_source(checkpoint: Path, config: str | None = None) -> Source:
@@ -71,13 +73,14 @@ def find_source(checkpoint: Path, config: str | None = None) -> Source:
 
 
 def _source(config: Mapping[str, Any]) -> Source:
-    model = config["model"]
+    model, data = config["model"], config["data"]
     return Source(
         name=model["name"],
         flavor=model["flavor"],
-        tokenizer=config["data"]["tokenizer"],
-        assets=model["hf_assets_path"],
+        tokenizer=data["tokenizer"],
+        assets=data.get("tokenizer_path") or model["hf_assets_path"],
         optimizer=config["optimizer"]["name"],
+        eos_token=data.get("eos_token", ""),
     )
 
 
@@ -95,15 +98,16 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
             tokenizer is missing, or ``transformers`` is not installed.
     """
     require_transformers()
-    if source.tokenizer == "hf":
-        _require_tokenizer(Path(source.assets))
+    assets = None if source.tokenizer == "byte" else _tokenizer_folder(source.assets)
     model = load(checkpoint, source, dtype)
     output.mkdir(parents=True, exist_ok=True)
-    if source.tokenizer == "byte":
+    if assets is None:
         byte_tokenizer().save_pretrained(output)
     else:
-        _copy_tokenizer(Path(source.assets), output)
-    eos = require_transformers().AutoTokenizer.from_pretrained(output).eos_token_id
+        _copy_tokenizer(assets, output)
+    tokenizer = require_transformers().AutoTokenizer.from_pretrained(output)
+    # What training put after each document ends a text; the tokenizer may name the end of a turn.
+    eos = tokenizer.convert_tokens_to_ids(source.eos_token or tokenizer.eos_token)
     model.config.eos_token_id = model.generation_config.eos_token_id = eos
     model.save_pretrained(output)
 
@@ -123,11 +127,16 @@ def require_transformers() -> Any:
         ) from None
 
 
-def _require_tokenizer(assets: Path) -> None:
-    if not any((assets / name).is_file() for name in ("tokenizer.json", "tokenizer.model")):
+def _tokenizer_folder(assets: str) -> Path:
+    """The folder, where ``transformers`` finds a tokenizer in it."""
+    path = Path(assets).expanduser()
+    folder = path.parent if path.is_file() else path
+    if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise ValueError(
-            f"model.hf_assets_path: found no tokenizer in {assets}, expected tokenizer.json"
+            f"data.tokenizer_path or model.hf_assets_path: found no tokenizer in {folder} that "
+            "transformers reads, expected tokenizer.json"
         )
+    return folder
 
 
 def _copy_tokenizer(assets: Path, output: Path) -> None:

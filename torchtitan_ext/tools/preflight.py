@@ -216,8 +216,8 @@ def _steps(
     config: Any, groups: Sequence[Mapping[str, Any]], plan: str
 ) -> tuple[dict[str, int], dict[str, int], str]:
     """Newton-Schulz steps by operator type, before and after the lock, and whence the latter."""
+    from amo_dist.operator_types import sort_operator_types
     from amo_dist.schedule.policies import named_policy
-    from amo_dist.schedule.types import sort_operator_types
     from amo_dist.simulate import MODELS
 
     registry = _registry(groups)

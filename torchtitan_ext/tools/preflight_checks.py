@@ -6,6 +6,7 @@ import contextlib
 import io
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from torchtitan_ext import learning_rate
@@ -72,12 +73,12 @@ def check(config: Any, world_size: int) -> list[str]:
 
 def notes(config: Any) -> list[str]:
     """What is no mistake, but will be missed on the machine where the run starts."""
-    from pathlib import Path
-
     found = []
-    assets = config.model.hf_assets_path
-    if config.data.tokenizer == "hf" and not Path(assets).exists():
-        found.append(f"model.hf_assets_path: no tokenizer in {assets} on this machine")
+    field, path = "data.tokenizer_path", config.data.tokenizer_path
+    if not path:
+        field, path = "model.hf_assets_path", config.model.hf_assets_path
+    if config.data.tokenizer != "byte" and not Path(path).expanduser().exists():
+        found.append(f"{field}: no tokenizer in {path} on this machine")
     load_path = config.checkpoint.initial_load_path
     if load_path and not Path(load_path).exists():
         found.append(f"checkpoint.initial_load_path: no checkpoint in {load_path} on this machine")

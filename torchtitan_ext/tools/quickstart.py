@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
     """Start the run or go on with it, and print the result.
 
     Returns:
-        0, or the exit status of the training processes.
+        0, 130 where training was told to stop before its end, or the exit status of the training
+        processes.
 
     Raises:
         ValueError: For a config that cannot work, or that is not the one of the run in its folder.
@@ -63,9 +64,16 @@ def run(args: argparse.Namespace) -> int:
         print(f"The run in {folder.path} is complete ({step} steps); --fresh starts anew.")
     else:
         _announce(folder.path, step, steps, num_ranks)
+        start = time.monotonic()
         status = _train(arguments, num_ranks, folder.path)
-        if status != 0:
+        if status not in (0, None):
             return status
+        # Ranks that are told to stop save, and end well: only what they have saved tells.
+        saves = config.checkpoint.enable and not config.checkpoint.load_only
+        if status is None or (saves and folder.latest_step() < steps):
+            _tell_stop(folder.latest_step(), steps)
+            return 130
+        print(f"Trained in {time.monotonic() - start:.0f} s.")
     _summarize(config, folder.checkpoints)
     return 0
 
@@ -75,14 +83,27 @@ def _announce(folder: Path, step: int, steps: int, num_ranks: int) -> None:
     print(f"{what}: {steps} steps on {num_ranks} ranks, in {folder}.", flush=True)
 
 
+def _tell_stop(step: int, steps: int) -> None:
+    if step:
+        print(
+            f"\nStopped; step {step} of {steps} is saved, and the same command goes on from there."
+        )
+    else:
+        print("\nStopped before the first checkpoint; the same command starts anew.")
+
+
 def _num_ranks() -> int:
     import torch
 
     return min(torch.cuda.device_count() or 2, 2)  # more would need a larger global batch
 
 
-def _train(arguments: Sequence[str], num_ranks: int, folder: Path) -> int:
-    """Run the ranks under torchrun; on failure show what they had to say."""
+def _train(arguments: Sequence[str], num_ranks: int, folder: Path) -> int | None:
+    """Run the ranks under torchrun; on failure show what they had to say.
+
+    Returns:
+        The exit status of torchrun; ``None`` where this process was told to stop.
+    """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(num_ranks), "-m", "torchtitan_ext.train", *arguments),
@@ -90,7 +111,6 @@ def _train(arguments: Sequence[str], num_ranks: int, folder: Path) -> int:
     threads = max((os.cpu_count() or 1) // num_ranks, 1)
     environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     errors = folder / "stderr.txt"
-    start = time.monotonic()
     # torchrun adds a traceback of its own to every failure; ours are one line.
     with errors.open("w") as file:
         status = _wait(
@@ -98,14 +118,9 @@ def _train(arguments: Sequence[str], num_ranks: int, folder: Path) -> int:
                 command, env=environment, stderr=file, preexec_fn=train.end_with_parent
             )
         )
-    if status is None:
-        print("\nStopped. The same command goes on from the latest checkpoint.")
-        return 130
-    if status != 0:
+    if status not in (0, None):
         _explain(errors)
-        return status
-    print(f"Trained in {time.monotonic() - start:.0f} s.")
-    return 0
+    return status
 
 
 def _wait(process: subprocess.Popen[bytes]) -> int | None:

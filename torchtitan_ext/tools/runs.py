@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext.plugin.run_files import COMPLETE_FILES
+
 RUN_FILE = "run.json"
 
 _NOT_COMPARED = (
@@ -67,10 +69,11 @@ class RunFolder:
 
     def latest_step(self) -> int:
         """The step of the latest complete checkpoint; 0 where there is none."""
-        # The metadata is written last: a checkpoint without it was cut short.
+        # A checkpoint without any of these was cut short.
         found = [
             int(match[1])
-            for file in self.checkpoints.glob("step-*/.metadata")
+            for name in COMPLETE_FILES
+            for file in self.checkpoints.glob(f"step-*/{name}")
             if (match := re.fullmatch(r"step-(\d+)", file.parent.name))
         ]
         return max(found, default=0)

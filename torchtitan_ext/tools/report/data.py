@@ -10,9 +10,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.operator_types import sort_operator_types
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.types import sort_operator_types
 from torchtitan_ext.plugin.geometry import GEOMETRY_FILE, read_geometry
 from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_metrics
 from torchtitan_ext.tools.runs import RUN_FILE

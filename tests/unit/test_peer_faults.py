@@ -1,0 +1,38 @@
+"""Faults that other optimizers of the Muon family have had, where no other test is their home."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from amo_dist.kernels import backends, gram_stability
+from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.schedule import compose, named_schedule
+
+
+def forget() -> None:
+    """Empty all that is remembered between calls."""
+    for cached in (backends._choose, gram_stability.is_stable, gram_stability._standard_error):
+        cached.cache_clear()
+
+
+@pytest.mark.parametrize("requested", backends.BACKENDS)
+def test_two_schedules_may_share_one_shape(requested: str) -> None:
+    """What is remembered for a shape alone runs the first schedule again once another one comes
+    with the same shape and number of steps."""
+    x = torch.randn(48, 480, generator=torch.Generator().manual_seed(0))
+    tables = [compose(1e-3, 5), compose(1e-1, 5), named_schedule("kj").schedule.coefficients]
+
+    def run(table: tuple[tuple[float, float, float], ...]) -> torch.Tensor:
+        return orthogonalize(x, table, dtype=torch.float32, backend=requested)
+
+    fresh = []
+    for table in tables:
+        forget()
+        fresh.append(run(table))
+    forget()
+    for _ in range(2):
+        found = [run(table) for table in tables]
+        assert all(map(torch.equal, found, fresh))
+    assert not torch.allclose(fresh[0], fresh[1], rtol=0, atol=1e-2)
+    assert not torch.allclose(fresh[0], fresh[2], rtol=0, atol=1e-2)
