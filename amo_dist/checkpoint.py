@@ -39,6 +39,7 @@ _FREE_FIELDS = frozenset(
         "buckets_in_flight",
         "nonfinite",
         "adamw_implementation",
+        "cuda_graphs",
         "on_config_change",
     }
 )

@@ -13,9 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from amo_dist import Muon, MuonConfig, param_groups
 from amo_dist.kernels.backends import BACKENDS, TRITON_DTYPES, choose_backend, executed_flops
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.polar_express import compose
+from tests.distributed import models
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 COEFFICIENTS = compose(1e-2, 5)
@@ -144,6 +146,12 @@ def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         choose_backend((3, 4), COEFFICIENTS, **args)
     for other in BACKENDS[:-1]:
         assert choose_backend((3, 4), COEFFICIENTS, **{**args, "requested": other})
+
+
+def test_an_optimizer_on_cpu_refuses_it_at_construction() -> None:
+    groups = param_groups(models.plain_model({"layers.0.attention.wq.weight": (4, 4)}))
+    with pytest.raises(ValueError, match="ns_backend: found 'triton' with matrices on cpu"):
+        Muon(groups, config=MuonConfig(ns_backend="triton"))
 
 
 def test_triton_is_imported_only_when_needed() -> None:
