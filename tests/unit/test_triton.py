@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from amo_dist import Muon, MuonConfig, param_groups
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.kernels.backends import BACKENDS, TRITON_DTYPES, choose_backend, executed_flops
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.polar_express import compose
@@ -152,6 +152,17 @@ def test_an_optimizer_on_cpu_refuses_it_at_construction() -> None:
     groups = param_groups(models.plain_model({"layers.0.attention.wq.weight": (4, 4)}))
     with pytest.raises(ValueError, match="ns_backend: found 'triton' with matrices on cpu"):
         Muon(groups, config=MuonConfig(ns_backend="triton"))
+
+
+def test_a_checkpoint_that_brings_it_to_cpu_is_refused_and_changes_nothing() -> None:
+    model = models.plain_model({"layers.0.attention.wq.weight": (4, 4)})
+    optimizer = AMO(param_groups(model), config=AMOConfig(on_config_change="keep_checkpoint"))
+    before = optimizer.control_state_dict()
+    state = optimizer.control_state_dict()
+    state["config"]["ns_backend"] = "triton"
+    with pytest.raises(ValueError, match="ns_backend: found 'triton' with matrices on cpu"):
+        optimizer.load_control_state_dict(state)
+    assert optimizer.control_state_dict() == before
 
 
 def test_triton_is_imported_only_when_needed() -> None:
