@@ -46,6 +46,7 @@ _FREE_FIELDS = frozenset(
         "ns_guard_bound",
         "ns_guard_fallback",
         "adamw_implementation",
+        "cuda_graphs",
         "on_config_change",
     }
 )

@@ -10,7 +10,7 @@ from typing import Any
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
-_NS_BACKENDS = ("auto", "standard", "symmetric", "gram")
+_NS_BACKENDS = ("auto", "standard", "symmetric", "gram", "triton")
 
 
 def _require(condition: bool, field: str, found: object, expected: str) -> None:
@@ -49,8 +49,10 @@ class MuonConfig:
     ns_dtype: str = "bfloat16"
     """Dtype of the Newton-Schulz products, and of matrices on the wire."""
     ns_backend: str = "auto"
-    """How Newton-Schulz is run: ``auto`` (by a cost model), ``standard``, ``symmetric`` or ``gram``
-    (where it is stable, else ``symmetric``)."""
+    """How Newton-Schulz is run: ``auto`` (by a cost model), ``standard``, ``symmetric``, ``gram``
+    (where it is stable, else ``symmetric``) or ``triton`` (on CUDA)."""
+    cuda_graphs: bool = False
+    """On CUDA, capture Newton-Schulz of a schedule that stays, and replay it."""
     momentum_dtype: str = "float32"
     """Dtype in which momentum is kept, whatever the dtype of the parameter."""
     ownership: str = "round_robin"
@@ -88,7 +90,7 @@ class MuonConfig:
         _require_choice(
             "adamw_implementation", self.adamw_implementation, ("foreach", "fused", "for-loop")
         )
-        for field in ("nesterov",):
+        for field in ("nesterov", "cuda_graphs"):
             found = getattr(self, field)
             _require(isinstance(found, bool), field, found, "true or false")
 

@@ -32,7 +32,7 @@ from amo_dist.parameters import (
 )
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
-from amo_dist.step import StepWork, count_backends
+from amo_dist.step import StepWork, count_backends, make_graphs
 from amo_dist.timing import Stopwatch
 from amo_dist.tracker import GeometryTracker
 from amo_dist.world import World, agree_on_world
@@ -64,8 +64,8 @@ class Muon(torch.optim.Optimizer):
             then orthogonalized once, not once a rank. Without it plain tensors are this rank's own.
 
     Raises:
-        ValueError: Groups of another origin, meta tensors, a bad hyperparameter; names field,
-            found and expected.
+        ValueError: Groups of another origin, meta tensors, a bad hyperparameter, or settings that
+            the parameters' devices cannot run; names field, found and expected.
     """
 
     _work_class: type[StepWork] = StepWork
@@ -95,6 +95,7 @@ class Muon(torch.optim.Optimizer):
         # Out of the groups: checkpoint helpers take no lists of strings there.
         names = [group.pop("param_names") for group in self.param_groups]
         self._parameters = resolve(self.param_groups, names, views, self._replica_ranks())
+        self._graphs = make_graphs(self._parameters, self.config)
         self._num_steps_taken = 0
         self._num_steps_skipped = 0
         self._world: World | None = None
@@ -271,6 +272,7 @@ class Muon(torch.optim.Optimizer):
             observer=self._observer,
             guarded=guarded,
             tracker=self.tracker if self._tracks(step) else None,
+            graphs=self._graphs,
         )
         exchanges = self._exchanges_for(step, sample)
         for index, exchange in enumerate(exchanges):
@@ -401,6 +403,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: Names the field, what was found and what was expected.
         """
         control = checkpoint.check_control(state, config=self.config, policy=self.policy)
+        self._graphs = make_graphs(self._parameters, control.config)
         self.policy = checkpoint.restore_policy(control, self)
         self.config = control.config
         self._guard = None if self._world is None else self._make_guard(self._world)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -15,9 +16,10 @@ from torch.profiler import record_function
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import Piece
 from amo_dist.distributed.plan import Bucket, Part
-from amo_dist.kernels.backends import choose_backend
+from amo_dist.kernels.backends import check_backend, choose_backend
 from amo_dist.kernels.elementwise import apply_update, largest_entry, nesterov, update_scale
 from amo_dist.kernels.geometry import ns_residual
+from amo_dist.kernels.graphs import GraphCache
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.observer import Observer
 from amo_dist.parameters import Parameters
@@ -41,6 +43,7 @@ class StepWork:
         guarded: Name of the matrix whose residual is measured, if any.
         state: Of the optimizer, by parameter.
         tracker: Measures every owned matrix, in a tracked step.
+        graphs: Outlives the step; None runs Newton-Schulz without it.
     """
 
     def __init__(
@@ -58,6 +61,7 @@ class StepWork:
         state: Mapping[Tensor, Mapping[str, Any]],
         guarded: str | None = None,
         tracker: GeometryTracker | None = None,
+        graphs: GraphCache | None = None,
     ) -> None:
         self.residuals: dict[str, Tensor] = {}
         """Residual of the guarded matrix, where this rank reports it: float64, 0-dim."""
@@ -75,6 +79,9 @@ class StepWork:
         self._guarded = guarded
         self._state = state
         self._tracker = tracker
+        self._graphs = graphs
+        if graphs is not None:
+            graphs.begin_step()
         self._ns_dtype: torch.dtype = getattr(torch, config.ns_dtype)
 
     def read(self, parts: Sequence[Part]) -> list[Tensor]:
@@ -171,20 +178,48 @@ class StepWork:
             # Also where it came wide for observation: observing changes no bit of training.
             inputs = [matrices[position].to(self._ns_dtype) for position in positions]
             stacked = inputs[0] if len(inputs) == 1 else torch.stack(inputs)
-            result = orthogonalize(
-                stacked,
-                schedule.coefficients,
-                norm_scale=schedule.norm_scale,
-                preconditioner=schedule.preconditioner,
-                dtype=self._ns_dtype,
-                backend=self._config.ns_backend,
-            )
+            result = self._run(schedule, stacked)
             bad = _drop_nonfinite(result)
             parts = [result] if len(inputs) == 1 else list(result.unbind())
             results.update(zip(positions, parts, strict=True))
             names = [self._parameters.matrices[owned[position]].name for position in positions]
             self.nonfinite.update(zip(names, bad.reshape(-1).unbind(), strict=True))
         return [results[position] for position in range(len(owned))]
+
+    def _run(self, schedule: Schedule, stacked: Tensor) -> Tensor:
+        function = functools.partial(
+            orthogonalize,
+            coefficients=schedule.coefficients,
+            norm_scale=schedule.norm_scale,
+            preconditioner=schedule.preconditioner,
+            dtype=self._ns_dtype,
+            backend=self._config.ns_backend,
+        )
+        if self._graphs is None:
+            return function(stacked)
+        key = (schedule, stacked.shape, stacked.dtype, stacked.device, self._config.ns_backend)
+        return self._graphs.run(key, function, stacked)
+
+
+def make_graphs(parameters: Parameters, config: MuonConfig) -> GraphCache | None:
+    """What keeps CUDA graphs from step to step, where they are asked for.
+
+    Args:
+        parameters: Of this process.
+        config: Numerics.
+
+    Raises:
+        ValueError: The devices of the parameters cannot run what is asked for.
+    """
+    for entry in parameters.entries:
+        device = entry.param.device.type
+        if config.cuda_graphs and device != "cuda":
+            raise ValueError(
+                f"cuda_graphs: found True with parameters on {device}, expected them on cuda"
+            )
+        dtype: torch.dtype = getattr(torch, config.ns_dtype)
+        check_backend("ns_backend", config.ns_backend, dtype=dtype, device_type=device)
+    return GraphCache() if config.cuda_graphs else None
 
 
 def count_backends(

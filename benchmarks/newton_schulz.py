@@ -3,31 +3,61 @@
 ``python -m benchmarks.newton_schulz``. The rate is that of one square product of the same short
 side (the best of the square and of the shape's own ``X X^T``), measured in the same rounds.
 ``effective`` counts the flops of the standard form, whatever a backend saves; ``executed`` counts
-what the backend runs.
+what the backend runs. On CUDA the Triton kernels and CUDA graphs come beside.
+
+``--owned-by-rank-of 32`` measures instead what one rank has to do in an optimizer step: the
+matrices of ``--model`` that the busiest of so many ranks owns, in the batches that the optimizer
+makes of them under a uniform schedule. The rate is then that of a square product of the longest
+side.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import statistics
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from amo_dist.kernels.backends import STANDARD, Backend, choose_backend, cost, executed_flops
+from amo_dist.config import MuonConfig
+from amo_dist.distributed.ownership import assign, load_by_rank
+from amo_dist.distributed.plan import make_plan
+from amo_dist.kernels.backends import (
+    STANDARD,
+    Backend,
+    check_backend,
+    choose_backend,
+    cost,
+    executed_flops,
+)
+from amo_dist.kernels.graphs import CudaCapture
 from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import compose
+from amo_dist.simulate import OWNERSHIPS, lay_out
 from benchmarks.measure import paired, ratio, report
+from benchmarks.shapes import MODELS
 
 SHAPES = ("512x512", "1024x1024", "512x1536", "1024x3072", "256x1024")
 LARGE_SHAPES = ("2048x2048", "2048x6144")
+GRAPH = " + graph"
+"""Follows the name of a backend that is replayed."""
+
+Batch = tuple[int, tuple[int, int]]
+"""Number and shape of matrices that are orthogonalized by one call."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.newton_schulz", description=__doc__)
     parser.add_argument("--shapes", nargs="+", default=SHAPES)
     parser.add_argument("--large", action="store_true", help=f"also {' '.join(LARGE_SHAPES)}")
+    parser.add_argument("--owned-by-rank-of", type=int, metavar="RANKS")
+    parser.add_argument("--model", choices=MODELS, default="Qwen3-1.7B")
+    parser.add_argument("--ownership", choices=OWNERSHIPS, default=MuonConfig().ownership)
     parser.add_argument("--steps", nargs="+", type=int, default=[5])
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=7)
@@ -38,15 +68,56 @@ def main(args: Sequence[str] | None = None) -> int:
     options = parser.parse_args(args)
     torch.set_num_threads(options.threads)
     shapes = [*options.shapes, *(LARGE_SHAPES if options.large else ())]
+    cases: Sequence[Callable[..., list[dict[str, object]]]] = (
+        [functools.partial(measure, shape) for shape in shapes]
+        if options.owned_by_rank_of is None
+        else [measure_owned]
+    )
     rows = [
         row
         for dtype in options.dtypes
-        for shape in shapes
+        for case in cases
         for steps in options.steps
-        for row in measure(shape, steps, getattr(torch, dtype), options)
+        for row in case(steps, getattr(torch, dtype), options)
     ]
-    report("newton_schulz", rows, options.output, vars(options))
+    name = "newton_schulz" if options.owned_by_rank_of is None else "newton_schulz_owned"
+    report(name, rows, options.output, vars(options))
     return 0
+
+
+def runs(name: str, dtype: torch.dtype, device: str) -> bool:
+    """Whether a backend can run here."""
+    try:
+        check_backend("backend", name, dtype=dtype, device_type=torch.device(device).type)
+    except ValueError:
+        return False
+    return True
+
+
+def contenders(
+    batches: Sequence[Tensor],
+    steps: int,
+    dtype: torch.dtype,
+    names: Sequence[str],
+) -> dict[str, Callable[[], object]]:
+    """Each backend, and on CUDA the replay of each, on all of the batches."""
+    found: dict[str, Callable[[], object]] = {}
+    for name in names:
+        function = functools.partial(
+            orthogonalize, coefficients=_coefficients(steps), dtype=dtype, backend=name
+        )
+        found[name] = lambda function=function: [function(x) for x in batches]
+        if batches[0].is_cuda:
+            capture = CudaCapture()
+            replays = [capture(function, x) for x in batches]
+            found[name + GRAPH] = lambda replays=replays: [
+                replay(x) for replay, x in zip(replays, batches, strict=True)
+            ]
+    return found
+
+
+def _coefficients(steps: int) -> tuple[tuple[float, float, float], ...]:
+    return tuple(compose(1.01e-3, steps))
 
 
 def measure(
@@ -54,7 +125,7 @@ def measure(
 ) -> list[dict[str, object]]:
     """One row for each backend of one shape."""
     m, n = (int(size) for size in shape.split("x"))
-    coefficients = compose(1.01e-3, steps)
+    coefficients = _coefficients(steps)
     x = torch.randn(m, n, generator=torch.Generator().manual_seed(0)).to(options.device)
     cast = x.to(dtype)
     square = cast[:, :m].contiguous()
@@ -64,36 +135,39 @@ def measure(
             x.shape, coefficients, dtype=dtype, device_type=x.device.type, requested=requested
         )
 
-    contenders = {
+    names = [
+        name
+        for name in ("standard", "symmetric", "gram", "triton")
+        if runs(name, dtype, options.device) and chosen(name).name == name
+    ]
+    by_label = contenders([x], steps, dtype, names)
+    products = {
         "gemm square": lambda: square @ square,
         "gemm X X^T": lambda: cast @ cast.mT,
     }
-    by_name = {requested: chosen(requested) for requested in ("standard", "symmetric", "gram")}
-    by_name = {name: backend for name, backend in by_name.items() if backend.name == name}
-    for name in by_name:
-        contenders[name] = lambda name=name: orthogonalize(
-            x, coefficients, dtype=dtype, backend=name
-        )
-    seconds = paired(contenders, options.rounds, clock=options.clock)
+    seconds = paired({**products, **by_label}, options.rounds, clock=options.clock)
     peak = max(
         2 * m**3 / statistics.median(seconds["gemm square"]),
         2 * m * m * n / statistics.median(seconds["gemm X X^T"]),
     )
     exact = orthogonalize(x, coefficients, dtype=torch.float64, backend="standard")
     rows: list[dict[str, object]] = []
-    for name, backend in by_name.items():
-        time = statistics.median(seconds[name])
+    for label in by_label:
+        name = label.removesuffix(GRAPH)
+        backend = chosen(name)
+        star = " (auto)" if label == name and chosen("auto") == backend else ""
+        time = statistics.median(seconds[label])
         found = orthogonalize(x, coefficients, dtype=dtype, backend=name).double()
         rows.append(
             {
                 "dtype": str(dtype).removeprefix("torch."),
                 "shape": shape,
                 "steps": steps,
-                "backend": f"{name}{' (auto)' if chosen('auto') == backend else ''}",
+                "backend": label + star,
                 "blocks": backend.num_blocks,
                 "restarts": str(list(backend.restarts)),
                 "ms": 1e3 * time,
-                "of standard": ratio(seconds, name, "standard"),
+                "of standard": ratio(seconds, label, "standard"),
                 "gemm GF/s": peak / 1e9,
                 "effective %": 100 * cost(STANDARD, m, n, steps) / time / peak,
                 "executed %": 100 * executed_flops(backend, m, n, steps) / time / peak,
@@ -101,6 +175,90 @@ def measure(
             }
         )
     return rows
+
+
+def owned_batches(
+    model: str, ranks: int, *, steps: int, ownership: str, itemsize: int
+) -> list[Batch]:
+    """What the busiest of ``ranks`` orthogonalizes in a step, sharded by FSDP2, call by call."""
+    registry = MODELS[model].registry()
+    matrices = lay_out(registry, ranks)
+    costs = [float(steps * ns_step_flops(*info.shape)) for info in registry]
+    jobs = assign(matrices, costs, ownership=ownership)
+    loads = load_by_rank(jobs, costs)
+    plan = make_plan(
+        matrices,
+        jobs,
+        rank=max(loads, key=lambda rank: loads[rank]),
+        peers=range(ranks),
+        bytes_by_matrix=[itemsize * matrix.num_elements for matrix in matrices],
+        bucket_bytes=MuonConfig().bucket_bytes,
+    )
+    return [
+        (count, shape)
+        for bucket in (*plan.local, *plan.buckets)
+        for shape, count in Counter(registry[index].shape for index in bucket.owned).items()
+    ]
+
+
+def measure_owned(
+    steps: int, dtype: torch.dtype, options: argparse.Namespace
+) -> list[dict[str, object]]:
+    """One row for each backend, of a rank's share of an optimizer step."""
+    ranks, device = options.owned_by_rank_of, options.device
+    owned = owned_batches(
+        options.model, ranks, steps=steps, ownership=options.ownership, itemsize=dtype.itemsize
+    )
+    generator = torch.Generator().manual_seed(0)
+    batches = [
+        torch.randn(count, *shape, generator=generator).to(device, dtype) for count, shape in owned
+    ]
+    side = max(size for _, shape in owned for size in shape)
+    square = torch.randn(side, side, generator=generator).to(device, dtype)
+    names = [name for name in ("standard", "auto", "triton") if runs(name, dtype, device)]
+    by_label = contenders(batches, steps, dtype, names)
+    gemm = {"gemm": lambda: square @ square}
+    seconds = paired({**gemm, **by_label}, options.rounds, clock=options.clock)
+    peak = 2 * side**3 / statistics.median(seconds["gemm"])
+    effective = float(sum(count * steps * ns_step_flops(*shape) for count, shape in owned))
+    rows: list[dict[str, object]] = []
+    for label in by_label:
+        time = statistics.median(seconds[label])
+        executed = sum(
+            count * _executed(shape, steps, dtype, device, label.removesuffix(GRAPH))
+            for count, shape in owned
+        )
+        rows.append(
+            {
+                "dtype": str(dtype).removeprefix("torch."),
+                "model": options.model,
+                "ranks": ranks,
+                "matrices": sum(count for count, _ in owned),
+                "calls": len(owned),
+                "steps": steps,
+                "backend": label,
+                "ms": 1e3 * time,
+                "of standard": ratio(seconds, label, "standard"),
+                "TFLOP/s": effective / time / 1e12,
+                "gemm TFLOP/s": peak / 1e12,
+                "effective %": 100 * effective / time / peak,
+                "executed %": 100 * executed / time / peak,
+            }
+        )
+    return rows
+
+
+def _executed(
+    shape: tuple[int, int], steps: int, dtype: torch.dtype, device: str, name: str
+) -> float:
+    backend = choose_backend(
+        shape,
+        _coefficients(steps),
+        dtype=dtype,
+        device_type=torch.device(device).type,
+        requested=name,
+    )
+    return executed_flops(backend, *sorted(shape), steps)
 
 
 if __name__ == "__main__":

@@ -5,19 +5,22 @@
   diagonal are computed and the rest is mirrored: the same sums, hence the same accuracy.
 - ``gram``: iterates on the small ``A`` and multiplies into the large X only at restarts and at the
   end. It pays for elongated matrices, and only where `gram_stability` passes the coefficients.
+- ``triton``: ``symmetric`` by tiles in one kernel, on CUDA devices; see `triton_symmetric`.
 
 The choice is a pure function of shape, coefficients, dtype and device type, so that every rank,
 and every twin that calls ``orthogonalize``, makes the same. Figures of the cost model were measured
-on a CPU (``python -m benchmarks.newton_schulz``); elsewhere ``auto`` is ``standard``.
+on a CPU (``python -m benchmarks.newton_schulz``). No GPU has been measured, so on CUDA ``auto`` is
+``standard``: the others run where they are asked for by name, ``triton`` only so.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import importlib.util
 import itertools
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -27,7 +30,9 @@ from amo_dist.kernels.scratch import scratch
 
 Triple = tuple[float, float, float]
 
-BACKENDS = ("auto", "standard", "symmetric", "gram")
+BACKENDS = ("auto", "standard", "symmetric", "gram", "triton")
+TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_MEASURED_DEVICES = ("cpu",)
 
 logger = logging.getLogger(__name__)
 _logged: set[tuple[object, ...]] = set()
@@ -39,7 +44,8 @@ class Backend:
 
     Attributes:
         name: One of ``BACKENDS`` but ``auto``.
-        num_blocks: Blocks along the diagonal of a symmetric product; 1 computes all of it.
+        num_blocks: Blocks (of ``triton``: tiles) along the diagonal of a symmetric product; 1
+            computes all of it.
         restarts: Steps before which the Gram form begins anew.
     """
 
@@ -87,12 +93,41 @@ def choose_backend(
             is not stable for these coefficients in this dtype.
 
     Raises:
-        ValueError: an unknown backend.
+        ValueError: an unknown backend, or one that cannot run here; see `check_backend`.
     """
     if requested not in BACKENDS:
         raise ValueError(f"backend: found {requested!r}, expected one of {BACKENDS}")
+    check_backend("backend", requested, dtype=dtype, device_type=device_type)
     m, n = sorted(shape[-2:])
     return _choose(m, n, _hashable(coefficients), dtype, device_type, requested)
+
+
+def check_backend(field: str, requested: str, *, dtype: torch.dtype, device_type: str) -> None:
+    """Refuse ``triton`` by name where it cannot run; the others run everywhere.
+
+    Args:
+        field: What the error names.
+        requested: As for `choose_backend`.
+        dtype: Of the products.
+        device_type: Of the matrices.
+
+    Raises:
+        ValueError: They are not on CUDA, or not bfloat16, float16 or float32, or the package
+            ``triton`` is not installed.
+    """
+    if requested != "triton":
+        return
+    found = expected = ""
+    if device_type != "cuda":
+        found, expected = f"matrices on {device_type}", "on cuda"
+    elif dtype not in TRITON_DTYPES:
+        names = ", ".join(str(each).removeprefix("torch.") for each in TRITON_DTYPES)
+        found, expected = f"{str(dtype).removeprefix('torch.')} products", f"one of {names}"
+    elif importlib.util.find_spec("triton") is None:
+        found = "no package of this name"
+        expected = "the one that comes with CUDA builds of torch"
+    if found:
+        raise ValueError(f"{field}: found 'triton' with {found}, expected {expected}")
 
 
 def _hashable(coefficients: Sequence[Triple]) -> tuple[Triple, ...]:
@@ -130,8 +165,10 @@ def _cheapest(
     device_type: str,
     requested: str,
 ) -> Backend:
-    if requested == "standard" or (requested == "auto" and device_type != "cpu"):
+    if requested == "standard" or (requested == "auto" and device_type not in _MEASURED_DEVICES):
         return STANDARD
+    if requested == "triton":
+        return _tiled(m, dtype)
     overhead = _NARROW if dtype.itemsize < 4 else _WIDE
     symmetric = min(
         (Backend("symmetric", blocks) for blocks in (2, 4, 8) if blocks <= max(m, 2)),
@@ -146,6 +183,13 @@ def _cheapest(
     best = min(found, key=lambda backend: cost(backend, m, n, len(coefficients), overhead))
     limit = _MIN_GAIN * cost(STANDARD, m, n, len(coefficients), overhead)
     return best if cost(best, m, n, len(coefficients), overhead) < limit else STANDARD
+
+
+def _tiled(m: int, dtype: torch.dtype) -> Backend:
+    # Imported here: the package is not everywhere.
+    from amo_dist.kernels.triton_symmetric import tiling
+
+    return Backend("triton", -(-m // tiling(m, dtype).tile))
 
 
 def _choose_gram(
@@ -192,7 +236,7 @@ def cost(backend: Backend, m: int, n: int, steps: int, overhead: _Overhead = _WI
     share = (blocks + 1) / (2 * blocks)
     lost = 0.0 if blocks == 1 else overhead.per_element * m * m + overhead.per_block * blocks
     small, gram = share * 2.0 * m**3 + lost, share * large + lost
-    if backend.name == "symmetric":
+    if backend.name in ("symmetric", "triton"):
         return steps * (gram + small + large)
     segments = len(backend.restarts) + 1
     # A step squares A, carries the factor on (not the first of a segment) and A (not the last).
@@ -214,23 +258,32 @@ def iterate(
         x: ``(m, n)`` or ``(b, m, n)``, contiguous, m <= n, singular values at most one.
         coefficients: One triple a step.
         backend: From ``choose_backend``.
-        gram: ``x x^T`` where it is at hand.
+        gram: ``x x^T`` where it is at hand, contiguous.
 
     Returns:
         As ``x``.
     """
     if backend.name == "gram":
         return _iterate_gram(x, coefficients, backend, gram)
-    blocks, square = backend.num_blocks, (*x.shape[:-1], x.shape[-2])
+    multiply, square = _symmetric_product(backend), (*x.shape[:-1], x.shape[-2])
     small, polynomial = (scratch(use, square, x.dtype, x.device) for use in ("gram", "polynomial"))
     # Steps write into two in turn, the last one into what is returned.
     results = [torch.empty_like(x), scratch("iterate", x.shape, x.dtype, x.device)]
     for remaining, (a, b, c) in zip(range(len(coefficients))[::-1], coefficients, strict=True):
-        gram = _symmetric(x, x, blocks, out=small) if gram is None else gram
-        _symmetric(gram, gram, blocks, gram, b, c, out=polynomial)
+        gram = multiply(x, out=small) if gram is None else gram
+        multiply(gram, gram, b, c, out=polynomial)
         x = _fused(x, polynomial, x, a, out=results[remaining % 2])
         gram = None
     return x
+
+
+def _symmetric_product(backend: Backend) -> Callable[..., Tensor]:
+    """``(x, added, beta, alpha, *, out)``: ``beta * added + alpha * x x^T``."""
+    if backend.name == "triton":
+        from amo_dist.kernels.triton_symmetric import symmetric_product
+
+        return symmetric_product
+    return lambda x, *added, out: _symmetric(x, x, backend.num_blocks, *added, out=out)
 
 
 def _iterate_gram(

@@ -51,8 +51,9 @@ def orthogonalize(
             ``A`` serves the first step.
         dtype: Floating dtype of the products and of the result.
         eps: Added to the norm of the matrix of largest entry one, hence relative.
-        backend: How the steps are run: ``auto``, ``standard``, ``symmetric`` or ``gram``; see
-            ``backends``. The choice depends on shape, coefficients, dtype and device type alone.
+        backend: How the steps are run: ``auto``, ``standard``, ``symmetric``, ``gram`` or
+            ``triton``; see ``backends``. The choice depends on shape, coefficients, dtype and
+            device type alone.
 
     Returns:
         Contiguous tensor of the shape of ``x`` in ``dtype``. An all-zero matrix gives zeros; one
@@ -60,7 +61,8 @@ def orthogonalize(
 
     Raises:
         ValueError: fewer than two dims, a dtype that is not floating, no coefficients, an unknown
-            preconditioner or backend, or ``norm_scale`` that is not positive.
+            preconditioner or backend, a backend that cannot run here, or ``norm_scale`` that is not
+            positive.
 
     On CPU a batch equals the loop over its matrices bit for bit (it is that loop: batched products
     gain nothing there); on other devices a batch runs as batched products.

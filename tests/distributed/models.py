@@ -159,7 +159,7 @@ def set_gradients(
         if name in missing:
             param.grad = None
             continue
-        grad = gradient(seed, step, name, tuple(param.shape)).to(param.dtype)
+        grad = gradient(seed, step, name, tuple(param.shape)).to(param.device, param.dtype)
         param.grad = place_like(grad, param)
 
 

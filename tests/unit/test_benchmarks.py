@@ -10,6 +10,7 @@ import torch.distributed as dist
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.plan import costs_by_type, make_plan
+from amo_dist.simulate import OWNERSHIPS, simulate
 from benchmarks import newton_schulz, optimizer_step, overhead, sigma_min
 from benchmarks.measure import paired, ratio, table
 from benchmarks.shapes import ELL_BY_TYPE, MODELS
@@ -115,6 +116,30 @@ def test_overhead_runs(tmp_path: Path) -> None:
     whats = [row["what"] for row in rows_of(output)]
     assert whats[:2] == ["step", "plan, once"]
     assert whats[-1].startswith("observation")
+
+
+@pytest.mark.parametrize("ownership", OWNERSHIPS)
+def test_the_busiest_rank_owns_what_the_simulation_says(ownership: str) -> None:
+    registry = MODELS["Qwen3-1.7B"].registry()
+    owned = newton_schulz.owned_batches("Qwen3-1.7B", 32, steps=5, ownership=ownership, itemsize=2)
+    simulated = simulate(registry, dict.fromkeys(ELL_BY_TYPE, 5), 32)
+    (load,) = {row.load.greatest for row in simulated if row.ownership == ownership}
+    assert sum(count * 5 * ns_step_flops(*shape) for count, shape in owned) == load
+    # In buckets as the optimizer fills them, of which the largest matrices take two.
+    assert all(2 * count * rows * columns <= 64 * 2**20 for count, (rows, columns) in owned)
+    assert max(count for count, _ in owned) > 1
+
+
+def test_the_matrices_of_a_rank_run(tmp_path: Path) -> None:
+    output = tmp_path / "owned.json"
+    threads = torch.get_num_threads()
+    arguments = ["--owned-by-rank-of", "32", "--model", "Llama-3.1-75M", "--dtypes", "float32"]
+    arguments += ["--steps", "2", "--rounds", "1", "--device", "cpu", "--threads", str(threads)]
+    assert newton_schulz.main([*arguments, "--output", str(output)]) == 0
+    rows = rows_of(output)
+    assert [row["backend"] for row in rows] == ["standard", "auto"]
+    assert {row["matrices"] for row in rows} == {3}  # 84 matrices on 32 ranks
+    assert rows[0]["effective %"] == rows[0]["executed %"]
 
 
 def test_bytes_are_counted(run_on) -> None:  # type: ignore[no-untyped-def]

@@ -24,6 +24,7 @@ from amo_dist.schedule.polar_express import compose
 KJ = ((3.4445, -4.7750, 2.0315),) * 5
 FLOAT32_UNIT = 2 * torch.finfo(torch.float32).eps
 SHAPES = [(1, 1), (1, 9), (7, 7), (16, 48), (33, 99), (64, 65), (130, 400)]
+ON_CPU = [name for name in BACKENDS if name != "triton"]
 ELLS = [1e-2, 1e-3, 1e-4, 1e-6, 1e-8]
 
 
@@ -66,7 +67,7 @@ def test_all_backends_are_one_map(
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("requested", BACKENDS)
+@pytest.mark.parametrize("requested", ON_CPU)
 @pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
 def test_orthogonalize_runs_any_backend(requested: str, preconditioner: str) -> None:
     x = torch.randn(2, 300, 70, generator=torch.Generator().manual_seed(0))
