@@ -213,3 +213,25 @@ class Oracle:
             )
             for kind, (_, ell) in self.start.items()
         }
+
+
+class AdaMuonOracle(Oracle):
+    """AdaMuon: signs in, an elementwise second moment and a given Frobenius norm out.
+
+    The norm comes from a correctly rounded sum, the package's from one in integers: they agree to
+    about ten digits, so that a factor in float32 may differ in its last bit.
+    """
+
+    moments: dict[str, Tensor]
+
+    def _direction(self, momentum: Tensor) -> Tensor:
+        return momentum.sign()
+
+    def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:
+        self.__dict__.setdefault("moments", {}).setdefault(name, torch.zeros_like(update))
+        decay, moment = self.config.momentum, self.moments[name]
+        moment.copy_(moment * decay + update * update * (1 - decay))
+        update = update / (moment.sqrt() + 1e-8)
+        norm = math.sqrt(math.fsum((update.double() ** 2).flatten().tolist()))
+        wanted = self.config.update_scale * math.sqrt(update.numel())
+        return update * (wanted / norm if norm else 0.0), 1.0
