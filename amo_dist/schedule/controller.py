@@ -92,9 +92,12 @@ class Controller:
         """Names of the matrices to observe at a step, sorted; none at most steps.
 
         Args:
-            step: Optimizer step, counted from 1; after the plan in force, once there is one.
+            step: Optimizer step, counted from 1. Between the first plan and the one in force
+                nothing is told.
         """
-        if not self._calendar().observes(step, self._state.plan_step):
+        planned = self._state.plan_step
+        since = planned if planned is not None and step > planned else None
+        if not self._calendar().observes(step, since):
             return ()
         drawn = [
             name
