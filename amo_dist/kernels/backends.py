@@ -59,15 +59,22 @@ STANDARD = Backend("standard")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Overhead:
-    """Of a product by blocks, in flops lost: for each element mirrored, and for each block."""
+    """Of a product ``(m, k) (k, m)`` by blocks, in flops lost.
 
-    per_element: float
-    per_block: float
+    Attributes:
+        per_element: For each of the ``m^2`` elements, half of which are mirrored.
+        per_row: For each block, times ``m``.
+        per_column: For each block, times ``k``.
+    """
+
+    per_element: float = 0.0
+    per_row: float = 0.0
+    per_column: float = 0.0
 
 
-# Narrow products are so fast that copies weigh more.
-_NARROW = _Overhead(per_element=340.0, per_block=1e7)
-_WIDE = _Overhead(per_element=150.0, per_block=2e5)
+# Narrow products are so fast that what a block takes besides, and its thinner shape, weigh more.
+_NARROW = _Overhead(per_row=2.4e4, per_column=2e4)
+_WIDE = _Overhead(per_element=50.0, per_column=6e3)
 _MIN_GAIN = 0.97
 """Of the standard cost, below which another backend is worth its while."""
 # Gram in bfloat16 or float16 has two to four times the error of the standard form: not an option.
@@ -234,8 +241,8 @@ def cost(backend: Backend, m: int, n: int, steps: int, overhead: _Overhead = _WI
         return steps * (2 * large + 2.0 * m**3)
     blocks = backend.num_blocks
     share = (blocks + 1) / (2 * blocks)
-    lost = 0.0 if blocks == 1 else overhead.per_element * m * m + overhead.per_block * blocks
-    small, gram = share * 2.0 * m**3 + lost, share * large + lost
+    small = share * 2.0 * m**3 + _lost(blocks, m, m, overhead)
+    gram = share * large + _lost(blocks, m, n, overhead)
     if backend.name in ("symmetric", "triton"):
         return steps * (gram + small + large)
     segments = len(backend.restarts) + 1
@@ -244,9 +251,15 @@ def cost(backend: Backend, m: int, n: int, steps: int, overhead: _Overhead = _WI
     return segments * (gram + large) + products * small
 
 
+def _lost(blocks: int, m: int, k: int, overhead: _Overhead) -> float:
+    if blocks == 1:
+        return 0.0
+    return overhead.per_element * m * m + blocks * (overhead.per_row * m + overhead.per_column * k)
+
+
 def executed_flops(backend: Backend, m: int, n: int, steps: int) -> float:
     """As ``cost``, but of the products alone."""
-    return cost(backend, m, n, steps, _Overhead(0.0, 0.0))
+    return cost(backend, m, n, steps, _Overhead())
 
 
 def iterate(
