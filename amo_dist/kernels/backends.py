@@ -206,7 +206,11 @@ def executed_flops(backend: Backend, m: int, n: int, steps: int) -> float:
 
 
 def iterate(
-    x: Tensor, coefficients: Sequence[Triple], backend: Backend, gram: Tensor | None = None
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    backend: Backend,
+    gram: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Run the steps.
 
@@ -215,6 +219,7 @@ def iterate(
         coefficients: One triple a step.
         backend: From ``choose_backend``.
         gram: ``x x^T`` where it is at hand.
+        out: Where the result may go, as ``x`` and contiguous; a new tensor where None.
 
     Returns:
         As ``x``.
@@ -224,7 +229,8 @@ def iterate(
     blocks, square = backend.num_blocks, (*x.shape[:-1], x.shape[-2])
     small, polynomial = (scratch(use, square, x.dtype, x.device) for use in ("gram", "polynomial"))
     # Steps write into two in turn, the last one into what is returned.
-    results = [torch.empty_like(x), scratch("iterate", x.shape, x.dtype, x.device)]
+    last = torch.empty_like(x) if out is None else out
+    results = [last, scratch("iterate", x.shape, x.dtype, x.device)]
     for remaining, (a, b, c) in zip(range(len(coefficients))[::-1], coefficients, strict=True):
         gram = _symmetric(x, x, blocks, out=small) if gram is None else gram
         _symmetric(gram, gram, blocks, gram, b, c, out=polynomial)

@@ -116,17 +116,30 @@ def _orthogonalize(
 ) -> Tensor:
     """The same for one matrix ``(m, n)`` or one batch ``(b, m, n)``, not empty."""
     is_tall = x.shape[-2] > x.shape[-1]
-    unit = _scale_largest_entry_to_one(x.mT if is_tall else x, dtype)
+    unit = _scale_largest_entry_to_one(_turned(x) if is_tall else x, dtype)
     gram: Tensor | None = None
     if preconditioner == "aol":
         first, gram = _precondition_aol(unit, dtype)
     else:
         # The norm is at least one save for zero matrices: the clamp turns 0 / 0 into 0 / 1.
-        norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp(min=1.0)
-        first = scratch("first", unit.shape, dtype, unit.device)
-        torch.div(unit, norm.mul_(norm_scale).add_(eps), out=first)  # divides wide, rounds once
-    result = iterate(first, coefficients, backend, gram)
-    return result.mT.contiguous() if is_tall else result
+        norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp_(min=1.0)
+        unit.div_(norm.mul_(norm_scale).add_(eps))  # wide, and rounded once by the cast
+        first = _cast(unit, dtype)
+    if not is_tall:
+        return iterate(first, coefficients, backend, gram)
+    out = scratch("result", first.shape, dtype, first.device)
+    return iterate(first, coefficients, backend, gram, out).mT.contiguous()
+
+
+def _turned(x: Tensor) -> Tensor:
+    """``x.mT``; contiguous on CPU, where a transposed copy that casts takes many times as long."""
+    if x.device.type != "cpu":
+        return x.mT
+    return scratch("turned", x.mT.shape, x.dtype, x.device).copy_(x.mT)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else scratch("first", x.shape, dtype, x.device).copy_(x)
 
 
 def _scale_largest_entry_to_one(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -135,9 +148,10 @@ def _scale_largest_entry_to_one(x: Tensor, dtype: torch.dtype) -> Tensor:
     On CPU it lives in memory that the next call overwrites.
     """
     wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
-    # Contiguous before any reduction or product: their bits depend on the strides.
+    # In the dtype of x, which may be half as long to read; a maximum is the same in any order.
+    largest = largest_entry(x).to(wide)
+    # Contiguous before any sum or product: their bits depend on the strides.
     unit = scratch("unit", x.shape, wide, x.device).copy_(x)
-    largest = largest_entry(unit)
     # A true division: the reciprocal of a denormal is infinite.
     return unit.div_(largest.masked_fill_(largest == 0, 1.0))
 
@@ -150,6 +164,4 @@ def _precondition_aol(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     # A row of zeros (or one whose squares vanish in dtype) has nothing to scale.
     d = row_sums.rsqrt().masked_fill_(row_sums == 0, 1.0)
     scaled_gram = gram.mul_(d).mul_(d.mT)
-    return scratch("first", unit.shape, dtype, unit.device).copy_(unit.mul_(d)), scaled_gram.to(
-        dtype
-    )
+    return _cast(unit.mul_(d), dtype), scaled_gram.to(dtype)
