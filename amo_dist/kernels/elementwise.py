@@ -54,20 +54,36 @@ def largest_entry(x: Tensor) -> Tensor:
     return _largest(x).view(1, 1)
 
 
-def largest_entries(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The greatest absolute entry of each tensor, without a host sync.
+def exceed(tensors: Sequence[Tensor], bounds: Sequence[float]) -> Tensor:
+    """Whether each tensor holds a NaN, an inf or an entry beyond its bound, without a device sync.
 
     Args:
-        tensors: Of any shapes without a size 0, on one device.
+        tensors: Of any shapes without a size 0, on one device; at least one.
+        bounds: Greatest absolute value of a good entry, for each tensor.
 
     Returns:
-        0-dim, float32 or float64; NaN where a tensor holds one.
+        Boolean, shape ``(len(tensors),)``.
+
+    Raises:
+        ValueError: lists of different lengths.
     """
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        found = [_largest(tensor) for tensor in tensors]
-    else:
-        found = list(torch._foreach_norm(list(tensors), ord=float("inf")))
-    return _widen(found)
+    _check_lengths(tensors=tensors, bounds=bounds)
+    if _lie_on_cpu(tensors):
+        return torch.tensor(
+            [_exceeds_on_cpu(x, bound) for x, bound in zip(tensors, bounds, strict=True)]
+        )
+    # The largest entry, not the 2-norm: that of finite 1e30 entries is infinite.
+    found = _widen(torch._foreach_norm(list(tensors), ord=float("inf")))
+    largest = torch.stack([each.to(torch.float64) for each in found])
+    # A comparison with NaN is false.
+    return ~(largest <= torch.tensor(bounds, dtype=torch.float64, device=largest.device))
+
+
+def _exceeds_on_cpu(x: Tensor, bound: float) -> bool:
+    # No entry is beyond the 2-norm (a factor of two for its rounding), which is the faster one.
+    return not (
+        torch.linalg.vector_norm(x).item() <= bound / 2 or _largest(x).item() <= bound
+    )
 
 
 def _largest(x: Tensor) -> Tensor:
