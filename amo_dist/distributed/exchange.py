@@ -31,6 +31,12 @@ Compute = Callable[[Bucket, list[Tensor]], list[Tensor]]
 matrices given are lent."""
 
 
+_TASK_ELEMENTS = 2**21
+"""Elements of the matrices that CPU computes together: few enough that caches hold results until
+they are written, and enough that the code of each stage, which products drive from the caches as
+well, runs for several matrices (of width 256) in a row."""
+
+
 class _Side:
     """What one side of an all-to-all holds: pieces one after the other, by peer.
 
@@ -93,10 +99,10 @@ class _Route:
 
     Args:
         bucket: Of the plan.
-        is_split: Whether each matrix is a task of its own.
+        groups: Its owned matrices by task.
     """
 
-    def __init__(self, bucket: Bucket, is_split: bool) -> None:
+    def __init__(self, bucket: Bucket, groups: Sequence[tuple[int, ...]]) -> None:
         self.wide = bucket.wide
         self.gather_send, self.gather_receive = map(
             _Side, (bucket.gather_send, bucket.gather_receive)
@@ -104,11 +110,9 @@ class _Route:
         self.deliver_send, self.deliver_receive = map(
             _Side, (bucket.deliver_send, bucket.deliver_receive)
         )
-        groups = [(index,) for index in bucket.owned] if is_split else [bucket.owned]
         self.tasks = [
             _Task(_restricted(bucket, owned), self.gather_receive, self.deliver_send)
             for owned in groups
-            if owned
         ]
 
 
@@ -155,8 +159,8 @@ class Exchange:
 
     The order of collectives is fixed by the plan, and is the same on all peers. On CUDA they run
     on the communication stream of the process group; waiting for one blocks the current stream,
-    not the host. There, the owned matrices of a bucket are computed together; on CPU one after the
-    other, so that each is in the caches from its assembly to its update.
+    not the host. There, the owned matrices of a bucket are computed together; on CPU a few at a time,
+    so that they are in the caches from their assembly to their update.
 
     Args:
         plan: Of this rank.
@@ -190,9 +194,26 @@ class Exchange:
         self._wide_dtype = wide_dtype
         self._buckets_in_flight = buckets_in_flight
         self._is_split = device.type == "cpu"
-        self._local = [_Route(bucket, self._is_split) for bucket in plan.local]
-        self._routes = [_Route(bucket, self._is_split) for bucket in plan.buckets]
+        self._local, self._routes = (
+            [_Route(bucket, self._groups(bucket)) for bucket in buckets]
+            for buckets in (plan.local, plan.buckets)
+        )
         self._memory = _Memory(device)
+
+    def _groups(self, bucket: Bucket) -> list[tuple[int, ...]]:
+        """The owned matrices by task: all together, or on CPU a few at a time."""
+        if not self._is_split:
+            return [bucket.owned] if bucket.owned else []
+        groups: list[tuple[int, ...]] = []
+        room = 0
+        for index in bucket.owned:
+            size = self._matrices[index].num_elements
+            if size > room:
+                groups.append(())
+                room = _TASK_ELEMENTS
+            groups[-1] += (index,)
+            room -= size
+        return groups
 
     def run(
         self,
@@ -205,7 +226,7 @@ class Exchange:
 
         Args:
             read: Called for pieces before they are sent.
-            compute: Called for the owned matrices of each bucket, together or one by one.
+            compute: Called for the owned matrices of each bucket, together or a few at a time.
             write: Called for pieces whose results have arrived.
             meanwhile: Work that needs no exchange; done while the first buckets travel.
         """
