@@ -159,8 +159,8 @@ class Exchange:
 
     The order of collectives is fixed by the plan, and is the same on all peers. On CUDA they run
     on the communication stream of the process group; waiting for one blocks the current stream,
-    not the host. There, the owned matrices of a bucket are computed together; on CPU a few at a time,
-    so that they are in the caches from their assembly to their update.
+    not the host. There, the owned matrices of a bucket are computed together; on CPU a few at a
+    time, so that they are in the caches from their assembly to their update.
 
     Args:
         plan: Of this rank.

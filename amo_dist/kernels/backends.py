@@ -280,13 +280,12 @@ def _symmetric(
     out: Tensor | None = None,
 ) -> Tensor:
     """``beta * added + alpha * left right^T``, known to be symmetric, by blocks of rows."""
-    if num_blocks == 1:
-        if added is None:
-            return torch.matmul(left, right.mT) if out is None else torch.matmul(left, right.mT, out=out)
-        out = torch.empty_like(added) if out is None else out
-        return _fused(added, left, right.mT, beta, alpha, out=out)
     m = left.shape[-2]
     out = left.new_empty(*left.shape[:-1], m) if out is None else out
+    if num_blocks == 1:  # without the slices, which cost what a narrow product does not take
+        if added is None:
+            return torch.matmul(left, right.mT, out=out)
+        return _fused(added, left, right.mT, beta, alpha, out=out)
     for block in range(num_blocks):
         start, stop = m * block // num_blocks, m * (block + 1) // num_blocks
         rows, columns = left[..., start:stop, :], right[..., start:, :].mT

@@ -81,9 +81,7 @@ def exceed(tensors: Sequence[Tensor], bounds: Sequence[float]) -> Tensor:
 
 def _exceeds_on_cpu(x: Tensor, bound: float) -> bool:
     # No entry is beyond the 2-norm (a factor of two for its rounding), which is the faster one.
-    return not (
-        torch.linalg.vector_norm(x).item() <= bound / 2 or _largest(x).item() <= bound
-    )
+    return not (torch.linalg.vector_norm(x).item() <= bound / 2 or _largest(x).item() <= bound)
 
 
 def _largest(x: Tensor) -> Tensor:

@@ -88,9 +88,7 @@ def run_exchange(
         wide_dtype=torch.float32,
         buckets_in_flight=in_flight,
     )
-    number = {
-        matrix: index for index, bucket in enumerate(plan.buckets) for matrix in bucket.owned
-    }
+    number = {matrix: index for index, bucket in enumerate(plan.buckets) for matrix in bucket.owned}
     of_matrix = {
         part.matrix: index
         for index, bucket in enumerate(plan.buckets)

@@ -236,7 +236,11 @@ def test_largest_entry_is_the_infinity_norm(dtype: torch.dtype, shape: tuple[int
         largest = expected.max().item()
         below = math.nextafter(largest, 0)
         # Within the bound, beyond it by one bit, and far within, where the 2-norm suffices.
-        assert exceed([signed] * 3, [largest, below, 1e3 * largest]).tolist() == [False, True, False]
+        assert exceed([signed] * 3, [largest, below, 1e3 * largest]).tolist() == [
+            False,
+            True,
+            False,
+        ]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
