@@ -81,17 +81,21 @@ class AdaMuonWork(StepWork):
         matrices = self._parameters.matrices
         self._bits = [fraction_bits(m.num_elements, self._config.momentum) for m in matrices]
 
-    def read(self, parts: Sequence[Part]) -> list[Tensor]:
-        """The sign of the momentum, elementwise, before anything travels."""
-        return [torch.sign(momentum) for momentum in super().read(parts)]
+    def read(self, parts: Sequence[Part], places: Sequence[Tensor]) -> None:
+        """The sign of the momentum, elementwise, before anything is rounded to travel."""
+        dtype = torch.promote_types(getattr(torch, self._config.momentum_dtype), torch.float32)
+        wide = [torch.empty_like(place, dtype=dtype) for place in places]
+        super().read(parts, wide)
+        for place, momentum in zip(places, wide, strict=True):
+            place.copy_(momentum.sign_())
 
-    def write(self, parts: Sequence[Part], values: list[Tensor]) -> None:
-        """Take results into the second moment, and keep them until the norms are known."""
+    def write(self, parts: Sequence[Part], values: Sequence[Tensor]) -> None:
+        """Take results into the second moment, and keep copies until the norms are known."""
         with record_function("amo::second_moment"):
             for part, value in zip(parts, values, strict=True):
                 if self._grads[self._parameters.matrices[part.matrix].tensor] is not None:
                     update_second_moment(self._moment(part), value, self._config.momentum)
-                    self._arrived.append((part, value))
+                    self._arrived.append((part, value.clone()))
 
     def finish(self, groups_by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]) -> None:
         """Scale every update to the Frobenius norm ``update_scale * sqrt(m n)`` and apply it.

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import world_group
-from amo_dist.kernels.elementwise import largest_entries
+from amo_dist.kernels.elementwise import exceed
 from amo_dist.parameters import local_tensor
 from amo_dist.schedule import fields
 from amo_dist.schedule.controller_state import ControllerState
@@ -412,10 +412,10 @@ def check_finite(places: Sequence[str], tensors: Sequence[Tensor]) -> None:
         if local.numel() > 0 and local.is_floating_point():
             by_device[local.device].append((place, local))
     for held in by_device.values():
-        largest = largest_entries([local for _, local in held])
-        is_finite = torch.stack([torch.isfinite(one) for one in largest]).tolist()
-        for (place, _), fine in zip(held, is_finite, strict=True):
-            if not fine:
+        bounds = [torch.finfo(local.dtype).max for _, local in held]
+        is_bad = exceed([local for _, local in held], bounds).tolist()
+        for (place, _), bad in zip(held, is_bad, strict=True):
+            if bad:
                 raise ValueError(
                     f"{place}: found NaN or inf, expected finite values: the checkpoint was "
                     "damaged, or made after training had diverged; load an earlier one"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike, control_device, max_over, text_mark
-from amo_dist.kernels.elementwise import largest_entries
+from amo_dist.kernels.elementwise import exceed
 from amo_dist.parameters import Entry
 from amo_dist.world import World
 
@@ -113,13 +113,13 @@ class StepGuard:
             ValueError: On every rank, for a foreign gradient; names a parameter and a rank.
         """
         num_names, mark = len(self._world.names), self._world.rank + 1
-        flags = torch.zeros((3, num_names), dtype=torch.int64)
+        flags = [0] * (3 * num_names)
         for slot, present, foreign in zip(self._slots, has_gradient, is_foreign, strict=True):
-            flags[0 if present else 1, slot] = mark
-            flags[2, slot] = mark * foreign
+            flags[slot if present else num_names + slot] = mark
+            flags[2 * num_names + slot] = mark * foreign
         # The greatest mark of the text and, negated, the least: equal where all texts are.
-        extremes = torch.tensor([text_mark(intent), -text_mark(intent)])
-        vector = torch.cat([extremes, flags.flatten()]).to(control_device(self._world.group))
+        text = text_mark(intent)
+        vector = torch.tensor([text, -text, *flags], device=control_device(self._world.group))
         greatest, negated_least, *found = max_over(vector, self._world.group).tolist()
         if greatest != -negated_least:
             check_alike("the coming step", intent, self._world.group)
@@ -163,34 +163,31 @@ class StepGuard:
         num_names = len(self._world.names)
         sizes = [num_names, len(self._world.registry)]
         flags = torch.zeros(sum(sizes), dtype=torch.int64, device=control_device(self._world.group))
-        found = self._unusable(grads)
-        if self._updates:
-            places = [num_names + self._matrix_slots[name] for name in self._updates]
-            found += list(zip(places, self._updates.values(), strict=True))
-            self._updates = {}
-        if found:
-            values = torch.stack([value for _, value in found])
-            places = [place for place, _ in found]
-            flags[places] = values.to(flags.device, torch.int64) * (self._world.rank + 1)
+        mark = self._world.rank + 1
+        for places, bad in (self._unusable(grads), self._bad_updates()):
+            if places:
+                flags[places] = bad.to(flags.device, torch.int64) * mark
         reduced = max_over(flags, self._world.group)
         return [part.tolist() for part in reduced.split(sizes)]
 
-    def _unusable(self, grads: Sequence[Tensor | None]) -> list[tuple[int, Tensor]]:
-        """Slot, and whether the gradient has a NaN, an inf or an entry beyond its bound."""
+    def _unusable(self, grads: Sequence[Tensor | None]) -> tuple[list[int], Tensor]:
+        """Slots, and whether each gradient has a NaN, an inf or an entry beyond its bound."""
         held = [
             (slot, bound, grad)
             for slot, bound, grad in zip(self._slots, self._bounds, grads, strict=True)
             if grad is not None and grad.numel() > 0
         ]
+        slots = [slot for slot, _, _ in held]
         if not held:
-            return []
-        # The largest entry, not the 2-norm: that of finite 1e30 entries is infinite.
-        found = largest_entries([grad for _, _, grad in held])
-        largest = torch.stack([each.to(torch.float64) for each in found])
-        bounds = torch.tensor([bound for _, bound, _ in held], dtype=torch.float64)
-        # A comparison with NaN is false.
-        bad = ~(largest <= bounds.to(largest.device))
-        return [(slot, flag) for (slot, _, _), flag in zip(held, bad.unbind(), strict=True)]
+            return slots, torch.empty(0)
+        return slots, exceed([grad for _, _, grad in held], [bound for _, bound, _ in held])
+
+    def _bad_updates(self) -> tuple[list[int], Tensor]:
+        """Slots of the matrices whose last update this rank computed, and whether it was bad."""
+        num_names, updates = len(self._world.names), self._updates
+        self._updates = {}
+        places = [num_names + self._matrix_slots[name] for name in updates]
+        return places, torch.stack(list(updates.values())) if updates else torch.empty(0)
 
     def _check_updates(self, updates: Sequence[int]) -> None:
         bad = [

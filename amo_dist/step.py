@@ -84,22 +84,25 @@ class StepWork:
             graphs.begin_step()
         self._ns_dtype: torch.dtype = getattr(torch, config.ns_dtype)
 
-    def read(self, parts: Sequence[Part]) -> list[Tensor]:
-        """Momentum to orthogonalize; zeros stand in where a parameter has no gradient.
+    def read(self, parts: Sequence[Part], places: Sequence[Tensor]) -> None:
+        """Write the momentum to orthogonalize; zeros where a parameter has no gradient.
 
         What travels must not depend on which gradients exist: sizes were agreed before.
         """
-        tensors = [self._parameters.matrices[part.matrix].tensor for part in parts]
-        moving = [i for i, tensor in enumerate(tensors) if self._grads[tensor] is not None]
-        buffers = [cut(self._buffers[tensors[i]], parts[i].piece) for i in moving]
+        buffers, grads, found = [], [], []
+        for part, place in zip(parts, places, strict=True):
+            tensor = self._parameters.matrices[part.matrix].tensor
+            grad = self._grads[tensor]
+            if grad is None:
+                place.zero_()
+                continue
+            buffers.append(cut(self._buffers[tensor], part.piece))
+            grads.append(cut(grad, part.piece))
+            found.append(place)
         if self._config.nesterov:
-            grads = [cut(self._gradient(tensors[i]), parts[i].piece) for i in moving]
-            buffers = nesterov(buffers, grads, self._config.momentum)
-        found = dict(zip(moving, buffers, strict=True))
-        return [
-            found[i] if i in found else torch.zeros_like(cut(self._params[tensor], part.piece))
-            for i, (tensor, part) in enumerate(zip(tensors, parts, strict=True))
-        ]
+            nesterov(buffers, grads, self._config.momentum, out=found)
+        elif found:
+            torch._foreach_copy_(found, buffers)
 
     def compute(self, bucket: Bucket, matrices: list[Tensor]) -> list[Tensor]:
         """Orthogonalize the owned matrices of a bucket, and observe those that were drawn."""
@@ -119,7 +122,7 @@ class StepWork:
                     self._tracker.measure(self._parameters.matrices[index].name, matrix, result)
         return results
 
-    def write(self, parts: Sequence[Part], values: list[Tensor]) -> None:
+    def write(self, parts: Sequence[Part], values: Sequence[Tensor]) -> None:
         """Apply the update to the pieces whose result has arrived."""
         matrices = self._parameters.matrices
         arrived = [
@@ -153,11 +156,6 @@ class StepWork:
                     weight_decay=group["weight_decay"],
                     scale=[scale for _, _, scale in members],
                 )
-
-    def _gradient(self, tensor: int) -> Tensor:
-        grad = self._grads[tensor]
-        assert grad is not None
-        return grad
 
     def _guard(self, name: str, result: Tensor) -> None:
         with record_function("amo::ns_guard"):
@@ -250,11 +248,12 @@ def _drop_nonfinite(update: Tensor) -> Tensor:
 
     A parameter once NaN stays so; the host hears of it only at the next step.
     """
-    largest = largest_entry(update)
-    bad = ~torch.isfinite(largest)
-    # On CPU to look costs less than to write; elsewhere it would wait for the device.
-    if update.device.type != "cpu" or bad.any():
-        update.masked_fill_(bad, 0.0)
+    # On CPU, to look costs less than to write; elsewhere it would wait for the device. A sum is
+    # finite only where all entries are, and costs half of what the largest one does.
+    if update.device.type == "cpu" and math.isfinite(update.sum()):
+        return torch.zeros((*update.shape[:-2], 1, 1), dtype=torch.bool)
+    bad = ~torch.isfinite(largest_entry(update))
+    update.masked_fill_(bad, 0.0)
     return bad
 
 

@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -130,7 +131,7 @@ def build(
     if name == "AdamW":
         return torch.optim.AdamW(params, lr=1e-3, weight_decay=0.1, foreach=True)
     if name == "torch Muon":
-        return torch.optim.Muon(params, lr=1e-3, weight_decay=0.1)
+        return _torch(params, options)
     if name == "dion Muon":
         return _dion(params, mesh)
     import muon  # type: ignore[import-not-found]
@@ -155,6 +156,20 @@ def _ours(name: str, module: nn.Module, model: Model, options: argparse.Namespac
         schedule=TablePolicy(schedules),
         config=config,
     )
+
+
+def _torch(params: list[nn.Parameter], options: argparse.Namespace) -> torch.optim.Optimizer:
+    """It casts to bfloat16 whatever it gets; for float32 products that cast is taken away."""
+    optimizer = torch.optim.Muon(params, lr=1e-3, weight_decay=0.1)
+    if options.ns_dtype == "float32":
+        step = optimizer.step
+
+        def in_float32() -> None:
+            with mock.patch.object(Tensor, "bfloat16", Tensor.float):
+                step()
+
+        optimizer.step = in_float32  # type: ignore[method-assign, assignment]
+    return optimizer
 
 
 def _dion(params: list[nn.Parameter], mesh: DeviceMesh | None) -> torch.optim.Optimizer:

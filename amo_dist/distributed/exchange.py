@@ -6,23 +6,118 @@ The one module that calls collectives for matrices. It knows nothing of what is 
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.profiler import record_function
 
 from amo_dist.distributed.layout import Box, MatrixLayout
-from amo_dist.distributed.plan import Bucket, ExchangePlan, Part, count_elements
+from amo_dist.distributed.plan import Bucket, ExchangePlan, Part
 
-Read = Callable[[Sequence[Part]], list[torch.Tensor]]
-"""Values of pieces of this rank's local tensors, in the shape of the piece's source."""
-Write = Callable[[Sequence[Part], list[torch.Tensor]], None]
-"""Takes the results for pieces of this rank's local tensors, in the shape of the source."""
-Compute = Callable[[Bucket, list[torch.Tensor]], list[torch.Tensor]]
-"""Results for the owned matrices of a bucket, ``(m, n)`` each, in the dtype of the wire."""
+Read = Callable[[Sequence[Part], Sequence[Tensor]], None]
+"""Writes the values of pieces of this rank's local tensors into places, views in the shape of the
+piece's source and in the dtype of the wire."""
+Write = Callable[[Sequence[Part], Sequence[Tensor]], None]
+"""Takes the results for pieces of this rank's local tensors, in the shape of the source. They are
+lent: their memory is used again after the call."""
+Compute = Callable[[Bucket, list[Tensor]], list[Tensor]]
+"""Results for the owned matrices of a bucket, ``(m, n)`` each, in the dtype of the wire. The
+matrices given are lent."""
+
+
+_TASK_ELEMENTS = 2**21
+"""Elements of the matrices that CPU computes together: few enough that caches hold results until
+they are written, and enough that the code of each stage, which products drive from the caches as
+well, runs for several matrices (of width 256) in a row."""
+
+
+class _Side:
+    """What one side of an all-to-all holds: pieces one after the other, by peer.
+
+    Args:
+        parts_by_peer: In the order in which they lie in the buffer.
+    """
+
+    def __init__(self, parts_by_peer: Sequence[Sequence[Part]]) -> None:
+        self.parts = tuple(itertools.chain(*parts_by_peer))
+        self.elements = [sum(part.piece.num_elements for part in each) for each in parts_by_peer]
+        self._sizes = [part.piece.num_elements for part in self.parts]
+        self._sources = [_shape(part.piece.source) for part in self.parts]
+        self._targets = [_shape(part.piece.target) for part in self.parts]
+
+    def sources(self, buffer: Tensor) -> list[Tensor]:
+        """Views of the pieces of a flat buffer, as they lie in local tensors."""
+        return _views(buffer, self._sizes, self._sources)
+
+    def targets(self, buffer: Tensor) -> list[Tensor]:
+        """Views of the pieces of a flat buffer, as they lie in their matrices."""
+        return _views(buffer, self._sizes, self._targets)
+
+
+class _Task:
+    """Matrices of one bucket that this rank computes together, and where their pieces are.
+
+    Args:
+        bucket: Of the task alone.
+        arrivals: Of the whole bucket.
+        departures: Of the whole bucket.
+    """
+
+    def __init__(self, bucket: Bucket, arrivals: _Side, departures: _Side) -> None:
+        self.bucket = bucket
+        self.kept = _Own(bucket.kept)
+        self.returned = _Own(bucket.returned)
+        self.arrivals = _of(bucket.owned, arrivals)
+        self.departures = _of(bucket.owned, departures)
+
+
+class _Own:
+    """Pieces of owned matrices that this rank holds itself.
+
+    Args:
+        parts: These pieces.
+    """
+
+    def __init__(self, parts: Sequence[Part]) -> None:
+        self.parts = tuple(parts)
+        self._shapes = [_shape(part.piece.source) for part in parts]
+
+    def views(self, whole: dict[int, Tensor]) -> list[Tensor]:
+        """Views of whole matrices, each in the shape of the piece's source."""
+        cuts = (_cut(whole[part.matrix], part.piece.target) for part in self.parts)
+        return [cut.view(shape) for cut, shape in zip(cuts, self._shapes, strict=True)]
+
+
+class _Route:
+    """What a plan says of one bucket, laid out once for every step.
+
+    Args:
+        bucket: Of the plan.
+        groups: Its owned matrices by task.
+    """
+
+    def __init__(self, bucket: Bucket, groups: Sequence[tuple[int, ...]]) -> None:
+        self.wide = bucket.wide
+        self.gather_send, self.gather_receive = map(
+            _Side, (bucket.gather_send, bucket.gather_receive)
+        )
+        self.deliver_send, self.deliver_receive = map(
+            _Side, (bucket.deliver_send, bucket.deliver_receive)
+        )
+        self.tasks = [
+            _Task(_restricted(bucket, owned), self.gather_receive, self.deliver_send)
+            for owned in groups
+        ]
+
+
+_Pending = list[tuple[_Task, list[Tensor]]]
+"""Tasks whose results this rank has yet to write into its own shards."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -30,8 +125,33 @@ class _Flight:
     """An all-to-all under way, and the buffers that it needs until it has landed."""
 
     work: Any
-    sent: torch.Tensor
-    received: torch.Tensor
+    sent: Tensor
+    received: Tensor
+
+
+class _Memory:
+    """Buffers that all steps share on CPU, where fresh megabytes cost page faults.
+
+    Elsewhere the caching allocator does this work.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._held: dict[object, Tensor] = {}
+
+    def take(self, use: object, num_elements: int, dtype: torch.dtype) -> Tensor:
+        """A flat buffer of unspecified values, the same one for the same use."""
+        num_bytes = num_elements * dtype.itemsize
+        if self._device.type != "cpu":
+            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device).view(dtype)
+        held = self._held.get(use)
+        if held is None or held.numel() < num_bytes:
+            held = self._held[use] = torch.empty(num_bytes, dtype=torch.uint8)
+        return held[:num_bytes].view(dtype)
+
+    def clear(self) -> None:
+        """Give all buffers up."""
+        self._held.clear()
 
 
 class Exchange:
@@ -39,7 +159,8 @@ class Exchange:
 
     The order of collectives is fixed by the plan, and is the same on all peers. On CUDA they run
     on the communication stream of the process group; waiting for one blocks the current stream,
-    not the host.
+    not the host. There, the owned matrices of a bucket are computed together; on CPU a few at a
+    time, so that they are in the caches from their assembly to their update.
 
     Args:
         plan: Of this rank.
@@ -69,10 +190,30 @@ class Exchange:
         """Elements sent to each peer in the last `run`."""
         self._matrices = matrices
         self._group = group
-        self._device = device
         self._wire_dtype = wire_dtype
         self._wide_dtype = wide_dtype
         self._buckets_in_flight = buckets_in_flight
+        self._is_split = device.type == "cpu"
+        self._local, self._routes = (
+            [_Route(bucket, self._groups(bucket)) for bucket in buckets]
+            for buckets in (plan.local, plan.buckets)
+        )
+        self._memory = _Memory(device)
+
+    def _groups(self, bucket: Bucket) -> list[tuple[int, ...]]:
+        """The owned matrices by task: all together, or on CPU a few at a time."""
+        if not self._is_split:
+            return [bucket.owned] if bucket.owned else []
+        groups: list[tuple[int, ...]] = []
+        room = 0
+        for index in bucket.owned:
+            size = self._matrices[index].num_elements
+            if size > room:
+                groups.append(())
+                room = _TASK_ELEMENTS
+            groups[-1] += (index,)
+            room -= size
+        return groups
 
     def run(
         self,
@@ -85,143 +226,181 @@ class Exchange:
 
         Args:
             read: Called for pieces before they are sent.
-            compute: Called once for each bucket in which this rank owns matrices.
-            write: Called once for each group of pieces whose results have arrived.
+            compute: Called for the owned matrices of each bucket, together or a few at a time.
+            write: Called for pieces whose results have arrived.
             meanwhile: Work that needs no exchange; done while the first buckets travel.
         """
         self.sent_bytes.clear()
         self.sent_elements.clear()
-        buckets = self.plan.buckets
+        try:
+            self._run(read, compute, write, meanwhile)
+        except BaseException:
+            # What is still under way must not arrive in the buffers of a later step.
+            self._memory.clear()
+            raise
+
+    def _run(
+        self, read: Read, compute: Compute, write: Write, meanwhile: Callable[[], None] | None
+    ) -> None:
+        ahead = self._buckets_in_flight
         gathers: deque[_Flight] = deque(
-            self._start_gather(bucket, read) for bucket in buckets[: self._buckets_in_flight]
+            self._start_gather(index, read) for index in range(min(ahead, len(self._routes)))
         )
         if meanwhile is not None:
             meanwhile()
-        for bucket in self.plan.local:
-            matrices = self._assemble(bucket, read, None)
-            self._write_own(bucket, compute(bucket, matrices), write)
-        landing: tuple[Bucket, _Flight] | None = None
-        for index, bucket in enumerate(buckets):
-            matrices = self._assemble(bucket, read, gathers.popleft())
-            results = compute(bucket, matrices) if bucket.owned else []
-            del matrices
-            delivery = self._start_delivery(bucket, results)
-            following = index + self._buckets_in_flight
-            if following < len(buckets):
-                gathers.append(self._start_gather(buckets[following], read))
-            self._write_own(bucket, results, write)
-            del results  # or it would stay until the next bucket's results take its name
+        for route in self._local:
+            pending, _ = self._compute(route, {}, None, read, compute, write)
+            self._write_pending(pending, write)
+        landing: tuple[_Route, _Flight] | None = None
+        for index, route in enumerate(self._routes):
+            arrived = self._land(route, gathers.popleft())
+            pending, sent = self._compute(route, arrived, index % 2, read, compute, write)
+            delivery = self._start_delivery(index, sent)
+            if index + ahead < len(self._routes):
+                gathers.append(self._start_gather(index + ahead, read))
+            self._write_pending(pending, write)
             if landing is not None:
                 self._finish_delivery(*landing, write)
-            landing = (bucket, delivery)
+            landing = (route, delivery)
         if landing is not None:
             self._finish_delivery(*landing, write)
 
-    def _gather_dtype(self, bucket: Bucket) -> torch.dtype:
-        return self._wide_dtype if bucket.wide else self._wire_dtype
-
-    def _start_gather(self, bucket: Bucket, read: Read) -> _Flight:
+    def _start_gather(self, index: int, read: Read) -> _Flight:
+        route, slot = self._routes[index], index % self._buckets_in_flight
         with record_function("amo::gather"):
-            parts = [part for to_peer in bucket.gather_send for part in to_peer]
-            return self._start(
-                read(parts) if parts else [],
-                bucket.gather_send,
-                bucket.gather_receive,
-                self._gather_dtype(bucket),
-            )
+            side, dtype = route.gather_send, self._gather_dtype(route)
+            sent = self._buffer("gather send", slot, side, dtype)
+            if side.parts:
+                read(side.parts, side.sources(sent))
+            received = self._buffer("gather receive", slot, route.gather_receive, dtype)
+            return self._start(sent, received, side, route.gather_receive)
 
-    def _assemble(self, bucket: Bucket, read: Read, flight: _Flight | None) -> list[torch.Tensor]:
-        """Whole matrices of this rank's jobs, from received pieces and its own."""
-        dtype = self._gather_dtype(bucket)
-        whole = {
-            index: torch.empty(self._matrices[index].shape, dtype=dtype, device=self._device)
-            for index in bucket.owned
-        }
-        parts = list(bucket.kept)
-        values = [
-            value.reshape(_shape(part.piece.target))
-            for part, value in zip(parts, read(parts) if parts else [], strict=True)
-        ]
-        if flight is not None:
-            with record_function("amo::gather"):
-                flight.work.wait()
-            received = [part for from_peer in bucket.gather_receive for part in from_peer]
-            values += _unpack(flight.received, [_shape(part.piece.target) for part in received])
-            parts += received
-        places = [_cut(whole[part.matrix], part.piece.target) for part in parts]
-        if places:
-            torch._foreach_copy_(places, values)
+    def _land(self, route: _Route, flight: _Flight) -> dict[int, Tensor]:
+        """Views of what has arrived, by position; they keep its memory."""
+        with record_function("amo::gather"):
+            flight.work.wait()
+        return dict(enumerate(route.gather_receive.targets(flight.received)))
+
+    def _compute(
+        self,
+        route: _Route,
+        arrived: dict[int, Tensor],
+        slot: int | None,
+        read: Read,
+        compute: Compute,
+        write: Write,
+    ) -> tuple[_Pending, Tensor]:
+        """Compute all tasks; the results still to be written here, and those packed to be sent."""
+        pending: _Pending = []
+        sent: Tensor | None = None
+        for task in route.tasks:
+            results = compute(task.bucket, self._assemble(route, task, arrived, read))
+            if task.departures:
+                sent = self._buffer("deliver send", slot, route.deliver_send, self._wire_dtype)
+                self._pack(task, results, route.deliver_send.targets(sent))
+            pending.append((task, results))
+            if self._is_split:
+                self._write_pending(pending, write)
+        if sent is None:
+            sent = self._buffer("deliver send", slot, route.deliver_send, self._wire_dtype)
+        return pending, sent
+
+    def _pack(self, task: _Task, results: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+        with record_function("amo::scatter"):
+            whole = dict(zip(task.bucket.owned, results, strict=True))
+            values = [_cut(whole[part.matrix], part.piece.target) for _, part in task.departures]
+            torch._foreach_copy_([places[place] for place, _ in task.departures], values)
+
+    def _assemble(
+        self, route: _Route, task: _Task, arrived: dict[int, Tensor], read: Read
+    ) -> list[Tensor]:
+        """Whole matrices of a task, from this rank's own pieces and those that have arrived."""
+        dtype = self._gather_dtype(route)
+        whole: dict[int, Tensor] = {}
+        for place, index in enumerate(task.bucket.owned):
+            shape = self._matrices[index].shape
+            whole[index] = self._memory.take(("whole", place), math.prod(shape), dtype).view(shape)
+        if task.kept.parts:
+            read(task.kept.parts, task.kept.views(whole))
+        if task.arrivals:
+            places = [_cut(whole[part.matrix], part.piece.target) for _, part in task.arrivals]
+            torch._foreach_copy_(places, [arrived.pop(place) for place, _ in task.arrivals])
         return list(whole.values())
 
-    def _start_delivery(self, bucket: Bucket, results: Sequence[torch.Tensor]) -> _Flight:
-        with record_function("amo::scatter"):
-            whole = dict(zip(bucket.owned, results, strict=True))
-            pieces = [
-                _cut(whole[part.matrix], part.piece.target)
-                for to_peer in bucket.deliver_send
-                for part in to_peer
-            ]
-            return self._start(
-                pieces, bucket.deliver_send, bucket.deliver_receive, self._wire_dtype
-            )
+    def _write_pending(self, pending: _Pending, write: Write) -> None:
+        while pending:  # popped, or a result would stay until the next one takes its name
+            task, results = pending.pop(0)
+            if task.returned.parts:
+                whole = dict(zip(task.bucket.owned, results, strict=True))
+                write(task.returned.parts, task.returned.views(whole))
 
-    def _finish_delivery(self, bucket: Bucket, flight: _Flight, write: Write) -> None:
+    def _start_delivery(self, index: int, sent: Tensor) -> _Flight:
+        send, receive = self._routes[index].deliver_send, self._routes[index].deliver_receive
+        with record_function("amo::scatter"):
+            received = self._buffer("deliver receive", index % 2, receive, self._wire_dtype)
+            return self._start(sent, received, send, receive)
+
+    def _finish_delivery(self, route: _Route, flight: _Flight, write: Write) -> None:
         with record_function("amo::scatter"):
             flight.work.wait()
-            parts = [part for from_peer in bucket.deliver_receive for part in from_peer]
-            values = _unpack(flight.received, [_shape(part.piece.source) for part in parts])
-        if parts:
-            write(parts, values)
-
-    def _write_own(self, bucket: Bucket, results: Sequence[torch.Tensor], write: Write) -> None:
-        whole = dict(zip(bucket.owned, results, strict=True))
-        values = [
-            _cut(whole[part.matrix], part.piece.target).reshape(_shape(part.piece.source))
-            for part in bucket.returned
-        ]
+            values = route.deliver_receive.sources(flight.received)
         if values:
-            write(bucket.returned, values)
+            write(route.deliver_receive.parts, values)
 
-    def _start(
-        self,
-        values: Sequence[torch.Tensor],
-        to_peers: Sequence[Sequence[Part]],
-        from_peers: Sequence[Sequence[Part]],
-        dtype: torch.dtype,
-    ) -> _Flight:
-        """Pack ``values`` and start a ragged all-to-all, without padding.
+    def _gather_dtype(self, route: _Route) -> torch.dtype:
+        return self._wide_dtype if route.wide else self._wire_dtype
+
+    def _buffer(self, use: str, slot: int | None, side: _Side, dtype: torch.dtype) -> Tensor:
+        return self._memory.take((use, slot), sum(side.elements), dtype)
+
+    def _start(self, sent: Tensor, received: Tensor, send: _Side, receive: _Side) -> _Flight:
+        """Start a ragged all-to-all, without padding.
 
         Buffers travel as bytes, so that every backend takes every dtype.
         """
-        send_sizes = [count_elements(parts) * dtype.itemsize for parts in to_peers]
-        receive_sizes = [count_elements(parts) * dtype.itemsize for parts in from_peers]
-        sent = torch.empty(sum(send_sizes), dtype=torch.uint8, device=self._device)
-        if values:
-            places = _unpack(sent.view(dtype), [tuple(value.shape) for value in values])
-            torch._foreach_copy_(places, list(values))
-        received = torch.empty(sum(receive_sizes), dtype=torch.uint8, device=self._device)
+        size = sent.element_size()
+        send_sizes = [count * size for count in send.elements]
+        receive_sizes = [count * size for count in receive.elements]
         work = dist.all_to_all_single(
-            received, sent, receive_sizes, send_sizes, group=self._group, async_op=True
+            received.view(torch.uint8),
+            sent.view(torch.uint8),
+            receive_sizes,
+            send_sizes,
+            group=self._group,
+            async_op=True,
         )
-        for peer, size in zip(self.plan.peers, send_sizes, strict=True):
-            if size:
-                self.sent_bytes[peer] += size
-                self.sent_elements[peer] += size // dtype.itemsize
-        return _Flight(work, sent, received.view(dtype))
+        for peer, count in zip(self.plan.peers, send.elements, strict=True):
+            if count:
+                self.sent_bytes[peer] += count * size
+                self.sent_elements[peer] += count
+        return _Flight(work, sent, received)
+
+
+def _restricted(bucket: Bucket, owned: tuple[int, ...]) -> Bucket:
+    """What of a bucket concerns some of its owned matrices, apart from what travels."""
+    kept, returned = (
+        tuple(part for part in parts if part.matrix in owned)
+        for parts in (bucket.kept, bucket.returned)
+    )
+    reported = bucket.reported.intersection(owned)
+    return dataclasses.replace(bucket, owned=owned, reported=reported, kept=kept, returned=returned)
+
+
+def _of(owned: Sequence[int], side: _Side) -> list[tuple[int, Part]]:
+    """The parts of some matrices, each with its position on a side."""
+    return [(place, part) for place, part in enumerate(side.parts) if part.matrix in owned]
 
 
 def _shape(box: Box) -> tuple[int, ...]:
     return tuple(stop - start for start, stop in box)
 
 
-def _cut(matrix: torch.Tensor, box: Box) -> torch.Tensor:
+def _cut(matrix: Tensor, box: Box) -> Tensor:
     (top, bottom), (left, right) = box
     return matrix[top:bottom, left:right]
 
 
-def _unpack(buffer: torch.Tensor, shapes: Sequence[Sequence[int]]) -> list[torch.Tensor]:
-    """Views of the consecutive pieces of a flat buffer."""
-    sizes = [torch.Size(shape).numel() for shape in shapes]
-    return [
-        part.view(tuple(shape)) for part, shape in zip(buffer.split(sizes), shapes, strict=True)
-    ]
+def _views(buffer: Tensor, sizes: list[int], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
+    """The consecutive pieces of a flat buffer."""
+    parts = buffer.split(sizes)
+    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -263,7 +263,11 @@ def executed_flops(backend: Backend, m: int, n: int, steps: int) -> float:
 
 
 def iterate(
-    x: Tensor, coefficients: Sequence[Triple], backend: Backend, gram: Tensor | None = None
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    backend: Backend,
+    gram: Tensor | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Run the steps.
 
@@ -272,6 +276,7 @@ def iterate(
         coefficients: One triple a step.
         backend: From ``choose_backend``.
         gram: ``x x^T`` where it is at hand, contiguous.
+        out: Where the result may go, as ``x`` and contiguous; a new tensor where None.
 
     Returns:
         As ``x``.
@@ -281,7 +286,8 @@ def iterate(
     multiply, square = _symmetric_product(backend), (*x.shape[:-1], x.shape[-2])
     small, polynomial = (scratch(use, square, x.dtype, x.device) for use in ("gram", "polynomial"))
     # Steps write into two in turn, the last one into what is returned.
-    results = [torch.empty_like(x), scratch("iterate", x.shape, x.dtype, x.device)]
+    last = torch.empty_like(x) if out is None else out
+    results = [last, scratch("iterate", x.shape, x.dtype, x.device)]
     for remaining, (a, b, c) in zip(range(len(coefficients))[::-1], coefficients, strict=True):
         gram = multiply(x, out=small) if gram is None else gram
         multiply(gram, gram, b, c, out=polynomial)
@@ -342,6 +348,10 @@ def _symmetric(
     """``beta * added + alpha * left right^T``, known to be symmetric, by blocks of rows."""
     m = left.shape[-2]
     out = left.new_empty(*left.shape[:-1], m) if out is None else out
+    if num_blocks == 1:  # without the slices, which cost what a narrow product does not take
+        if added is None:
+            return torch.matmul(left, right.mT, out=out)
+        return _fused(added, left, right.mT, beta, alpha, out=out)
     for block in range(num_blocks):
         start, stop = m * block // num_blocks, m * (block + 1) // num_blocks
         rows, columns = left[..., start:stop, :], right[..., start:, :].mT

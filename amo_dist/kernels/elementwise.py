@@ -11,11 +11,16 @@ with a number rounds the number to bfloat16 first, and 0.95 becomes 0.9492.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from amo_dist.kernels.scratch import scratch
+
+_CHUNK = 2**18
+"""Elements that go through all passes of a formula together on CPU: some stay in its caches."""
 
 
 def update_scale(shape: Sequence[int], factor: float = 0.2) -> float:
@@ -49,20 +54,34 @@ def largest_entry(x: Tensor) -> Tensor:
     return _largest(x).view(1, 1)
 
 
-def largest_entries(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The greatest absolute entry of each tensor, without a host sync.
+def exceed(tensors: Sequence[Tensor], bounds: Sequence[float]) -> Tensor:
+    """Whether each tensor holds a NaN, an inf or an entry beyond its bound, without a device sync.
 
     Args:
-        tensors: Of any shapes without a size 0, on one device.
+        tensors: Of any shapes without a size 0, on one device; at least one.
+        bounds: Greatest absolute value of a good entry, for each tensor.
 
     Returns:
-        0-dim, float32 or float64; NaN where a tensor holds one.
+        Boolean, shape ``(len(tensors),)``.
+
+    Raises:
+        ValueError: lists of different lengths.
     """
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        found = [_largest(tensor) for tensor in tensors]
-    else:
-        found = list(torch._foreach_norm(list(tensors), ord=float("inf")))
-    return _widen(found)
+    _check_lengths(tensors=tensors, bounds=bounds)
+    if _lie_on_cpu(tensors):
+        return torch.tensor(
+            [_exceeds_on_cpu(x, bound) for x, bound in zip(tensors, bounds, strict=True)]
+        )
+    # The largest entry, not the 2-norm: that of finite 1e30 entries is infinite.
+    found = _widen(torch._foreach_norm(list(tensors), ord=float("inf")))
+    largest = torch.stack([each.to(torch.float64) for each in found])
+    # A comparison with NaN is false.
+    return ~(largest <= torch.tensor(bounds, dtype=torch.float64, device=largest.device))
+
+
+def _exceeds_on_cpu(x: Tensor, bound: float) -> bool:
+    # No entry is beyond the 2-norm (a factor of two for its rounding), which is the faster one.
+    return not (torch.linalg.vector_norm(x).item() <= bound / 2 or _largest(x).item() <= bound)
 
 
 def _largest(x: Tensor) -> Tensor:
@@ -83,32 +102,59 @@ def update_momentum(buffers: Sequence[Tensor], grads: Sequence[Tensor], momentum
         ValueError: lists of different lengths.
     """
     _check_lengths(buffers=buffers, grads=grads)
-    for part in _batches(buffers):
-        wide = _widen(buffers[part])
-        torch._foreach_mul_(wide, momentum)
-        torch._foreach_add_(wide, _cast_like(grads[part], wide))
-        _write_back(buffers[part], wide)
+    if _lie_on_cpu(buffers):
+        for buffer, grad in _chunks(buffers, grads):
+            wide = _wide_copy("buffer", buffer)
+            wide.mul_(momentum).add_(_wide_copy("grad", grad, wide.dtype))
+            if wide is not buffer:
+                buffer.copy_(wide)
+        return
+    wide_buffers = _widen(buffers)
+    torch._foreach_mul_(wide_buffers, momentum)
+    torch._foreach_add_(wide_buffers, _cast_like(grads, wide_buffers))
+    _write_back(buffers, wide_buffers)
 
 
 @torch.no_grad()
-def nesterov(buffers: Sequence[Tensor], grads: Sequence[Tensor], momentum: float) -> list[Tensor]:
-    """``G + momentum * B`` as new float32 tensors (float64 for float64 buffers).
+def nesterov(
+    buffers: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    momentum: float,
+    out: Sequence[Tensor] | None = None,
+) -> Sequence[Tensor]:
+    """``G + momentum * B`` in float32 (float64 for float64 buffers), rounded once into ``out``.
 
     Args:
         buffers: Momentum buffers after ``update_momentum``; not modified.
         grads: Gradients of the same shapes, in any floating dtype; not modified.
         momentum: Decay.
+        out: Where the results go, of the same shapes, in any floating dtype and strides; new
+            tensors where None.
+
+    Returns:
+        ``out``.
 
     Raises:
         ValueError: lists of different lengths.
     """
-    _check_lengths(buffers=buffers, grads=grads)
-    result: list[Tensor] = []
-    for part in _batches(buffers):
-        ahead = list(torch._foreach_mul(_widen(buffers[part]), momentum))
-        torch._foreach_add_(ahead, _cast_like(grads[part], ahead))
-        result += ahead
-    return result
+    if out is None:
+        out = [torch.empty_like(buffer, dtype=_wide_dtype(buffer)) for buffer in buffers]
+    _check_lengths(buffers=buffers, grads=grads, out=out)
+    if _lie_on_cpu(buffers):
+        for buffer, grad, place in _chunks(buffers, grads, out):
+            wide = _wide_copy("buffer", buffer)
+            same = place.dtype == wide.dtype
+            ahead = place if same else scratch("ahead", wide.shape, wide.dtype, wide.device)
+            torch.mul(wide, momentum, out=ahead)
+            ahead.add_(_wide_copy("grad", grad, wide.dtype))
+            if not same:
+                place.copy_(ahead)
+        return out
+    aheads = list(torch._foreach_mul(_widen(buffers), momentum))
+    torch._foreach_add_(aheads, _cast_like(grads, aheads))
+    if aheads:
+        torch._foreach_copy_(list(out), aheads)
+    return out
 
 
 @torch.no_grad()
@@ -125,7 +171,8 @@ def apply_update(
     Args:
         params: Parameters or shards of them; modified.
         updates: Orthogonalized momentum of the same shapes, any floating dtype; not modified.
-        lr: Learning rate, a number or a 0-dim tensor (which is never read on the host).
+        lr: Learning rate, a number or a 0-dim tensor (which is read on the host for parameters
+            on CPU alone).
         weight_decay: Decoupled weight decay.
         scale: ``update_scale`` of the whole matrix: one for all, or one for each parameter.
 
@@ -134,22 +181,65 @@ def apply_update(
     """
     scales = [scale] * len(params) if isinstance(scale, (int, float)) else list(scale)
     _check_lengths(params=params, updates=updates, scale=scales)
+    if _lie_on_cpu(params):
+        rate = float(lr)
+        decay = 1 - rate * weight_decay
+        for param, update, each in zip(params, updates, scales, strict=True):
+            for part, step in _chunks([param], [update]):
+                _apply_on_cpu(part, step, decay if weight_decay != 0 else None, rate * each)
+        return
     # float64, so that a tensor learning rate takes the road of a Python float.
-    rate = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
-    for part in _batches(params):
-        wide = _widen(params[part])
-        if weight_decay != 0:
-            torch._foreach_mul_(wide, _factors([1 - rate * weight_decay] * len(wide), wide))
-        steps = _factors([rate * each for each in scales[part]], wide)
-        torch._foreach_sub_(wide, _scaled(_cast_like(updates[part], wide), updates[part], steps))
-        _write_back(params[part], wide)
+    wide_rate = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
+    wide = _widen(params)
+    if weight_decay != 0:
+        torch._foreach_mul_(wide, _factors([1 - wide_rate * weight_decay] * len(wide), wide))
+    steps = _factors([wide_rate * each for each in scales], wide)
+    torch._foreach_sub_(wide, _scaled(_cast_like(updates, wide), updates, steps))
+    _write_back(params, wide)
 
 
-def _batches(tensors: Sequence[Tensor]) -> list[slice]:
-    """All at once on a device, where kernels are launched; one by one on CPU, which has a cache."""
-    if all(tensor.device.type == "cpu" for tensor in tensors):
-        return [slice(index, index + 1) for index in range(len(tensors))]
-    return [slice(None)]
+def _apply_on_cpu(param: Tensor, update: Tensor, decay: float | None, factor: float) -> None:
+    wide = _wide_copy("param", param)
+    if decay is not None:
+        wide.mul_(decay)
+    step = scratch("step", wide.shape, wide.dtype, wide.device)
+    if update.dtype == wide.dtype:
+        torch.mul(update, factor, out=step)
+    else:
+        step.copy_(update).mul_(factor)
+    wide.sub_(step)
+    if wide is not param:
+        param.copy_(wide)
+
+
+def _lie_on_cpu(tensors: Sequence[Tensor]) -> bool:
+    """Where a kernel launch costs little and fresh memory much; devices get one call for all."""
+    return all(tensor.device.type == "cpu" for tensor in tensors)
+
+
+def _chunks(*lists: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
+    """Tensors of the same place in each list, the large ones in parts."""
+    for tensors in zip(*lists, strict=True):
+        first = tensors[0]
+        if first.numel() <= _CHUNK:
+            yield tensors
+        elif all(tensor.is_contiguous() for tensor in tensors):
+            yield from zip(*(tensor.view(-1).split(_CHUNK) for tensor in tensors), strict=True)
+        else:
+            rows = max(_CHUNK * first.shape[0] // first.numel(), 1)
+            yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
+
+
+def _wide_dtype(tensor: Tensor) -> torch.dtype:
+    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
+
+
+def _wide_copy(use: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """The tensor itself where it has the wide dtype, else a copy that the next call overwrites."""
+    dtype = dtype or _wide_dtype(tensor)
+    if tensor.dtype == dtype:
+        return tensor
+    return scratch(use, tensor.shape, dtype, tensor.device).copy_(tensor)
 
 
 def _scaled(casts: list[Tensor], originals: Sequence[Tensor], factors: list[Any]) -> list[Tensor]:

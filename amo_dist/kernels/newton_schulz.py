@@ -8,6 +8,7 @@ products only. Source: the AMO paper; the quintic form goes back to Muon (Jordan
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -20,6 +21,9 @@ from amo_dist.kernels.scratch import scratch
 Triple = tuple[float, float, float]
 
 PRECONDITIONERS = ("frobenius", "aol")
+
+_LEAST_LARGEST = 2.0**-32
+"""Squares of entries far below one of this size, or near its inverse, are in float32's range."""
 
 
 @torch.no_grad()
@@ -35,9 +39,10 @@ def orthogonalize(
 ) -> Tensor:
     """Approximate the polar factor ``U V^T`` of each matrix ``U S V^T`` of a batch.
 
-    Each matrix is divided by its largest absolute entry in float32 (float64 where ``x`` or
-    ``dtype`` is), so that no entry that the input can hold overflows or vanishes in the norm, and
-    only then cast to ``dtype`` for the products. Nothing here waits for the device.
+    Norms are taken in float32 (float64 where ``x`` or ``dtype`` is), of matrices scaled by their
+    largest absolute entry wherever an entry that the input can hold would overflow or vanish, and
+    the normalized matrix is rounded once to ``dtype`` for the products. Nothing here waits for the
+    device.
 
     Args:
         x: Matrices, shape ``(..., m, n)``, any floating dtype; not modified. Any size may be 0.
@@ -50,7 +55,7 @@ def orthogonalize(
             as in Turbo-Muon), which bounds the singular values by one more tightly; the scaled
             ``A`` serves the first step.
         dtype: Floating dtype of the products and of the result.
-        eps: Added to the norm of the matrix of largest entry one, hence relative.
+        eps: Added to the norm in units of the largest entry, hence relative.
         backend: How the steps are run: ``auto``, ``standard``, ``symmetric``, ``gram`` or
             ``triton``; see ``backends``. The choice depends on shape, coefficients, dtype and
             device type alone.
@@ -118,17 +123,64 @@ def _orthogonalize(
 ) -> Tensor:
     """The same for one matrix ``(m, n)`` or one batch ``(b, m, n)``, not empty."""
     is_tall = x.shape[-2] > x.shape[-1]
-    unit = _scale_largest_entry_to_one(x.mT if is_tall else x, dtype)
+    x = _turned(x) if is_tall else x
     gram: Tensor | None = None
     if preconditioner == "aol":
-        first, gram = _precondition_aol(unit, dtype)
+        first, gram = _precondition_aol(_scale_largest_entry_to_one(x, dtype), dtype)
+    elif x.device.type == "cpu" and x.dim() == 2:
+        first = _normalized_on_cpu(x, norm_scale, dtype, eps)
     else:
-        # The norm is at least one save for zero matrices: the clamp turns 0 / 0 into 0 / 1.
-        norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp(min=1.0)
-        first = scratch("first", unit.shape, dtype, unit.device)
-        torch.div(unit, norm.mul_(norm_scale).add_(eps), out=first)  # divides wide, rounds once
-    result = iterate(first, coefficients, backend, gram)
-    return result.mT.contiguous() if is_tall else result
+        first = _normalized(_scale_largest_entry_to_one(x, dtype), norm_scale, dtype, eps)
+    if not is_tall:
+        return iterate(first, coefficients, backend, gram)
+    out = scratch("result", first.shape, dtype, first.device)
+    return iterate(first, coefficients, backend, gram, out).mT.contiguous()
+
+
+def _normalized(unit: Tensor, norm_scale: float, dtype: torch.dtype, eps: float) -> Tensor:
+    """``unit / (norm_scale * ||unit||_F + eps)``, each matrix, in ``dtype``."""
+    # The norm is at least one save for zero matrices: the clamp turns 0 / 0 into 0 / 1.
+    norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp_(min=1.0)
+    unit.div_(norm.mul_(norm_scale).add_(eps))  # wide, and rounded once by the cast
+    return _cast(unit, dtype)
+
+
+def _normalized_on_cpu(x: Tensor, norm_scale: float, dtype: torch.dtype, eps: float) -> Tensor:
+    """The same of a matrix whose largest entry is not scaled to one unless squares need it.
+
+    Powers of two scale it then, which change no bit of the result. Passes over a matrix count: it
+    has left the caches since the last one.
+    """
+    wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
+    if not x.is_contiguous():  # bits of a sum depend on the strides
+        x = scratch("contiguous", x.shape, x.dtype, x.device).copy_(x)
+    largest = largest_entry(x).item()
+    if not math.isfinite(largest):
+        return scratch("first", x.shape, dtype, x.device).fill_(math.nan)
+    if not _LEAST_LARGEST <= largest <= 1 / _LEAST_LARGEST and largest > 0:
+        exponent = -math.frexp(largest)[1]
+        x = scratch("unit", x.shape, wide, x.device).copy_(x)
+        # In two, since the float that scales a denormal to one is infinite.
+        x.mul_(2.0 ** (exponent // 2)).mul_(2.0 ** (exponent - exponent // 2))
+        largest = math.ldexp(largest, exponent)
+    norm = torch.linalg.vector_norm(x, dtype=wide).item()
+    divisor = norm * norm_scale + eps * largest or 1.0
+    if x.dtype in (dtype, wide):
+        # Divides wide, even where x is narrow, and rounds once.
+        first = scratch("first" if x.dtype == dtype else "unit", x.shape, x.dtype, x.device)
+        return _cast(torch.div(x, divisor, out=first), dtype)
+    return _cast(scratch("unit", x.shape, wide, x.device).copy_(x).div_(divisor), dtype)
+
+
+def _turned(x: Tensor) -> Tensor:
+    """``x.mT``; contiguous on CPU, where a transposed copy that casts takes many times as long."""
+    if x.device.type != "cpu":
+        return x.mT
+    return scratch("turned", x.mT.shape, x.dtype, x.device).copy_(x.mT)
+
+
+def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    return x if x.dtype == dtype else scratch("first", x.shape, dtype, x.device).copy_(x)
 
 
 def _scale_largest_entry_to_one(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -137,9 +189,10 @@ def _scale_largest_entry_to_one(x: Tensor, dtype: torch.dtype) -> Tensor:
     On CPU it lives in memory that the next call overwrites.
     """
     wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
-    # Contiguous before any reduction or product: their bits depend on the strides.
+    # In the dtype of x, which may be half as long to read; a maximum is the same in any order.
+    largest = largest_entry(x).to(wide)
+    # Contiguous before any sum or product: their bits depend on the strides.
     unit = scratch("unit", x.shape, wide, x.device).copy_(x)
-    largest = largest_entry(unit)
     # A true division: the reciprocal of a denormal is infinite.
     return unit.div_(largest.masked_fill_(largest == 0, 1.0))
 
@@ -152,6 +205,4 @@ def _precondition_aol(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]
     # A row of zeros (or one whose squares vanish in dtype) has nothing to scale.
     d = row_sums.rsqrt().masked_fill_(row_sums == 0, 1.0)
     scaled_gram = gram.mul_(d).mul_(d.mT)
-    return scratch("first", unit.shape, dtype, unit.device).copy_(unit.mul_(d)), scaled_gram.to(
-        dtype
-    )
+    return _cast(unit.mul_(d), dtype), scaled_gram.to(dtype)

@@ -6,6 +6,7 @@ caching allocator of PyTorch does this work.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
 from typing import cast
@@ -14,6 +15,8 @@ import torch
 from torch import Tensor
 
 _thread = threading.local()
+_Held = tuple[Tensor, dict[tuple[int, ...], Tensor]]
+"""A flat buffer, and its beginning in each shape that was asked for."""
 
 
 def scratch(use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -27,9 +30,14 @@ def scratch(use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.de
     """
     if device.type != "cpu":
         return torch.empty(tuple(shape), dtype=dtype, device=device)
-    held = cast("dict[tuple[str, torch.dtype], Tensor]", _thread.__dict__.setdefault("held", {}))
-    size = torch.Size(shape).numel()
-    buffer = held.get((use, dtype))
-    if buffer is None or buffer.numel() < size:
-        buffer = held[use, dtype] = torch.empty(size, dtype=dtype)
-    return buffer[:size].view(tuple(shape))
+    held = cast("dict[tuple[str, torch.dtype], _Held]", _thread.__dict__.setdefault("held", {}))
+    key, shape = (use, dtype), tuple(shape)
+    size = math.prod(shape)
+    found = held.get(key)
+    if found is None or found[0].numel() < size:
+        found = held[key] = (torch.empty(size, dtype=dtype), {})
+    buffer, views = found
+    view = views.get(shape)
+    if view is None:
+        view = views[shape] = buffer[:size].view(shape)
+    return view

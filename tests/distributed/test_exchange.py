@@ -76,12 +76,18 @@ def exchange(rank: int, world_size: int, kind: str, owners: str) -> None:
         box = tuple(slice(*interval) for interval in part.piece.source)
         return tensors[model.matrices[part.matrix].tensor][box]
 
+    def read(parts: Sequence[Part], places: Sequence[torch.Tensor]) -> None:
+        for part, place in zip(parts, places, strict=True):
+            value = cut(local, part)
+            assert place.shape == value.shape
+            place.copy_(value)
+
     def compute(bucket: Bucket, found: list[torch.Tensor]) -> list[torch.Tensor]:
         dtypes.update((bucket.wide, matrix.dtype) for matrix in found)
         # Integers below 256 are exact in bfloat16.
         return [(-matrix).to(torch.bfloat16) for matrix in found]
 
-    def write(parts: Sequence[Part], values: list[torch.Tensor]) -> None:
+    def write(parts: Sequence[Part], values: Sequence[torch.Tensor]) -> None:
         for part, value in zip(parts, values, strict=True):
             place = cut(written, part)
             assert place.isnan().all()  # each element is written once
@@ -97,7 +103,7 @@ def exchange(rank: int, world_size: int, kind: str, owners: str) -> None:
         wide_dtype=torch.float32,
         buckets_in_flight=2,
     )
-    engine.run(lambda parts: [cut(local, p) for p in parts], compute, write, lambda: ran.append(""))
+    engine.run(read, compute, write, lambda: ran.append(""))
     assert ran == [""]
     assert dtypes <= {(True, torch.float32), (False, torch.bfloat16)}
     for tensor, expected in zip(written, local, strict=True):

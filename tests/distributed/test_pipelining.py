@@ -88,7 +88,7 @@ def run_exchange(
         wide_dtype=torch.float32,
         buckets_in_flight=in_flight,
     )
-    number = {id(bucket): index for index, bucket in enumerate(plan.buckets)}
+    number = {matrix: index for index, bucket in enumerate(plan.buckets) for matrix in bucket.owned}
     of_matrix = {
         part.matrix: index
         for index, bucket in enumerate(plan.buckets)
@@ -103,16 +103,17 @@ def run_exchange(
         (top, bottom), (left, right) = part.piece.source
         return tensors[part.matrix][top:bottom, left:right]
 
-    def read(parts: Sequence[Part]) -> list[torch.Tensor]:
+    def read(parts: Sequence[Part], places: Sequence[torch.Tensor]) -> None:
         events.append(f"read {of_matrix[parts[0].matrix]}")
-        return [cut(local, part) for part in parts]
+        for part, place in zip(parts, places, strict=True):
+            place.copy_(cut(local, part))
 
     def compute(bucket: Bucket, found: list[torch.Tensor]) -> list[torch.Tensor]:
-        events.append(f"compute {number[id(bucket)]}")
+        events.append(f"compute {number[bucket.owned[0]]}")
         assert all(torch.equal(matrix, whole) for matrix in found)
         return [-matrix for matrix in found]
 
-    def write(parts: Sequence[Part], values: list[torch.Tensor]) -> None:
+    def write(parts: Sequence[Part], values: Sequence[torch.Tensor]) -> None:
         events.append(f"write {of_matrix.get(parts[0].matrix, -1)}")
         for part, value in zip(parts, values, strict=True):
             cut(written, part).copy_(value)
@@ -162,7 +163,8 @@ def test_memory_is_bounded_by_the_buckets_in_flight(
         assert peak <= (in_flight + 2 + 2) * bucket
         assert peak_of_many == peak
         assert largest <= bucket
-        assert left == 0
+        # The buffers of flights and of what is computed together stay, for the next step.
+        assert 0 < left <= (in_flight + 2 + 1) * bucket
 
 
 def test_a_remainder_bucket_allocates_no_more_than_a_full_one(run_on: Ranks) -> None:

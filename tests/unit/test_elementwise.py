@@ -8,7 +8,7 @@ from torch import Tensor
 
 from amo_dist.kernels.elementwise import (
     apply_update,
-    largest_entries,
+    exceed,
     largest_entry,
     nesterov,
     update_momentum,
@@ -58,6 +58,32 @@ def test_nesterov_by_the_formula(dtype: torch.dtype, grad_dtype: torch.dtype) ->
         assert torch.equal(result, widen(buffer) * MOMENTUM + grad)
         assert result.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert all(torch.equal(b, k) for b, k in zip(buffers, before, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nesterov_is_rounded_once_into_given_places(dtype: torch.dtype) -> None:
+    # Columns of a wider matrix, larger than what CPU takes at once, and a flat buffer.
+    shape = (2**12, 130)
+    buffer, grad = (torch.randn(shape) for _ in range(2))
+    wide, flat = torch.zeros(shape[0], 200, dtype=dtype), torch.zeros(buffer.numel(), dtype=dtype)
+    places = [wide[:, 30:160], flat.view(shape)]
+    assert nesterov([buffer] * 2, [grad] * 2, MOMENTUM, out=places) is places
+    expected = (buffer * MOMENTUM + grad).to(dtype)
+    assert all(torch.equal(place, expected) for place in places)
+    assert wide[:, :30].count_nonzero() == wide[:, 160:].count_nonzero() == 0
+
+
+def test_large_tensors_have_the_bits_of_their_rows() -> None:
+    shape = (2**12, 130)
+    buffer, grad, param, update = (torch.randn(shape) for _ in range(4))
+    parts = [tensor.clone().split(100) for tensor in (buffer, grad, param, update)]
+    update_momentum([buffer], [grad], MOMENTUM)
+    apply_update([param], [update], lr=1e-2, weight_decay=0.1, scale=0.3)
+    buffers, grads, params, updates = parts
+    update_momentum(buffers, grads, MOMENTUM)
+    apply_update(params, updates, lr=1e-2, weight_decay=0.1, scale=0.3)
+    assert torch.equal(torch.cat(buffers), buffer)
+    assert torch.equal(torch.cat(params), param)
 
 
 def test_momentum_accumulates_without_damping() -> None:
@@ -194,6 +220,10 @@ def test_lengths_must_agree() -> None:
         nesterov(two, one, MOMENTUM)
     with pytest.raises(ValueError, match="'scale': 1"):
         apply_update(two, two, lr=1.0, weight_decay=0.0, scale=[1.0])
+    with pytest.raises(ValueError, match="'out': 1"):
+        nesterov(two, two, MOMENTUM, out=one)
+    with pytest.raises(ValueError, match="'bounds': 1"):
+        exceed(two, [1.0])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
@@ -203,9 +233,14 @@ def test_largest_entry_is_the_infinity_norm(dtype: torch.dtype, shape: tuple[int
     for signed in (x, -x, x.abs(), -x.abs()):
         expected = torch.linalg.vector_norm(signed, ord=math.inf, dim=(-2, -1), keepdim=True)
         assert torch.equal(largest_entry(signed), expected)
-        (found,) = largest_entries([signed])
-        assert found.item() == expected.max().item()
-        assert found.dtype in (torch.float32, torch.float64)
+        largest = expected.max().item()
+        below = math.nextafter(largest, 0)
+        # Within the bound, beyond it by one bit, and far within, where the 2-norm suffices.
+        assert exceed([signed] * 3, [largest, below, 1e3 * largest]).tolist() == [
+            False,
+            True,
+            False,
+        ]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -214,6 +249,10 @@ def test_largest_entry_shows_what_is_not_finite(bad: float) -> None:
     x[1, 2, 3] = bad
     assert torch.isfinite(largest_entry(x)).flatten().tolist() == [True, False]
     assert not torch.isfinite(largest_entry(x[1]))
-    found = largest_entries([x, torch.ones(3), torch.tensor(2.0)])
-    assert [torch.isfinite(each).item() for each in found] == [False, True, True]
-    assert largest_entries([]) == []
+    assert exceed([x, torch.ones(3), torch.tensor(2.0)], [9.0] * 3).tolist() == [True, False, False]
+
+
+def test_a_norm_that_overflows_is_no_entry_that_does() -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        x = torch.full((16, 16), torch.finfo(dtype).max, dtype=dtype)
+        assert exceed([x, x], [x[0, 0].item(), 1e38]).tolist() == [False, True]
