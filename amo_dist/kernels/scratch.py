@@ -31,5 +31,5 @@ def scratch(use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.de
     size = torch.Size(shape).numel()
     buffer = held.get((use, dtype))
     if buffer is None or buffer.numel() < size:
-        buffer = held[use, dtype] = torch.empty(size, dtype=dtype)
+        buffer = held[use, dtype] = torch.empty(size, dtype=dtype, device=device)
     return buffer[:size].view(tuple(shape))
