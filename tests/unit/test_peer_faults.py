@@ -16,7 +16,7 @@ def forget() -> None:
         cached.cache_clear()
 
 
-@pytest.mark.parametrize("requested", backends.BACKENDS)
+@pytest.mark.parametrize("requested", [name for name in backends.BACKENDS if name != "triton"])
 def test_two_schedules_may_share_one_shape(requested: str) -> None:
     """What is remembered for a shape alone runs the first schedule again once another one comes
     with the same shape and number of steps."""
