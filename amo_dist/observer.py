@@ -78,6 +78,9 @@ class Observer:
         """On the thread."""
         with torch.no_grad(), contextlib.ExitStack() as stack:
             if ready is not None:
+                # A new thread is on device 0. Left there, it would make a context on it, hundreds
+                # of MiB for each rank of the node, when it leaves the stream below.
+                torch.cuda.set_device(sample.device)
                 stream = self._streams.get(sample.device)
                 if stream is None:
                     stream = self._streams[sample.device] = torch.cuda.Stream(sample.device)

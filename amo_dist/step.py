@@ -251,7 +251,7 @@ def _drop_nonfinite(update: Tensor) -> Tensor:
     # On CPU, to look costs less than to write; elsewhere it would wait for the device. A sum is
     # finite only where all entries are, and costs half of what the largest one does.
     if update.device.type == "cpu" and math.isfinite(update.sum()):
-        return torch.zeros((*update.shape[:-2], 1, 1), dtype=torch.bool)
+        return torch.zeros((*update.shape[:-2], 1, 1), dtype=torch.bool, device=update.device)
     bad = ~torch.isfinite(largest_entry(update))
     update.masked_fill_(bad, 0.0)
     return bad

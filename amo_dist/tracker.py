@@ -63,9 +63,11 @@ def spectral_metrics(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
         tau: Threshold, absolute but for ``ell_static``.
 
     Returns:
-        Float64, in the order of `SPECTRAL_METRICS`; NaN where a matrix has no such geometry.
+        Float64, on the CPU, in the order of `SPECTRAL_METRICS`; NaN where a matrix has no such
+        geometry.
     """
-    sigma = spectrum(x)
+    # On CUDA there is no deterministic cumsum, and the rest would be thirty small kernels.
+    sigma = spectrum(x).cpu()
     if sigma.numel() == 0:
         return sigma.new_full((len(SPECTRAL_METRICS),), float("nan"))
     least, greatest = sigma[-1], sigma[0]
@@ -139,12 +141,12 @@ class GeometryTracker:
         """
         start = time.perf_counter()
         with record_function("amo::track"):
-            parts = [spectral_metrics(momentum)]
+            parts = [spectral_metrics(momentum)]  # each waits for the device: timed in full
             if self._what != "momentum":
-                parts.append(ns_residual(result).reshape(1))
+                parts.append(ns_residual(result).reshape(1).cpu())
             if self._what == "both":
                 parts.append(spectral_metrics(result))
-            self._measured[name] = torch.cat(parts).cpu()  # waits for the device: timed in full
+            self._measured[name] = torch.cat(parts)
         self._seconds += time.perf_counter() - start
 
     def collect(self, step: int, world: World) -> None:

@@ -154,7 +154,7 @@ def _homes(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> dict[str, tuple[in
 def _groups(
     entries: Sequence[Entry], process_group: dist.ProcessGroup | None
 ) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-    """Process group of each set of ranks; new ones are made in an order that all ranks share."""
+    """Process group of each set of ranks; a collective over the world."""
     known: dict[tuple[int, ...], dist.ProcessGroup] = {}
     for entry in entries:
         if isinstance(entry.param, DTensor) and entry.param.device_mesh.ndim == 1:
@@ -166,15 +166,23 @@ def _groups(
     world = world_group()
     if world is not None:
         known[_members(world)] = world
-    groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
-    for ranks in sorted({tuple(sorted(entry.layout.ranks)) for entry in entries}):
-        if len(ranks) == 1:
-            groups[ranks] = None
-        else:
-            groups[ranks] = known.get(ranks) or dist.new_group(
-                list(ranks), use_local_synchronization=True
-            )
-    return groups
+    wanted = sorted({tuple(sorted(entry.layout.ranks)) for entry in entries})
+    known.update(_new_groups([r for r in wanted if len(r) > 1 and r not in known], world))
+    return {ranks: known[ranks] if len(ranks) > 1 else None for ranks in wanted}
+
+
+def _new_groups(
+    missing: Sequence[tuple[int, ...]], world: dist.ProcessGroup | None
+) -> dict[tuple[int, ...], dist.ProcessGroup]:
+    """A new group for each set of ranks that any rank misses; a collective over the world.
+
+    All ranks make all of them, although PyTorch can make one by its members alone: it then names
+    it after the number of groups that each member has, and where those differ the members wait
+    for one another for good. Nor can NCCL then split it off a communicator of the world.
+    """
+    everywhere = sorted({tuple(ranks) for found in gather_json(missing, world) for ranks in found})
+    made = {ranks: dist.new_group(list(ranks)) for ranks in everywhere}
+    return {ranks: group for ranks, group in made.items() if dist.get_rank() in ranks}
 
 
 def _members(group: dist.ProcessGroup) -> tuple[int, ...]:

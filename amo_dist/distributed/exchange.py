@@ -146,7 +146,7 @@ class _Memory:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device).view(dtype)
         held = self._held.get(use)
         if held is None or held.numel() < num_bytes:
-            held = self._held[use] = torch.empty(num_bytes, dtype=torch.uint8)
+            held = self._held[use] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
         return held[:num_bytes].view(dtype)
 
     def clear(self) -> None:

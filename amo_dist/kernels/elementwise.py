@@ -69,9 +69,8 @@ def exceed(tensors: Sequence[Tensor], bounds: Sequence[float]) -> Tensor:
     """
     _check_lengths(tensors=tensors, bounds=bounds)
     if _lie_on_cpu(tensors):
-        return torch.tensor(
-            [_exceeds_on_cpu(x, bound) for x, bound in zip(tensors, bounds, strict=True)]
-        )
+        found_on_cpu = [_exceeds_on_cpu(x, b) for x, b in zip(tensors, bounds, strict=True)]
+        return torch.tensor(found_on_cpu, device=tensors[0].device)
     # The largest entry, not the 2-norm: that of finite 1e30 entries is infinite.
     found = _widen(torch._foreach_norm(list(tensors), ord=float("inf")))
     largest = torch.stack([each.to(torch.float64) for each in found])

@@ -35,7 +35,7 @@ def scratch(use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.de
     size = math.prod(shape)
     found = held.get(key)
     if found is None or found[0].numel() < size:
-        found = held[key] = (torch.empty(size, dtype=dtype), {})
+        found = held[key] = (torch.empty(size, dtype=dtype, device=device), {})
     buffer, views = found
     view = views.get(shape)
     if view is None:

@@ -135,7 +135,7 @@ def _lanczos(solve: Solve, x: Tensor) -> tuple[float, Tensor] | None:
     limit = min(_MAX_ITERATIONS, m)
     basis = x.new_empty(limit + 1, m)
     basis[0] = _start(m).to(x.device)
-    tridiagonal = torch.zeros(limit + 1, limit + 1, dtype=torch.float64)
+    tridiagonal = torch.zeros(limit + 1, limit + 1, dtype=torch.float64, device="cpu")
     for k in range(limit):
         known = basis[: k + 1]
         product = solve(basis[k].unsqueeze(1)).squeeze(1)
@@ -161,6 +161,8 @@ def _lanczos(solve: Solve, x: Tensor) -> tuple[float, Tensor] | None:
 @functools.lru_cache(maxsize=16)
 def _start(m: int) -> Tensor:
     """A fixed unit vector with a part in every singular direction of any matrix not made for it."""
-    start = torch.randn(m, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    # Not on the default device, of which the generator knows nothing.
+    generator = torch.Generator("cpu").manual_seed(0)
+    start = torch.randn(m, generator=generator, dtype=torch.float64, device="cpu")
     unit: Tensor = start / torch.linalg.vector_norm(start)
     return unit

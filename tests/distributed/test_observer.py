@@ -137,3 +137,14 @@ def test_a_stream_of_its_own_gives_the_same_bits() -> None:
         matrix.zero_()
     found = observer.collect()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+@pytest.mark.cuda
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+def test_the_thread_stays_on_the_device_of_its_matrices() -> None:
+    observer = Observer(in_background=True)
+    observer.measure("a", torch.randn(96, 64, device="cuda:1"))
+    observer.collect()
+    assert observer._thread is not None
+    # Also once it has left the stream: that is when it would go back to device 0.
+    assert observer._thread.submit(torch.cuda.current_device).result() == 1

@@ -64,3 +64,19 @@ def test_a_failure_names_step_reason_rank_and_what_is_left(manager: Any) -> None
     )
     manager._step_under_way, manager.folder = 2, str(Path(manager.folder) / "none")
     assert str(manager._explained(failure)).endswith("No space left on device; there is none")
+
+
+@pytest.mark.parametrize("stages", [False, True])
+def test_staging_waits_for_the_device(
+    manager: Any, monkeypatch: pytest.MonkeyPatch, stages: bool
+) -> None:
+    calls: list[str] = []
+    monkeypatch.setattr("torch.accelerator.synchronize", lambda: calls.append("wait"))
+    monkeypatch.setattr(
+        checkpoints.titan.CheckpointManager, "save", lambda *_: calls.append("save")
+    )
+    monkeypatch.setattr(manager, "_should_save", lambda *_: True)
+    monkeypatch.setattr(manager, "_async_wait", lambda: None)
+    manager.enable_staging = stages
+    manager.save(12)
+    assert calls == (["wait", "save"] if stages else ["save"])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.kernels import graphs
-from amo_dist.kernels.graphs import MAX_IDLE_STEPS, MIN_STEPS, Function, GraphCache
+from amo_dist.kernels.graphs import MAX_IDLE_STEPS, MIN_STEPS, Function, GraphCache, SharedPool
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.polar_express import compose
 from tests.distributed import models
@@ -130,6 +130,23 @@ def test_results_are_the_callers_own() -> None:
     assert [result.item() for result in results] == [0.0, 2.0, 4.0, 6.0, 8.0, 10.0]
 
 
+def test_a_pool_that_all_graphs_have_left_is_not_used_again() -> None:
+    class Graph:
+        pass
+
+    handles = iter("abc")
+    pool = SharedPool(lambda: next(handles))
+    first, second = Graph(), Graph()
+    assert pool.handle() == "a"
+    pool.add(first)
+    assert pool.handle() == "a"
+    pool.add(second)
+    del first
+    assert pool.handle() == "a"
+    del second
+    assert pool.handle() == "b"
+
+
 def train(optimizer: Muon, model: nn.Module, steps: range) -> list[Tensor]:
     for step in steps:
         models.set_gradients(model, 1, step)
@@ -187,6 +204,24 @@ def test_replayed_bits_are_those_of_launches(backend: str, preconditioner: str) 
         for x, result in zip(inputs, results, strict=True):
             assert torch.equal(result, function(x + step))
     assert cache.num_graphs == 2
+
+
+@pytest.mark.cuda
+def test_graphs_are_captured_again_after_all_were_freed() -> None:
+    # As when a transition longer than MAX_IDLE_STEPS locks.
+    cache, x = GraphCache(), torch.randn(96, 256, device="cuda")
+    for low in (1e-2, 1e-3):
+
+        def function(x: Tensor, low: float = low) -> Tensor:
+            return orthogonalize(x, compose(low, 5))
+
+        for _ in range(MIN_STEPS + 1):
+            cache.begin_step()
+            assert torch.equal(cache.run(low, function, x), function(x))
+        assert cache.num_graphs == 1
+        for _ in range(MAX_IDLE_STEPS + 1):
+            cache.begin_step()
+        assert cache.num_graphs == 0
 
 
 @pytest.mark.cuda

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from amo_dist.kernels import newton_schulz
+from amo_dist.kernels import newton_schulz, scratch
 from amo_dist.kernels.backends import STANDARD
 from amo_dist.kernels.newton_schulz import Triple, orthogonalize
 
@@ -387,3 +387,11 @@ def test_mistakes(kwargs: dict[str, object], message: str) -> None:
     arguments: dict[str, object] = {"x": torch.ones(2, 2), "coefficients": KJ, **kwargs}
     with pytest.raises(ValueError, match=message):
         orthogonalize(**arguments)  # type: ignore[arg-type]
+
+
+def test_the_default_device_has_no_part() -> None:
+    x = torch.randn(9, 7, generator=generator())
+    expected = orthogonalize(x, KJ)
+    scratch._thread.__dict__.clear()
+    with torch.device("meta"):
+        assert torch.equal(orthogonalize(x, KJ), expected)

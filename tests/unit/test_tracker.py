@@ -202,3 +202,15 @@ def test_only_where_it_is_asked_for(tmp_path: Path) -> None:
 def test_models_have_the_names_of_the_paper() -> None:
     assert plugin.model_label(config()) == "Llama3.1-tiny"
     assert plugin.model_label(config(flavor="Llama-3.1-75M")) == "Llama-3.1-75M"
+
+
+@pytest.mark.cuda
+def test_metrics_do_without_kernels_that_are_not_deterministic() -> None:
+    x = torch.randn(12, 8, device="cuda")
+    torch.use_deterministic_algorithms(True)
+    try:
+        found = spectral_metrics(x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    # The two decompositions agree to a few roundings of float64.
+    assert torch.allclose(found, spectral_metrics(x.cpu()), rtol=1e-9, atol=0.0)

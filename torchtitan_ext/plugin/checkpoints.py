@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torchtitan.components.checkpoint as titan
 from torch.distributed.checkpoint.api import CheckpointException
@@ -21,11 +22,12 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointManager(titan.CheckpointManager):
-    """torchtitan's manager, with three corrections.
+    """torchtitan's manager, with four corrections.
 
     Only complete checkpoints count for ``keep_latest_k``: what a killed save left behind would
     otherwise take the place of the one checkpoint that can be loaded. A checkpoint that is written
     over is incomplete until it is whole again. A failed save is told in one line, on every rank.
+    Copies that run beside training begin when the optimizer's step has ended on the device.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -48,6 +50,10 @@ class CheckpointManager(titan.CheckpointManager):
             # The coordinator, which hands out the work: nobody writes before.
             for name in COMPLETE_FILES:
                 Path(self._create_checkpoint_id(curr_step), name).unlink(missing_ok=True)
+        if self.enable_staging:
+            # PyTorch copies on a stream of its own, which waits for no other: it would read
+            # parameters and state that the last kernels of the step have yet to write.
+            torch.accelerator.synchronize()
         try:
             super().save(curr_step, last_step)
         except (CheckpointException, OSError) as error:
