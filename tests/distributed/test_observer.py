@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from typing import Any
 
@@ -124,6 +125,47 @@ def test_a_failure_on_the_thread_is_not_lost(monkeypatch: pytest.MonkeyPatch) ->
     observer.measure("a", torch.ones(2, 2))
     with pytest.raises(RuntimeError, match="no convergence"):
         observer.collect()
+    # Told once: the next observation is another one.
+    assert observer.collect() == {}
+
+
+def test_a_load_goes_on_from_a_failed_observation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it wait for measurements, of which it has no use."""
+
+    def failing(matrix: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no convergence")
+
+    model = models.make_model("plain", models.shapes())
+    optimizer = AMO(param_groups(model), config=AMOConfig(**FIELDS, observe_in_background=True))
+    earlier = copy.deepcopy(optimizer.state_dict())
+    monkeypatch.setattr(amo_dist.observer, "ell", failing)
+    for step in (1, 2):
+        models.set_gradients(model, SEED, step)
+        optimizer.step()
+    optimizer.load_state_dict(earlier)
+    assert optimizer.num_steps_taken == 0
+    monkeypatch.setattr(amo_dist.observer, "ell", ell)
+    for step in (1, 2, 3):
+        models.set_gradients(model, SEED, step)
+        optimizer.step()
+    assert optimizer.policy.metrics(3)["amo/observations"] == 1.0
+
+
+def test_what_is_discarded_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+
+    def slow(matrix: torch.Tensor) -> torch.Tensor:
+        assert may_go_on.wait(60)
+        return ell(matrix)
+
+    monkeypatch.setattr(amo_dist.observer, "ell", slow)
+    for in_background in (True, False):
+        observer = Observer(in_background=in_background)
+        for name in "ab":
+            observer.measure(name, torch.ones(2, 2))
+        observer.discard()  # would wait for ever here
+        may_go_on.set()
+        assert observer.collect() == {}
 
 
 @pytest.mark.cuda
