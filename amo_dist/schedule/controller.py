@@ -311,6 +311,8 @@ class Controller:
             fields.fail("plan", "a plan", "null without observations")
         self._check_steps(state, config_may_differ)
         state.check_plan_parts(names)
+        if not config_may_differ:
+            state.check_start()
         if plan is None:
             return
         robust = robust_ells(observations)
