@@ -235,7 +235,8 @@ class Muon(torch.optim.Optimizer):
         That includes whether it plans an exchange: planning is a collective.
         """
         schedules = self.policy.schedules(step)
-        if schedules is not self._digested_schedules:
+        # By value: which object it is depends on what else was asked for, as by one rank's logger.
+        if schedules != self._digested_schedules:
             self._digest = self.policy.digest(step)
             self._digested_schedules = schedules
         plans = self._key_of_exchange(step, sample) != self._exchange_key
