@@ -118,7 +118,7 @@ def log_on_one_rank(rank: int, world_size: int) -> list[str]:
     config = AMOConfig(**{**REPLAN, **fields, **guard})
     optimizer = AMO(param_groups(model), config=config)
     constant = torch.tensor(0.01, dtype=torch.float64)
-    controls = []
+    fallen = []
     with mock.patch("amo_dist.observer.ell", return_value=constant):
         for step in range(1, 9):
             models.set_gradients(model, SEED, step)
@@ -126,8 +126,9 @@ def log_on_one_rank(rank: int, world_size: int) -> list[str]:
             if rank == 0:
                 optimizer.metrics()
             start = optimizer.control_state_dict()["policy"]["transition_from"] or {}
-            controls.append("".join(kind for kind, (steps, _) in start.items() if steps == 5))
-    return controls
+            uniform = [config.base_steps, config.base_ell.hex()]
+            fallen.append(" ".join(kind for kind, found in start.items() if found == uniform))
+    return fallen
 
 
 def test_what_one_rank_logs_is_no_difference_between_ranks(run_on: Ranks) -> None:
