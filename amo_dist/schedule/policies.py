@@ -328,7 +328,8 @@ class AMOPolicy(Policy):
         return self.controller.phase(step)
 
     def sample(self, step: int) -> tuple[str, ...]:
-        """Names of the matrices to observe at a step, sorted; ``()`` up to that of the plan."""
+        """Names of the matrices to observe at a step, sorted; ``()`` at most steps,
+        and up to that of the plan in force."""
         self._require_bound(step)
         return self.controller.sample(step)
 
