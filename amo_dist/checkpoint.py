@@ -50,7 +50,8 @@ _FREE_FIELDS = frozenset(
         "on_config_change",
     }
 )
-"""Configuration that may change on resume: it says how the work is done, not what comes out."""
+"""Configuration that may change on resume: it says how the work is done, or what to do about a
+fault, and nothing that a plan was made of."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -101,13 +101,13 @@ class MuonConfig:
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AMOConfig(MuonConfig):
-    """Adaptive Muon Orthogonalization: observe, plan once, glide to the plan, lock.
+    """Adaptive Muon Orthogonalization: observe, plan, glide to the plan, lock.
 
     Defaults are those of the AMO paper for Qwen3-0.6B and Llama-3.1-760M.
     """
 
     observe_until: int = 1200
-    """``T_obs``: the last observation, and the plan, come at this optimizer step."""
+    """``T_obs``: the last observation toward the first plan, and it, come at this step."""
     observe_every: int = 150
     """Observation interval in optimizer steps; must divide ``observe_until``."""
     sample_size: int = 8
@@ -118,9 +118,10 @@ class AMOConfig(MuonConfig):
     shrinkage: float = 0.7
     """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]."""
     transition_steps: int = 300
-    """``Delta``: optimizer steps from the uniform schedule to the plan; at least 1."""
+    """``Delta``: optimizer steps from the uniform schedule, or the plan before, to a plan; at least
+    1."""
     base_steps: int = 5
-    """``T_base``: Newton-Schulz steps of every operator type before the plan."""
+    """``T_base``: Newton-Schulz steps of every operator type before the first plan."""
     base_ell: float = 1e-3
     """``ell_base``: the lower bound for which the uniform schedule is composed; in (0, 0.99]."""
     budget_ratio: float = 1.0

@@ -136,6 +136,21 @@ class StepGuard:
                     f"{absent - 1}, expected one on all ranks or on none"
                 )
 
+    def agree_on_observation(self, text: str) -> None:
+        """Agree on what became of an observation under way; a collective over the world.
+
+        It has the form of `agree_on_coming`: a rank that knows of no observation, as where a load
+        failed on some ranks only, meets it at its next step, and all raise instead of waiting.
+
+        Args:
+            text: What must be alike on all ranks.
+
+        Raises:
+            RankMismatchError: On every rank; names the ranks and the line that differs.
+        """
+        num_names = len(self._names)
+        self.agree_on_coming(text, [True] * num_names, [False] * num_names)
+
     def agree_on_numbers(self, grads: Sequence[Tensor | None], *, skips: bool) -> StepVerdict:
         """Agree on the gradients of one step; a collective over the world.
 

@@ -47,14 +47,19 @@ class Observer:
         self._seconds += time.perf_counter() - start
 
     def collect(self) -> dict[str, Tensor]:
-        """The ``ell`` of each matrix measured since the last time: float64, 0-dim, by name."""
+        """The ``ell`` of each matrix measured since the last time: float64, 0-dim, by name.
+
+        Raises:
+            Exception: Whatever a measurement raised on the thread; all are forgotten then.
+        """
         start = time.perf_counter()
-        with record_function("amo::observe"):
-            waited = {name: future.result() for name, future in self._futures.items()}
-        values = {**self._values, **waited}
+        values, futures = self._values, self._futures
+        # A failure must not come up again with the next observation.
         self._values, self._futures = {}, {}
+        with record_function("amo::observe"):
+            waited = {name: future.result() for name, future in futures.items()}
         self._seconds += time.perf_counter() - start
-        return values
+        return {**values, **waited}
 
     def reset_seconds(self) -> float:
         """Seconds that the caller's thread has spent here since the last time."""
@@ -62,8 +67,10 @@ class Observer:
         return seconds
 
     def discard(self) -> None:
-        """Forget what has been measured."""
-        self.collect()
+        """Forget what has been measured, and what is under way; waits for nothing."""
+        for future in self._futures.values():
+            future.cancel()
+        self._values, self._futures = {}, {}
         self.reset_seconds()
 
     def _submit(self, matrix: Tensor) -> Future[Tensor]:

@@ -235,7 +235,8 @@ class Muon(torch.optim.Optimizer):
         That includes whether it plans an exchange: planning is a collective.
         """
         schedules = self.policy.schedules(step)
-        if schedules is not self._digested_schedules:
+        # By value: which object it is depends on what else was asked for, as by one rank's logger.
+        if schedules != self._digested_schedules:
             self._digest = self.policy.digest(step)
             self._digested_schedules = schedules
         plans = self._key_of_exchange(step, sample) != self._exchange_key
@@ -349,12 +350,31 @@ class Muon(torch.optim.Optimizer):
             return
         step, sample = self._observation_under_way
         self._observation_under_way = None
-        world, _ = self._prepare()
-        found = self._observer.collect()
+        world, guard = self._prepare()
+        found = self._collect(step, guard)
         self._stopwatch.put("observe", self._observer.reset_seconds())
         with record_function("amo::observe"):
             self.policy.record(step, agree_on_values(found, sample, world))
         plan_where_due(self.policy, step, world)
+
+    def _collect(self, step: int, guard: StepGuard) -> dict[str, Tensor]:
+        """What this rank measured at a step; a collective in the background.
+
+        There a rank may have failed since, or know of no observation: then all raise.
+        """
+        if not self._observer.in_background:
+            return self._observer.collect()
+        found: dict[str, Tensor] = {}
+        failure: Exception | None = None
+        try:
+            found = self._observer.collect()
+        except Exception as error:
+            failure = error
+        outcome = "done" if failure is None else f"{type(failure).__name__}: {failure}"
+        guard.agree_on_observation(f"observation of step {step}: {outcome}")
+        if failure is not None:
+            raise failure
+        return found
 
     # ---------------------------------------------------------------- checkpoint and metrics
 
@@ -387,6 +407,9 @@ class Muon(torch.optim.Optimizer):
         """The state of the schedule as JSON values, the same on every rank.
 
         With ``observe_in_background`` a collective over the world after a step of observation.
+
+        Raises:
+            RankMismatchError: On every rank, where an observation in the background failed on some.
         """
         self._finish_observation()
         return checkpoint.control_state(

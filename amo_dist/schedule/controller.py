@@ -1,4 +1,4 @@
-"""AMO's controller: observe under the uniform schedule, plan once, glide to the plan, lock.
+"""AMO's controller: observe, plan, glide to the plan, lock; and again where it is asked to.
 
 It holds the observations and the plan, and says for each optimizer step how many Newton-Schulz
 steps each operator type takes and for which ``ell``. It never communicates: given the same
@@ -26,7 +26,8 @@ from amo_dist.schedule.types import MatrixInfo
 logger = logging.getLogger(__name__)
 
 PHASES = ("observation", "transition", "locked", "uniform")
-"""The phases of AMO, in their order; ``uniform`` follows ``observation`` under ``observe_only``."""
+"""The phases of AMO, in their order. ``uniform`` follows ``observation`` under ``observe_only``;
+``transition`` comes after ``locked`` again where a later plan is made."""
 
 
 class Controller:
@@ -314,6 +315,8 @@ class Controller:
             fields.fail("plan", "a plan", "null without observations")
         self._check_steps(state, config_may_differ)
         state.check_plan_parts(names)
+        if not config_may_differ:
+            state.check_start()
         if plan is None:
             return
         robust = robust_ells(observations)

@@ -119,6 +119,21 @@ class ControllerState:
                 expected = f"a step after the plan's, {self.plan_step}"
                 fields.fail(f"fallbacks.{name}", step, expected)
 
+    def check_start(self) -> None:
+        """Refuse a start that no plan of the same configuration, or a fall back from it, has left.
+
+        Raises:
+            ValueError: Names the field.
+        """
+        plan, start = self.plan, self.transition_from
+        if plan is None or start is None:
+            return
+        low, high, uniform = plan.min_steps, plan.max_steps, (plan.base_steps, plan.base_ell)
+        for name, (steps, ell) in start.items():
+            if not low <= steps <= high and (steps, ell) != uniform:
+                expected = f"{low} to {high} steps, or the uniform schedule {list(uniform)}"
+                fields.fail(f"transition_from.{name}", [steps, ell], expected)
+
 
 STATE_KEYS = tuple(field.name for field in dataclasses.fields(ControllerState))
 

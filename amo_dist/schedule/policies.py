@@ -328,7 +328,7 @@ class AMOPolicy(Policy):
         return self.controller.phase(step)
 
     def sample(self, step: int) -> tuple[str, ...]:
-        """Names of the matrices to observe at a step, sorted; ``()`` at most steps."""
+        """Names to observe at a step, sorted; none at most, and up to that of the plan in force."""
         self._require_bound(step)
         return self.controller.sample(step)
 
@@ -338,7 +338,7 @@ class AMOPolicy(Policy):
         self.controller.record(step, ell_by_name)
 
     def plan_due(self, step: int) -> bool:
-        """Whether every observation is made and no plan adopted yet."""
+        """Whether every observation toward the next plan is made, and it is not adopted yet."""
         return self.controller.plan_due(step)
 
     def make_plan(self) -> str:
@@ -354,13 +354,13 @@ class AMOPolicy(Policy):
         return self.controller.fall_back(step, self.group_of(name))
 
     def state_dict(self) -> dict[str, Any]:
-        """The observations and the plan."""
+        """Observations, the plan, where its transition starts, and what fell back from it."""
         return {"version": _VERSION, "policy": self.name, **self.controller.to_dict()}
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, allow_config_change: bool = False
     ) -> None:
-        """Restore observations and plan; a plan made stays in force as it is."""
+        """Restore what ``state_dict`` gave; a plan made stays in force as it is."""
         record = _read_state(state, self.name, STATE_KEYS)
         self.controller.load_dict(
             {key: record[key] for key in STATE_KEYS}, allow_config_change=allow_config_change
@@ -377,8 +377,9 @@ class AMOPolicy(Policy):
         ``amo/phase`` is 0 in observation, 1 in transition, 2 when locked, 3 when uniform. By group,
         ``amo/ns_steps`` is the number of Newton-Schulz steps, ``amo/ell`` the latest observed
         effective ``ell`` and ``amo/ell_target`` the plan's; both are ``base_ell`` where there is
-        none yet. ``amo/invalid_observations`` counts matrices left out of their medians, and
-        ``amo/fallbacks`` the groups that gave up the plan for the uniform schedule.
+        none yet. ``amo/observations`` and ``amo/invalid_observations``, the matrices left out of
+        their medians, count those of the plan in force and those since. ``amo/fallbacks`` is the
+        number of groups that gave up the plan for the uniform schedule.
         """
         values = super().metrics(step)
         observations = self.controller.observations

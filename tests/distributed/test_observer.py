@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import threading
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 import amo_dist.observer
-from amo_dist import AMO, AMOConfig, param_groups
+from amo_dist import AMO, AMOConfig, RankMismatchError, param_groups
 from amo_dist.kernels.geometry import ell
 from amo_dist.observer import Observer
 from tests.distributed import models
@@ -85,6 +88,64 @@ def test_a_load_forgets_what_is_under_way(run_on: Ranks) -> None:
     assert run_on(2)(stop_and_load) == [["2"], ["2"]]
 
 
+def load_on_one_rank(rank: int, world_size: int) -> tuple[str, str, int]:
+    """A load fails on the second rank while an observation is under way; both go on regardless."""
+    model = models.make_model("fsdp", models.shapes())
+    config = AMOConfig(**FIELDS, observe_in_background=True)
+    optimizer = AMO(param_groups(model), lr=3e-3, config=config)
+    whole = copy.deepcopy(optimizer.state_dict())
+    cut = {**whole, "state": {}}
+    for step in (1, 2):
+        models.set_gradients(model, SEED, step)
+        optimizer.step()
+    refusal = told = ""
+    try:
+        optimizer.load_state_dict(cut if rank == 1 else whole)
+    except ValueError as error:
+        refusal = str(error)
+    try:
+        optimizer.step()
+    except RankMismatchError as error:
+        told = str(error)
+    optimizer.load_state_dict(whole)  # with the right state on both, they go on
+    optimizer.step()
+    return refusal, told, optimizer.num_steps_taken
+
+
+def test_a_load_that_fails_on_one_rank_leaves_no_rank_waiting(run_on: Ranks) -> None:
+    """The rank whose load failed takes in the observation, of which the other knows nothing."""
+    found = run_on(2, timeout=60.0)(load_on_one_rank)
+    assert found[0][0] == ""
+    assert "expected ['momentum_buffer']" in found[1][0]
+    assert found[0][1] == found[1][1]
+    assert "rank 0 has step 1; rank 1 has observation of step 2: done" in found[0][1]
+    assert [one[2] for one in found] == [1, 1]
+
+
+def fail_on_one_rank(rank: int, world_size: int) -> str:
+    model = models.make_model("fsdp", models.shapes())
+    config = AMOConfig(**{**FIELDS, "sample_size": 9}, observe_in_background=True)
+    optimizer = AMO(param_groups(model), lr=3e-3, config=config)
+    told = ""
+    error = RuntimeError("no convergence")
+    broken = mock.patch.object(amo_dist.observer, "ell", side_effect=error)
+    with broken if rank == 1 else contextlib.nullcontext():
+        for step in (1, 2):
+            models.set_gradients(model, SEED, step)
+            optimizer.step()
+        try:
+            optimizer.state_dict()
+        except RankMismatchError as mismatch:
+            told = str(mismatch)
+    return told
+
+
+def test_a_measurement_that_fails_on_one_rank_is_told_on_all(run_on: Ranks) -> None:
+    found = run_on(2, timeout=60.0)(fail_on_one_rank)
+    assert found[0] == found[1]
+    assert "rank 1 has observation of step 2: RuntimeError: no convergence" in found[0]
+
+
 def test_a_sample_is_cloned_and_measured_on_another_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -124,6 +185,47 @@ def test_a_failure_on_the_thread_is_not_lost(monkeypatch: pytest.MonkeyPatch) ->
     observer.measure("a", torch.ones(2, 2))
     with pytest.raises(RuntimeError, match="no convergence"):
         observer.collect()
+    # Told once: the next observation is another one.
+    assert observer.collect() == {}
+
+
+def test_a_load_goes_on_from_a_failed_observation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does it wait for measurements, of which it has no use."""
+
+    def failing(matrix: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no convergence")
+
+    model = models.make_model("plain", models.shapes())
+    optimizer = AMO(param_groups(model), config=AMOConfig(**FIELDS, observe_in_background=True))
+    earlier = copy.deepcopy(optimizer.state_dict())
+    monkeypatch.setattr(amo_dist.observer, "ell", failing)
+    for step in (1, 2):
+        models.set_gradients(model, SEED, step)
+        optimizer.step()
+    optimizer.load_state_dict(earlier)
+    assert optimizer.num_steps_taken == 0
+    monkeypatch.setattr(amo_dist.observer, "ell", ell)
+    for step in (1, 2, 3):
+        models.set_gradients(model, SEED, step)
+        optimizer.step()
+    assert optimizer.policy.metrics(3)["amo/observations"] == 1.0
+
+
+def test_what_is_discarded_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Event()
+
+    def slow(matrix: torch.Tensor) -> torch.Tensor:
+        assert may_go_on.wait(60)
+        return ell(matrix)
+
+    monkeypatch.setattr(amo_dist.observer, "ell", slow)
+    for in_background in (True, False):
+        observer = Observer(in_background=in_background)
+        for name in "ab":
+            observer.measure(name, torch.ones(2, 2))
+        observer.discard()  # would wait for ever here
+        may_go_on.set()
+        assert observer.collect() == {}
 
 
 @pytest.mark.cuda

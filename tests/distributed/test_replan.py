@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -107,3 +108,31 @@ def test_all_ranks_fall_back_alike(run_on: Ranks, layout: str, world_size: int) 
             kind = models.types()[registry[(step - 1) % len(registry)]]
             fallen |= {kind} if f'"{kind}":{step}' in controls[step - 1] else set()
         assert len(fallen) >= 5
+
+
+def log_on_one_rank(rank: int, world_size: int) -> list[str]:
+    """Types fall back at steps of plans, each of which is like the one before."""
+    model = models.make_model("fsdp", models.shapes())
+    fields = {"observe_every": 1, "observe_until": 2, "transition_steps": 1, "replan_every": 1}
+    guard = {"ns_guard_every": 1, "ns_guard_bound": 1e-9, "ns_guard_fallback": True}
+    config = AMOConfig(**{**REPLAN, **fields, **guard})
+    optimizer = AMO(param_groups(model), config=config)
+    constant = torch.tensor(0.01, dtype=torch.float64)
+    fallen = []
+    with mock.patch("amo_dist.observer.ell", return_value=constant):
+        for step in range(1, 9):
+            models.set_gradients(model, SEED, step)
+            optimizer.step()
+            if rank == 0:
+                optimizer.metrics()
+            start = optimizer.control_state_dict()["policy"]["transition_from"] or {}
+            uniform = [config.base_steps, config.base_ell.hex()]
+            fallen.append(" ".join(kind for kind, found in start.items() if found == uniform))
+    return fallen
+
+
+def test_what_one_rank_logs_is_no_difference_between_ranks(run_on: Ranks) -> None:
+    found = run_on(2)(log_on_one_rank)
+    assert found[0] == found[1]
+    # Else no type fell back at a plan's step, and the logger asked for nothing new.
+    assert any(found[0])

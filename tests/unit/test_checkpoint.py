@@ -145,6 +145,29 @@ def saved() -> dict[str, Any]:
     return copy.deepcopy(optimizer.state_dict())
 
 
+AGAIN = {
+    "observe_until": 2,
+    "observe_every": 1,
+    "transition_steps": 1,
+    "replan_every": 2,
+    "ns_guard_every": 1,
+    "ns_guard_bound": 1e-9,
+    "ns_guard_fallback": True,
+}
+"""Plans at every other step, with falls back and an observation between."""
+
+
+@pytest.fixture(scope="module")
+def saved_again() -> dict[str, Any]:
+    model, optimizer = make(**AGAIN)
+    train(model, optimizer, 1, 5)
+    state = optimizer.control_state_dict()["policy"]
+    assert state["transition_from"]
+    assert state["observations_since_plan"]
+    assert state["fallbacks"]
+    return copy.deepcopy(optimizer.state_dict())
+
+
 def refusal(state: dict[str, Any], **fields: Any) -> str:
     """The error of a load, after which nothing has changed."""
     model, optimizer = make(**fields)
@@ -304,10 +327,19 @@ def paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
 
 
 @settings(deadline=None, max_examples=300)
-@given(data=st.data(), rule=st.sampled_from(["error", "keep_checkpoint", "replan"]))
+@given(
+    data=st.data(),
+    rule=st.sampled_from(["error", "keep_checkpoint", "replan"]),
+    again=st.booleans(),
+)
 def test_a_corrupted_control_state_is_refused_or_in_force(
-    saved: dict[str, Any], data: st.DataObject, rule: str
+    saved: dict[str, Any],
+    saved_again: dict[str, Any],
+    data: st.DataObject,
+    rule: str,
+    again: bool,
 ) -> None:
+    saved, fields = (saved_again, AGAIN) if again else (saved, {})
     control = json.loads(saved["param_groups"][0]["control"])
     path = data.draw(st.sampled_from(paths(control)))
     parent = control
@@ -317,7 +349,7 @@ def test_a_corrupted_control_state_is_refused_or_in_force(
         parent[path[-1]] = data.draw(JUNK)
     else:
         del parent[path[-1]]
-    model, optimizer = make(on_config_change=rule)
+    model, optimizer = make(**fields, on_config_change=rule)
     train(model, optimizer, 1, 1)
     before, tensors = optimizer.control_state_dict(), everything(model, optimizer)
     policy, config = optimizer.policy, optimizer.config

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import math
 from typing import Any
@@ -13,7 +14,7 @@ from amo_dist.config import AMOConfig
 from amo_dist.schedule.controller import Controller
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
-from tests.unit.controller_runs import CONFIG, REGISTRY, controller, planned
+from tests.unit.controller_runs import CONFIG, ELL, REGISTRY, controller, observe, planned
 
 
 @settings(deadline=None, max_examples=40)
@@ -42,6 +43,28 @@ def test_state_round_trips_bit_for_bit(data: Any, num_observations: int, adopt: 
 
 
 STATE = planned().to_dict()
+AGAIN = dataclasses.replace(CONFIG, replan_every=6)
+"""Plans at steps 6, 12 and 18, the second of which locks at step 16."""
+
+
+def planned_again() -> Controller:
+    """At its second plan, which a type has given up, with an observation toward the third."""
+    target = planned(AGAIN)
+    for step, ell in ((10, 1.0), (12, 0.1), (16, 0.01)):
+        observe(target, step, {name: value * ell for name, value in ELL.items()})
+        if target.plan_due(step):
+            target.adopt(target.make_plan())
+    assert target.fall_back(13, "expert")
+    return target
+
+
+STATES = [(CONFIG, STATE), (AGAIN, planned_again().to_dict())]
+
+
+@pytest.mark.parametrize("field", ["transition_from", "observations_since_plan", "fallbacks"])
+def test_every_field_is_among_the_states_that_are_corrupted(field: str) -> None:
+    assert not STATES[0][1][field]
+    assert STATES[1][1][field]
 
 
 def paths(node: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -62,10 +85,17 @@ JUNK = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=400)
-@given(data=st.data(), bound=st.booleans(), may_differ=st.booleans())
-def test_corrupted_state_raises_only_value_errors(data: Any, bound: bool, may_differ: bool) -> None:
-    state = copy.deepcopy(STATE)
+@settings(deadline=None, max_examples=600)
+@given(
+    data=st.data(),
+    source=st.sampled_from(STATES),
+    bound=st.booleans(),
+    may_differ=st.booleans(),
+)
+def test_corrupted_state_raises_only_value_errors(
+    data: Any, source: tuple[AMOConfig, dict[str, Any]], bound: bool, may_differ: bool
+) -> None:
+    config, state = source[0], copy.deepcopy(source[1])
     for _ in range(data.draw(st.integers(1, 2))):
         path = data.draw(st.sampled_from(paths(state)))
         parent = state
@@ -82,7 +112,7 @@ def test_corrupted_state_raises_only_value_errors(data: Any, bound: bool, may_di
             parent.append(data.draw(JUNK))
         if not state.get("observations") and not state.get("plan"):
             break
-    target = Controller(CONFIG)
+    target = Controller(config)
     if bound:
         target.bind(REGISTRY)
     before = target.to_dict()
@@ -98,6 +128,8 @@ def test_corrupted_state_raises_only_value_errors(data: Any, bound: bool, may_di
     else:
         # What is accepted is in force exactly, and saved again exactly.
         assert target.to_dict() == state
+        if bound and target.plan is not None and not may_differ:
+            assert max(steps for steps, _ in target.state_at(17).values()) <= config.max_steps
 
 
 def changed(**changes: Any) -> dict[str, Any]:

@@ -321,6 +321,23 @@ def test_the_timeline() -> None:
     }
 
 
+def test_the_timeline_of_a_run_that_plans_again() -> None:
+    found = report("qwen3_1.7b", 32, "", "--optimizer.amo.replan_every=1500")
+    steps = {one["event"]: one["step"] for one in found["timeline"]}
+    assert steps["last observation before the plan, and the plan"] == 3000
+    assert steps["planned again from new observations, every 1500 steps"] == 4500
+    # 8 up to step 3000; from each lock 4 up to 4500 and 6000; and 6375 and 6750.
+    assert found["observation"]["count"] == 18
+
+
+def test_the_timeline_of_a_run_without_a_plan() -> None:
+    found = report("qwen3_1.7b", 32, "", "--optimizer.amo.observe_only")
+    steps = {one["event"]: one["step"] for one in found["timeline"]}
+    assert steps["last observation; the uniform schedule stays"] == 3000
+    assert not any("lock" in event or "transition" in event for event in steps)
+    assert found["observation"]["count"] == 8
+
+
 # ------------------------------------------------------------------ seconds
 
 

@@ -145,6 +145,12 @@ def restored(state: dict[str, Any], config: AMOConfig = CONFIG) -> Controller:
         (6, "transition_from", "start", "transition_from: found 'schedules', expected null"),
         (14, "transition_from", {"attn_q": [5, (0.002).hex()]}, "transition_from: found"),
         (14, "transition_from", "few", r"transition_from\.expert: found \[5\], expected Newton"),
+        (
+            14,
+            "transition_from",
+            "many",
+            r"transition_from\.expert: found \[90, 0\.001\], expected 3 ",
+        ),
         (14, "transition_from", [], "transition_from: found .*, expected a mapping by operator"),
         (12, "observations_since_plan", "other", r"observations_since_plan\[0\]\.step: found 6"),
         (14, "fallbacks", {"attn_q": 14}, r"fallbacks\.attn_q: found 14, expected a step after"),
@@ -161,6 +167,7 @@ def test_each_corruption_is_named(stop: int, field: str, value: Any, message: st
     special = {
         "start": start,
         "few": {**start, "expert": [5]},
+        "many": {**start, "expert": [90, (1e-3).hex()]},
         "other": [state["observations"][-1]],
     }
     state[field] = special.get(value, value) if isinstance(value, str) else value

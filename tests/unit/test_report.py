@@ -236,3 +236,11 @@ def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
 def test_a_folder_without_metrics_is_a_mistake(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"found no metrics\.jsonl"):
         data.load([tmp_path])
+
+
+def test_a_run_that_plans_again_has_one_correlation_for_each_phase(tmp_path: Path) -> None:
+    phases = {10: "locked", 20: "transition", 30: "locked"}
+    metrics = [metric(step, phase=phase) for step, phase in phases.items()]
+    (run,) = data.load([write_run(tmp_path / "run", metrics, geometry_log())])
+    text = report._f1(run)
+    assert text.count("locked r = ") == text.count("transition r = ") == 1

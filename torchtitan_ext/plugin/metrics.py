@@ -27,7 +27,7 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     ``metrics.jsonl`` gets one JSON object for each logged step (floats in full, ``null`` for a NaN
     or infinity); a resumed run first drops what lies beyond its checkpoint. ``plan.json`` holds
-    AMO's plan once it is made. TensorBoard and W&B get the same figures.
+    AMO's latest plan once there is one. TensorBoard and W&B get the same figures.
     """
 
     _optimizers: Any = None

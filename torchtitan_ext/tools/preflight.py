@@ -253,7 +253,7 @@ def _read_plan(text: str, types: Sequence[str]) -> dict[str, int]:
 
 
 def _samples(config: Any, registry: Sequence[Any]) -> list[tuple[str, ...]]:
-    """What AMO will draw at each observation: the draw depends on nothing else."""
+    """What AMO will draw at each observation of the first plan; those of later ones are alike."""
     from amo_dist.schedule.policies import AMOPolicy
 
     if config.optimizer.name != "AMO":
@@ -275,14 +275,42 @@ def _timeline(config: Any) -> list[dict[str, Any]]:
         events.append((total + 2 - decay, f"{schedule.decay_type} decay starts"))
     if config.optimizer.name == "AMO":
         amo = config.optimizer.amo
-        events += [
-            (amo.observe_every, f"first observation, then every {amo.observe_every} steps"),
-            (amo.observe_until, "last observation, and the plan"),
-            (amo.observe_until + 1, "transition starts"),
-            (amo.lock_step, "locked"),
-        ]
+        events.append(
+            (amo.observe_every, f"first observation, then every {amo.observe_every} steps")
+        )
+        events += _plans(amo)
     events.append((steps, "the run ends"))
     return [{"step": step, "event": event} for step, event in sorted(events) if 0 < step <= steps]
+
+
+def _plans(amo: Any) -> list[tuple[int, str]]:
+    """What follows the observations; of later plans the first stands for all."""
+    if amo.observe_only:
+        return [(amo.observe_until, "last observation; the uniform schedule stays")]
+    events = [
+        (amo.observe_until, "last observation, and the plan"),
+        (amo.observe_until + 1, "transition starts"),
+        (amo.lock_step, "locked"),
+    ]
+    if amo.replan_every:
+        events[0] = (amo.observe_until, "last observation before the plan, and the plan")
+        again = amo.observe_until + amo.replan_every
+        events.append(
+            (again, f"planned again from new observations, every {amo.replan_every} steps")
+        )
+    return events
+
+
+def _num_observations(config: Any) -> int:
+    """In the whole run, later plans' included."""
+    from amo_dist.schedule.calendar import Calendar
+
+    calendar, plan_step, count = Calendar(config.optimizer.amo), None, 0
+    for step in range(1, config.training.steps + 1):
+        count += calendar.observes(step, plan_step)
+        if step == calendar.next_plan(plan_step) and not config.optimizer.amo.observe_only:
+            plan_step = step
+    return count
 
 
 # ------------------------------------------------------------------ the run
@@ -432,7 +460,7 @@ def _add_seconds(
             for one in (costs.SVD, costs.LANCZOS)
         }
         report["observation"] = {
-            "count": len(samples),
+            "count": _num_observations(config),
             "matrices": max(map(len, samples)),
             "method": method,
             "seconds": by_method[method],

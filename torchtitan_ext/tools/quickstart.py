@@ -154,9 +154,7 @@ def _summarize(config: Any, checkpoints: Path) -> None:
     records = read_metrics(folder / METRICS_FILE)
     plan = folder / PLAN_FILE
     if plan.exists():
-        lock_step = config.optimizer.amo.lock_step
-        is_locked = config.training.steps >= lock_step
-        print(f"\nThe plan{f', locked at step {lock_step}' if is_locked else ''}:")
+        print(f"\n{_plan_title(config)}:")
         print(Plan.from_json(plan.read_text()).table())
     if records:
         first, last = records[0], records[-1]
@@ -166,3 +164,10 @@ def _summarize(config: Any, checkpoints: Path) -> None:
     print(f"metrics      {folder / METRICS_FILE}")
     if config.metrics.enable_tensorboard:
         print(f"TensorBoard  tensorboard --logdir {folder / config.metrics.save_tb_folder}")
+
+
+def _plan_title(config: Any) -> str:
+    amo, steps = config.optimizer.amo, config.training.steps
+    if amo.replan_every and steps >= amo.observe_until + amo.replan_every:
+        return "The last plan"  # the file holds no other, nor when it was made
+    return "The plan" + (f", locked at step {amo.lock_step}" if steps >= amo.lock_step else "")

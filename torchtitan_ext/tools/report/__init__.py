@@ -155,7 +155,7 @@ def _timeline_caption(one: Run) -> str:
 
 
 def _ell_caption(one: Run) -> str:
-    targets = "" if one.plan is None else " Dotted lines and triangles: the plan's targets."
+    targets = "" if one.plan is None else " Dotted lines and triangles: targets of the last plan."
     return f"Effective ell of momentum, the latest median over sampled matrices.{targets}"
 
 
@@ -164,9 +164,14 @@ def _f1(one: Run) -> str:
         "Each point is one matrix at one tracked step: conditioning of momentum against",
         "normalised residual of what Newton-Schulz made of it.",
     ]
-    found = []
+    # Of a run that plans again a phase has several stretches.
+    by_phase: dict[str, list[Any]] = {}
     for phase, first, last in one.phases():
-        records = [r for r in one.geometry if first <= r["step"] <= last]
+        by_phase.setdefault(phase, []).extend(
+            record for record in one.geometry if first <= record["step"] <= last
+        )
+    found = []
+    for phase, records in by_phase.items():
         r = data.pearson([(x, y) for x, y, _ in data.conditioning(records)])
         if r is not None:
             found.append(f"{phase} r = {r:.3f}")

@@ -145,7 +145,7 @@ def _stretches(row: Sequence[int], edges: Sequence[int]) -> Iterator[tuple[int, 
 
 
 def ells(run: Run) -> Any:
-    """Observed ``ell`` of each operator type, and the plan's targets."""
+    """Observed ``ell`` of each operator type, and the last plan's targets."""
     types = [name for name in run.operator_types if run.optimizer_series(f"amo/ell/{name}")]
     if not types:
         return None

@@ -1,0 +1,201 @@
+"""Whole runs with random settings: saved and resumed anywhere, they are the run that went through.
+
+A run observes, plans, plans again and falls back; its settings change on resume. Bad observations,
+skipped steps and matrices without a gradient are among it.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import json
+import math
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from amo_dist import AMO, AMOConfig, checkpoint, param_groups
+from amo_dist.schedule import AMOPolicy
+from tests.unit.controller_runs import REGISTRY
+from tests.unit.test_ns_guard import Model
+
+STEPS = 24
+NAMES = [matrix.name for matrix in REGISTRY]
+Events = Mapping[int, Any]
+
+
+@st.composite
+def configs(draw: st.DrawFn, **fields: Any) -> AMOConfig:
+    every, length = draw(st.integers(1, 3)), draw(st.integers(1, 6))
+    plans_again = draw(st.integers(0, 2)) > 0
+    found = {
+        "observe_every": every,
+        "observe_until": every * draw(st.integers(1, 4)),
+        "transition_steps": length,
+        "replan_every": plans_again * every * (-(-length // every) + draw(st.integers(0, 2))),
+        "observe_only": not plans_again and draw(st.integers(0, 3)) == 0,
+        "sample_size": draw(st.integers(1, 6)),
+        "granularity": draw(st.sampled_from(["operator_type", "layer_group", "matrix"])),
+        "shrinkage": draw(st.sampled_from([0.0, 0.7, 1.0])),
+        "budget_ratio": draw(st.sampled_from([0.8, 1.0, 1.2])),
+        "budget_unit": draw(st.sampled_from(["steps", "flops"])),
+        "seed": draw(st.integers(0, 3)),
+    }
+    return AMOConfig(**{**found, **fields})
+
+
+def at_some_steps(values: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[int, Any]]:
+    return st.dictionaries(st.integers(1, STEPS), values, max_size=5)
+
+
+def observed(name: str, step: int) -> float:
+    """An ell that depends on nothing else; one in four is none."""
+    generator = random.Random(f"{name} {step}")
+    good = 10 ** generator.uniform(-8, -0.1)
+    return generator.choice([good, good, good, math.nan])
+
+
+def take(policy: AMOPolicy, step: int, fallen: str | None) -> tuple[Any, ...]:
+    """One optimizer step of a policy; what it did."""
+    applied = policy.phase(step), dict(policy.schedules(step)), policy.digest(step)
+    sample = policy.sample(step)
+    if fallen is not None:
+        policy.fall_back(step, fallen)
+    if sample:
+        policy.record(step, {name: observed(name, step) for name in sample})
+    if policy.plan_due(step):
+        policy.adopt_plan(policy.make_plan())
+    return *applied, sample, policy.metrics(step)
+
+
+def resumed(policy: AMOPolicy, steps_taken: int, config: AMOConfig, binds_first: bool) -> AMOPolicy:
+    """Another policy that goes on from what this one saved, as an optimizer makes it."""
+    saved = checkpoint.control_state(
+        steps_taken=steps_taken, steps_skipped=0, config=policy.config, policy=policy
+    )
+    state = json.loads(checkpoint.to_text(saved))
+    control = checkpoint.check_control(state, config=config, policy=policy)
+    assert isinstance(control.config, AMOConfig)
+    other = AMOPolicy(control.config)
+    if binds_first:
+        other.bind(REGISTRY)
+    other.load_state_dict(control.policy_state)
+    other.check_progress(steps_taken)
+    other.bind(REGISTRY)
+    return other
+
+
+CHANGES = st.tuples(configs(), st.sampled_from(["replan", "keep_checkpoint"]))
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    config=configs(),
+    fallen=at_some_steps(st.sampled_from(NAMES)),
+    changes=at_some_steps(CHANGES),
+    saves=at_some_steps(st.booleans()),
+)
+def test_a_policy_resumed_anywhere_goes_on_as_it_would_have(
+    config: AMOConfig, fallen: Events, changes: Events, saves: Events
+) -> None:
+    straight, broken = AMOPolicy(config), AMOPolicy(config)
+    for policy in (straight, broken):
+        policy.bind(REGISTRY)
+    for step in range(1, STEPS + 1):
+        if step in changes:
+            other, rule = changes[step]
+            other = dataclasses.replace(other, on_config_change=rule)
+            straight = resumed(straight, step - 1, other, True)
+            broken = resumed(broken, step - 1, other, False)
+        elif step in saves:
+            broken = resumed(broken, step - 1, broken.config, saves[step])
+        did = [take(policy, step, fallen.get(step)) for policy in (straight, broken)]
+        assert did[0] == did[1], step
+        assert broken.state_dict() == straight.state_dict()
+
+
+@settings(deadline=None, max_examples=60)
+@given(config=configs(), fallen=at_some_steps(st.sampled_from(NAMES)))
+def test_a_glide_begins_where_the_run_is_and_ends_at_the_plan(
+    config: AMOConfig, fallen: Events
+) -> None:
+    policy = AMOPolicy(config)
+    policy.bind(REGISTRY)
+    planned_at, kept = None, set[str]()
+    for step in range(1, STEPS + 1):
+        before, plan = policy.controller.state_at(step), policy.plan
+        take(policy, step, fallen.get(step))
+        just = {policy.group_of(fallen[step])} if step in fallen else set()
+        if policy.plan is not plan:
+            planned_at, begins, kept = step, policy.controller.state_at(step), set()
+            # But for what fell back within this very step.
+            assert all(begins[name] == before[name] for name in before.keys() - just)
+        elif plan is not None and policy.phase(step) == "locked":
+            assert planned_at is not None
+            assert step >= planned_at + config.transition_steps
+            planned = zip(plan.allocation, plan.ell_target, strict=True)
+            for name, state in zip(plan.operator_types, planned, strict=True):
+                uniform = (config.base_steps, config.base_ell)
+                assert before[name] == (uniform if name in kept else state)
+        if policy.plan is plan is not None:
+            kept |= just
+
+
+# ---------------------------------------------------------------- optimizers
+
+
+def set_gradients(model: Model, step: int, event: str | None) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for index, param in enumerate(model.parameters()):
+        scale = 10.0 ** ((7 * step + 3 * index) % 5)  # so that what is observed moves
+        param.grad = torch.randn(param.shape, generator=generator) * scale
+        if step % 4 == 0:
+            param.grad = param.grad[:, :1].expand_as(param.grad).clone()
+        if index == step % 3 and event is not None:
+            param.grad = None if event == "none" else torch.full_like(param, math.nan)
+
+
+def run(
+    config: AMOConfig, events: Events, saves: Events
+) -> tuple[list[Tensor], dict[str, Any], list[str]]:
+    """Parameters, control state and the phases of a run; ``saves`` says who goes on how."""
+    model = Model()
+    optimizer, phases = AMO(param_groups(model), config=config), []
+    for step in range(1, STEPS + 1):
+        if step in saves:
+            other = Model()
+            other.load_state_dict(model.state_dict())
+            way = dataclasses.replace(config, observe_in_background=saves[step])
+            fresh = AMO(param_groups(other), config=way)
+            fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+            model, optimizer = other, fresh
+        set_gradients(model, step, events.get(step))
+        optimizer.step()
+        phases.append(optimizer.phase)
+    control = optimizer.control_state_dict()
+    control["config"].pop("observe_in_background")
+    return [param.detach().clone() for param in model.parameters()], control, phases
+
+
+@settings(deadline=None, max_examples=25)
+@given(
+    config=configs(
+        ns_guard_every=1, ns_guard_bound=0.3, ns_guard_fallback=True, nonfinite="skip_step"
+    ),
+    events=at_some_steps(st.sampled_from(["none", "skip"])),
+    saves=at_some_steps(st.booleans()),
+    starts_in_background=st.booleans(),
+)
+def test_an_optimizer_resumed_anywhere_goes_on_bit_for_bit(
+    config: AMOConfig, events: Events, saves: Events, starts_in_background: bool
+) -> None:
+    """The one observes at once; the other is saved and loaded, with a thread or without."""
+    way = dataclasses.replace(config, observe_in_background=starts_in_background)
+    expected, found = run(config, events, {}), run(way, events, saves)
+    assert found[1:] == expected[1:]
+    assert all(map(torch.equal, found[0], expected[0]))
