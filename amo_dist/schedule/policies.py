@@ -328,7 +328,7 @@ class AMOPolicy(Policy):
         return self.controller.phase(step)
 
     def sample(self, step: int) -> tuple[str, ...]:
-        """Names to observe at a step, sorted; none at most, and up to that of the plan in force."""
+        """Names of the matrices to observe at a step, sorted; ``()`` at most steps."""
         self._require_bound(step)
         return self.controller.sample(step)
 
