@@ -73,7 +73,10 @@ def exceed(tensors: Sequence[Tensor], bounds: Sequence[float]) -> Tensor:
         return torch.tensor(found_on_cpu, device=tensors[0].device)
     # The largest entry, not the 2-norm: that of finite 1e30 entries is infinite.
     found = _widen(torch._foreach_norm(list(tensors), ord=float("inf")))
-    largest = torch.stack([each.to(torch.float64) for each in found])
+    if len({each.dtype for each in found}) > 1:
+        found = [each.to(torch.float64) for each in found]
+    # One cast of all, not one launch for each of hundreds.
+    largest = torch.stack(found).to(torch.float64)
     # A comparison with NaN is false.
     return ~(largest <= torch.tensor(bounds, dtype=torch.float64, device=largest.device))
 
