@@ -138,7 +138,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) ->
         assert refused.returncode == 2
         assert "is being written by process" in refused.stderr
     process.send_signal(number)
-    process.wait()
+    process.wait(timeout=120)
     for _ in range(600):  # what is left saves its checkpoint and ends, within half a minute
         if not Path(f"/proc/{rank}").exists():
             break
@@ -161,7 +161,13 @@ def start_until_step(
     step: int, folder: Path, *options: str, stdout: Any = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
     """Start a run and wait for its second checkpoint."""
-    process = subprocess.Popen(command(folder, *options), env=ENVIRONMENT, stdout=stdout)
+    process = subprocess.Popen(
+        command(folder, *options),
+        env=ENVIRONMENT,
+        stdout=stdout,
+        # Shells start what runs in their background with SIGINT ignored, and children inherit it.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     deadline = time.monotonic() + 120  # a start takes some seconds, on a busy machine more
     while not (folder / "checkpoint" / f"step-{step}" / ".metadata").exists():
         assert process.poll() is None
