@@ -16,12 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from amo_dist.config import MuonConfig
 from amo_dist.distributed.plan import Part
 from amo_dist.optimizer import Muon
 from amo_dist.parameters import local_tensor
-from amo_dist.schedule.policies import Policy
-from amo_dist.schedule.types import Schedule
 from amo_dist.step import StepWork, cut
 
 EPS = 1e-8
@@ -176,29 +173,6 @@ class AdaMuon(Muon):
     """
 
     _work_class = AdaMuonWork
-
-    def __init__(
-        self,
-        params: Any,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
-        *,
-        schedule: str | Schedule | Mapping[str, Schedule] | Policy = "kj",
-        config: MuonConfig | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
-        super().__init__(
-            params,
-            lr,
-            weight_decay,
-            schedule=schedule,
-            config=config,
-            betas=betas,
-            eps=eps,
-            process_group=process_group,
-        )
 
     def _matrix_state(self, param: Tensor) -> dict[str, Tensor]:
         moment = torch.zeros_like(param, dtype=torch.float32)

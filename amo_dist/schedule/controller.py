@@ -86,8 +86,7 @@ class Controller:
 
     def progress(self, step: int) -> tuple[object, ...]:
         """A value that is the same for two steps only where ``state_at`` is."""
-        done = min(max(step - self._horizon, 0), self._config.transition_steps)
-        return self._horizon, done, self.fallen_back(step)
+        return self._horizon, self._steps_of_transition(step), self.fallen_back(step)
 
     def sample(self, step: int) -> tuple[str, ...]:
         """Names of the matrices to observe at a step, sorted; none at most steps.
@@ -227,9 +226,8 @@ class Controller:
         plan = self.plan
         if plan is None:
             fields.fail("step", step, f"at most {self._horizon} while no plan is adopted")
-        length = self._config.transition_steps
-        done = min(max(step - self._horizon, 0), length)
-        planned = plan.state_at(Fraction(done, length), self._state.transition_from)
+        progress = Fraction(self._steps_of_transition(step), self._config.transition_steps)
+        planned = plan.state_at(progress, self._state.transition_from)
         fallen = dict.fromkeys(self.fallen_back(step), (plan.base_steps, plan.base_ell))
         return {**planned, **fallen}
 
@@ -278,6 +276,10 @@ class Controller:
         """The step after which the plan in force, or the first to come, begins to count."""
         planned = self._state.plan_step
         return self._calendar().first_plan if planned is None else planned
+
+    def _steps_of_transition(self, step: int) -> int:
+        """How many of its steps the transition has taken at ``step``."""
+        return min(max(step - self._horizon, 0), self._config.transition_steps)
 
     def _next_observation(self) -> int | None:
         pending = self._state.pending
@@ -337,38 +339,14 @@ class Controller:
         before = None
         if state.transition_from is not None and state.plan_step is not None:
             before = self._plan_step_before(state.plan_step, calendar)
-        foreign_until = state.replanned_at or 0
-        last = self._check_pending("observations", state.observations, before, foreign_until)
+        last = _check_pending("observations", state.observations, before, calendar)
         if state.plan is None:
             return
         until = calendar.next_plan(before)
         if last != until:
             fields.fail("plan", "a plan", f"null before the observation at step {until}")
         since = state.observations_since_plan
-        self._check_pending("observations_since_plan", since, state.plan_step, foreign_until)
-
-    def _check_pending(
-        self,
-        field: str,
-        observations: Sequence[Observation],
-        plan_step: int | None,
-        foreign_until: int,
-    ) -> int | None:
-        """Check the steps of observations toward one plan; the last of them."""
-        calendar, last = Calendar(self._config, foreign_until or None), None
-        for i, observation in enumerate(observations):
-            step, due = observation.step, calendar.next_observation(plan_step, last)
-            is_foreign = (last or 0) < step <= foreign_until and plan_step is None
-            if not is_foreign and step != due:
-                config = self._config
-                fields.fail(
-                    f"{field}[{i}].step",
-                    step,
-                    f"{due}, with observe_every = {config.observe_every} and observe_until = "
-                    f"{config.observe_until} and replan_every = {config.replan_every}",
-                )
-            last = step
-        return last
+        _check_pending("observations_since_plan", since, state.plan_step, calendar)
 
     def _plan_step_before(self, plan_step: int, calendar: Calendar) -> int:
         """The step of the plan before that of ``plan_step``, which is not the first."""
@@ -388,3 +366,23 @@ class Controller:
         for key, value in expected.items():
             if getattr(plan, key) != value:
                 fields.fail(f"plan.{key}", getattr(plan, key), f"{value!r}")
+
+
+def _check_pending(
+    field: str, observations: Sequence[Observation], plan_step: int | None, calendar: Calendar
+) -> int | None:
+    """Check the steps of observations toward one plan; the last of them."""
+    foreign_until, last = calendar.replanned_at or 0, None
+    for i, observation in enumerate(observations):
+        step, due = observation.step, calendar.next_observation(plan_step, last)
+        is_foreign = (last or 0) < step <= foreign_until and plan_step is None
+        if not is_foreign and step != due:
+            config = calendar.config
+            fields.fail(
+                f"{field}[{i}].step",
+                step,
+                f"{due}, with observe_every = {config.observe_every} and observe_until = "
+                f"{config.observe_until} and replan_every = {config.replan_every}",
+            )
+        last = step
+    return last
