@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.profiler import record_function
 
 from amo_dist.distributed.plan import Part
+from amo_dist.kernels.elementwise import wide_dtype
 from amo_dist.optimizer import Muon
 from amo_dist.parameters import local_tensor
 from amo_dist.step import StepWork, cut
@@ -80,7 +81,7 @@ class AdaMuonWork(StepWork):
 
     def read(self, parts: Sequence[Part], places: Sequence[Tensor]) -> None:
         """The sign of the momentum, elementwise, before anything is rounded to travel."""
-        dtype = torch.promote_types(getattr(torch, self._config.momentum_dtype), torch.float32)
+        dtype = wide_dtype(getattr(torch, self._config.momentum_dtype))
         wide = [torch.empty_like(place, dtype=dtype) for place in places]
         super().read(parts, wide)
         for place, momentum in zip(places, wide, strict=True):

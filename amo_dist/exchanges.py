@@ -12,6 +12,7 @@ from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import make_plan
+from amo_dist.kernels.elementwise import wide_dtype
 from amo_dist.parameters import Parameters
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
@@ -51,10 +52,10 @@ def plan_exchanges(
     jobs = assign(matrices, costs, ownership=config.ownership, owners=config.owners)
     wire_dtype: torch.dtype = getattr(torch, config.ns_dtype)
     # Momentum is read in float32 at least, and what is observed must not be rounded to less.
-    wide_dtype = torch.promote_types(getattr(torch, config.momentum_dtype), torch.float32)
+    observed_dtype = wide_dtype(getattr(torch, config.momentum_dtype))
     wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in observed)
     sizes = [
-        matrix.num_elements * (wide_dtype if i in wide else wire_dtype).itemsize
+        matrix.num_elements * (observed_dtype if i in wide else wire_dtype).itemsize
         for i, matrix in enumerate(matrices)
     ]
     exchanges: list[Exchange] = []
@@ -78,7 +79,7 @@ def plan_exchanges(
                 group=group,
                 device=device,
                 wire_dtype=wire_dtype,
-                wide_dtype=wide_dtype,
+                wide_dtype=observed_dtype,
                 buckets_in_flight=config.buckets_in_flight,
             )
             exchanges.append(exchange)

@@ -38,6 +38,11 @@ def update_scale(shape: Sequence[int], factor: float = 0.2) -> float:
     return factor * math.sqrt(max(shape[-2:]))
 
 
+def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """In which values of these dtypes are computed: float64 where one of them is, else float32."""
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
 def largest_entry(x: Tensor) -> Tensor:
     """The greatest absolute entry of each matrix, without a host sync.
 
@@ -140,7 +145,7 @@ def nesterov(
         ValueError: lists of different lengths.
     """
     if out is None:
-        out = [torch.empty_like(buffer, dtype=_wide_dtype(buffer)) for buffer in buffers]
+        out = [torch.empty_like(buffer, dtype=wide_dtype(buffer.dtype)) for buffer in buffers]
     _check_lengths(buffers=buffers, grads=grads, out=out)
     if _lie_on_cpu(buffers):
         for buffer, grad, place in _chunks(buffers, grads, out):
@@ -232,13 +237,9 @@ def _chunks(*lists: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
             yield from zip(*(tensor.split(rows) for tensor in tensors), strict=True)
 
 
-def _wide_dtype(tensor: Tensor) -> torch.dtype:
-    return torch.float64 if tensor.dtype == torch.float64 else torch.float32
-
-
 def _wide_copy(use: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor itself where it has the wide dtype, else a copy that the next call overwrites."""
-    dtype = dtype or _wide_dtype(tensor)
+    dtype = dtype or wide_dtype(tensor.dtype)
     if tensor.dtype == dtype:
         return tensor
     return scratch(use, tensor.shape, dtype, tensor.device).copy_(tensor)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.kernels.backends import Backend, choose_backend, iterate
-from amo_dist.kernels.elementwise import largest_entry
+from amo_dist.kernels.elementwise import largest_entry, wide_dtype
 from amo_dist.kernels.scratch import scratch
 
 Triple = tuple[float, float, float]
@@ -151,7 +151,7 @@ def _normalized_on_cpu(x: Tensor, norm_scale: float, dtype: torch.dtype, eps: fl
     Powers of two scale it then, which change no bit of the result. Passes over a matrix count: it
     has left the caches since the last one.
     """
-    wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
+    wide = wide_dtype(x.dtype, dtype)
     if not x.is_contiguous():  # bits of a sum depend on the strides
         x = scratch("contiguous", x.shape, x.dtype, x.device).copy_(x)
     largest = largest_entry(x).item()
@@ -188,7 +188,7 @@ def _scale_largest_entry_to_one(x: Tensor, dtype: torch.dtype) -> Tensor:
 
     On CPU it lives in memory that the next call overwrites.
     """
-    wide = torch.float64 if torch.float64 in (x.dtype, dtype) else torch.float32
+    wide = wide_dtype(x.dtype, dtype)
     # In the dtype of x, which may be half as long to read; a maximum is the same in any order.
     largest = largest_entry(x).to(wide)
     # Contiguous before any sum or product: their bits depend on the strides.
