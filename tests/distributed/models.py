@@ -7,7 +7,9 @@ order in another world, and bits could not be compared.
 from __future__ import annotations
 
 import hashlib
+import io
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -192,3 +194,12 @@ def whole(tensor: Tensor) -> Tensor:
     """The full value of a parameter, on every rank."""
     full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     return full.detach().clone()
+
+
+def through_a_file(state: dict[str, Any], *, weights_only: bool = True) -> dict[str, Any]:
+    """What a file gives back; DTensors need ``weights_only=False``."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    loaded: dict[str, Any] = torch.load(file, weights_only=weights_only)
+    return loaded

@@ -7,7 +7,6 @@ bit in ``test_checkpoint_dcp``, ranks that go on from different states in ``test
 from __future__ import annotations
 
 import copy
-import io
 from pathlib import Path
 from typing import Any
 
@@ -96,20 +95,13 @@ def test_keys_do_not_depend_on_what_a_rank_holds_or_has_seen(
 # ------------------------------------------------------------------ momentum
 
 
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=False)
-    return loaded
-
-
 def own_file(rank: int, world_size: int, layout: str) -> tuple[int, list[str]]:
     """How many matrices this rank holds a part of, and those whose momentum its file lacks."""
     model, optimizer = make(layout)
     train(model, optimizer, 2)
     resumed, other = make(layout)
-    other.load_state_dict(through_a_file(optimizer.state_dict()))
+    saved = models.through_a_file(optimizer.state_dict(), weights_only=False)
+    other.load_state_dict(saved)
     held, lost = 0, []
     for name in MATRICES:
         first, second = (models.gradient(SEED, step, name, SHAPES[name]) for step in (1, 2))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import json
 import logging
 from typing import Any
@@ -55,14 +54,6 @@ def everything(model: nn.Module, optimizer: Muon) -> list[Tensor]:
     return [tensor.detach().clone() for tensor in [*model.parameters(), *state]]
 
 
-def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    file = io.BytesIO()
-    torch.save(state, file)
-    file.seek(0)
-    loaded: dict[str, Any] = torch.load(file, weights_only=True)
-    return loaded
-
-
 # Before the first step, before an observation, at it, between, at the plan, in the transition, at
 # the lock, after it.
 @pytest.mark.parametrize("saved_at", [0, 1, 2, 3, 4, 5, 6, 7, 8])
@@ -70,7 +61,8 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 def test_resuming_continues_bit_for_bit(saved_at: int, dtype: torch.dtype) -> None:
     model, optimizer = make(dtype)
     train(model, optimizer, 1, saved_at)
-    saved = through_a_file({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+    saved = models.through_a_file(state)
     train(model, optimizer, saved_at + 1, STEPS)
     resumed, other = make(dtype)
     other.load_state_dict(saved["optimizer"])
