@@ -164,7 +164,7 @@ def measure(
                 "shape": shape,
                 "steps": steps,
                 "backend": label + star,
-                "blocks": backend.num_blocks,
+                "blocks": f"{backend.gram_blocks}, {backend.square_blocks}",
                 "restarts": str(list(backend.restarts)),
                 "ms": 1e3 * time,
                 "of standard": ratio(seconds, label, "standard"),

@@ -44,13 +44,15 @@ class Backend:
 
     Attributes:
         name: One of ``BACKENDS`` but ``auto``.
-        num_blocks: Blocks (of ``triton``: tiles) along the diagonal of a symmetric product; 1
-            computes all of it.
+        gram_blocks: Blocks (of ``triton``: tiles) along the diagonal of ``X X^T``; 1 computes all
+            of it.
+        square_blocks: Likewise of the products of small symmetric matrices.
         restarts: Steps before which the Gram form begins anew.
     """
 
     name: str
-    num_blocks: int = 1
+    gram_blocks: int = 1
+    square_blocks: int = 1
     restarts: tuple[int, ...] = ()
 
 
@@ -59,24 +61,23 @@ STANDARD = Backend("standard")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Overhead:
-    """Of a product ``(m, k) (k, m)`` by blocks, in flops lost.
+    """Of a product ``(m, k) (k, m)`` by blocks, in flops lost for each block but the first.
 
     Attributes:
-        per_element: For each of the ``m^2`` elements, half of which are mirrored.
-        per_row: For each block, times ``m``.
-        per_column: For each block, times ``k``.
+        per_row: Times ``m``.
+        per_column: Times ``k``.
     """
 
-    per_element: float = 0.0
     per_row: float = 0.0
     per_column: float = 0.0
 
 
 # Narrow products are so fast that what a block takes besides, and its thinner shape, weigh more.
-_NARROW = _Overhead(per_row=2.4e4, per_column=2e4)
-_WIDE = _Overhead(per_element=50.0, per_column=6e3)
-_MIN_GAIN = 0.97
-"""Of the standard cost, below which another backend is worth its while."""
+_NARROW = _Overhead(per_row=5e4, per_column=1e4)
+_WIDE = _Overhead(per_row=6e3, per_column=2e3)
+_BLOCKS = (2, 4, 8)
+_MIN_GAIN = 0.95
+"""Of the cost of a simpler way, above which it is taken: the model is no better than that."""
 # Gram in bfloat16 or float16 has two to four times the error of the standard form: not an option.
 _GRAM_MAX_UNIT = 1e-5
 
@@ -177,26 +178,38 @@ def _cheapest(
     if requested == "triton":
         return _tiled(m, dtype)
     overhead = _NARROW if dtype.itemsize < 4 else _WIDE
-    symmetric = min(
-        (Backend("symmetric", blocks) for blocks in (2, 4, 8) if blocks <= max(m, 2)),
-        key=lambda backend: cost(backend, m, n, len(coefficients), overhead),
+    is_free = requested == "auto"
+    blocks = (1, *_BLOCKS) if is_free else _BLOCKS
+    symmetric = Backend(
+        "symmetric", _num_blocks(m, n, overhead, blocks), _num_blocks(m, m, overhead, blocks)
     )
-    if requested == "symmetric":
-        return symmetric
-    gram = _choose_gram(m, n, coefficients, dtype, overhead)
-    if requested == "gram":
+    gram = None
+    if requested != "symmetric":
+        gram = _choose_gram(m, n, coefficients, dtype, overhead)
+    if not is_free:
         return gram or symmetric
-    found = [backend for backend in (symmetric, gram) if backend is not None]
-    best = min(found, key=lambda backend: cost(backend, m, n, len(coefficients), overhead))
-    limit = _MIN_GAIN * cost(STANDARD, m, n, len(coefficients), overhead)
-    return best if cost(best, m, n, len(coefficients), overhead) < limit else STANDARD
+    best = STANDARD
+    for backend in (symmetric, gram):
+        if backend is not None:
+            found, limit = (
+                cost(each, m, n, len(coefficients), overhead) for each in (backend, best)
+            )
+            best = backend if found < _MIN_GAIN * limit else best
+    return best
+
+
+def _num_blocks(m: int, k: int, overhead: _Overhead, among: Sequence[int]) -> int:
+    """Best blocks of a product ``(m, k) (k, m)``."""
+    possible = [blocks for blocks in among if blocks <= max(m, 2)]
+    return min(possible, key=lambda blocks: _product_cost(m, k, blocks, overhead))
 
 
 def _tiled(m: int, dtype: torch.dtype) -> Backend:
     # Imported here: the package is not everywhere.
     from amo_dist.kernels.triton_symmetric import tiling
 
-    return Backend("triton", -(-m // tiling(m, dtype).tile))
+    tiles = -(-m // tiling(m, dtype).tile)
+    return Backend("triton", tiles, tiles)
 
 
 def _choose_gram(
@@ -207,12 +220,10 @@ def _choose_gram(
     if unit > _GRAM_MAX_UNIT:
         return None
     steps = len(coefficients)
+    gram_blocks = _num_blocks(m, n, overhead, (1, *_BLOCKS))
+    square_blocks = _num_blocks(m, m, overhead, (1, *_BLOCKS))
     candidates = sorted(
-        (
-            Backend("gram", blocks, restarts)
-            for blocks in (1, 2, 4, 8)
-            for restarts in _tables(steps)
-        ),
+        (Backend("gram", gram_blocks, square_blocks, restarts) for restarts in _tables(steps)),
         key=lambda backend: cost(backend, m, n, steps, overhead),
     )
     return next((each for each in candidates if is_stable(coefficients, each.restarts, unit)), None)
@@ -237,24 +248,20 @@ def cost(backend: Backend, m: int, n: int, steps: int, overhead: _Overhead = _WI
         overhead: Of the dtype.
     """
     large = 2.0 * m * m * n
-    if backend.name == "standard":
-        return steps * (2 * large + 2.0 * m**3)
-    blocks = backend.num_blocks
-    share = (blocks + 1) / (2 * blocks)
-    small = share * 2.0 * m**3 + _lost(blocks, m, m, overhead)
-    gram = share * large + _lost(blocks, m, n, overhead)
-    if backend.name in ("symmetric", "triton"):
-        return steps * (gram + small + large)
+    gram = _product_cost(m, n, backend.gram_blocks, overhead)
+    square = _product_cost(m, m, backend.square_blocks, overhead)
+    if backend.name != "gram":
+        return steps * (gram + square + large)
     segments = len(backend.restarts) + 1
     # A step squares A, carries the factor on (not the first of a segment) and A (not the last).
-    products = steps + (steps - segments) + 2 * (steps - segments)
-    return segments * (gram + large) + products * small
+    squares = steps + (steps - segments) + 2 * (steps - segments)
+    return segments * (gram + large) + squares * square
 
 
-def _lost(blocks: int, m: int, k: int, overhead: _Overhead) -> float:
-    if blocks == 1:
-        return 0.0
-    return overhead.per_element * m * m + blocks * (overhead.per_row * m + overhead.per_column * k)
+def _product_cost(m: int, k: int, blocks: int, overhead: _Overhead) -> float:
+    """Of a symmetric ``(m, k) (k, m)``: the share on and above the diagonal, and what is lost."""
+    lost = (blocks - 1) * (overhead.per_row * m + overhead.per_column * k)
+    return (blocks + 1) / (2 * blocks) * 2.0 * m * m * k + lost
 
 
 def executed_flops(backend: Backend, m: int, n: int, steps: int) -> float:
@@ -262,57 +269,88 @@ def executed_flops(backend: Backend, m: int, n: int, steps: int) -> float:
     return cost(backend, m, n, steps, _Overhead())
 
 
+def short_side(x: Tensor) -> Tensor:
+    """A view of each matrix with as many rows as its short side: ``x``, or ``x.mT`` where tall."""
+    return x.mT if x.shape[-2] > x.shape[-1] else x
+
+
 def iterate(
     x: Tensor,
     coefficients: Sequence[Triple],
     backend: Backend,
     gram: Tensor | None = None,
-    out: Tensor | None = None,
 ) -> Tensor:
     """Run the steps.
 
     Args:
-        x: ``(m, n)`` or ``(b, m, n)``, contiguous, m <= n, singular values at most one.
+        x: ``(m, n)`` or ``(b, m, n)``, contiguous, singular values at most one; m <= n for
+            ``triton``.
         coefficients: One triple a step.
         backend: From ``choose_backend``.
-        gram: ``x x^T`` where it is at hand, contiguous.
-        out: Where the result may go, as ``x`` and contiguous; a new tensor where None.
+        gram: ``A``, the Gram matrix of the short side, where it is at hand, contiguous.
 
     Returns:
-        As ``x``.
+        A new tensor as ``x``.
     """
-    if backend.name == "gram":
-        return _iterate_gram(x, coefficients, backend, gram)
-    multiply, square = _symmetric_product(backend), (*x.shape[:-1], x.shape[-2])
-    small, polynomial = (scratch(use, square, x.dtype, x.device) for use in ("gram", "polynomial"))
-    # Steps write into two in turn, the last one into what is returned.
-    last = torch.empty_like(x) if out is None else out
-    results = [last, scratch("iterate", x.shape, x.dtype, x.device)]
-    for remaining, (a, b, c) in zip(range(len(coefficients))[::-1], coefficients, strict=True):
-        gram = multiply(x, out=small) if gram is None else gram
-        multiply(gram, gram, b, c, out=polynomial)
-        x = _fused(x, polynomial, x, a, out=results[remaining % 2])
+    run = _iterate_gram if backend.name == "gram" else _iterate
+    return run(x, coefficients, backend, gram)
+
+
+def _iterate(
+    x: Tensor, coefficients: Sequence[Triple], backend: Backend, gram: Tensor | None
+) -> Tensor:
+    multiply, square = _symmetric_products(backend)
+    small, polynomial = (_square(use, x) for use in ("gram", "polynomial"))
+    results = _results(x, len(coefficients))
+    for a, b, c in coefficients:
+        gram = multiply(short_side(x), out=small) if gram is None else gram
+        square(gram, gram, b, c, out=polynomial)
+        x = _times(polynomial, x, a, out=next(results))
         gram = None
     return x
 
 
-def _symmetric_product(backend: Backend) -> Callable[..., Tensor]:
-    """``(x, added, beta, alpha, *, out)``: ``beta * added + alpha * x x^T``."""
+def _square(use: str, x: Tensor) -> Tensor:
+    m = min(x.shape[-2:])
+    return scratch(use, (*x.shape[:-2], m, m), x.dtype, x.device)
+
+
+def _results(x: Tensor, count: int) -> Iterator[Tensor]:
+    """Where large products go: into two in turn, the last one into what is returned."""
+    last = torch.empty_like(x)
+    other = scratch("iterate", x.shape, x.dtype, x.device)
+    return (last if remaining % 2 == 0 else other for remaining in range(count)[::-1])
+
+
+def _times(polynomial: Tensor, x: Tensor, beta: float, *, out: Tensor) -> Tensor:
+    """``(beta I + polynomial) X``, X being what `short_side` shows of ``x``."""
+    if x.shape[-2] > x.shape[-1]:
+        return _fused(x, x, polynomial, beta, out=out)
+    return _fused(x, polynomial, x, beta, out=out)
+
+
+def _symmetric_products(backend: Backend) -> Iterator[Callable[..., Tensor]]:
+    """For X and for squares, ``(x, added, beta, alpha, *, out)``: ``beta added + alpha x x^T``."""
     if backend.name == "triton":
         from amo_dist.kernels.triton_symmetric import symmetric_product
 
-        return symmetric_product
-    return lambda x, *added, out: _symmetric(x, x, backend.num_blocks, *added, out=out)
+        return iter((symmetric_product, symmetric_product))
+
+    def by_blocks(num_blocks: int) -> Callable[..., Tensor]:
+        return lambda x, *added, out: _symmetric(x, x, num_blocks, *added, out=out)
+
+    return map(by_blocks, (backend.gram_blocks, backend.square_blocks))
 
 
 def _iterate_gram(
     x: Tensor, coefficients: Sequence[Triple], backend: Backend, gram: Tensor | None
 ) -> Tensor:
     """All small matrices are polynomials of one A: they commute, and every product is symmetric."""
-    blocks = backend.num_blocks
+    blocks = backend.square_blocks
     bounds = (0, *backend.restarts, len(coefficients))
     for start, stop in itertools.pairwise(bounds):
-        gram = _symmetric(x, x, blocks) if gram is None else gram
+        short = short_side(x)
+        gram = _symmetric(short, short, backend.gram_blocks) if gram is None else gram
         factor: Tensor | None = None
         for step in range(start, stop):
             a, b, c = coefficients[step]
@@ -323,7 +361,7 @@ def _iterate_gram(
                 half = _symmetric(polynomial, gram, blocks)
                 gram = _symmetric(half, polynomial, blocks)
         assert factor is not None
-        x, gram = factor @ x, None
+        x, gram = x @ factor if x.shape[-2] > x.shape[-1] else factor @ x, None
     return x
 
 

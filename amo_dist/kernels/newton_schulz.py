@@ -14,7 +14,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amo_dist.kernels.backends import Backend, choose_backend, iterate
+from amo_dist.kernels.backends import Backend, choose_backend, iterate, short_side
 from amo_dist.kernels.elementwise import largest_entry, wide_dtype
 from amo_dist.kernels.scratch import scratch
 
@@ -22,8 +22,10 @@ Triple = tuple[float, float, float]
 
 PRECONDITIONERS = ("frobenius", "aol")
 
-_LEAST_LARGEST = 2.0**-32
-"""Squares of entries far below one of this size, or near its inverse, are in float32's range."""
+_LEAST_NORM = 2.0**-32
+"""Squares of the entries behind a norm of this size, or its inverse, are in float32's range."""
+_LEAST_SEEN = 2.0**-9
+"""Of the spacing of a dtype at one: what is added to a divisor below that, rounding swallows."""
 
 
 @torch.no_grad()
@@ -122,8 +124,9 @@ def _orthogonalize(
     backend: Backend,
 ) -> Tensor:
     """The same for one matrix ``(m, n)`` or one batch ``(b, m, n)``, not empty."""
-    is_tall = x.shape[-2] > x.shape[-1]
-    x = _turned(x) if is_tall else x
+    # The kernel reads rows of the short side; products of PyTorch take tall matrices as they are.
+    is_turned = backend.name == "triton" and x.shape[-2] > x.shape[-1]
+    x = x.mT if is_turned else x
     gram: Tensor | None = None
     if preconditioner == "aol":
         first, gram = _precondition_aol(_scale_largest_entry_to_one(x, dtype), dtype)
@@ -131,10 +134,8 @@ def _orthogonalize(
         first = _normalized_on_cpu(x, norm_scale, dtype, eps)
     else:
         first = _normalized(_scale_largest_entry_to_one(x, dtype), norm_scale, dtype, eps)
-    if not is_tall:
-        return iterate(first, coefficients, backend, gram)
-    out = scratch("result", first.shape, dtype, first.device)
-    return iterate(first, coefficients, backend, gram, out).mT.contiguous()
+    result = iterate(first, coefficients, backend, gram)
+    return result.mT.contiguous() if is_turned else result
 
 
 def _normalized(unit: Tensor, norm_scale: float, dtype: torch.dtype, eps: float) -> Tensor:
@@ -154,29 +155,25 @@ def _normalized_on_cpu(x: Tensor, norm_scale: float, dtype: torch.dtype, eps: fl
     wide = wide_dtype(x.dtype, dtype)
     if not x.is_contiguous():  # bits of a sum depend on the strides
         x = scratch("contiguous", x.shape, x.dtype, x.device).copy_(x)
-    largest = largest_entry(x).item()
-    if not math.isfinite(largest):
-        return scratch("first", x.shape, dtype, x.device).fill_(math.nan)
-    if not _LEAST_LARGEST <= largest <= 1 / _LEAST_LARGEST and largest > 0:
+    norm = torch.linalg.vector_norm(x, dtype=wide).item()
+    if not _LEAST_NORM <= norm <= 1 / _LEAST_NORM:
+        largest = largest_entry(x).item()
+        if not math.isfinite(largest):
+            return scratch("first", x.shape, dtype, x.device).fill_(math.nan)
         exponent = -math.frexp(largest)[1]
         x = scratch("unit", x.shape, wide, x.device).copy_(x)
         # In two, since the float that scales a denormal to one is infinite.
         x.mul_(2.0 ** (exponent // 2)).mul_(2.0 ** (exponent - exponent // 2))
-        largest = math.ldexp(largest, exponent)
-    norm = torch.linalg.vector_norm(x, dtype=wide).item()
-    divisor = norm * norm_scale + eps * largest or 1.0
+        norm = torch.linalg.vector_norm(x).item()
+    divisor = norm * norm_scale
+    if eps > _LEAST_SEEN * torch.finfo(dtype).eps:
+        divisor += eps * largest_entry(x).item()
+    divisor = divisor or 1.0
     if x.dtype in (dtype, wide):
         # Divides wide, even where x is narrow, and rounds once.
         first = scratch("first" if x.dtype == dtype else "unit", x.shape, x.dtype, x.device)
         return _cast(torch.div(x, divisor, out=first), dtype)
     return _cast(scratch("unit", x.shape, wide, x.device).copy_(x).div_(divisor), dtype)
-
-
-def _turned(x: Tensor) -> Tensor:
-    """``x.mT``; contiguous on CPU, where a transposed copy that casts takes many times as long."""
-    if x.device.type != "cpu":
-        return x.mT
-    return scratch("turned", x.mT.shape, x.dtype, x.device).copy_(x.mT)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -198,11 +195,15 @@ def _scale_largest_entry_to_one(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _precondition_aol(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """``diag(d) X`` and ``diag(d) X X^T diag(d)`` with ``d_i = (sum_j |X X^T|_ij)^-1/2``."""
-    cast = unit.to(dtype)
+    """``diag(d) X`` and ``diag(d) X X^T diag(d)`` with ``d_i = (sum_j |X X^T|_ij)^-1/2``.
+
+    X is ``unit`` or, where that is tall, its transpose.
+    """
+    cast = short_side(unit.to(dtype))
     gram = (cast @ cast.mT).to(unit.dtype)
     row_sums = gram.abs().sum(dim=-1, keepdim=True)
     # A row of zeros (or one whose squares vanish in dtype) has nothing to scale.
     d = row_sums.rsqrt().masked_fill_(row_sums == 0, 1.0)
     scaled_gram = gram.mul_(d).mul_(d.mT)
-    return _cast(unit.mul_(d), dtype), scaled_gram.to(dtype)
+    short_side(unit).mul_(d)
+    return _cast(unit, dtype), scaled_gram.to(dtype)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -55,10 +56,10 @@ def test_all_backends_are_one_map(
         x = torch.stack([x, -x, x.flip(0)])
     expected = iterate(x, coefficients, STANDARD)
     for backend in (
-        Backend("symmetric", blocks),
-        Backend("gram", blocks),
-        Backend("gram", blocks, tuple(range(1, steps))),
-        Backend("gram", blocks, tuple(range(2, steps, 2))),
+        Backend("symmetric", blocks, blocks),
+        Backend("gram", blocks, blocks),
+        Backend("gram", blocks, 1, tuple(range(1, steps))),
+        Backend("gram", 1, blocks, tuple(range(2, steps, 2))),
     ):
         found = iterate(x, coefficients, backend)
         # Float64; without restarts the Gram form multiplies rounding by up to 5e5 here.
@@ -88,7 +89,7 @@ def test_symmetric_is_as_exact_as_standard(dtype: torch.dtype) -> None:
         coefficients = compose(1e-3, 5)
         exact = iterate(x, coefficients, STANDARD)
         standard = relative(iterate(x.to(dtype), coefficients, STANDARD), exact)
-        found = relative(iterate(x.to(dtype), coefficients, Backend("symmetric", 4)), exact)
+        found = relative(iterate(x.to(dtype), coefficients, Backend("symmetric", 4, 2)), exact)
         # Two draws of one error differ by tens of percent.
         assert found < 1.5 * standard
 
@@ -154,28 +155,33 @@ def test_narrow_dtypes_never_take_the_gram_form(dtype: torch.dtype) -> None:
 
 
 def test_choice_by_shape() -> None:
-    def name(m: int, n: int, dtype: torch.dtype, device: str = "cpu") -> str:
-        coefficients = compose(1.01e-3, 5)
-        return choose_backend((m, n), coefficients, dtype=dtype, device_type=device).name
+    def chosen(m: int, n: int, dtype: torch.dtype, device: str = "cpu") -> Backend:
+        return choose_backend((m, n), compose(1.01e-3, 5), dtype=dtype, device_type=device)
+
+    def name(*args: Any) -> str:
+        return chosen(*args).name
 
     assert name(64, 64, torch.float32) == "standard"
     assert name(1024, 1024, torch.float32) == "symmetric"
     assert name(1024, 3072, torch.float32) == name(3072, 1024, torch.float32) == "gram"
     assert name(256, 1024, torch.bfloat16) == "standard"
+    # The longer a product, the less its blocks cost beside what they save.
+    assert chosen(512, 1536, torch.bfloat16) == Backend("symmetric", 4, 2)
     assert name(2048, 6144, torch.bfloat16) == "symmetric"
     assert name(2048, 6144, torch.float32, "cuda") == "standard"
 
 
 def test_cost_without_overhead_counts_flops() -> None:
-    none = backends._Overhead(0.0, 0.0)
+    none = backends._Overhead()
     m, n = 128, 384
     assert cost(STANDARD, m, n, 5) == 5 * ns_step_flops(m, n)
-    assert cost(Backend("symmetric", 1), m, n, 5, none) == 5 * ns_step_flops(m, n)
-    # By hand: 3 blocks of 4 in both symmetric products.
-    assert cost(Backend("symmetric", 2), m, n, 1, none) == 2 * m * m * (0.75 * (n + m) + n)
+    assert cost(Backend("symmetric"), m, n, 5, none) == 5 * ns_step_flops(m, n)
+    # By hand: 3 blocks of 4, and 10 of 16.
+    expected = 2 * m * m * (0.75 * n + 0.625 * m + n)
+    assert cost(Backend("symmetric", 2, 4), m, n, 1, none) == expected
     # Two segments of 2 and 3 steps: 4 large products, and of the small ones 3 + 6.
     by_hand = 4 * (2 * m * m * n) + (2 + 1 + 2 + 3 + 2 + 4) * 2 * m**3
-    assert cost(Backend("gram", 1, (2,)), m, n, 5, none) == by_hand
+    assert cost(Backend("gram", restarts=(2,)), m, n, 5, none) == by_hand
 
 
 def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:

@@ -14,7 +14,13 @@ import pytest
 import torch
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.kernels.backends import BACKENDS, TRITON_DTYPES, choose_backend, executed_flops
+from amo_dist.kernels.backends import (
+    BACKENDS,
+    TRITON_DTYPES,
+    Backend,
+    choose_backend,
+    executed_flops,
+)
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.polar_express import compose
 from tests.distributed import models
@@ -122,7 +128,7 @@ def test_a_product_by_tiles_costs_its_triangle(m: int, dtype: torch.dtype) -> No
         shape, COEFFICIENTS, dtype=dtype, device_type="cuda", requested="triton"
     )
     tiles = -(-m // tiling(m, dtype).tile)
-    assert (chosen.name, chosen.num_blocks) == ("triton", tiles)
+    assert chosen == Backend("triton", tiles, tiles)
     share = (tiles * (tiles + 1) / 2) / tiles**2
     by_hand = 5 * (2 * m**3 * (share * (3 + 1) + 3))
     assert executed_flops(chosen, m, 3 * m, 5) == pytest.approx(by_hand)
