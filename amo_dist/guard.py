@@ -1,8 +1,8 @@
 """What all ranks agree on before a step: what comes, which gradients exist, are they usable.
 
-Two small all-reduces of fixed lengths carry it; between them gradients are brought to their
-parameters' placements, which may communicate. Every rank comes to the same verdict before anything
-has changed, so that no rank raises while the others wait for it.
+One small all-reduce of fixed length carries it; a second one follows where gradients must first be
+brought to their parameters' placements, which communicates. Every rank comes to the same verdict
+before anything has changed, so that no rank raises while the others wait for it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,12 @@ from torch import Tensor
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike, control_device, max_over, text_mark
 from amo_dist.kernels.elementwise import exceed
-from amo_dist.parameters import Entry
+from amo_dist.parameters import (
+    Entry,
+    gradient_is_foreign,
+    gradient_is_misplaced,
+    local_gradient,
+)
 from amo_dist.world import World
 
 
@@ -87,6 +92,7 @@ class StepGuard:
         slot_by_name = {name: slot for slot, name in enumerate(world.names)}
         self._slots = [slot_by_name[name] for name in names]
         self._matrix_slots = {matrix.name: slot for slot, matrix in enumerate(world.registry)}
+        self._sizes = [len(world.names), len(world.registry)]
         self._updates: Mapping[str, Tensor] = {}
 
     def report_updates(self, nonfinite: Mapping[str, Tensor]) -> None:
@@ -97,32 +103,91 @@ class StepGuard:
         """
         self._updates = nonfinite
 
-    def agree_on_coming(
-        self, intent: str, has_gradient: Sequence[bool], is_foreign: Sequence[bool]
-    ) -> None:
-        """Agree on what the step is about to do; a collective over the world.
+    def agree(
+        self, intent: str, params: Sequence[Tensor], *, skips: bool
+    ) -> tuple[StepVerdict, list[Tensor | None]]:
+        """Agree on what a step is about to do and on its gradients; a collective over the world.
 
         Args:
             intent: What must be alike on all ranks, as text.
-            has_gradient: By parameter of this process.
-            is_foreign: By parameter, whether the gradient is none that can be used.
+            params: In the order of ``names``, with their gradients.
+            skips: Whether an unusable gradient skips the step; else it is an error.
+
+        Returns:
+            The verdict, and this rank's part of each gradient in its parameter's placements.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
             MissingGradientError: On every rank; names a parameter and two ranks.
             ValueError: On every rank, for a foreign gradient; names a parameter and a rank.
+            NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
+                or inf. Its parameter was only decayed then.
+            NonFiniteGradientError: On every rank; names a parameter and a rank.
         """
+        foreign = [gradient_is_foreign(param) for param in params]
+        grads: list[Tensor | None] | None = None
+        # Where one must move, the others have to know first which gradients exist.
+        if not any(foreign) and not any(map(gradient_is_misplaced, params)):
+            grads = [local_gradient(param) for param in params]
+        numbers = self._numbers(grads or [None] * len(params))
+        presence = self._presence([param.grad is not None for param in params], foreign)
+        is_late, numbers = self._reduce(intent, presence, grads is None, numbers)
+        if grads is None:
+            grads = [local_gradient(param) for param in params]
+        if is_late:
+            numbers = max_over(self._numbers(grads), self._world.group)
+        unusable, updates = (part.tolist() for part in numbers.split(self._sizes))
+        self._updates = {}
+        self._check_updates(updates)
+        reason = self._describe(unusable)
+        if reason and not skips:
+            raise NonFiniteGradientError(
+                f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without "
+                "such steps"
+            )
+        return StepVerdict(skips=bool(reason), reason=reason), grads
+
+    def agree_on_observation(self, text: str) -> None:
+        """Agree on what became of an observation under way; a collective over the world.
+
+        It has the form of `agree`: a rank that knows of no observation, as where a load failed on
+        some ranks only, meets it at its next step, and all raise instead of waiting.
+
+        Args:
+            text: What must be alike on all ranks.
+
+        Raises:
+            RankMismatchError: On every rank; names the ranks and the line that differs.
+        """
+        nobody = [0] * (3 * len(self._world.names))
+        self._reduce(text, nobody, False, self._zeros())
+
+    def _presence(self, has_gradient: Sequence[bool], is_foreign: Sequence[bool]) -> list[int]:
+        """This rank's mark where a gradient exists, where none does, and where it is foreign."""
         num_names, mark = len(self._world.names), self._world.rank + 1
         flags = [0] * (3 * num_names)
         for slot, present, foreign in zip(self._slots, has_gradient, is_foreign, strict=True):
             flags[slot if present else num_names + slot] = mark
             flags[2 * num_names + slot] = mark * foreign
+        return flags
+
+    def _reduce(
+        self, text: str, presence: Sequence[int], is_late: bool, numbers: Tensor
+    ) -> tuple[bool, Tensor]:
+        """Compare texts and presence; whether any rank is late, and the greatest numbers."""
         # The greatest mark of the text and, negated, the least: equal where all texts are.
-        text = text_mark(intent)
-        vector = torch.tensor([text, -text, *flags], device=control_device(self._world.group))
-        greatest, negated_least, *found = max_over(vector, self._world.group).tolist()
+        mark = text_mark(text)
+        told = torch.tensor([mark, -mark, int(is_late), *presence], device=numbers.device)
+        vector = max_over(torch.cat([told, numbers]), self._world.group)
+        told, numbers = vector.cpu().split([told.numel(), numbers.numel()])
+        greatest, negated_least, late, *found = told.tolist()
         if greatest != -negated_least:
-            check_alike("the coming step", intent, self._world.group)
+            check_alike("the coming step", text, self._world.group)
+        self._check_presence(found)
+        return bool(late), numbers
+
+    def _check_presence(self, found: Sequence[int]) -> None:
+        num_names = len(self._world.names)
         parts = (found[start : start + num_names] for start in range(0, 3 * num_names, num_names))
         for name, present, absent, foreign in zip(self._world.names, *parts, strict=True):
             if foreign:
@@ -136,54 +201,17 @@ class StepGuard:
                     f"{absent - 1}, expected one on all ranks or on none"
                 )
 
-    def agree_on_observation(self, text: str) -> None:
-        """Agree on what became of an observation under way; a collective over the world.
+    def _zeros(self) -> Tensor:
+        device = control_device(self._world.group)
+        return torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
 
-        It has the form of `agree_on_coming`: a rank that knows of no observation, as where a load
-        failed on some ranks only, meets it at its next step, and all raise instead of waiting.
-
-        Args:
-            text: What must be alike on all ranks.
-
-        Raises:
-            RankMismatchError: On every rank; names the ranks and the line that differs.
-        """
-        num_names = len(self._names)
-        self.agree_on_coming(text, [True] * num_names, [False] * num_names)
-
-    def agree_on_numbers(self, grads: Sequence[Tensor | None], *, skips: bool) -> StepVerdict:
-        """Agree on the gradients of one step; a collective over the world.
-
-        Args:
-            grads: Local gradients, in the order of ``names``.
-            skips: Whether an unusable gradient skips the step; else it is an error.
-
-        Raises:
-            NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
-                or inf. Its parameter was only decayed then.
-            NonFiniteGradientError: On every rank; names a parameter and a rank.
-        """
-        unusable, updates = self._reduced(grads)
-        self._check_updates(updates)
-        reason = self._describe(unusable)
-        if reason and not skips:
-            raise NonFiniteGradientError(
-                f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without "
-                "such steps"
-            )
-        return StepVerdict(skips=bool(reason), reason=reason)
-
-    def _reduced(self, grads: Sequence[Tensor | None]) -> list[list[int]]:
-        """The greatest rank, from 1, with an unusable gradient or update, by slot; 0 is nobody."""
-        num_names = len(self._world.names)
-        sizes = [num_names, len(self._world.registry)]
-        flags = torch.zeros(sum(sizes), dtype=torch.int64, device=control_device(self._world.group))
-        mark = self._world.rank + 1
+    def _numbers(self, grads: Sequence[Tensor | None]) -> Tensor:
+        """This rank's mark, from 1, by slot of an unusable gradient or a bad update; else 0."""
+        numbers, mark = self._zeros(), self._world.rank + 1
         for places, bad in (self._unusable(grads), self._bad_updates()):
             if places:
-                flags[places] = bad.to(flags.device, torch.int64) * mark
-        reduced = max_over(flags, self._world.group)
-        return [part.tolist() for part in reduced.split(sizes)]
+                numbers[places] = bad.to(numbers.device, torch.int64) * mark
+        return numbers
 
     def _unusable(self, grads: Sequence[Tensor | None]) -> tuple[list[int], Tensor]:
         """Slots, and whether each gradient has a NaN, an inf or an entry beyond its bound."""
@@ -199,9 +227,8 @@ class StepGuard:
 
     def _bad_updates(self) -> tuple[list[int], Tensor]:
         """Slots of the matrices whose last update this rank computed, and whether it was bad."""
-        num_names, updates = len(self._world.names), self._updates
-        self._updates = {}
-        places = [num_names + self._matrix_slots[name] for name in updates]
+        updates = self._updates
+        places = [len(self._world.names) + self._matrix_slots[name] for name in updates]
         return places, torch.stack(list(updates.values())) if updates else torch.empty(0)
 
     def _check_updates(self, updates: Sequence[int]) -> None:

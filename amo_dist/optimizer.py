@@ -11,12 +11,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from amo_dist import adamw, checkpoint
 from amo_dist.arguments import as_policy, check_hyperparameters
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.exchange import Exchange
+from amo_dist.distributed.spans import span
 from amo_dist.exchanges import plan_exchanges
 from amo_dist.guard import StepGuard, gradient_bounds
 from amo_dist.kernels.backends import BACKENDS
@@ -25,8 +25,6 @@ from amo_dist.measured import agree_on_values, check_residual, guarded_matrix, p
 from amo_dist.observer import Observer
 from amo_dist.parameters import (
     check_groups,
-    gradient_is_foreign,
-    local_gradient,
     local_tensor,
     resolve,
 )
@@ -202,17 +200,14 @@ class Muon(torch.optim.Optimizer):
     def _step(self) -> None:
         world, guard = self._prepare()
         self._finish_observation()
-        entries = self._parameters.entries
         step = self._num_steps_taken + 1
         sample = self.policy.sample(step)
         guarded = guarded_matrix(world.registry, step, self.config.ns_guard_every)
-        guard.agree_on_coming(
+        verdict, grads = guard.agree(
             self._intent(step, sample),
-            [entry.param.grad is not None for entry in entries],
-            [gradient_is_foreign(entry.param) for entry in entries],
+            [entry.param for entry in self._parameters.entries],
+            skips=self.config.nonfinite == "skip_step",
         )
-        grads = [local_gradient(entry.param) for entry in entries]
-        verdict = guard.agree_on_numbers(grads, skips=self.config.nonfinite == "skip_step")
         if verdict.skips:
             self._num_steps_skipped += 1
             logger.warning("step %d skipped: %s", step, verdict.reason)
@@ -254,7 +249,7 @@ class Muon(torch.optim.Optimizer):
     ) -> None:
         entries = self._parameters.entries
         world, guard = self._prepare()
-        with record_function("amo::momentum"):
+        with span("amo::momentum"):
             moving = [i for i, entry in enumerate(entries) if entry.views and grads[i] is not None]
             buffers = [
                 local_tensor(self.state[entries[i].param]["momentum_buffer"]) for i in moving
@@ -353,7 +348,7 @@ class Muon(torch.optim.Optimizer):
         world, guard = self._prepare()
         found = self._collect(step, guard)
         self._stopwatch.put("observe", self._observer.reset_seconds())
-        with record_function("amo::observe"):
+        with span("amo::observe"):
             self.policy.record(step, agree_on_values(found, sample, world))
         plan_where_due(self.policy, step, world)
 

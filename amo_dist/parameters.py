@@ -78,17 +78,28 @@ def gradient_is_foreign(param: Tensor) -> bool:
     return grad.is_sparse or (isinstance(param, DTensor) and not isinstance(grad, DTensor))
 
 
+def gradient_is_misplaced(param: Tensor) -> bool:
+    """Whether the gradient has other placements than the parameter.
+
+    Under sequence parallelism the gradient of a norm is ``Partial``: its local tensor is one
+    term of a sum, and training on it would be silently wrong.
+    """
+    grad = param.grad
+    if not isinstance(grad, DTensor) or not isinstance(param, DTensor):
+        return False
+    return grad.placements != param.placements
+
+
 def local_gradient(param: Tensor) -> Tensor | None:
     """This rank's part of the gradient, in the placements of the parameter.
 
-    Under sequence parallelism the gradient of a norm is ``Partial``: its local tensor is one
-    term of a sum, and training on it would be silently wrong. Bringing it to the parameter's
-    placements is a collective, so that all ranks must know beforehand which gradients exist.
+    A misplaced one is brought there by a collective, so that all ranks must know beforehand which
+    gradients exist.
     """
     grad = param.grad
     if isinstance(grad, DTensor):
         assert isinstance(param, DTensor)
-        if grad.placements != param.placements:
+        if gradient_is_misplaced(param):
             grad = grad.redistribute(placements=param.placements)
         local: Tensor = grad.to_local()
         return local.wait() if hasattr(local, "wait") else local

@@ -168,6 +168,24 @@ def test_a_missing_gradient_is_told_before_the_others_are_summed(run_on: Ranks) 
         torch.testing.assert_close(average, torch.full((4,), 0.2))
 
 
+def bad_after_communication(rank: int, world_size: int) -> str:
+    """A term of a sum with a NaN on one rank: the sum has it everywhere."""
+    mesh = init_device_mesh("cpu", (world_size,))
+    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
+    optimizer = Muon(param_groups(models.build({"norm.weight": param})), lr=0.5)
+    term = torch.full((4,), torch.nan if rank == 1 else 1.0)
+    param.grad = DTensor.from_local(term, mesh, [Partial()], run_check=False)
+    with pytest.raises(NonFiniteGradientError) as caught:
+        optimizer.step()
+    assert torch.equal(local_tensor(param), torch.ones(4))
+    return str(caught.value)
+
+
+def test_sums_are_judged_once_they_have_been_taken(run_on: Ranks) -> None:
+    for error in run_on(2)(bad_after_communication):
+        assert error.startswith("norm.weight: found a NaN")
+
+
 def _equal_with_nan(left: Tensor, right: Tensor) -> bool:
     return torch.equal(left.nan_to_num(), right.nan_to_num())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist.distributed import agreement
 from amo_dist.distributed.agreement import (
     RankMismatchError,
     broadcast_text,
@@ -20,6 +22,7 @@ from amo_dist.distributed.agreement import (
     gather_json,
     gather_text,
     is_alike,
+    max_over,
     sum_over,
 )
 from amo_dist.distributed.exchange import Exchange
@@ -165,6 +168,18 @@ def test_a_slot_of_one_rank_is_exact_and_nan_spreads(run_on: Ranks) -> None:
     for found in run_on(3)(sums):
         assert found[:3] == [0.1, 1.1, 2.1]
         assert math.isnan(found[3])
+
+
+def maxima(rank: int, world_size: int) -> list[list[int]]:
+    """Sent by each to each, and round the ring as in a large world."""
+    values = torch.tensor([rank, -rank, 7, -(2**56) * rank])
+    direct = max_over(values.clone(), dist.group.WORLD)
+    with mock.patch.object(agreement, "_DIRECT_RANKS", 1):
+        return [direct.tolist(), max_over(values, dist.group.WORLD).tolist()]
+
+
+def test_small_maxima_are_alike_however_they_travel(run_on: Ranks) -> None:
+    assert run_on(3)(maxima) == [[[2, 0, 7, 0]] * 2] * 3
 
 
 def raised(function: Callable[[], object]) -> str:
