@@ -14,9 +14,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from amo_dist.distributed.plan import Part
+from amo_dist.distributed.spans import span
 from amo_dist.kernels.elementwise import wide_dtype
 from amo_dist.optimizer import Muon
 from amo_dist.parameters import local_tensor
@@ -89,7 +89,7 @@ class AdaMuonWork(StepWork):
 
     def write(self, parts: Sequence[Part], values: Sequence[Tensor]) -> None:
         """Take results into the second moment, and keep copies until the norms are known."""
-        with record_function("amo::second_moment"):
+        with span("amo::second_moment"):
             for part, value in zip(parts, values, strict=True):
                 if self._grads[self._parameters.matrices[part.matrix].tensor] is not None:
                     update_second_moment(self._moment(part), value, self._config.momentum)
@@ -102,7 +102,7 @@ class AdaMuonWork(StepWork):
         """
         if not self._parameters.matrices:
             return
-        with record_function("amo::norm"):
+        with span("amo::norm"):
             sums = self._partial_sums()
             for ranks, group in groups_by_ranks.items():
                 here = [

@@ -8,8 +8,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
+from amo_dist.distributed.spans import span
 from amo_dist.kernels.geometry import ell
 
 
@@ -39,7 +39,7 @@ class Observer:
             matrix: ``(m, n)``, float32 or float64; may be overwritten after this returns.
         """
         start = time.perf_counter()
-        with record_function("amo::observe"):
+        with span("amo::observe"):
             if self.in_background:
                 self._futures[name] = self._submit(matrix)
             else:
@@ -56,7 +56,7 @@ class Observer:
         values, futures = self._values, self._futures
         # A failure must not come up again with the next observation.
         self._values, self._futures = {}, {}
-        with record_function("amo::observe"):
+        with span("amo::observe"):
             waited = {name: future.result() for name, future in futures.items()}
         self._seconds += time.perf_counter() - start
         return {**values, **waited}

@@ -11,11 +11,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import Piece
 from amo_dist.distributed.plan import Bucket, Part
+from amo_dist.distributed.spans import span
 from amo_dist.kernels.backends import check_backend, choose_backend
 from amo_dist.kernels.elementwise import apply_update, largest_entry, nesterov, update_scale
 from amo_dist.kernels.geometry import ns_residual
@@ -110,7 +110,7 @@ class StepWork:
             name = self._parameters.matrices[index].name
             if name in self._observed and index in bucket.reported:
                 self._observer.measure(name, matrix)
-        with record_function("amo::orthogonalize"):
+        with span("amo::orthogonalize"):
             results = self._orthogonalize(bucket.owned, matrices)
         for index, result in zip(bucket.owned, results, strict=True):
             name = self._parameters.matrices[index].name
@@ -146,7 +146,7 @@ class StepWork:
             tensor = self._parameters.matrices[part.matrix].tensor
             piece = cut(self._params[tensor], part.piece)
             by_group[self._parameters.entries[tensor].group].append((piece, value, scale))
-        with record_function("amo::update"):
+        with span("amo::update"):
             for index, members in by_group.items():
                 group = self._groups[index]
                 apply_update(
@@ -158,7 +158,7 @@ class StepWork:
                 )
 
     def _guard(self, name: str, result: Tensor) -> None:
-        with record_function("amo::ns_guard"):
+        with span("amo::ns_guard"):
             # The residual of zeros, as without a gradient, says nothing.
             is_zero = ~torch.any(result != 0)
             self.residuals[name] = ns_residual(result).masked_fill(is_zero, math.nan)
@@ -259,4 +259,9 @@ def _drop_nonfinite(update: Tensor) -> Tensor:
 
 def cut(local: Tensor, piece: Piece) -> Tensor:
     """The box of a local tensor that a piece names; shares memory."""
+    if all(
+        start == 0 and stop == size
+        for (start, stop), size in zip(piece.source, local.shape, strict=True)
+    ):
+        return local
     return local[tuple(slice(start, stop) for start, stop in piece.source)]

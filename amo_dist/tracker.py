@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.profiler import record_function
 
 from amo_dist.distributed.agreement import sum_over
+from amo_dist.distributed.spans import span
 from amo_dist.kernels.geometry import DEFAULT_ENERGY, DEFAULT_TAU, ns_residual, spectrum
 from amo_dist.world import World
 
@@ -140,7 +140,7 @@ class GeometryTracker:
             result: What Newton-Schulz made of it, ``(m, n)``.
         """
         start = time.perf_counter()
-        with record_function("amo::track"):
+        with span("amo::track"):
             parts = [spectral_metrics(momentum)]  # each waits for the device: timed in full
             if self._what != "momentum":
                 parts.append(ns_residual(result).reshape(1).cpu())

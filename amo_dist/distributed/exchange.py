@@ -10,15 +10,15 @@ import itertools
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.profiler import record_function
 
 from amo_dist.distributed.layout import Box, MatrixLayout
 from amo_dist.distributed.plan import Bucket, ExchangePlan, Part
+from amo_dist.distributed.spans import span
 
 Read = Callable[[Sequence[Part], Sequence[Tensor]], None]
 """Writes the values of pieces of this rank's local tensors into places, views in the shape of the
@@ -129,6 +129,9 @@ class _Flight:
     received: Tensor
 
 
+_Views = TypeVar("_Views")
+
+
 class _Memory:
     """Buffers that all steps share on CPU, where fresh megabytes cost page faults.
 
@@ -136,22 +139,44 @@ class _Memory:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self._is_kept = device.type == "cpu"
         self._device = device
         self._held: dict[object, Tensor] = {}
+        self._flat: dict[tuple[object, int, torch.dtype], Tensor] = {}
+        self._views: dict[object, tuple[tuple[Tensor, ...], Any]] = {}
 
     def take(self, use: object, num_elements: int, dtype: torch.dtype) -> Tensor:
         """A flat buffer of unspecified values, the same one for the same use."""
         num_bytes = num_elements * dtype.itemsize
-        if self._device.type != "cpu":
+        if not self._is_kept:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device).view(dtype)
-        held = self._held.get(use)
-        if held is None or held.numel() < num_bytes:
-            held = self._held[use] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return held[:num_bytes].view(dtype)
+        key = use, num_elements, dtype
+        flat = self._flat.get(key)
+        if flat is None:
+            held = self._held.get(use)
+            if held is None or held.numel() < num_bytes:
+                held = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+                self._held[use] = held
+                # Those of the smaller buffer.
+                self._flat = {each: kept for each, kept in self._flat.items() if each[0] != use}
+            flat = self._flat[key] = held[:num_bytes].view(dtype)
+        return flat
+
+    def views(self, use: object, buffers: tuple[Tensor, ...], make: Callable[[], _Views]) -> _Views:
+        """What ``make`` derives from buffers: the same objects while the buffers are the same."""
+        if not self._is_kept:
+            return make()
+        found = self._views.get(use)
+        if found is None or any(a is not b for a, b in zip(found[0], buffers, strict=True)):
+            found = self._views[use] = buffers, make()
+        views: _Views = found[1]
+        return views
 
     def clear(self) -> None:
         """Give all buffers up."""
         self._held.clear()
+        self._flat.clear()
+        self._views.clear()
 
 
 class Exchange:
@@ -267,19 +292,19 @@ class Exchange:
 
     def _start_gather(self, index: int, read: Read) -> _Flight:
         route, slot = self._routes[index], index % self._buckets_in_flight
-        with record_function("amo::gather"):
+        with span("amo::gather"):
             side, dtype = route.gather_send, self._gather_dtype(route)
             sent = self._buffer("gather send", slot, side, dtype)
             if side.parts:
-                read(side.parts, side.sources(sent))
+                read(side.parts, self._sources(side, sent))
             received = self._buffer("gather receive", slot, route.gather_receive, dtype)
             return self._start(sent, received, side, route.gather_receive)
 
     def _land(self, route: _Route, flight: _Flight) -> dict[int, Tensor]:
         """Views of what has arrived, by position; they keep its memory."""
-        with record_function("amo::gather"):
+        with span("amo::gather"):
             flight.work.wait()
-        return dict(enumerate(route.gather_receive.targets(flight.received)))
+        return dict(enumerate(self._targets(route.gather_receive, flight.received)))
 
     def _compute(
         self,
@@ -297,7 +322,7 @@ class Exchange:
             results = compute(task.bucket, self._assemble(route, task, arrived, read))
             if task.departures:
                 sent = self._buffer("deliver send", slot, route.deliver_send, self._wire_dtype)
-                self._pack(task, results, route.deliver_send.targets(sent))
+                self._pack(task, results, self._targets(route.deliver_send, sent))
             pending.append((task, results))
             if self._is_split:
                 self._write_pending(pending, write)
@@ -306,7 +331,7 @@ class Exchange:
         return pending, sent
 
     def _pack(self, task: _Task, results: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        with record_function("amo::scatter"):
+        with span("amo::scatter"):
             whole = dict(zip(task.bucket.owned, results, strict=True))
             values = [_cut(whole[part.matrix], part.piece.target) for _, part in task.departures]
             torch._foreach_copy_([places[place] for place, _ in task.departures], values)
@@ -316,16 +341,24 @@ class Exchange:
     ) -> list[Tensor]:
         """Whole matrices of a task, from this rank's own pieces and those that have arrived."""
         dtype = self._gather_dtype(route)
-        whole: dict[int, Tensor] = {}
-        for place, index in enumerate(task.bucket.owned):
-            shape = self._matrices[index].shape
-            whole[index] = self._memory.take(("whole", place), math.prod(shape), dtype).view(shape)
-        if task.kept.parts:
-            read(task.kept.parts, task.kept.views(whole))
-        if task.arrivals:
+        shapes = [self._matrices[index].shape for index in task.bucket.owned]
+        buffers = tuple(
+            self._memory.take(("whole", place), math.prod(shape), dtype)
+            for place, shape in enumerate(shapes)
+        )
+
+        def lay_out() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+            matrices = [flat.view(shape) for flat, shape in zip(buffers, shapes, strict=True)]
+            whole = dict(zip(task.bucket.owned, matrices, strict=True))
             places = [_cut(whole[part.matrix], part.piece.target) for _, part in task.arrivals]
+            return matrices, task.kept.views(whole), places
+
+        matrices, kept, places = self._memory.views(task, buffers, lay_out)
+        if task.kept.parts:
+            read(task.kept.parts, kept)
+        if task.arrivals:
             torch._foreach_copy_(places, [arrived.pop(place) for place, _ in task.arrivals])
-        return list(whole.values())
+        return list(matrices)
 
     def _write_pending(self, pending: _Pending, write: Write) -> None:
         while pending:  # popped, or a result would stay until the next one takes its name
@@ -336,16 +369,22 @@ class Exchange:
 
     def _start_delivery(self, index: int, sent: Tensor) -> _Flight:
         send, receive = self._routes[index].deliver_send, self._routes[index].deliver_receive
-        with record_function("amo::scatter"):
+        with span("amo::scatter"):
             received = self._buffer("deliver receive", index % 2, receive, self._wire_dtype)
             return self._start(sent, received, send, receive)
 
     def _finish_delivery(self, route: _Route, flight: _Flight, write: Write) -> None:
-        with record_function("amo::scatter"):
+        with span("amo::scatter"):
             flight.work.wait()
-            values = route.deliver_receive.sources(flight.received)
+            values = self._sources(route.deliver_receive, flight.received)
         if values:
             write(route.deliver_receive.parts, values)
+
+    def _sources(self, side: _Side, buffer: Tensor) -> list[Tensor]:
+        return self._memory.views(("sources", side), (buffer,), lambda: side.sources(buffer))
+
+    def _targets(self, side: _Side, buffer: Tensor) -> list[Tensor]:
+        return self._memory.views(("targets", side), (buffer,), lambda: side.targets(buffer))
 
     def _gather_dtype(self, route: _Route) -> torch.dtype:
         return self._wide_dtype if route.wide else self._wire_dtype
