@@ -188,13 +188,14 @@ def _cheapest(
         gram = _choose_gram(m, n, coefficients, dtype, overhead)
     if not is_free:
         return gram or symmetric
+
+    def cost_of(backend: Backend) -> float:
+        return cost(backend, m, n, len(coefficients), overhead)
+
     best = STANDARD
     for backend in (symmetric, gram):
-        if backend is not None:
-            found, limit = (
-                cost(each, m, n, len(coefficients), overhead) for each in (backend, best)
-            )
-            best = backend if found < _MIN_GAIN * limit else best
+        if backend is not None and cost_of(backend) < _MIN_GAIN * cost_of(best):
+            best = backend
     return best
 
 
