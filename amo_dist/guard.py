@@ -1,8 +1,9 @@
 """What all ranks agree on before a step: what comes, which gradients exist, are they usable.
 
-One small all-reduce of fixed length carries it; a second one follows where gradients must first be
-brought to their parameters' placements, which communicates. Every rank comes to the same verdict
-before anything has changed, so that no rank raises while the others wait for it.
+One reduction of seven integers carries it. Only where it tells of a gradient that is missing,
+foreign or unusable, or that must first be brought to its parameter's placements (which
+communicates), do further ones say whose. Every rank comes to the same verdict before anything has
+changed, so that no rank raises while the others wait for it.
 """
 
 from __future__ import annotations
@@ -125,18 +126,22 @@ class StepGuard:
             NonFiniteGradientError: On every rank; names a parameter and a rank.
         """
         foreign = [gradient_is_foreign(param) for param in params]
-        grads: list[Tensor | None] | None = None
+        absent = [param.grad is None for param in params]
         # Where one must move, the others have to know first which gradients exist.
-        if not any(foreign) and not any(map(gradient_is_misplaced, params)):
-            grads = [local_gradient(param) for param in params]
-        numbers = self._numbers(grads or [None] * len(params))
-        presence = self._presence([param.grad is not None for param in params], foreign)
-        is_late, numbers = self._reduce(intent, presence, grads is None, numbers)
-        if grads is None:
-            grads = [local_gradient(param) for param in params]
+        is_late = any(foreign) or any(map(gradient_is_misplaced, params))
+        grads = [] if is_late else [local_gradient(param) for param in params]
+        numbers = None if is_late else self._numbers(grads)
+        found = self._reduce(intent, (is_late, any(foreign), any(absent)), numbers)
+        anyone_late, anyone_foreign, anyone_absent, *anything_bad = found
+        if anyone_foreign or anyone_absent:
+            self._agree_on_presence(absent, foreign)
         if is_late:
-            numbers = max_over(self._numbers(grads), self._world.group)
-        unusable, updates = (part.tolist() for part in numbers.split(self._sizes))
+            grads = [local_gradient(param) for param in params]
+        unusable, updates = ([0] * size for size in self._sizes)
+        if anyone_late or any(anything_bad):
+            mine = self._numbers(grads) if numbers is None else numbers
+            reduced = max_over(mine, self._world.group).split(self._sizes)
+            unusable, updates = (part.tolist() for part in reduced)
         self._updates = {}
         self._check_updates(updates)
         reason = self._describe(unusable)
@@ -159,35 +164,30 @@ class StepGuard:
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
         """
-        nobody = [0] * (3 * len(self._world.names))
-        self._reduce(text, nobody, False, self._zeros())
+        self._reduce(text, (False, False, False), None)
 
-    def _presence(self, has_gradient: Sequence[bool], is_foreign: Sequence[bool]) -> list[int]:
-        """This rank's mark where a gradient exists, where none does, and where it is foreign."""
-        num_names, mark = len(self._world.names), self._world.rank + 1
-        flags = [0] * (3 * num_names)
-        for slot, present, foreign in zip(self._slots, has_gradient, is_foreign, strict=True):
-            flags[slot if present else num_names + slot] = mark
-            flags[2 * num_names + slot] = mark * foreign
-        return flags
-
-    def _reduce(
-        self, text: str, presence: Sequence[int], is_late: bool, numbers: Tensor
-    ) -> tuple[bool, Tensor]:
-        """Compare texts and presence; whether any rank is late, and the greatest numbers."""
+    def _reduce(self, text: str, flags: Sequence[bool], numbers: Tensor | None) -> list[bool]:
+        """Compare texts; whether a flag is set on any rank, then the two that `_numbers` makes."""
         # The greatest mark of the text and, negated, the least: equal where all texts are.
         mark = text_mark(text)
-        told = torch.tensor([mark, -mark, int(is_late), *presence], device=numbers.device)
-        vector = max_over(torch.cat([told, numbers]), self._world.group)
-        told, numbers = vector.cpu().split([told.numel(), numbers.numel()])
-        greatest, negated_least, late, *found = told.tolist()
+        told = torch.tensor([mark, -mark, *flags], device=control_device(self._world.group))
+        parts = told.new_zeros(sum(self._sizes)) if numbers is None else numbers
+        bad = [part.any().view(1).to(told.dtype) for part in parts.split(self._sizes)]
+        vector = max_over(torch.cat([told, *bad]), self._world.group)
+        greatest, negated_least, *found = vector.tolist()
         if greatest != -negated_least:
             check_alike("the coming step", text, self._world.group)
-        self._check_presence(found)
-        return bool(late), numbers
+        return list(map(bool, found))
 
-    def _check_presence(self, found: Sequence[int]) -> None:
-        num_names = len(self._world.names)
+    def _agree_on_presence(self, is_absent: Sequence[bool], is_foreign: Sequence[bool]) -> None:
+        """Raise where a gradient is missing on some ranks alone, or is foreign; a collective."""
+        num_names, mark = len(self._world.names), self._world.rank + 1
+        flags = [0] * (3 * num_names)
+        for slot, absent, foreign in zip(self._slots, is_absent, is_foreign, strict=True):
+            flags[num_names + slot if absent else slot] = mark
+            flags[2 * num_names + slot] = mark * foreign
+        vector = torch.tensor(flags, dtype=torch.int64, device=control_device(self._world.group))
+        found = max_over(vector, self._world.group).tolist()
         parts = (found[start : start + num_names] for start in range(0, 3 * num_names, num_names))
         for name, present, absent, foreign in zip(self._world.names, *parts, strict=True):
             if foreign:
@@ -201,13 +201,10 @@ class StepGuard:
                     f"{absent - 1}, expected one on all ranks or on none"
                 )
 
-    def _zeros(self) -> Tensor:
-        device = control_device(self._world.group)
-        return torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-
     def _numbers(self, grads: Sequence[Tensor | None]) -> Tensor:
         """This rank's mark, from 1, by slot of an unusable gradient or a bad update; else 0."""
-        numbers, mark = self._zeros(), self._world.rank + 1
+        device, mark = control_device(self._world.group), self._world.rank + 1
+        numbers = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
         for places, bad in (self._unusable(grads), self._bad_updates()):
             if places:
                 numbers[places] = bad.to(numbers.device, torch.int64) * mark
