@@ -142,7 +142,6 @@ class _Memory:
         self._is_kept = device.type == "cpu"
         self._device = device
         self._held: dict[object, Tensor] = {}
-        self._flat: dict[tuple[object, int, torch.dtype], Tensor] = {}
         self._views: dict[object, tuple[tuple[Tensor, ...], Any]] = {}
 
     def take(self, use: object, num_elements: int, dtype: torch.dtype) -> Tensor:
@@ -150,17 +149,15 @@ class _Memory:
         num_bytes = num_elements * dtype.itemsize
         if not self._is_kept:
             return torch.empty(num_bytes, dtype=torch.uint8, device=self._device).view(dtype)
+        buffer = self._hold(use, num_bytes)
         key = use, num_elements, dtype
-        flat = self._flat.get(key)
-        if flat is None:
-            held = self._held.get(use)
-            if held is None or held.numel() < num_bytes:
-                held = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-                self._held[use] = held
-                # Those of the smaller buffer.
-                self._flat = {each: kept for each, kept in self._flat.items() if each[0] != use}
-            flat = self._flat[key] = held[:num_bytes].view(dtype)
-        return flat
+        return self.views(key, (buffer,), lambda: buffer[:num_bytes].view(dtype))
+
+    def _hold(self, use: object, num_bytes: int) -> Tensor:
+        held = self._held.get(use)
+        if held is None or held.numel() < num_bytes:
+            held = self._held[use] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
+        return held
 
     def views(self, use: object, buffers: tuple[Tensor, ...], make: Callable[[], _Views]) -> _Views:
         """What ``make`` derives from buffers: the same objects while the buffers are the same."""
@@ -175,7 +172,6 @@ class _Memory:
     def clear(self) -> None:
         """Give all buffers up."""
         self._held.clear()
-        self._flat.clear()
         self._views.clear()
 
 
