@@ -102,12 +102,16 @@ def test_tables_by_hand() -> None:
         assert found == pytest.approx(-sigma, rel=1e-13)
 
 
-@pytest.mark.parametrize("shape", [*SHAPES, (24, 24), (40, 300)])
-@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+@pytest.mark.parametrize(
+    ("shape", "preconditioner"),
+    [
+        *((shape, "frobenius") for shape in [*SHAPES, (24, 24), (40, 300)]),
+        # It scales rows, and a square has no short side to tell them from columns.
+        *((shape, "aol") for shape in [*SHAPES, (40, 300)] if shape[0] != shape[1]),
+    ],
+)
 @pytest.mark.parametrize("backend", ["standard", "symmetric"])
 def test_transposes(shape: tuple[int, int], preconditioner: str, backend: str) -> None:
-    if preconditioner == "aol" and shape[0] == shape[1]:
-        return  # It scales rows, and a square has no short side to tell them from columns.
     x = torch.randn(shape, generator=generator(), dtype=torch.float64)
     args = {"preconditioner": preconditioner, "dtype": torch.float64, "backend": backend}
     found = orthogonalize(x.mT, KJ, **args)  # type: ignore[arg-type]
