@@ -48,12 +48,14 @@ class Backend:
             of it.
         square_blocks: Likewise of the products of small symmetric matrices.
         restarts: Steps before which the Gram form begins anew.
+        panels: Parts of the long side that are multiplied into one after the other.
     """
 
     name: str
     gram_blocks: int = 1
     square_blocks: int = 1
     restarts: tuple[int, ...] = ()
+    panels: int = 1
 
 
 STANDARD = Backend("standard")
@@ -78,6 +80,14 @@ _WIDE = _Overhead(per_row=6e3, per_column=2e3)
 _BLOCKS = (2, 4, 8)
 _MIN_GAIN = 0.95
 """Of the cost of a simpler way, above which it is taken: the model is no better than that."""
+# A panel of narrow numbers that stays in the cache; where X is small or short, that gains nothing.
+_PANEL_SIDE = 384
+_PANEL_MIN_ROWS = 768
+_PANEL_MIN_ASPECT = 2
+_BATCH_BYTES = 2**22
+"""What a batch of small matrices may keep in use on CPU, for the caches' sake."""
+_BATCH_MIN_ROWS = 64
+"""Below, oneDNN sums a batch in another order than each of its matrices."""
 # In bfloat16 or float16 the Gram form has up to six times the error of the standard one, and can
 # diverge where few singular values stand far above the rest: not an option.
 _GRAM_MAX_UNIT = 1e-5
@@ -182,7 +192,10 @@ def _cheapest(
     is_free = requested == "auto"
     blocks = (1, *_BLOCKS) if is_free else _BLOCKS
     symmetric = Backend(
-        "symmetric", _num_blocks(m, n, overhead, blocks), _num_blocks(m, m, overhead, blocks)
+        "symmetric",
+        _num_blocks(m, n, overhead, blocks),
+        _num_blocks(m, m, overhead, blocks),
+        panels=_num_panels(m, n, dtype),
     )
     gram = None
     if requested != "symmetric":
@@ -204,6 +217,12 @@ def _num_blocks(m: int, k: int, overhead: _Overhead, among: Sequence[int]) -> in
     """Best blocks of a product ``(m, k) (k, m)``."""
     possible = [blocks for blocks in among if blocks <= max(m, 2)]
     return min(possible, key=lambda blocks: _product_cost(m, k, blocks, overhead))
+
+
+def _num_panels(m: int, n: int, dtype: torch.dtype) -> int:
+    if dtype.itemsize > 2 or m < _PANEL_MIN_ROWS or n < _PANEL_MIN_ASPECT * m:
+        return 1
+    return round(n / _PANEL_SIDE)
 
 
 def _tiled(m: int, dtype: torch.dtype) -> Backend:
@@ -271,6 +290,53 @@ def executed_flops(backend: Backend, m: int, n: int, steps: int) -> float:
     return cost(backend, m, n, steps, _Overhead())
 
 
+def batch_size(
+    backend: Backend, shape: Sequence[int], *, dtype: torch.dtype, device_type: str
+) -> int | None:
+    """How many matrices of a shape to run as batched products; None for any number.
+
+    On CPU a call takes as long as some small products in bfloat16, so that a few of these run
+    together (0.9 of the time at 256 x 1024, 0.8 at 256 x 256, 0.3 at 64 x 256, where they are as
+    many as there are). Elsewhere on CPU a batch gains nothing.
+
+    Args:
+        backend: From ``choose_backend``.
+        shape: ``(m, n)``, either side short.
+        dtype: Of the products.
+        device_type: Such as ``cpu``.
+    """
+    if device_type != "cpu":
+        return None
+    m, n = sorted(shape)
+    if backend.name != "standard" or m < _BATCH_MIN_ROWS or not _multiplies_fast(dtype):
+        return 1
+    in_use = 2 * (m * n + m * m) * dtype.itemsize
+    return max(1, _BATCH_BYTES // in_use)
+
+
+def _multiplies_fast(dtype: torch.dtype) -> bool:
+    """Whether oneDNN takes the products of this dtype in the processor's own instructions.
+
+    Only there was a batch found to equal the loop over its matrices bit for bit.
+    """
+    return (
+        dtype == torch.bfloat16
+        and torch.backends.mkldnn.is_available()
+        and bool(torch.backends.mkldnn.enabled)
+        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+    )
+
+
+def even_parts(length: int, count: int) -> Iterator[tuple[int, int]]:
+    """``(start, stop)`` of consecutive parts whose lengths differ by one at most.
+
+    Args:
+        length: Of all together.
+        count: Of parts.
+    """
+    return itertools.pairwise(length * part // count for part in range(count + 1))
+
+
 def short_side(x: Tensor) -> Tensor:
     """A view of each matrix with as many rows as its short side: ``x``, or ``x.mT`` where tall."""
     return x.mT if x.shape[-2] > x.shape[-1] else x
@@ -281,6 +347,8 @@ def iterate(
     coefficients: Sequence[Triple],
     backend: Backend,
     gram: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Run the steps.
 
@@ -290,24 +358,29 @@ def iterate(
         coefficients: One triple a step.
         backend: From ``choose_backend``.
         gram: ``A``, the Gram matrix of the short side, where it is at hand, contiguous.
+        out: Where the result goes; shape, dtype and device of ``x``, contiguous.
 
     Returns:
-        A new tensor as ``x``.
+        ``out``, or a new tensor as ``x``.
     """
     run = _iterate_gram if backend.name == "gram" else _iterate
-    return run(x, coefficients, backend, gram)
+    return run(x, coefficients, backend, gram, torch.empty_like(x) if out is None else out)
 
 
 def _iterate(
-    x: Tensor, coefficients: Sequence[Triple], backend: Backend, gram: Tensor | None
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    backend: Backend,
+    gram: Tensor | None,
+    last: Tensor,
 ) -> Tensor:
     multiply, square = _symmetric_products(backend)
     small, polynomial = (_square(use, x) for use in ("gram", "polynomial"))
-    results = _results(x, len(coefficients))
+    results = _results(last, len(coefficients))
     for a, b, c in coefficients:
         gram = multiply(short_side(x), out=small) if gram is None else gram
         square(gram, gram, b, c, out=polynomial)
-        x = _times(polynomial, x, a, out=next(results))
+        x = _times(polynomial, x, a, backend.panels, out=next(results))
         gram = None
     return x
 
@@ -317,18 +390,23 @@ def _square(use: str, x: Tensor) -> Tensor:
     return scratch(use, (*x.shape[:-2], m, m), x.dtype, x.device)
 
 
-def _results(x: Tensor, count: int) -> Iterator[Tensor]:
+def _results(last: Tensor, count: int) -> Iterator[Tensor]:
     """Where large products go: into two in turn, the last one into what is returned."""
-    last = torch.empty_like(x)
-    other = scratch("iterate", x.shape, x.dtype, x.device)
+    other = scratch("iterate", last.shape, last.dtype, last.device)
     return (last if remaining % 2 == 0 else other for remaining in range(count)[::-1])
 
 
-def _times(polynomial: Tensor, x: Tensor, beta: float, *, out: Tensor) -> Tensor:
-    """``(beta I + polynomial) X``, X being what `short_side` shows of ``x``."""
-    if x.shape[-2] > x.shape[-1]:
-        return _fused(x, x, polynomial, beta, out=out)
-    return _fused(x, polynomial, x, beta, out=out)
+def _times(polynomial: Tensor, x: Tensor, beta: float, panels: int = 1, *, out: Tensor) -> Tensor:
+    """``(beta I + polynomial) X`` by panels, X being what `short_side` shows of ``x``."""
+    is_tall = x.shape[-2] > x.shape[-1]
+    long_dim = x.dim() - 2 if is_tall else x.dim() - 1
+    for start, stop in even_parts(x.shape[long_dim], panels):
+        part, result = x, out
+        if panels > 1:  # slices cost what a small product does not take
+            part, result = (each.narrow(long_dim, start, stop - start) for each in (x, out))
+        left, right = (part, polynomial) if is_tall else (polynomial, part)
+        _fused(part, left, right, beta, out=result)
+    return out
 
 
 def _symmetric_products(backend: Backend) -> Iterator[Callable[..., Tensor]]:
@@ -345,7 +423,11 @@ def _symmetric_products(backend: Backend) -> Iterator[Callable[..., Tensor]]:
 
 
 def _iterate_gram(
-    x: Tensor, coefficients: Sequence[Triple], backend: Backend, gram: Tensor | None
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    backend: Backend,
+    gram: Tensor | None,
+    last: Tensor,
 ) -> Tensor:
     """All small matrices are polynomials of one A: they commute, and every product is symmetric."""
     blocks = backend.square_blocks
@@ -363,7 +445,8 @@ def _iterate_gram(
                 half = _symmetric(polynomial, gram, blocks)
                 gram = _symmetric(half, polynomial, blocks)
         assert factor is not None
-        x, gram = x @ factor if x.shape[-2] > x.shape[-1] else factor @ x, None
+        factors = (x, factor) if x.shape[-2] > x.shape[-1] else (factor, x)
+        x, gram = torch.matmul(*factors, out=last if stop == len(coefficients) else None), None
     return x
 
 
@@ -392,8 +475,7 @@ def _symmetric(
         if added is None:
             return torch.matmul(left, right.mT, out=out)
         return _fused(added, left, right.mT, beta, alpha, out=out)
-    for block in range(num_blocks):
-        start, stop = m * block // num_blocks, m * (block + 1) // num_blocks
+    for start, stop in even_parts(m, num_blocks):
         rows, columns = left[..., start:stop, :], right[..., start:, :].mT
         upper = out[..., start:stop, start:]
         if added is None:

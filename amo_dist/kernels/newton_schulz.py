@@ -14,7 +14,14 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amo_dist.kernels.backends import Backend, choose_backend, iterate, short_side
+from amo_dist.kernels.backends import (
+    Backend,
+    batch_size,
+    choose_backend,
+    even_parts,
+    iterate,
+    short_side,
+)
 from amo_dist.kernels.elementwise import largest_entry, wide_dtype
 from amo_dist.kernels.scratch import scratch
 
@@ -30,7 +37,7 @@ _LEAST_SEEN = 2.0**-9
 
 @torch.no_grad()
 def orthogonalize(
-    x: Tensor,
+    x: Tensor | Sequence[Tensor],
     coefficients: Sequence[Triple],
     *,
     norm_scale: float = 1.01,
@@ -47,7 +54,8 @@ def orthogonalize(
     device.
 
     Args:
-        x: Matrices, shape ``(..., m, n)``, any floating dtype; not modified. Any size may be 0.
+        x: Matrices, shape ``(..., m, n)``, any floating dtype; not modified. Any size may be 0. Or
+            a sequence of matrices alike in shape, dtype and device, which need not lie together.
         coefficients: One ``(a, b, c)`` for each step, at least one.
         norm_scale: Safety factor ``s``: the first iterate is ``x / (s * ||x||_F + eps)``. Rounding
             in ``dtype`` may push the largest singular value above one, where steep quintics
@@ -63,44 +71,56 @@ def orthogonalize(
             device type alone.
 
     Returns:
-        Contiguous tensor of the shape of ``x`` in ``dtype``. An all-zero matrix gives zeros; one
-        with a NaN or infinite entry gives NaN in every entry.
+        Contiguous tensor of the shape of ``x`` (of ``b`` matrices in sequence: ``(b, m, n)``) in
+        ``dtype``. An all-zero matrix gives zeros; one with a NaN or infinite entry gives NaN in
+        every entry.
 
     Raises:
-        ValueError: fewer than two dims, a dtype that is not floating, no coefficients, an unknown
-            preconditioner or backend, a backend that cannot run here, or ``norm_scale`` that is not
-            positive.
+        ValueError: fewer than two dims, matrices in sequence that differ, a dtype that is not
+            floating, no coefficients, an unknown preconditioner or backend, a backend that cannot
+            run here, or ``norm_scale`` that is not positive.
 
-    On CPU a batch equals the loop over its matrices bit for bit (it is that loop: batched products
-    gain nothing there); on other devices a batch runs as batched products.
+    On CPU a batch equals the loop over its matrices bit for bit; it is that loop, save that small
+    matrices run a few at a time where that is faster. Elsewhere a batch runs as batched products.
     """
-    _validate(x, coefficients, norm_scale, preconditioner, dtype)
-    if x.numel() == 0:
-        return torch.zeros(x.shape, dtype=dtype, device=x.device)
+    matrices = [x] if isinstance(x, Tensor) else list(x)
+    _validate(matrices, coefficients, norm_scale, preconditioner, dtype)
+    one, device = matrices[0], matrices[0].device
+    shape = one.shape if isinstance(x, Tensor) else torch.Size((len(matrices), *one.shape))
+    if shape.numel() == 0:
+        return torch.zeros(shape, dtype=dtype, device=device)
     how = choose_backend(
-        x.shape, coefficients, dtype=dtype, device_type=x.device.type, requested=backend
+        shape, coefficients, dtype=dtype, device_type=device.type, requested=backend
     )
     args = (coefficients, norm_scale, preconditioner, dtype, eps, how)
-    if x.dim() == 2:
-        return _orthogonalize(x, *args)
-    batch = x.reshape(-1, *x.shape[-2:])
-    if x.device.type != "cpu":
-        return _orthogonalize(batch, *args).view(x.shape)
-    out = torch.empty(batch.shape, dtype=dtype, device=x.device)
-    for matrix, result in zip(batch, out, strict=True):
-        result.copy_(_orthogonalize(matrix, *args))
-    return out.view(x.shape)
+    if device.type == "cpu":
+        out = torch.empty(shape, dtype=dtype, device=device)
+        if one.dim() > 2:
+            matrices = list(one.reshape(-1, *shape[-2:]).unbind())
+        _orthogonalize_on_cpu(matrices, *args, out=out.view(-1, *shape[-2:]))
+        return out
+    batch = one if len(matrices) == 1 else torch.stack(matrices)
+    flat = batch if batch.dim() == 2 else batch.reshape(-1, *shape[-2:])
+    return _orthogonalize(flat, *args).view(shape)
 
 
 def _validate(
-    x: Tensor,
+    matrices: Sequence[Tensor],
     coefficients: Sequence[Triple],
     norm_scale: float,
     preconditioner: str,
     dtype: torch.dtype,
 ) -> None:
-    if x.dim() < 2:
+    if not matrices:
+        raise ValueError("x: found no matrix, expected at least one")
+    x, *others = matrices
+    if x.dim() < 2 or (others and x.dim() > 2):
         raise ValueError(f"x: found shape {tuple(x.shape)}, expected (..., m, n)")
+    for other in others:
+        if (other.shape, other.dtype, other.device) != (x.shape, x.dtype, x.device):
+            raise ValueError(
+                f"x: found {_described(other)} beside {_described(x)}, expected all alike"
+            )
     for field, found in (("x.dtype", x.dtype), ("dtype", dtype)):
         if not found.is_floating_point:
             raise ValueError(f"{field}: found {found}, expected a floating dtype")
@@ -112,6 +132,39 @@ def _validate(
         raise ValueError(
             f"preconditioner: found {preconditioner!r}, expected one of {PRECONDITIONERS}"
         )
+
+
+def _described(x: Tensor) -> str:
+    return f"{tuple(x.shape)} in {x.dtype} on {x.device}"
+
+
+def _orthogonalize_on_cpu(
+    matrices: Sequence[Tensor],
+    coefficients: Sequence[Triple],
+    norm_scale: float,
+    preconditioner: str,
+    dtype: torch.dtype,
+    eps: float,
+    backend: Backend,
+    *,
+    out: Tensor,
+) -> None:
+    """The same into ``out``, ``(b, m, n)``, a few at a time where that is faster."""
+    count, shape = len(matrices), out.shape[1:]
+    if preconditioner == "aol":
+        for x, result in zip(matrices, out.unbind(), strict=True):
+            first, gram = _precondition_aol(_scale_largest_entry_to_one(x, dtype), dtype)
+            iterate(first, coefficients, backend, gram, out=result)
+        return
+    most = batch_size(backend, shape, dtype=dtype, device_type="cpu") or count
+    for start, stop in even_parts(count, -(-count // most)):
+        firsts = scratch("first", (stop - start, *shape), dtype, out.device)
+        for x, first in zip(matrices[start:stop], firsts.unbind(), strict=True):
+            _normalize_on_cpu(x, norm_scale, eps, out=first)
+        results = out[start:stop]
+        if stop - start == 1:  # a product of two matrices takes less to call
+            firsts, results = firsts[0], results[0]
+        iterate(firsts, coefficients, backend, out=results)
 
 
 def _orthogonalize(
@@ -130,8 +183,6 @@ def _orthogonalize(
     gram: Tensor | None = None
     if preconditioner == "aol":
         first, gram = _precondition_aol(_scale_largest_entry_to_one(x, dtype), dtype)
-    elif x.device.type == "cpu" and x.dim() == 2:
-        first = _normalized_on_cpu(x, norm_scale, dtype, eps)
     else:
         first = _normalized(_scale_largest_entry_to_one(x, dtype), norm_scale, dtype, eps)
     result = iterate(first, coefficients, backend, gram)
@@ -146,22 +197,25 @@ def _normalized(unit: Tensor, norm_scale: float, dtype: torch.dtype, eps: float)
     return _cast(unit, dtype)
 
 
-def _normalized_on_cpu(x: Tensor, norm_scale: float, dtype: torch.dtype, eps: float) -> Tensor:
-    """The same of a matrix whose largest entry is not scaled to one unless squares need it.
+def _normalize_on_cpu(x: Tensor, norm_scale: float, eps: float, *, out: Tensor) -> None:
+    """The same of one matrix, whose largest entry is not scaled to one unless squares need it.
 
     Powers of two scale it then, which change no bit of the result. Passes over a matrix count: it
     has left the caches since the last one.
     """
+    dtype = out.dtype
     wide = wide_dtype(x.dtype, dtype)
     if not x.is_contiguous():  # bits of a sum depend on the strides
         x = scratch("contiguous", x.shape, x.dtype, x.device).copy_(x)
-    norm = torch.linalg.vector_norm(x, dtype=wide).item()
+    widened = x if x.dtype == wide else scratch("unit", x.shape, wide, x.device).copy_(x)
+    norm = torch.linalg.vector_norm(widened).item()
     if not _LEAST_NORM <= norm <= 1 / _LEAST_NORM:
         largest = largest_entry(x).item()
         if not math.isfinite(largest):
-            return scratch("first", x.shape, dtype, x.device).fill_(math.nan)
+            out.fill_(math.nan)
+            return
         exponent = -math.frexp(largest)[1]
-        x = scratch("unit", x.shape, wide, x.device).copy_(x)
+        x = widened = scratch("unit", x.shape, wide, x.device).copy_(x)
         # In two, since the float that scales a denormal to one is infinite.
         x.mul_(2.0 ** (exponent // 2)).mul_(2.0 ** (exponent - exponent // 2))
         norm = torch.linalg.vector_norm(x).item()
@@ -169,11 +223,11 @@ def _normalized_on_cpu(x: Tensor, norm_scale: float, dtype: torch.dtype, eps: fl
     if eps > _LEAST_SEEN * torch.finfo(dtype).eps:
         divisor += eps * largest_entry(x).item()
     divisor = divisor or 1.0
-    if x.dtype in (dtype, wide):
-        # Divides wide, even where x is narrow, and rounds once.
-        first = scratch("first" if x.dtype == dtype else "unit", x.shape, x.dtype, x.device)
-        return _cast(torch.div(x, divisor, out=first), dtype)
-    return _cast(scratch("unit", x.shape, wide, x.device).copy_(x).div_(divisor), dtype)
+    if x.dtype == dtype:  # divides wide, even where x is narrow, and rounds once
+        torch.div(x, divisor, out=out)
+    else:
+        unit = scratch("unit", x.shape, wide, x.device)
+        out.copy_(torch.div(widened, divisor, out=unit))
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -187,6 +187,26 @@ def test_batch_is_the_loop_bit_for_bit(
 
 
 @pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+@pytest.mark.parametrize("count", [1, 2, 7])
+@pytest.mark.parametrize(
+    "shape", [(64, 64), (256, 64), (65, 131), (256, 256), (256, 1024), (9, 20)]
+)
+def test_matrices_in_sequence_are_the_loop_bit_for_bit(
+    shape: tuple[int, int], count: int, preconditioner: str
+) -> None:
+    # Those from 64 rows on run as batched products where the processor has bfloat16 ones.
+    matrices = list(torch.randn(count, *shape, generator=generator()).bfloat16())
+    matrices[count // 2] = matrices[count // 2].mT.contiguous().mT  # apart, and strided
+    matrices[-1][0, 0] = math.nan if count > 1 else 1e30
+    found = orthogonalize(matrices, YOU, preconditioner=preconditioner)
+    assert found.shape == (count, *shape)
+    for result, matrix in zip(found, matrices, strict=True):
+        expected = orthogonalize(matrix, YOU, preconditioner=preconditioner)
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+    assert bool(found.isfinite().all()) == (count == 1)
+
+
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
 def test_batched_products_agree_with_the_loop(preconditioner: str) -> None:
     # The road that other devices take.
     x = torch.randn(3, 20, 9, generator=generator(), dtype=torch.float64)
@@ -370,6 +390,13 @@ def test_aol_vanishing_rows() -> None:
     ("kwargs", "message"),
     [
         ({"x": torch.ones(3)}, r"x: found shape \(3,\)"),
+        ({"x": []}, "x: found no matrix"),
+        ({"x": [torch.ones(2, 3, 4)] * 2}, r"x: found shape \(2, 3, 4\)"),
+        (
+            {"x": [torch.ones(2, 3), torch.ones(3, 2)]},
+            r"x: found \(3, 2\) in torch.float32 on cpu beside \(2, 3\) in torch.float32 on cpu",
+        ),
+        ({"x": [torch.ones(2, 3), torch.ones(2, 3).double()]}, "expected all alike"),
         ({"x": torch.ones(2, 2, dtype=torch.int64)}, "x.dtype"),
         ({"x": torch.ones(2, 2, dtype=torch.complex64)}, "x.dtype"),
         ({"dtype": torch.int32}, "dtype"),

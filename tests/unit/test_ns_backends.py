@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from typing import Any
@@ -13,9 +14,11 @@ from amo_dist.kernels.backends import (
     BACKENDS,
     STANDARD,
     Backend,
+    batch_size,
     choose_backend,
     cost,
     iterate,
+    short_side,
 )
 from amo_dist.kernels.gram_stability import error, is_stable
 from amo_dist.kernels.newton_schulz import orthogonalize
@@ -24,7 +27,7 @@ from amo_dist.schedule.polar_express import compose
 
 KJ = ((3.4445, -4.7750, 2.0315),) * 5
 FLOAT32_UNIT = 2 * torch.finfo(torch.float32).eps
-SHAPES = [(1, 1), (1, 9), (7, 7), (16, 48), (33, 99), (64, 65), (130, 400)]
+SHAPES = [(1, 1), (1, 9), (7, 7), (16, 48), (33, 99), (99, 33), (64, 65), (130, 400), (400, 130)]
 ON_CPU = [name for name in BACKENDS if name != "triton"]
 ELLS = [1e-2, 1e-3, 1e-4, 1e-6, 1e-8]
 
@@ -57,6 +60,7 @@ def test_all_backends_are_one_map(
     expected = iterate(x, coefficients, STANDARD)
     for backend in (
         Backend("symmetric", blocks, blocks),
+        Backend("symmetric", blocks, 1, panels=3),
         Backend("gram", blocks, blocks),
         Backend("gram", blocks, 1, tuple(range(1, steps))),
         Backend("gram", 1, blocks, tuple(range(2, steps, 2))),
@@ -64,7 +68,8 @@ def test_all_backends_are_one_map(
         found = iterate(x, coefficients, backend)
         # Float64; without restarts the Gram form multiplies rounding by up to 5e5 here.
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
-        given = iterate(x, coefficients, backend, x @ x.mT)
+        short = short_side(x)
+        given = iterate(x, coefficients, backend, short @ short.mT)
         torch.testing.assert_close(given, expected, rtol=0, atol=1e-9)
 
 
@@ -79,6 +84,46 @@ def test_orthogonalize_runs_any_backend(requested: str, preconditioner: str) -> 
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="backend: found 'fast'"):
         orthogonalize(x, compose(1e-2, 5), backend="fast")
+
+
+@pytest.mark.parametrize("shape", [(768, 2400), (2400, 768)])
+def test_panels_change_no_bit(shape: tuple[int, int]) -> None:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16() / 1500
+    backend = choose_backend(shape, KJ[:2], dtype=torch.bfloat16, device_type="cpu")
+    assert (backend.name, backend.panels) == ("symmetric", 6)
+    found = iterate(x, KJ[:2], backend)
+    assert torch.equal(found, iterate(x, KJ[:2], dataclasses.replace(backend, panels=1)))
+
+
+def test_panels_are_for_what_is_long_narrow_and_not_small() -> None:
+    def panels(m: int, n: int, dtype: torch.dtype) -> int:
+        return choose_backend((m, n), KJ, dtype=dtype, device_type="cpu").panels
+
+    assert panels(1024, 3072, torch.bfloat16) == 8
+    assert panels(3072, 1024, torch.bfloat16) == 8
+    assert panels(1024, 3072, torch.float32) == 1
+    assert panels(1024, 1024, torch.bfloat16) == 1
+    assert panels(512, 1536, torch.bfloat16) == 1
+
+
+def test_small_matrices_run_together_on_cpu_where_the_loop_has_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def size(shape: tuple[int, int], **given: object) -> int | None:
+        arguments: dict[str, Any] = {"dtype": torch.bfloat16, "device_type": "cpu", **given}
+        return batch_size(arguments.pop("backend", STANDARD), shape, **arguments)
+
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    # X and the next one, A and its polynomial: 0.5 and 1.25 MiB of 4.
+    assert size((256, 256)) == 8
+    assert size((256, 1024)) == size((1024, 256)) == 3
+    assert size((2048, 2048)) == 1
+    assert size((63, 256)) == 1
+    assert size((256, 256), backend=Backend("symmetric", 2, 2)) == 1
+    assert size((256, 256), dtype=torch.float32) == 1
+    assert size((2048, 2048), device_type="cuda") is None
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    assert size((256, 256)) == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
