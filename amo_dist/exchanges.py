@@ -58,6 +58,9 @@ def plan_exchanges(
         matrix.num_elements * (observed_dtype if i in wide else wire_dtype).itemsize
         for i, matrix in enumerate(matrices)
     ]
+    # What may run as one batch has one shape and, once types have schedules of their own, one type.
+    types = parameters.operator_types
+    kinds = [(matrix.shape, kind) for matrix, kind in zip(matrices, types, strict=True)]
     exchanges: list[Exchange] = []
     digests: dict[tuple[int, ...], str] = {}
     for ranks, group in world.groups_by_ranks.items():
@@ -81,6 +84,7 @@ def plan_exchanges(
                 wire_dtype=wire_dtype,
                 wide_dtype=observed_dtype,
                 buckets_in_flight=config.buckets_in_flight,
+                kinds=kinds,
             )
             exchanges.append(exchange)
     check_alike_by_ranks("exchange plan", digests, world.group)

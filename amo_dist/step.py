@@ -164,27 +164,23 @@ class StepWork:
             self.residuals[name] = ns_residual(result).masked_fill(is_zero, math.nan)
 
     def _orthogonalize(self, owned: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Batched by shape and schedule off the CPU, where a batch is one kernel launch."""
-        batches: dict[tuple[Schedule, torch.Size, int], list[int]] = defaultdict(list)
+        """Those of one shape and schedule together, which may run as batched products."""
+        alike: dict[tuple[Schedule, torch.Size, torch.device], list[int]] = defaultdict(list)
         for position, index in enumerate(owned):
-            schedule = self._schedules[index]
-            is_batched = matrices[position].device.type != "cpu"
-            batch = 0 if is_batched else position
-            batches[schedule, matrices[position].shape, batch].append(position)
+            matrix = matrices[position]
+            alike[self._schedules[index], matrix.shape, matrix.device].append(position)
         results: dict[int, Tensor] = {}
-        for (schedule, _, _), positions in batches.items():
+        for (schedule, _, _), positions in alike.items():
             # Also where it came wide for observation: observing changes no bit of training.
             inputs = [matrices[position].to(self._ns_dtype) for position in positions]
-            stacked = inputs[0] if len(inputs) == 1 else torch.stack(inputs)
-            result = self._run(schedule, stacked)
+            result = self._run(schedule, inputs)
             bad = _drop_nonfinite(result)
-            parts = [result] if len(inputs) == 1 else list(result.unbind())
-            results.update(zip(positions, parts, strict=True))
+            results.update(zip(positions, result.unbind(), strict=True))
             names = [self._parameters.matrices[owned[position]].name for position in positions]
             self.nonfinite.update(zip(names, bad.reshape(-1).unbind(), strict=True))
         return [results[position] for position in range(len(owned))]
 
-    def _run(self, schedule: Schedule, stacked: Tensor) -> Tensor:
+    def _run(self, schedule: Schedule, matrices: Sequence[Tensor]) -> Tensor:
         function = functools.partial(
             orthogonalize,
             coefficients=schedule.coefficients,
@@ -194,9 +190,10 @@ class StepWork:
             backend=self._config.ns_backend,
         )
         if self._graphs is None:
-            return function(stacked)
+            return function(matrices)
+        stacked = matrices[0] if len(matrices) == 1 else torch.stack(list(matrices))
         key = (schedule, stacked.shape, stacked.dtype, stacked.device, self._config.ns_backend)
-        return self._graphs.run(key, function, stacked)
+        return self._graphs.run(key, function, stacked).view(len(matrices), *stacked.shape[-2:])
 
 
 def make_graphs(parameters: Parameters, config: MuonConfig) -> GraphCache | None:

@@ -191,6 +191,7 @@ class Exchange:
         wire_dtype: In which matrices travel.
         wide_dtype: In which matrices travel to their owner in wide buckets.
         buckets_in_flight: How many gathers may be under way at once.
+        kinds: Of each matrix, sortable: on CPU, those of one kind are computed next to each other.
     """
 
     def __init__(
@@ -203,6 +204,7 @@ class Exchange:
         wire_dtype: torch.dtype,
         wide_dtype: torch.dtype,
         buckets_in_flight: int,
+        kinds: Sequence[Any] | None = None,
     ) -> None:
         self.plan = plan
         self.sent_bytes: Counter[int] = Counter()
@@ -210,6 +212,7 @@ class Exchange:
         self.sent_elements: Counter[int] = Counter()
         """Elements sent to each peer in the last `run`."""
         self._matrices = matrices
+        self._kinds = kinds or [0] * len(matrices)
         self._group = group
         self._wire_dtype = wire_dtype
         self._wide_dtype = wide_dtype
@@ -227,7 +230,7 @@ class Exchange:
             return [bucket.owned] if bucket.owned else []
         groups: list[tuple[int, ...]] = []
         room = 0
-        for index in bucket.owned:
+        for index in sorted(bucket.owned, key=self._kinds.__getitem__):
             size = self._matrices[index].num_elements
             if size > room:
                 groups.append(())

@@ -85,7 +85,11 @@ def exchange(rank: int, world_size: int, kind: str, owners: str) -> None:
             assert place.shape == value.shape
             place.copy_(value)
 
+    kinds = [index % 3 for index in range(len(model.matrices))]
+
     def compute(bucket: Bucket, found: list[torch.Tensor]) -> list[torch.Tensor]:
+        of_owned = [kinds[index] for index in bucket.owned]
+        assert of_owned == sorted(of_owned)
         dtypes.update((bucket.wide, matrix.dtype) for matrix in found)
         # Integers below 256 are exact in bfloat16.
         return [(-matrix).to(torch.bfloat16) for matrix in found]
@@ -105,6 +109,7 @@ def exchange(rank: int, world_size: int, kind: str, owners: str) -> None:
         wire_dtype=torch.bfloat16,
         wide_dtype=torch.float32,
         buckets_in_flight=2,
+        kinds=kinds,
     )
     engine.run(read, compute, write, lambda: ran.append(""))
     assert ran == [""]

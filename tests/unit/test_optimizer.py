@@ -303,6 +303,17 @@ def test_newton_schulz_runs_once_a_step_under_accumulation() -> None:
     assert spy.call_count == 1
 
 
+def test_matrices_of_one_shape_and_schedule_are_orthogonalized_together() -> None:
+    names = ("attention.wq", "feed_forward.w1")
+    shapes = {f"layers.{i}.{name}.weight": (8, 12) for i in range(3) for name in names}
+    model = models.plain_model({**shapes, "layers.0.feed_forward.w2.weight": (12, 8)})
+    optimizer = Muon(param_groups(model))
+    models.set_gradients(model, 1, 1)
+    with mock.patch("amo_dist.step.orthogonalize", side_effect=_orthogonalize) as spy:
+        optimizer.step()
+    assert sorted(len(call.args[0]) for call in spy.call_args_list) == [1, 6]
+
+
 @pytest.mark.parametrize("name", list(SHAPES))
 def test_a_model_of_one_parameter(name: str) -> None:
     model = models.plain_model({name: SHAPES[name]})
