@@ -59,6 +59,7 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--model", choices=MODELS, default="Qwen3-1.7B")
     parser.add_argument("--ownership", choices=OWNERSHIPS, default=MuonConfig().ownership)
     parser.add_argument("--steps", nargs="+", type=int, default=[5])
+    parser.add_argument("--ell", type=float, default=1e-3, help="the schedules are composed for it")
     parser.add_argument("--dtypes", nargs="+", default=["bfloat16", "float32"])
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--threads", type=int, default=1)
@@ -99,12 +100,13 @@ def contenders(
     steps: int,
     dtype: torch.dtype,
     names: Sequence[str],
+    ell: float,
 ) -> dict[str, Callable[[], object]]:
     """Each backend, and on CUDA the replay of each, on all of the batches."""
     found: dict[str, Callable[[], object]] = {}
     for name in names:
         function = functools.partial(
-            orthogonalize, coefficients=_coefficients(steps), dtype=dtype, backend=name
+            orthogonalize, coefficients=_coefficients(ell, steps), dtype=dtype, backend=name
         )
         found[name] = lambda function=function: [function(x) for x in batches]
         if batches[0].is_cuda:
@@ -116,8 +118,8 @@ def contenders(
     return found
 
 
-def _coefficients(steps: int) -> tuple[tuple[float, float, float], ...]:
-    return tuple(compose(1.01e-3, steps))
+def _coefficients(ell: float, steps: int) -> tuple[tuple[float, float, float], ...]:
+    return tuple(compose(1.01 * ell, steps))
 
 
 def measure(
@@ -125,7 +127,7 @@ def measure(
 ) -> list[dict[str, object]]:
     """One row for each backend of one shape."""
     m, n = (int(size) for size in shape.split("x"))
-    coefficients = _coefficients(steps)
+    coefficients = _coefficients(options.ell, steps)
     x = torch.randn(m, n, generator=torch.Generator().manual_seed(0)).to(options.device)
     cast = x.to(dtype)
     square = cast[:, :m].contiguous()
@@ -140,7 +142,7 @@ def measure(
         for name in ("standard", "symmetric", "gram", "triton")
         if runs(name, dtype, options.device) and chosen(name).name == name
     ]
-    by_label = contenders([x], steps, dtype, names)
+    by_label = contenders([x], steps, dtype, names, options.ell)
     products = {
         "gemm square": lambda: square @ square,
         "gemm X X^T": lambda: cast @ cast.mT,
@@ -216,7 +218,7 @@ def measure_owned(
     side = max(size for _, shape in owned for size in shape)
     square = torch.randn(side, side, generator=generator).to(device, dtype)
     names = [name for name in ("standard", "auto", "triton") if runs(name, dtype, device)]
-    by_label = contenders(batches, steps, dtype, names)
+    by_label = contenders(batches, steps, dtype, names, options.ell)
     gemm = {"gemm": lambda: square @ square}
     seconds = paired({**gemm, **by_label}, options.rounds, clock=options.clock)
     peak = 2 * side**3 / statistics.median(seconds["gemm"])
@@ -225,7 +227,7 @@ def measure_owned(
     for label in by_label:
         time = statistics.median(seconds[label])
         executed = sum(
-            count * _executed(shape, steps, dtype, device, label.removesuffix(GRAPH))
+            count * _executed(shape, steps, dtype, label.removesuffix(GRAPH), options)
             for count, shape in owned
         )
         rows.append(
@@ -249,13 +251,17 @@ def measure_owned(
 
 
 def _executed(
-    shape: tuple[int, int], steps: int, dtype: torch.dtype, device: str, name: str
+    shape: tuple[int, int],
+    steps: int,
+    dtype: torch.dtype,
+    name: str,
+    options: argparse.Namespace,
 ) -> float:
     backend = choose_backend(
         shape,
-        _coefficients(steps),
+        _coefficients(options.ell, steps),
         dtype=dtype,
-        device_type=torch.device(device).type,
+        device_type=torch.device(options.device).type,
         requested=name,
     )
     return executed_flops(backend, *sorted(shape), steps)

@@ -4,7 +4,9 @@
 - ``symmetric``: ``A = X X^T`` and ``A A`` are symmetric, so only the blocks on and above the
   diagonal are computed and the rest is mirrored: the same sums, hence the same accuracy.
 - ``gram``: iterates on the small ``A`` and multiplies into the large X only at restarts and at the
-  end. It pays for elongated matrices, and only where `gram_stability` passes the coefficients.
+  end. It pays for elongated matrices, and only where `gram_stability` passes the coefficients. In
+  bfloat16 the first two steps alone are taken at once, which rounds X once less: where it may be
+  taken it is the more exact form, on average.
 - ``triton``: ``symmetric`` by tiles in one kernel, on CUDA devices; see `triton_symmetric`.
 
 The choice is a pure function of shape, coefficients, dtype and device type, so that every rank,
@@ -18,15 +20,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib.util
-import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from amo_dist.kernels.gram_stability import is_stable
-from amo_dist.kernels.scratch import scratch
+from amo_dist.kernels.gram import iterate_deviation, iterate_factor
+from amo_dist.kernels.gram_stability import first_pair_is_as_exact, is_stable
+from amo_dist.kernels.products import results, short_side, square_like, symmetric, times
 
 Triple = tuple[float, float, float]
 
@@ -84,13 +86,12 @@ _MIN_GAIN = 0.95
 _PANEL_SIDE = 384
 _PANEL_MIN_ROWS = 768
 _PANEL_MIN_ASPECT = 2
+_PAIR_MIN_ROWS = 128
+"""Below, the small products of two steps at once take longer than the large ones they save."""
 _BATCH_BYTES = 2**22
 """What a batch of small matrices may keep in use on CPU, for the caches' sake."""
 _BATCH_MIN_ROWS = 64
 """Below, oneDNN sums a batch in another order than each of its matrices."""
-# In bfloat16 or float16 the Gram form has up to six times the error of the standard one, and can
-# diverge where few singular values stand far above the rest: not an option.
-_GRAM_MAX_UNIT = 1e-5
 
 
 def choose_backend(
@@ -149,6 +150,10 @@ def check_backend(field: str, requested: str, *, dtype: torch.dtype, device_type
         raise ValueError(f"{field}: found 'triton' with {found}, expected {expected}")
 
 
+def _is_narrow(dtype: torch.dtype) -> bool:
+    return dtype.itemsize < 4
+
+
 def _hashable(coefficients: Sequence[Triple]) -> tuple[Triple, ...]:
     if isinstance(coefficients, tuple) and all(isinstance(each, tuple) for each in coefficients):
         return coefficients
@@ -188,29 +193,28 @@ def _cheapest(
         return STANDARD
     if requested == "triton":
         return _tiled(m, dtype)
-    overhead = _NARROW if dtype.itemsize < 4 else _WIDE
-    is_free = requested == "auto"
-    blocks = (1, *_BLOCKS) if is_free else _BLOCKS
-    symmetric = Backend(
-        "symmetric",
-        _num_blocks(m, n, overhead, blocks),
-        _num_blocks(m, m, overhead, blocks),
-        panels=_num_panels(m, n, dtype),
-    )
-    gram = None
-    if requested != "symmetric":
-        gram = _choose_gram(m, n, coefficients, dtype, overhead)
-    if not is_free:
-        return gram or symmetric
+    overhead = _NARROW if _is_narrow(dtype) else _WIDE
+    panels = _num_panels(m, n, dtype)
 
-    def cost_of(backend: Backend) -> float:
-        return cost(backend, m, n, len(coefficients), overhead)
+    def in_blocks(among: Sequence[int]) -> Backend:
+        of_gram, of_squares = (_num_blocks(m, k, overhead, among) for k in (n, m))
+        return Backend("symmetric", of_gram, of_squares, panels=panels)
 
-    best = STANDARD
-    for backend in (symmetric, gram):
-        if backend is not None and cost_of(backend) < _MIN_GAIN * cost_of(best):
-            best = backend
-    return best
+    def is_worth(backend: Backend, beside: Backend) -> bool:
+        found, simpler = (cost(b, m, n, len(coefficients), overhead) for b in (backend, beside))
+        return found < _MIN_GAIN * simpler
+
+    if requested == "symmetric":
+        return in_blocks(_BLOCKS)
+    free = in_blocks((1, *_BLOCKS))
+    simple = free if is_worth(free, STANDARD) else STANDARD
+    forms = _gram_in_pairs if _is_narrow(dtype) else _gram_forms
+    for backend in forms(m, n, coefficients, simple, overhead):
+        if (requested == "gram" or is_worth(backend, simple)) and _holds(
+            backend, coefficients, dtype
+        ):
+            return backend
+    return simple if requested == "auto" else in_blocks(_BLOCKS)
 
 
 def _num_blocks(m: int, k: int, overhead: _Overhead, among: Sequence[int]) -> int:
@@ -220,7 +224,7 @@ def _num_blocks(m: int, k: int, overhead: _Overhead, among: Sequence[int]) -> in
 
 
 def _num_panels(m: int, n: int, dtype: torch.dtype) -> int:
-    if dtype.itemsize > 2 or m < _PANEL_MIN_ROWS or n < _PANEL_MIN_ASPECT * m:
+    if not _is_narrow(dtype) or m < _PANEL_MIN_ROWS or n < _PANEL_MIN_ASPECT * m:
         return 1
     return round(n / _PANEL_SIDE)
 
@@ -233,21 +237,39 @@ def _tiled(m: int, dtype: torch.dtype) -> Backend:
     return Backend("triton", tiles, tiles)
 
 
-def _choose_gram(
-    m: int, n: int, coefficients: tuple[Triple, ...], dtype: torch.dtype, overhead: _Overhead
-) -> Backend | None:
-    """The cheapest stable one, if any."""
-    unit = 2 * torch.finfo(dtype).eps
-    if unit > _GRAM_MAX_UNIT:
-        return None
+def _gram_forms(
+    m: int,
+    n: int,
+    coefficients: tuple[Triple, ...],
+    simple: Backend,
+    overhead: _Overhead,
+) -> list[Backend]:
+    """Of wide dtypes, the cheapest first."""
     steps = len(coefficients)
-    gram_blocks = _num_blocks(m, n, overhead, (1, *_BLOCKS))
-    square_blocks = _num_blocks(m, m, overhead, (1, *_BLOCKS))
-    candidates = sorted(
-        (Backend("gram", gram_blocks, square_blocks, restarts) for restarts in _tables(steps)),
-        key=lambda backend: cost(backend, m, n, steps, overhead),
-    )
-    return next((each for each in candidates if is_stable(coefficients, each.restarts, unit)), None)
+    of_gram, of_squares = (_num_blocks(m, k, overhead, (1, *_BLOCKS)) for k in (n, m))
+    forms = (Backend("gram", of_gram, of_squares, restarts) for restarts in _tables(steps))
+    return sorted(forms, key=lambda backend: cost(backend, m, n, steps, overhead))
+
+
+def _gram_in_pairs(
+    m: int,
+    n: int,
+    coefficients: tuple[Triple, ...],
+    simple: Backend,
+    overhead: _Overhead,
+) -> list[Backend]:
+    """Of narrow dtypes: the first two steps at once, by the blocks of what they stand in for."""
+    restarts = tuple(range(2, len(coefficients)))
+    if not restarts or m < _PAIR_MIN_ROWS:
+        return []
+    return [dataclasses.replace(simple, name="gram", restarts=restarts)]
+
+
+def _holds(backend: Backend, coefficients: tuple[Triple, ...], dtype: torch.dtype) -> bool:
+    """Whether a Gram form is exact enough."""
+    if _is_narrow(dtype):
+        return first_pair_is_as_exact(coefficients)
+    return is_stable(coefficients, backend.restarts, 2 * torch.finfo(dtype).eps)
 
 
 def _tables(steps: int) -> Iterator[tuple[int, ...]]:
@@ -308,7 +330,8 @@ def batch_size(
     if device_type != "cpu":
         return None
     m, n = sorted(shape)
-    if backend.name != "standard" or m < _BATCH_MIN_ROWS or not _multiplies_fast(dtype):
+    is_in_blocks = max(backend.gram_blocks, backend.square_blocks) > 1
+    if is_in_blocks or m < _BATCH_MIN_ROWS or not _multiplies_fast(dtype):
         return 1
     in_use = 2 * (m * n + m * m) * dtype.itemsize
     return max(1, _BATCH_BYTES // in_use)
@@ -325,21 +348,6 @@ def _multiplies_fast(dtype: torch.dtype) -> bool:
         and bool(torch.backends.mkldnn.enabled)
         and torch.backends.cpu.get_cpu_capability() == "AVX512"
     )
-
-
-def even_parts(length: int, count: int) -> Iterator[tuple[int, int]]:
-    """``(start, stop)`` of consecutive parts whose lengths differ by one at most.
-
-    Args:
-        length: Of all together.
-        count: Of parts.
-    """
-    return itertools.pairwise(length * part // count for part in range(count + 1))
-
-
-def short_side(x: Tensor) -> Tensor:
-    """A view of each matrix with as many rows as its short side: ``x``, or ``x.mT`` where tall."""
-    return x.mT if x.shape[-2] > x.shape[-1] else x
 
 
 def iterate(
@@ -363,8 +371,14 @@ def iterate(
     Returns:
         ``out``, or a new tensor as ``x``.
     """
-    run = _iterate_gram if backend.name == "gram" else _iterate
-    return run(x, coefficients, backend, gram, torch.empty_like(x) if out is None else out)
+    out = torch.empty_like(x) if out is None else out
+    if backend.name != "gram":
+        return _iterate(x, coefficients, backend, gram, out)
+    blocks = backend.gram_blocks, backend.square_blocks
+    args = x, coefficients, backend.restarts, blocks, gram
+    if _is_narrow(x.dtype):
+        return iterate_deviation(*args, panels=backend.panels, out=out)
+    return iterate_factor(*args, out=out)
 
 
 def _iterate(
@@ -372,41 +386,17 @@ def _iterate(
     coefficients: Sequence[Triple],
     backend: Backend,
     gram: Tensor | None,
-    last: Tensor,
+    out: Tensor,
 ) -> Tensor:
     multiply, square = _symmetric_products(backend)
-    small, polynomial = (_square(use, x) for use in ("gram", "polynomial"))
-    results = _results(last, len(coefficients))
+    small, polynomial = (square_like(use, x) for use in ("gram", "polynomial"))
+    places = results(out, len(coefficients))
     for a, b, c in coefficients:
         gram = multiply(short_side(x), out=small) if gram is None else gram
         square(gram, gram, b, c, out=polynomial)
-        x = _times(polynomial, x, a, backend.panels, out=next(results))
+        x = times(polynomial, x, a, backend.panels, out=next(places))
         gram = None
     return x
-
-
-def _square(use: str, x: Tensor) -> Tensor:
-    m = min(x.shape[-2:])
-    return scratch(use, (*x.shape[:-2], m, m), x.dtype, x.device)
-
-
-def _results(last: Tensor, count: int) -> Iterator[Tensor]:
-    """Where large products go: into two in turn, the last one into what is returned."""
-    other = scratch("iterate", last.shape, last.dtype, last.device)
-    return (last if remaining % 2 == 0 else other for remaining in range(count)[::-1])
-
-
-def _times(polynomial: Tensor, x: Tensor, beta: float, panels: int = 1, *, out: Tensor) -> Tensor:
-    """``(beta I + polynomial) X`` by panels, X being what `short_side` shows of ``x``."""
-    is_tall = x.shape[-2] > x.shape[-1]
-    long_dim = x.dim() - 2 if is_tall else x.dim() - 1
-    for start, stop in even_parts(x.shape[long_dim], panels):
-        part, result = x, out
-        if panels > 1:  # slices cost what a small product does not take
-            part, result = (each.narrow(long_dim, start, stop - start) for each in (x, out))
-        left, right = (part, polynomial) if is_tall else (polynomial, part)
-        _fused(part, left, right, beta, out=result)
-    return out
 
 
 def _symmetric_products(backend: Backend) -> Iterator[Callable[..., Tensor]]:
@@ -417,73 +407,6 @@ def _symmetric_products(backend: Backend) -> Iterator[Callable[..., Tensor]]:
         return iter((symmetric_product, symmetric_product))
 
     def by_blocks(num_blocks: int) -> Callable[..., Tensor]:
-        return lambda x, *added, out: _symmetric(x, x, num_blocks, *added, out=out)
+        return lambda x, *added, out: symmetric(x, x, num_blocks, *added, out=out)
 
     return map(by_blocks, (backend.gram_blocks, backend.square_blocks))
-
-
-def _iterate_gram(
-    x: Tensor,
-    coefficients: Sequence[Triple],
-    backend: Backend,
-    gram: Tensor | None,
-    last: Tensor,
-) -> Tensor:
-    """All small matrices are polynomials of one A: they commute, and every product is symmetric."""
-    blocks = backend.square_blocks
-    bounds = (0, *backend.restarts, len(coefficients))
-    for start, stop in itertools.pairwise(bounds):
-        short = short_side(x)
-        gram = _symmetric(short, short, backend.gram_blocks) if gram is None else gram
-        factor: Tensor | None = None
-        for step in range(start, stop):
-            a, b, c = coefficients[step]
-            polynomial = _symmetric(gram, gram, blocks, gram, b, c)
-            polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
-            factor = polynomial if factor is None else _symmetric(polynomial, factor, blocks)
-            if step + 1 < stop:
-                half = _symmetric(polynomial, gram, blocks)
-                gram = _symmetric(half, polynomial, blocks)
-        assert factor is not None
-        factors = (x, factor) if x.shape[-2] > x.shape[-1] else (factor, x)
-        x, gram = torch.matmul(*factors, out=last if stop == len(coefficients) else None), None
-    return x
-
-
-def _fused(
-    added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0, *, out: Tensor
-) -> Tensor:
-    """``beta * added + alpha * left right`` with one rounding, which halves the bf16 error."""
-    fused = torch.addmm if left.dim() == 2 else torch.baddbmm
-    return fused(added, left, right, beta=beta, alpha=alpha, out=out)
-
-
-def _symmetric(
-    left: Tensor,
-    right: Tensor,
-    num_blocks: int,
-    added: Tensor | None = None,
-    beta: float = 1.0,
-    alpha: float = 1.0,
-    *,
-    out: Tensor | None = None,
-) -> Tensor:
-    """``beta * added + alpha * left right^T``, known to be symmetric, by blocks of rows."""
-    m = left.shape[-2]
-    out = left.new_empty(*left.shape[:-1], m) if out is None else out
-    if num_blocks == 1:  # without the slices, which cost what a narrow product does not take
-        if added is None:
-            return torch.matmul(left, right.mT, out=out)
-        return _fused(added, left, right.mT, beta, alpha, out=out)
-    for start, stop in even_parts(m, num_blocks):
-        rows, columns = left[..., start:stop, :], right[..., start:, :].mT
-        upper = out[..., start:stop, start:]
-        if added is None:
-            torch.matmul(rows, columns, out=upper)
-        else:
-            _fused(added[..., start:stop, start:], rows, columns, beta, alpha, out=upper)
-        if stop < m:
-            # Both contiguous: a strided transposed copy takes ten times as long.
-            below = upper[..., stop - start :].contiguous().mT.contiguous()
-            out[..., stop:, start:stop] = below
-    return out

@@ -5,9 +5,13 @@ X. Rounding moves an eigenvalue of A by about ``u``, the unit of the dtype, howe
 singular value behind it; steep quintics then blow up what no longer belongs to any X. A restart
 (multiply out, form A anew) ends that, and costs two large products.
 
-Each singular value goes its own way, so the whole question is one of scalars: it is answered by
-running them in plain float arithmetic with an error of ``u`` injected at every product. Standard
+Each singular value goes its own way, so the whole question is one of scalars. Standard
 Newton-Schulz is the Gram form that restarts at every step, and is the measure.
+
+- In wide dtypes (`is_stable`) scalars are run in plain float arithmetic with an error of ``u``
+  injected at every product.
+- In narrow dtypes, where ``u`` is no small number, random errors of all roundings are carried to
+  the end to first order (`first_pair_is_as_exact`).
 """
 
 from __future__ import annotations
@@ -15,6 +19,8 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
+
+import torch
 
 Triple = tuple[float, float, float]
 
@@ -85,3 +91,62 @@ def _image(x: float, segment: Sequence[Triple], shift: float) -> float:
         if not (abs(factor) < _BLOWN_UP and abs(eigenvalue) < _BLOWN_UP):
             return _BLOWN_UP
     return max(-_BLOWN_UP, min(_BLOWN_UP, factor * x))
+
+
+# ---------------------------------------------------------------- narrow dtypes
+
+NOISE_FACTOR = 4.3
+"""Most that the noise of a result may exceed the standard form's, at any singular value.
+
+Over random schedules, shapes and flat, Gaussian, spiked and decaying spectra, what passes has 0.64
+of the standard form's error on average and at most twice it; what fails, up to eight times.
+"""
+_PER_OCTAVE, _OCTAVES = 12, 8
+"""Noise peaks where a quintic dips; what lies below 2^-8 of the largest, bfloat16 cannot tell."""
+_TINY = 1e-12
+
+
+@functools.lru_cache(maxsize=1024)
+def first_pair_is_as_exact(coefficients: tuple[Triple, ...]) -> bool:
+    """Whether `iterate_deviation` with all restarts but the first rounds no worse than without.
+
+    Roundings are taken for random and independent, in units of the square of the rounding unit,
+    relative to the singular value that they change, and carried to the end by the derivative of
+    what follows. Later pairs are no option: they amplify what the first steps have rounded.
+
+    Args:
+        coefficients: One triple a step, at least two.
+    """
+    exponents = torch.arange(_PER_OCTAVE * _OCTAVES + 1, dtype=torch.float64, device="cpu")
+    values = [torch.exp2(exponents / -_PER_OCTAVE)]
+    deviations, slopes = [], []
+    for a, b, c in coefficients:
+        value = values[-1]
+        square = value * value
+        deviation = square * (b + c * square)
+        image = value * (a + deviation)
+        relative = value / (image.abs() + _TINY)
+        # What is rounded beside the result is the deviation times X.
+        deviations.append((deviation * relative).square())
+        slopes.append((a + square * (3 * b + 5 * c * square)) * relative)
+        values.append(image)
+    carried = torch.ones_like(values[0])
+    standard = torch.zeros_like(carried)
+    pair = torch.zeros_like(carried)
+    for step in reversed(range(len(coefficients))):
+        # One more for the directions of the result, which nothing draws back.
+        alone = (deviations[step] + 1) * carried.square() + 1
+        if step > 1:
+            pair = pair + alone
+        elif step == 1:
+            # The deviation of both steps, and three times that of the second: after two products
+            # for its A.
+            scale = coefficients[0][0] * coefficients[1][0]
+            both = (values[2] - scale * values[0]) / (values[2].abs() + _TINY)
+            noise = both.square() + 3 * deviations[1] + 1
+            pair = pair + noise * carried.square() + 1
+        else:
+            pair = pair + deviations[0] * carried.square()
+        standard = standard + alone
+        carried = carried * slopes[step]
+    return bool((pair <= NOISE_FACTOR**2 * standard).all())

@@ -14,15 +14,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from amo_dist.kernels.backends import (
-    Backend,
-    batch_size,
-    choose_backend,
-    even_parts,
-    iterate,
-    short_side,
-)
+from amo_dist.kernels.backends import Backend, batch_size, choose_backend, iterate
 from amo_dist.kernels.elementwise import largest_entry, wide_dtype
+from amo_dist.kernels.products import even_parts, short_side
 from amo_dist.kernels.scratch import scratch
 
 Triple = tuple[float, float, float]

@@ -1,0 +1,116 @@
+"""Newton-Schulz on the Gram matrix ``A = X X^T``; X is multiplied at restarts and at the end alone.
+
+All small matrices are polynomials of one A: they commute, and every product of them is symmetric.
+Two forms of one map, which round differently:
+
+- `iterate_factor` multiplies whole polynomials ``p_k(A)`` up. It survives long segments, in wide
+  dtypes.
+- `iterate_deviation` carries what a polynomial adds to a multiple of the identity, so that the
+  multiple is never rounded. In narrow dtypes it is by far the better one, in short segments.
+
+`gram_stability` says for which coefficients and restarts they hold.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amo_dist.kernels.products import results, short_side, square_like, symmetric, times
+
+Triple = tuple[float, float, float]
+
+
+def iterate_factor(
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    restarts: Sequence[int],
+    blocks: tuple[int, int],
+    gram: Tensor | None,
+    *,
+    out: Tensor,
+) -> Tensor:
+    """Run the steps; X becomes ``p_j(A) ... p_i(A) X`` at the end of each segment ``i .. j``.
+
+    Args:
+        x: ``(m, n)`` or ``(b, m, n)``, contiguous, singular values at most one.
+        coefficients: One triple a step.
+        restarts: Steps before which A is formed anew.
+        blocks: Of ``X X^T``, then of products of small matrices.
+        gram: The first A, where it is at hand.
+        out: Where the result goes, like ``x``.
+    """
+    gram_blocks, square_blocks = blocks
+    bounds = (0, *restarts, len(coefficients))
+    for start, stop in itertools.pairwise(bounds):
+        short = short_side(x)
+        gram = symmetric(short, short, gram_blocks) if gram is None else gram
+        factor: Tensor | None = None
+        for step in range(start, stop):
+            a, b, c = coefficients[step]
+            polynomial = symmetric(gram, gram, square_blocks, gram, b, c)
+            polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
+            factor = polynomial if factor is None else symmetric(polynomial, factor, square_blocks)
+            if step + 1 < stop:
+                half = symmetric(polynomial, gram, square_blocks)
+                gram = symmetric(half, polynomial, square_blocks)
+        assert factor is not None
+        factors = (x, factor) if x.shape[-2] > x.shape[-1] else (factor, x)
+        x, gram = torch.matmul(*factors, out=out if stop == len(coefficients) else None), None
+    return x
+
+
+def iterate_deviation(
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    restarts: Sequence[int],
+    blocks: tuple[int, int],
+    gram: Tensor | None,
+    *,
+    panels: int = 1,
+    out: Tensor,
+) -> Tensor:
+    """The same, each polynomial held as ``a I + D`` and their product as ``s I + E``.
+
+    ``D = b A + c A A``; the next A is ``(a I + D) A (a I + D)``, and ``E`` becomes
+    ``a E + D E + s D``.
+
+    Args:
+        x: As for `iterate_factor`; so are the others.
+        coefficients: One triple a step.
+        restarts: Steps before which A is formed anew.
+        blocks: Of ``X X^T``, then of products of small matrices.
+        gram: The first A, where it is at hand.
+        panels: Parts of the long side that are multiplied into one after the other.
+        out: Where the result goes, like ``x``.
+    """
+    gram_blocks, square_blocks = blocks
+    bounds = (0, *restarts, len(coefficients))
+    places = results(out, len(bounds) - 1)
+    for start, stop in itertools.pairwise(bounds):
+        if gram is None:
+            short = short_side(x)
+            gram = symmetric(short, short, gram_blocks, out=square_like("gram", x))
+        deviation, scale = gram, 1.0
+        for step in range(start, stop):
+            a, b, c = coefficients[step]
+            # What the last step left is still read in this one.
+            parity = f" {step % 2}"
+            d = symmetric(
+                gram, gram, square_blocks, gram, b, c, out=square_like("polynomial" + parity, x)
+            )
+            if step == start:
+                deviation, scale = d, a
+            else:
+                place = square_like("deviation" + parity, x)
+                deviation = symmetric(d, deviation, square_blocks, deviation, a, out=place)
+                deviation.add_(d, alpha=scale)
+                scale *= a
+            if step + 1 < stop:
+                half = symmetric(gram, d, square_blocks, gram, a, out=square_like("half", x))
+                gram = symmetric(half, d, square_blocks, half, a, out=square_like("gram", x))
+        x, gram = times(deviation, x, scale, panels, out=next(places)), None
+    return x
