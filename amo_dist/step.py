@@ -21,6 +21,7 @@ from amo_dist.kernels.elementwise import apply_update, largest_entry, nesterov, 
 from amo_dist.kernels.geometry import ns_residual
 from amo_dist.kernels.graphs import GraphCache
 from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.kernels.scratch import scratch
 from amo_dist.observer import Observer
 from amo_dist.parameters import Parameters
 from amo_dist.schedule.types import Schedule
@@ -164,7 +165,10 @@ class StepWork:
             self.residuals[name] = ns_residual(result).masked_fill(is_zero, math.nan)
 
     def _orthogonalize(self, owned: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Those of one shape and schedule together, which may run as batched products."""
+        """Those of one shape and schedule together, which may run as batched products.
+
+        On CPU the results live in memory that the next call overwrites.
+        """
         alike: dict[tuple[Schedule, torch.Size, torch.device], list[int]] = defaultdict(list)
         for position, index in enumerate(owned):
             matrix = matrices[position]
@@ -173,14 +177,14 @@ class StepWork:
         for (schedule, _, _), positions in alike.items():
             # Also where it came wide for observation: observing changes no bit of training.
             inputs = [matrices[position].to(self._ns_dtype) for position in positions]
-            result = self._run(schedule, inputs)
+            result = self._run(schedule, inputs, f"result {len(results)}")
             bad = _drop_nonfinite(result)
             results.update(zip(positions, result.unbind(), strict=True))
             names = [self._parameters.matrices[owned[position]].name for position in positions]
             self.nonfinite.update(zip(names, bad.reshape(-1).unbind(), strict=True))
         return [results[position] for position in range(len(owned))]
 
-    def _run(self, schedule: Schedule, matrices: Sequence[Tensor]) -> Tensor:
+    def _run(self, schedule: Schedule, matrices: Sequence[Tensor], use: str) -> Tensor:
         function = functools.partial(
             orthogonalize,
             coefficients=schedule.coefficients,
@@ -190,7 +194,8 @@ class StepWork:
             backend=self._config.ns_backend,
         )
         if self._graphs is None:
-            return function(matrices)
+            shape = len(matrices), *matrices[0].shape
+            return function(matrices, out=scratch(use, shape, self._ns_dtype, matrices[0].device))
         stacked = matrices[0] if len(matrices) == 1 else torch.stack(list(matrices))
         key = (schedule, stacked.shape, stacked.dtype, stacked.device, self._config.ns_backend)
         return self._graphs.run(key, function, stacked).view(len(matrices), *stacked.shape[-2:])

@@ -28,7 +28,7 @@ Write = Callable[[Sequence[Part], Sequence[Tensor]], None]
 lent: their memory is used again after the call."""
 Compute = Callable[[Bucket, list[Tensor]], list[Tensor]]
 """Results for the owned matrices of a bucket, ``(m, n)`` each, in the dtype of the wire. The
-matrices given are lent."""
+matrices given are lent; so are the results on CPU, until the next call."""
 
 
 _TASK_ELEMENTS = 2**21

@@ -39,6 +39,7 @@ def orthogonalize(
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
     backend: str = "auto",
+    out: Tensor | None = None,
 ) -> Tensor:
     """Approximate the polar factor ``U V^T`` of each matrix ``U S V^T`` of a batch.
 
@@ -63,6 +64,7 @@ def orthogonalize(
         backend: How the steps are run: ``auto``, ``standard``, ``symmetric``, ``gram`` or
             ``triton``; see ``backends``. The choice depends on shape, coefficients, dtype and
             device type alone.
+        out: Where the result goes, contiguous; a new tensor where None.
 
     Returns:
         Contiguous tensor of the shape of ``x`` (of ``b`` matrices in sequence: ``(b, m, n)``) in
@@ -72,7 +74,7 @@ def orthogonalize(
     Raises:
         ValueError: fewer than two dims, matrices in sequence that differ, a dtype that is not
             floating, no coefficients, an unknown preconditioner or backend, a backend that cannot
-            run here, or ``norm_scale`` that is not positive.
+            run here, ``norm_scale`` that is not positive, or ``out`` unlike the result.
 
     On CPU a batch equals the loop over its matrices bit for bit; it is that loop, save that small
     matrices run a few at a time where that is faster. Elsewhere a batch runs as batched products.
@@ -81,21 +83,28 @@ def orthogonalize(
     _validate(matrices, coefficients, norm_scale, preconditioner, dtype)
     one, device = matrices[0], matrices[0].device
     shape = one.shape if isinstance(x, Tensor) else torch.Size((len(matrices), *one.shape))
+    if out is None:
+        out = torch.empty(shape, dtype=dtype, device=device)
+    elif (out.shape, out.dtype, out.device) != (shape, dtype, device) or not out.is_contiguous():
+        raise ValueError(
+            f"out: found {_described(out)}, expected {tuple(shape)} in {dtype} on {device}, "
+            "contiguous"
+        )
     if shape.numel() == 0:
-        return torch.zeros(shape, dtype=dtype, device=device)
+        return out
     how = choose_backend(
         shape, coefficients, dtype=dtype, device_type=device.type, requested=backend
     )
     args = (coefficients, norm_scale, preconditioner, dtype, eps, how)
     if device.type == "cpu":
-        out = torch.empty(shape, dtype=dtype, device=device)
         if one.dim() > 2:
             matrices = list(one.reshape(-1, *shape[-2:]).unbind())
         _orthogonalize_on_cpu(matrices, *args, out=out.view(-1, *shape[-2:]))
         return out
     batch = one if len(matrices) == 1 else torch.stack(matrices)
     flat = batch if batch.dim() == 2 else batch.reshape(-1, *shape[-2:])
-    return _orthogonalize(flat, *args).view(shape)
+    _orthogonalize(flat, *args, out=out.view(flat.shape))
+    return out
 
 
 def _validate(
@@ -169,8 +178,10 @@ def _orthogonalize(
     dtype: torch.dtype,
     eps: float,
     backend: Backend,
-) -> Tensor:
-    """The same for one matrix ``(m, n)`` or one batch ``(b, m, n)``, not empty."""
+    *,
+    out: Tensor,
+) -> None:
+    """The same for one matrix ``(m, n)`` or one batch ``(b, m, n)``, not empty, on any device."""
     # The kernel reads rows of the short side; products of PyTorch take tall matrices as they are.
     is_turned = backend.name == "triton" and x.shape[-2] > x.shape[-1]
     x = x.mT if is_turned else x
@@ -179,8 +190,10 @@ def _orthogonalize(
         first, gram = _precondition_aol(_scale_largest_entry_to_one(x, dtype), dtype)
     else:
         first = _normalized(_scale_largest_entry_to_one(x, dtype), norm_scale, dtype, eps)
-    result = iterate(first, coefficients, backend, gram)
-    return result.mT.contiguous() if is_turned else result
+    if is_turned:
+        out.copy_(iterate(first, coefficients, backend, gram).mT)
+    else:
+        iterate(first, coefficients, backend, gram, out=out)
 
 
 def _normalized(unit: Tensor, norm_scale: float, dtype: torch.dtype, eps: float) -> Tensor:

@@ -212,11 +212,11 @@ def test_batched_products_agree_with_the_loop(preconditioner: str) -> None:
     x = torch.randn(3, 20, 9, generator=generator(), dtype=torch.float64)
     x[1] = 0
     args = (KJ, 1.01, preconditioner, torch.float64, 1e-7, STANDARD)
-    found = newton_schulz._orthogonalize(x, *args)
+    found = torch.empty_like(x)
+    newton_schulz._orthogonalize(x, *args, out=found)
     expected = orthogonalize(x, KJ, preconditioner=preconditioner, dtype=torch.float64)
     # Batched products may sum in another order.
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
-    assert found.is_contiguous()
 
 
 @pytest.mark.parametrize("shape", [(18, 40), (64, 64), (100, 333)])
@@ -237,6 +237,14 @@ def test_input_is_not_modified(preconditioner: str) -> None:
     before = x.clone()
     orthogonalize(x, KJ, preconditioner=preconditioner, dtype=torch.float32)
     assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize("shape", [(4, 6), (3, 64, 96), (2, 0, 4)])
+def test_out_takes_the_result(shape: tuple[int, ...]) -> None:
+    x = torch.randn(shape, generator=generator())
+    out = torch.full(shape, math.nan, dtype=torch.bfloat16)
+    assert orthogonalize(x, KJ, out=out) is out
+    assert torch.equal(out, orthogonalize(x, KJ))
 
 
 def test_no_graph_is_recorded() -> None:
@@ -404,6 +412,9 @@ def test_aol_vanishing_rows() -> None:
         ({"norm_scale": 0.0}, "norm_scale"),
         ({"norm_scale": math.nan}, "norm_scale"),
         ({"preconditioner": "aoi"}, "preconditioner: found 'aoi'"),
+        ({"out": torch.ones(2, 3, dtype=torch.bfloat16)}, r"out: found \(2, 3\) in torch.bfloat16"),
+        ({"out": torch.ones(2, 2)}, "out: found .* expected .* in torch.bfloat16"),
+        ({"out": torch.ones(2, 2, dtype=torch.bfloat16).mT}, "contiguous"),
     ],
 )
 def test_mistakes(kwargs: dict[str, object], message: str) -> None:
