@@ -208,11 +208,11 @@ def _cheapest(
         return in_blocks(_BLOCKS)
     free = in_blocks((1, *_BLOCKS))
     simple = free if is_worth(free, STANDARD) else STANDARD
-    forms = _gram_in_pairs if _is_narrow(dtype) else _gram_forms
-    for backend in forms(m, n, coefficients, simple, overhead):
-        if (requested == "gram" or is_worth(backend, simple)) and _holds(
-            backend, coefficients, dtype
-        ):
+    is_small = _is_narrow(dtype) and m < _PAIR_MIN_ROWS
+    for backend in _gram_forms(m, n, len(coefficients), dtype, simple):
+        if requested == "auto" and (is_small or not is_worth(backend, simple)):
+            continue
+        if _holds(backend, coefficients, dtype):
             return backend
     return simple if requested == "auto" else in_blocks(_BLOCKS)
 
@@ -238,31 +238,15 @@ def _tiled(m: int, dtype: torch.dtype) -> Backend:
 
 
 def _gram_forms(
-    m: int,
-    n: int,
-    coefficients: tuple[Triple, ...],
-    simple: Backend,
-    overhead: _Overhead,
-) -> list[Backend]:
-    """Of wide dtypes, the cheapest first."""
-    steps = len(coefficients)
-    of_gram, of_squares = (_num_blocks(m, k, overhead, (1, *_BLOCKS)) for k in (n, m))
+    m: int, n: int, steps: int, dtype: torch.dtype, simple: Backend
+) -> Sequence[Backend]:
+    """The cheapest first; of narrow dtypes the first two steps at once, else as ``simple`` is."""
+    if _is_narrow(dtype):
+        restarts = tuple(range(2, steps))
+        return [dataclasses.replace(simple, name="gram", restarts=restarts)] if restarts else []
+    of_gram, of_squares = (_num_blocks(m, k, _WIDE, (1, *_BLOCKS)) for k in (n, m))
     forms = (Backend("gram", of_gram, of_squares, restarts) for restarts in _tables(steps))
-    return sorted(forms, key=lambda backend: cost(backend, m, n, steps, overhead))
-
-
-def _gram_in_pairs(
-    m: int,
-    n: int,
-    coefficients: tuple[Triple, ...],
-    simple: Backend,
-    overhead: _Overhead,
-) -> list[Backend]:
-    """Of narrow dtypes: the first two steps at once, by the blocks of what they stand in for."""
-    restarts = tuple(range(2, len(coefficients)))
-    if not restarts or m < _PAIR_MIN_ROWS:
-        return []
-    return [dataclasses.replace(simple, name="gram", restarts=restarts)]
+    return sorted(forms, key=lambda backend: cost(backend, m, n, steps, _WIDE))
 
 
 def _holds(backend: Backend, coefficients: tuple[Triple, ...], dtype: torch.dtype) -> bool:
@@ -338,7 +322,7 @@ def batch_size(
 
 
 def _multiplies_fast(dtype: torch.dtype) -> bool:
-    """Whether oneDNN takes the products of this dtype in the processor's own instructions.
+    """Whether oneDNN multiplies in this dtype by the instructions of AVX-512.
 
     Only there was a batch found to equal the loop over its matrices bit for bit.
     """
@@ -346,8 +330,15 @@ def _multiplies_fast(dtype: torch.dtype) -> bool:
         dtype == torch.bfloat16
         and torch.backends.mkldnn.is_available()
         and bool(torch.backends.mkldnn.enabled)
-        and torch.backends.cpu.get_cpu_capability() == "AVX512"
+        and _has_bfloat16()
     )
+
+
+@functools.cache
+def _has_bfloat16() -> bool:
+    # Older versions of PyTorch do not tell.
+    found: dict[str, object] = getattr(torch.cpu, "get_capabilities", dict)()
+    return bool(found.get("avx512_bf16")) and not found.get("amx_bf16")
 
 
 def iterate(

@@ -130,8 +130,8 @@ def train(
     counted = [0]
     original = amo_dist.step.orthogonalize
 
-    def counting(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        counted[0] += x.shape[0] if x.ndim == 3 else 1
+    def counting(x: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+        counted[0] += len(x)
         return original(x, *args, **kwargs)
 
     amo_dist.step.orthogonalize = counting

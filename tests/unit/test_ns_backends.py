@@ -115,7 +115,7 @@ def test_small_matrices_run_together_on_cpu_where_the_loop_has_the_same_bits(
         arguments: dict[str, Any] = {"dtype": torch.bfloat16, "device_type": "cpu", **given}
         return batch_size(arguments.pop("backend", STANDARD), shape, **arguments)
 
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX512")
+    monkeypatch.setattr(backends, "_has_bfloat16", lambda: True)
     # X and the next one, A and its polynomial: 0.5 and 1.25 MiB of 4.
     assert size((256, 256)) == 8
     assert size((256, 1024)) == size((1024, 256)) == 3
@@ -124,8 +124,20 @@ def test_small_matrices_run_together_on_cpu_where_the_loop_has_the_same_bits(
     assert size((256, 256), backend=Backend("symmetric", 2, 2)) == 1
     assert size((256, 256), dtype=torch.float32) == 1
     assert size((2048, 2048), device_type="cuda") is None
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "AVX2")
+    monkeypatch.setattr(backends, "_has_bfloat16", lambda: False)
     assert size((256, 256)) == 1
+
+
+def test_processors_tell_what_they_multiply_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    def asked(**found: bool) -> bool:
+        monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: found)
+        return backends._has_bfloat16.__wrapped__()
+
+    assert asked(avx512_bf16=True, amx_bf16=False)
+    assert not asked(avx512_bf16=True, amx_bf16=True)  # has not been tried
+    assert not asked(avx2=True)
+    monkeypatch.delattr(torch.cpu, "get_capabilities")
+    assert not backends._has_bfloat16.__wrapped__()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -294,6 +306,7 @@ def test_narrow_dtypes_take_the_first_pair_where_it_pays() -> None:
     assert chosen(256, 512, 1e-2, 5).name == "standard"
     assert chosen(64, 256, 1e-2, 5).name == "standard"
     assert chosen(256, 512, 1e-2, 5, "gram") == Backend("gram", 1, 1, (2, 3, 4))
+    assert chosen(64, 256, 1e-2, 5, "gram") == Backend("gram", 1, 1, (2, 3, 4))
     # There are no two steps before the last.
     assert chosen(256, 1024, 1e-2, 2, "gram").name == "symmetric"
 
