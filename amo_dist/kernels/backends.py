@@ -240,7 +240,7 @@ def _tiled(m: int, dtype: torch.dtype) -> Backend:
 def _gram_forms(
     m: int, n: int, steps: int, dtype: torch.dtype, simple: Backend
 ) -> Sequence[Backend]:
-    """The cheapest first; of narrow dtypes the first two steps at once, else as ``simple`` is."""
+    """The cheapest first; in narrow dtypes ``simple`` with its first two steps taken at once."""
     if _is_narrow(dtype):
         restarts = tuple(range(2, steps))
         return [dataclasses.replace(simple, name="gram", restarts=restarts)] if restarts else []

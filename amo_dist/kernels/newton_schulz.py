@@ -99,7 +99,12 @@ def orthogonalize(
     if device.type == "cpu":
         if one.dim() > 2:
             matrices = list(one.reshape(-1, *shape[-2:]).unbind())
-        _orthogonalize_on_cpu(matrices, *args, out=out.view(-1, *shape[-2:]))
+        results = out.view(-1, *shape[-2:])
+        if preconditioner == "frobenius":
+            _orthogonalize_on_cpu(matrices, coefficients, norm_scale, eps, how, out=results)
+        else:
+            for matrix, result in zip(matrices, results.unbind(), strict=True):
+                _orthogonalize(matrix, *args, out=result)
         return out
     batch = one if len(matrices) == 1 else torch.stack(matrices)
     flat = batch if batch.dim() == 2 else batch.reshape(-1, *shape[-2:])
@@ -145,20 +150,13 @@ def _orthogonalize_on_cpu(
     matrices: Sequence[Tensor],
     coefficients: Sequence[Triple],
     norm_scale: float,
-    preconditioner: str,
-    dtype: torch.dtype,
     eps: float,
     backend: Backend,
     *,
     out: Tensor,
 ) -> None:
-    """The same into ``out``, ``(b, m, n)``, a few at a time where that is faster."""
-    count, shape = len(matrices), out.shape[1:]
-    if preconditioner == "aol":
-        for x, result in zip(matrices, out.unbind(), strict=True):
-            first, gram = _precondition_aol(_scale_largest_entry_to_one(x, dtype), dtype)
-            iterate(first, coefficients, backend, gram, out=result)
-        return
+    """By Frobenius norms, into ``out``, ``(b, m, n)``, a few at a time where that is faster."""
+    count, shape, dtype = len(matrices), out.shape[1:], out.dtype
     most = batch_size(backend, shape, dtype=dtype, device_type="cpu") or count
     for start, stop in even_parts(count, -(-count // most)):
         firsts = scratch("first", (stop - start, *shape), dtype, out.device)
@@ -181,7 +179,7 @@ def _orthogonalize(
     *,
     out: Tensor,
 ) -> None:
-    """The same for one matrix ``(m, n)`` or one batch ``(b, m, n)``, not empty, on any device."""
+    """One matrix ``(m, n)`` or one batch ``(b, m, n)``, not empty, on any device."""
     # The kernel reads rows of the short side; products of PyTorch take tall matrices as they are.
     is_turned = backend.name == "triton" and x.shape[-2] > x.shape[-1]
     x = x.mT if is_turned else x
