@@ -212,7 +212,7 @@ def _cheapest(
     for backend in _gram_forms(m, n, len(coefficients), dtype, simple):
         if requested == "auto" and (is_small or not is_worth(backend, simple)):
             continue
-        if _holds(backend, coefficients, dtype):
+        if _holds(backend, m, coefficients, dtype):
             return backend
     return simple if requested == "auto" else in_blocks(_BLOCKS)
 
@@ -249,10 +249,12 @@ def _gram_forms(
     return sorted(forms, key=lambda backend: cost(backend, m, n, steps, _WIDE))
 
 
-def _holds(backend: Backend, coefficients: tuple[Triple, ...], dtype: torch.dtype) -> bool:
+def _holds(
+    backend: Backend, m: int, coefficients: tuple[Triple, ...], dtype: torch.dtype
+) -> bool:
     """Whether a Gram form is exact enough."""
     if _is_narrow(dtype):
-        return first_pair_is_as_exact(coefficients)
+        return first_pair_is_as_exact(coefficients, m)
     return is_stable(coefficients, backend.restarts, 2 * torch.finfo(dtype).eps)
 
 

@@ -217,44 +217,84 @@ def spectra(m: int) -> dict[str, Tensor]:
     return found
 
 
-@pytest.mark.parametrize("steps", range(3, 9))
-@pytest.mark.parametrize("ell", [None, 3e-2, 1e-2, 4e-3, 2e-3, 1e-3, 3e-4, 1e-4])
-def test_the_first_pair_in_bfloat16_is_as_exact_as_standard(ell: float | None, steps: int) -> None:
-    coefficients = KJ[:1] * steps if ell is None else compose(1.01 * ell, steps)
+def schedule(ell: float | None, steps: int) -> tuple[tuple[float, float, float], ...]:
+    """Composed for ``ell``; Muon's where that is None."""
+    return KJ[:1] * steps if ell is None else compose(1.01 * ell, steps)
+
+
+def errors(
+    coefficients: tuple[tuple[float, float, float], ...], m: int, n: int
+) -> dict[str, tuple[float, float]]:
+    """By spectrum of an ``(m, n)`` matrix: bfloat16 errors of the standard form and of the pair."""
     backend = choose_backend(
-        (128, 512), coefficients, dtype=torch.bfloat16, device_type="cpu", requested="gram"
+        (m, n), coefficients, dtype=torch.bfloat16, device_type="cpu", requested="gram"
     )
-    if backend.name == "symmetric":
-        assert not first_pair_is_as_exact(coefficients)
-        return
-    assert backend == Backend("gram", restarts=tuple(range(2, steps)))
+    assert backend.name == "gram"
+    assert backend.restarts == tuple(range(2, len(coefficients)))
     generator = torch.Generator().manual_seed(0)
-    gaussian = torch.randn(96, 384, generator=generator, dtype=torch.float64)
+    gaussian = torch.randn(m, n, generator=generator, dtype=torch.float64)
     u, _, v = torch.linalg.svd(gaussian, full_matrices=False)
-    inputs = {"gaussian": gaussian, **{name: u * s @ v for name, s in spectra(96).items()}}
-    ratios = {}
+    found = {}
+    inputs = {"gaussian": gaussian, **{name: u * s @ v for name, s in spectra(m).items()}}
     for name, x in inputs.items():
         narrow = (x / (1.01 * x.norm())).bfloat16()
         exact = iterate(narrow.double(), coefficients, STANDARD)
-        standard = relative(iterate(narrow, coefficients, STANDARD), exact)
-        ratios[name] = relative(iterate(narrow, coefficients, backend), exact) / standard
+        standard, pair = (
+            relative(iterate(narrow, coefficients, each), exact) for each in (STANDARD, backend)
+        )
+        found[name] = standard, pair
+    return found
+
+
+PASSING = [
+    (ell, steps)
+    for ell in (None, 3e-2, 1e-2, 4e-3, 2e-3, 1e-3, 3e-4, 1e-4)
+    for steps in range(3, 9)
+    if first_pair_is_as_exact(schedule(ell, steps), 128)
+]
+
+
+@pytest.mark.parametrize(("ell", "steps"), PASSING)
+def test_the_first_pair_in_bfloat16_is_as_exact_as_standard(ell: float | None, steps: int) -> None:
+    found = errors(schedule(ell, steps), 128, 512)
+    ratios = {name: pair / standard for name, (standard, pair) in found.items()}
     # Measured over 3500 pairs of a schedule and a matrix: 0.64 on average, 1.96 at most.
     assert max(ratios.values()) < 2.5, ratios
     assert statistics.geometric_mean(ratios.values()) < 1.0, ratios
 
 
+@pytest.mark.parametrize(
+    ("ell", "steps"), [(4.5e-3, 4), (1e-3, 5), (1.6e-3, 5), (6e-4, 6), (1.9e-4, 7), (5e-5, 8)]
+)
+def test_the_first_pair_of_more_rows_may_be_of_more_schedules(ell: float, steps: int) -> None:
+    coefficients = schedule(ell, steps)
+    assert not first_pair_is_as_exact(coefficients, 255)
+    assert first_pair_is_as_exact(coefficients, 256)
+    found = errors(coefficients, 256, 512)
+    ratios = {name: pair / standard for name, (standard, pair) in found.items()}
+    # Measured over 85 schedules with 35 matrices each: 0.72 on average, 3.3 at most.
+    assert max(ratios.values()) < 3.5, ratios
+    assert statistics.geometric_mean(ratios.values()) < 1.0, ratios
+    assert max(pair for _, pair in found.values()) < max(standard for standard, _ in found.values())
+
+
 def test_which_schedules_may_take_the_first_pair() -> None:
-    def may(ell: float, steps: int) -> bool:
-        return first_pair_is_as_exact(compose(1.01 * ell, steps))
+    def may(ell: float, steps: int, rows: int = 128) -> bool:
+        return first_pair_is_as_exact(compose(1.01 * ell, steps), rows)
 
     # Measured beside: greatest error over that of the standard form.
-    assert first_pair_is_as_exact(KJ)  # 1.15
+    assert first_pair_is_as_exact(KJ, 128)  # 1.15
     assert may(1e-2, 4)  # 0.93
     assert may(3e-3, 5)  # 1.05
     assert may(1e-3, 6)  # 0.95
     assert not may(5e-3, 4)  # 3.2
     assert not may(1e-3, 5)  # 2.2
     assert not may(1e-4, 6)  # 5.2
+    assert may(5e-3, 4, 256)  # 2.3
+    assert may(1e-3, 5, 256)  # 2.1
+    assert not may(2e-3, 4, 256)  # 4.0
+    assert not may(1.5e-3, 3, 256)  # 6.3
+    assert not may(4e-5, 5, 256)  # 7.4
     cans = (
         (8.4703, -25.1081, 18.6293),
         (4.1828, -3.1087, 0.5806),
@@ -262,7 +302,7 @@ def test_which_schedules_may_take_the_first_pair() -> None:
         (3.2866, -2.4647, 0.5074),
         (2.2737, -1.6447, 0.4162),
     )
-    assert not first_pair_is_as_exact(cans)  # 8.0
+    assert not first_pair_is_as_exact(cans, 128)  # 8.0
 
 
 @pytest.mark.parametrize("shape", [(7, 7), (16, 48), (99, 33), (130, 400)])
@@ -304,6 +344,8 @@ def test_narrow_dtypes_take_the_first_pair_where_it_pays() -> None:
     assert chosen(1024, 3072, 1e-2, 5) == Backend("gram", 8, 4, (2, 3, 4), panels=8)
     assert chosen(1024, 1024, 1e-2, 5).name == "symmetric"
     assert chosen(256, 512, 1e-2, 5).name == "standard"
+    assert chosen(256, 1024, 1e-3, 5).name == "gram"
+    assert chosen(255, 1024, 1e-3, 5).name == "standard"
     assert chosen(64, 256, 1e-2, 5).name == "standard"
     assert chosen(256, 512, 1e-2, 5, "gram") == Backend("gram", 1, 1, (2, 3, 4))
     assert chosen(64, 256, 1e-2, 5, "gram") == Backend("gram", 1, 1, (2, 3, 4))
@@ -321,10 +363,12 @@ def test_choice_by_shape() -> None:
     assert name(64, 64, torch.float32) == "standard"
     assert name(1024, 1024, torch.float32) == "symmetric"
     assert name(1024, 3072, torch.float32) == name(3072, 1024, torch.float32) == "gram"
-    assert name(256, 1024, torch.bfloat16) == "standard"
+    assert name(256, 512, torch.bfloat16) == "standard"
     # The longer a product, the less its blocks cost beside what they save.
-    assert chosen(512, 1536, torch.bfloat16) == Backend("symmetric", 4, 2)
-    assert name(2048, 6144, torch.bfloat16) == "symmetric"
+    assert chosen(512, 512, torch.bfloat16) == Backend("symmetric", 2, 2)
+    assert chosen(512, 1536, torch.bfloat16) == Backend("gram", 4, 2, (2, 3, 4))
+    assert name(2048, 2048, torch.bfloat16) == "symmetric"
+    assert name(2048, 6144, torch.bfloat16) == "gram"
     assert name(2048, 6144, torch.float32, "cuda") == "standard"
 
 
