@@ -249,9 +249,7 @@ def _gram_forms(
     return sorted(forms, key=lambda backend: cost(backend, m, n, steps, _WIDE))
 
 
-def _holds(
-    backend: Backend, m: int, coefficients: tuple[Triple, ...], dtype: torch.dtype
-) -> bool:
+def _holds(backend: Backend, m: int, coefficients: tuple[Triple, ...], dtype: torch.dtype) -> bool:
     """Whether a Gram form is exact enough."""
     if _is_narrow(dtype):
         return first_pair_is_as_exact(coefficients, m)
