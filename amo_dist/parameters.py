@@ -66,8 +66,10 @@ class Parameters:
 
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself; shares memory, needs no gradient."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach()
     with torch.no_grad():
-        return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+        return tensor.to_local()
 
 
 def gradient_is_foreign(param: Tensor) -> bool:

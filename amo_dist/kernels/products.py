@@ -46,6 +46,12 @@ def results(last: Tensor, count: int) -> Iterator[Tensor]:
     return (last if remaining % 2 == 0 else other for remaining in range(count)[::-1])
 
 
+def plain(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+    """``left right``; `torch.matmul` takes longer to find out which of the two to call."""
+    multiply = torch.mm if left.dim() == 2 else torch.bmm
+    return multiply(left, right, out=out)
+
+
 def fused(
     added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0, *, out: Tensor
 ) -> Tensor:
@@ -82,13 +88,13 @@ def symmetric(
     out = left.new_empty(*left.shape[:-1], m) if out is None else out
     if num_blocks == 1:  # without the slices, which cost what a narrow product does not take
         if added is None:
-            return torch.matmul(left, right.mT, out=out)
+            return plain(left, right.mT, out=out)
         return fused(added, left, right.mT, beta, alpha, out=out)
     for start, stop in even_parts(m, num_blocks):
         rows, columns = left[..., start:stop, :], right[..., start:, :].mT
         upper = out[..., start:stop, start:]
         if added is None:
-            torch.matmul(rows, columns, out=upper)
+            plain(rows, columns, out=upper)
         else:
             fused(added[..., start:stop, start:], rows, columns, beta, alpha, out=upper)
         if stop < m:

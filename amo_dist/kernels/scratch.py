@@ -9,14 +9,20 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
-_thread = threading.local()
-_Held = tuple[Tensor, dict[tuple[int, ...], Tensor]]
-"""A flat buffer, and its beginning in each shape that was asked for."""
+
+class _Memory(threading.local):
+    """Of each thread: flat buffers by use and dtype, and their beginnings by shape too."""
+
+    def __init__(self) -> None:
+        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
+        self.views: dict[tuple[str, torch.dtype, tuple[int, ...]], Tensor] = {}
+
+
+_memory = _Memory()
 
 
 def scratch(use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -30,14 +36,16 @@ def scratch(use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.de
     """
     if device.type != "cpu":
         return torch.empty(tuple(shape), dtype=dtype, device=device)
-    held = cast("dict[tuple[str, torch.dtype], _Held]", _thread.__dict__.setdefault("held", {}))
-    key, shape = (use, dtype), tuple(shape)
+    shape = tuple(shape)
+    view = _memory.views.get((use, dtype, shape))
+    if view is not None:
+        return view
     size = math.prod(shape)
-    found = held.get(key)
-    if found is None or found[0].numel() < size:
-        found = held[key] = (torch.empty(size, dtype=dtype, device=device), {})
-    buffer, views = found
-    view = views.get(shape)
-    if view is None:
-        view = views[shape] = buffer[:size].view(shape)
+    buffer = _memory.buffers.get((use, dtype))
+    if buffer is None or buffer.numel() < size:
+        buffer = _memory.buffers[use, dtype] = torch.empty(size, dtype=dtype, device=device)
+        # Those of the buffer before would keep its memory.
+        for key in [key for key in _memory.views if key[:2] == (use, dtype)]:
+            del _memory.views[key]
+    view = _memory.views[use, dtype, shape] = buffer[:size].view(shape)
     return view
