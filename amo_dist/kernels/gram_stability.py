@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -113,19 +114,30 @@ _PER_OCTAVE, _OCTAVES = 12, 8
 _TINY = 1e-12
 
 
-@functools.lru_cache(maxsize=1024)
 def first_pair_is_as_exact(coefficients: tuple[Triple, ...], rows: int) -> bool:
     """Whether `iterate_deviation` with all restarts but the first rounds no worse than without.
 
-    Roundings are taken for random and independent, in units of the square of the rounding unit,
-    relative to the singular value that they change, and carried to the end by the derivative of
-    what follows. Later pairs are no option: they amplify what the first steps have rounded.
+    Later pairs are no option: they amplify what the first steps have rounded.
 
     Args:
         coefficients: One triple a step, at least two.
         rows: Short side of the matrix.
     """
     factor = NOISE_FACTOR if rows < LARGE_ROWS else LARGE_NOISE_FACTOR
+    return noise_of_first_pair(coefficients) <= factor
+
+
+@functools.lru_cache(maxsize=1024)
+def noise_of_first_pair(coefficients: tuple[Triple, ...]) -> float:
+    """Noise of the result over that of the standard form, where it is greatest.
+
+    Roundings are taken for random and independent, in units of the square of the rounding unit,
+    relative to the singular value that they change, and carried to the end by the derivative of
+    what follows.
+
+    Args:
+        coefficients: One triple a step, at least two.
+    """
     exponents = torch.arange(_PER_OCTAVE * _OCTAVES + 1, dtype=torch.float64, device="cpu")
     values = [torch.exp2(exponents / -_PER_OCTAVE)]
     deviations, slopes = [], []
@@ -158,4 +170,4 @@ def first_pair_is_as_exact(coefficients: tuple[Triple, ...], rows: int) -> bool:
             pair = pair + deviations[0] * carried.square()
         standard = standard + alone
         carried = carried * slopes[step]
-    return bool((pair <= factor**2 * standard).all())
+    return math.sqrt((pair / standard).max().item())
