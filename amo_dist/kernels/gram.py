@@ -16,10 +16,9 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
-from amo_dist.kernels.products import results, short_side, square_like, symmetric, times
+from amo_dist.kernels.products import plain, results, short_side, square_like, symmetric, times
 
 Triple = tuple[float, float, float]
 
@@ -59,7 +58,7 @@ def iterate_factor(
                 gram = symmetric(half, polynomial, square_blocks)
         assert factor is not None
         factors = (x, factor) if x.shape[-2] > x.shape[-1] else (factor, x)
-        x, gram = torch.matmul(*factors, out=out if stop == len(coefficients) else None), None
+        x, gram = plain(*factors, out=out if stop == len(coefficients) else None), None
     return x
 
 

@@ -46,7 +46,7 @@ def results(last: Tensor, count: int) -> Iterator[Tensor]:
     return (last if remaining % 2 == 0 else other for remaining in range(count)[::-1])
 
 
-def plain(left: Tensor, right: Tensor, *, out: Tensor) -> Tensor:
+def plain(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
     """``left right``; `torch.matmul` takes longer to find out which of the two to call."""
     multiply = torch.mm if left.dim() == 2 else torch.bmm
     return multiply(left, right, out=out)

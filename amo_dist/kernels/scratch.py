@@ -15,11 +15,10 @@ from torch import Tensor
 
 
 class _Memory(threading.local):
-    """Of each thread: flat buffers by use and dtype, and their beginnings by shape too."""
+    """Of each thread, by use and dtype: a flat buffer, and its beginning in each shape so far."""
 
     def __init__(self) -> None:
-        self.buffers: dict[tuple[str, torch.dtype], Tensor] = {}
-        self.views: dict[tuple[str, torch.dtype, tuple[int, ...]], Tensor] = {}
+        self.held: dict[tuple[str, torch.dtype], tuple[Tensor, dict[tuple[int, ...], Tensor]]] = {}
 
 
 _memory = _Memory()
@@ -37,15 +36,13 @@ def scratch(use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.de
     if device.type != "cpu":
         return torch.empty(tuple(shape), dtype=dtype, device=device)
     shape = tuple(shape)
-    view = _memory.views.get((use, dtype, shape))
+    found = _memory.held.get((use, dtype))
+    view = None if found is None else found[1].get(shape)
     if view is not None:
         return view
     size = math.prod(shape)
-    buffer = _memory.buffers.get((use, dtype))
-    if buffer is None or buffer.numel() < size:
-        buffer = _memory.buffers[use, dtype] = torch.empty(size, dtype=dtype, device=device)
-        # Those of the buffer before would keep its memory.
-        for key in [key for key in _memory.views if key[:2] == (use, dtype)]:
-            del _memory.views[key]
-    view = _memory.views[use, dtype, shape] = buffer[:size].view(shape)
+    if found is None or found[0].numel() < size:
+        found = _memory.held[use, dtype] = torch.empty(size, dtype=dtype, device=device), {}
+    buffer, views = found
+    view = views[shape] = buffer[:size].view(shape)
     return view
