@@ -25,6 +25,7 @@ from amo_dist.measured import agree_on_values, check_residual, guarded_matrix, p
 from amo_dist.observer import Observer
 from amo_dist.parameters import (
     check_groups,
+    describe_group,
     local_tensor,
     resolve,
 )
@@ -156,11 +157,16 @@ class Muon(torch.optim.Optimizer):
                 "optimizer": type(self).__name__,
                 "policy": self.policy.name,
             }
-            self._world = agree_on_world(self._parameters, configuration, self._process_group)
+            self._world = agree_on_world(
+                self._parameters, self._hyperparameters(), configuration, self._process_group
+            )
             self.policy.bind(self._world.registry)
             plan_where_due(self.policy, self._num_steps_taken, self._world)
             self._guard = self._make_guard(self._world)
         return self._world, self._guard
+
+    def _hyperparameters(self) -> list[str]:
+        return [describe_group(group) for group in self.param_groups]
 
     def _make_guard(self, world: World) -> StepGuard:
         entries = self._parameters.entries
@@ -187,7 +193,8 @@ class Muon(torch.optim.Optimizer):
                 a matrix was NaN or inf in the step before (it was left out there).
             MissingGradientError: On every rank, where a parameter has a gradient on some of its
                 ranks only.
-            RankMismatchError: On every rank, where ranks hold different structures or schedules.
+            RankMismatchError: On every rank, where ranks hold different structures, schedules or
+                hyperparameters.
         """
         loss = None
         if closure is not None:
@@ -235,9 +242,16 @@ class Muon(torch.optim.Optimizer):
             self._digest = self.policy.digest(step)
             self._digested_schedules = schedules
         plans = self._key_of_exchange(step, sample) != self._exchange_key
-        return (
-            f"step {step}\nschedules and state {self._digest}\nobserved matrices {list(sample)}\n"
-            f"{'a new' if plans else 'the last'} exchange plan"
+        # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
+        groups = self._hyperparameters() if self._prepare()[0].shares_all else []
+        return "\n".join(
+            [
+                f"step {step}",
+                f"schedules and state {self._digest}",
+                f"observed matrices {list(sample)}",
+                f"{'a new' if plans else 'the last'} exchange plan",
+                *(f"group {index}: {text}" for index, text in enumerate(groups)),
+            ]
         )
 
     def _update(

@@ -108,6 +108,19 @@ def local_gradient(param: Tensor) -> Tensor | None:
     return grad
 
 
+def describe_group(group: Mapping[str, Any]) -> str:
+    """The hyperparameters of a group, as text that is alike where they are.
+
+    Without a learning rate that lies on a device: to read it would wait for the device.
+    """
+    lr = group["lr"]
+    is_far = isinstance(lr, Tensor) and lr.device.type != "cpu"
+    numbers: dict[str, object] = {"lr": "of a tensor" if is_far else float(lr)}
+    numbers |= {key: float(group[key]) for key in ("lr_scale", "weight_decay", "eps")}
+    numbers["betas"] = tuple(float(beta) for beta in group["betas"])
+    return ", ".join(f"{key} {value}" for key, value in numbers.items())
+
+
 def check_groups(groups: object) -> list[dict[str, Any]]:
     """Reject parameters that do not come from `amo_dist.param_groups`.
 

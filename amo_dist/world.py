@@ -32,6 +32,7 @@ class World:
             Where plain tensors are private to each rank, many hold a matrix of one name.
         names: Every parameter of the world, sorted: the slots of the per-step agreement.
         groups_by_ranks: Process group of each set of ranks that shares parameters here.
+        shares_all: Whether every rank holds a part of every parameter, as under DDP and FSDP.
     """
 
     group: dist.ProcessGroup | None
@@ -40,10 +41,12 @@ class World:
     homes: Mapping[str, tuple[int, ...]]
     names: tuple[str, ...]
     groups_by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+    shares_all: bool
 
 
 def agree_on_world(
     parameters: Parameters,
+    hyperparameters: Sequence[str],
     configuration: Mapping[str, Any],
     process_group: dist.ProcessGroup | None,
 ) -> World:
@@ -51,6 +54,7 @@ def agree_on_world(
 
     Args:
         parameters: Of this process.
+        hyperparameters: Of each parameter group, as text.
         configuration: JSON values that must be alike on all ranks.
         process_group: Group over which plain tensors are replicated, if any.
 
@@ -60,7 +64,10 @@ def agree_on_world(
     group = world_group()
     lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(configuration.items())]
     check_alike("configuration", "\n".join(lines), group)
-    mine = [entry.describe() for entry in parameters.entries]
+    mine = [
+        {**entry.describe(), "hyperparameters": hyperparameters[entry.group]}
+        for entry in parameters.entries
+    ]
     by_rank = gather_json(mine, group)
     _check_shared(by_rank)
     return World(
@@ -72,6 +79,11 @@ def agree_on_world(
             sorted({entry["name"] for _, entries in _distinct(by_rank) for entry in entries})
         ),
         groups_by_ranks=_groups(parameters.entries, process_group),
+        shares_all=all(
+            len(entry["ranks"]) == len(by_rank)
+            for _, entries in _distinct(by_rank)
+            for entry in entries
+        ),
     )
 
 
@@ -125,7 +137,8 @@ def _difference(
 
 def _show(entry: Mapping[str, Any]) -> str:
     types = ", ".join(operator_type for _, _, operator_type in entry["matrices"]) or "adamw"
-    return f"{entry['name']} ({types}, {entry['dtype']}, {entry['layout']})"
+    told = (types, entry["dtype"], entry["layout"], entry["hyperparameters"])
+    return f"{entry['name']} ({', '.join(map(str, told))})"
 
 
 def _registry(by_rank: Sequence[Sequence[Mapping[str, Any]]]) -> tuple[MatrixInfo, ...]:

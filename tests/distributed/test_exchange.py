@@ -253,6 +253,7 @@ def disagree(rank: int, world_size: int, fault: str) -> str:
     """The error of the first step of ranks of which one, rank 1, is at fault."""
     model: nn.Module = models.build(tensors_of(rank, fault))
     fields = dict(FIELDS)
+    lr = 0.02 if rank == 1 and fault == "rate" else 0.01
     if rank == 1 and fault == "config":
         fields["seed"] = 43
     groups = param_groups(model)
@@ -261,7 +262,7 @@ def disagree(rank: int, world_size: int, fault: str) -> str:
         schedule = "you" if rank == 1 else "kj"
         optimizer = Muon(groups, schedule=schedule, config=MuonConfig(), process_group=world)
     else:
-        optimizer = AMO(groups, config=AMOConfig(**fields), process_group=world)
+        optimizer = AMO(groups, lr, config=AMOConfig(**fields), process_group=world)
     models.set_gradients(model, 1, 1)
     named = dict(model.named_parameters())
     if fault == "gradient" and rank == 1:
@@ -284,6 +285,7 @@ def disagree(rank: int, world_size: int, fault: str) -> str:
         ("dtype", "RankMismatchError", [WK, "torch.float32", "torch.bfloat16", "on rank 1"]),
         ("shape", "RankMismatchError", [WK, "(3, 8)", "(6, 8)", "on rank 1"]),
         ("schedule", "RankMismatchError", ["rank(s) 1 differ from rank 0"]),
+        ("rate", "RankMismatchError", ["lr 0.01", "lr 0.02", "on rank 1"]),
         # Ranks 0 and 2 have one; the greater is named.
         ("gradient", "MissingGradientError", [WK, "on rank 2 and none on rank 1"]),
         ("nan", "NonFiniteGradientError", [WK, "on rank 1"]),
@@ -297,6 +299,31 @@ def test_what_differs_on_one_rank_is_told_on_all(
     assert found[0].startswith(error)
     for part in expected:
         assert part in found[0]
+
+
+def change_rate_alone(rank: int, world_size: int) -> list[str]:
+    """After the first step, rank 1 alone takes another learning rate or weight decay."""
+    model = models.make_model("fsdp", models.shapes())
+    optimizer = AMO(param_groups(model), 0.5, config=AMOConfig(**FIELDS))
+    found = []
+    for field, value in (("lr", 0.5), ("lr", 0.25), ("weight_decay", 0.2), ("weight_decay", 0.1)):
+        for group in optimizer.param_groups:
+            group["lr"], group["weight_decay"] = 0.5, 0.1
+            group[field] = value if rank == 1 else group[field]
+        models.set_gradients(model, 1, 1)
+        found.append(raised(optimizer.step))
+    return found
+
+
+def test_a_learning_rate_changed_on_one_rank_alone_is_an_error(run_on: Ranks) -> None:
+    found = run_on(2, timeout=60.0)(change_rate_alone)
+    assert found[0] == found[1]
+    before, rate, decay, after = found[0]
+    assert (before, after) == ("", "")
+    for part in ("rank 0 has group 0: lr 0.5, ", "rank 1 has group 0: lr 0.25, "):
+        assert part in rate
+    for part in ("weight_decay 0.1", "weight_decay 0.2"):
+        assert part in decay
 
 
 def load_alone(rank: int, world_size: int) -> list[str]:

@@ -24,6 +24,7 @@ from amo_dist.distributed.agreement import (
 
 def entry(name: str, **fields: Any) -> dict[str, Any]:
     found = {"dtype": "torch.float32", "layout": "L", "ranks": [0, 1], "matrices": []}
+    found["hyperparameters"] = "lr 0.5"
     return {"name": name, **found, **fields}
 
 
@@ -64,8 +65,9 @@ def test_names_that_differ_are_told(one: list[str], two: list[str], expected: li
     ("field", "found", "shown"),
     [
         ("dtype", "torch.bfloat16", "torch.bfloat16"),
-        ("layout", "M", "M)"),
+        ("layout", "M", "M,"),
         ("matrices", [["a", [2, 3], "attn_k"]], "attn_k"),
+        ("hyperparameters", "lr 0.25", "lr 0.25"),
     ],
 )
 def test_a_field_that_differs_is_told(field: str, found: Any, shown: str) -> None:
