@@ -67,7 +67,7 @@ class Parameters:
 def local_tensor(tensor: Tensor) -> Tensor:
     """This rank's part of a DTensor, or the tensor itself; shares memory, needs no gradient."""
     if not isinstance(tensor, DTensor):
-        return tensor.detach()
+        return tensor.detach() if tensor.requires_grad else tensor
     with torch.no_grad():
         return tensor.to_local()
 

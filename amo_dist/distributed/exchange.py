@@ -48,8 +48,9 @@ class _Side:
         self.parts = tuple(itertools.chain(*parts_by_peer))
         self.elements = [sum(part.piece.num_elements for part in each) for each in parts_by_peer]
         self._sizes = [part.piece.num_elements for part in self.parts]
-        self._sources = [_shape(part.piece.source) for part in self.parts]
-        self._targets = [_shape(part.piece.target) for part in self.parts]
+        self._sources = [part.piece.source_shape for part in self.parts]
+        boxes = (part.piece.target for part in self.parts)
+        self._targets = [tuple(stop - start for start, stop in box) for box in boxes]
 
     def sources(self, buffer: Tensor) -> list[Tensor]:
         """Views of the pieces of a flat buffer, as they lie in local tensors."""
@@ -86,7 +87,7 @@ class _Own:
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self.parts = tuple(parts)
-        self._shapes = [_shape(part.piece.source) for part in parts]
+        self._shapes = [part.piece.source_shape for part in parts]
 
     def views(self, whole: dict[int, Tensor]) -> list[Tensor]:
         """Views of whole matrices, each in the shape of the piece's source."""
@@ -427,10 +428,6 @@ def _restricted(bucket: Bucket, owned: tuple[int, ...]) -> Bucket:
 def _of(owned: Sequence[int], side: _Side) -> list[tuple[int, Part]]:
     """The parts of some matrices, each with its position on a side."""
     return [(place, part) for place, part in enumerate(side.parts) if part.matrix in owned]
-
-
-def _shape(box: Box) -> tuple[int, ...]:
-    return tuple(stop - start for start, stop in box)
 
 
 def _cut(matrix: Tensor, box: Box) -> Tensor:

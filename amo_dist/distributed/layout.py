@@ -58,10 +58,16 @@ class Piece:
     Attributes:
         source: Box in the coordinates of the local tensor.
         target: Box ``(rows, columns)`` in the coordinates of the matrix.
+        source_shape: Of the box in the local tensor.
     """
 
     source: Box
     target: Box
+    source_shape: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        shape = tuple(stop - start for start, stop in self.source)
+        object.__setattr__(self, "source_shape", shape)
 
     @property
     def num_elements(self) -> int:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from amo_dist.kernels.scratch import scratch
 
+_WIDE = (torch.float32, torch.float64)
 _CHUNK = 2**18
 """Elements that go through all passes of a formula together on CPU: some stay in its caches."""
 
@@ -239,9 +240,9 @@ def _chunks(*lists: Sequence[Tensor]) -> Iterator[tuple[Tensor, ...]]:
 
 def _wide_copy(use: str, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
     """The tensor itself where it has the wide dtype, else a copy that the next call overwrites."""
-    dtype = dtype or wide_dtype(tensor.dtype)
-    if tensor.dtype == dtype:
+    if tensor.dtype == dtype or (dtype is None and tensor.dtype in _WIDE):
         return tensor
+    dtype = dtype or wide_dtype(tensor.dtype)
     return scratch(use, tensor.shape, dtype, tensor.device).copy_(tensor)
 
 
@@ -261,7 +262,7 @@ def _factors(values: Sequence[float | Tensor], like: Sequence[Tensor]) -> list[A
 
 def _widen(tensors: Sequence[Tensor]) -> list[Tensor]:
     """The tensors themselves where they are float32 or float64, else float32 copies."""
-    return [t if t.dtype in (torch.float32, torch.float64) else t.float() for t in tensors]
+    return [t if t.dtype in _WIDE else t.float() for t in tensors]
 
 
 def _write_back(tensors: Sequence[Tensor], wide: Sequence[Tensor]) -> None:
