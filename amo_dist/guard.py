@@ -94,13 +94,13 @@ class StepGuard:
         self._slots = [slot_by_name[name] for name in names]
         self._matrix_slots = {matrix.name: slot for slot, matrix in enumerate(world.registry)}
         self._sizes = [len(world.names), len(world.registry)]
-        self._updates: Mapping[str, Tensor] = {}
+        self._updates: Mapping[tuple[str, ...], Tensor] = {}
 
-    def report_updates(self, nonfinite: Mapping[str, Tensor]) -> None:
+    def report_updates(self, nonfinite: Mapping[tuple[str, ...], Tensor]) -> None:
         """Keep what this rank saw of the updates it computed, for the next `agree`.
 
         Args:
-            nonfinite: By matrix name, a 0-dim boolean tensor; not read on the host here.
+            nonfinite: By names of matrices, a boolean for each; not read on the host here.
         """
         self._updates = nonfinite
 
@@ -224,9 +224,9 @@ class StepGuard:
 
     def _bad_updates(self) -> tuple[list[int], Tensor]:
         """Slots of the matrices whose last update this rank computed, and whether it was bad."""
-        updates = self._updates
-        places = [len(self._world.names) + self._matrix_slots[name] for name in updates]
-        return places, torch.stack(list(updates.values())) if updates else torch.empty(0)
+        offset = len(self._world.names)
+        places = [offset + self._matrix_slots[name] for names in self._updates for name in names]
+        return places, torch.cat(list(self._updates.values())) if places else torch.empty(0)
 
     def _check_updates(self, updates: Sequence[int]) -> None:
         bad = [

@@ -14,24 +14,19 @@ from torch import Tensor
 
 from amo_dist import adamw, checkpoint
 from amo_dist.arguments import as_policy, check_hyperparameters
+from amo_dist.batches import Batches
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.spans import span
 from amo_dist.exchanges import plan_exchanges
 from amo_dist.guard import StepGuard, gradient_bounds
-from amo_dist.kernels.backends import BACKENDS
 from amo_dist.kernels.elementwise import update_momentum
 from amo_dist.measured import agree_on_values, check_residual, guarded_matrix, plan_where_due
 from amo_dist.observer import Observer
-from amo_dist.parameters import (
-    check_groups,
-    describe_group,
-    local_tensor,
-    resolve,
-)
+from amo_dist.parameters import check_groups, describe_group, local_tensor, resolve
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
-from amo_dist.step import StepWork, count_backends, make_graphs
+from amo_dist.step import StepWork, backend_metrics, make_graphs
 from amo_dist.timing import Stopwatch
 from amo_dist.tracker import GeometryTracker
 from amo_dist.world import World, agree_on_world
@@ -95,6 +90,7 @@ class Muon(torch.optim.Optimizer):
         names = [group.pop("param_names") for group in self.param_groups]
         self._parameters = resolve(self.param_groups, names, views, self._replica_ranks())
         self._graphs = make_graphs(self._parameters, self.config)
+        self._batches = Batches(self._parameters, self.config)
         self._num_steps_taken = 0
         self._num_steps_skipped = 0
         self._world: World | None = None
@@ -269,6 +265,7 @@ class Muon(torch.optim.Optimizer):
                 local_tensor(self.state[entries[i].param]["momentum_buffer"]) for i in moving
             ]
             update_momentum(buffers, [grads[i] for i in moving], self.config.momentum)  # type: ignore[misc]
+        self._batches.begin_step(self._schedules_by_matrix(step))
         work = self._work_class(
             state=self.state,
             parameters=self._parameters,
@@ -277,7 +274,7 @@ class Muon(torch.optim.Optimizer):
             buffers=dict(zip(moving, buffers, strict=True)),
             groups=self.param_groups,
             config=self.config,
-            schedules=self._schedules_by_matrix(step),
+            batches=self._batches,
             observed=frozenset(sample),
             observer=self._observer,
             guarded=guarded,
@@ -438,6 +435,7 @@ class Muon(torch.optim.Optimizer):
         self._graphs = make_graphs(self._parameters, control.config)
         self.policy = checkpoint.restore_policy(control, self)
         self.config = control.config
+        self._batches = Batches(self._parameters, self.config)
         self._guard = None if self._world is None else self._make_guard(self._world)
         self._observer.discard()
         self._observation_under_way = None
@@ -480,14 +478,10 @@ class Muon(torch.optim.Optimizer):
         elements = sum(exchange.sent_elements.total() for exchange in self._exchanges)
         policy_metrics: dict[str, float] = {}
         if self._world is not None:
-            backends = count_backends(
-                self._parameters, self._schedules_by_matrix(step), self.config
-            )
+            schedules = self._schedules_by_matrix(step)
             policy_metrics = {
                 **self.policy.metrics(step),
-                **{
-                    f"newton_schulz/{each}_matrices": float(backends[each]) for each in BACKENDS[1:]
-                },
+                **backend_metrics(self._parameters, schedules, self.config),
             }
         return {
             **policy_metrics,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
@@ -12,15 +11,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from amo_dist.batches import Batch, Batches
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import Piece
 from amo_dist.distributed.plan import Bucket, Part
 from amo_dist.distributed.spans import span
-from amo_dist.kernels.backends import check_backend, choose_backend
+from amo_dist.kernels.backends import BACKENDS, check_backend, choose_backend
 from amo_dist.kernels.elementwise import apply_update, largest_entry, nesterov, update_scale
 from amo_dist.kernels.geometry import ns_residual
 from amo_dist.kernels.graphs import GraphCache
-from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.kernels.scratch import scratch
 from amo_dist.observer import Observer
 from amo_dist.parameters import Parameters
@@ -38,7 +37,7 @@ class StepWork:
         buffers: Local momentum buffers, already updated, by index of the parameter.
         groups: Parameter groups of the optimizer.
         config: Numerics.
-        schedules: Of each matrix.
+        batches: Of the matrices that this rank owns.
         observed: Names of the matrices to observe.
         observer: Measures them.
         guarded: Name of the matrix whose residual is measured, if any.
@@ -56,7 +55,7 @@ class StepWork:
         buffers: Mapping[int, Tensor],
         groups: Sequence[Mapping[str, Any]],
         config: MuonConfig,
-        schedules: Sequence[Schedule],
+        batches: Batches,
         observed: frozenset[str],
         observer: Observer,
         state: Mapping[Tensor, Mapping[str, Any]],
@@ -66,15 +65,15 @@ class StepWork:
     ) -> None:
         self.residuals: dict[str, Tensor] = {}
         """Residual of the guarded matrix, where this rank reports it: float64, 0-dim."""
-        self.nonfinite: dict[str, Tensor] = {}
-        """By name of the owned matrices, whether the update was NaN or inf: boolean, 0-dim."""
+        self.nonfinite: dict[tuple[str, ...], Tensor] = {}
+        """By names of matrices, whether the update of each was NaN or inf: boolean, 1-dim."""
         self._parameters = parameters
         self._params = params
         self._grads = grads
         self._buffers = buffers
         self._groups = groups
         self._config = config
-        self._schedules = schedules
+        self._batches = batches
         self._observed = observed
         self._observer = observer
         self._guarded = guarded
@@ -107,16 +106,18 @@ class StepWork:
 
     def compute(self, bucket: Bucket, matrices: list[Tensor]) -> list[Tensor]:
         """Orthogonalize the owned matrices of a bucket, and observe those that were drawn."""
-        for index, matrix in zip(bucket.owned, matrices, strict=True):
-            name = self._parameters.matrices[index].name
-            if name in self._observed and index in bucket.reported:
-                self._observer.measure(name, matrix)
+        if self._observed:
+            for index, matrix in zip(bucket.owned, matrices, strict=True):
+                name = self._parameters.matrices[index].name
+                if name in self._observed and index in bucket.reported:
+                    self._observer.measure(name, matrix)
         with span("amo::orthogonalize"):
             results = self._orthogonalize(bucket.owned, matrices)
-        for index, result in zip(bucket.owned, results, strict=True):
-            name = self._parameters.matrices[index].name
-            if name == self._guarded and index in bucket.reported:
-                self._guard(name, result)
+        if self._guarded is not None:
+            for index, result in zip(bucket.owned, results, strict=True):
+                name = self._parameters.matrices[index].name
+                if name == self._guarded and index in bucket.reported:
+                    self._guard(name, result)
         if self._tracker is not None:
             for index, matrix, result in zip(bucket.owned, matrices, results, strict=True):
                 if index in bucket.reported:
@@ -164,41 +165,30 @@ class StepWork:
             is_zero = ~torch.any(result != 0)
             self.residuals[name] = ns_residual(result).masked_fill(is_zero, math.nan)
 
-    def _orthogonalize(self, owned: Sequence[int], matrices: Sequence[Tensor]) -> list[Tensor]:
+    def _orthogonalize(self, owned: tuple[int, ...], matrices: Sequence[Tensor]) -> list[Tensor]:
         """Those of one shape and schedule together, which may run as batched products.
 
         On CPU the results live in memory that the next call overwrites.
         """
-        alike: dict[tuple[Schedule, torch.Size, torch.device], list[int]] = defaultdict(list)
-        for position, index in enumerate(owned):
-            matrix = matrices[position]
-            alike[self._schedules[index], matrix.shape, matrix.device].append(position)
         results: dict[int, Tensor] = {}
-        for (schedule, _, _), positions in alike.items():
+        for batch in self._batches.of(owned):
             # Also where it came wide for observation: observing changes no bit of training.
-            inputs = [matrices[position].to(self._ns_dtype) for position in positions]
-            result = self._run(schedule, inputs, f"result {len(results)}")
+            inputs = [matrices[position].to(self._ns_dtype) for position in batch.positions]
+            result = self._run(batch, inputs, f"result {len(results)}")
             bad = _drop_nonfinite(result)
-            results.update(zip(positions, result.unbind(), strict=True))
-            names = [self._parameters.matrices[owned[position]].name for position in positions]
-            self.nonfinite.update(zip(names, bad.reshape(-1).unbind(), strict=True))
+            if bad is not None:
+                self.nonfinite[batch.names] = bad
+            results.update(zip(batch.positions, result.unbind(), strict=True))
         return [results[position] for position in range(len(owned))]
 
-    def _run(self, schedule: Schedule, matrices: Sequence[Tensor], use: str) -> Tensor:
-        function = functools.partial(
-            orthogonalize,
-            coefficients=schedule.coefficients,
-            norm_scale=schedule.norm_scale,
-            preconditioner=schedule.preconditioner,
-            dtype=self._ns_dtype,
-            backend=self._config.ns_backend,
-        )
+    def _run(self, batch: Batch, matrices: Sequence[Tensor], use: str) -> Tensor:
         if self._graphs is None:
-            shape = len(matrices), *matrices[0].shape
-            return function(matrices, out=scratch(use, shape, self._ns_dtype, matrices[0].device))
+            out = scratch(use, batch.shape, self._ns_dtype, batch.device)
+            batch.run(matrices, out=out)
+            return out
         stacked = matrices[0] if len(matrices) == 1 else torch.stack(list(matrices))
-        key = (schedule, stacked.shape, stacked.dtype, stacked.device, self._config.ns_backend)
-        return self._graphs.run(key, function, stacked).view(len(matrices), *stacked.shape[-2:])
+        key = (batch.schedule, stacked.shape, stacked.dtype, stacked.device)
+        return self._graphs.run(key, batch.run.on_batch, stacked).view(batch.shape)
 
 
 def make_graphs(parameters: Parameters, config: MuonConfig) -> GraphCache | None:
@@ -222,10 +212,10 @@ def make_graphs(parameters: Parameters, config: MuonConfig) -> GraphCache | None
     return GraphCache() if config.cuda_graphs else None
 
 
-def count_backends(
+def backend_metrics(
     parameters: Parameters, schedules: Sequence[Schedule], config: MuonConfig
-) -> Counter[str]:
-    """How many matrices of this process each Newton-Schulz backend runs, by name.
+) -> dict[str, float]:
+    """How many matrices of this process each Newton-Schulz backend runs, as metrics.
 
     Args:
         parameters: Of this process.
@@ -233,7 +223,7 @@ def count_backends(
         config: Numerics.
     """
     entries = parameters.entries
-    return Counter(
+    counts = Counter(
         choose_backend(
             matrix.shape,
             schedule.coefficients,
@@ -243,27 +233,28 @@ def count_backends(
         ).name
         for matrix, schedule in zip(parameters.matrices, schedules, strict=True)
     )
+    return {f"newton_schulz/{each}_matrices": float(counts[each]) for each in BACKENDS[1:]}
 
 
-def _drop_nonfinite(update: Tensor) -> Tensor:
-    """Zero, in place, each matrix of ``(..., m, n)`` that holds NaN or inf; says which did.
+def _drop_nonfinite(updates: Tensor) -> Tensor | None:
+    """Zero, in place, each matrix of ``(b, m, n)`` that holds NaN or inf.
 
     A parameter once NaN stays so; the host hears of it only at the next step.
+
+    Returns:
+        Which did, boolean, ``(b,)``; None where it is known at once that none did.
     """
     # On CPU, to look costs less than to write; elsewhere it would wait for the device. A sum is
     # finite only where all entries are, and costs half of what the largest one does.
-    if update.device.type == "cpu" and math.isfinite(update.sum()):
-        return torch.zeros((*update.shape[:-2], 1, 1), dtype=torch.bool, device=update.device)
-    bad = ~torch.isfinite(largest_entry(update))
-    update.masked_fill_(bad, 0.0)
-    return bad
+    if updates.device.type == "cpu" and math.isfinite(updates.sum()):
+        return None
+    bad = ~torch.isfinite(largest_entry(updates))
+    updates.masked_fill_(bad, 0.0)
+    return bad.view(-1)
 
 
 def cut(local: Tensor, piece: Piece) -> Tensor:
     """The box of a local tensor that a piece names; shares memory."""
-    if all(
-        start == 0 and stop == size
-        for (start, stop), size in zip(piece.source, local.shape, strict=True)
-    ):
+    if piece.source_shape == local.shape:
         return local
     return local[tuple(slice(start, stop) for start, stop in piece.source)]

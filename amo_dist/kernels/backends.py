@@ -21,14 +21,22 @@ import dataclasses
 import functools
 import importlib.util
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from amo_dist.kernels.gram import iterate_deviation, iterate_factor
 from amo_dist.kernels.gram_stability import first_pair_is_as_exact, is_stable
-from amo_dist.kernels.products import results, short_side, square_like, symmetric, times
+from amo_dist.kernels.products import (
+    Call,
+    results,
+    short_side,
+    square_like,
+    symmetric,
+    times,
+)
 
 Triple = tuple[float, float, float]
 
@@ -363,8 +371,26 @@ def iterate(
         ``out``, or a new tensor as ``x``.
     """
     out = torch.empty_like(x) if out is None else out
+    for call in calls(x, coefficients, backend, gram, out=out):
+        call()
+    return out
+
+
+def calls(
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    backend: Backend,
+    gram: Tensor | None = None,
+    *,
+    out: Tensor,
+) -> Iterator[Call]:
+    """What `iterate` calls, on `scratch` memory: on CPU to be kept while that stays where it is.
+
+    Arguments as for `iterate`. All is laid out anew as the calls are taken one by one, so that
+    memory of other devices comes and goes in their order.
+    """
     if backend.name != "gram":
-        return _iterate(x, coefficients, backend, gram, out)
+        return _standard(x, coefficients, backend, gram, out)
     blocks = backend.gram_blocks, backend.square_blocks
     args = x, coefficients, backend.restarts, blocks, gram
     if _is_narrow(x.dtype):
@@ -372,32 +398,37 @@ def iterate(
     return iterate_factor(*args, out=out)
 
 
-def _iterate(
+def _standard(
     x: Tensor,
     coefficients: Sequence[Triple],
     backend: Backend,
     gram: Tensor | None,
     out: Tensor,
-) -> Tensor:
+) -> Iterator[Call]:
     multiply, square = _symmetric_products(backend)
-    small, polynomial = (square_like(use, x) for use in ("gram", "polynomial"))
+    small, polynomial = (square_like(use, x) for use in ("gram", "polynomial 0"))
     places = results(out, len(coefficients))
     for a, b, c in coefficients:
-        gram = multiply(short_side(x), out=small) if gram is None else gram
-        square(gram, gram, b, c, out=polynomial)
-        x = times(polynomial, x, a, backend.panels, out=next(places))
-        gram = None
-    return x
+        if gram is None:
+            gram = small
+            yield from multiply(short_side(x), out=gram)
+        yield from square(gram, gram, b, c, out=polynomial)
+        result = next(places)
+        yield from times(polynomial, x, a, backend.panels, out=result)
+        x, gram = result, None
 
 
-def _symmetric_products(backend: Backend) -> Iterator[Callable[..., Tensor]]:
+def _symmetric_products(backend: Backend) -> Iterator[Callable[..., Iterable[Call]]]:
     """For X and for squares, ``(x, added, beta, alpha, *, out)``: ``beta added + alpha x x^T``."""
     if backend.name == "triton":
         from amo_dist.kernels.triton_symmetric import symmetric_product
 
-        return iter((symmetric_product, symmetric_product))
+        def by_tiles(*args: Any, out: Tensor) -> Iterable[Call]:
+            return [functools.partial(symmetric_product, *args, out=out)]
 
-    def by_blocks(num_blocks: int) -> Callable[..., Tensor]:
+        return iter((by_tiles, by_tiles))
+
+    def by_blocks(num_blocks: int) -> Callable[..., Iterable[Call]]:
         return lambda x, *added, out: symmetric(x, x, num_blocks, *added, out=out)
 
     return map(by_blocks, (backend.gram_blocks, backend.square_blocks))

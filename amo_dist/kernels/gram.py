@@ -13,12 +13,21 @@ Two forms of one map, which round differently:
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
-from amo_dist.kernels.products import plain, results, short_side, square_like, symmetric, times
+from amo_dist.kernels.products import (
+    Call,
+    plain,
+    results,
+    short_side,
+    square_like,
+    symmetric,
+    times,
+)
 
 Triple = tuple[float, float, float]
 
@@ -31,8 +40,8 @@ def iterate_factor(
     gram: Tensor | None,
     *,
     out: Tensor,
-) -> Tensor:
-    """Run the steps; X becomes ``p_j(A) ... p_i(A) X`` at the end of each segment ``i .. j``.
+) -> Iterator[Call]:
+    """The steps; X becomes ``p_j(A) ... p_i(A) X`` at the end of each segment ``i .. j``.
 
     Args:
         x: ``(m, n)`` or ``(b, m, n)``, contiguous, singular values at most one.
@@ -41,25 +50,39 @@ def iterate_factor(
         blocks: Of ``X X^T``, then of products of small matrices.
         gram: The first A, where it is at hand.
         out: Where the result goes, like ``x``.
+
+    Returns:
+        Calls that, one after the other, run the steps.
     """
     gram_blocks, square_blocks = blocks
     bounds = (0, *restarts, len(coefficients))
+    places = results(out, len(bounds) - 1)
     for start, stop in itertools.pairwise(bounds):
-        short = short_side(x)
-        gram = symmetric(short, short, gram_blocks) if gram is None else gram
-        factor: Tensor | None = None
+        if gram is None:
+            short, gram = short_side(x), square_like("gram", x)
+            yield from symmetric(short, short, gram_blocks, out=gram)
+        factor = gram
         for step in range(start, stop):
             a, b, c = coefficients[step]
-            polynomial = symmetric(gram, gram, square_blocks, gram, b, c)
-            polynomial.diagonal(dim1=-2, dim2=-1).add_(a)
-            factor = polynomial if factor is None else symmetric(polynomial, factor, square_blocks)
+            # What the last step left is still read in this one.
+            polynomial, product = (
+                square_like(f"{use} {step % 2}", x) for use in ("polynomial", "factor")
+            )
+            yield from symmetric(gram, gram, square_blocks, gram, b, c, out=polynomial)
+            yield functools.partial(polynomial.diagonal(dim1=-2, dim2=-1).add_, a)
+            if step == start:
+                factor = polynomial
+            else:
+                yield from symmetric(polynomial, factor, square_blocks, out=product)
+                factor = product
             if step + 1 < stop:
-                half = symmetric(polynomial, gram, square_blocks)
-                gram = symmetric(half, polynomial, square_blocks)
-        assert factor is not None
+                half, following = square_like("half", x), square_like("gram", x)
+                yield from symmetric(polynomial, gram, square_blocks, out=half)
+                yield from symmetric(half, polynomial, square_blocks, out=following)
+                gram = following
         factors = (x, factor) if x.shape[-2] > x.shape[-1] else (factor, x)
-        x, gram = plain(*factors, out=out if stop == len(coefficients) else None), None
-    return x
+        x, gram = next(places), None
+        yield plain(*factors, out=x)
 
 
 def iterate_deviation(
@@ -71,7 +94,7 @@ def iterate_deviation(
     *,
     panels: int = 1,
     out: Tensor,
-) -> Tensor:
+) -> Iterator[Call]:
     """The same, each polynomial held as ``a I + D`` and their product as ``s I + E``.
 
     ``D = b A + c A A``; the next A is ``(a I + D) A (a I + D)``, and ``E`` becomes
@@ -85,31 +108,34 @@ def iterate_deviation(
         gram: The first A, where it is at hand.
         panels: Parts of the long side that are multiplied into one after the other.
         out: Where the result goes, like ``x``.
+
+    Returns:
+        As `iterate_factor`.
     """
     gram_blocks, square_blocks = blocks
     bounds = (0, *restarts, len(coefficients))
     places = results(out, len(bounds) - 1)
     for start, stop in itertools.pairwise(bounds):
         if gram is None:
-            short = short_side(x)
-            gram = symmetric(short, short, gram_blocks, out=square_like("gram", x))
+            short, gram = short_side(x), square_like("gram", x)
+            yield from symmetric(short, short, gram_blocks, out=gram)
         deviation, scale = gram, 1.0
         for step in range(start, stop):
             a, b, c = coefficients[step]
             # What the last step left is still read in this one.
-            parity = f" {step % 2}"
-            d = symmetric(
-                gram, gram, square_blocks, gram, b, c, out=square_like("polynomial" + parity, x)
-            )
+            d, product = (square_like(f"{use} {step % 2}", x) for use in ("polynomial", "factor"))
+            yield from symmetric(gram, gram, square_blocks, gram, b, c, out=d)
             if step == start:
                 deviation, scale = d, a
             else:
-                place = square_like("deviation" + parity, x)
-                deviation = symmetric(d, deviation, square_blocks, deviation, a, out=place)
-                deviation.add_(d, alpha=scale)
-                scale *= a
+                yield from symmetric(d, deviation, square_blocks, deviation, a, out=product)
+                yield functools.partial(product.add_, d, alpha=scale)
+                deviation, scale = product, scale * a
             if step + 1 < stop:
-                half = symmetric(gram, d, square_blocks, gram, a, out=square_like("half", x))
-                gram = symmetric(half, d, square_blocks, half, a, out=square_like("gram", x))
-        x, gram = times(deviation, x, scale, panels, out=next(places)), None
-    return x
+                half, following = square_like("half", x), square_like("gram", x)
+                yield from symmetric(gram, d, square_blocks, gram, a, out=half)
+                yield from symmetric(half, d, square_blocks, half, a, out=following)
+                gram = following
+        result = next(places)
+        yield from times(deviation, x, scale, panels, out=result)
+        x, gram = result, None

@@ -8,16 +8,17 @@ products only. Source: the AMO paper; the quintic form goes back to Muon (Jordan
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from amo_dist.kernels.backends import Backend, batch_size, choose_backend, iterate
+from amo_dist.kernels.backends import Backend, batch_size, calls, choose_backend, iterate
 from amo_dist.kernels.elementwise import largest_entry, wide_dtype
-from amo_dist.kernels.products import even_parts, short_side
-from amo_dist.kernels.scratch import scratch
+from amo_dist.kernels.products import Call, even_parts, short_side
+from amo_dist.kernels.scratch import scratch, whereabouts
 
 Triple = tuple[float, float, float]
 
@@ -92,24 +93,136 @@ def orthogonalize(
         )
     if shape.numel() == 0:
         return out
-    how = choose_backend(
-        shape, coefficients, dtype=dtype, device_type=device.type, requested=backend
+    run = Orthogonalizer(
+        shape[:-2].numel(),
+        shape[-2:],
+        coefficients,
+        norm_scale=norm_scale,
+        preconditioner=preconditioner,
+        dtype=dtype,
+        device_type=device.type,
+        eps=eps,
+        backend=backend,
     )
-    args = (coefficients, norm_scale, preconditioner, dtype, eps, how)
-    if device.type == "cpu":
-        if one.dim() > 2:
-            matrices = list(one.reshape(-1, *shape[-2:]).unbind())
-        results = out.view(-1, *shape[-2:])
-        if preconditioner == "frobenius":
-            _orthogonalize_on_cpu(matrices, coefficients, norm_scale, eps, how, out=results)
-        else:
-            for matrix, result in zip(matrices, results.unbind(), strict=True):
-                _orthogonalize(matrix, *args, out=result)
-        return out
-    batch = one if len(matrices) == 1 else torch.stack(matrices)
-    flat = batch if batch.dim() == 2 else batch.reshape(-1, *shape[-2:])
-    _orthogonalize(flat, *args, out=out.view(flat.shape))
+    if isinstance(x, Tensor):
+        run.on_batch(x, out=out)
+    else:
+        run(matrices, out=out)
     return out
+
+
+class Orthogonalizer:
+    """`orthogonalize` for so many matrices of one shape, laid out once and run over and over.
+
+    Arguments are those of `orthogonalize`, and are not checked.
+
+    Args:
+        count: Of matrices.
+        shape: ``(m, n)`` of each, neither 0.
+        coefficients: One ``(a, b, c)`` for each step.
+        norm_scale: Safety factor.
+        preconditioner: ``"frobenius"`` or ``"aol"``.
+        dtype: Of the products and of the result.
+        device_type: Of the matrices, such as ``cpu``.
+        eps: Added to the norm.
+        backend: How the steps are run.
+    """
+
+    def __init__(
+        self,
+        count: int,
+        shape: Sequence[int],
+        coefficients: Sequence[Triple],
+        *,
+        norm_scale: float,
+        preconditioner: str,
+        dtype: torch.dtype,
+        device_type: str,
+        eps: float = 1e-7,
+        backend: str = "auto",
+    ) -> None:
+        self._coefficients = coefficients
+        # Less than that is lost in rounding, and the largest entry of a matrix takes a pass.
+        is_seen = eps > _LEAST_SEEN * torch.finfo(dtype).eps
+        self._scaling = norm_scale, eps if is_seen else 0.0
+        self._how = choose_backend(
+            shape, coefficients, dtype=dtype, device_type=device_type, requested=backend
+        )
+        self._args = coefficients, norm_scale, preconditioner, dtype, eps, self._how
+        self._is_on_cpu = device_type == "cpu"
+        self._is_laid_out = self._is_on_cpu and preconditioner == "frobenius"
+        most = batch_size(self._how, shape, dtype=dtype, device_type=device_type) or count
+        self._parts = list(even_parts(count, -(-count // most)))
+        self._programs: list[_Program] = []
+        self._laid_out_for: tuple[object, object] | None = None
+
+    def __call__(self, matrices: Sequence[Tensor], *, out: Tensor) -> None:
+        """Run them into ``out``, ``(count, m, n)``, contiguous.
+
+        Args:
+            matrices: ``count`` matrices of the shape, alike in dtype and device; not modified.
+            out: Where the results go, in the dtype. The same object as last time saves time.
+        """
+        if not self._is_on_cpu:
+            self.on_batch(matrices[0] if len(matrices) == 1 else torch.stack(list(matrices)), out)
+        elif not self._is_laid_out:
+            for matrix, result in zip(matrices, out.unbind(), strict=True):
+                _orthogonalize(matrix, *self._args, out=result)
+        else:
+            self._run_programs(matrices, out)
+
+    def on_batch(self, x: Tensor, out: Tensor | None = None) -> Tensor:
+        """The same for matrices that lie together.
+
+        Args:
+            x: ``(..., m, n)``, of ``count`` matrices; not modified.
+            out: Contiguous, in the shape of ``x``; a new tensor where None.
+        """
+        *_, m, n = x.shape
+        out = torch.empty(x.shape, dtype=self._args[3], device=x.device) if out is None else out
+        if self._is_on_cpu:
+            self(x.reshape(-1, m, n).unbind(), out=out.view(-1, m, n))
+        else:
+            flat = x if x.dim() == 2 else x.reshape(-1, m, n)
+            _orthogonalize(flat, *self._args, out=out.view(flat.shape))
+        return out
+
+    def _run_programs(self, matrices: Sequence[Tensor], out: Tensor) -> None:
+        self._lay_out(out)
+        scale, eps = self._scaling
+        one = matrices[0]
+        unit = scratch("unit", one.shape, wide_dtype(one.dtype, out.dtype), one.device)
+        for (start, stop), program in zip(self._parts, self._programs, strict=True):
+            for x, first in zip(matrices[start:stop], program.firsts, strict=True):
+                _normalize_on_cpu(x, scale, eps, unit=unit, out=first)
+            for call in program.calls:
+                call()
+
+    def _lay_out(self, out: Tensor) -> None:
+        """Programs for this output, on the memory that this thread shares."""
+        wanted = out, whereabouts()
+        while self._laid_out_for is None or any(
+            a is not b for a, b in zip(self._laid_out_for, wanted, strict=True)
+        ):
+            self._programs = [self._program(out[start:stop]) for start, stop in self._parts]
+            # Where that took more memory than there was, the first ones lie in what was left.
+            self._laid_out_for, wanted = wanted, (out, whereabouts())
+
+    def _program(self, results: Tensor) -> _Program:
+        batch = scratch("first", results.shape, results.dtype, results.device)
+        firsts = batch.unbind()
+        if len(firsts) == 1:  # a product of two matrices takes less to call
+            batch, results = batch[0], results[0]
+        steps = calls(batch, self._coefficients, self._how, out=results)
+        return _Program(firsts, tuple(steps))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Program:
+    """Where the first iterates of a batch go, and the calls that take them to its results."""
+
+    firsts: Sequence[Tensor]
+    calls: Sequence[Call]
 
 
 def _validate(
@@ -146,28 +259,6 @@ def _described(x: Tensor) -> str:
     return f"{tuple(x.shape)} in {x.dtype} on {x.device}"
 
 
-def _orthogonalize_on_cpu(
-    matrices: Sequence[Tensor],
-    coefficients: Sequence[Triple],
-    norm_scale: float,
-    eps: float,
-    backend: Backend,
-    *,
-    out: Tensor,
-) -> None:
-    """By Frobenius norms, into ``out``, ``(b, m, n)``, a few at a time where that is faster."""
-    count, shape, dtype = len(matrices), out.shape[1:], out.dtype
-    most = batch_size(backend, shape, dtype=dtype, device_type="cpu") or count
-    for start, stop in even_parts(count, -(-count // most)):
-        firsts = scratch("first", (stop - start, *shape), dtype, out.device)
-        for x, first in zip(matrices[start:stop], firsts.unbind(), strict=True):
-            _normalize_on_cpu(x, norm_scale, eps, out=first)
-        results = out[start:stop]
-        if stop - start == 1:  # a product of two matrices takes less to call
-            firsts, results = firsts[0], results[0]
-        iterate(firsts, coefficients, backend, out=results)
-
-
 def _orthogonalize(
     x: Tensor,
     coefficients: Sequence[Triple],
@@ -202,17 +293,16 @@ def _normalized(unit: Tensor, norm_scale: float, dtype: torch.dtype, eps: float)
     return _cast(unit, dtype)
 
 
-def _normalize_on_cpu(x: Tensor, norm_scale: float, eps: float, *, out: Tensor) -> None:
+def _normalize_on_cpu(x: Tensor, scale: float, eps: float, *, unit: Tensor, out: Tensor) -> None:
     """The same of one matrix, whose largest entry is not scaled to one unless squares need it.
 
     Powers of two scale it then, which change no bit of the result. Passes over a matrix count: it
-    has left the caches since the last one.
+    has left the caches since the last one. ``unit`` is wide memory in the shape of ``x``.
     """
     dtype = out.dtype
-    wide = wide_dtype(x.dtype, dtype)
     if not x.is_contiguous():  # bits of a sum depend on the strides
         x = scratch("contiguous", x.shape, x.dtype, x.device).copy_(x)
-    widened = x if x.dtype == wide else scratch("unit", x.shape, wide, x.device).copy_(x)
+    widened = x if x.dtype == unit.dtype else unit.copy_(x)
     norm = torch.linalg.vector_norm(widened).item()
     if not _LEAST_NORM <= norm <= 1 / _LEAST_NORM:
         largest = largest_entry(x).item()
@@ -220,18 +310,17 @@ def _normalize_on_cpu(x: Tensor, norm_scale: float, eps: float, *, out: Tensor) 
             out.fill_(math.nan)
             return
         exponent = -math.frexp(largest)[1]
-        x = widened = scratch("unit", x.shape, wide, x.device).copy_(x)
+        x = widened = unit.copy_(x)
         # In two, since the float that scales a denormal to one is infinite.
         x.mul_(2.0 ** (exponent // 2)).mul_(2.0 ** (exponent - exponent // 2))
         norm = torch.linalg.vector_norm(x).item()
-    divisor = norm * norm_scale
-    if eps > _LEAST_SEEN * torch.finfo(dtype).eps:
+    divisor = norm * scale
+    if eps:
         divisor += eps * largest_entry(x).item()
     divisor = divisor or 1.0
     if x.dtype == dtype:  # divides wide, even where x is narrow, and rounds once
         torch.div(x, divisor, out=out)
     else:
-        unit = scratch("unit", x.shape, wide, x.device)
         out.copy_(torch.div(widened, divisor, out=unit))
 
 

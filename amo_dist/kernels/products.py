@@ -1,17 +1,23 @@
 """Products that Newton-Schulz is made of: fused, symmetric by blocks, with long matrices by panels.
 
-All take one matrix or a batch of them.
+All take one matrix or a batch of them, and give calls on memory that is laid out: to be made at
+once, or over and over on other values. What a call is made of takes Python as long as a small
+product takes.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
 
 from amo_dist.kernels.scratch import scratch
+
+Call = Callable[[], object]
+"""A kernel with its arguments."""
 
 
 def even_parts(length: int, count: int) -> Iterator[tuple[int, int]]:
@@ -41,36 +47,39 @@ def square_like(use: str, x: Tensor) -> Tensor:
 
 
 def results(last: Tensor, count: int) -> Iterator[Tensor]:
-    """Where ``count`` large products go: into two in turn, the last one into ``last``."""
+    """Where ``count`` large products go: into two places in turn, the last one into ``last``."""
     other = scratch("iterate", last.shape, last.dtype, last.device)
-    return (last if remaining % 2 == 0 else other for remaining in range(count)[::-1])
+    # Bits of wide products on CPU depend on where their factors begin.
+    is_narrow = last.dtype.itemsize < 4
+    third = last if is_narrow else scratch("iterate 2", last.shape, last.dtype, last.device)
+    turns = (third if remaining % 2 == 0 else other for remaining in range(count)[:0:-1])
+    return itertools.chain(turns, [last])
 
 
-def plain(left: Tensor, right: Tensor, *, out: Tensor | None = None) -> Tensor:
+def plain(left: Tensor, right: Tensor, *, out: Tensor) -> Call:
     """``left right``; `torch.matmul` takes longer to find out which of the two to call."""
     multiply = torch.mm if left.dim() == 2 else torch.bmm
-    return multiply(left, right, out=out)
+    return functools.partial(multiply, left, right, out=out)
 
 
 def fused(
     added: Tensor, left: Tensor, right: Tensor, beta: float, alpha: float = 1.0, *, out: Tensor
-) -> Tensor:
+) -> Call:
     """``beta * added + alpha * left right`` with one rounding, which halves the bf16 error."""
     multiply = torch.addmm if left.dim() == 2 else torch.baddbmm
-    return multiply(added, left, right, beta=beta, alpha=alpha, out=out)
+    return functools.partial(multiply, added, left, right, beta=beta, alpha=alpha, out=out)
 
 
-def times(polynomial: Tensor, x: Tensor, beta: float, panels: int = 1, *, out: Tensor) -> Tensor:
+def times(
+    polynomial: Tensor, x: Tensor, beta: float, panels: int = 1, *, out: Tensor
+) -> Iterator[Call]:
     """``(beta I + polynomial) X`` by panels, X being what `short_side` shows of ``x``."""
     is_tall = x.shape[-2] > x.shape[-1]
     long_dim = x.dim() - 2 if is_tall else x.dim() - 1
     for start, stop in even_parts(x.shape[long_dim], panels):
-        part, result = x, out
-        if panels > 1:  # slices cost what a small product does not take
-            part, result = (each.narrow(long_dim, start, stop - start) for each in (x, out))
+        part, result = (each.narrow(long_dim, start, stop - start) for each in (x, out))
         left, right = (part, polynomial) if is_tall else (polynomial, part)
-        fused(part, left, right, beta, out=result)
-    return out
+        yield fused(part, left, right, beta, out=result)
 
 
 def symmetric(
@@ -81,24 +90,28 @@ def symmetric(
     beta: float = 1.0,
     alpha: float = 1.0,
     *,
-    out: Tensor | None = None,
-) -> Tensor:
+    out: Tensor,
+) -> Iterator[Call]:
     """``beta * added + alpha * left right^T``, known to be symmetric, by blocks of rows."""
     m = left.shape[-2]
-    out = left.new_empty(*left.shape[:-1], m) if out is None else out
-    if num_blocks == 1:  # without the slices, which cost what a narrow product does not take
+    if num_blocks == 1:
         if added is None:
-            return plain(left, right.mT, out=out)
-        return fused(added, left, right.mT, beta, alpha, out=out)
+            yield plain(left, right.mT, out=out)
+        else:
+            yield fused(added, left, right.mT, beta, alpha, out=out)
+        return
     for start, stop in even_parts(m, num_blocks):
         rows, columns = left[..., start:stop, :], right[..., start:, :].mT
         upper = out[..., start:stop, start:]
         if added is None:
-            plain(rows, columns, out=upper)
+            yield plain(rows, columns, out=upper)
         else:
-            fused(added[..., start:stop, start:], rows, columns, beta, alpha, out=upper)
+            yield fused(added[..., start:stop, start:], rows, columns, beta, alpha, out=upper)
         if stop < m:
-            # Both contiguous: a strided transposed copy takes ten times as long.
-            below = upper[..., stop - start :].contiguous().mT.contiguous()
-            out[..., stop:, start:stop] = below
-    return out
+            below = out[..., stop:, start:stop]
+            yield functools.partial(_mirror, upper[..., stop - start :], below)
+
+
+def _mirror(upper: Tensor, below: Tensor) -> None:
+    # Both contiguous: a strided transposed copy takes ten times as long.
+    below.copy_(upper.contiguous().mT.contiguous())

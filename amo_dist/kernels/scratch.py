@@ -18,6 +18,7 @@ class _Memory(threading.local):
     """Of each thread, by use and dtype: a flat buffer, and its beginning in each shape so far."""
 
     def __init__(self) -> None:
+        self.whereabouts = object()
         self.held: dict[tuple[str, torch.dtype], tuple[Tensor, dict[tuple[int, ...], Tensor]]] = {}
 
 
@@ -42,7 +43,13 @@ def scratch(use: str, shape: Sequence[int], dtype: torch.dtype, device: torch.de
         return view
     size = math.prod(shape)
     if found is None or found[0].numel() < size:
+        _memory.whereabouts = object()
         found = _memory.held[use, dtype] = torch.empty(size, dtype=dtype, device=device), {}
     buffer, views = found
     view = views[shape] = buffer[:size].view(shape)
     return view
+
+
+def whereabouts() -> object:
+    """While this is the same object, all memory of the calling thread is where it was."""
+    return _memory.whereabouts

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -14,9 +15,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-import amo_dist.step
 from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.distributed.layout import mesh_layout
+from amo_dist.kernels.newton_schulz import Orthogonalizer
 from amo_dist.operators import Fused, classify
 from tests.distributed import models
 from tests.distributed.harness import Ranks
@@ -128,21 +129,18 @@ def train(
     groups = param_groups(model, patterns=PATTERNS, allow_unused=True)
     optimizer = AMO(groups, lr=LR, weight_decay=WEIGHT_DECAY, config=AMOConfig(**fields))
     counted = [0]
-    original = amo_dist.step.orthogonalize
+    original = Orthogonalizer.__call__
 
-    def counting(x: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
-        counted[0] += len(x)
-        return original(x, *args, **kwargs)
+    def counting(self: Orthogonalizer, matrices: list[Tensor], *, out: Tensor) -> None:
+        counted[0] += len(matrices)
+        original(self, matrices, out=out)
 
-    amo_dist.step.orthogonalize = counting
-    try:
+    with mock.patch.object(Orthogonalizer, "__call__", counting):
         for step in range(1, STEPS + 1):
             for name, param in model.named_parameters():
                 grad = gradient(step, name, tuple(param.shape))
                 param.grad = models.place_like(grad, param)
             optimizer.step()
-    finally:
-        amo_dist.step.orthogonalize = original
     named = dict(model.named_parameters())
     return Outcome(
         whole={name: models.whole(param) for name, param in named.items()},

@@ -20,6 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from amo_dist import AMO, AMOConfig, Fused, param_groups
+from amo_dist.kernels.newton_schulz import Orthogonalizer
 from tests.distributed.harness import Ranks
 
 DENSE = Counter(("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down"))
@@ -184,16 +185,14 @@ def test_lora_alone_needs_a_pattern() -> None:
 
 
 def test_accumulated_gradients_are_orthogonalized_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from amo_dist import step as step_module
-
     found: list[Tensor] = []
-    orthogonalize = step_module.orthogonalize
+    run = Orthogonalizer.__call__
 
-    def counted(matrices: list[Tensor], *args: Any, **kwargs: Any) -> Tensor:
+    def counted(self: Orthogonalizer, matrices: list[Tensor], *, out: Tensor) -> None:
         found.extend(matrices)
-        return orthogonalize(matrices, *args, **kwargs)
+        run(self, matrices, out=out)
 
-    monkeypatch.setattr(step_module, "orthogonalize", counted)
+    monkeypatch.setattr(Orthogonalizer, "__call__", counted)
     model = make_model("llama")
     optimizer = AMO(param_groups(model), lr=1e-2, config=CONFIG)
     for micro_batch in tokens(4).split(1):

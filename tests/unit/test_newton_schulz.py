@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch import Tensor
 
 from amo_dist.kernels import newton_schulz, scratch
 from amo_dist.kernels.backends import STANDARD
-from amo_dist.kernels.newton_schulz import Triple, orthogonalize
+from amo_dist.kernels.newton_schulz import Orthogonalizer, Triple, orthogonalize
 
 KJ: tuple[Triple, ...] = ((3.4445, -4.7750, 2.0315),) * 5
 YOU: tuple[Triple, ...] = (
@@ -429,3 +430,56 @@ def test_the_default_device_has_no_part() -> None:
     scratch._memory.held.clear()
     with torch.device("meta"):
         assert torch.equal(orthogonalize(x, KJ), expected)
+
+
+def laid_out(shape: tuple[int, int], count: int, dtype: torch.dtype) -> Orthogonalizer:
+    return Orthogonalizer(
+        count,
+        shape,
+        KJ,
+        norm_scale=1.01,
+        preconditioner="frobenius",
+        dtype=dtype,
+        device_type="cpu",
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(9, 20), (64, 200), (200, 64)])
+def test_what_is_laid_out_once_runs_on_other_values_and_in_other_places(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    run, out = laid_out(shape, 3, dtype), torch.empty(3, *shape, dtype=dtype)
+    random = generator()
+
+    def check(out: Tensor) -> None:
+        matrices = list(torch.randn(3, *shape, generator=random).to(dtype))
+        run(matrices, out=out)
+        assert torch.equal(out, torch.stack([orthogonalize(x, KJ, dtype=dtype) for x in matrices]))
+
+    check(out)
+    check(out)
+    check(torch.empty_like(out))
+    # Shared memory moves where a larger matrix needs more of it.
+    orthogonalize(torch.randn(400, 500), KJ, dtype=dtype)
+    check(out)
+    with ThreadPoolExecutor(1) as other:
+        other.submit(check, out).result()
+    check(out)
+
+
+def test_threads_that_run_the_same_at_once_do_not_share_memory() -> None:
+    shape, rounds = (64, 200), 40
+    x = torch.randn(4, *shape, generator=generator())
+    expected = [orthogonalize(each, KJ) for each in x]
+
+    def repeat(each: int) -> bool:
+        run, out = laid_out(shape, 1, torch.bfloat16), torch.empty(1, *shape, dtype=torch.bfloat16)
+        found = []
+        for _ in range(rounds):
+            run([x[each]], out=out)
+            found.append(torch.equal(out[0], expected[each]))
+        return all(found)
+
+    with ThreadPoolExecutor(4) as threads:
+        assert all(threads.map(repeat, range(4)))

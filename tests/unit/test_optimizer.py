@@ -22,6 +22,7 @@ from amo_dist import (
     param_groups,
 )
 from amo_dist.kernels.geometry import ell
+from amo_dist.kernels.newton_schulz import Orthogonalizer
 from tests.distributed import models
 
 SHORT = {"observe_until": 4, "observe_every": 2, "sample_size": 2, "transition_steps": 3}
@@ -32,6 +33,7 @@ SHAPES = {
     "layers.0.attention_norm.weight": (8,),
 }
 WQ = "layers.0.attention.wq.weight"
+RUN = Orthogonalizer.__call__
 
 
 def amo(model: nn.Module, **fields: Any) -> AMO:
@@ -296,7 +298,7 @@ def test_bf16_momentum_is_observed_before_it_is_rounded_again() -> None:
 def test_newton_schulz_runs_once_a_step_under_accumulation() -> None:
     layer = nn.Linear(8, 12, bias=False)
     optimizer = Muon(param_groups(layer, patterns={"weight": "attn_q"}))
-    with mock.patch("amo_dist.step.orthogonalize", side_effect=_orthogonalize) as spy:
+    with mock.patch.object(Orthogonalizer, "__call__", autospec=True, side_effect=RUN) as spy:
         for _ in range(4):
             layer(torch.randn(3, 8)).square().sum().backward()
         optimizer.step()
@@ -309,9 +311,9 @@ def test_matrices_of_one_shape_and_schedule_are_orthogonalized_together() -> Non
     model = models.plain_model({**shapes, "layers.0.feed_forward.w2.weight": (12, 8)})
     optimizer = Muon(param_groups(model))
     models.set_gradients(model, 1, 1)
-    with mock.patch("amo_dist.step.orthogonalize", side_effect=_orthogonalize) as spy:
+    with mock.patch.object(Orthogonalizer, "__call__", autospec=True, side_effect=RUN) as spy:
         optimizer.step()
-    assert sorted(len(call.args[0]) for call in spy.call_args_list) == [1, 6]
+    assert sorted(len(call.args[1]) for call in spy.call_args_list) == [1, 6]
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -400,12 +402,6 @@ def _num_objects(root: object) -> int:
     return len(seen)
 
 
-def _orthogonalize(*args: Any, **kwargs: Any) -> Tensor:
-    from amo_dist.kernels.newton_schulz import orthogonalize
-
-    return orthogonalize(*args, **kwargs)
-
-
 def test_metrics_have_the_same_keys_in_every_phase() -> None:
     model = models.plain_model(SHAPES)
     optimizer = amo(model)
@@ -415,3 +411,16 @@ def test_metrics_have_the_same_keys_in_every_phase() -> None:
         optimizer.step()
         keys.append(copy.copy(sorted(optimizer.metrics())))
     assert all(found == keys[0] for found in keys)
+
+
+def test_locked_newton_schulz_is_laid_out_once() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = amo(model)
+    with mock.patch("amo_dist.batches.Orthogonalizer", side_effect=Orthogonalizer) as spy:
+        counts = []
+        for step in range(1, 13):
+            models.set_gradients(model, 1, step)
+            optimizer.step()
+            counts.append(spy.call_count)
+    # Two matrices of their own shapes: anew in every step of the transition, 5 to 7, and then not.
+    assert counts == [2, 2, 2, 2, 4, 6, 8, 8, 8, 8, 8, 8]
