@@ -23,12 +23,7 @@ from amo_dist.kernels.backends import BACKENDS
 from amo_dist.kernels.elementwise import update_momentum
 from amo_dist.measured import agree_on_values, check_residual, guarded_matrix, plan_where_due
 from amo_dist.observer import Observer
-from amo_dist.parameters import (
-    check_groups,
-    describe_group,
-    local_tensor,
-    resolve,
-)
+from amo_dist.parameters import check_groups, describe_group, local_tensor, resolve
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
 from amo_dist.step import StepWork, count_backends, make_graphs
