@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist import adamw, checkpoint
-from amo_dist.arguments import as_policy, check_hyperparameters
+from amo_dist.arguments import as_policy, check_each_group, check_hyperparameters
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.spans import span
@@ -77,15 +77,16 @@ class Muon(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         groups = check_groups(params)
-        check_hyperparameters(lr, weight_decay, betas, eps)
         self.config = MuonConfig() if config is None else config
         self.policy = as_policy(schedule)
         self._process_group = process_group
         views = [group.pop("matrix_views", {}) for group in groups]
         defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        check_hyperparameters(defaults)
         self._is_built = False
         super().__init__(groups, {**defaults, "lr_scale": 1.0, "control": ""})
         self._is_built = True
+        check_each_group(self.param_groups)
         # Out of the groups: checkpoint helpers take no lists of strings there.
         names = [group.pop("param_names") for group in self.param_groups]
         self._parameters = resolve(self.param_groups, names, views, self._replica_ranks())
