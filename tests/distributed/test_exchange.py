@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.distributed import agreement
@@ -299,6 +301,30 @@ def test_what_differs_on_one_rank_is_told_on_all(
     assert found[0].startswith(error)
     for part in expected:
         assert part in found[0]
+
+
+def step_beside_private_matrices(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """A mesh shards what it is given; a plain matrix stays each rank's own."""
+    found = []
+    for ownership in ("round_robin", "balanced"):
+        mesh = init_device_mesh("cpu", (world_size,))
+        tensors: dict[str, torch.Tensor] = {
+            name: models.initial(name, shape)
+            if name in (WQ, WK)
+            else nn.Parameter(distribute_tensor(models.initial(name, shape), mesh, [Shard(0)]))
+            for name, shape in models.shapes().items()
+        }
+        model = models.build(tensors)
+        optimizer = Muon(param_groups(model), config=MuonConfig(ownership=ownership))
+        models.set_gradients(model, 1, 1)
+        optimizer.step()
+        found.append({name: models.whole(param) for name, param in model.named_parameters()})
+    return found
+
+
+def test_private_matrices_do_not_change_who_owns_the_shared_ones(run_on: Ranks) -> None:
+    for dealt, balanced in run_on(2, timeout=60.0)(step_beside_private_matrices):
+        assert all(torch.equal(dealt[name], balanced[name]) for name in dealt)
 
 
 def change_rate_alone(rank: int, world_size: int) -> list[str]:
