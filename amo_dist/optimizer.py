@@ -166,8 +166,7 @@ class Muon(torch.optim.Optimizer):
 
     def _make_guard(self, world: World) -> StepGuard:
         entries = self._parameters.entries
-        names = [entry.name for entry in entries]
-        return StepGuard(world, names, gradient_bounds(entries, self.config))
+        return StepGuard(world, entries, gradient_bounds(entries, self.config))
 
     # ---------------------------------------------------------------- one step
 
