@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist import adamw, checkpoint
+from amo_dist import adamw, checkpoint, measured
 from amo_dist.arguments import as_policy, check_each_group, check_hyperparameters
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.exchange import Exchange
@@ -21,7 +21,6 @@ from amo_dist.exchanges import plan_exchanges
 from amo_dist.guard import StepGuard, gradient_bounds
 from amo_dist.kernels.backends import BACKENDS
 from amo_dist.kernels.elementwise import update_momentum
-from amo_dist.measured import agree_on_values, check_residual, guarded_matrix, plan_where_due
 from amo_dist.observer import Observer
 from amo_dist.parameters import check_groups, describe_group, local_tensor, resolve
 from amo_dist.schedule.policies import Policy
@@ -153,12 +152,14 @@ class Muon(torch.optim.Optimizer):
                 "optimizer": type(self).__name__,
                 "policy": self.policy.name,
             }
-            self._world = agree_on_world(
+            world = agree_on_world(
                 self._parameters, self._hyperparameters(), configuration, self._process_group
             )
-            self.policy.bind(self._world.registry)
-            plan_where_due(self.policy, self._num_steps_taken, self._world)
-            self._guard = self._make_guard(self._world)
+            measured.check_state_alike(self.policy, self._num_steps_taken, world)
+            self.policy.bind(world.registry)
+            measured.plan_where_due(self.policy, self._num_steps_taken, world)
+            # Only now: after an error above all of it is done again.
+            self._world, self._guard = world, self._make_guard(world)
         return self._world, self._guard
 
     def _hyperparameters(self) -> list[str]:
@@ -204,7 +205,7 @@ class Muon(torch.optim.Optimizer):
         self._finish_observation()
         step = self._num_steps_taken + 1
         sample = self.policy.sample(step)
-        guarded = guarded_matrix(world.registry, step, self.config.ns_guard_every)
+        guarded = measured.guarded_matrix(world.registry, step, self.config.ns_guard_every)
         verdict, grads = guard.agree(
             self._intent(step, sample),
             [entry.param for entry in self._parameters.entries],
@@ -341,9 +342,11 @@ class Muon(torch.optim.Optimizer):
     # ---------------------------------------------------------------- observation
 
     def _check_residual(self, step: int, guarded: str, world: World) -> None:
-        (residual,) = agree_on_values(self._residuals, [guarded], world).values()
+        (residual,) = measured.agree_on_values(self._residuals, [guarded], world).values()
         self._last_residual = 0.0 if math.isnan(residual) else residual
-        check_residual(step, guarded, residual, config=self.config, policy=self.policy, world=world)
+        measured.check_residual(
+            step, guarded, residual, config=self.config, policy=self.policy, world=world
+        )
 
     def _finish_observation(self) -> None:
         """Agree on what was observed, and plan where it is time to; a collective, if there is one.
@@ -358,8 +361,8 @@ class Muon(torch.optim.Optimizer):
         found = self._collect(step, guard)
         self._stopwatch.put("observe", self._observer.reset_seconds())
         with span("amo::observe"):
-            self.policy.record(step, agree_on_values(found, sample, world))
-        plan_where_due(self.policy, step, world)
+            self.policy.record(step, measured.agree_on_values(found, sample, world))
+        measured.plan_where_due(self.policy, step, world)
 
     def _collect(self, step: int, guard: StepGuard) -> dict[str, Tensor]:
         """What this rank measured at a step; a collective in the background.

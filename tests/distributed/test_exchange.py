@@ -14,7 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist import AMO, ROOT, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.distributed import agreement
 from amo_dist.distributed.agreement import (
     RankMismatchError,
@@ -384,3 +384,41 @@ def test_a_load_on_one_rank_alone_is_an_error_not_a_hang(run_on: Ranks) -> None:
     assert anew.startswith("RankMismatchError")
     assert "exchange plan" in anew
     assert together == ""
+
+
+def restore_alone(rank: int, world_size: int, kind: type[Muon], steps: int, told: int) -> list[str]:
+    """One rank restores a state before its first step; then the other does, too."""
+    config = {"config": AMOConfig(**FIELDS)} if kind is AMO else {}
+    trained, fresh = (models.make_model("fsdp", models.shapes()) for _ in range(2))
+    optimizer = kind(param_groups(trained), **config)
+    for step in range(1, steps + 1):
+        models.set_gradients(trained, 1, step)
+        optimizer.step()
+    state = {**optimizer.control_state_dict(), "steps_taken": told}
+    optimizer = kind(param_groups(fresh), **config)
+    found = []
+    for loader in (1, 0):
+        if rank == loader:
+            optimizer.load_control_state_dict(state)
+        models.set_gradients(fresh, 1, told + 1)
+        found.append(raised(optimizer.step))
+    return [*found, str(optimizer.num_steps_taken)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "told", "expected"),
+    [
+        (ROOT, 1, 1, "rank 0 has optimizer steps taken: 0; rank 1 has optimizer steps taken: 1"),
+        (ROOT, 1, 0, 'rank 0 has fits: null; rank 1 has fits: {"12x8": {"calibration": "'),
+        (AMO, 4, 4, "rank 0 has optimizer steps taken: 0; rank 1 has optimizer steps taken: 4"),
+    ],
+)
+def test_a_state_restored_on_one_rank_alone_is_an_error_not_a_hang(
+    run_on: Ranks, kind: type[Muon], steps: int, told: int, expected: str
+) -> None:
+    found = run_on(2, timeout=60.0)(restore_alone, kind, steps, told)
+    assert found[0] == found[1]
+    alone, together, taken = found[0]
+    start = "RankMismatchError: the state before the first step: rank(s) 1 differ from rank 0; "
+    assert alone.startswith(start + expected)
+    assert (together, taken) == ("", str(told + 1))
