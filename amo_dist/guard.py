@@ -9,6 +9,7 @@ changed, so that no rank raises while the others wait for it.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 from collections.abc import Mapping, Sequence
 
@@ -25,6 +26,8 @@ from amo_dist.parameters import (
     local_gradient,
 )
 from amo_dist.world import World, slot_of
+
+logger = logging.getLogger(__name__)
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -83,12 +86,12 @@ class StepGuard:
     Args:
         world: Gives every parameter and matrix of the world its slots.
         entries: Parameters of this process.
-        bounds: For each of them, the largest usable gradient entry.
+        config: Decides the largest gradient entry that each of them can take.
     """
 
-    def __init__(self, world: World, entries: Sequence[Entry], bounds: Sequence[float]) -> None:
+    def __init__(self, world: World, entries: Sequence[Entry], config: MuonConfig) -> None:
         self._world = world
-        self._bounds = bounds
+        self._bounds = gradient_bounds(entries, config)
         numbers = {slot: number for number, slot in enumerate(world.slots)}
         self._slots = [numbers[slot_of(entry.name, entry.layout.ranks)] for entry in entries]
         self._matrix_slots = {matrix.name: slot for slot, matrix in enumerate(world.registry)}
@@ -102,6 +105,26 @@ class StepGuard:
             nonfinite: By matrix name, a 0-dim boolean tensor; not read on the host here.
         """
         self._updates = nonfinite
+
+    def warn_of_updates(self) -> None:
+        """Log what `report_updates` told of bad updates on this rank; communicates nothing."""
+        for name in [name for name, bad in self._updates.items() if bad]:
+            logger.warning(
+                "%s: the last update of this matrix was NaN or inf and was left out: what is saved "
+                "now lacks it, and all ranks raise at their next step",
+                name,
+            )
+
+    def agree_on_updates(self) -> None:
+        """Agree on what `report_updates` told on all ranks; a collective over the world.
+
+        Raises:
+            NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
+                or inf. The next `agree` raises it again.
+        """
+        numbers = self._numbers([None] * len(self._slots))
+        _, updates = max_over(numbers, self._world.group).split(self._sizes)
+        self._check_updates(updates.tolist())
 
     def agree(
         self, intent: str, params: Sequence[Tensor], *, skips: bool

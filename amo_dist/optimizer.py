@@ -12,20 +12,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist import adamw, checkpoint, measured
+from amo_dist import adamw, checkpoint, measured, metrics
 from amo_dist.arguments import as_policy, check_each_group, check_hyperparameters
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.spans import span
 from amo_dist.exchanges import plan_exchanges
-from amo_dist.guard import StepGuard, gradient_bounds
-from amo_dist.kernels.backends import BACKENDS
+from amo_dist.guard import StepGuard
 from amo_dist.kernels.elementwise import update_momentum
 from amo_dist.observer import Observer
 from amo_dist.parameters import check_groups, describe_group, local_tensor, resolve
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
-from amo_dist.step import StepWork, count_backends, make_graphs
+from amo_dist.step import StepWork, make_graphs
 from amo_dist.timing import Stopwatch
 from amo_dist.tracker import GeometryTracker
 from amo_dist.world import World, agree_on_world
@@ -159,15 +158,12 @@ class Muon(torch.optim.Optimizer):
             self.policy.bind(world.registry)
             measured.plan_where_due(self.policy, self._num_steps_taken, world)
             # Only now: after an error above all of it is done again.
-            self._world, self._guard = world, self._make_guard(world)
+            self._world = world
+            self._guard = StepGuard(world, self._parameters.entries, self.config)
         return self._world, self._guard
 
     def _hyperparameters(self) -> list[str]:
         return [describe_group(group) for group in self.param_groups]
-
-    def _make_guard(self, world: World) -> StepGuard:
-        entries = self._parameters.entries
-        return StepGuard(world, entries, gradient_bounds(entries, self.config))
 
     # ---------------------------------------------------------------- one step
 
@@ -186,7 +182,7 @@ class Muon(torch.optim.Optimizer):
                 of any rank is NaN, inf, or so large that state would overflow, and
                 ``config.nonfinite`` is ``error``.
             NonFiniteUpdateError: On every rank, before anything has changed, where the update of
-                a matrix was NaN or inf in the step before (it was left out there).
+                a matrix was NaN or inf in the step before, and left out: see `check_last_update`.
             MissingGradientError: On every rank, where a parameter has a gradient on some of its
                 ranks only.
             RankMismatchError: On every rank, where ranks hold different structures, schedules or
@@ -199,6 +195,18 @@ class Muon(torch.optim.Optimizer):
         with self._stopwatch.measure("optimizer", self._device()):
             self._step()
         return loss
+
+    def check_last_update(self) -> None:
+        """Look now for what only the next step would tell; a collective over the world.
+
+        For the end of training and for checkpoints: saving communicates nothing, so that one rank
+        may save alone, and what a rank left out is known to that rank only.
+
+        Raises:
+            NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
+        """
+        if self._guard is not None:
+            self._guard.agree_on_updates()
 
     def _step(self) -> None:
         world, guard = self._prepare()
@@ -414,11 +422,15 @@ class Muon(torch.optim.Optimizer):
         """The state of the schedule as JSON values, the same on every rank.
 
         With ``observe_in_background`` a collective over the world after a step of observation.
+        A rank that left out an update in the last step logs a warning, and raises nothing: see
+        `check_last_update`.
 
         Raises:
             RankMismatchError: On every rank, where an observation in the background failed on some.
         """
         self._finish_observation()
+        if self._guard is not None:
+            self._guard.warn_of_updates()
         return checkpoint.control_state(
             steps_taken=self._num_steps_taken,
             steps_skipped=self._num_steps_skipped,
@@ -436,7 +448,8 @@ class Muon(torch.optim.Optimizer):
         self._graphs = make_graphs(self._parameters, control.config)
         self.policy = checkpoint.restore_policy(control, self)
         self.config = control.config
-        self._guard = None if self._world is None else self._make_guard(self._world)
+        if self._world is not None:
+            self._guard = StepGuard(self._world, self._parameters.entries, self.config)
         self._observer.discard()
         self._observation_under_way = None
         self._num_steps_taken = control.steps_taken
@@ -450,10 +463,7 @@ class Muon(torch.optim.Optimizer):
             group["control"] = text
 
     def state_dict(self) -> dict[str, Any]:
-        """As for any PyTorch optimizer; ``control`` of each group holds the schedule's state.
-
-        With ``observe_in_background`` a collective over the world after a step of observation.
-        """
+        """As for any PyTorch optimizer; ``control`` of each group is `control_state_dict`."""
         self._write_control()
         return super().state_dict()
 
@@ -474,25 +484,15 @@ class Muon(torch.optim.Optimizer):
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers for a logger, about the last step taken."""
-        step = max(self._num_steps_taken, 1)
-        elements = sum(exchange.sent_elements.total() for exchange in self._exchanges)
-        policy_metrics: dict[str, float] = {}
+        step, found = max(self._num_steps_taken, 1), {}
         if self._world is not None:
-            backends = count_backends(
-                self._parameters, self._schedules_by_matrix(step), self.config
-            )
-            policy_metrics = {
-                **self.policy.metrics(step),
-                **{
-                    f"newton_schulz/{each}_matrices": float(backends[each]) for each in BACKENDS[1:]
-                },
-            }
+            work = self._parameters, self._schedules_by_matrix(step)
+            found = metrics.of_schedules(self.policy, step, *work, self.config)
         return {
-            **policy_metrics,
+            **found,
             "newton_schulz/residual": self._last_residual,
             "optimizer/steps_skipped": float(self._num_steps_skipped),
             "optimizer/seconds": self._stopwatch.seconds("optimizer"),
             "optimizer/observe_seconds": self._stopwatch.seconds("observe"),
-            "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
-            "exchange/sent_elements": float(elements),
+            **metrics.of_exchanges(self._exchanges),
         }
