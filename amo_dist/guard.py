@@ -9,6 +9,8 @@ changed, so that no rank raises while the others wait for it.
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import logging
 import math
 from collections.abc import Mapping, Sequence
 
@@ -24,7 +26,9 @@ from amo_dist.parameters import (
     gradient_is_misplaced,
     local_gradient,
 )
-from amo_dist.world import World
+from amo_dist.world import World, slot_of
+
+logger = logging.getLogger(__name__)
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -82,18 +86,17 @@ class StepGuard:
 
     Args:
         world: Gives every parameter and matrix of the world its slots.
-        names: Parameters of this process.
-        bounds: For each of them, the largest usable gradient entry.
+        entries: Parameters of this process.
+        config: Decides the largest gradient entry that each of them can take.
     """
 
-    def __init__(self, world: World, names: Sequence[str], bounds: Sequence[float]) -> None:
+    def __init__(self, world: World, entries: Sequence[Entry], config: MuonConfig) -> None:
         self._world = world
-        self._names = names
-        self._bounds = bounds
-        slot_by_name = {name: slot for slot, name in enumerate(world.names)}
-        self._slots = [slot_by_name[name] for name in names]
+        self._bounds = gradient_bounds(entries, config)
+        numbers = {slot: number for number, slot in enumerate(world.slots)}
+        self._slots = [numbers[slot_of(entry.name, entry.layout.ranks)] for entry in entries]
         self._matrix_slots = {matrix.name: slot for slot, matrix in enumerate(world.registry)}
-        self._sizes = [len(world.names), len(world.registry)]
+        self._sizes = [len(world.slots), len(world.registry)]
         self._updates: Mapping[tuple[str, ...], Tensor] = {}
 
     def report_updates(self, nonfinite: Mapping[tuple[str, ...], Tensor]) -> None:
@@ -104,6 +107,27 @@ class StepGuard:
         """
         self._updates = nonfinite
 
+    def warn_of_updates(self) -> None:
+        """Log what `report_updates` told of bad updates on this rank; communicates nothing."""
+        for names, bad in self._updates.items():
+            for name in itertools.compress(names, bad.tolist()):
+                logger.warning(
+                    "%s: the last update of this matrix was NaN or inf and was left out: what is "
+                    "saved now lacks it, and all ranks raise at their next step",
+                    name,
+                )
+
+    def agree_on_updates(self) -> None:
+        """Agree on what `report_updates` told on all ranks; a collective over the world.
+
+        Raises:
+            NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
+                or inf. The next `agree` raises it again.
+        """
+        numbers = self._numbers([None] * len(self._slots))
+        _, updates = max_over(numbers, self._world.group).split(self._sizes)
+        self._check_updates(updates.tolist())
+
     def agree(
         self, intent: str, params: Sequence[Tensor], *, skips: bool
     ) -> tuple[StepVerdict, list[Tensor | None]]:
@@ -111,7 +135,7 @@ class StepGuard:
 
         Args:
             intent: What must be alike on all ranks, as text.
-            params: In the order of ``names``, with their gradients.
+            params: Those of ``entries``, in their order, with their gradients.
             skips: Whether an unusable gradient skips the step; else it is an error.
 
         Returns:
@@ -181,24 +205,25 @@ class StepGuard:
 
     def _agree_on_presence(self, is_absent: Sequence[bool], is_foreign: Sequence[bool]) -> None:
         """Raise where a gradient is missing on some ranks alone, or is foreign; a collective."""
-        num_names, mark = len(self._world.names), self._world.rank + 1
-        flags = [0] * (3 * num_names)
+        num_slots, mark = len(self._world.slots), self._world.rank + 1
+        flags = [0] * (3 * num_slots)
         for slot, absent, foreign in zip(self._slots, is_absent, is_foreign, strict=True):
-            flags[num_names + slot if absent else slot] = mark
-            flags[2 * num_names + slot] = mark * foreign
+            flags[num_slots + slot if absent else slot] = mark
+            flags[2 * num_slots + slot] = mark * foreign
         vector = torch.tensor(flags, dtype=torch.int64, device=control_device(self._world.group))
         found = max_over(vector, self._world.group).tolist()
-        parts = (found[start : start + num_names] for start in range(0, 3 * num_names, num_names))
-        for name, present, absent, foreign in zip(self._world.names, *parts, strict=True):
+        parts = (found[start : start + num_slots] for start in range(0, 3 * num_slots, num_slots))
+        for (name, ranks), present, absent, foreign in zip(self._world.slots, *parts, strict=True):
             if foreign:
                 raise ValueError(
                     f"{name}: found a sparse gradient, or a plain one of a DTensor, on rank "
                     f"{foreign - 1}, expected a dense one in the form of the parameter"
                 )
-            if present and absent:
+            # A tensor of one rank's own may have a gradient whatever its namesakes have.
+            if ranks and present and absent:
                 raise MissingGradientError(
                     f"{name}: found a gradient on rank {present - 1} and none on rank "
-                    f"{absent - 1}, expected one on all ranks or on none"
+                    f"{absent - 1}, expected one on all of its ranks or on none"
                 )
 
     def _numbers(self, grads: Sequence[Tensor | None]) -> Tensor:
@@ -224,7 +249,7 @@ class StepGuard:
 
     def _bad_updates(self) -> tuple[list[int], Tensor]:
         """Slots of the matrices whose last update this rank computed, and whether it was bad."""
-        offset = len(self._world.names)
+        offset = len(self._world.slots)
         places = [offset + self._matrix_slots[name] for names in self._updates for name in names]
         return places, torch.cat(list(self._updates.values())) if places else torch.empty(0)
 
@@ -245,7 +270,9 @@ class StepGuard:
 
     def _describe(self, unusable: Sequence[int]) -> str:
         bad = [
-            (name, mark - 1) for name, mark in zip(self._world.names, unusable, strict=True) if mark
+            (name, mark - 1)
+            for (name, _), mark in zip(self._world.slots, unusable, strict=True)
+            if mark
         ]
         if not bad:
             return ""

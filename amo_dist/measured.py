@@ -6,6 +6,8 @@ to the same state.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.distributed.agreement import broadcast_text, sum_over
+from amo_dist.distributed.agreement import broadcast_text, check_alike, sum_over
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.world import World
@@ -39,6 +41,32 @@ def agree_on_values(
     return {
         name: value if value != 0.0 else math.nan for name, value in zip(names, agreed, strict=True)
     }
+
+
+def check_state_alike(policy: Policy, step: int, world: World) -> None:
+    """Refuse a state that only some ranks have restored; a collective over the world.
+
+    Before the first step: ranks of unlike state would part ways in what follows, where some plan
+    and others wait for them elsewhere.
+
+    Args:
+        policy: With the state it goes on from.
+        step: Optimizer steps taken before.
+        world: Whose ranks to compare.
+
+    Raises:
+        RankMismatchError: On every rank; names the ranks and the first field that differs.
+    """
+    fields = {"optimizer steps taken": step, **policy.state_dict()}
+    lines = [f"{field}: {_brief(value)}" for field, value in fields.items()]
+    check_alike("the state before the first step", "\n".join(lines), world.group)
+
+
+def _brief(value: object) -> str:
+    """JSON that is short enough to read, and unlike where values are."""
+    text = json.dumps(value, sort_keys=True)
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters, sha256 {digest})"
 
 
 def plan_where_due(policy: Policy, step: int, world: World) -> None:

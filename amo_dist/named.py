@@ -12,6 +12,7 @@ from torch import Tensor
 
 from amo_dist.adamuon import AdaMuon
 from amo_dist.amo import AMO
+from amo_dist.arguments import check_each_group
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.optimizer import Muon
 from amo_dist.root import ROOT
@@ -45,6 +46,10 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build an optimizer by its name in the AMO paper.
 
+    PyTorch's ``AdamW`` knows no ``lr_scale``: there it is multiplied into the learning rate of its
+    group at construction. Schedulers that multiply the first rate of each group, as ``LambdaLR``
+    does, keep it; whatever sets the same absolute rate for all groups overwrites it.
+
     Args:
         name: One of ``OPTIMIZER_NAMES``. ``AdamW`` is PyTorch's, for matrices too.
         params: What `amo_dist.param_groups` returns.
@@ -57,7 +62,8 @@ def make_optimizer(
         process_group: As for `Muon`; ``AdamW`` has no use for it.
 
     Raises:
-        ValueError: The name is unknown, or the configuration is that of another optimizer.
+        ValueError: The name is unknown, the configuration is that of another optimizer, or as for
+            `Muon`.
     """
     if name not in OPTIMIZER_NAMES:
         known = ", ".join(map(repr, OPTIMIZER_NAMES))
@@ -68,13 +74,7 @@ def make_optimizer(
             f"config: found {type(config).__name__} for {name}, expected {expected.__name__}"
         )
     if name == "AdamW":
-        # Only what PyTorch knows: names of parameters and algorithm are of no meaning to it.
-        groups = [
-            {"params": [param for _, param in group["params"]]}
-            | {key: group[key] for key in ("lr", "weight_decay", "betas", "eps") if key in group}
-            for group in params
-        ]
-        return torch.optim.AdamW(groups, lr, betas, eps, weight_decay)
+        return _adamw(params, lr, betas, eps, weight_decay)
     shared: dict[str, Any] = {"betas": betas, "eps": eps, "process_group": process_group}
     if name == "AMO":
         assert config is None or isinstance(config, AMOConfig)
@@ -85,3 +85,23 @@ def make_optimizer(
         return ROOT(params, lr, weight_decay, config=config, **shared)
     schedule = MUON_SCHEDULES[name]
     return Muon(params, lr, weight_decay, schedule=schedule, config=config, **shared)
+
+
+def _adamw(
+    params: Sequence[Mapping[str, Any]],
+    lr: float | Tensor,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+) -> torch.optim.AdamW:
+    check_each_group(params)
+    # Only what PyTorch knows: names of parameters and algorithm are of no meaning to it.
+    groups = [
+        {"params": [param for _, param in group["params"]]}
+        | {key: group[key] for key in ("lr", "weight_decay", "betas", "eps") if key in group}
+        for group in params
+    ]
+    for group, given in zip(groups, params, strict=True):
+        if "lr_scale" in given:
+            group["lr"] = given.get("lr", lr) * given["lr_scale"]
+    return torch.optim.AdamW(groups, lr, betas, eps, weight_decay)

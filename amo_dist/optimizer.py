@@ -12,21 +12,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist import adamw, checkpoint
-from amo_dist.arguments import as_policy, check_hyperparameters
+from amo_dist import adamw, checkpoint, measured, metrics
+from amo_dist.arguments import as_policy, check_each_group, check_hyperparameters
 from amo_dist.batches import Batches
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.spans import span
 from amo_dist.exchanges import plan_exchanges
-from amo_dist.guard import StepGuard, gradient_bounds
+from amo_dist.guard import StepGuard
 from amo_dist.kernels.elementwise import update_momentum
-from amo_dist.measured import agree_on_values, check_residual, guarded_matrix, plan_where_due
 from amo_dist.observer import Observer
 from amo_dist.parameters import check_groups, describe_group, local_tensor, resolve
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
-from amo_dist.step import StepWork, backend_metrics, make_graphs
+from amo_dist.step import StepWork, make_graphs
 from amo_dist.timing import Stopwatch
 from amo_dist.tracker import GeometryTracker
 from amo_dist.world import World, agree_on_world
@@ -77,15 +76,16 @@ class Muon(torch.optim.Optimizer):
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         groups = check_groups(params)
-        check_hyperparameters(lr, weight_decay, betas, eps)
         self.config = MuonConfig() if config is None else config
         self.policy = as_policy(schedule)
         self._process_group = process_group
         views = [group.pop("matrix_views", {}) for group in groups]
         defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        check_hyperparameters(defaults)
         self._is_built = False
         super().__init__(groups, {**defaults, "lr_scale": 1.0, "control": ""})
         self._is_built = True
+        check_each_group(self.param_groups)
         # Out of the groups: checkpoint helpers take no lists of strings there.
         names = [group.pop("param_names") for group in self.param_groups]
         self._parameters = resolve(self.param_groups, names, views, self._replica_ranks())
@@ -153,21 +153,15 @@ class Muon(torch.optim.Optimizer):
                 "optimizer": type(self).__name__,
                 "policy": self.policy.name,
             }
-            self._world = agree_on_world(
-                self._parameters, self._hyperparameters(), configuration, self._process_group
-            )
-            self.policy.bind(self._world.registry)
-            plan_where_due(self.policy, self._num_steps_taken, self._world)
-            self._guard = self._make_guard(self._world)
+            groups = [describe_group(group) for group in self.param_groups]
+            world = agree_on_world(self._parameters, groups, configuration, self._process_group)
+            measured.check_state_alike(self.policy, self._num_steps_taken, world)
+            self.policy.bind(world.registry)
+            measured.plan_where_due(self.policy, self._num_steps_taken, world)
+            # Only now: after an error above all of it is done again.
+            self._world = world
+            self._guard = StepGuard(world, self._parameters.entries, self.config)
         return self._world, self._guard
-
-    def _hyperparameters(self) -> list[str]:
-        return [describe_group(group) for group in self.param_groups]
-
-    def _make_guard(self, world: World) -> StepGuard:
-        entries = self._parameters.entries
-        names = [entry.name for entry in entries]
-        return StepGuard(world, names, gradient_bounds(entries, self.config))
 
     # ---------------------------------------------------------------- one step
 
@@ -186,7 +180,7 @@ class Muon(torch.optim.Optimizer):
                 of any rank is NaN, inf, or so large that state would overflow, and
                 ``config.nonfinite`` is ``error``.
             NonFiniteUpdateError: On every rank, before anything has changed, where the update of
-                a matrix was NaN or inf in the step before (it was left out there).
+                a matrix was NaN or inf in the step before, and left out: see `check_last_update`.
             MissingGradientError: On every rank, where a parameter has a gradient on some of its
                 ranks only.
             RankMismatchError: On every rank, where ranks hold different structures, schedules or
@@ -200,12 +194,24 @@ class Muon(torch.optim.Optimizer):
             self._step()
         return loss
 
+    def check_last_update(self) -> None:
+        """Look now for what only the next step would tell; a collective over the world.
+
+        For the end of training and for checkpoints: saving communicates nothing, so that one rank
+        may save alone, and what a rank left out is known to that rank only.
+
+        Raises:
+            NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
+        """
+        if self._guard is not None:
+            self._guard.agree_on_updates()
+
     def _step(self) -> None:
         world, guard = self._prepare()
         self._finish_observation()
         step = self._num_steps_taken + 1
         sample = self.policy.sample(step)
-        guarded = guarded_matrix(world.registry, step, self.config.ns_guard_every)
+        guarded = measured.guarded_matrix(world.registry, step, self.config.ns_guard_every)
         verdict, grads = guard.agree(
             self._intent(step, sample),
             [entry.param for entry in self._parameters.entries],
@@ -239,14 +245,14 @@ class Muon(torch.optim.Optimizer):
             self._digested_schedules = schedules
         plans = self._key_of_exchange(step, sample) != self._exchange_key
         # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
-        groups = self._hyperparameters() if self._prepare()[0].shares_all else []
+        groups = self.param_groups if self._prepare()[0].shares_all else []
         return "\n".join(
             [
                 f"step {step}",
                 f"schedules and state {self._digest}",
                 f"observed matrices {list(sample)}",
                 f"{'a new' if plans else 'the last'} exchange plan",
-                *(f"group {index}: {text}" for index, text in enumerate(groups)),
+                *(f"group {index}: {describe_group(one)}" for index, one in enumerate(groups)),
             ]
         )
 
@@ -343,9 +349,11 @@ class Muon(torch.optim.Optimizer):
     # ---------------------------------------------------------------- observation
 
     def _check_residual(self, step: int, guarded: str, world: World) -> None:
-        (residual,) = agree_on_values(self._residuals, [guarded], world).values()
+        (residual,) = measured.agree_on_values(self._residuals, [guarded], world).values()
         self._last_residual = 0.0 if math.isnan(residual) else residual
-        check_residual(step, guarded, residual, config=self.config, policy=self.policy, world=world)
+        measured.check_residual(
+            step, guarded, residual, config=self.config, policy=self.policy, world=world
+        )
 
     def _finish_observation(self) -> None:
         """Agree on what was observed, and plan where it is time to; a collective, if there is one.
@@ -360,8 +368,8 @@ class Muon(torch.optim.Optimizer):
         found = self._collect(step, guard)
         self._stopwatch.put("observe", self._observer.reset_seconds())
         with span("amo::observe"):
-            self.policy.record(step, agree_on_values(found, sample, world))
-        plan_where_due(self.policy, step, world)
+            self.policy.record(step, measured.agree_on_values(found, sample, world))
+        measured.plan_where_due(self.policy, step, world)
 
     def _collect(self, step: int, guard: StepGuard) -> dict[str, Tensor]:
         """What this rank measured at a step; a collective in the background.
@@ -413,11 +421,15 @@ class Muon(torch.optim.Optimizer):
         """The state of the schedule as JSON values, the same on every rank.
 
         With ``observe_in_background`` a collective over the world after a step of observation.
+        A rank that left out an update in the last step logs a warning, and raises nothing: see
+        `check_last_update`.
 
         Raises:
             RankMismatchError: On every rank, where an observation in the background failed on some.
         """
         self._finish_observation()
+        if self._guard is not None:
+            self._guard.warn_of_updates()
         return checkpoint.control_state(
             steps_taken=self._num_steps_taken,
             steps_skipped=self._num_steps_skipped,
@@ -436,7 +448,8 @@ class Muon(torch.optim.Optimizer):
         self.policy = checkpoint.restore_policy(control, self)
         self.config = control.config
         self._batches = Batches(self._parameters, self.config)
-        self._guard = None if self._world is None else self._make_guard(self._world)
+        if self._world is not None:
+            self._guard = StepGuard(self._world, self._parameters.entries, self.config)
         self._observer.discard()
         self._observation_under_way = None
         self._num_steps_taken = control.steps_taken
@@ -450,10 +463,7 @@ class Muon(torch.optim.Optimizer):
             group["control"] = text
 
     def state_dict(self) -> dict[str, Any]:
-        """As for any PyTorch optimizer; ``control`` of each group holds the schedule's state.
-
-        With ``observe_in_background`` a collective over the world after a step of observation.
-        """
+        """As for any PyTorch optimizer; ``control`` of each group is `control_state_dict`."""
         self._write_control()
         return super().state_dict()
 
@@ -474,21 +484,15 @@ class Muon(torch.optim.Optimizer):
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers for a logger, about the last step taken."""
-        step = max(self._num_steps_taken, 1)
-        elements = sum(exchange.sent_elements.total() for exchange in self._exchanges)
-        policy_metrics: dict[str, float] = {}
+        step, found = max(self._num_steps_taken, 1), {}
         if self._world is not None:
-            schedules = self._schedules_by_matrix(step)
-            policy_metrics = {
-                **self.policy.metrics(step),
-                **backend_metrics(self._parameters, schedules, self.config),
-            }
+            work = self._parameters, self._schedules_by_matrix(step)
+            found = metrics.of_schedules(self.policy, step, *work, self.config)
         return {
-            **policy_metrics,
+            **found,
             "newton_schulz/residual": self._last_residual,
             "optimizer/steps_skipped": float(self._num_steps_skipped),
             "optimizer/seconds": self._stopwatch.seconds("optimizer"),
             "optimizer/observe_seconds": self._stopwatch.seconds("observe"),
-            "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
-            "exchange/sent_elements": float(elements),
+            **metrics.of_exchanges(self._exchanges),
         }

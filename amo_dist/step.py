@@ -16,7 +16,7 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import Piece
 from amo_dist.distributed.plan import Bucket, Part
 from amo_dist.distributed.spans import span
-from amo_dist.kernels.backends import BACKENDS, check_backend, choose_backend
+from amo_dist.kernels.backends import check_backend, choose_backend
 from amo_dist.kernels.elementwise import apply_update, largest_entry, nesterov, update_scale
 from amo_dist.kernels.geometry import ns_residual
 from amo_dist.kernels.graphs import GraphCache
@@ -212,10 +212,10 @@ def make_graphs(parameters: Parameters, config: MuonConfig) -> GraphCache | None
     return GraphCache() if config.cuda_graphs else None
 
 
-def backend_metrics(
+def count_backends(
     parameters: Parameters, schedules: Sequence[Schedule], config: MuonConfig
-) -> dict[str, float]:
-    """How many matrices of this process each Newton-Schulz backend runs, as metrics.
+) -> Counter[str]:
+    """How many matrices of this process each Newton-Schulz backend runs, by name.
 
     Args:
         parameters: Of this process.
@@ -223,7 +223,7 @@ def backend_metrics(
         config: Numerics.
     """
     entries = parameters.entries
-    counts = Counter(
+    return Counter(
         choose_backend(
             matrix.shape,
             schedule.coefficients,
@@ -233,7 +233,6 @@ def backend_metrics(
         ).name
         for matrix, schedule in zip(parameters.matrices, schedules, strict=True)
     )
-    return {f"newton_schulz/{each}_matrices": float(counts[each]) for each in BACKENDS[1:]}
 
 
 def _drop_nonfinite(updates: Tensor) -> Tensor | None:

@@ -30,7 +30,8 @@ class World:
         registry: Every matrix of the world, sorted by name.
         homes: By matrix name, the ranks that report its observation: the first that list it.
             Where plain tensors are private to each rank, many hold a matrix of one name.
-        names: Every parameter of the world, sorted: the slots of the per-step agreement.
+        slots: Name and ranks of every parameter of the world, sorted: what the per-step agreement
+            compares. Private tensors of one name share a slot, with no ranks.
         groups_by_ranks: Process group of each set of ranks that shares parameters here.
         shares_all: Whether every rank holds a part of every parameter, as under DDP and FSDP.
     """
@@ -39,7 +40,7 @@ class World:
     rank: int
     registry: tuple[MatrixInfo, ...]
     homes: Mapping[str, tuple[int, ...]]
-    names: tuple[str, ...]
+    slots: tuple[tuple[str, tuple[int, ...]], ...]
     groups_by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]
     shares_all: bool
 
@@ -75,8 +76,14 @@ def agree_on_world(
         rank=dist.get_rank() if group is not None else 0,
         registry=_registry(by_rank),
         homes=_homes(by_rank),
-        names=tuple(
-            sorted({entry["name"] for _, entries in _distinct(by_rank) for entry in entries})
+        slots=tuple(
+            sorted(
+                {
+                    slot_of(entry["name"], entry["ranks"])
+                    for _, entries in _distinct(by_rank)
+                    for entry in entries
+                }
+            )
         ),
         groups_by_ranks=_groups(parameters.entries, process_group),
         shares_all=all(
@@ -85,6 +92,11 @@ def agree_on_world(
             for entry in entries
         ),
     )
+
+
+def slot_of(name: str, ranks: Sequence[int]) -> tuple[str, tuple[int, ...]]:
+    """The slot of a parameter in `World.slots`, by its name and the ranks that share it."""
+    return name, tuple(ranks) if len(ranks) > 1 else ()
 
 
 def _distinct(

@@ -25,7 +25,7 @@ from torch import nn
 from amo_dist import AMO, AMOConfig
 from amo_dist.operators import param_groups
 from amo_dist.schedule.policies import AMOPolicy
-from amo_dist.step import backend_metrics
+from amo_dist.step import count_backends
 from benchmarks.measure import CLOCKS, paired, report
 from benchmarks.shapes import ELL_BY_TYPE, MODELS, Model
 
@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     matrices = [
         schedules[optimizer.policy.group_of(info.name)] for info in optimizer._parameters.matrices
     ]
-    backend_metrics(optimizer._parameters, matrices, settings)
+    count_backends(optimizer._parameters, matrices, settings)
     backend_seconds = now() - start
     for _ in range(2):
         optimizer.step()

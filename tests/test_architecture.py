@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -137,6 +138,21 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
 def test_a_right_import_is_allowed(module: str, source: str) -> None:
     package = module if module == "amo_dist" else module.rpartition(".")[0]
     assert not violations(source, module, package)
+
+
+@pytest.mark.parametrize("folder", ["amo_dist", "torchtitan_ext"])
+def test_a_package_has_what_it_exports(folder: str) -> None:
+    packages = [path for path in sources(folder) if path.name == "__init__.py"]
+    missing = [
+        f"{module_name(path)}.{name}"
+        for path in packages
+        if "__all__" in path.read_text()
+        for package in [importlib.import_module(module_name(path))]
+        for name in package.__all__
+        if not hasattr(package, name)
+    ]
+    assert packages
+    assert not missing
 
 
 def test_files_stay_short() -> None:

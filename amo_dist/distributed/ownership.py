@@ -42,7 +42,10 @@ def assign(
     ownership: str = "round_robin",
     owners: str = "mesh",
 ) -> tuple[Job, ...]:
-    """Deal matrices to ranks.
+    """Deal matrices to ranks, apart for each set of ranks that shares some.
+
+    What a set's matrices get follows from nothing but them: a rank that shares other matrices with
+    other ranks must come to the same owners as those that know nothing of these.
 
     A matrix that some rank holds whole, such as an expert sharded on its first dim, goes to a
     rank that does, so that nothing need be gathered.
@@ -51,26 +54,24 @@ def assign(
         matrices: In the order in which round robin deals them.
         costs: Flops of each, with the schedule it has now.
         ownership: ``round_robin``, or ``balanced``: longest job first to the rank with the least
-            work, ties by name, unless round robin's greatest load is as low.
+            work, ties by name, unless round robin's greatest load is as low; loads are those of
+            the set.
         owners: ``mesh``: one owner for each matrix, who delivers to every replica; or
             ``replica``: one owner in each replica, so that no byte crosses replicas and each
             replica repeats the work.
     """
-    # Matrices of one shape and layout share their counts: of a thousand ranks they are cut once.
-    known: dict[int, list[_Slot]] = {}
-    for matrix in matrices:
-        key = id(matrix.elements_by_rank)
-        known[key] = known.get(key) or _slots(matrix, owners)
-    slots = [known[id(matrix.elements_by_rank)] for matrix in matrices]
-    chosen = _round_robin(matrices, slots)
-    if ownership == "balanced":
-        longest_first = _longest_first(matrices, slots, costs)
-        if _greatest_load(longest_first, costs) < _greatest_load(chosen, costs):
-            chosen = longest_first
+    by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for index, matrix in enumerate(matrices):
+        by_ranks[tuple(sorted(matrix.ranks))].append(index)
+    chosen: dict[int, _Slot] = {}
+    for indices in by_ranks.values():
+        shared = [matrices[index] for index in indices]
+        found = _choose(shared, [costs[index] for index in indices], ownership, owners)
+        chosen.update(zip(indices, found, strict=True))
     return tuple(
         job
-        for index, slot in enumerate(chosen)
-        for job in _jobs(index, matrices[index], slot, owners)
+        for index, matrix in enumerate(matrices)
+        for job in _jobs(index, matrix, chosen[index], owners)
     )
 
 
@@ -80,6 +81,24 @@ def load_by_rank(jobs: Sequence[Job], costs: Sequence[float]) -> dict[int, float
     for job in jobs:
         loads[job.owner] += costs[job.matrix]
     return dict(loads)
+
+
+def _choose(
+    matrices: Sequence[MatrixLayout], costs: Sequence[float], ownership: str, owners: str
+) -> list[_Slot]:
+    """The owners of each matrix of one set of ranks."""
+    # Matrices of one shape and layout share their counts: of a thousand ranks they are cut once.
+    known: dict[int, list[_Slot]] = {}
+    for matrix in matrices:
+        key = id(matrix.elements_by_rank)
+        known[key] = known.get(key) or _slots(matrix, owners)
+    slots = [known[id(matrix.elements_by_rank)] for matrix in matrices]
+    dealt = _round_robin(slots)
+    if ownership == "balanced":
+        longest_first = _longest_first(matrices, slots, costs)
+        if _greatest_load(longest_first, costs) < _greatest_load(dealt, costs):
+            return longest_first
+    return dealt
 
 
 def _slots(matrix: MatrixLayout, owners: str) -> list[_Slot]:
@@ -94,7 +113,7 @@ def _slots(matrix: MatrixLayout, owners: str) -> list[_Slot]:
     return whole or slots
 
 
-def _round_robin(matrices: Sequence[MatrixLayout], slots: Sequence[Sequence[_Slot]]) -> list[_Slot]:
+def _round_robin(slots: Sequence[Sequence[_Slot]]) -> list[_Slot]:
     next_by_candidates: dict[tuple[_Slot, ...], int] = defaultdict(int)
     chosen: list[_Slot] = []
     for candidates in slots:

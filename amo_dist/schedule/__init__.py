@@ -13,6 +13,7 @@ from amo_dist.schedule.coefficients import (
     named_schedule,
 )
 from amo_dist.schedule.controller import Controller
+from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan, composed, make_plan
 from amo_dist.schedule.polar_express import CUSHION, SAFETY, compose, error_curve, simulate
 from amo_dist.schedule.policies import (

@@ -12,6 +12,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TypeAlias
 
+from amo_dist.schedule.exact import least_error_of_flops, least_error_of_steps
+
 Curve: TypeAlias = Mapping[int, float]
 """Projected error by number of steps."""
 
@@ -146,7 +148,9 @@ def allocate(
             of the AMO paper (add, remove, transfer), which are optimal on convex curves only.
         base_steps: Where greedy starts.
         costs: Flops of one step of each type. With them the budget is one of flops, which only
-            ``exact`` knows; equal errors go to the lexicographically smallest.
+            ``exact`` knows; equal errors go to the lexicographically smallest. Hundreds of types
+            of many different costs may get an allocation slightly above the least error, with a
+            warning that says by how much at most.
 
     Returns:
         The steps of each type, in the order of ``curves``.
@@ -158,7 +162,7 @@ def allocate(
     if costs is not None:
         if budget < low * sum(costs):
             raise ValueError(f"budget: found {budget}, expected at least {low * sum(costs)} flops")
-        return _exact_flops(curves, costs, budget)
+        return least_error_of_flops(curves, costs, budget)
     if not low * len(curves) <= budget <= high * len(curves):
         raise ValueError(
             f"budget: found {budget}, expected {low * len(curves)} to {high * len(curves)} steps"
@@ -166,7 +170,7 @@ def allocate(
     greedy = _greedy(curves, budget, base_steps)
     if planner == "greedy":
         return greedy
-    exact = _exact_steps(curves, budget)
+    exact = least_error_of_steps(curves, budget)
     is_optimal = objective(curves, greedy) - objective(curves, exact) <= _GAIN
     return greedy if is_optimal else exact
 
@@ -196,95 +200,45 @@ def _greedy(curves: Sequence[Curve], budget: int, base_steps: int) -> tuple[int,
     everyone = range(len(curves))
     steps = [min(max(base_steps, low), high)] * len(curves)
 
+    # Infinities stand where a type can neither take nor give one more step.
     def gain(i: int) -> float:
-        return curves[i][steps[i]] - curves[i][steps[i] + 1]
+        can_take = steps[i] < high
+        return curves[i][steps[i]] - curves[i][steps[i] + 1] if can_take else -math.inf
 
     def loss(j: int) -> float:
-        return curves[j][steps[j] - 1] - curves[j][steps[j]]
+        can_give = steps[j] > low
+        return curves[j][steps[j] - 1] - curves[j][steps[j]] if can_give else math.inf
+
+    gains, losses = list(map(gain, everyone)), list(map(loss, everyone))
+
+    def move(i: int, by: int) -> None:
+        steps[i] += by
+        gains[i], losses[i] = gain(i), loss(i)
 
     for _ in range(budget - sum(steps)):
-        steps[max((i for i in everyone if steps[i] < high), key=gain)] += 1
+        move(gains.index(max(gains)), 1)
     for _ in range(sum(steps) - budget):
-        steps[min((j for j in everyone if steps[j] > low), key=loss)] -= 1
-    while True:
-        takers = [(i, gain(i)) for i in everyone if steps[i] < high]
-        givers = [(j, loss(j)) for j in everyone if steps[j] > low]
-        pairs = [(g - d, i, j) for i, g in takers for j, d in givers if i != j]
-        best = max(pairs, key=lambda pair: pair[0], default=(0.0, 0, 0))
-        if not best[0] > _GAIN:
-            return tuple(steps)
-        steps[best[1]] += 1
-        steps[best[2]] -= 1
+        move(losses.index(min(losses)), -1)
+    while (pair := _best_transfer(gains, losses)) is not None:
+        move(pair[0], 1)
+        move(pair[1], -1)
+    return tuple(steps)
 
 
-def _as_integers(curves: Sequence[Curve]) -> list[dict[int, int]]:
-    """The same errors times one common power of two: sums and comparisons become exact."""
-    ratios = [{k: float(e).as_integer_ratio() for k, e in curve.items()} for curve in curves]
-    common = max(d for curve in ratios for _, d in curve.values())
-    return [{k: n * (common // d) for k, (n, d) in curve.items()} for curve in ratios]
+def _best_transfer(gains: Sequence[float], losses: Sequence[float]) -> tuple[int, int] | None:
+    """The type that takes a step and the one that gives it, where that gains anything.
 
-
-def _exact_steps(curves: Sequence[Curve], budget: int) -> tuple[int, ...]:
-    """The allocation of least error whose steps sum to ``budget``; lexicographically smallest."""
-    errors = _as_integers(curves)
-    # tails[i][b]: least error of the types from i on, with b steps between them.
-    tails: list[dict[int, int]] = [{0: 0}]
-    for curve in reversed(errors):
-        tail: dict[int, int] = {}
-        for spent, error in tails[0].items():
-            for k, more in curve.items():
-                total = error + more
-                if spent + k <= budget and total < tail.get(spent + k, total + 1):
-                    tail[spent + k] = total
-        tails.insert(0, tail)
-    chosen: list[int] = []
-    for i, curve in enumerate(errors):
-        left, best = budget - sum(chosen), tails[i][budget - sum(chosen)]
-        rest = tails[i + 1]
-        chosen.append(
-            min(k for k in curve if left - k in rest and curve[k] + rest[left - k] == best)
-        )
-    return tuple(chosen)
-
-
-_Front: TypeAlias = list[tuple[int, int]]
-"""Pairs (flops, error), flops rising and error strictly falling: none dominates another."""
-
-
-def _exact_flops(curves: Sequence[Curve], costs: Sequence[int], budget: int) -> tuple[int, ...]:
-    """The allocation of least error within ``budget`` flops; lexicographically smallest."""
-    errors = _as_integers(curves)
-    unit = math.gcd(*costs)
-    units = [cost // unit for cost in costs]
-    left = budget // unit
-    low = min(curves[0])
-    fronts: list[_Front] = [[(0, 0)]]
-    for i in reversed(range(len(errors))):
-        # The types before i take at least their fewest steps.
-        fronts.insert(0, _extend(fronts[0], errors[i], units[i], left - low * sum(units[:i])))
-    best = fronts[0][-1][1]
-    chosen: list[int] = []
-    for i, curve in enumerate(errors):
-        for k in sorted(curve):
-            rest = _least(fronts[i + 1], left - k * units[i])
-            if rest is not None and curve[k] + rest == best:
-                break
-        chosen.append(k)
-        left, best = left - k * units[i], best - curve[k]
-    return tuple(chosen)
-
-
-def _extend(front: _Front, curve: Mapping[int, int], cost: int, limit: int) -> _Front:
-    """The front with one more type, up to ``limit`` flops."""
-    points = sorted((f + k * cost, e + curve[k]) for f, e in front for k in curve)
-    extended: _Front = []
-    for flops, error in points:
-        if flops <= limit and (not extended or error < extended[-1][1]):
-            extended.append((flops, error))
-    return extended
-
-
-def _least(front: _Front, limit: int) -> int | None:
-    """The least error a front reaches within ``limit`` flops; ``None`` where nothing fits."""
-    within = [error for flops, error in front if flops <= limit]
-    return within[-1] if within else None
+    The first pair of the greatest difference as floats have it: rounding makes ties, so that it
+    need not be the one of greatest gain and least loss, whose difference it has.
+    """
+    giver = losses.index(min(losses))
+    # A type gives itself nothing.
+    others = min((loss for j, loss in enumerate(losses) if j != giver), default=math.inf)
+    differences = [gain - losses[giver] for gain in gains]
+    differences[giver] = gains[giver] - others
+    best = max(differences)
+    if not best > _GAIN:
+        return None
+    i = differences.index(best)
+    j = next(j for j, loss in enumerate(losses) if j != i and gains[i] - loss == best)
+    return i, j

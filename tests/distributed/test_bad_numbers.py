@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
 from amo_dist import (
     AMO,
@@ -146,6 +146,58 @@ def test_gradients_missing_everywhere_or_on_one_rank(
         assert all(unchanged)
 
 
+def missing_where_not_shared(rank: int, world_size: int) -> list[tuple[str, list[bool]]]:
+    """Tensors of one name: each rank's own, each pair's own, and one that all four share."""
+    pairs = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pair", "member"))["member"]
+    mesh = init_device_mesh("cpu", (world_size,))
+    params = {
+        "private": nn.Parameter(torch.ones(4)),
+        "pair": nn.Parameter(distribute_tensor(torch.ones(4), pairs, [Shard(0)])),
+        "all": nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])),
+    }
+    model = models.build({f"{name}.bias": param for name, param in params.items()})
+    optimizer = Muon(param_groups(model), lr=0.5)
+    found = []
+    for name, gone in (("private", {1}), ("pair", {2, 3}), ("pair", {3}), ("all", {3})):
+        models.set_gradients(model, 1, 1)
+        if rank in gone:
+            params[name].grad = None
+        before = [local_tensor(param).clone() for param in params.values()]
+        error = ""
+        try:
+            optimizer.step()
+        except MissingGradientError as raised:
+            error = str(raised)
+        pairs_of = zip(before, params.values(), strict=True)
+        found.append((error, [not torch.equal(old, local_tensor(new)) for old, new in pairs_of]))
+    return found
+
+
+def test_gradients_are_compared_among_the_ranks_that_share_a_parameter(run_on: Ranks) -> None:
+    results = run_on(4)(missing_where_not_shared)
+    for rank, (private, pair, half, all_ranks) in enumerate(results):
+        assert private == ("", [rank != 1, True, True])
+        assert pair == ("", [True, rank < 2, True])
+        # Of the ranks with a gradient that of the pair is named, not the greatest of the world.
+        assert half[0].startswith("pair.bias: found a gradient on rank 2 and none on rank 3")
+        assert all_ranks[0].startswith("all.bias: found a gradient on rank 2 and none on rank 3")
+        assert half[1] == all_ranks[1] == [False, False, False]
+
+
+def foreign_where_not_shared(rank: int, world_size: int) -> str:
+    param = nn.Parameter(torch.ones(4))
+    optimizer = Muon(param_groups(models.build({"norm.bias": param})), lr=0.5)
+    param.grad = torch.ones(4).to_sparse() if rank == 1 else None
+    with pytest.raises(ValueError, match=r"norm\.bias: found a sparse gradient") as caught:
+        optimizer.step()
+    return str(caught.value)
+
+
+def test_a_foreign_gradient_of_a_private_tensor_is_told_on_all_ranks(run_on: Ranks) -> None:
+    for error in run_on(2)(foreign_where_not_shared):
+        assert "on rank 1" in error
+
+
 def missing_before_communication(rank: int, world_size: int) -> tuple[str, Tensor]:
     """A gradient that is a term of a sum (sequence parallelism), missing on one rank."""
     mesh = init_device_mesh("cpu", (world_size,))
@@ -201,12 +253,15 @@ def damaged_momentum(rank: int, world_size: int, layout: str) -> tuple[str, bool
     optimizer.step()
     finite = all(bool(local_tensor(param).isfinite().all()) for param in model.parameters())
     before = everything(model, optimizer)
+    if rank == 0:
+        optimizer.state_dict()  # by one rank alone: nothing is communicated
     models.set_gradients(model, 1, 3)
-    error = ""
-    try:
-        optimizer.step()
-    except NonFiniteUpdateError as raised:
-        error = str(raised)
+    errors = set()
+    for look in (optimizer.check_last_update, optimizer.step):
+        with pytest.raises(NonFiniteUpdateError) as raised:
+            look()
+        errors.add(str(raised.value))
+    (error,) = errors
     after = everything(model, optimizer)
     same = all(map(_equal_with_nan, after, before))
     return error, finite, same

@@ -11,8 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
-from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist import AMO, ROOT, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.distributed import agreement
 from amo_dist.distributed.agreement import (
     RankMismatchError,
@@ -301,6 +303,30 @@ def test_what_differs_on_one_rank_is_told_on_all(
         assert part in found[0]
 
 
+def step_beside_private_matrices(rank: int, world_size: int) -> list[dict[str, torch.Tensor]]:
+    """A mesh shards what it is given; a plain matrix stays each rank's own."""
+    found = []
+    for ownership in ("round_robin", "balanced"):
+        mesh = init_device_mesh("cpu", (world_size,))
+        tensors: dict[str, torch.Tensor] = {
+            name: models.initial(name, shape)
+            if name in (WQ, WK)
+            else nn.Parameter(distribute_tensor(models.initial(name, shape), mesh, [Shard(0)]))
+            for name, shape in models.shapes().items()
+        }
+        model = models.build(tensors)
+        optimizer = Muon(param_groups(model), config=MuonConfig(ownership=ownership))
+        models.set_gradients(model, 1, 1)
+        optimizer.step()
+        found.append({name: models.whole(param) for name, param in model.named_parameters()})
+    return found
+
+
+def test_private_matrices_do_not_change_who_owns_the_shared_ones(run_on: Ranks) -> None:
+    for dealt, balanced in run_on(2, timeout=60.0)(step_beside_private_matrices):
+        assert all(torch.equal(dealt[name], balanced[name]) for name in dealt)
+
+
 def change_rate_alone(rank: int, world_size: int) -> list[str]:
     """After the first step, rank 1 alone takes another learning rate or weight decay."""
     model = models.make_model("fsdp", models.shapes())
@@ -358,3 +384,41 @@ def test_a_load_on_one_rank_alone_is_an_error_not_a_hang(run_on: Ranks) -> None:
     assert anew.startswith("RankMismatchError")
     assert "exchange plan" in anew
     assert together == ""
+
+
+def restore_alone(rank: int, world_size: int, kind: type[Muon], steps: int, told: int) -> list[str]:
+    """One rank restores a state before its first step; then the other does, too."""
+    config = {"config": AMOConfig(**FIELDS)} if kind is AMO else {}
+    trained, fresh = (models.make_model("fsdp", models.shapes()) for _ in range(2))
+    optimizer = kind(param_groups(trained), **config)
+    for step in range(1, steps + 1):
+        models.set_gradients(trained, 1, step)
+        optimizer.step()
+    state = {**optimizer.control_state_dict(), "steps_taken": told}
+    optimizer = kind(param_groups(fresh), **config)
+    found = []
+    for loader in (1, 0):
+        if rank == loader:
+            optimizer.load_control_state_dict(state)
+        models.set_gradients(fresh, 1, told + 1)
+        found.append(raised(optimizer.step))
+    return [*found, str(optimizer.num_steps_taken)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps", "told", "expected"),
+    [
+        (ROOT, 1, 1, "rank 0 has optimizer steps taken: 0; rank 1 has optimizer steps taken: 1"),
+        (ROOT, 1, 0, 'rank 0 has fits: null; rank 1 has fits: {"12x8": {"calibration": "'),
+        (AMO, 4, 4, "rank 0 has optimizer steps taken: 0; rank 1 has optimizer steps taken: 4"),
+    ],
+)
+def test_a_state_restored_on_one_rank_alone_is_an_error_not_a_hang(
+    run_on: Ranks, kind: type[Muon], steps: int, told: int, expected: str
+) -> None:
+    found = run_on(2, timeout=60.0)(restore_alone, kind, steps, told)
+    assert found[0] == found[1]
+    alone, together, taken = found[0]
+    start = "RankMismatchError: the state before the first step: rank(s) 1 differ from rank 0; "
+    assert alone.startswith(start + expected)
+    assert (together, taken) == ("", str(told + 1))

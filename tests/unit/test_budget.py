@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
+import re
 from fractions import Fraction
 from typing import Any
 
@@ -9,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amo_dist.schedule import exact
 from amo_dist.schedule.budget import (
     allocate,
     flop_budget,
@@ -18,6 +21,7 @@ from amo_dist.schedule.budget import (
     round_half_up,
     step_budget,
 )
+from amo_dist.schedule.polar_express import error_curve
 
 Curves = list[dict[int, float]]
 
@@ -71,6 +75,58 @@ def test_flops_equal_brute_force(found: Curves, data: Any) -> None:
     budget = data.draw(st.integers(least, most + 1))
     within = [c for c in candidates if flops(c) <= budget]
     assert allocate(found, budget, costs=costs) == brute_force(found, within)
+
+
+def plain_greedy(found: Curves, budget: int, base_steps: int) -> tuple[int, ...]:
+    """The passes as the AMO paper has them: the best of all pairs, the first of equal ones."""
+    low, high = min(found[0]), max(found[0])
+    steps = [min(max(base_steps, low), high)] * len(found)
+
+    def gain(i: int) -> float:
+        return found[i][steps[i]] - found[i][steps[i] + 1]
+
+    def loss(j: int) -> float:
+        return found[j][steps[j] - 1] - found[j][steps[j]]
+
+    def takers() -> list[int]:
+        return [i for i in range(len(found)) if steps[i] < high]
+
+    def givers() -> list[int]:
+        return [j for j in range(len(found)) if steps[j] > low]
+
+    while sum(steps) < budget:
+        steps[max(takers(), key=gain)] += 1
+    while sum(steps) > budget:
+        steps[min(givers(), key=loss)] -= 1
+    while True:
+        pairs = [(gain(i) - loss(j), i, j) for i in takers() for j in givers() if i != j]
+        best = max(pairs, key=lambda pair: pair[0], default=(0.0, 0, 0))
+        if not best[0] > 1e-12:
+            return tuple(steps)
+        steps[best[1]] += 1
+        steps[best[2]] -= 1
+
+
+# Sums and differences of these round to the same float along different ways.
+ROUNDING = st.one_of(
+    ERRORS,
+    st.sampled_from([0.1, 0.2, 0.3, 0.1 * 3, 0.7, 0.6 + 1e-16, 0.1 + 1e-13, 1e16, 1e16 + 2, -1.0]),
+    st.integers(-3, 3).map(lambda n: 1 + n * 2.0**-52),
+)
+
+
+@settings(deadline=None, max_examples=300)
+@given(data=st.data())
+def test_greedy_takes_the_first_of_the_best_pairs(data: Any) -> None:
+    low = data.draw(st.integers(1, 4))
+    ks = range(low, low + data.draw(st.integers(1, 4)))
+    kinds = data.draw(st.lists(st.lists(ROUNDING, min_size=len(ks), max_size=len(ks)), min_size=1))
+    picks = data.draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=9))
+    found = [dict(zip(ks, errors, strict=True)) for errors in picks]
+    budget = data.draw(st.integers(ks[0] * len(found), ks[-1] * len(found)))
+    base = data.draw(st.integers(1, 8))
+    expected = plain_greedy(found, budget, base)
+    assert allocate(found, budget, planner="greedy", base_steps=base) == expected
 
 
 def test_an_early_type_does_not_spend_what_later_types_must_have() -> None:
@@ -208,3 +264,70 @@ def test_many_types() -> None:
     costs = [1 + i % 4 for i in range(60)]
     spent = allocate(many, 5 * sum(costs), costs=costs)
     assert sum(k * c for k, c in zip(spent, costs, strict=True)) <= 5 * sum(costs)
+
+
+def least_error(found: Curves, units: list[int], budget: int, *, exactly: bool) -> Fraction:
+    """By a table over all budgets."""
+    table = {0: Fraction(0)}
+    for curve, unit in zip(found, units, strict=True):
+        longer: dict[int, Fraction] = {}
+        for spent, error in table.items():
+            for k, more in curve.items():
+                place, total = spent + k * unit, error + Fraction(more)
+                if place <= budget and total < longer.get(place, total + 1):
+                    longer[place] = total
+        table = longer
+    return table[budget] if exactly else min(table.values())
+
+
+def drawn_curves(count: int) -> Curves:
+    """Of Polar Express at very unequal ``ell``: few are convex."""
+    generator = random.Random(count)
+    return [error_curve(10 ** generator.uniform(-5, -1), range(3, 8)) for _ in range(count)]
+
+
+@pytest.mark.parametrize("ratio", [0.8, 1.0, 1.2])
+def test_parts_that_are_left_out_cost_nothing(ratio: float) -> None:
+    found = drawn_curves(40)
+    costs = [1 + i % 4 for i in range(40)]
+    budget = step_budget(ratio, 40, 5)
+    assert exact_cost(found, allocate(found, budget)) == least_error(
+        found, [1] * 40, budget, exactly=True
+    )
+    budget = flop_budget(ratio, costs, 5)
+    assert exact_cost(found, allocate(found, budget, costs=costs)) == least_error(
+        found, costs, budget, exactly=False
+    )
+
+
+def test_a_thousand_types_of_a_matrix_each() -> None:
+    """All pairs for each transfer, or all sums of steps, would take minutes here."""
+    found = drawn_curves(1536)
+    budget = step_budget(0.9, 1536, 5)
+    greedy, exact = allocate(found, budget, planner="greedy"), allocate(found, budget)
+    assert sum(greedy) == sum(exact) == budget
+    assert objective(found, exact) < objective(found, greedy)
+    # Under equal costs a budget of flops is one of steps that need not all be spent.
+    within = allocate(found, 7 * budget, costs=[7] * 1536)
+    assert objective(found, within) == objective(found, exact)
+
+
+def test_what_is_too_much_work_ends_close_to_the_least_error(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, costs = drawn_curves(60), [101 + 13 * i % 97 for i in range(60)]
+    budget = flop_budget(0.9, costs, 5)
+    best = allocate(found, budget, costs=costs)
+    assert not caplog.records
+    monkeypatch.setattr(exact, "MOST_POINTS", 1000)
+    close = allocate(found, budget, costs=costs)
+    (record,) = caplog.records
+    told = re.search(
+        r"^60 types are too many .* at most (\S+) of the error of one type", record.message
+    )
+    assert told is not None
+    assert sum(k * cost for k, cost in zip(close, costs, strict=True)) <= budget
+    spread = max(max(curve.values()) - min(curve.values()) for curve in found)
+    distance = objective(found, close) - objective(found, best)
+    assert 0 < distance <= float(told[1]) * 1.01 * spread  # told to three digits
+    assert float(told[1]) <= 1

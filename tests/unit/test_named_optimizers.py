@@ -94,6 +94,32 @@ def test_adamw_is_pytorchs() -> None:
         assert torch.equal(param, expected[name])
 
 
+@pytest.mark.parametrize("tensor_lr", [False, True])
+def test_adamw_honours_multipliers_under_a_scheduler(tensor_lr: bool) -> None:
+    root = model()
+    groups = param_groups(root, lr_multipliers={r".*\.wq\.weight": 0.25})
+    groups[-1]["lr"] = 0.5
+    scales = [group.get("lr_scale") for group in groups]
+    assert sorted(map(str, scales)) == ["0.25", "None", "None"]
+    optimizer: Any = make_optimizer("AdamW", groups, torch.tensor(1.0) if tensor_lr else 1.0)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
+    expected = [0.25 if scale else 1.0 for scale in scales[:-1]] + [0.5]
+    assert [float(group["lr"]) for group in optimizer.param_groups] == expected
+    optimizer.step()
+    scheduler.step()
+    halved = [rate / 2 for rate in expected]
+    assert [float(group["lr"]) for group in optimizer.param_groups] == halved
+    assert not any("lr_scale" in group for group in optimizer.param_groups)
+
+
+@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
+def test_a_bad_rate_of_a_group_is_refused_under_every_name(name: str) -> None:
+    groups = param_groups(model())
+    groups[1]["lr_scale"] = -1.0
+    with pytest.raises(ValueError, match=r"groups\[1\]\.lr_scale: found -1.0"):
+        make_optimizer(name, groups)
+
+
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 def test_state_is_that_of_its_class(name: str) -> None:
     """Two values a parameter for AdamW and AdaMuon, else one for each entry of a matrix."""

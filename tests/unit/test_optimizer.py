@@ -173,6 +173,26 @@ def test_an_update_that_diverges_is_left_out_and_named_at_the_next_step() -> Non
     assert all(map(torch.equal, tensors(optimizer), state))
 
 
+def test_a_checkpoint_without_an_update_says_so(caplog: pytest.LogCaptureFixture) -> None:
+    model = models.plain_model(SHAPES)
+    schedule = Schedule(((1e30, 0.0, 0.0),) * 2)
+    fine = Schedule(((1.5, -0.5, 0.0),) * 2)
+    optimizer = Muon(param_groups(model), lr=1e-2, schedule={"attn_q": schedule, "mlp_gate": fine})
+    models.set_gradients(model, 1, 1)
+    optimizer.check_last_update()
+    optimizer.state_dict()
+    assert not caplog.records
+    optimizer.step()
+    state = optimizer.state_dict()
+    (record,) = caplog.records
+    assert record.message.startswith(f"{WQ}: the last update of this matrix was NaN or inf")
+    for look in (optimizer.check_last_update, optimizer.check_last_update, optimizer.step):
+        with pytest.raises(NonFiniteUpdateError, match=f"{WQ}: .*attn_q.*rank 0"):
+            look()
+    optimizer.load_state_dict(state)
+    optimizer.check_last_update()
+
+
 def test_a_missing_gradient_skips_the_parameter() -> None:
     model = models.plain_model(SHAPES)
     optimizer = amo(model)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter, defaultdict
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.ledger import sent_by_pair
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from tests.layouts import Model, build, models
@@ -92,6 +94,54 @@ def test_longest_first_takes_the_rank_with_the_least_work(ranks: int, data: st.D
         assert {job.matrix: job.owner for job in jobs} == expected
     else:
         assert jobs == dealt
+
+
+@few
+@given(st.lists(models(max_ranks=8), min_size=2, max_size=4), st.data(), OWNERSHIP, OWNERS)
+def test_what_a_set_of_ranks_gets_follows_from_its_matrices_alone(
+    parts: list[Model], data: st.DataObject, ownership: str, owners: str
+) -> None:
+    """Ranks that share one set may know different others, disjoint from it or not."""
+    by_ranks: dict[tuple[int, ...], list[MatrixLayout]] = defaultdict(list)
+    for number, part in enumerate(parts):
+        for matrix in part.matrices:
+            renamed = dataclasses.replace(matrix, name=f"{number}.{matrix.name}")
+            by_ranks[tuple(sorted(matrix.ranks))].append(renamed)
+    matrices = data.draw(st.permutations([m for found in by_ranks.values() for m in found]))
+    costs = draw_costs(data, len(matrices))
+    cost_by_name = {m.name: cost for m, cost in zip(matrices, costs, strict=True)}
+    together = assign(matrices, costs, ownership=ownership, owners=owners)
+    for ranks in by_ranks:
+        here = [matrix for matrix in matrices if tuple(sorted(matrix.ranks)) == ranks]
+        alone = assign(
+            here, [cost_by_name[m.name] for m in here], ownership=ownership, owners=owners
+        )
+        found = [job for job in together if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
+        assert [(matrices[job.matrix].name, job.owner) for job in found] == [
+            (here[job.matrix].name, job.owner) for job in alone
+        ]
+
+
+@pytest.mark.parametrize("ownership", ["round_robin", "balanced"])
+def test_ranks_of_two_submeshes_agree_on_what_all_share(ownership: str) -> None:
+    """Dense matrices on four ranks, experts on two of them: pairs know their own experts alone."""
+    dense = build("fsdp", torch.arange(4), [(64, 64)] * 6).matrices
+    costs = [5.0, 5.0, 4.0, 4.0, 3.0, 3.0, 7.0, 6.0]
+    found = []
+    for pair in ([0, 1], [2, 3]):
+        experts = build("fsdp", torch.tensor(pair), [(64, 64)] * 2).matrices
+        jobs = assign([*dense, *experts], costs, ownership=ownership)
+        found.append([job.owner for job in jobs[:6]])
+        assert sorted(job.owner for job in jobs[6:]) == pair
+    assert found[0] == found[1]
+
+
+def test_round_robin_deals_apart_for_each_set_of_ranks() -> None:
+    """One row is whole on the first rank of each replica, which may be a mesh of its own."""
+    single_row = build("hsdp", torch.arange(4).view(2, 2), [(1, 8)] * 2).matrices
+    of_pair = build("ddp", torch.tensor([0, 2]), [(8, 8)]).matrices
+    owners = [job.owner for job in assign([single_row[0], *of_pair, single_row[1]], [1.0] * 3)]
+    assert owners == [0, 0, 2]
 
 
 def test_round_robin_deals_in_order() -> None:

@@ -41,6 +41,32 @@ def test_other_groups_are_refused_by_name(params: Any, message: str) -> None:
         Muon(params)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lr": -1.0}, "lr: found -1.0, expected a finite number >= 0"),
+        ({"lr": torch.tensor(torch.inf)}, r"lr: found tensor\(inf\)"),
+        ({"lr": torch.ones(2)}, r"lr: found tensor\(\[1., 1.\]\)"),
+        ({"lr_scale": float("nan")}, "lr_scale: found nan"),
+        ({"lr_scale": "0.1"}, "lr_scale: found '0.1'"),
+        ({"weight_decay": float("nan")}, "weight_decay: found nan"),
+        ({"eps": None}, "eps: found None"),
+        ({"betas": (2.0, 0.9)}, r"betas: found \(2.0, 0.9\), expected two numbers in \[0, 1\)"),
+        ({"betas": 0.9}, "betas: found 0.9"),
+    ],
+)
+def test_hyperparameters_of_one_group_are_checked(changes: dict[str, Any], message: str) -> None:
+    other = {**group(), "params": [("norm.weight", PARAM)], "algorithm": "adamw"}
+    with pytest.raises(ValueError, match=rf"^groups\[1\]\.{message}"):
+        Muon([group(), {**other, **changes}])
+
+
+def test_good_hyperparameters_of_one_group_are_kept() -> None:
+    changes = {"lr": torch.tensor(0.5), "lr_scale": 0, "weight_decay": 0.0, "betas": [0.5, 0]}
+    (found,) = Muon([group(**changes)]).param_groups
+    assert {key: found[key] for key in changes} == changes
+
+
 def test_a_sparse_gradient_is_foreign() -> None:
     param = nn.Parameter(torch.ones(3, 4))
     assert not gradient_is_foreign(param)
