@@ -55,6 +55,15 @@ class Optimizer:
     allow_unlocked: bool = False
     """Accept a run that ends before AMO's plan is locked (otherwise an error at start)."""
 
+    on_config_change: Literal["error", "keep_checkpoint", "use_config"] = "error"
+    """
+    Where a checkpoint has another ``lr``, ``weight_decay``, ``beta1``, ``beta2`` or ``eps``: stop,
+    go on with those of the checkpoint, or with those of the config. With ``error`` and
+    ``name = "AMO"`` the field of the same name in ``[optimizer.amo]`` decides about these too
+    (``replan`` takes over the config's). Changes of ``[lr_scheduler]`` and of ``training.steps``
+    always hold.
+    """
+
     muon: MuonSection = field(default_factory=MuonSection)
     """Read by every ``name`` of the Muon family but ``"AMO"``."""
 

@@ -22,6 +22,7 @@ from amo_dist.optimizer import Muon
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext import learning_rate
+from torchtitan_ext.plugin import hyperparameters
 
 Groups = list[dict[str, Any]]
 Factory = Callable[..., Optimizer]
@@ -271,6 +272,7 @@ def build_optimizers(
     else:
         replicas = _replicas(parallel_dims)
         container = OptimizersContainer(model_parts, factory, optimizer_config, replicas)
+    hyperparameters.install(container, optimizer_config)
     _time_steps(container)
     return container
 
