@@ -84,8 +84,7 @@ def test_the_end_token_comes_from_the_tokenizer_alone() -> None:
     assert TOKENIZER.encode("a", add_eos=True) == [97, TOKENIZER.eos_id]
     assert TOKENIZER.eos_id not in TOKENIZER.encode(f"a{EOS}b")
     assert max(TOKENIZER.encode(EOS, add_eos=True)) == TOKENIZER.get_vocab_size() - 1
-    with pytest.raises(ValueError, match="add_bos"):
-        TOKENIZER.encode("a", add_bos=True)
+    assert TOKENIZER.encode("a", add_bos=True, add_eos=True) == [97, TOKENIZER.eos_id]
 
 
 def test_a_stream_packs_documents_with_end_tokens_and_drops_the_remainder() -> None:

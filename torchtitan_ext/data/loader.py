@@ -11,7 +11,7 @@ from typing import Any, Protocol
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+from torchtitan.hf_datasets import text_datasets as titan
 
 from torchtitan_ext.data.buffered import BufferedStream
 from torchtitan_ext.data.documents import Documents, standard_library, text_files
@@ -30,7 +30,10 @@ HUB_NAMES = {
 """Where a dataset comes from unless ``training.dataset_path`` names a folder or another copy."""
 
 DATASETS = ("text", "stdlib", "documents", "pool", "packed", *HUB_NAMES)
-"""Values of ``training.dataset`` read here; torchtitan's own loader reads the others."""
+"""Values of ``training.dataset`` read here; torchtitan's own loader reads those that it knows.
+
+What it reads is tokenized as here, without begin tokens, and packed as there: documents follow in
+the order of the files, and a resume needs the same number of ranks."""
 
 
 class AnyStream(Protocol):
@@ -141,11 +144,12 @@ def build_dataloader(
     """The loader for ``training.dataset``: one of :data:`DATASETS`, or torchtitan's own.
 
     Raises:
-        ValueError: For fields that cannot work together, naming them.
+        ValueError: For an unknown dataset, or fields that cannot work together, naming them.
     """
     training, data = job_config.training, job_config.data
+    _require_known("training.dataset", training.dataset, DATASETS)
     if training.dataset not in DATASETS:
-        return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
+        return titan.build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
     _validate(training, data, dp_world_size)
     options = {
         "num_streams": data.num_streams,
@@ -167,7 +171,30 @@ def build_dataloader(
     return StreamLoader(streams, training.local_batch_size, source)
 
 
-def _validate(training: Any, data: Any, dp_world_size: int) -> None:
+def validate(config: Any) -> None:
+    """Check what ``[training]``, ``[validation]`` and ``[data]`` say about data, reading none.
+
+    Raises:
+        ValueError: Naming the field, what was found and what was expected.
+    """
+    training = config.training
+    # Another module may bring datasets of its own when training imports it.
+    if config.experimental.custom_import == "torchtitan_ext":
+        _require_known("training.dataset", training.dataset, DATASETS)
+        if config.validation.enable:  # which torchtitan reads
+            _require_known("validation.dataset", config.validation.dataset, ())
+    if training.dataset in DATASETS:
+        _validate(training, config.data)
+
+
+def _require_known(field: str, found: str, ours: Sequence[str]) -> None:
+    """Without this a typo is told by torchtitan, which knows its own datasets alone."""
+    if found not in ours and found.lower() not in titan.DATASETS:
+        known = ", ".join(map(repr, (*ours, *titan.DATASETS)))
+        raise ValueError(f"{field}: found {found!r}, expected one of {known}")
+
+
+def _validate(training: Any, data: Any, dp_world_size: int = 1) -> None:
     if data.num_streams < 1 or data.num_streams % dp_world_size:
         raise ValueError(
             f"data.num_streams: found {data.num_streams}, expected a multiple of the "
@@ -188,6 +215,9 @@ def _validate(training: Any, data: Any, dp_world_size: int) -> None:
             f"data.order: found {data.order!r}, expected 'uniform' for dataset "
             f"{training.dataset!r}; only 'pool' is ordered by score"
         )
+    is_buffered = training.dataset in ("documents", *HUB_NAMES)
+    if is_buffered and data.shuffle_buffer < 1:
+        raise ValueError(f"data.shuffle_buffer: found {data.shuffle_buffer}, expected at least 1")
 
 
 def _indexed(
@@ -232,8 +262,6 @@ def _buffered(
     training: Any, data: Any, tokenizer: BaseTokenizer, options: Mapping[str, Any]
 ) -> tuple[Make, dict[str, object]]:
     """Documents of any number of files, each stream with a shuffle buffer of its own."""
-    if data.shuffle_buffer < 1:
-        raise ValueError(f"data.shuffle_buffer: found {data.shuffle_buffer}, expected at least 1")
     files = find_files(training.dataset_path or HUB_NAMES[training.dataset], _hub(data))
     make = functools.partial(
         _buffered_stream,
