@@ -80,7 +80,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         report = optimizers.report(self.optimizers)
         seconds = time.perf_counter() - self.time_last_log
         num_steps = max(step - self._logged_step, 1)
-        optimizer_seconds = getattr(self.optimizers, "step_seconds", 0.0) / num_steps
+        clock = getattr(self.optimizers, "clock", None)
+        # torchtitan has read the loss, which comes after the step: there is nothing to wait for.
+        optimizer_seconds = 0.0 if clock is None else clock.take() / num_steps
         extra_metrics = extra_metrics or {}
         num_tokens = extra_metrics.get("n_tokens_seen", 0)
         record = {
@@ -112,8 +114,6 @@ class MetricsProcessor(titan.MetricsProcessor):
             progress.info("%s", progress_line(record, self._num_steps))
             self._show_plan(report.plan)
         self._logged_step = step
-        if self.optimizers is not None:
-            self.optimizers.step_seconds = 0.0
 
     def close(self) -> None:
         """Close loggers and files."""
