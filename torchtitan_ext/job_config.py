@@ -65,7 +65,10 @@ class Optimizer:
     """
 
     muon: MuonSection = field(default_factory=MuonSection)
-    """Read by every ``name`` of the Muon family but ``"AMO"``."""
+    """
+    Read by every ``name`` of the Muon family but ``"AMO"``. What is left open here and named in
+    ``[optimizer.amo]`` is taken from there, so that ``name`` can be changed alone.
+    """
 
     amo: AMOConfig = field(default_factory=AMOConfig)
     """Read by ``name = "AMO"``."""

@@ -21,7 +21,7 @@ from amo_dist.optimizer import Muon
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext import learning_rate
-from torchtitan_ext.plugin import hyperparameters
+from torchtitan_ext.plugin import hyperparameters, sections
 from torchtitan_ext.plugin.step_clock import StepClock
 
 Groups = list[dict[str, Any]]
@@ -263,6 +263,7 @@ def build_optimizers(
         ValueError: For what :func:`validate` finds, and for torchft.
     """
     validate(optimizer_config)
+    sections.settle(optimizer_config)  # again, where torchtitan's own entry point read the config
     learning_rate.resolve(optimizer_config)
     if ft_manager is not None and ft_manager.enabled:
         raise ValueError("fault_tolerance.enable: found true, torchft is not supported")

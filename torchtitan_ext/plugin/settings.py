@@ -16,6 +16,7 @@ from typing import Any
 from torchtitan.config import ConfigManager
 
 from torchtitan_ext import learning_rate
+from torchtitan_ext.plugin import sections
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -168,7 +169,14 @@ def _describe(expected: Any) -> str:
 
 
 class Manager(ConfigManager):
-    """torchtitan's parser with readable errors."""
+    """torchtitan's parser with readable errors, and with sections that agree."""
+
+    def parse_args(self, args: Sequence[str] = ()) -> Any:
+        """The job config of arguments and file."""
+        config: Any = super().parse_args([*args])
+        given = sections.given_fields(args, self._maybe_load_toml([*args]) or {})
+        sections.settle(config.optimizer, given)
+        return config
 
     def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
         if cls.__name__.endswith("JobConfig"):  # the root; sections follow by recursion
