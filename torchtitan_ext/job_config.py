@@ -143,8 +143,12 @@ class Data:
     lowest or the highest on.
     """
 
-    score_field: str = "score"
-    """Field of a row that holds a finite number to order by."""
+    score_field: str = ""
+    """
+    Field of a row of ``dataset = "pool"`` that holds a finite number to order by; ``score`` by
+    default with the orders that need one. Where it is named a row without is a bad one in the order
+    ``uniform`` too, so that all orders draw the same documents.
+    """
 
     hub_config: str = ""
     """Subset of a dataset on the hub, such as ``sample-100BT``; by default that of the hub."""

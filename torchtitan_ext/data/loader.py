@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import heapq
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -20,6 +21,8 @@ from torchtitan_ext.data.packed import PackedSequences, PackedStream
 from torchtitan_ext.data.pool import Pool
 from torchtitan_ext.data.streams import Order, ShuffledOrder, SortedOrder, Stream
 from torchtitan_ext.data.tokenizers import identity
+
+logger = logging.getLogger(__name__)
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -157,7 +160,7 @@ def build_dataloader(
         "infinite": infinite,
     }
     if training.dataset in ("text", "stdlib", "pool"):
-        make, source = _indexed(training, data, tokenizer, options)
+        make, source = _indexed(training, data, tokenizer, options, dp_world_size, dp_rank)
     elif training.dataset == "packed":
         make, source = _packed(training, data, tokenizer, options)
     else:
@@ -221,7 +224,12 @@ def _validate(training: Any, data: Any, dp_world_size: int = 1) -> None:
 
 
 def _indexed(
-    training: Any, data: Any, tokenizer: BaseTokenizer, options: Mapping[str, Any]
+    training: Any,
+    data: Any,
+    tokenizer: BaseTokenizer,
+    options: Mapping[str, Any],
+    dp_world_size: int,
+    dp_rank: int,
 ) -> tuple[Make, dict[str, object]]:
     """Documents in random access, in one order."""
     documents: Documents
@@ -229,8 +237,10 @@ def _indexed(
     if training.dataset == "pool":
         documents, order = _pool(training, data)
         source |= {"order": data.order, "text_field": data.text_field}
-        if data.order != "uniform":
-            source["score_field"] = data.score_field
+        if (score_field := _score_field(data)) is not None:
+            source["score_field"] = score_field
+            if dp_rank == 0:
+                _warn_of_length(documents, tokenizer, training, dp_world_size)
     else:
         documents = _documents(training, data)
         order = ShuffledOrder(len(documents), data.seed)
@@ -249,13 +259,40 @@ def _documents(training: Any, data: Any) -> Documents:
     return text_files(training.dataset_path, data.pattern, data.undecodable)
 
 
+def _score_field(data: Any) -> str | None:
+    """The field of scores that every row of a pool must have, whatever the order."""
+    return data.score_field or (None if data.order == "uniform" else "score")
+
+
 def _pool(training: Any, data: Any) -> tuple[Pool, Order]:
     files = find_files(training.dataset_path, _hub(data))
-    score_field = None if data.order == "uniform" else data.score_field
-    pool = Pool(files, data.text_field, score_field, data.bad_rows)
-    if score_field is None:
+    pool = Pool(files, data.text_field, _score_field(data), data.bad_rows)
+    if data.order == "uniform":
         return pool, ShuffledOrder(len(pool), data.seed)
     return pool, SortedOrder(pool.scores(), descend=data.order == "descend")
+
+
+def _warn_of_length(
+    pool: Pool, tokenizer: BaseTokenizer, training: Any, dp_world_size: int
+) -> None:
+    """Tell where a run draws much less of a pool than there is, or much more."""
+    batch = training.global_batch_size
+    if batch < 0:
+        batch = training.local_batch_size * dp_world_size
+    drawn, held = training.steps * batch * training.seq_len, pool.num_tokens(tokenizer)
+    if not 0.9 * held <= drawn <= 1.1 * held:
+        what = (
+            "documents at the end of the order are never drawn"
+            if drawn < held
+            else "documents are drawn again, from the beginning of the order"
+        )
+        logger.warning(
+            "training.steps: %d steps draw %.3g tokens of a pool of about %.3g: %s",
+            training.steps,
+            drawn,
+            held,
+            what,
+        )
 
 
 def _buffered(
