@@ -55,8 +55,20 @@ class Optimizer:
     allow_unlocked: bool = False
     """Accept a run that ends before AMO's plan is locked (otherwise an error at start)."""
 
+    on_config_change: Literal["error", "keep_checkpoint", "use_config"] = "error"
+    """
+    Where a checkpoint has another ``lr``, ``weight_decay``, ``beta1``, ``beta2`` or ``eps``: stop,
+    go on with those of the checkpoint, or with those of the config. With ``error`` and
+    ``name = "AMO"`` the field of the same name in ``[optimizer.amo]`` decides about these too
+    (``replan`` takes over the config's). Changes of ``[lr_scheduler]`` and of ``training.steps``
+    always hold.
+    """
+
     muon: MuonSection = field(default_factory=MuonSection)
-    """Read by every ``name`` of the Muon family but ``"AMO"``."""
+    """
+    Read by every ``name`` of the Muon family but ``"AMO"``. What is left open here and named in
+    ``[optimizer.amo]`` is taken from there, so that ``name`` can be changed alone.
+    """
 
     amo: AMOConfig = field(default_factory=AMOConfig)
     """Read by ``name = "AMO"``."""
@@ -131,8 +143,12 @@ class Data:
     lowest or the highest on.
     """
 
-    score_field: str = "score"
-    """Field of a row that holds a finite number to order by."""
+    score_field: str = ""
+    """
+    Field of a row of ``dataset = "pool"`` that holds a finite number to order by; ``score`` by
+    default with the orders that need one. Where it is named a row without is a bad one in the order
+    ``uniform`` too, so that all orders draw the same documents.
+    """
 
     hub_config: str = ""
     """Subset of a dataset on the hub, such as ``sample-100BT``; by default that of the hub."""

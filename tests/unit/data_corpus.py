@@ -45,7 +45,7 @@ def job_config(path: Path, dataset: str, **data: Any) -> SimpleNamespace:
         "text_field": "text",
         "shuffle_buffer": 5,
         "order": "uniform",
-        "score_field": "score",
+        "score_field": "",
         "hub_config": "",
         "split": "train",
         "revision": "",
@@ -55,6 +55,8 @@ def job_config(path: Path, dataset: str, **data: Any) -> SimpleNamespace:
         dataset_path=str(path),
         seq_len=8,
         local_batch_size=2,
+        global_batch_size=-1,
+        steps=12,
         dataloader=SimpleNamespace(num_workers=0),
     )
     return SimpleNamespace(training=training, data=SimpleNamespace(**{**defaults, **data}))

@@ -110,6 +110,48 @@ def test_uniform_draws_each_document_once_in_another_order_each_epoch(corpus: Pa
     assert drawn(corpus, 1, 12) == batches
 
 
+@pytest.mark.parametrize("order", ["uniform", "ascend"])
+def test_all_orders_leave_out_the_rows_without_a_score(
+    order: str, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    write_jsonl(corpus / "d.jsonl", [{"text": "zzzzzzzz"}])
+    with pytest.raises(ValueError, match="row 1: no score"):
+        drawn(corpus, 1, 6, order=order, score_field="score")
+    batches = drawn(corpus, 1, 6, order=order, score_field="score", bad_rows="skip")
+    assert sorted("".join(batches)) == [chr(65 + i) for i in range(NUM)]
+
+
+def test_the_field_of_scores_is_part_of_the_source(corpus: Path) -> None:
+    config = job_config(corpus, "pool", score_field="score")
+    scored = build_dataloader(1, 0, ByteTokenizer(), config)
+    other = build_dataloader(1, 0, ByteTokenizer(), job_config(corpus, "pool"))
+    with pytest.raises(ValueError, match="score_field: was 'score', is None"):
+        other.load_state_dict(scored.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("steps", "batch", "told"),
+    [
+        # 24 documents of nine tokens: 216, or 13.5 steps of a rank with two sequences of eight.
+        (13, -1, ""),
+        (12, -1, "12 steps draw 192 tokens of a pool of about 216: documents at the end of"),
+        (16, -1, "16 steps draw 256 tokens of a pool of about 216: documents are drawn again"),
+        (16, 8, "draw 1.02e+03 tokens"),
+    ],
+)
+def test_a_run_that_does_not_fit_its_scored_pool_is_told(
+    steps: int, batch: int, told: str, corpus: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = job_config(corpus, "pool", order="ascend")
+    config.training.steps, config.training.global_batch_size = steps, batch
+    build_dataloader(1, 0, ByteTokenizer(), config)
+    assert told in caplog.text
+    assert bool(told) == ("training.steps" in caplog.text)
+    caplog.clear()
+    build_dataloader(2, 1, ByteTokenizer(), config)  # another rank has told
+    assert not caplog.text
+
+
 def test_a_resume_refuses_another_order(corpus: Path) -> None:
     one = build_dataloader(1, 0, ByteTokenizer(), job_config(corpus, "pool", order="ascend"))
     other = build_dataloader(1, 0, ByteTokenizer(), job_config(corpus, "pool", order="descend"))

@@ -152,8 +152,8 @@ def test_the_end_token_is_that_of_the_config_or_the_one_asked_for() -> None:
         assert identity(other) != identity(cls(folder))
         with pytest.raises(ValueError, match=r"data\.eos_token: found '<eos>'"):
             cls(folder, eos_token="<eos>")
-        with pytest.raises(ValueError, match="add_bos"):
-            other.encode("a", add_bos=True)
+        # torchtitan's own loaders ask for a begin token, and documents here have none.
+        assert other.encode("a", add_bos=True) == other.encode("a")
 
 
 def test_a_folder_without_an_end_token_is_refused(tmp_path: Path) -> None:

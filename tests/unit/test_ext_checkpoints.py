@@ -80,3 +80,76 @@ def test_staging_waits_for_the_device(
     manager.enable_staging = stages
     manager.save(12)
     assert calls == (["wait", "save"] if stages else ["save"])
+
+
+@pytest.fixture
+def loading(manager: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The manager, telling what it loads: ``loaded`` holds paths, and whether weights alone."""
+    manager.enable, manager.enable_ft_dataloader_checkpoints = True, False
+    manager.initial_load_path, manager.initial_load_model_only = None, True
+    manager.initial_load_in_hf = manager.initial_load_in_hf_quantized = False
+    manager.loaded = []
+    monkeypatch.setattr(manager, "_states_to_load", lambda model_only: model_only)
+    monkeypatch.setattr(
+        manager,
+        "dcp_load",
+        lambda model_only, checkpoint_id, **_: manager.loaded.append((checkpoint_id, model_only)),
+    )
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda *_, **__: None)
+    yield manager
+    manager.enable = False  # else it would look for threads to end
+
+
+def make_incomplete(folder: Path) -> None:
+    for path in folder.glob("step-*/.metadata"):
+        path.unlink()
+
+
+def test_a_run_killed_in_its_first_save_starts_from_its_initial_weights(
+    loading: Any, tmp_path_factory: pytest.TempPathFactory, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_incomplete(Path(loading.folder))
+    initial = str(tmp_path_factory.mktemp("initial"))
+    loading.initial_load_path = initial
+    folder = loading.folder
+    assert loading.load()
+    assert loading.loaded == [(initial, True)]
+    assert loading.folder == folder
+    assert f"starts anew from checkpoint.initial_load_path = {initial}" in caplog.text
+
+
+def test_incomplete_checkpoints_alone_are_no_start(
+    loading: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    make_incomplete(Path(loading.folder))
+    assert not loading.load()
+    assert loading.loaded == []
+    assert "step-8, step-10); the run starts anew from freshly drawn weights" in caplog.text
+
+
+def test_a_complete_checkpoint_goes_before_initial_weights(loading: Any) -> None:
+    loading.initial_load_path = "elsewhere"
+    (Path(loading.folder) / "step-12").mkdir()
+    assert loading.load()
+    assert loading.loaded == [(str(Path(loading.folder) / "step-10"), False)]
+    assert loading.load(4)
+    assert loading.loaded[-1] == (str(Path(loading.folder) / "step-4"), False)
+
+
+def test_all_ranks_go_by_what_the_first_one_sees(
+    loading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
+    for told, loaded in ((6, "step-6"), (10, "step-10")):
+
+        def tell(found: list[int], src: int, told: int = told) -> None:
+            found[0] = told
+
+        monkeypatch.setattr("torch.distributed.broadcast_object_list", tell)
+        assert loading.load()
+        assert Path(loading.loaded[-1][0]).name == loaded
+    monkeypatch.setattr(
+        "torch.distributed.broadcast_object_list", lambda found, src: found.__setitem__(0, 99)
+    )
+    with pytest.raises(ValueError, match=r"found no step-99 in .* on rank 3, expected what the"):
+        loading.load()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,6 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     torchtitan_ext.register()
 
+from torchtitan_ext.data import streams
 from torchtitan_ext.data.documents import TextFiles, standard_library, text_files
 from torchtitan_ext.data.loader import StreamLoader, build_dataloader
 from torchtitan_ext.data.streams import ShuffledOrder, Stream
@@ -47,12 +49,14 @@ def corpus(num_documents: int = 23) -> Texts:
     return Texts(*(chr(65 + i % 26) * (7 * i % 40) for i in range(num_documents)))
 
 
-def loader(rank: int, world: int, texts: Any = None, *, streams: int = 4, batch: int = 4) -> Any:
+def loader(
+    rank: int, world: int, texts: Any = None, *, num_streams: int = 4, batch: int = 4
+) -> Any:
     documents = texts or corpus()
     order = ShuffledOrder(len(documents), seed=3)
     mine = [
-        Stream(documents, order, TOKENIZER, number=i, num_streams=streams, length=9)
-        for i in range(rank, streams, world)
+        Stream(documents, order, TOKENIZER, number=i, num_streams=num_streams, length=9)
+        for i in range(rank, num_streams, world)
     ]
     return StreamLoader(mine, batch // world, {"documents": documents.digest()})
 
@@ -80,8 +84,7 @@ def test_the_end_token_comes_from_the_tokenizer_alone() -> None:
     assert TOKENIZER.encode("a", add_eos=True) == [97, TOKENIZER.eos_id]
     assert TOKENIZER.eos_id not in TOKENIZER.encode(f"a{EOS}b")
     assert max(TOKENIZER.encode(EOS, add_eos=True)) == TOKENIZER.get_vocab_size() - 1
-    with pytest.raises(ValueError, match="add_bos"):
-        TOKENIZER.encode("a", add_bos=True)
+    assert TOKENIZER.encode("a", add_bos=True, add_eos=True) == [97, TOKENIZER.eos_id]
 
 
 def test_a_stream_packs_documents_with_end_tokens_and_drops_the_remainder() -> None:
@@ -113,6 +116,24 @@ def test_epochs_have_their_own_order_and_share_no_sequence() -> None:
         assert all(sum(row.count(byte) for row in epoch) <= 4 for byte in b"abcdefgh")
 
 
+def test_an_order_is_computed_once_though_streams_stand_in_two_epochs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    computed: list[int] = []
+    shuffle = streams._randperm
+
+    def counted(size: int, seed: int) -> Sequence[int]:
+        computed.append(seed)
+        return shuffle(size, seed)
+
+    monkeypatch.setattr(streams, "_randperm", counted)
+    one = loader(0, 1)  # streams of unlike lengths
+    global_batches([one], 40)
+    epochs = {stream.epoch for stream in one._streams}
+    assert len(epochs) == 2  # otherwise this test would show nothing
+    assert len(computed) == len(set(computed)) == max(epochs) + 1
+
+
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_global_batches_do_not_depend_on_the_number_of_ranks(world: int) -> None:
     # Ten batches of four: more than an epoch of the shortest stream.
@@ -125,7 +146,7 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(world: int) -> None
 def test_resume_goes_on_with_the_same_batches(before: int, after: int, stop: int) -> None:
     # Three rows a batch would not split over four ranks; twelve streams and batches of four leave
     # a turn over the streams unfinished at every stop.
-    make = lambda rank, world: loader(rank, world, streams=12)  # noqa: E731
+    make = lambda rank, world: loader(rank, world, num_streams=12)  # noqa: E731
     expected = global_batches([make(0, 1)], 10)
     first = [make(rank, before) for rank in range(before)]
     assert global_batches(first, stop) == expected[:stop]

@@ -17,8 +17,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     torchtitan_ext.register()
 
+from torchtitan.protocols.train_spec import get_train_spec
+
 from torchtitan_ext import train
 from torchtitan_ext.plugin import settings
+from torchtitan_ext.plugin.registration import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 AMO = "[optimizer]\nname = 'AMO'\n[optimizer.amo]\nobserve_until = 8\nobserve_every = 4\n"
@@ -63,6 +66,29 @@ def test_every_config_of_the_project_is_valid(file: Path) -> None:
         ("[optimizer.amo]\nobserve_every = 7\n", r"\[optimizer.amo\] observe_every: found 7, "),
         ("[optimizer.muon]\nmomentum = 1.0\n", r"\[optimizer.muon\] momentum: found 1.0, "),
         ("[optimizer]\nname = 'amo'\n", "optimizer.name: found 'amo', expected one of 'AMO'"),
+        ("[training]\ndataset = 'fineweb-edu'\n", "training.dataset: found 'fineweb-edu', expect"),
+        (
+            "[training]\ndataset = 'stdlib'\n[validation]\nenable = true\ndataset = 'stdlib'\n",
+            "validation.dataset: found 'stdlib', expected one of 'c4', 'c4_test', 'c4_validation'",
+        ),
+        (
+            "[model]\nname = 'deepseek_v3'\n[validation]\nenable = true\n",
+            "validation.enable: found true, expected false: torchtitan has no validator for",
+        ),
+        ("[training]\ndataset = 'pool'\n", "training.dataset_path: found none, expected a folder"),
+        (
+            "[training]\ndataset = 'stdlib'\n[data]\nnum_streams = 0\n",
+            "data.num_streams: found 0",
+        ),
+        (
+            "[training]\ndataset = 'slimpajama'\n[data]\nshuffle_buffer = 0\n",
+            "data.shuffle_buffer: found 0, expected at least 1",
+        ),
+        (
+            "[training]\nglobal_batch_size = 0\n",
+            "training.global_batch_size: found 0, expected an integer >= 1, or -1 for",
+        ),
+        ("[training]\nseq_len = 0\n", "training.seq_len: found 0, expected an integer >= 1"),
         ("[fault_tolerance]\nenable = true\n", "fault_tolerance.enable: found true"),
         ("[data\n", "is not TOML"),
     ],
@@ -70,6 +96,17 @@ def test_every_config_of_the_project_is_valid(file: Path) -> None:
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, toml: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(tmp_path, toml)
+
+
+def test_datasets_of_torchtitan_and_of_other_imports_are_known(tmp_path: Path) -> None:
+    assert parse(tmp_path, "[training]\ndataset = 'c4'\n[validation]\nenable = true\n")
+    # It may register a dataset when training imports it.
+    assert parse(tmp_path, "[experimental]\ncustom_import = 'mine'\n[training]\ndataset = 'x'\n")
+
+
+def test_torchtitan_has_validators_for_the_other_models() -> None:
+    without = [name for name in MODELS if get_train_spec(name).build_validator_fn is None]
+    assert tuple(without) == settings.WITHOUT_VALIDATOR
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

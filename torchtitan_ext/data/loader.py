@@ -5,13 +5,14 @@ from __future__ import annotations
 import functools
 import heapq
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.hf_datasets.text_datasets import build_text_dataloader
+from torchtitan.hf_datasets import text_datasets as titan
 
 from torchtitan_ext.data.buffered import BufferedStream
 from torchtitan_ext.data.documents import Documents, standard_library, text_files
@@ -20,6 +21,8 @@ from torchtitan_ext.data.packed import PackedSequences, PackedStream
 from torchtitan_ext.data.pool import Pool
 from torchtitan_ext.data.streams import Order, ShuffledOrder, SortedOrder, Stream
 from torchtitan_ext.data.tokenizers import identity
+
+logger = logging.getLogger(__name__)
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -30,7 +33,10 @@ HUB_NAMES = {
 """Where a dataset comes from unless ``training.dataset_path`` names a folder or another copy."""
 
 DATASETS = ("text", "stdlib", "documents", "pool", "packed", *HUB_NAMES)
-"""Values of ``training.dataset`` read here; torchtitan's own loader reads the others."""
+"""Values of ``training.dataset`` read here; torchtitan's own loader reads those that it knows.
+
+What it reads is tokenized as here, without begin tokens, and packed as there: documents follow in
+the order of the files, and a resume needs the same number of ranks."""
 
 
 class AnyStream(Protocol):
@@ -141,11 +147,12 @@ def build_dataloader(
     """The loader for ``training.dataset``: one of :data:`DATASETS`, or torchtitan's own.
 
     Raises:
-        ValueError: For fields that cannot work together, naming them.
+        ValueError: For an unknown dataset, or fields that cannot work together, naming them.
     """
     training, data = job_config.training, job_config.data
+    _require_known("training.dataset", training.dataset, DATASETS)
     if training.dataset not in DATASETS:
-        return build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
+        return titan.build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
     _validate(training, data, dp_world_size)
     options = {
         "num_streams": data.num_streams,
@@ -153,7 +160,7 @@ def build_dataloader(
         "infinite": infinite,
     }
     if training.dataset in ("text", "stdlib", "pool"):
-        make, source = _indexed(training, data, tokenizer, options)
+        make, source = _indexed(training, data, tokenizer, options, dp_world_size, dp_rank)
     elif training.dataset == "packed":
         make, source = _packed(training, data, tokenizer, options)
     else:
@@ -167,7 +174,30 @@ def build_dataloader(
     return StreamLoader(streams, training.local_batch_size, source)
 
 
-def _validate(training: Any, data: Any, dp_world_size: int) -> None:
+def validate(config: Any) -> None:
+    """Check what ``[training]``, ``[validation]`` and ``[data]`` say about data, reading none.
+
+    Raises:
+        ValueError: Naming the field, what was found and what was expected.
+    """
+    training = config.training
+    # Another module may bring datasets of its own when training imports it.
+    if config.experimental.custom_import == "torchtitan_ext":
+        _require_known("training.dataset", training.dataset, DATASETS)
+        if config.validation.enable:  # which torchtitan reads
+            _require_known("validation.dataset", config.validation.dataset, ())
+    if training.dataset in DATASETS:
+        _validate(training, config.data)
+
+
+def _require_known(field: str, found: str, ours: Sequence[str]) -> None:
+    """Without this a typo is told by torchtitan, which knows its own datasets alone."""
+    if found not in ours and found.lower() not in titan.DATASETS:
+        known = ", ".join(map(repr, (*ours, *titan.DATASETS)))
+        raise ValueError(f"{field}: found {found!r}, expected one of {known}")
+
+
+def _validate(training: Any, data: Any, dp_world_size: int = 1) -> None:
     if data.num_streams < 1 or data.num_streams % dp_world_size:
         raise ValueError(
             f"data.num_streams: found {data.num_streams}, expected a multiple of the "
@@ -188,10 +218,18 @@ def _validate(training: Any, data: Any, dp_world_size: int) -> None:
             f"data.order: found {data.order!r}, expected 'uniform' for dataset "
             f"{training.dataset!r}; only 'pool' is ordered by score"
         )
+    is_buffered = training.dataset in ("documents", *HUB_NAMES)
+    if is_buffered and data.shuffle_buffer < 1:
+        raise ValueError(f"data.shuffle_buffer: found {data.shuffle_buffer}, expected at least 1")
 
 
 def _indexed(
-    training: Any, data: Any, tokenizer: BaseTokenizer, options: Mapping[str, Any]
+    training: Any,
+    data: Any,
+    tokenizer: BaseTokenizer,
+    options: Mapping[str, Any],
+    dp_world_size: int,
+    dp_rank: int,
 ) -> tuple[Make, dict[str, object]]:
     """Documents in random access, in one order."""
     documents: Documents
@@ -199,8 +237,10 @@ def _indexed(
     if training.dataset == "pool":
         documents, order = _pool(training, data)
         source |= {"order": data.order, "text_field": data.text_field}
-        if data.order != "uniform":
-            source["score_field"] = data.score_field
+        if (score_field := _score_field(data)) is not None:
+            source["score_field"] = score_field
+            if dp_rank == 0:
+                _warn_of_length(documents, tokenizer, training, dp_world_size)
     else:
         documents = _documents(training, data)
         order = ShuffledOrder(len(documents), data.seed)
@@ -219,21 +259,46 @@ def _documents(training: Any, data: Any) -> Documents:
     return text_files(training.dataset_path, data.pattern, data.undecodable)
 
 
+def _score_field(data: Any) -> str | None:
+    """The field of scores that every row of a pool must have, whatever the order."""
+    return data.score_field or (None if data.order == "uniform" else "score")
+
+
 def _pool(training: Any, data: Any) -> tuple[Pool, Order]:
     files = find_files(training.dataset_path, _hub(data))
-    score_field = None if data.order == "uniform" else data.score_field
-    pool = Pool(files, data.text_field, score_field, data.bad_rows)
-    if score_field is None:
+    pool = Pool(files, data.text_field, _score_field(data), data.bad_rows)
+    if data.order == "uniform":
         return pool, ShuffledOrder(len(pool), data.seed)
     return pool, SortedOrder(pool.scores(), descend=data.order == "descend")
+
+
+def _warn_of_length(
+    pool: Pool, tokenizer: BaseTokenizer, training: Any, dp_world_size: int
+) -> None:
+    """Tell where a run draws much less of a pool than there is, or much more."""
+    batch = training.global_batch_size
+    if batch < 0:
+        batch = training.local_batch_size * dp_world_size
+    drawn, held = training.steps * batch * training.seq_len, pool.num_tokens(tokenizer)
+    if not 0.9 * held <= drawn <= 1.1 * held:
+        what = (
+            "documents at the end of the order are never drawn"
+            if drawn < held
+            else "documents are drawn again, from the beginning of the order"
+        )
+        logger.warning(
+            "training.steps: %d steps draw %.3g tokens of a pool of about %.3g: %s",
+            training.steps,
+            drawn,
+            held,
+            what,
+        )
 
 
 def _buffered(
     training: Any, data: Any, tokenizer: BaseTokenizer, options: Mapping[str, Any]
 ) -> tuple[Make, dict[str, object]]:
     """Documents of any number of files, each stream with a shuffle buffer of its own."""
-    if data.shuffle_buffer < 1:
-        raise ValueError(f"data.shuffle_buffer: found {data.shuffle_buffer}, expected at least 1")
     files = find_files(training.dataset_path or HUB_NAMES[training.dataset], _hub(data))
     make = functools.partial(
         _buffered_stream,

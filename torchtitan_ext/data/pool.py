@@ -7,12 +7,16 @@ is part of the name in the cache, so that a changed corpus is converted anew.
 
 from __future__ import annotations
 
+import importlib
 import logging
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torchtitan_ext.data.files import Files
 from torchtitan_ext.data.rows import BadRow, BadRows, Part, read_parts, score_of, text_of
+
+if TYPE_CHECKING:  # torchtitan takes seconds, and nothing else here needs it
+    from torchtitan.components.tokenizer import BaseTokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -52,6 +56,20 @@ class Pool:
     def text(self, index: int) -> str:
         """The text of document ``index``."""
         return str(self._table[TEXT][index])
+
+    def num_tokens(self, tokenizer: BaseTokenizer, num_samples: int = 256) -> int:
+        """About how many tokens there are, end tokens included.
+
+        Args:
+            tokenizer: Turns text into tokens.
+            num_samples: Documents, evenly spaced, that tell how many bytes a token takes.
+        """
+        pc: Any = importlib.import_module("pyarrow.compute")  # which has no types
+        texts = [self.text(i) for i in range(0, len(self), max(1, len(self) // num_samples))]
+        num_tokens = sum(len(tokenizer.encode(text, add_bos=False)) for text in texts)
+        num_bytes = sum(len(text.encode()) for text in texts)
+        of_all = pc.sum(pc.binary_length(self._table.data.column(TEXT))).as_py()
+        return int(of_all * num_tokens / num_bytes) + len(self) if texts else 0
 
     def scores(self) -> Sequence[float]:
         """The score of each document; of use with a ``score_field``."""

@@ -44,15 +44,18 @@ class ShuffledOrder:
     def __init__(self, num_documents: int, seed: int) -> None:
         self._num_documents = num_documents
         self._seed = seed
-        self._epoch = -1
-        self._order: Sequence[int] = ()
+        self._orders: dict[int, Sequence[int]] = {}
 
     def __call__(self, epoch: int) -> Sequence[int]:
-        """Document numbers in the order of ``epoch``; the latest answer is kept."""
-        if epoch != self._epoch:
-            self._order = _randperm(self._num_documents, self._seed * 1_000_003 + epoch)
-            self._epoch = epoch
-        return self._order
+        """Document numbers in the order of ``epoch``; those of the two latest epochs are kept.
+
+        Streams hold unlike numbers of tokens: around the end of an epoch some stand in the next.
+        """
+        if epoch not in self._orders:
+            for other in sorted(self._orders)[:-1]:
+                del self._orders[other]
+            self._orders[epoch] = _randperm(self._num_documents, self._seed * 1_000_003 + epoch)
+        return self._orders[epoch]
 
 
 class SortedOrder:

@@ -31,10 +31,9 @@ class _TiktokenTokenizer(BaseTokenizer):
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
         """The tokens of ``text``, followed by the end token where ``add_eos``.
 
-        Raises:
-            ValueError: For ``add_bos``: documents are packed without.
+        ``add_bos``, with which torchtitan's own loaders call, adds nothing: here documents are
+        packed without a begin token, whoever packs them.
         """
-        _refuse_bos(add_bos)
         tokens = self._encoding.encode_ordinary(text)
         return [*tokens, self.eos_id] if add_eos else tokens
 
@@ -45,11 +44,6 @@ class _TiktokenTokenizer(BaseTokenizer):
     def get_vocab_size(self) -> int:
         """Number of tokens."""
         return self._encoding.n_vocab
-
-
-def _refuse_bos(add_bos: bool) -> None:
-    if add_bos:
-        raise ValueError("add_bos: found True, the tokenizers here have no token for it")
 
 
 class ByteTokenizer(_TiktokenTokenizer):
@@ -163,8 +157,8 @@ class TiktokenTokenizer(_TiktokenTokenizer):
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
         """The tokens of ``text``, followed by the end token where ``add_eos``.
 
-        Raises:
-            ValueError: For ``add_bos``: documents are packed without.
+        ``add_bos``, with which torchtitan's own loaders call, adds nothing: here documents are
+        packed without a begin token, whoever packs them.
         """
         return super().encode(self._normalize(text), add_bos, add_eos)
 
@@ -230,10 +224,9 @@ class HFTokenizer(HuggingFaceTokenizer):
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
         """The tokens of ``text``, followed by the end token where ``add_eos``.
 
-        Raises:
-            ValueError: For ``add_bos``: documents are packed without.
+        ``add_bos``, with which torchtitan's own loaders call, adds nothing: here documents are
+        packed without a begin token, whoever packs them.
         """
-        _refuse_bos(add_bos)
         tokens: list[int] = self.tokenizer.encode(text, add_special_tokens=False).ids
         return [*tokens, self.eos_id] if add_eos else tokens
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import errno
+import logging
 import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -16,15 +18,19 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan_ext.plugin.run_files import COMPLETE_FILES
 
+logger = logging.getLogger(__name__)
+
 
 class CheckpointError(RuntimeError):
     """A checkpoint could not be written; those that were complete before still are."""
 
 
 class CheckpointManager(titan.CheckpointManager):
-    """torchtitan's manager, with four corrections.
+    """torchtitan's manager, with five corrections.
 
-    Only complete checkpoints count for ``keep_latest_k``: what a killed save left behind would
+    A run starts from what ``initial_load_path`` or ``initial_load_in_hf`` name until it has a
+    complete checkpoint of its own, and not from random weights as soon as there is a folder for
+    one. Only complete checkpoints count for ``keep_latest_k``: what a killed save left behind would
     otherwise take the place of the one checkpoint that can be loaded. A checkpoint that is written
     over is incomplete until it is whole again. A failed save is told in one line, on every rank.
     Copies that run beside training begin when the optimizer's step has ended on the device.
@@ -34,6 +40,54 @@ class CheckpointManager(titan.CheckpointManager):
         super().__init__(*args, **kwargs)
         self._step_under_way = -1
         self._saved_step = -1
+
+    def load(self, step: int = -1) -> bool:
+        """Load the checkpoint of ``step``, by default the latest complete one, or initial weights.
+
+        Without a complete checkpoint the run starts as if its folder were empty. The first rank
+        looks, and all go by what it found.
+
+        Raises:
+            ValueError: If a rank does not see the checkpoint that the first one found.
+        """
+        if not self.enable or step != -1:
+            return bool(super().load(step))
+        latest = self._latest_step()
+        if latest == -1:
+            # torchtitan looks for initial weights only while there is no such folder.
+            with mock.patch.object(self, "folder", ""):
+                return bool(super().load())
+        if not Path(self._create_checkpoint_id(latest)).is_dir():
+            raise ValueError(
+                f"checkpoint.folder: found no step-{latest} in {self.folder} on rank "
+                f"{dist.get_rank()}, expected what the first rank sees there: checkpoints belong "
+                "on a file system that all ranks share"
+            )
+        return bool(super().load(latest))
+
+    def _latest_step(self) -> int:
+        """The latest complete step that the first rank sees; -1 where there is none."""
+        found = [-1]
+        if dist.get_rank() == 0:
+            found = [max(self._complete_steps(), default=-1)]
+            incomplete = [step for step, _ in sorted(self._step_folders())]
+            if found == [-1] and incomplete:
+                logger.warning(
+                    "no checkpoint in %s is complete (a save was cut short: %s); the run starts "
+                    "anew from %s",
+                    self.folder,
+                    ", ".join(f"step-{step}" for step in incomplete),
+                    self._origin(),
+                )
+        dist.broadcast_object_list(found, src=0)
+        return found[0]
+
+    def _origin(self) -> str:
+        if self.initial_load_path:
+            return f"checkpoint.initial_load_path = {self.initial_load_path}"
+        if self.initial_load_in_hf:
+            return "the weights in model.hf_assets_path"
+        return "freshly drawn weights"
 
     def save(self, curr_step: int, last_step: bool = False) -> None:
         """Save where torchtitan would.

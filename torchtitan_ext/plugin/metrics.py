@@ -45,6 +45,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._lock_step = optimizer.amo.lock_step if plans else None
         self._first_step: int | None = None
         self._logged_step = 0
+        self._tokens_per_step = tokens_per_step(job_config.training, parallel_dims)
+        self._step_ended = self.time_last_log
+        self._tokens_at_end = 0
 
     @property
     def optimizers(self) -> Any:
@@ -65,6 +68,7 @@ class MetricsProcessor(titan.MetricsProcessor):
                 self._files.start(step)
                 start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
                 progress.info("training %s of %d", start, self._num_steps)
+        self._step_ended, self._tokens_at_end = time.perf_counter(), self.ntokens_since_last_log
         # The last step too: a run's final loss is what one looks for.
         return bool(super().should_log(step)) or step == self._num_steps
 
@@ -80,9 +84,13 @@ class MetricsProcessor(titan.MetricsProcessor):
         report = optimizers.report(self.optimizers)
         seconds = time.perf_counter() - self.time_last_log
         num_steps = max(step - self._logged_step, 1)
-        optimizer_seconds = getattr(self.optimizers, "step_seconds", 0.0) / num_steps
-        extra_metrics = extra_metrics or {}
-        num_tokens = extra_metrics.get("n_tokens_seen", 0)
+        clock = getattr(self.optimizers, "clock", None)
+        # torchtitan has read the loss, which comes after the step: there is nothing to wait for.
+        optimizer_seconds = 0.0 if clock is None else clock.take() / num_steps
+        # torchtitan adds up what the ranks have seen, each with its own number in the checkpoint of
+        # one, and counts a sequence once for each of the ranks that share it.
+        num_tokens = step * self._tokens_per_step
+        extra_metrics = {**(extra_metrics or {}), "n_tokens_seen": num_tokens}
         record = {
             "step": step,
             "training_steps": self._num_steps,
@@ -92,7 +100,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             "grad_norm": grad_norm,
             "lr": extra_metrics.get("lr"),
             "num_tokens": num_tokens,
-            "tokens_per_second": (num_tokens / step) * num_steps / seconds,
+            "tokens_per_second": num_steps * self._tokens_per_step / seconds,
             "seconds_per_step": seconds / num_steps,
             "optimizer_seconds_per_step": optimizer_seconds,
             "peak_memory_bytes": peak_memory(),
@@ -107,13 +115,24 @@ class MetricsProcessor(titan.MetricsProcessor):
             **report.metrics,
         }
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+        self._step_ended, self._tokens_at_end = self.time_last_log, 0
         if self._files is not None:
             self._files.append(record)
             progress.info("%s", progress_line(record, self._num_steps))
             self._show_plan(report.plan)
         self._logged_step = step
-        if self.optimizers is not None:
-            self.optimizers.step_seconds = 0.0
+
+    def log_validation(
+        self, loss: float, step: int, extra_metrics: dict[str, Any] | None = None
+    ) -> None:
+        """Log a validation; arguments as in torchtitan.
+
+        It is left out of the time of training, and the steps since the last log are left in.
+        """
+        seconds = self._step_ended - self.time_last_log
+        super().log_validation(loss, step, extra_metrics)
+        self.time_last_log -= seconds
+        self.ntokens_since_last_log = self._tokens_at_end
 
     def close(self) -> None:
         """Close loggers and files."""
@@ -131,6 +150,19 @@ def build_metrics_processor(
 ) -> MetricsProcessor:
     """The processor of a run, for torchtitan's train spec."""
     return MetricsProcessor(job_config, parallel_dims, tag)
+
+
+def tokens_per_step(training: Any, parallel_dims: Any) -> int:
+    """Tokens of an optimizer step, over all ranks and accumulated batches.
+
+    Args:
+        training: torchtitan's ``[training]``; without a global batch size there is no accumulation.
+        parallel_dims: torchtitan's degrees; ranks of one context share their sequences.
+    """
+    batch: int = training.global_batch_size
+    if batch < 0:
+        batch = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
+    return batch * int(training.seq_len)
 
 
 def peak_memory() -> int:

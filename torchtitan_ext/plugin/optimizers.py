@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 from unittest import mock
@@ -22,6 +21,8 @@ from amo_dist.optimizer import Muon
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext import learning_rate
+from torchtitan_ext.plugin import hyperparameters, sections
+from torchtitan_ext.plugin.step_clock import StepClock
 
 Groups = list[dict[str, Any]]
 Factory = Callable[..., Optimizer]
@@ -262,6 +263,7 @@ def build_optimizers(
         ValueError: For what :func:`validate` finds, and for torchft.
     """
     validate(optimizer_config)
+    sections.settle(optimizer_config)  # again, where torchtitan's own entry point read the config
     learning_rate.resolve(optimizer_config)
     if ft_manager is not None and ft_manager.enabled:
         raise ValueError("fault_tolerance.enable: found true, torchft is not supported")
@@ -271,6 +273,7 @@ def build_optimizers(
     else:
         replicas = _replicas(parallel_dims)
         container = OptimizersContainer(model_parts, factory, optimizer_config, replicas)
+    hyperparameters.install(container, optimizer_config)
     _time_steps(container)
     return container
 
@@ -284,19 +287,11 @@ def _replicas(parallel_dims: Any) -> dist.ProcessGroup | None:
 
 
 def _time_steps(container: titan.OptimizersContainer) -> None:
-    """Add up the seconds of ``step()`` in ``step_seconds``, for any container.
-
-    On an accelerator these are the seconds until the kernels were launched.
-    """
-    container.step_seconds = 0.0
-    container.register_step_pre_hook(
-        lambda *_: setattr(container, "_step_start", time.perf_counter())
-    )
-
-    def stop(*_: Any) -> None:
-        container.step_seconds += time.perf_counter() - container._step_start
-
-    container.register_step_post_hook(stop)
+    """Give any container a ``clock`` of its steps."""
+    (parameter, *_) = (p for part in container.model_parts for p in part.parameters())
+    container.clock = StepClock(parameter.device)
+    container.register_step_pre_hook(container.clock.start)
+    container.register_step_post_hook(container.clock.stop)
 
 
 def build_optimizers_with_moe_load_balancing(

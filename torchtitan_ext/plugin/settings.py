@@ -16,6 +16,7 @@ from typing import Any
 from torchtitan.config import ConfigManager
 
 from torchtitan_ext import learning_rate
+from torchtitan_ext.plugin import sections
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -26,6 +27,9 @@ _DEFAULTS = {
     "job.custom_config_module": "torchtitan_ext.job_config",
     "experimental.custom_import": "torchtitan_ext",
 }
+
+WITHOUT_VALIDATOR = ("deepseek_v3",)
+"""Models that torchtitan cannot validate: it would stop at an assertion."""
 
 
 def parse(args: Sequence[str]) -> Any:
@@ -75,10 +79,14 @@ def validate(config: Any) -> None:
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
+    from torchtitan_ext.data import loader
     from torchtitan_ext.plugin import geometry, optimizers
 
     optimizers.validate(config.optimizer)
     geometry.validate(config)
+    _check_sizes(config.training)
+    loader.validate(config)
+    _check_validator(config)
     if config.fault_tolerance.enable:
         raise ValueError("fault_tolerance.enable: found true, torchft is not supported")
     if config.optimizer.name != "AMO" or config.optimizer.allow_unlocked:
@@ -91,6 +99,27 @@ def validate(config: Any) -> None:
             f"training.steps: found {steps}, expected at least observe_until + transition_steps = "
             f"{lock_step} of [optimizer.amo], where the plan locks "
             "(or optimizer.allow_unlocked = true)"
+        )
+
+
+def _check_validator(config: Any) -> None:
+    if config.validation.enable and config.model.name in WITHOUT_VALIDATOR:
+        raise ValueError(
+            "validation.enable: found true, expected false: torchtitan has no validator for "
+            f"model.name = {config.model.name!r}"
+        )
+
+
+def _check_sizes(training: Any) -> None:
+    for field in ("steps", "seq_len", "local_batch_size"):
+        found = getattr(training, field)
+        if found < 1:
+            raise ValueError(f"training.{field}: found {found}, expected an integer >= 1")
+    found = training.global_batch_size
+    if found < 1 and found != -1:
+        raise ValueError(
+            f"training.global_batch_size: found {found}, expected an integer >= 1, or -1 for "
+            "local_batch_size times the data-parallel degree"
         )
 
 
@@ -140,7 +169,14 @@ def _describe(expected: Any) -> str:
 
 
 class Manager(ConfigManager):
-    """torchtitan's parser with readable errors."""
+    """torchtitan's parser with readable errors, and with sections that agree."""
+
+    def parse_args(self, args: Sequence[str] = ()) -> Any:
+        """The job config of arguments and file."""
+        config: Any = super().parse_args([*args])
+        given = sections.given_fields(args, self._maybe_load_toml([*args]) or {})
+        sections.settle(config.optimizer, given)
+        return config
 
     def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
         if cls.__name__.endswith("JobConfig"):  # the root; sections follow by recursion

@@ -75,6 +75,36 @@ class StopRequest:
                 return
 
 
+class StopVote:
+    """Whether any rank was told to stop; one question at a time.
+
+    Args:
+        device: Of the collectives.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._votes = torch.zeros(1, dtype=torch.int32, device=device)
+        self._event: Any = None
+        self._result = self._votes
+        if device.type != "cpu":
+            self._event = torch.get_device_module(device).Event()
+            self._result = torch.zeros(1, dtype=torch.int32, pin_memory=True)
+
+    def ask(self, is_made: bool) -> None:
+        """Ask all ranks, on an accelerator without waiting for them or for the device."""
+        self._votes.fill_(int(is_made))  # by a kernel: a copy to the device would wait for it
+        dist.all_reduce(self._votes, dist.ReduceOp.MAX)
+        if self._event is not None:
+            self._result.copy_(self._votes, non_blocking=True)
+            self._event.record()
+
+    def answer(self) -> bool:
+        """Whether any rank had a request when it was asked; waits for what came before that."""
+        if self._event is not None:
+            self._event.synchronize()
+        return bool(self._result.item())
+
+
 class Trainer(titan.Trainer):
     """torchtitan's trainer, with the project's checkpoints.
 
@@ -89,6 +119,7 @@ class Trainer(titan.Trainer):
         with mock.patch.object(titan, "CheckpointManager", CheckpointManager):
             super().__init__(job_config)
         self._request = StopRequest(grace=float(job_config.comm.init_timeout_seconds))
+        self._vote = StopVote(self.device)
         self._stops = False
         self._has_trained = False
 
@@ -108,9 +139,11 @@ class Trainer(titan.Trainer):
                 progress.info("stopped at step %d, which is %s", self.step, what)
 
     def train_step(self, data_iterator: Any) -> None:
-        """One step; all ranks first agree on whether it is the last one."""
-        self._agree_on_stop()
+        """One step, during which all ranks agree on whether it is the last one."""
+        # Asked before, and heard after: a wait here would leave the device idle while data is read.
+        self._vote.ask(self._request.is_made())
         super().train_step(data_iterator)
+        self._stops = self._vote.answer()
         if not self._has_trained and self.step > 1:  # torchtitan does so itself after step 1
             seconds = self.job_config.comm.train_timeout_seconds
             titan_distributed.set_pg_timeouts(timedelta(seconds=seconds), self.parallel_dims)
@@ -123,10 +156,3 @@ class Trainer(titan.Trainer):
             self.checkpointer.save_and_wait(self.step)
             return False
         return is_next
-
-    def _agree_on_stop(self) -> None:
-        # torchtitan reads a sum over all ranks from the device at this very point of each step:
-        # the pipeline of kernels is empty, and one more number costs its latency alone.
-        request = torch.tensor([self._request.is_made()], dtype=torch.int32, device=self.device)
-        dist.all_reduce(request, dist.ReduceOp.MAX)
-        self._stops = bool(request.item())

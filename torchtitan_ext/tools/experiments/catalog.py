@@ -344,6 +344,8 @@ def _curriculum() -> Experiment:
                 "training.dataset": "pool",
                 "training.dataset_path": POOL,
                 "data.order": order.lower(),
+                # Read by the uniform order too, which leaves out rows without: one pool for all.
+                "data.score_field": "score",
             }
             name = f"{model} curriculum {label}".lower().replace(" ", "-")
             rows.append(Row(model, label, Run(name, model, "adamw", options)))

@@ -1,0 +1,138 @@
+"""Learning rate, weight decay, betas and eps that a resumed run names anew."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import torchtitan_ext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    torchtitan_ext.register()
+
+from torchtitan.config import JobConfig
+from torchtitan.config.manager import ConfigManager
+from torchtitan.protocols.train_spec import get_train_spec
+
+from amo_dist import AMOConfig
+from torchtitan_ext import job_config
+
+CONFIG = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
+NAMES = ["AMO", "Muon", "AdamW"]
+OLD = {"lr": 4e-3}
+NEW = {"lr": 1e-3, "weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
+FACTORS = [0.25, 0.5, 0.75, 1.0]  # of a warmup over four steps
+
+
+class Run:
+    """A model, its optimizers and schedulers, as torchtitan builds them, in the midst of warmup."""
+
+    def __init__(self, name: str, steps: int = 0, amo: str = "error", **fields: Any) -> None:
+        config = CONFIG()
+        section = config.optimizer
+        section.amo = AMOConfig(
+            observe_until=8, observe_every=4, ns_dtype="float32", on_config_change=amo
+        )
+        for key, value in {"name": name, "implementation": "foreach", **OLD, **fields}.items():
+            setattr(section, key, value)
+        config.lr_scheduler.warmup_steps = 4
+        dims = SimpleNamespace(ep_enabled=False, pp_enabled=False, dp_replicate_enabled=False)
+        torch.manual_seed(0)
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleDict({"0": nn.Module()})
+        self.model.layers["0"].attention = nn.Module()
+        self.model.layers["0"].attention.wq = nn.Linear(6, 4)
+        spec = get_train_spec("llama3")
+        self.optimizers: Any = spec.build_optimizers_fn([self.model], section, dims)
+        self.schedulers: Any = spec.build_lr_schedulers_fn(self.optimizers, config.lr_scheduler, 9)
+        for _ in range(steps):
+            self.step()
+
+    def step(self) -> None:
+        for parameter in self.model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        self.optimizers.step()
+        self.schedulers.step()
+
+    def resume(self, other: Run) -> None:
+        # In the order in which distributed checkpoints load them.
+        self.schedulers.load_state_dict(copy.deepcopy(other.schedulers.state_dict()))
+        self.optimizers.load_state_dict(copy.deepcopy(other.optimizers.state_dict()))
+
+    def rates(self) -> set[float]:
+        groups = self.optimizers.optimizers[0].param_groups
+        return {group["lr"] for group in groups} | {*self.schedulers.schedulers[0].get_last_lr()}
+
+    def values(self, key: str) -> set[Any]:
+        groups = self.optimizers.optimizers[0].param_groups
+        return {group[key] for group in groups if key in group}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_unchanged_config_resumes(name: str) -> None:
+    run, saved = Run(name), Run(name, steps=2)
+    run.resume(saved)
+    assert run.rates() == saved.rates() == {OLD["lr"] * FACTORS[2]}
+    for one in (run, saved):
+        one.step()
+    assert run.rates() == saved.rates() == {OLD["lr"]}
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("field", NEW)
+def test_a_changed_value_is_refused_and_named(name: str, field: str) -> None:
+    run = Run(name, **{field: NEW[field]})
+    message = rf"optimizer\.{field}: found .* in the checkpoint, expected {NEW[field]!r} as in"
+    with pytest.raises(ValueError, match=message):
+        run.resume(Run(name, steps=2))
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        ("AdamW", {"on_config_change": "use_config"}),
+        ("Muon", {"on_config_change": "use_config"}),
+        ("AMO", {"on_config_change": "use_config"}),
+        ("AMO", {"amo": "replan"}),
+    ],
+)
+def test_the_config_is_taken_over_where_that_is_asked_for(
+    name: str, rules: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run = Run(name, **NEW, **rules)
+    run.resume(Run(name, steps=2))
+    assert "the values of the config are in force: optimizer.lr" in caplog.text
+    assert sorted(run.rates()) == pytest.approx([NEW["lr"] * FACTORS[2]])
+    assert run.values("initial_lr") == {NEW["lr"]}
+    assert run.values("weight_decay") == {NEW["weight_decay"]}
+    assert run.values("betas") == {(NEW["beta1"], NEW["beta2"])}
+    assert run.values("eps") == {NEW["eps"]}
+    run.step()
+    assert run.rates() == {NEW["lr"]}
+
+
+@pytest.mark.parametrize(
+    ("name", "rules"),
+    [
+        ("AdamW", {"on_config_change": "keep_checkpoint"}),
+        ("AMO", {"amo": "keep_checkpoint"}),
+        ("AMO", {"amo": "replan", "on_config_change": "keep_checkpoint"}),
+    ],
+)
+def test_the_checkpoint_is_kept_where_that_is_asked_for(
+    name: str, rules: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    run, saved = Run(name, **NEW, **rules), Run(name, steps=2)
+    run.resume(saved)
+    assert "the values of the checkpoint are in force: optimizer.lr" in caplog.text
+    for key in ("lr", "initial_lr", "weight_decay", "betas", "eps"):
+        assert run.values(key) == saved.values(key)
+    run.step()
+    assert run.rates() == {OLD["lr"]}

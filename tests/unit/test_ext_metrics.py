@@ -1,0 +1,95 @@
+"""Figures of a logged step, from a processor without a run."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import torchtitan_ext
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    torchtitan_ext.register()
+
+from torchtitan_ext.plugin import metrics, settings
+from torchtitan_ext.plugin.run_files import read_metrics
+
+
+def dims(replicate: int = 1, shard: int = 1, cp: int = 1) -> SimpleNamespace:
+    return SimpleNamespace(
+        dp_replicate=replicate, dp_shard=shard, cp=cp, pp_enabled=False, non_data_parallel_size=cp
+    )
+
+
+@pytest.mark.parametrize(
+    ("batch", "degrees", "expected"),
+    [
+        (16, {}, 16 * 64),  # accumulated
+        (16, {"shard": 4, "cp": 2}, 16 * 64),
+        (-1, {}, 3 * 64),
+        (-1, {"replicate": 2, "shard": 4}, 24 * 64),
+        (-1, {"shard": 2, "cp": 8}, 6 * 64),  # ranks of one context share their sequences
+    ],
+)
+def test_tokens_of_a_step(batch: int, degrees: dict[str, int], expected: int) -> None:
+    training = SimpleNamespace(global_batch_size=batch, local_batch_size=3, seq_len=64)
+    assert metrics.tokens_per_step(training, dims(**degrees)) == expected
+
+
+@pytest.fixture
+def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Of a run of 256 tokens a step; ``now`` is what its clock shows."""
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    options = [f"--job.dump_folder={tmp_path}", "--data.tokenizer=byte", "--training.steps=99"]
+    options += ["--training.global_batch_size=4", "--training.seq_len=64", "--metrics.log_freq=2"]
+    made = metrics.MetricsProcessor(settings.parse(options), dims(shard=4, cp=2))
+    made.num_flops_per_token, made.data_loading_times = 1, [0.0]
+    made.now = made.time_last_log = 100.0
+    monkeypatch.setattr("time.perf_counter", lambda: made.now)
+    yield made
+    made.close()
+
+
+def log(processor: Any, step: int) -> dict[str, Any]:
+    processor.data_loading_times = [0.0]
+    # What torchtitan adds up after a resume on other ranks, with sequences of context twice.
+    processor.log(step, 1.0, 1.0, 1.0, {"n_tokens_seen": 12345, "lr": 0.1})
+    return read_metrics(processor._files._metrics)[-1]
+
+
+def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> None:
+    written: list[dict[str, Any]] = []
+    processor.logger = SimpleNamespace(
+        log=lambda values, _: written.append(values), close=lambda: None
+    )
+    assert not processor.should_log(11)
+    assert processor.should_log(12)
+    processor.now += 10.0
+    record = log(processor, 12)
+    assert record["num_tokens"] == 12 * 256
+    assert written[-1]["n_tokens_seen"] == 12 * 256
+    # Two steps since the start: not the average since step 1.
+    assert record["tokens_per_second"] * record["seconds_per_step"] == pytest.approx(256)
+    assert record["seconds_per_step"] == 5.0
+
+
+def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) -> None:
+    processor.should_log(12)
+    processor.now += 1.0
+    log(processor, 12)
+    processor.now += 50.0
+    processor.log_validation(1.0, 12)  # right after a log
+    processor.now += 2.0
+    processor.ntokens_since_last_log = 7
+    assert not processor.should_log(13)
+    processor.now += 50.0
+    processor.ntokens_since_last_log += 1000
+    processor.log_validation(1.0, 13)
+    assert processor.ntokens_since_last_log == 7
+    processor.now += 2.0
+    assert processor.should_log(14)
+    assert log(processor, 14)["seconds_per_step"] == 2.0

@@ -1,0 +1,71 @@
+"""The clock of optimizer steps, on a CPU and with the events of a made-up device."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import ClassVar
+from unittest import mock
+
+import pytest
+import torch
+
+from torchtitan_ext.plugin.step_clock import StepClock
+
+
+@dataclasses.dataclass
+class Event:
+    """A CUDA event of a device whose kernels take a second from one event to the next."""
+
+    enable_timing: bool
+    passes_at: float = 0.0
+
+    num_recorded: ClassVar[int] = 0
+    device_time: ClassVar[float] = 0.0
+    """How far the device has got."""
+    waits: ClassVar[list[float]] = []
+
+    def record(self) -> None:
+        Event.num_recorded += 1
+        self.passes_at = float(Event.num_recorded)
+
+    def query(self) -> bool:
+        return self.passes_at <= Event.device_time
+
+    def synchronize(self) -> None:
+        Event.waits.append(self.passes_at)
+        Event.device_time = max(Event.device_time, self.passes_at)
+
+    def elapsed_time(self, end: Event) -> float:
+        assert self.enable_timing
+        assert end.query()
+        return 1e3 * (end.passes_at - self.passes_at)
+
+
+@pytest.fixture(autouse=True)
+def _device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.Event", Event)
+    Event.num_recorded, Event.device_time, Event.waits = 0, 0.0, []
+
+
+def test_on_a_cpu_the_seconds_of_steps_add_up() -> None:
+    clock = StepClock(torch.device("cpu"))
+    with mock.patch("time.perf_counter", side_effect=[1.0, 3.0, 10.0, 10.5]):
+        for _ in range(2):
+            clock.start()
+            clock.stop()
+    assert clock.take() == 2.5
+    assert clock.take() == 0.0
+    assert Event.num_recorded == 0
+
+
+def test_on_cuda_the_device_is_asked_and_waited_for_once() -> None:
+    clock = StepClock(torch.device("cuda"))
+    for step in range(5):
+        clock.start()
+        clock.stop()
+        Event.device_time = 2.0 * max(0, step - 1)  # the device lags behind
+    assert Event.waits == []
+    assert len(clock._pairs) < 5  # what has passed is not kept
+    assert clock.take() == 5.0
+    assert Event.waits == [10.0]
+    assert clock.take() == 0.0

@@ -1,0 +1,84 @@
+"""What one optimizer takes from the sections of another, so that a name can be changed alone.
+
+A config names an optimizer and holds its section; ``--optimizer.name Muon`` on a config for AMO
+shall train with the same momentum and precision, and AdamW's implementation has two names.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from amo_dist.config import MuonConfig
+
+SHARED = tuple(field.name for field in dataclasses.fields(MuonConfig))
+"""Fields that ``[optimizer.muon]`` and ``[optimizer.amo]`` have in common."""
+
+_STOCK = ("Adam", "AdamW")
+
+
+def given_fields(args: Sequence[str], values: Mapping[str, Any]) -> set[str]:
+    """Fields of ``[optimizer]`` that arguments or a file name, such as ``amo.ns_dtype``.
+
+    Args:
+        args: torchtitan's arguments.
+        values: Sections of the file.
+    """
+    found: set[str] = set()
+    for name, value in values.get("optimizer", {}).items():
+        found |= {f"{name}.{field}" for field in value} if isinstance(value, Mapping) else {name}
+    for arg in args:
+        name = arg.partition("=")[0].replace("-", "_")
+        if name.startswith("__optimizer."):
+            section, dot, field = name.removeprefix("__optimizer.").rpartition(".")
+            found.add(section + dot + field.removeprefix("no_"))  # as flags are turned off
+    return found
+
+
+def settle(config: Any, given: Collection[str] | None = None) -> None:
+    """Have the section of the named optimizer say what other fields say about it; idempotent.
+
+    An optimizer of the Muon family takes from ``[optimizer.amo]`` what both sections have and
+    ``[optimizer.muon]`` leaves open. ``implementation``, torchtitan's field, is that of AdamW for
+    the rest of the parameters where ``adamw_implementation`` is left open.
+
+    Args:
+        config: torchtitan's ``[optimizer]`` section, with the project's fields.
+        given: See :func:`given_fields`; by default the fields that do not have their default value.
+    """
+    if config.name in _STOCK:
+        return
+    if given is None:
+        given = _changed_fields(config)
+    if config.name != "AMO":
+        inherited = {f for f in SHARED if f"muon.{f}" not in given and f"amo.{f}" in given}
+        config.muon = _with(config.muon, config.amo, inherited)
+        # Both sections agree from here on: a value that was given and is the default stays.
+        config.amo = _with(config.amo, config.muon, set(SHARED))
+    sections = ("amo",) if config.name == "AMO" else ("muon", "amo")
+    own = getattr(config, sections[0])
+    if any(f"{name}.adamw_implementation" in given for name in sections):
+        config.implementation = own.adamw_implementation
+    elif "implementation" in given:
+        for name in sections:
+            section = getattr(config, name)
+            changed = dataclasses.replace(section, adamw_implementation=config.implementation)
+            setattr(config, name, changed)
+
+
+def _with(section: Any, other: Any, fields: Collection[str]) -> Any:
+    return dataclasses.replace(section, **{field: getattr(other, field) for field in fields})
+
+
+def _changed_fields(config: Any) -> set[str]:
+    default = type(config)()
+    found = {"implementation"} if config.implementation != default.implementation else set()
+    for name in ("muon", "amo"):
+        section, unset = getattr(config, name), type(getattr(config, name))()
+        found |= {
+            f"{name}.{field}"
+            for field in SHARED
+            if getattr(section, field) != getattr(unset, field)
+        }
+    return found
