@@ -97,9 +97,9 @@ def test_the_log_holds_every_matrix_and_feeds_the_static_schedules(tracked: Path
     assert len(records) == 2 * 14  # steps 3 and 6; two layers of seven matrices
     assert {record["step"] for record in records} == {3, 6}
     assert {record["layer"] for record in records} == {0, 1}
-    assert {record["model"] for record in records} == {"Llama3.1-tiny"}
+    assert {record["model"] for record in records} == {"Llama-3.1-tiny"}
     pool = read_pool([tracked / "geometry.jsonl"])
-    assert pool.families == ("Llama3.1",)
+    assert pool.families == ("Llama-3.1",)
     assert sum(map(len, pool.ell_by_type.values())) + pool.num_invalid == 28
     metrics = [json.loads(line) for line in (tracked / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["geometry_seconds"] > 0

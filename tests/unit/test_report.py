@@ -40,8 +40,8 @@ def geometry(step: int, layer: int, operator_type: str, kappa: float | None) -> 
         "name": f"layers.{layer}.{operator_type}.weight",
         "layer": layer,
         "operator_type": operator_type,
-        "model": "Llama3.1-<test>",
-        "family": "Llama3.1",
+        "model": "Llama-3.1-<test>",
+        "family": "Llama-3.1",
         "shape": [8, 16],
         "kappa": kappa,
         "ns_residual": None if kappa is None else math.log10(kappa) / 10,
@@ -210,7 +210,7 @@ def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
     assert sorted(path.stem for path in (tmp_path / "png").iterdir()) == names
     assert page.tags.count("img") == len(names)
     assert "a&b" in page.text
-    assert "Llama3.1-<test>" in page.text  # escaped, or it would be a tag
+    assert "Llama-3.1-<test>" in page.text  # escaped, or it would be a tag
     assert "Nothing to show" not in page.text
     assert "Hardest most often: mlp_down (3 of 3 tracked steps)" in page.text
 
