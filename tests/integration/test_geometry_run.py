@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from torchtitan_ext.tools.export import find_source
 from torchtitan_ext.tools.static_schedule import read_pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -105,11 +106,19 @@ def test_the_log_holds_every_matrix_and_feeds_the_static_schedules(tracked: Path
     assert metrics[-1]["geometry_seconds"] > 0
 
 
+def test_the_folder_says_how_it_was_trained(tracked: Path) -> None:
+    source = find_source(tracked / "checkpoint" / f"step-{NUM_STEPS}")
+    assert (source.name, source.flavor, source.optimizer) == ("llama3", "tiny", "AMO")
+
+
 def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tracked: Path, tmp_path: Path) -> None:
     folder = tmp_path / "resumed"
     shutil.copytree(tracked, folder)
     shutil.rmtree(folder / "checkpoint" / f"step-{NUM_STEPS}")
     with (folder / "geometry.jsonl").open("a") as file:
         file.write('{"step": 6, "cut short by a k')
-    train(folder, *TRACKED)  # from step 4 on: step 6 is measured again
+    # From step 4 on: step 6 is measured again.
+    train(folder, *TRACKED, "--training.gc_freq", "7")
     assert log(folder) == log(tracked)
+    config = json.loads((folder / "run.json").read_text())
+    assert config["training"]["gc_freq"] == 7  # of the latest start

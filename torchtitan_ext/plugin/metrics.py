@@ -23,11 +23,12 @@ progress = logging.getLogger("torchtitan_ext.progress")
 
 
 class MetricsProcessor(titan.MetricsProcessor):
-    """torchtitan's processor, with the optimizer's figures and two files in the dump folder.
+    """torchtitan's processor, with the optimizer's figures and three files in the dump folder.
 
     ``metrics.jsonl`` gets one JSON object for each logged step (floats in full, ``null`` for a NaN
     or infinity); a resumed run first drops what lies beyond its checkpoint. ``plan.json`` holds
-    AMO's latest plan once there is one. TensorBoard and W&B get the same figures.
+    AMO's latest plan once there is one, and ``run.json`` the config from the first step of a start
+    on. TensorBoard and W&B get the same figures.
     """
 
     _optimizers: Any = None
@@ -62,7 +63,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         if self._first_step is None:
             self._first_step, self._logged_step = step, step - 1
             if self._files is not None:
-                self._files.start(step)
+                self._files.start(step, self._config.to_dict())
                 start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
                 progress.info("training %s of %d", start, self._num_steps)
         # The last step too: a run's final loss is what one looks for.

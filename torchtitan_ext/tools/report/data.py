@@ -14,8 +14,7 @@ from amo_dist.operator_types import sort_operator_types
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.plan import Plan
 from torchtitan_ext.plugin.geometry import GEOMETRY_FILE, read_geometry
-from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_metrics
-from torchtitan_ext.tools.runs import RUN_FILE
+from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, RUN_FILE, read_metrics
 
 Records = Sequence[Mapping[str, Any]]
 
