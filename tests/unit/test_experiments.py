@@ -91,6 +91,40 @@ def test_slurm_scripts_hold_every_run(tmp_path: Path, capsys: pytest.CaptureFixt
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+def test_wrong_options_show_before_a_script_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment, place = small("budget-control", tmp_path / "runs")
+    script = tmp_path / "s.slurm"
+    arguments = ["run", "budget-control", "--small", "--out", str(tmp_path / "runs")]
+    arguments += ["--slurm", str(script)]
+    assert amo(*arguments, "--training.steps=20") == 2
+    assert "budget-0.8: training.steps: found 20" in capsys.readouterr().err
+    jobs = command.jobs_of(experiment, place)
+    runner.check(jobs[1:2], [])
+    assert amo(*arguments, "--optimizer.lr=0.5") == 2
+    assert "optimizer.lr: was 0.004, is 0.5" in capsys.readouterr().err
+    assert not script.exists()
+    assert amo(*arguments) == 0
+    assert script.exists()
+    assert [job.folder.exists() for job in jobs[:2]] == [False, True]
+
+
+def test_schedules_that_are_yet_to_be_made_are_no_mistake(tmp_path: Path) -> None:
+    experiment, place = small("static-coefficients", tmp_path)
+    job = next(job for job in command.jobs_of(experiment, place) if job.prepare)
+    runner.check([job], [])
+    path = Path(str(job.options["optimizer.muon.schedule_file"]))
+    marked = json.loads((job.folder / "run.json").read_text())
+    assert marked["optimizer"]["muon"]["schedule_file"] == str(path)
+    path.parent.mkdir()
+    path.write_text((ROOT / "configs/schedules/a1.toml").read_text())
+    runner.check([job], [])  # the same config, now that there is the file
+    path.write_text("format = ")
+    with pytest.raises(ValueError, match="is not TOML"):
+        runner.check([job], [])
+
+
 def test_a_task_of_the_array_starts_its_run(tmp_path: Path) -> None:
     """The script is run, with a stand-in for what starts training and for the other commands."""
     jobs = [resolve(run, PAPER) for run in EXPERIMENTS["static-coefficients"].runs()]

@@ -126,6 +126,8 @@ def _run(args: argparse.Namespace) -> int:
                 print(" ".join([job.shown(), *args.overrides]))
         return 0
     if args.slurm is not None:
+        todo = [job for job in jobs if not runner.is_done(job)]
+        runner.check(todo, args.overrides, marks=False)
         scripts = runner.slurm_scripts(args.name, jobs, args.overrides, Path(args.slurm))
         for path, text in scripts.items():
             path.write_text(text)
