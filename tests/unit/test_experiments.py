@@ -222,6 +222,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
             "optimizer_seconds_per_step": 0.1,
             "phase": "observation",
             "optimizer": {"optimizer/observe_seconds": 0.4},
+            "peak_memory_bytes": 2**30,
         },
         {
             "step": 41,
@@ -229,6 +230,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
             "optimizer_seconds_per_step": 0.3,
             "phase": "locked",
             "optimizer": {"optimizer/observe_seconds": 0.0},
+            "peak_memory_bytes": 3 * 2**29,
         },
     ]
     lines = [json.dumps({"loss": 1.0, "num_tokens": r["step"] * 1e6, **r}) for r in rows]
@@ -239,7 +241,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
         pytest.approx(1.75),
         pytest.approx(250.0),
         pytest.approx(1 / 1.75),
-        None,
+        1.5,
         0.4,
     ]
     lines = gather.table(experiment, found).splitlines()
@@ -248,7 +250,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
         "1.75",
         "250",
         "0.5714",
-        "-",
+        "1.5",
         "0.4",
     ]
     assert set(found[1].cost.values()) == {None}

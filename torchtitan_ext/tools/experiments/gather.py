@@ -113,7 +113,7 @@ def _cost(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
         return sum(span * value for span, value in values) / total if total else None
 
     step, optimizer = mean("seconds_per_step"), mean("optimizer_seconds_per_step")
-    memory = [r["peak_memory_gib"] for r in records if r.get("peak_memory_gib") is not None]
+    memory = [r["peak_memory_bytes"] / 2**30 for r in records if r.get("peak_memory_bytes")]
     tokens = records[-1]["num_tokens"] / records[-1]["step"] if records else None
     values = (
         step,
