@@ -104,6 +104,7 @@ def test_the_log_holds_every_matrix_and_feeds_the_static_schedules(tracked: Path
     assert sum(map(len, pool.ell_by_type.values())) + pool.num_invalid == 28
     metrics = [json.loads(line) for line in (tracked / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["geometry_seconds"] > 0
+    assert [r["step"] for r in metrics if r["observe_seconds"] is not None] == [2, 4]
 
 
 def test_the_folder_says_how_it_was_trained(tracked: Path) -> None:
