@@ -222,6 +222,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
             "optimizer_seconds_per_step": 0.1,
             "phase": "observation",
             "optimizer": {"optimizer/observe_seconds": 0.4},
+            "observe_seconds": 0.5,
             "peak_memory_bytes": 2**30,
         },
         {
@@ -229,7 +230,8 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
             "seconds_per_step": 2.0,
             "optimizer_seconds_per_step": 0.3,
             "phase": "locked",
-            "optimizer": {"optimizer/observe_seconds": 0.0},
+            "optimizer": {"optimizer/observe_seconds": 0.4},
+            "observe_seconds": None,
             "peak_memory_bytes": 3 * 2**29,
         },
     ]
@@ -242,7 +244,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
         pytest.approx(250.0),
         pytest.approx(1 / 1.75),
         1.5,
-        0.4,
+        0.5,
     ]
     lines = gather.table(experiment, found).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
@@ -251,7 +253,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
         "250",
         "0.5714",
         "1.5",
-        "0.4",
+        "0.5",
     ]
     assert set(found[1].cost.values()) == {None}
 

@@ -126,13 +126,8 @@ def _cost(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
 
 
 def _observation(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Mean seconds of an observation, over the logged steps that observe."""
-    key = "optimizer/observe_seconds"
-    values = [
-        record["optimizer"][key]
-        for record in records
-        if record.get("phase") == "observation" and record.get("optimizer", {}).get(key)
-    ]
+    """Mean seconds of an observation on its slowest rank; a record has them only after one."""
+    values = [r["observe_seconds"] for r in records if r.get("observe_seconds") is not None]
     return statistics.fmean(values) if values else None
 
 

@@ -264,7 +264,7 @@ class Cost:
     peak_memory: float | None
     """Bytes."""
     observe_seconds: float | None
-    """Of one observation, on the logging rank."""
+    """Of one observation, on the slowest rank."""
     geometry_seconds: float | None
     """Of one tracked step, on the slowest rank."""
 
@@ -283,7 +283,7 @@ def cost(run: Run) -> Cost:
         median(run.series("optimizer_seconds_per_step")),
         median(run.series("tokens_per_second")),
         max(memory, default=None),
-        median(run.optimizer_series("optimizer/observe_seconds")),
+        median(run.series("observe_seconds")),
         median(run.series("geometry_seconds")),
     )
 
