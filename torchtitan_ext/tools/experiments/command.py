@@ -38,6 +38,10 @@ def add_command(subparsers: Subparsers) -> None:
     run.set_defaults(overrides=[])
     run.epilog = "Other options go to torchtitan, for all runs."
     collect = _add(actions, "gather", "print the table of an experiment", _gather)
+    collect.epilog = (
+        "The cost table tells the steps that observe from the others only where every step is "
+        "logged: run that experiment with --metrics.log_freq 1."
+    )
     collect.add_argument("--json", action="store_true", help="print JSON instead of a table")
     collect.add_argument("--results", metavar="FILE", help="also write a file for `amo compare`")
     evaluate = _add(actions, "evaluate", "evaluate what is complete and not evaluated", _evaluate)
