@@ -313,7 +313,10 @@ def _bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> tup
     itemsize = getattr(torch, config.training.dtype).itemsize
     params = state = 0
     for group in groups:
-        each = getattr(torch, momentum).itemsize if group["algorithm"] == "muon" else 2 * itemsize
+        each = 2 * itemsize
+        if group["algorithm"] == "muon":
+            second_moment = torch.float32.itemsize if config.optimizer.name == "AdaMuon" else 0
+            each = getattr(torch, momentum).itemsize + second_moment
         for _, parameter in group["params"]:
             held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
             params += held * itemsize
