@@ -159,6 +159,12 @@ def write_run(job: Job, losses: dict[int, float], **fields: object) -> None:
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def save(job: Job, last_file: str = ".metadata") -> None:
+    """What the last save of a run leaves, its last file with it."""
+    job.checkpoint(None).mkdir(parents=True)
+    (job.checkpoint(None) / last_file).touch()
+
+
 def small(name: str, tmp_path: Path) -> tuple[Experiment, Place]:
     parser = argparse.ArgumentParser()
     experiments.add_command(parser.add_subparsers())
@@ -171,6 +177,7 @@ def test_gathering_of_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     jobs = command.jobs_of(experiment, place)
     write_run(jobs[0], {60: 3.0, 120: 2.5}, num_steps_by_type={"attn_q": 3, "attn_k": 4})
     write_run(jobs[2], {1: 5.5})
+    save(jobs[0])
     ells = dict.fromkeys(OPERATOR_TYPES, 1e-3)
     plan = make_plan(AMOConfig(budget_ratio=0.8), ells)
     (ROOT / jobs[0].folder / "plan.json").write_text(plan.to_json())
@@ -306,6 +313,7 @@ def test_complete_runs_are_not_repeated(
     jobs = command.jobs_of(experiment, place)
     for job in (jobs[0], jobs[3]):
         write_run(job, {120: 2.0})
+        save(job)
     started: list[str] = []
     monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
     monkeypatch.setattr(
@@ -314,6 +322,24 @@ def test_complete_runs_are_not_repeated(
     assert runner.run_jobs(jobs, [], 2) == 0
     assert started == [job.run.name for job in jobs if job not in (jobs[0], jobs[3])]
     assert capsys.readouterr().out.count("complete, 120 steps") == 2
+
+
+def test_a_run_is_complete_once_its_last_step_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment, place = small("budget-control", tmp_path)
+    jobs = command.jobs_of(experiment, place)
+    for job in jobs[:4]:
+        write_run(job, {120: 2.0})
+    save(jobs[1], "__0_0.distcp")  # killed within the save
+    save(jobs[2], "model.safetensors.index.json")  # the last one may be of weights
+    config = {"checkpoint": {"enable": False, "load_only": False}}
+    (jobs[3].folder / "run.json").write_text(json.dumps(config))
+    assert [runner.is_done(job) for job in jobs] == [False, False, True, True, False]
+    assert amo("show", "budget-control", "--small", "--out", str(tmp_path)) == 0
+    headings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    states = ["at step 120", "at step 120", "complete", "complete", "not started"]
+    assert [line.rpartition(", ")[2] for line in headings] == states
 
 
 def test_the_first_failure_ends_the_sequence(

@@ -116,7 +116,7 @@ def _show(args: argparse.Namespace) -> int:
 def _heading(job: Job) -> str:
     gpus = "" if job.gpus is None else f", {job.gpus} GPUs"
     done = runner.steps_done(job)
-    state = "complete" if done >= job.steps else (f"at step {done}" if done else "not started")
+    state = "complete" if runner.is_done(job) else (f"at step {done}" if done else "not started")
     return f"# {job.folder.name}: {job.steps} steps{gpus}, {state}"
 
 
