@@ -37,7 +37,8 @@ TRACKED = ("--geometry.enable", "--geometry.interval", "3")
 pytestmark = pytest.mark.slow
 
 
-def train(folder: Path, *options: str) -> None:
+def train(folder: Path, *options: str) -> str:
+    """What the ranks print."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "AMO_DEVICE": "cpu"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [
@@ -55,6 +56,7 @@ def train(folder: Path, *options: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def final_state(folder: Path) -> dict[str, Any]:
@@ -110,6 +112,16 @@ def test_the_log_holds_every_matrix_and_feeds_the_static_schedules(tracked: Path
 def test_the_folder_says_how_it_was_trained(tracked: Path) -> None:
     source = find_source(tracked / "checkpoint" / f"step-{NUM_STEPS}")
     assert (source.name, source.flavor, source.optimizer) == ("llama3", "tiny", "AMO")
+
+
+def test_a_finished_run_says_that_nothing_was_trained(tracked: Path) -> None:
+    names = ("metrics.jsonl", "geometry.jsonl", "run.json")
+    before = {name: (tracked / name).read_bytes() for name in names}
+    told = train(tracked, "--geometry.enable", "--training.gc_freq", "9")
+    assert told.splitlines() == [
+        f"the run in {tracked} is complete (its checkpoint is of step 8 of 8): nothing was trained"
+    ]
+    assert {name: (tracked / name).read_bytes() for name in names} == before
 
 
 def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tracked: Path, tmp_path: Path) -> None:
