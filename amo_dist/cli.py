@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn, TypeAlias, TypeVar
@@ -194,8 +195,19 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         argv: Arguments after the program's name; those of the process by default.
 
     Returns:
-        The command's own exit status, or 2 for a mistake of the user's (told in one line).
+        The command's own exit status, 2 for a mistake of the user's (told in one line), or 0 where
+        the reader of the output, such as ``head``, has seen enough and closed it.
     """
+    try:
+        status = _run(parser, argv)
+        sys.stdout.flush()  # else what is left would fail at the end of the process
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return status
+
+
+def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
     try:
         args, rest = parser.parse_known_args(argv)
         if hasattr(args, "overrides"):

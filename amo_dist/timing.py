@@ -7,6 +7,15 @@ import time
 from collections.abc import Iterator
 
 import torch
+import torch.distributed as dist
+
+from amo_dist.distributed.agreement import control_device, max_over
+
+
+def slowest(seconds: float, group: dist.ProcessGroup | None) -> float:
+    """The most seconds of any rank of the group, to a nanosecond; a collective over it."""
+    nanoseconds = torch.tensor([round(seconds * 1e9)], device=control_device(group))
+    return float(max_over(nanoseconds, group).item()) / 1e9
 
 
 class Stopwatch:

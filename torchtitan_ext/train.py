@@ -96,11 +96,28 @@ def train(config: Any) -> None:
             trainer.checkpointer.save(curr_step=0, last_step=True)
         elif config.comm.mode != "local_tensor":  # whose models are never initialized
             trainer.train()
+            _tell_if_complete(trainer)
     finally:
         if trainer is not None:
             trainer.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def _tell_if_complete(trainer: Any) -> None:
+    """Say so where the checkpoint is of the last step: such a run ends without any other line."""
+    import torch
+
+    from torchtitan_ext.plugin.metrics import progress
+
+    steps = trainer.job_config.training.steps
+    if not trainer._has_trained and trainer.step >= steps and torch.distributed.get_rank() == 0:
+        progress.info(
+            "the run in %s is complete (its checkpoint is of step %d of %d): nothing was trained",
+            trainer.job_config.job.dump_folder,
+            trainer.step,
+            steps,
+        )
 
 
 def end_with_parent() -> None:

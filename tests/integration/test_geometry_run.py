@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+from torchtitan_ext.tools.export import find_source
 from torchtitan_ext.tools.static_schedule import read_pool
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,8 @@ TRACKED = ("--geometry.enable", "--geometry.interval", "3")
 pytestmark = pytest.mark.slow
 
 
-def train(folder: Path, *options: str) -> None:
+def train(folder: Path, *options: str) -> str:
+    """What the ranks print."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "AMO_DEVICE": "cpu"}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     command += [
@@ -54,6 +56,7 @@ def train(folder: Path, *options: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
 
 
 def final_state(folder: Path) -> dict[str, Any]:
@@ -97,12 +100,28 @@ def test_the_log_holds_every_matrix_and_feeds_the_static_schedules(tracked: Path
     assert len(records) == 2 * 14  # steps 3 and 6; two layers of seven matrices
     assert {record["step"] for record in records} == {3, 6}
     assert {record["layer"] for record in records} == {0, 1}
-    assert {record["model"] for record in records} == {"Llama3.1-tiny"}
+    assert {record["model"] for record in records} == {"Llama-3.1-tiny"}
     pool = read_pool([tracked / "geometry.jsonl"])
-    assert pool.families == ("Llama3.1",)
+    assert pool.families == ("Llama-3.1",)
     assert sum(map(len, pool.ell_by_type.values())) + pool.num_invalid == 28
     metrics = [json.loads(line) for line in (tracked / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["geometry_seconds"] > 0
+    assert [r["step"] for r in metrics if r["observe_seconds"] is not None] == [2, 4]
+
+
+def test_the_folder_says_how_it_was_trained(tracked: Path) -> None:
+    source = find_source(tracked / "checkpoint" / f"step-{NUM_STEPS}")
+    assert (source.name, source.flavor, source.optimizer) == ("llama3", "tiny", "AMO")
+
+
+def test_a_finished_run_says_that_nothing_was_trained(tracked: Path) -> None:
+    names = ("metrics.jsonl", "geometry.jsonl", "run.json")
+    before = {name: (tracked / name).read_bytes() for name in names}
+    told = train(tracked, "--geometry.enable", "--training.gc_freq", "9")
+    assert told.splitlines() == [
+        f"the run in {tracked} is complete (its checkpoint is of step 8 of 8): nothing was trained"
+    ]
+    assert {name: (tracked / name).read_bytes() for name in names} == before
 
 
 def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tracked: Path, tmp_path: Path) -> None:
@@ -111,5 +130,8 @@ def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tracked: Path, tmp_
     shutil.rmtree(folder / "checkpoint" / f"step-{NUM_STEPS}")
     with (folder / "geometry.jsonl").open("a") as file:
         file.write('{"step": 6, "cut short by a k')
-    train(folder, *TRACKED)  # from step 4 on: step 6 is measured again
+    # From step 4 on: step 6 is measured again.
+    train(folder, *TRACKED, "--training.gc_freq", "7")
     assert log(folder) == log(tracked)
+    config = json.loads((folder / "run.json").read_text())
+    assert config["training"]["gc_freq"] == 7  # of the latest start

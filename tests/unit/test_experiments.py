@@ -91,6 +91,40 @@ def test_slurm_scripts_hold_every_run(tmp_path: Path, capsys: pytest.CaptureFixt
         subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+def test_wrong_options_show_before_a_script_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment, place = small("budget-control", tmp_path / "runs")
+    script = tmp_path / "s.slurm"
+    arguments = ["run", "budget-control", "--small", "--out", str(tmp_path / "runs")]
+    arguments += ["--slurm", str(script)]
+    assert amo(*arguments, "--training.steps=20") == 2
+    assert "budget-0.8: training.steps: found 20" in capsys.readouterr().err
+    jobs = command.jobs_of(experiment, place)
+    runner.check(jobs[1:2], [])
+    assert amo(*arguments, "--optimizer.lr=0.5") == 2
+    assert "optimizer.lr: was 0.004, is 0.5" in capsys.readouterr().err
+    assert not script.exists()
+    assert amo(*arguments) == 0
+    assert script.exists()
+    assert [job.folder.exists() for job in jobs[:2]] == [False, True]
+
+
+def test_schedules_that_are_yet_to_be_made_are_no_mistake(tmp_path: Path) -> None:
+    experiment, place = small("static-coefficients", tmp_path)
+    job = next(job for job in command.jobs_of(experiment, place) if job.prepare)
+    runner.check([job], [])
+    path = Path(str(job.options["optimizer.muon.schedule_file"]))
+    marked = json.loads((job.folder / "run.json").read_text())
+    assert marked["optimizer"]["muon"]["schedule_file"] == str(path)
+    path.parent.mkdir()
+    path.write_text((ROOT / "configs/schedules/a1.toml").read_text())
+    runner.check([job], [])  # the same config, now that there is the file
+    path.write_text("format = ")
+    with pytest.raises(ValueError, match="is not TOML"):
+        runner.check([job], [])
+
+
 def test_a_task_of_the_array_starts_its_run(tmp_path: Path) -> None:
     """The script is run, with a stand-in for what starts training and for the other commands."""
     jobs = [resolve(run, PAPER) for run in EXPERIMENTS["static-coefficients"].runs()]
@@ -125,6 +159,12 @@ def write_run(job: Job, losses: dict[int, float], **fields: object) -> None:
     (folder / "metrics.jsonl").write_text("\n".join(lines) + "\n")
 
 
+def save(job: Job, last_file: str = ".metadata") -> None:
+    """What the last save of a run leaves, its last file with it."""
+    job.checkpoint(None).mkdir(parents=True)
+    (job.checkpoint(None) / last_file).touch()
+
+
 def small(name: str, tmp_path: Path) -> tuple[Experiment, Place]:
     parser = argparse.ArgumentParser()
     experiments.add_command(parser.add_subparsers())
@@ -137,6 +177,7 @@ def test_gathering_of_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     jobs = command.jobs_of(experiment, place)
     write_run(jobs[0], {60: 3.0, 120: 2.5}, num_steps_by_type={"attn_q": 3, "attn_k": 4})
     write_run(jobs[2], {1: 5.5})
+    save(jobs[0])
     ells = dict.fromkeys(OPERATOR_TYPES, 1e-3)
     plan = make_plan(AMOConfig(budget_ratio=0.8), ells)
     (ROOT / jobs[0].folder / "plan.json").write_text(plan.to_json())
@@ -188,13 +229,17 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
             "optimizer_seconds_per_step": 0.1,
             "phase": "observation",
             "optimizer": {"optimizer/observe_seconds": 0.4},
+            "observe_seconds": 0.5,
+            "peak_memory_bytes": 2**30,
         },
         {
             "step": 41,
             "seconds_per_step": 2.0,
             "optimizer_seconds_per_step": 0.3,
             "phase": "locked",
-            "optimizer": {"optimizer/observe_seconds": 0.0},
+            "optimizer": {"optimizer/observe_seconds": 0.4},
+            "observe_seconds": None,
+            "peak_memory_bytes": 3 * 2**29,
         },
     ]
     lines = [json.dumps({"loss": 1.0, "num_tokens": r["step"] * 1e6, **r}) for r in rows]
@@ -205,8 +250,9 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
         pytest.approx(1.75),
         pytest.approx(250.0),
         pytest.approx(1 / 1.75),
-        None,
-        0.4,
+        1.5,
+        0.5,
+        *(None, None, None, None),  # a record of ten steps, and one of two phases
     ]
     lines = gather.table(experiment, found).splitlines()
     assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
@@ -214,10 +260,41 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
         "1.75",
         "250",
         "0.5714",
-        "-",
-        "0.4",
+        "1.5",
+        "0.5",
+        *("-", "-", "-", "-"),
     ]
     assert set(found[1].cost.values()) == {None}
+
+
+def test_seconds_a_step_by_phase(tmp_path: Path) -> None:
+    experiment, place = small("cost", tmp_path)
+    job = command.jobs_of(experiment, place)[-1]
+    folder = ROOT / job.folder
+    folder.mkdir(parents=True)
+    rows = [
+        (1, 99.0, "observation", None),  # left out: it compiles
+        (2, 6.0, "observation", None),
+        (3, 16.0, "observation", 9.5),
+        (4, 7.0, "observation", None),
+        (5, 18.0, "observation", 9.5),
+        (6, 6.5, "transition", None),
+        (7, 6.0, "locked", None),
+        (9, 9.0, "locked", None),  # of two steps
+        (12, 50.0, "locked", 9.5),  # of three, one of which observes: that of none of them
+        (20, 50.0, "transition", None),  # of eight, of two phases
+    ]
+    keys = ("step", "seconds_per_step", "phase", "observe_seconds")
+    records = [dict(zip(keys, row, strict=True)) | {"loss": 1.0, "num_tokens": 1} for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    cost = gather.gather(experiment, place)[-1].cost
+    assert {name: cost[name] for name in gather.COSTS[-4:]} == {
+        "step with one (s)": 17.0,
+        "before the plan (s)": 6.5,
+        "transition (s)": 6.5,
+        "locked (s)": 8.0,
+    }
+    assert cost["one observation (s)"] == 9.5
 
 
 def test_gathering_of_geometry(tmp_path: Path) -> None:
@@ -236,6 +313,7 @@ def test_complete_runs_are_not_repeated(
     jobs = command.jobs_of(experiment, place)
     for job in (jobs[0], jobs[3]):
         write_run(job, {120: 2.0})
+        save(job)
     started: list[str] = []
     monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
     monkeypatch.setattr(
@@ -244,6 +322,24 @@ def test_complete_runs_are_not_repeated(
     assert runner.run_jobs(jobs, [], 2) == 0
     assert started == [job.run.name for job in jobs if job not in (jobs[0], jobs[3])]
     assert capsys.readouterr().out.count("complete, 120 steps") == 2
+
+
+def test_a_run_is_complete_once_its_last_step_is_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment, place = small("budget-control", tmp_path)
+    jobs = command.jobs_of(experiment, place)
+    for job in jobs[:4]:
+        write_run(job, {120: 2.0})
+    save(jobs[1], "__0_0.distcp")  # killed within the save
+    save(jobs[2], "model.safetensors.index.json")  # the last one may be of weights
+    config = {"checkpoint": {"enable": False, "load_only": False}}
+    (jobs[3].folder / "run.json").write_text(json.dumps(config))
+    assert [runner.is_done(job) for job in jobs] == [False, False, True, True, False]
+    assert amo("show", "budget-control", "--small", "--out", str(tmp_path)) == 0
+    headings = [line for line in capsys.readouterr().out.splitlines() if line.startswith("#")]
+    states = ["at step 120", "at step 120", "complete", "complete", "not started"]
+    assert [line.rpartition(", ")[2] for line in headings] == states
 
 
 def test_the_first_failure_ends_the_sequence(

@@ -18,7 +18,7 @@ with warnings.catch_warnings():
     torchtitan_ext.register()
 
 from torchtitan_ext import cli
-from torchtitan_ext.plugin import optimizers, settings
+from torchtitan_ext.plugin import geometry, optimizers, settings
 from torchtitan_ext.tools.experiments.catalog import (
     ALL_RUNS,
     EXPERIMENTS,
@@ -207,6 +207,13 @@ def test_gpus_are_those_of_the_run_table() -> None:
     for name, model in MODELS.items():
         assert model.gpus == runs["muon"][name]["gpus"]
         assert model.adamw_gpus == runs["adamw"][name]["gpus"]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_geometry_logs_call_models_and_families_as_the_catalog_does(name: str) -> None:
+    config = settings.parse([f"--job.config_file={ROOT / 'configs' / MODELS[name].stem}.toml"])
+    assert geometry.family_label(config) == MODELS[name].family
+    assert geometry.model_label(config) == name
 
 
 def test_static_runs_make_their_schedule_from_the_pilots_logs() -> None:

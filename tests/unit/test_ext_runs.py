@@ -120,6 +120,23 @@ def test_only_fields_that_matter_for_training_may_not_change(tmp_path: Path) -> 
     assert changes({"a": {"b": 1}}, {"a": {"c": None}}) == ["a.b: was 1, is None"]
 
 
+def test_a_run_leaves_the_config_of_its_latest_start(tmp_path: Path) -> None:
+    files = RunFiles(tmp_path)
+    assert not (tmp_path / "run.json").exists()  # a start that fails before its first step
+    files.start(1, CONFIG)
+    folder = RunFolder(tmp_path)
+    assert folder.prepare(CONFIG) == 0
+    files.start(7, {**CONFIG, "optimizer": {"lr": 0.2}})
+    files.close()
+    assert json.loads((tmp_path / "run.json").read_text())["optimizer"] == {"lr": 0.2}
+    before = (tmp_path / "run.json").read_bytes()
+    with pytest.raises(ValueError, match=r"optimizer.lr: was 0.2, is 0.1"):
+        folder.require_same(CONFIG)
+    folder.require_same({"optimizer": {"lr": 0.2}, "metrics": {"log_freq": 7}})
+    assert (tmp_path / "run.json").read_bytes() == before
+    RunFolder(tmp_path / "missing").require_same(CONFIG)
+
+
 def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("years of work")
     folder = RunFolder(tmp_path)

@@ -271,6 +271,9 @@ def test_memory_of_the_state() -> None:
     state = (4 * parameters["muon"] + 8 * parameters["adamw"]) / 32
     assert found["memory"]["optimizer_state"] == pytest.approx(state, rel=1e-6)
     assert found["memory"]["parameters"] == pytest.approx(4 * parameters["total"] / 32, rel=1e-6)
+    adamuon = report("qwen3_1.7b", 32, "", "--optimizer.name=AdaMuon")  # two values everywhere
+    state = 8 * parameters["total"] / 32
+    assert adamuon["memory"]["optimizer_state"] == pytest.approx(state, rel=1e-6)
     size = 4 * parameters["total"] + 4 * parameters["muon"] + 8 * parameters["adamw"]
     assert found["run"]["checkpoint_bytes"] == size
 

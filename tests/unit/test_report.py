@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.root import ROOT
+from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.tracker import GeometryTracker
 from torchtitan_ext.tools import report
 from torchtitan_ext.tools.report import data
 
@@ -29,7 +34,8 @@ def metric(step: int, **changes: Any) -> dict[str, Any]:
         "phase": "observation" if step <= 20 else "locked",
         "num_steps_by_type": dict.fromkeys(OPERATOR_TYPES, 5),
         "optimizer": {f"amo/ell/{name}": 1e-3 / step for name in OPERATOR_TYPES}
-        | {"optimizer/observe_seconds": 0.125},
+        | {"optimizer/observe_seconds": 0.03125},
+        "observe_seconds": 0.125 if step == 20 else None,
         **changes,
     }
 
@@ -40,8 +46,8 @@ def geometry(step: int, layer: int, operator_type: str, kappa: float | None) -> 
         "name": f"layers.{layer}.{operator_type}.weight",
         "layer": layer,
         "operator_type": operator_type,
-        "model": "Llama3.1-<test>",
-        "family": "Llama3.1",
+        "model": "Llama-3.1-<test>",
+        "family": "Llama-3.1",
         "shape": [8, 16],
         "kappa": kappa,
         "ns_residual": None if kappa is None else math.log10(kappa) / 10,
@@ -143,12 +149,63 @@ def test_work_weighs_types_by_their_flops(tmp_path: Path) -> None:
     assert found.mean == pytest.approx((10 * 1.0 + 30 * 53 / 45) / 40)
 
 
+def tracked(optimizer: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Two steps of an optimizer, the second of them tracked, as a run writes them down."""
+    optimizer.tracker = GeometryTracker(2, "residual")
+    metrics = []
+    for step in (1, 2):
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                param.grad = torch.randn_like(param)
+        optimizer.step()
+        schedules = optimizer.policy.schedules(step)
+        counts = {name: schedule.num_steps for name, schedule in schedules.items()}
+        metrics.append(metric(step, num_steps_by_type=counts))
+    labels = {"model": "m", "family": "f"}
+    return metrics, [{**record, **labels} for record in optimizer.tracker.records]
+
+
+@pytest.mark.parametrize(
+    ("kind", "num_names"), [("root", 2), ("operator_type", 1), ("layer_group", 3), ("matrix", 3)]
+)
+def test_work_of_schedules_that_are_not_of_types(tmp_path: Path, kind: str, num_names: int) -> None:
+    shapes = {"layers.0.mlp": (8, 8), "layers.1.mlp": (8, 16), "layers.2.mlp": (8, 16)}
+    model = torch.nn.Module()
+    model.layers = torch.nn.ModuleList(
+        torch.nn.ModuleDict({"mlp": torch.nn.Linear(n, m, bias=False)}) for m, n in shapes.values()
+    )
+    groups = param_groups(model, patterns={r".*mlp\.weight": "mlp_up"})
+    optimizer = ROOT(groups) if kind == "root" else AMO(groups, config=AMOConfig(granularity=kind))
+    metrics, log = tracked(optimizer)
+    counts = metrics[-1]["num_steps_by_type"]
+    assert len(counts) == num_names
+    # Another schedule for the name of the first matrix, to see its weight.
+    name = optimizer.policy.group_of("layers.0.mlp.weight")
+    metrics.append(metric(3, num_steps_by_type={**counts, name: 10}))
+    found = data.ns_work(data.load_one(write_run(tmp_path / "run", metrics, log)))
+    assert found is not None
+    assert found.unit == "flops"
+    flops = {one: ns_step_flops(*shape) for one, shape in shapes.items()}
+    mine = sum(
+        value for one, value in flops.items() if optimizer.policy.group_of(f"{one}.weight") == name
+    )
+    assert found.ratio == [1.0, 1.0, pytest.approx(1.0 + mine / sum(flops.values()))]
+
+
+def test_work_counts_steps_where_a_name_is_unknown(tmp_path: Path) -> None:
+    log = [geometry(1, 0, "attn_q", 2.0)]
+    metrics = [metric(10, num_steps_by_type={"attn_q": 5, "my_own/group": 10})]
+    found = data.ns_work(data.load_one(write_run(tmp_path / "run", metrics, log)))
+    assert found is not None
+    assert (found.unit, found.ratio) == ("steps", [1.5])
+
+
 def test_costs_leave_out_the_start(tmp_path: Path) -> None:
-    metrics = [metric(1, seconds_per_step=90.0), metric(2), metric(3, loss=None)]
+    metrics = [metric(1, seconds_per_step=90.0), metric(20), metric(30, loss=None)]
     found = data.cost(data.load_one(write_run(tmp_path / "run", metrics, [])))
     assert found.step_seconds == 2.0
     assert found.observe_seconds == 0.125
-    assert found.peak_memory == 3 * 2**20
+    assert found.peak_memory == 30 * 2**20
 
 
 # ---------------------------------------------------------------- the page
@@ -210,7 +267,7 @@ def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
     assert sorted(path.stem for path in (tmp_path / "png").iterdir()) == names
     assert page.tags.count("img") == len(names)
     assert "a&b" in page.text
-    assert "Llama3.1-<test>" in page.text  # escaped, or it would be a tag
+    assert "Llama-3.1-<test>" in page.text  # escaped, or it would be a tag
     assert "Nothing to show" not in page.text
     assert "Hardest most often: mlp_down (3 of 3 tracked steps)" in page.text
 

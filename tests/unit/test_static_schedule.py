@@ -125,6 +125,13 @@ def test_invalid_records_are_counted_and_left_out() -> None:
     assert read_pool([LOG], "Llama-3.1").num_invalid == 0
 
 
+def test_earlier_logs_are_of_the_same_family(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(LOG.read_text().replace('"family": "Llama-3.1"', '"family": "Llama3.1"'))
+    assert read_pool([path], "Llama-3.1") == read_pool([LOG], "Llama-3.1")
+    assert read_pool([path, LOG]).families == ("Llama-3.1", "Qwen3")
+
+
 @pytest.mark.parametrize("values", [[3.0], [2.0, 1.0], [5.0, 1.0, 4.0, 2.0], list(range(37))])
 @pytest.mark.parametrize("percent", [1, 10, 25, 50, 99])
 def test_percentile_is_its_definition(values: list[float], percent: int) -> None:

@@ -1,4 +1,4 @@
-"""The stopwatch keeps the last run of each part."""
+"""The stopwatch keeps the last run of each part; the slowest rank tells for all."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from unittest import mock
 
 import torch
 
-from amo_dist.timing import Stopwatch
+from amo_dist.distributed.agreement import world_group
+from amo_dist.timing import Stopwatch, slowest
+from tests.distributed.harness import Ranks
 
 
 def test_the_last_run_counts() -> None:
@@ -20,3 +22,12 @@ def test_the_last_run_counts() -> None:
     stopwatch.put("observe", 7.0)
     assert stopwatch.seconds("observe") == 7.0
     assert stopwatch.seconds("step") == 0.5
+
+
+def slowest_of_all(rank: int, world_size: int) -> float:
+    return slowest(0.25 * (rank + 1), world_group())
+
+
+def test_the_slowest_rank_counts(run_on: Ranks) -> None:
+    assert run_on(3)(slowest_of_all) == [0.75] * 3
+    assert slowest(0.123456789, None) == 0.123456789

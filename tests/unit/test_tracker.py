@@ -200,7 +200,7 @@ def test_only_where_it_is_asked_for(tmp_path: Path) -> None:
 
 
 def test_models_have_the_names_of_the_paper() -> None:
-    assert plugin.model_label(config()) == "Llama3.1-tiny"
+    assert plugin.model_label(config()) == "Llama-3.1-tiny"
     assert plugin.model_label(config(flavor="Llama-3.1-75M")) == "Llama-3.1-75M"
 
 

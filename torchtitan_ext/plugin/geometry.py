@@ -20,7 +20,7 @@ from torchtitan_ext.plugin import run_files
 
 GEOMETRY_FILE = "geometry.jsonl"
 
-_FAMILIES = {"llama3": "Llama3.1", "qwen3": "Qwen3"}
+_FAMILIES = {"llama3": "Llama-3.1", "qwen3": "Qwen3"}
 """Names that the AMO paper gives to torchtitan's models."""
 
 
@@ -129,7 +129,7 @@ def _no_matrices(config: Any) -> str:
 
 
 def model_label(config: Any) -> str:
-    """The flavor, with its family in front where it does not tell it: ``Llama3.1-quickstart``."""
+    """The flavor, with its family in front where it does not tell it: ``Llama-3.1-quickstart``."""
     flavor: str = config.model.flavor
     return flavor if flavor[:1].isupper() else f"{family_label(config)}-{flavor}"
 

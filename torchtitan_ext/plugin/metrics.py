@@ -13,7 +13,10 @@ from typing import Any
 import torch
 import torchtitan.components.metrics as titan
 
+from amo_dist.distributed.agreement import world_group
 from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.policies import AMOPolicy
+from amo_dist.timing import slowest
 from amo_dist.tracker import GeometryTracker
 from torchtitan_ext.plugin import geometry, optimizers
 from torchtitan_ext.plugin.run_files import RunFiles
@@ -23,11 +26,12 @@ progress = logging.getLogger("torchtitan_ext.progress")
 
 
 class MetricsProcessor(titan.MetricsProcessor):
-    """torchtitan's processor, with the optimizer's figures and two files in the dump folder.
+    """torchtitan's processor, with the optimizer's figures and three files in the dump folder.
 
     ``metrics.jsonl`` gets one JSON object for each logged step (floats in full, ``null`` for a NaN
     or infinity); a resumed run first drops what lies beyond its checkpoint. ``plan.json`` holds
-    AMO's latest plan once there is one. TensorBoard and W&B get the same figures.
+    AMO's latest plan once there is one, and ``run.json`` the config from the first step of a start
+    on. TensorBoard and W&B get the same figures.
     """
 
     _optimizers: Any = None
@@ -48,6 +52,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._tokens_per_step = tokens_per_step(job_config.training, parallel_dims)
         self._step_ended = self.time_last_log
         self._tokens_at_end = 0
+        self._observed_step = 0
 
     @property
     def optimizers(self) -> Any:
@@ -64,8 +69,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         """Whether torchtitan logs this step; the first call tells where the run starts."""
         if self._first_step is None:
             self._first_step, self._logged_step = step, step - 1
+            self._observed_step = step - 1
             if self._files is not None:
-                self._files.start(step)
+                self._files.start(step, self._config.to_dict())
                 start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
                 progress.info("training %s of %d", start, self._num_steps)
         self._step_ended, self._tokens_at_end = time.perf_counter(), self.ntokens_since_last_log
@@ -104,6 +110,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             "seconds_per_step": seconds / num_steps,
             "optimizer_seconds_per_step": optimizer_seconds,
             "peak_memory_bytes": peak_memory(),
+            "observe_seconds": self._observe_seconds(report.metrics),
             "geometry_seconds": None if self._tracker is None else self._tracker.seconds,
             "phase": report.phase,
             "num_steps_by_type": report.num_steps_by_type,
@@ -139,6 +146,20 @@ class MetricsProcessor(titan.MetricsProcessor):
         super().close()
         if self._files is not None:
             self._files.close()
+
+    def _observe_seconds(self, figures: Mapping[str, float]) -> float | None:
+        """Seconds of the slowest rank in the latest observation, if it was made since the last log.
+
+        A collective over the world then: all ranks know of the same observations.
+        """
+        policy = getattr(getattr(self.optimizers, "optimizer", None), "policy", None)
+        if not isinstance(policy, AMOPolicy) or not policy.controller.observations:
+            return None
+        step = policy.controller.observations[-1].step
+        if step <= self._observed_step:
+            return None
+        self._observed_step = step
+        return slowest(figures["optimizer/observe_seconds"], world_group())
 
     def _show_plan(self, plan: str | None) -> None:
         if self._files is not None and plan is not None and self._files.save_plan(plan):

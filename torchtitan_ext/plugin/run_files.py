@@ -14,6 +14,8 @@ from typing import Any, TextIO
 
 METRICS_FILE = "metrics.jsonl"
 PLAN_FILE = "plan.json"
+RUN_FILE = "run.json"
+"""The config of the run."""
 LOCK_FILE = "lock"
 
 COMPLETE_FILES = (".metadata", "model.safetensors.index.json")
@@ -65,6 +67,19 @@ def require_unlocked(folder: Path) -> None:
             pass
 
 
+def save_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Write the config of a run into its dump folder.
+
+    Args:
+        folder: Exists.
+        config: Sections of fields, JSON values.
+    """
+    # Beside it first: tools refuse a folder whose file was cut short by a kill.
+    scratch = (folder / RUN_FILE).with_suffix(".tmp")
+    scratch.write_text(json.dumps(config, indent=1) + "\n")
+    scratch.replace(folder / RUN_FILE)
+
+
 class RunFiles:
     """Files that one rank writes into the dump folder.
 
@@ -78,15 +93,23 @@ class RunFiles:
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._lock = lock(folder)
+        self._folder = folder
         self._metrics = folder / METRICS_FILE
         self._plan = folder / PLAN_FILE
         self._saved_plan: str | None = None
 
-    def start(self, step: int) -> None:
-        """Drop what earlier runs wrote for ``step`` and later ones."""
+    def start(self, step: int, config: Mapping[str, Any] | None = None) -> None:
+        """Drop what earlier runs wrote for ``step`` and later ones.
+
+        Args:
+            step: The first one to come.
+            config: Of this run; takes the place of an earlier start's in ``run.json``.
+        """
         kept = [record for record in read_metrics(self._metrics) if record["step"] < step]
         self._metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
         self._plan.unlink(missing_ok=True)  # comes back at the first log where there is one
+        if config is not None:
+            save_config(self._folder, config)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one record."""

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.cli import Subparsers
-from torchtitan_ext.tools.runs import RUN_FILE
+from torchtitan_ext.plugin.run_files import RUN_FILE
 
 TOKENIZER_FILES = (
     "tokenizer.json",

@@ -6,7 +6,6 @@ import argparse
 import dataclasses
 import json
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -90,14 +89,15 @@ def build(
         hardware: From :func:`torchtitan_ext.tools.preflight_costs.read_hardware`.
 
     Raises:
-        ValueError: For a malformed plan, or an unknown matrix inside a block.
+        ValueError: For a malformed plan, an unknown matrix inside a block, or a schedule file that
+            lacks an operator type.
     """
-    from torchtitan_ext.tools import preflight_checks
+    from torchtitan_ext.tools import preflight_checks, preflight_schedule
 
     degrees = preflight_checks.degrees(config, world_size)
     model_args, model = _meta_model(config)
     groups = _groups(model, config)
-    before, after, origin = _steps(config, groups, plan)
+    before, after, origin = preflight_schedule.steps(config, _registry(groups), plan)
     report: dict[str, Any] = {
         "problems": [],
         "notes": preflight_checks.notes(config),
@@ -212,46 +212,6 @@ def _flops_per_token(args: Any, model: Any, seq_len: int) -> float:
 # ------------------------------------------------------------------ the schedule
 
 
-def _steps(
-    config: Any, groups: Sequence[Mapping[str, Any]], plan: str
-) -> tuple[dict[str, int], dict[str, int], str]:
-    """Newton-Schulz steps by operator type, before and after the lock, and whence the latter."""
-    from amo_dist.operator_types import sort_operator_types
-    from amo_dist.schedule.policies import named_policy
-    from amo_dist.simulate import MODELS
-
-    registry = _registry(groups)
-    types = sort_operator_types(info.operator_type for info in registry)
-    if not types:
-        return {}, {}, "no matrices"
-    if config.optimizer.name != "AMO":
-        policy = named_policy(config.optimizer.muon.schedule)
-        policy.bind(registry)
-        fixed = {name: one.num_steps for name, one in policy.schedules(1).items()}
-        return fixed, fixed, f"schedule {config.optimizer.muon.schedule}, the same all along"
-    before = dict.fromkeys(types, config.optimizer.amo.base_steps)
-    if plan:
-        return before, {**before, **_read_plan(plan, types)}, "given by --plan"
-    key = config.model.flavor.lower()
-    # The paper prints the plans of these two; the third of MODELS is a stand-in.
-    if key in ("qwen3-1.7b", "llama-3.1-760m") and len(types) == len(MODELS[key][1]):
-        return before, dict(zip(types, MODELS[key][1], strict=True)), "the paper's for this model"
-    return before, before, "unknown before the run: uniform stands in"
-
-
-def _read_plan(text: str, types: Sequence[str]) -> dict[str, int]:
-    steps = {}
-    for item in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)=([1-9]\d*)\s*", item)
-        if match is None or match[1] not in types:
-            raise ValueError(
-                f"--plan: found {item!r}, expected TYPE=STEPS, a type of {', '.join(types)} and "
-                "an integer >= 1"
-            )
-        steps[match[1]] = int(match[2])
-    return steps
-
-
 def _samples(config: Any, registry: Sequence[Any]) -> list[tuple[str, ...]]:
     """What AMO will draw at each observation of the first plan; those of later ones are alike."""
     from amo_dist.schedule.policies import AMOPolicy
@@ -353,7 +313,10 @@ def _bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> tup
     itemsize = getattr(torch, config.training.dtype).itemsize
     params = state = 0
     for group in groups:
-        each = getattr(torch, momentum).itemsize if group["algorithm"] == "muon" else 2 * itemsize
+        each = 2 * itemsize
+        if group["algorithm"] == "muon":
+            second_moment = torch.float32.itemsize if config.optimizer.name == "AdaMuon" else 0
+            each = getattr(torch, momentum).itemsize + second_moment
         for _, parameter in group["params"]:
             held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
             params += held * itemsize

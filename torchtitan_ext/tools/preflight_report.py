@@ -61,7 +61,8 @@ def _parameters(report: Mapping[str, Any]) -> list[str]:
             [name, str(one["count"]), str(one["steps_before"]), str(one["steps_after"])]
             for name, one in types.items()
         ]
-        lines += ["", f"Newton-Schulz steps (after the lock: {report['plan_origin']})"]
+        when = "after the lock: " if optimizer == "AMO" else ""
+        lines += ["", f"Newton-Schulz steps ({when}{report['plan_origin']})"]
         lines += _table(["operator type", "count", "before", "after"], rows)
     return lines
 

@@ -9,9 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.plugin.run_files import COMPLETE_FILES
-
-RUN_FILE = "run.json"
+from torchtitan_ext.plugin.run_files import COMPLETE_FILES, RUN_FILE, save_config
 
 _NOT_COMPARED = (
     *("job", "metrics", "geometry", "profiling", "comm", "checkpoint", "experimental"),
@@ -21,7 +19,7 @@ _NOT_COMPARED = (
 
 
 class RunFolder:
-    """The dump folder of a run, marked by a file that holds the config it was started with.
+    """The dump folder of a run, marked by a file that holds the config of its latest start.
 
     Args:
         path: ``job.dump_folder``; need not exist.
@@ -55,17 +53,25 @@ class RunFolder:
             ValueError: If the folder is not a run's, or its run had another config.
         """
         self._require_ours()
-        config = json.loads(json.dumps(config))
-        if self._marker.exists():
-            changed = changes(json.loads(self._marker.read_text()), config)
-            if changed:
-                raise ValueError(
-                    f"{self.path} holds a run with another config ({'; '.join(changed)}); "
-                    "use its values, another job.dump_folder, or --fresh to delete it"
-                )
+        self.require_same(config)
         self.path.mkdir(parents=True, exist_ok=True)
-        self._marker.write_text(json.dumps(config, indent=1) + "\n")
+        save_config(self.path, config)
         return self.latest_step()
+
+    def require_same(self, config: Mapping[str, Any]) -> None:
+        """Check that the folder's run, if it holds one, has this config; nothing is written.
+
+        Raises:
+            ValueError: If it had another one.
+        """
+        if not self._marker.exists():
+            return
+        config = json.loads(json.dumps(config))  # a tuple comes back as a list
+        if changed := changes(json.loads(self._marker.read_text()), config):
+            raise ValueError(
+                f"{self.path} holds a run with another config ({'; '.join(changed)}); "
+                "use its values, another job.dump_folder, or --fresh to delete it"
+            )
 
     def latest_step(self) -> int:
         """The step of the latest complete checkpoint; 0 where there is none."""

@@ -73,8 +73,10 @@ def read_pool(paths: Iterable[str | Path], family: str | None = None) -> Pool:
     num_invalid = 0
     for path in paths:
         for where, record in _records(Path(path)):
-            families.add(_name(where, record, "family"))
-            if family is not None and record["family"] != family:
+            # Logs of earlier versions spell this family as one word.
+            found = _name(where, record, "family").replace("Llama3.1", "Llama-3.1")
+            families.add(found)
+            if family is not None and found != family:
                 continue
             models.add(_name(where, record, "model"))
             ell = static_ell(*(_size(where, record, key) for key in _SIZES))

@@ -57,8 +57,6 @@ def run(args: argparse.Namespace) -> int:
         _show(folder, sys.stdout, follows=args.follow, interval=args.interval)
     except KeyboardInterrupt:
         print()
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

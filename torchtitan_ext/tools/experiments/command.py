@@ -38,6 +38,10 @@ def add_command(subparsers: Subparsers) -> None:
     run.set_defaults(overrides=[])
     run.epilog = "Other options go to torchtitan, for all runs."
     collect = _add(actions, "gather", "print the table of an experiment", _gather)
+    collect.epilog = (
+        "The cost table tells the steps that observe from the others only where every step is "
+        "logged: run that experiment with --metrics.log_freq 1."
+    )
     collect.add_argument("--json", action="store_true", help="print JSON instead of a table")
     collect.add_argument("--results", metavar="FILE", help="also write a file for `amo compare`")
     evaluate = _add(actions, "evaluate", "evaluate what is complete and not evaluated", _evaluate)
@@ -112,7 +116,7 @@ def _show(args: argparse.Namespace) -> int:
 def _heading(job: Job) -> str:
     gpus = "" if job.gpus is None else f", {job.gpus} GPUs"
     done = runner.steps_done(job)
-    state = "complete" if done >= job.steps else (f"at step {done}" if done else "not started")
+    state = "complete" if runner.is_done(job) else (f"at step {done}" if done else "not started")
     return f"# {job.folder.name}: {job.steps} steps{gpus}, {state}"
 
 
@@ -126,6 +130,8 @@ def _run(args: argparse.Namespace) -> int:
                 print(" ".join([job.shown(), *args.overrides]))
         return 0
     if args.slurm is not None:
+        todo = [job for job in jobs if not runner.is_done(job)]
+        runner.check(todo, args.overrides, marks=False)
         scripts = runner.slurm_scripts(args.name, jobs, args.overrides, Path(args.slurm))
         for path, text in scripts.items():
             path.write_text(text)

@@ -55,8 +55,15 @@ COSTS = (
     "throughput (M tokens/s)",
     "peak memory (GiB)",
     "one observation (s)",
+    "step with one (s)",
+    "before the plan (s)",
+    "transition (s)",
+    "locked (s)",
 )
-"""Columns of the cost table."""
+"""Columns of the cost table; the last three are of steps in that phase without an observation."""
+
+PHASES = ("observation", "transition", "locked")
+"""Those of the last three columns."""
 
 
 def gather(experiment: Experiment, place: Place) -> list[Found]:
@@ -113,26 +120,47 @@ def _cost(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
         return sum(span * value for span, value in values) / total if total else None
 
     step, optimizer = mean("seconds_per_step"), mean("optimizer_seconds_per_step")
-    memory = [r["peak_memory_gib"] for r in records if r.get("peak_memory_gib") is not None]
+    memory = [r["peak_memory_bytes"] / 2**30 for r in records if r.get("peak_memory_bytes")]
     tokens = records[-1]["num_tokens"] / records[-1]["step"] if records else None
+    with_one, by_phase = _seconds_by_phase(records)
     values = (
         step,
         None if optimizer is None else 1e3 * optimizer,
         tokens / step / 1e6 if tokens and step else None,
         max(memory, default=None),
         _observation(records),
+        with_one,
+        *(by_phase.get(phase) for phase in PHASES),
     )
     return dict(zip(COSTS, values, strict=True))
 
 
+def _seconds_by_phase(
+    records: Sequence[Mapping[str, Any]],
+) -> tuple[float | None, dict[str, float]]:
+    """Mean seconds of a step with an observation, and of those without by phase.
+
+    A record is of all steps since the one before. It counts where they are alike: all of one phase
+    and without an observation, or a single step.
+    """
+    sums: dict[str, tuple[int, float]] = {}
+    for before, record in itertools.pairwise(records):
+        span, phase = record["step"] - before["step"], record.get("phase")
+        observes = record.get("observe_seconds") is not None
+        if record.get("seconds_per_step") is None or not phase:
+            continue
+        if span > 1 and (observes or before.get("phase") != phase):
+            continue
+        key = "with one" if observes else phase
+        steps, seconds = sums.get(key, (0, 0.0))
+        sums[key] = steps + span, seconds + span * record["seconds_per_step"]
+    means = {key: seconds / steps for key, (steps, seconds) in sums.items()}
+    return means.pop("with one", None), means
+
+
 def _observation(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Mean seconds of an observation, over the logged steps that observe."""
-    key = "optimizer/observe_seconds"
-    values = [
-        record["optimizer"][key]
-        for record in records
-        if record.get("phase") == "observation" and record.get("optimizer", {}).get(key)
-    ]
+    """Mean seconds of an observation on its slowest rank; a record has them only after one."""
+    values = [r["observe_seconds"] for r in records if r.get("observe_seconds") is not None]
     return statistics.fmean(values) if values else None
 
 

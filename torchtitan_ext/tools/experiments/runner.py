@@ -2,32 +2,56 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from torchtitan_ext.plugin.run_files import METRICS_FILE, read_metrics
-from torchtitan_ext.tools.experiments.resolve import ROOT, Job
+from torchtitan_ext.plugin.run_files import (
+    COMPLETE_FILES,
+    METRICS_FILE,
+    RUN_FILE,
+    read_metrics,
+)
+from torchtitan_ext.tools.experiments.resolve import ROOT, Job, read_config
 
 GPUS_PER_NODE = 8
 
 
 def steps_done(job: Job) -> int:
-    """The last logged step; a run logs its very last one, so that this tells a complete run."""
+    """The last logged step; a run logs its very last one, before it saves it."""
     records = read_metrics(ROOT / job.folder / METRICS_FILE)
     return int(records[-1]["step"]) if records else 0
 
 
 def is_done(job: Job) -> bool:
-    """Whether the run is complete."""
-    return steps_done(job) >= job.steps
+    """Whether the run is complete: its last step is logged, and saved where it saves."""
+    if steps_done(job) < job.steps:
+        return False
+    checkpoint = job.checkpoint(None)
+    return not _saves(job) or any((checkpoint / name).is_file() for name in COMPLETE_FILES)
 
 
-def check(jobs: Sequence[Job], extra: Sequence[str]) -> None:
-    """Parse every job's config and mark its folder, so that mistakes show before any run starts.
+def _saves(job: Job) -> bool:
+    """Whether a run writes checkpoints: as it was last started, or as its config says."""
+    marker = ROOT / job.folder / RUN_FILE
+    values = json.loads(marker.read_text()) if marker.exists() else read_config(job.config)
+    section = values.get("checkpoint", {})
+    return bool(section.get("enable")) and not section.get("load_only")
+
+
+def check(jobs: Sequence[Job], extra: Sequence[str], *, marks: bool = True) -> None:
+    """Parse every job's config, so that mistakes show before any run starts.
+
+    Args:
+        jobs: What is about to start.
+        extra: Further options of torchtitan for all of them.
+        marks: Write the config into each folder, which takes a new or empty one or a run's;
+            otherwise nothing is written.
 
     Raises:
         ValueError: A config does not work, or a folder holds a run with another one.
@@ -39,12 +63,35 @@ def check(jobs: Sequence[Job], extra: Sequence[str]) -> None:
     from torchtitan_ext.tools.runs import RunFolder
 
     for job in jobs:
-        arguments = [f"--job.config_file={ROOT / job.config}", *job.arguments(), *extra]
+        made = _not_made_yet(job)
+        arguments = [argument for argument in job.arguments() if argument not in made]
         try:
-            config = settings.parse(arguments)
-            RunFolder(ROOT / job.folder, config.checkpoint.folder).prepare(config.to_dict())
+            config = settings.parse([f"--job.config_file={ROOT / job.config}", *arguments, *extra])
+            values = config.to_dict()
+            for argument in made:
+                _set(values, argument)
+            folder = RunFolder(ROOT / job.folder, config.checkpoint.folder)
+            if marks:
+                folder.prepare(values)
+            else:
+                folder.require_same(values)
         except ValueError as error:
             raise ValueError(f"{job.folder.name}: {error}") from None
+
+
+def _not_made_yet(job: Job) -> list[str]:
+    """Arguments that name files which a command has yet to make before the run."""
+    missing = [command[-1] for command in job.prepare if not (ROOT / command[-1]).exists()]
+    return [one for one in job.arguments() if one.partition("=")[2] in missing]
+
+
+def _set(values: dict[str, Any], argument: str) -> None:
+    """Put ``--section.field=value`` into the sections of a config."""
+    names, _, value = argument.removeprefix("--").partition("=")
+    *sections, field = names.split(".")
+    for section in sections:
+        values = values[section]
+    values[field] = value
 
 
 def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:

@@ -6,16 +6,17 @@ import dataclasses
 import json
 import math
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from amo_dist.operator_types import sort_operator_types
 from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.grouping import groups
 from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.plugin.geometry import GEOMETRY_FILE, read_geometry
-from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_metrics
-from torchtitan_ext.tools.runs import RUN_FILE
+from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, RUN_FILE, read_metrics
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -229,12 +230,12 @@ def ns_work(run: Run) -> Work | None:
     records = [record for record in run.metrics if record["num_steps_by_type"]]
     if not records:
         return None
-    costs = _costs(run)
+    costs = _costs(run, {name for record in records for name in record["num_steps_by_type"]})
     base = 5 if run.plan is None else run.plan.base_steps
     ratio, weights, before = [], [], 0
     for record in records:
         counts = record["num_steps_by_type"]
-        weight = {name: 1.0 if costs is None else costs.get(name, 0.0) for name in counts}
+        weight = {name: 1.0 if costs is None else costs[name] for name in counts}
         work = sum(counts[name] * weight[name] for name in counts)
         ratio.append(work / (base * sum(weight.values())))
         weights.append(record["step"] - before)
@@ -243,15 +244,34 @@ def ns_work(run: Run) -> Work | None:
     return Work([r["step"] for r in records], ratio, mean, "steps" if costs is None else "flops")
 
 
-def _costs(run: Run) -> dict[str, float] | None:
-    """Flops of one Newton-Schulz step of all matrices of each type, where shapes are known."""
-    if run.plan is not None and run.plan.costs is not None:
-        return dict(zip(run.plan.operator_types, map(float, run.plan.costs), strict=True))
-    shapes = {r["name"]: (r["operator_type"], r["shape"]) for r in run.geometry if "shape" in r}
+def _costs(run: Run, names: Collection[str]) -> dict[str, float] | None:
+    """Flops of one Newton-Schulz step of all matrices that share a schedule, by its name.
+
+    Returns:
+        None where shapes are unknown, or the matrices of a name.
+    """
     costs: dict[str, float] = {}
-    for name, (rows, columns) in shapes.values():
-        costs[name] = costs.get(name, 0.0) + ns_step_flops(rows, columns)
-    return costs or None
+    if run.plan is not None and run.plan.costs is not None:
+        costs = dict(zip(run.plan.operator_types, map(float, run.plan.costs), strict=True))
+    else:
+        registry = _registry(run)
+        by_depth = groups(registry, "layer_group")
+        for one in registry:
+            rows, columns = one.shape
+            # A policy shares schedules by type, by type and depth, by shape, or not at all.
+            known = (one.operator_type, by_depth[one.name], f"{rows}x{columns}", one.name)
+            name = next((name for name in known if name in names), one.operator_type)
+            costs[name] = costs.get(name, 0.0) + ns_step_flops(rows, columns)
+    return costs if set(names) <= costs.keys() else None
+
+
+def _registry(run: Run) -> list[MatrixInfo]:
+    """Every matrix of the geometry log."""
+    found = {r["name"]: r for r in run.geometry if "shape" in r}
+    return [
+        MatrixInfo(name, (r["shape"][0], r["shape"][1]), r["operator_type"])
+        for name, r in found.items()
+    ]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -265,7 +285,7 @@ class Cost:
     peak_memory: float | None
     """Bytes."""
     observe_seconds: float | None
-    """Of one observation, on the logging rank."""
+    """Of one observation, on the slowest rank."""
     geometry_seconds: float | None
     """Of one tracked step, on the slowest rank."""
 
@@ -284,7 +304,7 @@ def cost(run: Run) -> Cost:
         median(run.series("optimizer_seconds_per_step")),
         median(run.series("tokens_per_second")),
         max(memory, default=None),
-        median(run.optimizer_series("optimizer/observe_seconds")),
+        median(run.series("observe_seconds")),
         median(run.series("geometry_seconds")),
     )
 

@@ -1,0 +1,80 @@
+"""Newton-Schulz steps of each operator type over a run, as far as they are known before it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from amo_dist import root
+from amo_dist.named import MUON_SCHEDULES
+from amo_dist.operator_types import sort_operator_types
+from amo_dist.schedule.policies import Policy, TablePolicy, named_policy
+from amo_dist.schedule.schedule_file import load_schedule_file
+from amo_dist.schedule.types import MatrixInfo
+from amo_dist.simulate import MODELS
+
+Steps = dict[str, int]
+"""By operator type, in the declared order."""
+
+
+def steps(config: Any, registry: Sequence[MatrixInfo], plan: str) -> tuple[Steps, Steps, str]:
+    """Newton-Schulz steps before and after the lock, and whence the latter.
+
+    Args:
+        config: A checked config.
+        registry: Every matrix.
+        plan: Steps after the lock as ``TYPE=STEPS,...``; empty for the default.
+
+    Raises:
+        ValueError: For a malformed plan, or a schedule file that lacks an operator type.
+    """
+    types = sort_operator_types(info.operator_type for info in registry)
+    if not types:
+        return {}, {}, "no matrices"
+    if config.optimizer.name != "AMO":
+        fixed, origin = _fixed(config.optimizer, registry)
+        return fixed, fixed, f"{origin}, the same all along"
+    before = dict.fromkeys(types, config.optimizer.amo.base_steps)
+    if plan:
+        return before, {**before, **_read_plan(plan, types)}, "given by --plan"
+    key = config.model.flavor.lower()
+    # The paper prints the plans of these two; the third of MODELS is a stand-in.
+    if key in ("qwen3-1.7b", "llama-3.1-760m") and len(types) == len(MODELS[key][1]):
+        return before, dict(zip(types, MODELS[key][1], strict=True)), "the paper's for this model"
+    return before, before, "unknown before the run: uniform stands in"
+
+
+def _fixed(optimizer: Any, registry: Sequence[MatrixInfo]) -> tuple[Steps, str]:
+    """The steps of an optimizer that plans nothing, and what they are those of."""
+    name = optimizer.name
+    if name == "ROOT":
+        # Its triples are fitted before the first step; how often they are repeated is known now.
+        types = sort_operator_types(info.operator_type for info in registry)
+        return dict.fromkeys(types, root.NUM_STEPS), "ROOT's triples, fitted to each shape"
+    policy: Policy
+    if name == "Muon" and optimizer.muon.schedule_file:
+        path = optimizer.muon.schedule_file
+        policy, origin = TablePolicy(load_schedule_file(path)), f"schedule file {path}"
+    elif name == "Muon":
+        schedule = optimizer.muon.schedule
+        policy, origin = named_policy(schedule), f"schedule {schedule}"
+    else:
+        # AdaMuon orthogonalizes as Muon does where it is given no schedule.
+        schedule = MUON_SCHEDULES.get(name, MUON_SCHEDULES["Muon"])
+        policy, origin = named_policy(schedule), f"schedule {schedule} of {name}"
+    policy.bind(registry)
+    return {one: found.num_steps for one, found in policy.schedules(1).items()}, origin
+
+
+def _read_plan(text: str, types: Sequence[str]) -> Steps:
+    found = {}
+    for item in text.split(","):
+        match = re.fullmatch(r"\s*(\w+)=([1-9]\d*)\s*", item)
+        if match is None or match[1] not in types:
+            raise ValueError(
+                f"--plan: found {item!r}, expected TYPE=STEPS, a type of {', '.join(types)} and "
+                "an integer >= 1"
+            )
+        found[match[1]] = int(match[2])
+    return found
