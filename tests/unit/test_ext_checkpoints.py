@@ -6,11 +6,16 @@ import errno
 import queue
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import torchtitan_ext
+from amo_dist import Muon, Schedule, param_groups
+from amo_dist.guard import NonFiniteUpdateError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
@@ -27,6 +32,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     made: Any = object.__new__(checkpoints.CheckpointManager)
     made.enable, made.folder, made.purge_queue = False, str(tmp_path), queue.Queue()
+    made.states = {"optimizer": SimpleNamespace(optimizers=[])}
     for step in (2, 4, 6, 8, 10):
         (tmp_path / f"step-{step}").mkdir()
         if step != 8:
@@ -153,3 +159,19 @@ def test_all_ranks_go_by_what_the_first_one_sees(
     )
     with pytest.raises(ValueError, match=r"found no step-99 in .* on rank 3, expected what the"):
         loading.load()
+
+
+def test_what_left_out_an_update_is_not_saved(
+    manager: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    layer = nn.Linear(8, 12, bias=False)
+    diverges = Schedule(((1e30, 1e30, 1e30),) * 3)
+    groups = param_groups(layer, patterns={"weight": "attn_q"})
+    optimizer = Muon(groups, lr=0.1, schedule=diverges)
+    manager.states = {"optimizer": SimpleNamespace(optimizers=[optimizer])}
+    monkeypatch.setattr(manager, "_should_save", lambda *_: True)
+    layer.weight.grad = torch.ones_like(layer.weight)
+    optimizer.step()
+    with pytest.raises(NonFiniteUpdateError, match="weight"):
+        manager.save(10)
+    assert (Path(manager.folder) / "step-10" / ".metadata").exists()

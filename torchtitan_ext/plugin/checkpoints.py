@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torchtitan.components.checkpoint as titan
 from torch.distributed.checkpoint.api import CheckpointException
 
+from torchtitan_ext.plugin.optimizers import check_last_update
 from torchtitan_ext.plugin.run_files import COMPLETE_FILES
 
 logger = logging.getLogger(__name__)
@@ -95,9 +96,12 @@ class CheckpointManager(titan.CheckpointManager):
         Raises:
             CheckpointError: On every rank, if a rank could not write its part of this checkpoint
                 or, with an asynchronous mode, of the one before.
+            NonFiniteUpdateError: On every rank, before anything is written, if the last step left
+                out an update that was NaN or inf.
         """
         if not self._should_save(curr_step, last_step):
             return
+        check_last_update(self.states[titan.OPTIMIZER])
         self._async_wait()  # of the last checkpoint, whose step an error names
         self._step_under_way = curr_step
         if dist.get_rank() == 0:

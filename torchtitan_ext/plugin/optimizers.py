@@ -278,6 +278,20 @@ def build_optimizers(
     return container
 
 
+def check_last_update(container: Any) -> None:
+    """Look for updates that were left out in the last step; a collective over the world.
+
+    Args:
+        container: Of any class; optimizers outside of the Muon family leave nothing out.
+
+    Raises:
+        NonFiniteUpdateError: On every rank.
+    """
+    for optimizer in container.optimizers:
+        if isinstance(optimizer, Muon):
+            optimizer.check_last_update()
+
+
 def _replicas(parallel_dims: Any) -> dist.ProcessGroup | None:
     """The group of DDP, whose parameters are plain tensors; FSDP's know their replicas."""
     if not parallel_dims.dp_replicate_enabled or parallel_dims.fsdp_enabled:

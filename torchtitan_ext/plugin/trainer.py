@@ -19,6 +19,7 @@ from torchtitan.distributed import utils as titan_distributed
 
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import progress
+from torchtitan_ext.plugin.optimizers import check_last_update
 from torchtitan_ext.plugin.restarts import own_store
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -133,6 +134,7 @@ class Trainer(titan.Trainer):
         with self._request.listening():
             super().train()
             self.checkpointer.wait()
+            check_last_update(self.optimizers)  # which no further step tells of
             if self._stops and self.step < self.job_config.training.steps:
                 saves = self.checkpointer.enable and not self.checkpointer.load_only
                 what = "saved" if saves else "not saved: checkpoints are off"
