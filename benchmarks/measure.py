@@ -7,6 +7,7 @@ falls on all of them; ratios are taken within a round, and their median is repor
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import statistics
@@ -94,10 +95,21 @@ def report(
     output: Path | None,
     settings: Mapping[str, object] | None = None,
 ) -> None:
-    """Print the table, and write it with machine and settings to ``results/<name>.json``."""
+    """Print the table, and write it with machine and settings to ``results/<name>.json``.
+
+    There a number that is not finite is ``null``.
+    """
     print(table(rows), flush=True)
     path = output or RESULTS / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
-    content = {"machine": machine(), "settings": dict(settings or {}), "rows": list(rows)}
+    content = {
+        "machine": machine(),
+        "settings": dict(settings or {}),
+        "rows": [{key: _json_number(value) for key, value in row.items()} for row in rows],
+    }
     path.write_text(json.dumps(content, indent=1, default=str) + "\n")
     print(f"written to {path}", flush=True)
+
+
+def _json_number(value: object) -> object:
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.plan import costs_by_type, make_plan
 from amo_dist.simulate import OWNERSHIPS, simulate
 from benchmarks import newton_schulz, optimizer_step, overhead, sigma_min
-from benchmarks.measure import paired, ratio, table
+from benchmarks.measure import paired, ratio, report, table
 from benchmarks.shapes import ELL_BY_TYPE, MODELS
 
 # Millions of elements in matrices, as the AMO paper counts them.
@@ -170,3 +171,9 @@ def test_optimizer_step_runs(tmp_path: Path) -> None:
     assert float(str(against_adamw["ours bytes"])) > 0
     assert against_adamw["peer bytes"] == 0
     assert against_torch["ratio"] == "one process only"
+
+
+def test_results_hold_null_where_a_number_is_not_finite(tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    report("found", [{"error": math.nan, "ms": 1.5, "count": 2}], path)
+    assert json.loads(path.read_text())["rows"] == [{"error": None, "ms": 1.5, "count": 2}]
