@@ -28,6 +28,7 @@ def processor(optimizer: Any, log_freq: int) -> metrics.MetricsProcessor:
     """A processor before its first step, without loggers, files and a job config's rest."""
     made = metrics.MetricsProcessor.__new__(metrics.MetricsProcessor)
     made._files, made._first_step, made._num_steps = None, None, 12
+    made.ntokens_since_last_log = 0
     made.job_config = SimpleNamespace(metrics=SimpleNamespace(log_freq=log_freq))
     made._optimizers = SimpleNamespace(optimizer=optimizer)
     return made
