@@ -141,17 +141,18 @@ class Orthogonalizer:
         eps: float = 1e-7,
         backend: str = "auto",
     ) -> None:
-        self._coefficients = coefficients
+        self._dtype = dtype
         # Less than that is lost in rounding, and the largest entry of a matrix takes a pass.
         is_seen = eps > _LEAST_SEEN * torch.finfo(dtype).eps
         self._scaling = norm_scale, eps if is_seen else 0.0
-        self._how = choose_backend(
+        how = choose_backend(
             shape, coefficients, dtype=dtype, device_type=device_type, requested=backend
         )
-        self._args = coefficients, norm_scale, preconditioner, dtype, eps, self._how
+        self._steps = coefficients, how
+        self._args = coefficients, norm_scale, preconditioner, dtype, eps, how
         self._is_on_cpu = device_type == "cpu"
         self._is_laid_out = self._is_on_cpu and preconditioner == "frobenius"
-        most = batch_size(self._how, shape, dtype=dtype, device_type=device_type) or count
+        most = batch_size(how, shape, dtype=dtype, device_type=device_type) or count
         self._parts = list(even_parts(count, -(-count // most)))
         self._programs: list[_Program] = []
         self._laid_out_for: tuple[object, object] | None = None
@@ -179,7 +180,7 @@ class Orthogonalizer:
             out: Contiguous, in the shape of ``x``; a new tensor where None.
         """
         *_, m, n = x.shape
-        out = torch.empty(x.shape, dtype=self._args[3], device=x.device) if out is None else out
+        out = torch.empty(x.shape, dtype=self._dtype, device=x.device) if out is None else out
         if self._is_on_cpu:
             self(x.reshape(-1, m, n).unbind(), out=out.view(-1, m, n))
         else:
@@ -213,8 +214,7 @@ class Orthogonalizer:
         firsts = batch.unbind()
         if len(firsts) == 1:  # a product of two matrices takes less to call
             batch, results = batch[0], results[0]
-        steps = calls(batch, self._coefficients, self._how, out=results)
-        return _Program(firsts, tuple(steps))
+        return _Program(firsts, tuple(calls(batch, *self._steps, out=results)))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

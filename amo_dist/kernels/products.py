@@ -94,12 +94,6 @@ def symmetric(
 ) -> Iterator[Call]:
     """``beta * added + alpha * left right^T``, known to be symmetric, by blocks of rows."""
     m = left.shape[-2]
-    if num_blocks == 1:
-        if added is None:
-            yield plain(left, right.mT, out=out)
-        else:
-            yield fused(added, left, right.mT, beta, alpha, out=out)
-        return
     for start, stop in even_parts(m, num_blocks):
         rows, columns = left[..., start:stop, :], right[..., start:, :].mT
         upper = out[..., start:stop, start:]
