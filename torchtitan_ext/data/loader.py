@@ -14,6 +14,7 @@ from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets import text_datasets as titan
 
+from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.data.buffered import BufferedStream
 from torchtitan_ext.data.documents import Documents, standard_library, text_files
 from torchtitan_ext.data.files import Hub, find_files
@@ -276,9 +277,7 @@ def _warn_of_length(
     pool: Pool, tokenizer: BaseTokenizer, training: Any, dp_world_size: int
 ) -> None:
     """Tell where a run draws much less of a pool than there is, or much more."""
-    batch = training.global_batch_size
-    if batch < 0:
-        batch = training.local_batch_size * dp_world_size
+    batch = sequences_per_step(training, dp_world_size)
     drawn, held = training.steps * batch * training.seq_len, pool.num_tokens(tokenizer)
     if not 0.9 * held <= drawn <= 1.1 * held:
         what = (

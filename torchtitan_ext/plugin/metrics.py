@@ -18,6 +18,7 @@ from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.policies import AMOPolicy
 from amo_dist.timing import slowest
 from amo_dist.tracker import GeometryTracker
+from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import geometry, optimizers
 from torchtitan_ext.plugin.run_files import RunFiles
 
@@ -180,10 +181,8 @@ def tokens_per_step(training: Any, parallel_dims: Any) -> int:
         training: torchtitan's ``[training]``; without a global batch size there is no accumulation.
         parallel_dims: torchtitan's degrees; ranks of one context share their sequences.
     """
-    batch: int = training.global_batch_size
-    if batch < 0:
-        batch = training.local_batch_size * parallel_dims.dp_replicate * parallel_dims.dp_shard
-    return batch * int(training.seq_len)
+    num_data_ranks = parallel_dims.dp_replicate * parallel_dims.dp_shard
+    return sequences_per_step(training, num_data_ranks) * int(training.seq_len)
 
 
 def peak_memory() -> int:

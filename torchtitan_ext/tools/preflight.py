@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.cli import Subparsers
+from torchtitan_ext.batch import sequences_per_step
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -279,8 +280,7 @@ def _num_observations(config: Any) -> int:
 def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]:
     training, checkpoint = config.training, config.checkpoint
     ranks = degrees["replicate"] * degrees["shard"]
-    batch = training.global_batch_size
-    batch = batch if batch > 0 else training.local_batch_size * ranks
+    batch = sequences_per_step(training, ranks)
     tokens = batch * training.seq_len
     saved = 0
     if checkpoint.enable:

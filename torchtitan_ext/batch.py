@@ -1,0 +1,16 @@
+"""Sizes of what an optimizer step trains on."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def sequences_per_step(training: Any, num_data_ranks: int) -> int:
+    """Sequences of an optimizer step, over all ranks and accumulated batches.
+
+    Args:
+        training: torchtitan's ``[training]``; without a global batch size there is no accumulation.
+        num_data_ranks: Ranks that read data of their own.
+    """
+    batch: int = training.global_batch_size
+    return batch if batch > 0 else training.local_batch_size * num_data_ranks
