@@ -5,17 +5,21 @@ from amo_dist import AMO, AMOConfig, param_groups
 optimizer = AMO(param_groups(model), lr=1.8e-3, weight_decay=0.1, config=AMOConfig())
 """
 
-from amo_dist.adamuon import AdaMuon
-from amo_dist.amo import AMO
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import RankMismatchError
-from amo_dist.foreign import ImportReport, import_state
-from amo_dist.guard import MissingGradientError, NonFiniteGradientError, NonFiniteUpdateError
-from amo_dist.named import OPTIMIZER_NAMES, make_optimizer
+from amo_dist.engine.gradients import (
+    MissingGradientError,
+    NonFiniteGradientError,
+    NonFiniteUpdateError,
+)
 from amo_dist.operators import Fused, MatrixView, param_groups
-from amo_dist.optimizer import Muon
-from amo_dist.root import ROOT
+from amo_dist.optimizers.adamuon import AdaMuon
+from amo_dist.optimizers.amo import AMO
+from amo_dist.optimizers.muon import Muon
+from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
+from amo_dist.optimizers.root import ROOT
 from amo_dist.schedule.types import Schedule
+from amo_dist.state.foreign import ImportReport, import_state
 
 __all__ = [
     "AMO",

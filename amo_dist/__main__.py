@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amo_dist.cli import main
+from amo_dist.tools.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

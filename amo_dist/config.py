@@ -1,11 +1,40 @@
-"""Configuration of the optimizers: frozen dataclasses, validated on construction."""
+"""What every room shares: the settings of the optimizers, and the names of operator types."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, TypeAlias
+
+OPERATOR_TYPES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
+"""The seven types of a dense decoder, in their declared order."""
+
+
+def sort_operator_types(operator_types: Iterable[str]) -> tuple[str, ...]:
+    """Put operator types in the order in which plans and reports list them and break ties.
+
+    Args:
+        operator_types: Any names; duplicates are dropped.
+
+    Returns:
+        Those of ``OPERATOR_TYPES`` in their declared order, then the others alphabetically. Groups
+        of a type, ``attn_q/deep``, stand where the type does, alphabetically too.
+    """
+    order = {name: index for index, name in enumerate(OPERATOR_TYPES)}
+    return tuple(
+        sorted(
+            set(operator_types),
+            key=lambda name: (order.get(name.partition("/")[0], len(order)), name),
+        )
+    )
+
+
+Triple: TypeAlias = tuple[float, float, float]
+"""Coefficients ``(a, b, c)`` of one Newton-Schulz step, ``p(x) = a x + b x^3 + c x^5``."""
+
+PRECONDITIONERS = ("frobenius", "aol")
+"""How a matrix is scaled before the first step."""
 
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.

@@ -26,7 +26,7 @@ RESULTS = Path(__file__).resolve().parent / "results" / "compare_optimizers.json
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    from amo_dist.named import OPTIMIZER_NAMES
+    from amo_dist.optimizers.named import OPTIMIZER_NAMES
 
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.compare_optimizers",
@@ -95,7 +95,7 @@ def state(name: str, last: dict[str, Any], arguments: Sequence[str]) -> dict[str
     import torch
 
     from amo_dist import param_groups
-    from amo_dist.named import make_optimizer
+    from amo_dist.optimizers.named import make_optimizer
     from amo_dist.schedule import ns_step_flops
 
     groups = param_groups(quickstart_model(arguments))

@@ -38,7 +38,7 @@ from amo_dist.kernels.graphs import CudaCapture
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import compose
-from amo_dist.simulate import OWNERSHIPS, lay_out
+from amo_dist.tools.simulate import OWNERSHIPS, lay_out
 from benchmarks.measure import paired, ratio, report
 from benchmarks.shapes import MODELS
 

@@ -6,7 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from amo_dist.cli import Parser, add_commands, run_command
+from amo_dist.tools.cli import Parser, add_commands, run_command
 from torchtitan_ext.tools import (
     compare,
     evaluate,

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from amo_dist.config import Triple
 from amo_dist.kernels.gram import iterate_deviation, iterate_factor
 from amo_dist.kernels.gram_stability import first_pair_is_as_exact, is_stable
 from amo_dist.kernels.products import (
@@ -37,8 +38,6 @@ from amo_dist.kernels.products import (
     symmetric,
     times,
 )
-
-Triple = tuple[float, float, float]
 
 BACKENDS = ("auto", "standard", "symmetric", "gram", "triton")
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)

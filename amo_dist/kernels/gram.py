@@ -19,6 +19,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from amo_dist.config import Triple
 from amo_dist.kernels.products import (
     Call,
     plain,
@@ -28,8 +29,6 @@ from amo_dist.kernels.products import (
     symmetric,
     times,
 )
-
-Triple = tuple[float, float, float]
 
 
 def iterate_factor(

@@ -23,7 +23,7 @@ from collections.abc import Sequence
 
 import torch
 
-Triple = tuple[float, float, float]
+from amo_dist.config import Triple
 
 WORST_CASE_FACTOR = 10.0
 """Most that the Gram form's error may exceed the standard form's, all errors of one sign.

@@ -15,14 +15,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from amo_dist.config import PRECONDITIONERS, Triple
 from amo_dist.kernels.backends import Backend, batch_size, calls, choose_backend, iterate
 from amo_dist.kernels.elementwise import largest_entry, wide_dtype
 from amo_dist.kernels.products import Call, even_parts, short_side
 from amo_dist.kernels.scratch import scratch, whereabouts
-
-Triple = tuple[float, float, float]
-
-PRECONDITIONERS = ("frobenius", "aol")
 
 _LEAST_NORM = 2.0**-32
 """Squares of the entries behind a norm of this size, or its inverse, are in float32's range."""

@@ -5,6 +5,7 @@ Pure Python: neither tensors nor process groups.
 
 from __future__ import annotations
 
+from amo_dist.config import Triple
 from amo_dist.schedule.budget import allocate, flop_budget, ns_step_flops, step_budget
 from amo_dist.schedule.coefficients import (
     NAMED_SCHEDULES,
@@ -23,7 +24,7 @@ from amo_dist.schedule.policies import (
     UniformPolicy,
     named_policy,
 )
-from amo_dist.schedule.types import MatrixInfo, Schedule, Triple
+from amo_dist.schedule.types import MatrixInfo, Schedule
 
 __all__ = [
     "CUSHION",

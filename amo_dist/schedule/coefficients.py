@@ -6,9 +6,9 @@ import dataclasses
 import types
 from collections.abc import Mapping
 
-from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.config import OPERATOR_TYPES, Triple
 from amo_dist.schedule.polar_express import CUSHION, SAFETY, compose
-from amo_dist.schedule.types import Schedule, Triple
+from amo_dist.schedule.types import Schedule
 
 
 def _empty() -> Mapping[str, Schedule]:

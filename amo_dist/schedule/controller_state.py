@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
-from amo_dist.operator_types import sort_operator_types
+from amo_dist.config import sort_operator_types
 from amo_dist.schedule import fields
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan, State

@@ -10,7 +10,7 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from amo_dist.operator_types import sort_operator_types
+from amo_dist.config import sort_operator_types
 from amo_dist.schedule import fields
 from amo_dist.schedule.polar_express import SAFETY
 

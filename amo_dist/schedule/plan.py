@@ -10,8 +10,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import Any, TypeAlias
 
-from amo_dist.config import AMOConfig
-from amo_dist.operator_types import sort_operator_types
+from amo_dist.config import AMOConfig, sort_operator_types
 from amo_dist.schedule import budget as budgets
 from amo_dist.schedule import fields
 from amo_dist.schedule.budget import ns_step_flops, round_half_up

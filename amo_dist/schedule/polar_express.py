@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterable
 from functools import lru_cache
 
-from amo_dist.schedule.types import Triple
+from amo_dist.config import Triple
 
 SAFETY = 1.01
 """``s``: each step but the last is composed as if its input were this much larger."""

@@ -11,8 +11,7 @@ from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
-from amo_dist.config import AMOConfig
-from amo_dist.operator_types import sort_operator_types
+from amo_dist.config import AMOConfig, sort_operator_types
 from amo_dist.schedule import fields
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.controller import PHASES, Controller

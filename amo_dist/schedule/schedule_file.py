@@ -34,10 +34,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from amo_dist.operator_types import sort_operator_types
+from amo_dist.config import PRECONDITIONERS, Triple, sort_operator_types
 from amo_dist.schedule import fields
 from amo_dist.schedule.polar_express import compose
-from amo_dist.schedule.types import PRECONDITIONERS, Schedule, Triple
+from amo_dist.schedule.types import Schedule
 
 # By name: tomli is tomllib on Python 3.10, and the project depends on it there alone.
 _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")

@@ -5,13 +5,8 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-from typing import TypeAlias
 
-Triple: TypeAlias = tuple[float, float, float]
-"""Coefficients ``(a, b, c)`` of one Newton-Schulz step, ``p(x) = a x + b x^3 + c x^5``."""
-
-PRECONDITIONERS = ("frobenius", "aol")
-"""How a matrix is scaled before the first step."""
+from amo_dist.config import PRECONDITIONERS, Triple
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -28,10 +28,10 @@ from amo_dist.distributed.agreement import (
     sum_over,
 )
 from amo_dist.distributed.exchange import Exchange
-from amo_dist.distributed.ledger import sent_by_plan
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import Bucket, Part, make_plan
-from amo_dist.guard import MissingGradientError, NonFiniteGradientError
+from amo_dist.engine.gradients import MissingGradientError, NonFiniteGradientError
+from amo_dist.tools.ledger import sent_by_plan
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.layouts import build, local_tensor

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.distributed.layout import layout_of, matrix_layout
-from amo_dist.distributed.ledger import Pair, Volume, predict, sent_by_pair
 from amo_dist.distributed.ownership import assign
+from amo_dist.tools.ledger import Pair, Volume, predict, sent_by_pair
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 

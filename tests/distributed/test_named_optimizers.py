@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist import AMO, AMOConfig, MuonConfig, param_groups
-from amo_dist.adamuon import AdaMuon
-from amo_dist.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
-from amo_dist.root import ROOT, fit
+from amo_dist.optimizers.adamuon import AdaMuon
+from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
+from amo_dist.optimizers.root import ROOT, fit
 from amo_dist.schedule import Schedule, named_schedule
 from amo_dist.schedule.policies import UniformPolicy
 from tests.distributed import models

@@ -12,10 +12,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-import amo_dist.observer
+import amo_dist.engine.observer
 from amo_dist import AMO, AMOConfig, RankMismatchError, param_groups
+from amo_dist.engine.observer import Observer
 from amo_dist.kernels.geometry import ell
-from amo_dist.observer import Observer
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
@@ -128,7 +128,7 @@ def fail_on_one_rank(rank: int, world_size: int) -> str:
     optimizer = AMO(param_groups(model), lr=3e-3, config=config)
     told = ""
     error = RuntimeError("no convergence")
-    broken = mock.patch.object(amo_dist.observer, "ell", side_effect=error)
+    broken = mock.patch.object(amo_dist.engine.observer, "ell", side_effect=error)
     with broken if rank == 1 else contextlib.nullcontext():
         for step in (1, 2):
             models.set_gradients(model, SEED, step)
@@ -157,7 +157,7 @@ def test_a_sample_is_cloned_and_measured_on_another_thread(
         threads.append(threading.get_ident())
         return ell(matrix)
 
-    monkeypatch.setattr(amo_dist.observer, "ell", measured)
+    monkeypatch.setattr(amo_dist.engine.observer, "ell", measured)
     observer = Observer(in_background=True)
     torch.manual_seed(0)
     matrices = {name: torch.randn(6, 4) for name in "ab"}
@@ -180,7 +180,7 @@ def test_a_failure_on_the_thread_is_not_lost(monkeypatch: pytest.MonkeyPatch) ->
     def failing(matrix: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("no convergence")
 
-    monkeypatch.setattr(amo_dist.observer, "ell", failing)
+    monkeypatch.setattr(amo_dist.engine.observer, "ell", failing)
     observer = Observer(in_background=True)
     observer.measure("a", torch.ones(2, 2))
     with pytest.raises(RuntimeError, match="no convergence"):
@@ -198,13 +198,13 @@ def test_a_load_goes_on_from_a_failed_observation(monkeypatch: pytest.MonkeyPatc
     model = models.make_model("plain", models.shapes())
     optimizer = AMO(param_groups(model), config=AMOConfig(**FIELDS, observe_in_background=True))
     earlier = copy.deepcopy(optimizer.state_dict())
-    monkeypatch.setattr(amo_dist.observer, "ell", failing)
+    monkeypatch.setattr(amo_dist.engine.observer, "ell", failing)
     for step in (1, 2):
         models.set_gradients(model, SEED, step)
         optimizer.step()
     optimizer.load_state_dict(earlier)
     assert optimizer.num_steps_taken == 0
-    monkeypatch.setattr(amo_dist.observer, "ell", ell)
+    monkeypatch.setattr(amo_dist.engine.observer, "ell", ell)
     for step in (1, 2, 3):
         models.set_gradients(model, SEED, step)
         optimizer.step()
@@ -218,7 +218,7 @@ def test_what_is_discarded_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -
         assert may_go_on.wait(60)
         return ell(matrix)
 
-    monkeypatch.setattr(amo_dist.observer, "ell", slow)
+    monkeypatch.setattr(amo_dist.engine.observer, "ell", slow)
     for in_background in (True, False):
         observer = Observer(in_background=in_background)
         for name in "ab":

@@ -119,7 +119,7 @@ def log_on_one_rank(rank: int, world_size: int) -> list[str]:
     optimizer = AMO(param_groups(model), config=config)
     constant = torch.tensor(0.01, dtype=torch.float64)
     fallen = []
-    with mock.patch("amo_dist.observer.ell", return_value=constant):
+    with mock.patch("amo_dist.engine.observer.ell", return_value=constant):
         for step in range(1, 9):
             models.set_gradients(model, SEED, step)
             optimizer.step()

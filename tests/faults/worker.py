@@ -195,7 +195,7 @@ def main(rank: int, run: Run, folder: Path, store: Path, result: Path) -> None:
     """The whole life of a rank; rank 0 leaves the result in a file."""
     torch.set_num_threads(1)
     # Residuals above the bound are warned of at every step of a run that falls back.
-    logging.getLogger("amo_dist.measured").setLevel(logging.ERROR)
+    logging.getLogger("amo_dist.engine.driver").setLevel(logging.ERROR)
     if run.kill is not None:
         # The ranks left over say at length that one has gone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)

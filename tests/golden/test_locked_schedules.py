@@ -8,8 +8,7 @@ from typing import Any
 
 import pytest
 
-from amo_dist.config import AMOConfig
-from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.config import OPERATOR_TYPES, AMOConfig
 from amo_dist.schedule import SAFETY, compose, make_plan
 
 TABLE: dict[str, dict[str, Any]] = json.loads(

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amo_dist import MuonConfig, param_groups
-from amo_dist.adamuon import AdaMuon, fraction_bits, sum_of_squares
+from amo_dist.optimizers.adamuon import AdaMuon, fraction_bits, sum_of_squares
 
 SHAPES = {"wq": (12, 8), "wk": (3, 8), "wv": (1, 8), "wo": (8, 12)}
 

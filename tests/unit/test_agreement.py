@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-from amo_dist import world
 from amo_dist.distributed.agreement import (
     RankMismatchError,
     broadcast_text,
@@ -20,6 +19,7 @@ from amo_dist.distributed.agreement import (
     max_over,
     sum_over,
 )
+from amo_dist.engine import world
 
 
 def entry(name: str, **fields: Any) -> dict[str, Any]:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from amo_dist.cli import add_commands, main
-from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule import SAFETY, compose
+from amo_dist.tools.cli import add_commands, main
 
 TABLE: dict[str, dict[str, Any]] = json.loads(
     (Path(__file__).parents[1] / "golden" / "locked_schedules.json").read_text()

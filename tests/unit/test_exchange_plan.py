@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.distributed.ledger import Volume, predict, sent_by_pair, sent_by_plan
 from amo_dist.distributed.ownership import Job, assign
 from amo_dist.distributed.plan import Bucket, ExchangePlan, Part, make_plan
+from amo_dist.tools.ledger import Volume, predict, sent_by_pair, sent_by_plan
 from tests.layouts import Model, build, local_tensor, models
 
 few = settings(max_examples=30, deadline=None)

@@ -19,8 +19,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     torchtitan_ext.register()
 
-from amo_dist.config import AMOConfig
-from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.config import OPERATOR_TYPES, AMOConfig
 from amo_dist.schedule import make_plan
 from torchtitan_ext import cli
 from torchtitan_ext.tools import experiments

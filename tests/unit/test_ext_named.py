@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     torchtitan_ext.register()
 
-from amo_dist.named import MUON_SCHEDULES, OPTIMIZER_NAMES
+from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES
 from amo_dist.schedule import named_schedule
 from tests.distributed import models
 from torchtitan_ext.plugin import optimizers, settings

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import torchtitan_ext
-from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.config import OPERATOR_TYPES
 from amo_dist.operators import param_groups
 
 with warnings.catch_warnings():

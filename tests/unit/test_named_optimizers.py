@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.adamuon import AdaMuon
 from amo_dist.kernels.newton_schulz import orthogonalize
-from amo_dist.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
-from amo_dist.root import ROOT, fit
+from amo_dist.optimizers.adamuon import AdaMuon
+from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
+from amo_dist.optimizers.root import ROOT, fit
 from amo_dist.schedule import MatrixInfo, Schedule, named_schedule
 from tests.distributed import models
 

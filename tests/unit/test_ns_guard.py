@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist.engine.driver import guarded_matrix
 from amo_dist.kernels.geometry import ns_residual
 from amo_dist.kernels.newton_schulz import orthogonalize
-from amo_dist.measured import guarded_matrix
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.types import MatrixInfo, Schedule
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from amo_dist.operator_types import OPERATOR_TYPES, sort_operator_types
+from amo_dist.config import OPERATOR_TYPES, sort_operator_types
 
 
 def test_declared_types_come_first_and_the_others_alphabetically() -> None:

@@ -308,7 +308,7 @@ def test_bf16_momentum_is_observed_before_it_is_rounded_again() -> None:
         seen.append(matrix.clone())
         return ell(matrix)
 
-    with mock.patch("amo_dist.observer.ell", side_effect=spy):
+    with mock.patch("amo_dist.engine.observer.ell", side_effect=spy):
         train(model, optimizer, optimizer.config.observe_every)
     (matrix,) = seen
     assert matrix.dtype == torch.float32
@@ -396,7 +396,7 @@ def test_a_locked_step_writes_no_control_text_and_keeps_no_history() -> None:
     train(model, optimizer, 12)
     models.set_gradients(model, 1, 13)
     sizes = []
-    with mock.patch("amo_dist.checkpoint.to_text") as spy:
+    with mock.patch("amo_dist.state.checkpoint.to_text") as spy:
         for _ in range(3):
             optimizer.step()
             sizes.append(_num_objects(optimizer))
@@ -436,7 +436,7 @@ def test_metrics_have_the_same_keys_in_every_phase() -> None:
 def test_locked_newton_schulz_is_laid_out_once() -> None:
     model = models.plain_model(SHAPES)
     optimizer = amo(model)
-    with mock.patch("amo_dist.batches.Orthogonalizer", side_effect=Orthogonalizer) as spy:
+    with mock.patch("amo_dist.engine.batches.Orthogonalizer", side_effect=Orthogonalizer) as spy:
         counts = []
         for step in range(1, 13):
             models.set_gradients(model, 1, step)

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amo_dist.distributed.layout import MatrixLayout
-from amo_dist.distributed.ledger import sent_by_pair
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
+from amo_dist.tools.ledger import sent_by_pair
 from tests.layouts import Model, build, models
 
 few = settings(max_examples=40, deadline=None)

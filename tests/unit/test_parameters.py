@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from amo_dist import Muon, param_groups
-from amo_dist.parameters import gradient_is_foreign
+from amo_dist.engine.parameters import gradient_is_foreign
 from tests.distributed import models
 
 WQ = "layers.0.attention.wq.weight"

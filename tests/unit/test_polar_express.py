@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amo_dist.config import Triple
 from amo_dist.schedule import polar_express
 from amo_dist.schedule.polar_express import CUSHION, SAFETY, compose, error_curve, simulate
-from amo_dist.schedule.types import Triple
 
 ELLS = st.floats(-12, 0).map(lambda exponent: 10.0**exponent)
 

@@ -19,8 +19,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from amo_dist import AMO, AMOConfig, checkpoint, param_groups
+from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.schedule import AMOPolicy
+from amo_dist.state import checkpoint
 from tests.unit.controller_runs import REGISTRY
 from tests.unit.test_ns_guard import Model
 

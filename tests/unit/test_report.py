@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from amo_dist import AMO, AMOConfig, param_groups
-from amo_dist.operator_types import OPERATOR_TYPES
-from amo_dist.root import ROOT
+from amo_dist.config import OPERATOR_TYPES
+from amo_dist.optimizers.root import ROOT
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.tracker import GeometryTracker
+from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.tools import report
 from torchtitan_ext.tools.report import data
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from amo_dist.root import NUM_VALUES, RootPolicy, calibration_set, fit, objective
+from amo_dist.optimizers.root import NUM_VALUES, RootPolicy, calibration_set, fit, objective
 from amo_dist.schedule import MatrixInfo, named_schedule
 
 KJ = torch.tensor(named_schedule("kj").schedule.coefficients[0], dtype=torch.float64)

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from amo_dist.cli import main
-from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.simulate import MODELS, DecoderShape, Result, simulate
+from amo_dist.tools.cli import main
+from amo_dist.tools.simulate import MODELS, DecoderShape, Result, simulate
 
 SPECS = json.loads(
     (Path(__file__).resolve().parent.parent / "golden" / "model_specs.json").read_text()

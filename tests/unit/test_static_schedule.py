@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from amo_dist.operator_types import OPERATOR_TYPES
+from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule import Schedule, compose, named_schedule, simulate
 from amo_dist.schedule.schedule_file import ScheduleTable, load_schedule_file, read_schedule_file
 from torchtitan_ext.tools import static_schedule

@@ -7,7 +7,7 @@ from unittest import mock
 import torch
 
 from amo_dist.distributed.agreement import world_group
-from amo_dist.timing import Stopwatch, slowest
+from amo_dist.engine.timing import Stopwatch, slowest
 from tests.distributed.harness import Ranks
 
 

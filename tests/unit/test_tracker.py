@@ -14,8 +14,8 @@ from torch import Tensor
 
 from amo_dist import AMOConfig, param_groups
 from amo_dist.kernels import geometry
-from amo_dist.named import make_optimizer
-from amo_dist.tracker import SPECTRAL_METRICS, GeometryTracker, layer_of, spectral_metrics
+from amo_dist.optimizers.named import make_optimizer
+from amo_dist.tools.tracker import SPECTRAL_METRICS, GeometryTracker, layer_of, spectral_metrics
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from torchtitan_ext.plugin import geometry as plugin

@@ -3,9 +3,9 @@
 ``geometry.jsonl`` holds one JSON object for each matrix and tracked step, as
 :mod:`torchtitan_ext.tools.static_schedule` reads them: ``step``, ``name``, ``layer`` (``null``
 outside of the blocks), ``operator_type``, ``model``, ``family``, ``shape``, the figures of
-:data:`amo_dist.tracker.SPECTRAL_METRICS` about momentum, ``ns_residual`` of the orthogonalized
-result, and under ``orthogonalized`` the same figures about that. ``null`` stands for a value that
-is not finite.
+:data:`amo_dist.tools.tracker.SPECTRAL_METRICS` about momentum, ``ns_residual`` of the
+orthogonalized result, and under ``orthogonalized`` the same figures about that. ``null`` stands
+for a value that is not finite.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tracker import WHAT, GeometryTracker, Record
+from amo_dist.tools.tracker import WHAT, GeometryTracker, Record
 from torchtitan_ext.plugin import run_files
 
 GEOMETRY_FILE = "geometry.jsonl"

@@ -14,10 +14,10 @@ import torch
 import torchtitan.components.metrics as titan
 
 from amo_dist.distributed.agreement import world_group
+from amo_dist.engine.timing import slowest
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.policies import AMOPolicy
-from amo_dist.timing import slowest
-from amo_dist.tracker import GeometryTracker
+from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import geometry, optimizers
 from torchtitan_ext.plugin.run_files import RunFiles

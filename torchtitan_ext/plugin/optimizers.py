@@ -13,11 +13,11 @@ import torchtitan.components.optimizer as titan
 from torch import nn
 from torch.optim import Optimizer
 
-from amo_dist.amo import AMO
 from amo_dist.config import MuonConfig
-from amo_dist.named import OPTIMIZER_NAMES, make_optimizer
 from amo_dist.operators import clean_name, param_groups
-from amo_dist.optimizer import Muon
+from amo_dist.optimizers.amo import AMO
+from amo_dist.optimizers.muon import Muon
+from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext import learning_rate

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.cli import Subparsers
+from amo_dist.tools.cli import Subparsers
 from torchtitan_ext.batch import sequences_per_step
 
 
@@ -389,7 +389,7 @@ def _add_costs(
 
 
 def _layouts(registry: Sequence[Any], degrees: Mapping[str, int], shards: int) -> Any:
-    from amo_dist.simulate import lay_out
+    from amo_dist.tools.simulate import lay_out
 
     if shards == 1:  # plain tensors, private to each rank, which does everything itself
         return lay_out(registry, 1)

@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import MatrixLayout
-from amo_dist.distributed.ledger import sent_by_owner
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from amo_dist.distributed.plan import Bucket, Part, count_elements, make_plan
 from amo_dist.kernels.geometry import ell
 from amo_dist.kernels.sigma_min import SMALL
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
+from amo_dist.tools.ledger import sent_by_owner
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -6,13 +6,13 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from amo_dist import root
-from amo_dist.named import MUON_SCHEDULES
-from amo_dist.operator_types import sort_operator_types
+from amo_dist.config import sort_operator_types
+from amo_dist.optimizers import root
+from amo_dist.optimizers.named import MUON_SCHEDULES
 from amo_dist.schedule.policies import Policy, TablePolicy, named_policy
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.simulate import MODELS
+from amo_dist.tools.simulate import MODELS
 
 Steps = dict[str, int]
 """By operator type, in the declared order."""

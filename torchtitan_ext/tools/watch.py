@@ -13,8 +13,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
-from amo_dist.cli import Subparsers
-from amo_dist.operator_types import sort_operator_types
+from amo_dist.config import sort_operator_types
+from amo_dist.tools.cli import Subparsers
 from torchtitan_ext.plugin.run_files import METRICS_FILE, read_metrics
 
 Record = Mapping[str, Any]

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.operator_types import sort_operator_types
+from amo_dist.config import sort_operator_types
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.grouping import groups
 from amo_dist.schedule.plan import Plan

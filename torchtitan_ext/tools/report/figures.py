@@ -7,7 +7,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from amo_dist.operator_types import sort_operator_types
+from amo_dist.config import sort_operator_types
 from torchtitan_ext.tools.report import data, style
 from torchtitan_ext.tools.report.data import Run
 

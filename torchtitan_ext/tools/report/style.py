@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Iterator
 from typing import Any
 
-from amo_dist.operator_types import sort_operator_types
+from amo_dist.config import sort_operator_types
 
 # Okabe and Ito's palette, made to be told apart with any colour vision.
 _COLORS = {

@@ -20,14 +20,14 @@ from torch.distributed.tensor import DTensor
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import world_group
+from amo_dist.engine.parameters import local_tensor
 from amo_dist.kernels.elementwise import exceed
-from amo_dist.parameters import local_tensor
 from amo_dist.schedule import fields
 from amo_dist.schedule.controller_state import ControllerState
 from amo_dist.schedule.policies import AMOPolicy, Policy
 
 if TYPE_CHECKING:
-    from amo_dist.optimizer import Muon
+    from amo_dist.optimizers.muon import Muon
 
 logger = logging.getLogger(__name__)
 

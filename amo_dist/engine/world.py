@@ -16,7 +16,7 @@ from amo_dist.distributed.agreement import (
     gather_json,
     world_group,
 )
-from amo_dist.parameters import Entry, Parameters
+from amo_dist.engine.parameters import Entry, Parameters
 from amo_dist.schedule.types import MatrixInfo
 
 

@@ -10,12 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.adamuon import AdaMuon
-from amo_dist.amo import AMO
-from amo_dist.arguments import check_each_group
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.optimizer import Muon
-from amo_dist.root import ROOT
+from amo_dist.optimizers.adamuon import AdaMuon
+from amo_dist.optimizers.amo import AMO
+from amo_dist.optimizers.arguments import check_each_group
+from amo_dist.optimizers.muon import Muon
+from amo_dist.optimizers.root import ROOT
 
 MUON_SCHEDULES: Mapping[str, str] = MappingProxyType(
     {

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from amo_dist.distributed.plan import Part
 from amo_dist.distributed.spans import span
+from amo_dist.engine.parameters import local_tensor
+from amo_dist.engine.step import StepWork, cut
 from amo_dist.kernels.elementwise import wide_dtype
-from amo_dist.optimizer import Muon
-from amo_dist.parameters import local_tensor
-from amo_dist.step import StepWork, cut
+from amo_dist.optimizers.muon import Muon
 
 EPS = 1e-8
 """Added to the root of the second moment."""

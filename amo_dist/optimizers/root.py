@@ -24,12 +24,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.config import MuonConfig
-from amo_dist.optimizer import Muon
+from amo_dist.config import MuonConfig, Triple
+from amo_dist.optimizers.muon import Muon
 from amo_dist.schedule import fields
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.policies import Policy
-from amo_dist.schedule.types import MatrixInfo, Schedule, Triple
+from amo_dist.schedule.types import MatrixInfo, Schedule
 
 NUM_STEPS = 5
 """``T``: how often the triple is repeated, in the fit and in training."""

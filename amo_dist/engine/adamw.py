@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from amo_dist.parameters import Entry, local_tensor
+from amo_dist.engine.parameters import Entry, local_tensor
 
 
 def make_state(param: Tensor, implementation: str) -> dict[str, Tensor]:

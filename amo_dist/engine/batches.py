@@ -9,8 +9,8 @@ from collections.abc import Sequence
 import torch
 
 from amo_dist.config import MuonConfig
+from amo_dist.engine.parameters import Parameters
 from amo_dist.kernels.newton_schulz import Orthogonalizer
-from amo_dist.parameters import Parameters
 from amo_dist.schedule.types import Schedule
 
 

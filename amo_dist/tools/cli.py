@@ -12,7 +12,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.plan import Plan, make_plan
-from amo_dist.simulate import add_simulate_command
+from amo_dist.tools.simulate import add_simulate_command
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What ``argparse.ArgumentParser.add_subparsers`` returns."""

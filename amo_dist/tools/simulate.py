@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
+from amo_dist.config import OPERATOR_TYPES
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
-from amo_dist.distributed.ledger import sent_by_owner
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
-from amo_dist.operator_types import OPERATOR_TYPES
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
+from amo_dist.tools.ledger import sent_by_owner
 
 if TYPE_CHECKING:
-    from amo_dist.cli import Subparsers
+    from amo_dist.tools.cli import Subparsers
 
 WIRE_BYTES = 2
 """Of an element of bfloat16, in which matrices travel."""

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import broadcast_text, check_alike, sum_over
+from amo_dist.engine.world import World
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -10,11 +10,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from amo_dist.checkpoint import check_finite, check_source, describe_origin
 from amo_dist.operators import clean_name
+from amo_dist.state.checkpoint import check_finite, check_source, describe_origin
 
 if TYPE_CHECKING:
-    from amo_dist.optimizer import Muon
+    from amo_dist.optimizers.muon import Muon
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

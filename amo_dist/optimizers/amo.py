@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist.config import AMOConfig
-from amo_dist.optimizer import Muon
+from amo_dist.optimizers.muon import Muon
 from amo_dist.schedule.policies import AMOPolicy
 
 

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.exchange import Exchange
+from amo_dist.engine.parameters import Parameters
+from amo_dist.engine.step import count_backends
 from amo_dist.kernels.backends import BACKENDS
-from amo_dist.parameters import Parameters
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
-from amo_dist.step import count_backends
 
 
 def of_schedules(

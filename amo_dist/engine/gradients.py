@@ -19,14 +19,14 @@ from torch import Tensor
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike, control_device, max_over, text_mark
-from amo_dist.kernels.elementwise import exceed
-from amo_dist.parameters import (
+from amo_dist.engine.parameters import (
     Entry,
     gradient_is_foreign,
     gradient_is_misplaced,
     local_gradient,
 )
-from amo_dist.world import World, slot_of
+from amo_dist.engine.world import World, slot_of
+from amo_dist.kernels.elementwise import exceed
 
 logger = logging.getLogger(__name__)
 

@@ -11,20 +11,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.batches import Batch, Batches
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import Piece
 from amo_dist.distributed.plan import Bucket, Part
 from amo_dist.distributed.spans import span
+from amo_dist.engine.batches import Batch, Batches
+from amo_dist.engine.observer import Observer
+from amo_dist.engine.parameters import Parameters
 from amo_dist.kernels.backends import check_backend, choose_backend
 from amo_dist.kernels.elementwise import apply_update, largest_entry, nesterov, update_scale
 from amo_dist.kernels.geometry import ns_residual
 from amo_dist.kernels.graphs import GraphCache
 from amo_dist.kernels.scratch import scratch
-from amo_dist.observer import Observer
-from amo_dist.parameters import Parameters
 from amo_dist.schedule.types import Schedule
-from amo_dist.tracker import GeometryTracker
+from amo_dist.tools.tracker import GeometryTracker
 
 
 class StepWork:

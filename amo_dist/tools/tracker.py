@@ -18,8 +18,8 @@ from torch import Tensor
 
 from amo_dist.distributed.agreement import sum_over
 from amo_dist.distributed.spans import span
+from amo_dist.engine.world import World
 from amo_dist.kernels.geometry import DEFAULT_ENERGY, DEFAULT_TAU, ns_residual, spectrum
-from amo_dist.world import World
 
 logger = logging.getLogger(__name__)
 

@@ -12,11 +12,11 @@ from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import make_plan
+from amo_dist.engine.parameters import Parameters
+from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import wide_dtype
-from amo_dist.parameters import Parameters
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
-from amo_dist.world import World
 
 
 def plan_exchanges(

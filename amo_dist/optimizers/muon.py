@@ -12,23 +12,24 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist import adamw, checkpoint, measured, metrics
-from amo_dist.arguments import as_policy, check_each_group, check_hyperparameters
-from amo_dist.batches import Batches
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.spans import span
-from amo_dist.exchanges import plan_exchanges
-from amo_dist.guard import StepGuard
+from amo_dist.engine import adamw, driver, metrics
+from amo_dist.engine.batches import Batches
+from amo_dist.engine.exchange_planning import plan_exchanges
+from amo_dist.engine.gradients import StepGuard
+from amo_dist.engine.observer import Observer
+from amo_dist.engine.parameters import check_groups, describe_group, local_tensor, resolve
+from amo_dist.engine.step import StepWork, make_graphs
+from amo_dist.engine.timing import Stopwatch
+from amo_dist.engine.world import World, agree_on_world
 from amo_dist.kernels.elementwise import update_momentum
-from amo_dist.observer import Observer
-from amo_dist.parameters import check_groups, describe_group, local_tensor, resolve
+from amo_dist.optimizers.arguments import as_policy, check_each_group, check_hyperparameters
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
-from amo_dist.step import StepWork, make_graphs
-from amo_dist.timing import Stopwatch
-from amo_dist.tracker import GeometryTracker
-from amo_dist.world import World, agree_on_world
+from amo_dist.state import checkpoint
+from amo_dist.tools.tracker import GeometryTracker
 
 logger = logging.getLogger(__name__)
 
@@ -155,9 +156,9 @@ class Muon(torch.optim.Optimizer):
             }
             groups = [describe_group(group) for group in self.param_groups]
             world = agree_on_world(self._parameters, groups, configuration, self._process_group)
-            measured.check_state_alike(self.policy, self._num_steps_taken, world)
+            driver.check_state_alike(self.policy, self._num_steps_taken, world)
             self.policy.bind(world.registry)
-            measured.plan_where_due(self.policy, self._num_steps_taken, world)
+            driver.plan_where_due(self.policy, self._num_steps_taken, world)
             # Only now: after an error above all of it is done again.
             self._world = world
             self._guard = StepGuard(world, self._parameters.entries, self.config)
@@ -211,7 +212,7 @@ class Muon(torch.optim.Optimizer):
         self._finish_observation()
         step = self._num_steps_taken + 1
         sample = self.policy.sample(step)
-        guarded = measured.guarded_matrix(world.registry, step, self.config.ns_guard_every)
+        guarded = driver.guarded_matrix(world.registry, step, self.config.ns_guard_every)
         verdict, grads = guard.agree(
             self._intent(step, sample),
             [entry.param for entry in self._parameters.entries],
@@ -349,9 +350,9 @@ class Muon(torch.optim.Optimizer):
     # ---------------------------------------------------------------- observation
 
     def _check_residual(self, step: int, guarded: str, world: World) -> None:
-        (residual,) = measured.agree_on_values(self._residuals, [guarded], world).values()
+        (residual,) = driver.agree_on_values(self._residuals, [guarded], world).values()
         self._last_residual = 0.0 if math.isnan(residual) else residual
-        measured.check_residual(
+        driver.check_residual(
             step, guarded, residual, config=self.config, policy=self.policy, world=world
         )
 
@@ -368,8 +369,8 @@ class Muon(torch.optim.Optimizer):
         found = self._collect(step, guard)
         self._stopwatch.put("observe", self._observer.reset_seconds())
         with span("amo::observe"):
-            self.policy.record(step, measured.agree_on_values(found, sample, world))
-        measured.plan_where_due(self.policy, step, world)
+            self.policy.record(step, driver.agree_on_values(found, sample, world))
+        driver.plan_where_due(self.policy, step, world)
 
     def _collect(self, step: int, guard: StepGuard) -> dict[str, Tensor]:
         """What this rank measured at a step; a collective in the background.

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
-from amo_dist.operator_types import sort_operator_types
+from amo_dist.config import sort_operator_types
 
 ADAMW = "adamw"
 
