@@ -12,11 +12,13 @@ from amo_dist.engine.gradients import (
     NonFiniteGradientError,
     NonFiniteUpdateError,
 )
+from amo_dist.engine.rule import MatrixPiece, UpdateRule
 from amo_dist.operators import Fused, MatrixView, param_groups
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
+from amo_dist.optimizers.normuon import NorMuon
 from amo_dist.optimizers.root import ROOT
 from amo_dist.schedule.types import Schedule
 from amo_dist.state.foreign import ImportReport, import_state
@@ -29,14 +31,17 @@ __all__ = [
     "AdaMuon",
     "Fused",
     "ImportReport",
+    "MatrixPiece",
     "MatrixView",
     "MissingGradientError",
     "Muon",
     "MuonConfig",
     "NonFiniteGradientError",
     "NonFiniteUpdateError",
+    "NorMuon",
     "RankMismatchError",
     "Schedule",
+    "UpdateRule",
     "import_state",
     "make_optimizer",
     "param_groups",

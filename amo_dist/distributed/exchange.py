@@ -37,6 +37,9 @@ they are written, and enough that the code of each stage, which products drive f
 well, runs for several matrices (of width 256) in a row."""
 
 
+Task = Bucket
+
+
 class _Side:
     """What one side of an all-to-all holds: pieces one after the other, by peer.
 
@@ -205,7 +208,7 @@ class Exchange:
         wire_dtype: torch.dtype,
         wide_dtype: torch.dtype,
         buckets_in_flight: int,
-        kinds: Sequence[Any] | None = None,
+        split: Any = None,
     ) -> None:
         self.plan = plan
         self.sent_bytes: Counter[int] = Counter()
@@ -213,7 +216,7 @@ class Exchange:
         self.sent_elements: Counter[int] = Counter()
         """Elements sent to each peer in the last `run`."""
         self._matrices = matrices
-        self._kinds = kinds or [0] * len(matrices)
+        self._split = split
         self._group = group
         self._wire_dtype = wire_dtype
         self._wide_dtype = wide_dtype
@@ -227,18 +230,7 @@ class Exchange:
 
     def _groups(self, bucket: Bucket) -> list[tuple[int, ...]]:
         """The owned matrices by task: all together, or on CPU a few at a time."""
-        if not self._is_split:
-            return [bucket.owned] if bucket.owned else []
-        groups: list[tuple[int, ...]] = []
-        room = 0
-        for index in sorted(bucket.owned, key=self._kinds.__getitem__):
-            size = self._matrices[index].num_elements
-            if size > room:
-                groups.append(())
-                room = _TASK_ELEMENTS
-            groups[-1] += (index,)
-            room -= size
-        return groups
+        return self._split(bucket.owned) if self._split else ([bucket.owned] if bucket.owned else [])
 
     def run(
         self,

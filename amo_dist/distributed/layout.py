@@ -268,6 +268,41 @@ def layout_of(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> TensorLa
     return layout
 
 
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or the tensor itself; shares memory, needs no gradient."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach() if tensor.requires_grad else tensor
+    with torch.no_grad():
+        return tensor.to_local()
+
+
+def zeros_per_slice(param: torch.Tensor, dim: int) -> torch.Tensor:
+    """float32 zeros with size 1 along a dim, else in the parameter's shape and placements.
+
+    Args:
+        param: A DTensor, or a plain tensor.
+        dim: From the end, such as -1. Where it is sharded, the zeros are replicated.
+    """
+    shape, local = list(param.shape), list(local_tensor(param).shape)
+    shape[dim] = local[dim] = 1
+    zeros = torch.zeros(local, dtype=torch.float32, device=param.device)
+    if not isinstance(param, DTensor):
+        return zeros
+    placements = [
+        Replicate() if getattr(each, "dim", None) in (dim, dim + param.dim()) else each
+        for each in param.placements
+    ]
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(
+        zeros,
+        param.device_mesh,
+        placements,
+        run_check=False,
+        shape=torch.Size(shape),
+        stride=stride,
+    )
+
+
 def _intersect(first: Interval, second: Interval) -> Interval | None:
     start, stop = max(first[0], second[0]), min(first[1], second[1])
     return (start, stop) if start < stop else None

@@ -4,35 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
-import torch
+from torch import Tensor
 
-from amo_dist.config import MuonConfig
 from amo_dist.engine.parameters import Parameters
-from amo_dist.kernels.newton_schulz import Orthogonalizer
+from amo_dist.kernels.interface import Kernels
 from amo_dist.schedule.types import Schedule
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Batch:
-    """Matrices of one shape and schedule on one device.
-
-    Attributes:
-        positions: Of the matrices, among those that were asked for.
-        names: Of the matrices.
-        schedule: Of all of them.
-        shape: ``(b, m, n)``.
-        device: Where they lie.
-        run: Orthogonalizes them.
-    """
+class _Batch:
+    """Matrices of one shape and schedule."""
 
     positions: tuple[int, ...]
+    """Of the matrices, among those that were asked for."""
     names: tuple[str, ...]
-    schedule: Schedule
-    shape: tuple[int, int, int]
-    device: torch.device
-    run: Orthogonalizer
+    run: Callable[[Sequence[Tensor]], Tensor]
+    """From the matrices to their results, ``(b, m, n)``."""
 
 
 class Batches:
@@ -40,14 +29,15 @@ class Batches:
 
     Args:
         parameters: Of this process.
-        config: Numerics.
+        kernels: Of the parameters' device.
     """
 
-    def __init__(self, parameters: Parameters, config: MuonConfig) -> None:
+    def __init__(self, parameters: Parameters, kernels: Kernels) -> None:
         self._parameters = parameters
-        self._config = config
+        self._kernels = kernels
         self._schedules: Sequence[Schedule] = ()
-        self._known: dict[tuple[int, ...], tuple[Batch, ...]] = {}
+        self._known: dict[tuple[int, ...], tuple[_Batch, ...]] = {}
+        self._nonfinite: dict[tuple[str, ...], Tensor] = {}
 
     def begin_step(self, schedules: Sequence[Schedule]) -> None:
         """Take the schedules of a step, one for each matrix of the process."""
@@ -55,41 +45,48 @@ class Batches:
             self._known.clear()
         self._schedules = schedules
 
-    def of(self, owned: tuple[int, ...]) -> tuple[Batch, ...]:
-        """The batches of some matrices, which are given as indices."""
-        found = self._known.get(owned)
-        if found is None:
-            found = self._known[owned] = self._make(owned)
+    def run(self, owned: tuple[int, ...], matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Orthogonalize matrices; one whose result is NaN or inf gives zeros, and is noted.
+
+        Args:
+            owned: Their indices.
+            matrices: ``(m, n)`` each.
+
+        Returns:
+            The results, in the dtype of the products; lent until the next call.
+        """
+        batches = self._known.get(owned)
+        if batches is None:
+            batches = self._known[owned] = self._lay_out(owned)
+        results: dict[int, Tensor] = {}
+        for batch in batches:
+            found = batch.run([matrices[position] for position in batch.positions])
+            bad = self._kernels.drop_nonfinite(found)
+            if bad is not None:
+                self._nonfinite[batch.names] = bad
+            results.update(zip(batch.positions, found.unbind(), strict=True))
+        return [results[position] for position in range(len(owned))]
+
+    def take_nonfinite(self) -> dict[tuple[str, ...], Tensor]:
+        """By names of matrices, which results were NaN or inf since the last call: boolean, 1-D."""
+        found, self._nonfinite = self._nonfinite, {}
         return found
 
-    def _make(self, owned: tuple[int, ...]) -> tuple[Batch, ...]:
-        alike: dict[tuple[Schedule, tuple[int, int], torch.device], list[int]] = defaultdict(list)
+    def _lay_out(self, owned: tuple[int, ...]) -> tuple[_Batch, ...]:
+        alike: dict[tuple[Schedule, tuple[int, int]], list[int]] = defaultdict(list)
         for position, index in enumerate(owned):
-            matrix = self._parameters.matrices[index]
-            device = self._parameters.entries[matrix.tensor].param.device
-            alike[self._schedules[index], matrix.shape, device].append(position)
+            alike[self._schedules[index], self._parameters.matrices[index].shape].append(position)
         return tuple(
-            Batch(
+            _Batch(
                 tuple(positions),
                 tuple(self._parameters.matrices[owned[position]].name for position in positions),
-                schedule,
-                (len(positions), *shape),
-                device,
-                self._orthogonalizer(len(positions), shape, schedule, device),
+                self._kernels.orthogonalizer(
+                    len(positions),
+                    shape,
+                    schedule.coefficients,
+                    norm_scale=schedule.norm_scale,
+                    preconditioner=schedule.preconditioner,
+                ),
             )
-            for (schedule, shape, device), positions in alike.items()
-        )
-
-    def _orthogonalizer(
-        self, count: int, shape: tuple[int, int], schedule: Schedule, device: torch.device
-    ) -> Orthogonalizer:
-        return Orthogonalizer(
-            count,
-            shape,
-            schedule.coefficients,
-            norm_scale=schedule.norm_scale,
-            preconditioner=schedule.preconditioner,
-            dtype=getattr(torch, self._config.ns_dtype),
-            device_type=device.type,
-            backend=self._config.ns_backend,
+            for (schedule, shape), positions in alike.items()
         )

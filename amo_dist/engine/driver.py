@@ -1,8 +1,4 @@
-"""What owners measured of single matrices, agreed by all ranks, and what follows from it.
-
-Everything here is a collective over the world, or a pure function of what one gave: all ranks come
-to the same state.
-"""
+"""The driver: what each step does, for schedules that never change."""
 
 from __future__ import annotations
 
@@ -10,17 +6,146 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
-from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.distributed.agreement import broadcast_text, check_alike, sum_over
+from amo_dist.config import MuonConfig
+from amo_dist.distributed.agreement import check_alike, sum_over
+from amo_dist.distributed.spans import span
+from amo_dist.engine.orders import Orders, Probe
 from amo_dist.engine.world import World
+from amo_dist.kernels.geometry import ns_residual
 from amo_dist.schedule.policies import Policy
-from amo_dist.schedule.types import MatrixInfo
+from amo_dist.schedule.types import MatrixInfo, Schedule
 
 logger = logging.getLogger(__name__)
+
+AgreeOnText = Callable[[str], None]
+"""Raises on every rank where the ranks of the world pass unlike texts; a collective."""
+
+
+class Driver:
+    """Decides what a step does; the engine does it. This one runs a fixed schedule.
+
+    It says which schedule each matrix gets, measures the residual of one matrix now and then,
+    counts steps, and is what a checkpoint holds beside tensors.
+
+    Args:
+        policy: Which schedule when.
+        config: When to measure residuals, and what to do about them.
+        steps_taken: Optimizer steps so far, skipped ones included.
+        steps_skipped: Of those, the ones that changed nothing.
+    """
+
+    def __init__(
+        self, policy: Policy, config: MuonConfig, steps_taken: int = 0, steps_skipped: int = 0
+    ) -> None:
+        self.policy, self.config = policy, config
+        self.steps_taken, self.steps_skipped = steps_taken, steps_skipped
+        self.residual = 0.0
+        """The last one measured."""
+        self.observe_seconds = 0.0
+        """What the last observation cost the training thread."""
+        self._residuals: dict[str, Tensor] = {}
+        self._world: World | None = None
+        self._digested: tuple[Mapping[str, Schedule], str] | None = None
+
+    @property
+    def world(self) -> World:
+        """What all ranks agreed on; `connect` comes first."""
+        assert self._world is not None
+        return self._world
+
+    def connect(self, world: World, agree_on_text: AgreeOnText) -> None:
+        """Take the structure on which all ranks agreed; a collective over the world.
+
+        Raises:
+            RankMismatchError: On every rank, where only some have restored a state.
+            ValueError: The policy cannot run these matrices.
+        """
+        _check_state_alike(self.policy, self.steps_taken, world)
+        self.policy.bind(world.registry)
+        self.resume(world, agree_on_text)
+
+    def resume(self, world: World, agree_on_text: AgreeOnText) -> None:
+        """Go on in a world that is known, with a policy that is bound; communicates nothing."""
+        self._world = world
+
+    def begin(self) -> None:
+        """What must be done before the next step, or before state is saved."""
+
+    def orders(self, matrices: Sequence[str]) -> Orders:
+        """What the next step does.
+
+        Args:
+            matrices: Names of those of this process.
+        """
+        step = self.steps_taken + 1
+        checked = _matrix_to_check(self.world.registry, step, self.config.ns_guard_every)
+        probes = () if checked is None else (Probe(frozenset([checked]), self._measure_residual),)
+        return Orders(
+            step,
+            schedules=self.schedules_of(matrices, step),
+            is_settled=self.policy.phase(step) == "locked",
+            checked=checked,
+            probes=probes,
+        )
+
+    def schedules_of(self, matrices: Sequence[str], step: int) -> list[Schedule]:
+        """The schedule of each matrix, by name, at a step."""
+        schedules = self.policy.schedules(step)
+        return [schedules[self.policy.group_of(name)] for name in matrices]
+
+    def describe(self, orders: Orders) -> list[str]:
+        """Lines that are alike on all ranks where they are about to do the same."""
+        schedules = self.policy.schedules(orders.step)
+        # By value: which object it is depends on what else was asked for, as by one rank's logger.
+        if self._digested is None or self._digested[0] != schedules:
+            self._digested = schedules, self.policy.digest(orders.step)
+        return [
+            f"step {orders.step}",
+            f"schedules and state {self._digested[1]}",
+            f"observed matrices {list(orders.observed)}",
+        ]
+
+    def finish(self, orders: Orders, *, skipped: bool) -> None:
+        """Count a step, and act on what was measured in it; a collective where something was."""
+        if skipped:
+            self.steps_skipped += 1
+        self.steps_taken = orders.step
+        if orders.checked is not None:
+            self._check_residual(orders.step, orders.checked)
+
+    def discard(self) -> None:
+        """Give up what is under way: another driver takes over."""
+
+    def _measure_residual(self, name: str, momentum: Tensor, result: Tensor) -> None:
+        with span("amo::residual"):
+            # The residual of zeros, as without a gradient, says nothing.
+            is_zero = ~(result != 0).any()
+            self._residuals[name] = ns_residual(result).masked_fill(is_zero, math.nan)
+
+    def _check_residual(self, step: int, name: str) -> None:
+        """Warn of a residual above the bound, and fall back where the policy does."""
+        (residual,) = agree_on_values(self._residuals, [name], self.world).values()
+        self._residuals = {}
+        self.residual = 0.0 if math.isnan(residual) else residual
+        if not residual > self.config.ns_guard_bound:
+            return
+        schedule = self.policy.schedules(step)[self.policy.group_of(name)]
+        falls_back = self.policy.fall_back(step, name)
+        operator_type = next(m.operator_type for m in self.world.registry if m.name == name)
+        triples = " ".join(f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients)
+        logger.warning(
+            "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above "
+            "ns_guard_bound = %g, by the %d steps %s (preconditioner %s, norm_scale %g)%s",
+            *(step, name, operator_type, residual, self.config.ns_guard_bound),
+            *(schedule.num_steps, triples, schedule.preconditioner, schedule.norm_scale),
+            f"; {self.policy.group_of(name)} runs the uniform schedule from now on"
+            if falls_back
+            else "",
+        )
 
 
 def agree_on_values(
@@ -38,24 +163,20 @@ def agree_on_values(
     """
     mine = {name: float(value) for name, value in found.items() if world.rank in world.homes[name]}
     agreed = sum_over([mine.get(name, 0.0) for name in names], world.group)
-    return {
-        name: value if value != 0.0 else math.nan for name, value in zip(names, agreed, strict=True)
-    }
+    return {name: value or math.nan for name, value in zip(names, agreed, strict=True)}
 
 
-def check_state_alike(policy: Policy, step: int, world: World) -> None:
-    """Refuse a state that only some ranks have restored; a collective over the world.
+def _matrix_to_check(registry: Sequence[MatrixInfo], step: int, every: int) -> str | None:
+    """The matrix whose residual is measured at a step, if any: all take turns by name."""
+    if not every or step % every or not registry:
+        return None
+    return registry[(step // every - 1) % len(registry)].name
 
-    Before the first step: ranks of unlike state would part ways in what follows, where some plan
-    and others wait for them elsewhere.
 
-    Args:
-        policy: With the state it goes on from.
-        step: Optimizer steps taken before.
-        world: Whose ranks to compare.
+def _check_state_alike(policy: Policy, step: int, world: World) -> None:
+    """Refuse a state that only some ranks have restored.
 
-    Raises:
-        RankMismatchError: On every rank; names the ranks and the first field that differs.
+    Ranks of unlike state would part ways: some plan, and others wait for them elsewhere.
     """
     fields = {"optimizer steps taken": step, **policy.state_dict()}
     lines = [f"{field}: {_brief(value)}" for field, value in fields.items()]
@@ -67,79 +188,3 @@ def _brief(value: object) -> str:
     text = json.dumps(value, sort_keys=True)
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]
     return text if len(text) <= 80 else f"{text[:60]}... ({len(text)} characters, sha256 {digest})"
-
-
-def plan_where_due(policy: Policy, step: int, world: World) -> None:
-    """One rank plans, all adopt; a collective over the world where a plan is due.
-
-    Args:
-        policy: Says whether, and makes the plan.
-        step: Optimizer step just taken.
-        world: Its first rank plans.
-
-    Raises:
-        ValueError: On every rank, where planning failed so.
-        RuntimeError: On the others, where it failed otherwise on the one that plans.
-    """
-    if not policy.plan_due(step):
-        return
-    text, failure = "", None
-    if world.rank == 0:
-        try:
-            text = "plan:" + policy.make_plan()
-        except Exception as error:
-            failure = error
-            text = f"{type(error).__name__}:{error}"
-    kind, _, payload = broadcast_text(text, world.group).partition(":")
-    if kind == "plan":
-        policy.adopt_plan(payload)
-        return
-    if failure is not None:
-        raise failure
-    if kind == "ValueError":
-        raise ValueError(payload)
-    raise RuntimeError(f"planning failed on rank 0: {kind}: {payload}")
-
-
-def guarded_matrix(registry: Sequence[MatrixInfo], step: int, every: int) -> str | None:
-    """Name of the matrix whose residual is measured at a step, if any.
-
-    All take turns in the order of names, in which the types of a layer follow one another.
-
-    Args:
-        registry: Every matrix of the world, sorted by name.
-        step: Optimizer step, counted from 1.
-        every: ``ns_guard_every``; 0 for never.
-    """
-    if not every or step % every or not registry:
-        return None
-    return registry[(step // every - 1) % len(registry)].name
-
-
-def check_residual(
-    step: int, name: str, residual: float, *, config: MuonConfig, policy: Policy, world: World
-) -> None:
-    """Warn of a residual above the bound, and fall back where the configuration says so.
-
-    Args:
-        step: Optimizer step just taken.
-        name: Of the matrix.
-        residual: Agreed; NaN for none.
-        config: Bound, and whether to fall back.
-        policy: Knows the schedule, and falls back.
-        world: Its registry knows the operator type.
-    """
-    if not residual > config.ns_guard_bound:
-        return
-    operator_type = next(info.operator_type for info in world.registry if info.name == name)
-    schedule = policy.schedules(step)[policy.group_of(name)]
-    falls_back = isinstance(config, AMOConfig) and config.ns_guard_fallback
-    changed = falls_back and policy.fall_back(step, name)
-    triples = " ".join(f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients)
-    logger.warning(
-        "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above "
-        "ns_guard_bound = %g, by the %d steps %s (preconditioner %s, norm_scale %g)%s",
-        *(step, name, operator_type, residual, config.ns_guard_bound, schedule.num_steps),
-        *(triples, schedule.preconditioner, schedule.norm_scale),
-        f"; {policy.group_of(name)} runs the uniform schedule from now on" if changed else "",
-    )

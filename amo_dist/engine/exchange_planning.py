@@ -11,10 +11,11 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.ownership import assign
-from amo_dist.distributed.plan import make_plan
+from amo_dist.distributed.plan import plan_exchange
 from amo_dist.engine.parameters import Parameters
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import wide_dtype
+from amo_dist.kernels.interface import Kernels
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
 
@@ -22,21 +23,21 @@ from amo_dist.schedule.types import Schedule
 def plan_exchanges(
     parameters: Parameters,
     schedules: Sequence[Schedule],
-    observed: frozenset[str],
+    wide: frozenset[str],
     *,
     world: World,
     config: MuonConfig,
-    device: torch.device,
+    kernels: Kernels,
 ) -> list[Exchange]:
     """Deal the matrices to owners and plan who sends what; a collective over the world.
 
     Args:
         parameters: Of this process.
         schedules: Of each matrix: its cost is that of its Newton-Schulz steps.
-        observed: Names of the matrices that travel in the dtype of momentum.
+        wide: Names of the matrices that travel in the dtype of momentum.
         world: Process groups.
         config: Ownership, buckets, dtypes.
-        device: Of the local tensors.
+        kernels: Say how many matrices are best computed together.
 
     Returns:
         One exchange for each set of ranks that shares matrices with this one.
@@ -51,28 +52,25 @@ def plan_exchanges(
     ]
     jobs = assign(matrices, costs, ownership=config.ownership, owners=config.owners)
     wire_dtype: torch.dtype = getattr(torch, config.ns_dtype)
-    # Momentum is read in float32 at least, and what is observed must not be rounded to less.
-    observed_dtype = wide_dtype(getattr(torch, config.momentum_dtype))
-    wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in observed)
+    # Momentum is read in float32 at least, and what is measured must not be rounded to less.
+    momentum_dtype = wide_dtype(getattr(torch, config.momentum_dtype))
+    are_wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in wide)
     sizes = [
-        matrix.num_elements * (observed_dtype if i in wide else wire_dtype).itemsize
+        matrix.num_elements * (momentum_dtype if i in are_wide else wire_dtype).itemsize
         for i, matrix in enumerate(matrices)
     ]
-    # What may run as one batch has one shape and, once types have schedules of their own, one type.
-    types = parameters.operator_types
-    kinds = [(matrix.shape, kind) for matrix, kind in zip(matrices, types, strict=True)]
     exchanges: list[Exchange] = []
     digests: dict[tuple[int, ...], str] = {}
     for ranks, group in world.groups_by_ranks.items():
         here = [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
-        plan = make_plan(
+        plan = plan_exchange(
             matrices,
             here,
             rank=world.rank,
             peers=ranks if group is None else dist.get_process_group_ranks(group),
             bytes_by_matrix=sizes,
             bucket_bytes=config.bucket_bytes,
-            wide=wide,
+            wide=are_wide,
         )
         digests[ranks] = plan.digest
         if here:
@@ -80,12 +78,35 @@ def plan_exchanges(
                 plan,
                 matrices,
                 group=group,
-                device=device,
+                device=parameters.device,
                 wire_dtype=wire_dtype,
-                wide_dtype=observed_dtype,
+                wide_dtype=momentum_dtype,
                 buckets_in_flight=config.buckets_in_flight,
-                kinds=kinds,
+                split=lambda owned: _split(owned, parameters, kernels.task_elements),
             )
             exchanges.append(exchange)
     check_alike_by_ranks("exchange plan", digests, world.group)
     return exchanges
+
+
+def _split(
+    owned: Sequence[int], parameters: Parameters, most_elements: int | None
+) -> list[tuple[int, ...]]:
+    """Matrices to compute together: all, or as many as the kernels' caches hold.
+
+    What may run as one batch comes in a row: matrices of one shape and, once types have schedules
+    of their own, of one type.
+    """
+    if most_elements is None or not owned:
+        return [tuple(owned)] if owned else []
+    matrices, types = parameters.matrices, parameters.operator_types
+    groups: list[tuple[int, ...]] = []
+    room = 0
+    for index in sorted(owned, key=lambda index: (matrices[index].shape, types[index])):
+        size = matrices[index].num_elements
+        if size > room:
+            groups.append(())
+            room = most_elements
+        groups[-1] += (index,)
+        room -= size
+    return groups

@@ -1,9 +1,9 @@
 """What all ranks agree on before a step: what comes, which gradients exist, are they usable.
 
-One reduction of seven integers carries it. Only where it tells of a gradient that is missing,
-foreign or unusable, or that must first be brought to its parameter's placements (which
-communicates), do further ones say whose. Every rank comes to the same verdict before anything has
-changed, so that no rank raises while the others wait for it.
+One reduction of seven integers carries it. Further ones, which say whose gradient it is, follow
+only if one is missing, foreign or unusable, or must first be brought to its parameter's placements
+(which communicates). Every rank comes to the same verdict before anything has changed, so that no
+rank raises while the others wait for it.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from torch import Tensor
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike, control_device, max_over, text_mark
 from amo_dist.engine.parameters import (
-    Entry,
+    Parameters,
     gradient_is_foreign,
     gradient_is_misplaced,
     local_gradient,
 )
 from amo_dist.engine.world import World, slot_of
-from amo_dist.kernels.elementwise import exceed
+from amo_dist.kernels.interface import Kernels
 
 logger = logging.getLogger(__name__)
 
@@ -44,16 +44,16 @@ class MissingGradientError(RuntimeError):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class StepVerdict:
-    """The agreed answer.
+class Verdict:
+    """What the ranks agreed on.
 
     Attributes:
-        skips: True where this step leaves parameters and state untouched.
-        reason: Why it does.
+        reason: Why this step must leave parameters and state untouched; empty where it need not.
+        grads: This rank's part of each gradient, in its parameter's placements; None for none.
     """
 
-    skips: bool
     reason: str
+    grads: list[Tensor | None]
 
 
 def momentum_bound(dtype: torch.dtype, momentum: float) -> float:
@@ -73,28 +73,29 @@ def second_moment_bound(dtype: torch.dtype) -> float:
     return math.sqrt(torch.finfo(dtype).max) / 2.0
 
 
-def gradient_bounds(entries: Sequence[Entry], config: MuonConfig) -> list[float]:
-    """By parameter, the largest gradient entry from which no state can overflow."""
-    of_matrices = momentum_bound(getattr(torch, config.momentum_dtype), config.momentum)
-    return [
-        of_matrices if entry.views else second_moment_bound(entry.param.dtype) for entry in entries
-    ]
-
-
-class StepGuard:
+class GradientCheck:
     """Compares gradients across the world.
 
     Args:
         world: Gives every parameter and matrix of the world its slots.
-        entries: Parameters of this process.
+        parameters: Of this process.
         config: Decides the largest gradient entry that each of them can take.
+        kernels: Of the parameters' device.
     """
 
-    def __init__(self, world: World, entries: Sequence[Entry], config: MuonConfig) -> None:
+    def __init__(
+        self, world: World, parameters: Parameters, config: MuonConfig, kernels: Kernels
+    ) -> None:
         self._world = world
-        self._bounds = gradient_bounds(entries, config)
+        self._kernels = kernels
+        self._params = [entry.param for entry in parameters.entries]
+        of_matrices = momentum_bound(getattr(torch, config.momentum_dtype), config.momentum)
+        self._bounds = [
+            of_matrices if entry.views else second_moment_bound(entry.param.dtype)
+            for entry in parameters.entries
+        ]
         numbers = {slot: number for number, slot in enumerate(world.slots)}
-        self._slots = [numbers[slot_of(entry.name, entry.layout.ranks)] for entry in entries]
+        self._slots = [numbers[slot_of(e.name, e.layout.ranks)] for e in parameters.entries]
         self._matrix_slots = {matrix.name: slot for slot, matrix in enumerate(world.registry)}
         self._sizes = [len(world.slots), len(world.registry)]
         self._updates: Mapping[tuple[str, ...], Tensor] = {}
@@ -128,18 +129,12 @@ class StepGuard:
         _, updates = max_over(numbers, self._world.group).split(self._sizes)
         self._check_updates(updates.tolist())
 
-    def agree(
-        self, intent: str, params: Sequence[Tensor], *, skips: bool
-    ) -> tuple[StepVerdict, list[Tensor | None]]:
+    def agree(self, intent: str, *, skips: bool) -> Verdict:
         """Agree on what a step is about to do and on its gradients; a collective over the world.
 
         Args:
             intent: What must be alike on all ranks, as text.
-            params: Those of ``entries``, in their order, with their gradients.
             skips: Whether an unusable gradient skips the step; else it is an error.
-
-        Returns:
-            The verdict, and this rank's part of each gradient in its parameter's placements.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
@@ -149,6 +144,7 @@ class StepGuard:
                 or inf. Its parameter was only decayed then.
             NonFiniteGradientError: On every rank; names a parameter and a rank.
         """
+        params = self._params
         foreign = [gradient_is_foreign(param) for param in params]
         absent = [param.grad is None for param in params]
         # Where one must move, the others have to know first which gradients exist.
@@ -174,13 +170,13 @@ class StepGuard:
                 f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without "
                 "such steps"
             )
-        return StepVerdict(skips=bool(reason), reason=reason), grads
+        return Verdict(reason, grads)
 
-    def agree_on_observation(self, text: str) -> None:
-        """Agree on what became of an observation under way; a collective over the world.
+    def agree_on_text(self, text: str) -> None:
+        """Compare a text in place of a coming step; a collective over the world.
 
-        It has the form of `agree`: a rank that knows of no observation, as where a load failed on
-        some ranks only, meets it at its next step, and all raise instead of waiting.
+        It has the form of `agree`: a rank that is at its next step meanwhile, as where a load
+        failed on some ranks only, meets it there, and all raise instead of waiting.
 
         Args:
             text: What must be alike on all ranks.
@@ -245,7 +241,9 @@ class StepGuard:
         slots = [slot for slot, _, _ in held]
         if not held:
             return slots, torch.empty(0)
-        return slots, exceed([grad for _, _, grad in held], [bound for _, bound, _ in held])
+        return slots, self._kernels.exceed(
+            [grad for _, _, grad in held], [bound for _, bound, _ in held]
+        )
 
     def _bad_updates(self) -> tuple[list[int], Tensor]:
         """Slots of the matrices whose last update this rank computed, and whether it was bad."""

@@ -26,24 +26,21 @@ class Observer:
     def __init__(self, *, in_background: bool) -> None:
         self.in_background = in_background
         self._seconds = 0.0
-        self._values: dict[str, Tensor] = {}
-        self._futures: dict[str, Future[Tensor]] = {}
+        self._values: dict[str, Tensor | Future[Tensor]] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def measure(self, name: str, matrix: Tensor) -> None:
+    def measure(self, name: str, matrix: Tensor, result: Tensor | None = None) -> None:
         """Begin to measure a matrix.
 
         Args:
             name: Of the matrix.
             matrix: ``(m, n)``, float32 or float64; may be overwritten after this returns.
+            result: Not looked at.
         """
         start = time.perf_counter()
         with span("amo::observe"):
-            if self.in_background:
-                self._futures[name] = self._submit(matrix)
-            else:
-                self._values[name] = ell(matrix)
+            self._values[name] = self._submit(matrix) if self.in_background else ell(matrix)
         self._seconds += time.perf_counter() - start
 
     def collect(self) -> dict[str, Tensor]:
@@ -53,13 +50,15 @@ class Observer:
             Exception: Whatever a measurement raised on the thread; all are forgotten then.
         """
         start = time.perf_counter()
-        values, futures = self._values, self._futures
         # A failure must not come up again with the next observation.
-        self._values, self._futures = {}, {}
+        values, self._values = self._values, {}
         with span("amo::observe"):
-            waited = {name: future.result() for name, future in futures.items()}
+            found = {
+                name: value.result() if isinstance(value, Future) else value
+                for name, value in values.items()
+            }
         self._seconds += time.perf_counter() - start
-        return {**values, **waited}
+        return found
 
     def reset_seconds(self) -> float:
         """Seconds that the caller's thread has spent here since the last time."""
@@ -68,10 +67,10 @@ class Observer:
 
     def discard(self) -> None:
         """Forget what has been measured, and what is under way; waits for nothing."""
-        for future in self._futures.values():
-            future.cancel()
-        self._values, self._futures = {}, {}
-        self.reset_seconds()
+        for value in self._values.values():
+            if isinstance(value, Future):
+                value.cancel()
+        self._values = {}
 
     def _submit(self, matrix: Tensor) -> Future[Tensor]:
         if self._thread is None:

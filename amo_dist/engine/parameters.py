@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,13 +63,15 @@ class Parameters:
     matrices: tuple[MatrixLayout, ...]
     operator_types: tuple[str, ...]
 
+    @property
+    def device(self) -> torch.device:
+        """Where all of them lie."""
+        return self.entries[0].param.device
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself; shares memory, needs no gradient."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach() if tensor.requires_grad else tensor
-    with torch.no_grad():
-        return tensor.to_local()
+    @property
+    def matrix_names(self) -> list[str]:
+        """Of each matrix."""
+        return [matrix.name for matrix in self.matrices]
 
 
 def gradient_is_foreign(param: Tensor) -> bool:
@@ -108,15 +110,19 @@ def local_gradient(param: Tensor) -> Tensor | None:
     return grad
 
 
-def describe_group(group: Mapping[str, Any]) -> str:
+def describe_group(group: Mapping[str, Any], own: Iterable[str] = ()) -> str:
     """The hyperparameters of a group, as text that is alike where they are.
 
     Without a learning rate that lies on a device: to read it would wait for the device.
+
+    Args:
+        group: A parameter group.
+        own: Keys of an optimizer's own hyperparameters.
     """
     lr = group["lr"]
     is_far = isinstance(lr, Tensor) and lr.device.type != "cpu"
     numbers: dict[str, object] = {"lr": "of a tensor" if is_far else float(lr)}
-    numbers |= {key: float(group[key]) for key in ("lr_scale", "weight_decay", "eps")}
+    numbers |= {key: float(group[key]) for key in ("lr_scale", "weight_decay", "eps", *own)}
     numbers["betas"] = tuple(float(beta) for beta in group["betas"])
     return ", ".join(f"{key} {value}" for key, value in numbers.items())
 
@@ -182,6 +188,12 @@ def resolve(
             layout = layout_of(param, name, replica_ranks)
             entries.append(Entry(name, param, index, tuple(views[index].get(name, ())), layout))
     _check_unique([entry.name for entry in entries])
+    for entry in entries:
+        if entry.param.device != entries[0].param.device:
+            raise ValueError(
+                f"{entry.name}: found it on {entry.param.device}, expected all parameters on one "
+                f"device: {entries[0].name} is on {entries[0].param.device}"
+            )
     matrices: list[MatrixLayout] = []
     for tensor, entry in enumerate(entries):
         cut = [

@@ -3,35 +3,43 @@
 from __future__ import annotations
 
 import logging
-import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.distributed.exchange import Exchange
-from amo_dist.distributed.spans import span
-from amo_dist.engine import adamw, driver, metrics
-from amo_dist.engine.batches import Batches
-from amo_dist.engine.exchange_planning import plan_exchanges
-from amo_dist.engine.gradients import StepGuard
-from amo_dist.engine.observer import Observer
-from amo_dist.engine.parameters import check_groups, describe_group, local_tensor, resolve
-from amo_dist.engine.step import StepWork, make_graphs
+from amo_dist.config import MuonConfig
+from amo_dist.distributed.agreement import world_group
+from amo_dist.engine.adaptive import make_driver
+from amo_dist.engine.driver import Driver
+from amo_dist.engine.engine import Engine
+from amo_dist.engine.orders import Probe
+from amo_dist.engine.parameters import check_groups, describe_group, resolve
+from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.timing import Stopwatch
 from amo_dist.engine.world import World, agree_on_world
-from amo_dist.kernels.elementwise import update_momentum
 from amo_dist.optimizers.arguments import as_policy, check_each_group, check_hyperparameters
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
-from amo_dist.state import checkpoint
-from amo_dist.tools.tracker import GeometryTracker
+from amo_dist.state import control as controls
+from amo_dist.state import load
 
 logger = logging.getLogger(__name__)
+
+
+class Tracker(Protocol):
+    """Measures every matrix at some steps; see `amo_dist.tools.tracker.GeometryTracker`."""
+
+    def is_due(self, step: int) -> bool:
+        """Whether to measure at a step; the same on every rank."""
+
+    def measure(self, name: str, momentum: Tensor, result: Tensor) -> None:
+        """Measure one matrix that this rank owns."""
+
+    def collect(self, step: int, world: World) -> None:
+        """Bring the measurements together; a collective over the world."""
 
 
 class Muon(torch.optim.Optimizer):
@@ -46,6 +54,8 @@ class Muon(torch.optim.Optimizer):
     and ``exp_avg_sq`` for the rest. The state of the schedule rides as a JSON string, the same on
     every rank, under ``control`` of each parameter group.
 
+    A subclass that names another ``rule_class`` is another optimizer of the family.
+
     Args:
         params: What `amo_dist.param_groups` returns. Groups may be split further.
         lr: Learning rate of all groups; ``lr_scale`` of a group multiplies it.
@@ -56,13 +66,14 @@ class Muon(torch.optim.Optimizer):
         eps: Of AdamW.
         process_group: Ranks over which plain tensors are replicas, as under DDP: each matrix is
             then orthogonalized once, not once a rank. Without it plain tensors are this rank's own.
+        own: Hyperparameters of the rule's own, for all groups that do not name theirs.
 
     Raises:
         ValueError: Groups of another origin, meta tensors, a bad hyperparameter, or settings that
-            the parameters' devices cannot run; names field, found and expected.
+            the parameters' device cannot run; names field, found and expected.
     """
 
-    _work_class: type[StepWork] = StepWork
+    rule_class: ClassVar[type[UpdateRule]] = UpdateRule
 
     def __init__(
         self,
@@ -75,42 +86,35 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         process_group: dist.ProcessGroup | None = None,
+        **own: float,
     ) -> None:
         groups = check_groups(params)
-        self.config = MuonConfig() if config is None else config
-        self.policy = as_policy(schedule)
-        self._process_group = process_group
+        config = MuonConfig() if config is None else config
+        policy = as_policy(schedule)
         views = [group.pop("matrix_views", {}) for group in groups]
         defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         check_hyperparameters(defaults)
+        if unknown := sorted(set(own) - set(self.rule_class.defaults)):
+            raise TypeError(f"{type(self).__name__} got unexpected keyword arguments {unknown}")
+        defaults |= {"lr_scale": 1.0, "control": "", **self.rule_class.defaults, **own}
         self._is_built = False
-        super().__init__(groups, {**defaults, "lr_scale": 1.0, "control": ""})
+        super().__init__(groups, defaults)
         self._is_built = True
         check_each_group(self.param_groups)
+        rule = self.rule_class(config)
+        for group in self.param_groups:
+            rule.check(group)
         # Out of the groups: checkpoint helpers take no lists of strings there.
         names = [group.pop("param_names") for group in self.param_groups]
-        self._parameters = resolve(self.param_groups, names, views, self._replica_ranks())
-        self._graphs = make_graphs(self._parameters, self.config)
-        self._batches = Batches(self._parameters, self.config)
-        self._num_steps_taken = 0
-        self._num_steps_skipped = 0
-        self._world: World | None = None
-        self._guard: StepGuard | None = None
-        self._exchanges: list[Exchange] = []
-        self._exchange_key: object = None
-        self._digested_schedules: object = None
-        self._digest = ""
-        in_background = isinstance(self.config, AMOConfig) and self.config.observe_in_background
-        self._observer = Observer(in_background=in_background)
-        self._observation_under_way: tuple[int, tuple[str, ...]] | None = None
-        self._residuals: dict[str, Tensor] = {}
-        self._last_residual = 0.0
+        parameters = resolve(self.param_groups, names, views, _replica_ranks(process_group))
+        self._process_group = process_group
+        self._engine = Engine(parameters, self.param_groups, self.state, rule, config)
+        self._driver = make_driver(policy, config)
         self._stopwatch = Stopwatch()
-        self.tracker: GeometryTracker | None = None
-        self._make_state()
+        self.tracker: Tracker | None = None
+        """Measures every matrix at the steps that it names; set it on all ranks."""
+        self._engine.make_state()
         self._write_control()
-
-    # ---------------------------------------------------------------- structure and state
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group during construction; later the structure is fixed.
@@ -124,45 +128,6 @@ class Muon(torch.optim.Optimizer):
                 "ranks agree on the structure only once"
             )
         super().add_param_group(param_group)
-
-    def _replica_ranks(self) -> list[int]:
-        if self._process_group is not None:
-            return dist.get_process_group_ranks(self._process_group)
-        is_distributed = dist.is_available() and dist.is_initialized()
-        return [dist.get_rank() if is_distributed else 0]
-
-    def _matrix_state(self, param: Tensor) -> dict[str, Tensor]:
-        """New state of a parameter with matrices, in its placements."""
-        dtype = getattr(torch, self.config.momentum_dtype)
-        return {"momentum_buffer": torch.zeros_like(param, dtype=dtype)}
-
-    def _make_state(self) -> None:
-        for entry in self._parameters.entries:
-            if entry.views:
-                state = self._matrix_state(entry.param)
-            else:
-                state = adamw.make_state(entry.param, self.config.adamw_implementation)
-            for value in state.values():
-                value.requires_grad_(False)
-            self.state[entry.param] = state
-
-    def _prepare(self) -> tuple[World, StepGuard]:
-        """Agree with all ranks on the structure; once, at the first step."""
-        if self._world is None or self._guard is None:
-            configuration = {
-                **self.config.to_dict(),
-                "optimizer": type(self).__name__,
-                "policy": self.policy.name,
-            }
-            groups = [describe_group(group) for group in self.param_groups]
-            world = agree_on_world(self._parameters, groups, configuration, self._process_group)
-            driver.check_state_alike(self.policy, self._num_steps_taken, world)
-            self.policy.bind(world.registry)
-            driver.plan_where_due(self.policy, self._num_steps_taken, world)
-            # Only now: after an error above all of it is done again.
-            self._world = world
-            self._guard = StepGuard(world, self._parameters.entries, self.config)
-        return self._world, self._guard
 
     # ---------------------------------------------------------------- one step
 
@@ -191,9 +156,46 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._stopwatch.measure("optimizer", self._device()):
+        with self._stopwatch.measure("optimizer", self._engine.parameters.device):
             self._step()
         return loss
+
+    def _step(self) -> None:
+        engine, driver, world = self._engine, self._driver, self._connect()
+        driver.begin()
+        orders = driver.orders(engine.parameters.matrix_names)
+        tracker = self.tracker
+        if tracker is not None and tracker.is_due(orders.step):
+            names = frozenset(info.name for info in world.registry)
+            orders = orders.with_probe(Probe(names, tracker.measure, is_wide=True))
+        else:
+            tracker = None
+        verdict = engine.agree(orders, driver.describe(orders))
+        if verdict.reason:
+            logger.warning("step %d skipped: %s", orders.step, verdict.reason)
+        else:
+            engine.run(orders, verdict.grads)
+        driver.finish(orders, skipped=bool(verdict.reason))
+        if tracker is not None:
+            tracker.collect(orders.step, world)
+
+    def _connect(self) -> World:
+        """Agree with all ranks on the structure; once, at the first step."""
+        if self._engine.world is None:
+            configuration = {
+                **self.config.to_dict(),
+                "optimizer": type(self).__name__,
+                "policy": self.policy.name,
+            }
+            own = self.rule_class.defaults
+            groups = [describe_group(group, own) for group in self.param_groups]
+            parameters = self._engine.parameters
+            world = agree_on_world(parameters, groups, configuration, self._process_group)
+            self._driver.connect(world, self._engine.agree_on_text)
+            # Only now: after an error above all of it is done again.
+            self._engine.connect(world)
+        assert self._engine.world is not None
+        return self._engine.world
 
     def check_last_update(self) -> None:
         """Look now for what only the next step would tell; a collective over the world.
@@ -204,219 +206,66 @@ class Muon(torch.optim.Optimizer):
         Raises:
             NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
         """
-        if self._guard is not None:
-            self._guard.agree_on_updates()
+        if self._engine.check is not None:
+            self._engine.check.agree_on_updates()
 
-    def _step(self) -> None:
-        world, guard = self._prepare()
-        self._finish_observation()
-        step = self._num_steps_taken + 1
-        sample = self.policy.sample(step)
-        guarded = driver.guarded_matrix(world.registry, step, self.config.ns_guard_every)
-        verdict, grads = guard.agree(
-            self._intent(step, sample),
-            [entry.param for entry in self._parameters.entries],
-            skips=self.config.nonfinite == "skip_step",
-        )
-        if verdict.skips:
-            self._num_steps_skipped += 1
-            logger.warning("step %d skipped: %s", step, verdict.reason)
-            self._residuals = {}
-        else:
-            self._update(step, grads, sample, guarded)
-        self._num_steps_taken = step
-        if guarded is not None:
-            self._check_residual(step, guarded, world)
-        if sample:
-            self._observation_under_way = step, tuple(sample)
-            if not self._observer.in_background:
-                self._finish_observation()
-        if self.tracker is not None and self._tracks(step):
-            self.tracker.collect(step, world)
+    # ---------------------------------------------------------------- what it holds
 
-    def _intent(self, step: int, sample: Sequence[str]) -> str:
-        """What this rank is about to do; ranks that differ, as after a load by one, must not go on.
+    @property
+    def config(self) -> MuonConfig:
+        """The settings in force."""
+        return self._driver.config
 
-        That includes whether it plans an exchange: planning is a collective.
-        """
-        schedules = self.policy.schedules(step)
-        # By value: which object it is depends on what else was asked for, as by one rank's logger.
-        if schedules != self._digested_schedules:
-            self._digest = self.policy.digest(step)
-            self._digested_schedules = schedules
-        plans = self._key_of_exchange(step, sample) != self._exchange_key
-        # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
-        groups = self.param_groups if self._prepare()[0].shares_all else []
-        return "\n".join(
-            [
-                f"step {step}",
-                f"schedules and state {self._digest}",
-                f"observed matrices {list(sample)}",
-                f"{'a new' if plans else 'the last'} exchange plan",
-                *(f"group {index}: {describe_group(one)}" for index, one in enumerate(groups)),
-            ]
-        )
-
-    def _update(
-        self,
-        step: int,
-        grads: Sequence[Tensor | None],
-        sample: Sequence[str],
-        guarded: str | None,
-    ) -> None:
-        entries = self._parameters.entries
-        world, guard = self._prepare()
-        with span("amo::momentum"):
-            moving = [i for i, entry in enumerate(entries) if entry.views and grads[i] is not None]
-            buffers = [
-                local_tensor(self.state[entries[i].param]["momentum_buffer"]) for i in moving
-            ]
-            update_momentum(buffers, [grads[i] for i in moving], self.config.momentum)  # type: ignore[misc]
-        self._batches.begin_step(self._schedules_by_matrix(step))
-        work = self._work_class(
-            state=self.state,
-            parameters=self._parameters,
-            params=[local_tensor(entry.param) for entry in entries],
-            grads=grads,
-            buffers=dict(zip(moving, buffers, strict=True)),
-            groups=self.param_groups,
-            config=self.config,
-            batches=self._batches,
-            observed=frozenset(sample),
-            observer=self._observer,
-            guarded=guarded,
-            tracker=self.tracker if self._tracks(step) else None,
-            graphs=self._graphs,
-        )
-        exchanges = self._exchanges_for(step, sample)
-        for index, exchange in enumerate(exchanges):
-            is_first = index == 0
-            exchange.run(
-                work.read,
-                work.compute,
-                work.write,
-                meanwhile=(lambda: self._step_adamw(grads)) if is_first else None,
-            )
-        if not exchanges:
-            self._step_adamw(grads)
-        work.finish(world.groups_by_ranks)
-        self._residuals = work.residuals
-        guard.report_updates(work.nonfinite)
-
-    def _step_adamw(self, grads: Sequence[Tensor | None]) -> None:
-        adamw.step_adamw(
-            self._parameters.entries,
-            grads,
-            self.state,
-            self.param_groups,
-            self.config.adamw_implementation,
-        )
-
-    # ---------------------------------------------------------------- exchange
-
-    def _exchanges_for(self, step: int, sample: Sequence[str]) -> list[Exchange]:
-        """The exchanges of this step: kept until the observed matrices or the lock change."""
-        key = self._key_of_exchange(step, sample)
-        if key != self._exchange_key:
-            self._exchanges = plan_exchanges(
-                self._parameters,
-                self._schedules_by_matrix(step),
-                frozenset(self._wide(step, sample)),
-                world=self._prepare()[0],
-                config=self.config,
-                device=self._device(),
-            )
-            self._exchange_key = key
-        return self._exchanges
-
-    def _key_of_exchange(self, step: int, sample: Sequence[str]) -> object:
-        return tuple(self._wide(step, sample)), self.policy.phase(step) == "locked"
-
-    def _tracks(self, step: int) -> bool:
-        return self.tracker is not None and self.tracker.is_due(step)
-
-    def _wide(self, step: int, sample: Sequence[str]) -> Sequence[str]:
-        """Names of the matrices that travel in the dtype of momentum."""
-        tracks = self._tracks(step)
-        return [info.name for info in self._prepare()[0].registry] if tracks else sample
-
-    def _schedules_by_matrix(self, step: int) -> list[Schedule]:
-        schedules, matrices = self.policy.schedules(step), self._parameters.matrices
-        return [schedules[self.policy.group_of(matrix.name)] for matrix in matrices]
-
-    def _device(self) -> torch.device:
-        return self._parameters.entries[0].param.device
-
-    # ---------------------------------------------------------------- observation
-
-    def _check_residual(self, step: int, guarded: str, world: World) -> None:
-        (residual,) = driver.agree_on_values(self._residuals, [guarded], world).values()
-        self._last_residual = 0.0 if math.isnan(residual) else residual
-        driver.check_residual(
-            step, guarded, residual, config=self.config, policy=self.policy, world=world
-        )
-
-    def _finish_observation(self) -> None:
-        """Agree on what was observed, and plan where it is time to; a collective, if there is one.
-
-        In the background that is before the next step, or before state is saved.
-        """
-        if self._observation_under_way is None:
-            return
-        step, sample = self._observation_under_way
-        self._observation_under_way = None
-        world, guard = self._prepare()
-        found = self._collect(step, guard)
-        self._stopwatch.put("observe", self._observer.reset_seconds())
-        with span("amo::observe"):
-            self.policy.record(step, driver.agree_on_values(found, sample, world))
-        driver.plan_where_due(self.policy, step, world)
-
-    def _collect(self, step: int, guard: StepGuard) -> dict[str, Tensor]:
-        """What this rank measured at a step; a collective in the background.
-
-        There a rank may have failed since, or know of no observation: then all raise.
-        """
-        if not self._observer.in_background:
-            return self._observer.collect()
-        found: dict[str, Tensor] = {}
-        failure: Exception | None = None
-        try:
-            found = self._observer.collect()
-        except Exception as error:
-            failure = error
-        outcome = "done" if failure is None else f"{type(failure).__name__}: {failure}"
-        guard.agree_on_observation(f"observation of step {step}: {outcome}")
-        if failure is not None:
-            raise failure
-        return found
-
-    # ---------------------------------------------------------------- checkpoint and metrics
+    @property
+    def policy(self) -> Policy:
+        """Which schedule when."""
+        return self._driver.policy
 
     @property
     def world(self) -> World | None:
         """What all ranks agreed on at the first step; None before."""
-        return self._world
+        return self._engine.world
 
     @property
     def operator_types(self) -> tuple[str, ...]:
         """Operator type of each matrix of this process."""
-        return self._parameters.operator_types
+        return self._engine.parameters.operator_types
 
     @property
     def params_by_name(self) -> dict[str, Tensor]:
         """The parameters of this process by their cleaned names, in the order of the groups."""
-        return {entry.name: entry.param for entry in self._parameters.entries}
+        return {entry.name: entry.param for entry in self._engine.parameters.entries}
 
     @property
     def num_steps_taken(self) -> int:
         """Optimizer steps so far, skipped ones included."""
-        return self._num_steps_taken
+        return self._driver.steps_taken
 
     @property
     def phase(self) -> str:
         """Phase of the last step taken; that of the first before there is one."""
-        return self.policy.phase(max(self._num_steps_taken, 1))
+        return self.policy.phase(max(self.num_steps_taken, 1))
+
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers for a logger, about the last step taken."""
+        driver, step, found = self._driver, max(self.num_steps_taken, 1), {}
+        if self.world is not None:
+            names = self._engine.parameters.matrix_names
+            found = self.policy.metrics(step)
+            found |= self._engine.metrics(driver.schedules_of(names, step))
+        return {
+            **found,
+            "newton_schulz/residual": driver.residual,
+            "optimizer/steps_skipped": float(driver.steps_skipped),
+            "optimizer/seconds": self._stopwatch.seconds("optimizer"),
+            "optimizer/observe_seconds": driver.observe_seconds,
+        }
+
+    def sent_bytes_by_peer(self) -> dict[int, int]:
+        """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
+        return self._engine.sent_bytes_by_peer()
+
+    # ---------------------------------------------------------------- checkpoints
 
     def control_state_dict(self) -> dict[str, Any]:
         """The state of the schedule as JSON values, the same on every rank.
@@ -428,15 +277,10 @@ class Muon(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every rank, where an observation in the background failed on some.
         """
-        self._finish_observation()
-        if self._guard is not None:
-            self._guard.warn_of_updates()
-        return checkpoint.control_state(
-            steps_taken=self._num_steps_taken,
-            steps_skipped=self._num_steps_skipped,
-            config=self.config,
-            policy=self.policy,
-        )
+        self._driver.begin()
+        if self._engine.check is not None:
+            self._engine.check.warn_of_updates()
+        return controls.control_record(_control(self._driver))
 
     def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `control_state_dict` returned; all or nothing.
@@ -444,22 +288,24 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: Names the field, what was found and what was expected.
         """
-        control = checkpoint.check_control(state, config=self.config, policy=self.policy)
-        self._graphs = make_graphs(self._parameters, control.config)
-        self.policy = checkpoint.restore_policy(control, self)
-        self.config = control.config
-        self._batches = Batches(self._parameters, self.config)
-        if self._world is not None:
-            self._guard = StepGuard(self._world, self._parameters.entries, self.config)
-        self._observer.discard()
-        self._observation_under_way = None
-        self._num_steps_taken = control.steps_taken
-        self._num_steps_skipped = control.steps_skipped
-        self._exchange_key = self._digested_schedules = None
+        control = controls.restore(
+            state, _control(self._driver), self.operator_types, is_alone=world_group() is None
+        )
+        before, world = self._engine, self._engine.world
+        rule = self.rule_class(control.config)
+        engine = Engine(before.parameters, self.param_groups, self.state, rule, control.config)
+        driver = make_driver(
+            control.policy, control.config, control.steps_taken, control.steps_skipped
+        )
+        if world is not None:
+            engine.connect(world)
+            driver.resume(world, engine.agree_on_text)
+        self._driver.discard()
+        self._engine, self._driver = engine, driver
         self._write_control()
 
     def _write_control(self) -> None:
-        text = checkpoint.to_text(self.control_state_dict())
+        text = controls.to_text(self.control_state_dict())
         for group in self.param_groups:
             group["control"] = text
 
@@ -477,23 +323,16 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: The state is of another structure, optimizer or configuration.
         """
-        checkpoint.load_state_dict(self, state_dict)
+        load.load_state_dict(self, state_dict)
 
-    def sent_bytes_by_peer(self) -> dict[int, int]:
-        """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
-        return dict(sum((exchange.sent_bytes for exchange in self._exchanges), Counter[int]()))
 
-    def metrics(self) -> dict[str, float]:
-        """Plain numbers for a logger, about the last step taken."""
-        step, found = max(self._num_steps_taken, 1), {}
-        if self._world is not None:
-            work = self._parameters, self._schedules_by_matrix(step)
-            found = metrics.of_schedules(self.policy, step, *work, self.config)
-        return {
-            **found,
-            "newton_schulz/residual": self._last_residual,
-            "optimizer/steps_skipped": float(self._num_steps_skipped),
-            "optimizer/seconds": self._stopwatch.seconds("optimizer"),
-            "optimizer/observe_seconds": self._stopwatch.seconds("observe"),
-            **metrics.of_exchanges(self._exchanges),
-        }
+def _control(driver: Driver) -> controls.Control:
+    return controls.Control(driver.steps_taken, driver.steps_skipped, driver.config, driver.policy)
+
+
+def _replica_ranks(process_group: dist.ProcessGroup | None) -> list[int]:
+    """Global ranks over which plain tensors are replicas."""
+    if process_group is not None:
+        return dist.get_process_group_ranks(process_group)
+    is_distributed = dist.is_available() and dist.is_initialized()
+    return [dist.get_rank() if is_distributed else 0]

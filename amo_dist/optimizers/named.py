@@ -1,4 +1,4 @@
-"""Every optimizer the AMO paper compares, by its name there."""
+"""Optimizers by name: all that the AMO paper compares, and NorMuon."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.arguments import check_each_group
 from amo_dist.optimizers.muon import Muon
+from amo_dist.optimizers.normuon import NorMuon
 from amo_dist.optimizers.root import ROOT
 
 MUON_SCHEDULES: Mapping[str, str] = MappingProxyType(
@@ -29,7 +30,11 @@ MUON_SCHEDULES: Mapping[str, str] = MappingProxyType(
 )
 """Members of the family that differ in their fixed schedule alone, and its name."""
 
-OPTIMIZER_NAMES: tuple[str, ...] = ("AdamW", *MUON_SCHEDULES, "AdaMuon", "ROOT", "AMO")
+_CLASSES: Mapping[str, type[Muon]] = MappingProxyType(
+    {"AdaMuon": AdaMuon, "NorMuon": NorMuon, "ROOT": ROOT, "AMO": AMO}
+)
+
+OPTIMIZER_NAMES: tuple[str, ...] = ("AdamW", *MUON_SCHEDULES, *_CLASSES)
 """The names `make_optimizer` knows."""
 
 
@@ -44,7 +49,7 @@ def make_optimizer(
     eps: float = 1e-8,
     process_group: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """Build an optimizer by its name in the AMO paper.
+    """Build an optimizer by its name.
 
     PyTorch's ``AdamW`` knows no ``lr_scale``: there it is multiplied into the learning rate of its
     group at construction. Schedulers that multiply the first rate of each group, as ``LambdaLR``
@@ -75,16 +80,9 @@ def make_optimizer(
         )
     if name == "AdamW":
         return _adamw(params, lr, betas, eps, weight_decay)
-    shared: dict[str, Any] = {"betas": betas, "eps": eps, "process_group": process_group}
-    if name == "AMO":
-        assert config is None or isinstance(config, AMOConfig)
-        return AMO(params, lr, weight_decay, config=config, **shared)
-    if name == "AdaMuon":
-        return AdaMuon(params, lr, weight_decay, config=config, **shared)
-    if name == "ROOT":
-        return ROOT(params, lr, weight_decay, config=config, **shared)
-    schedule = MUON_SCHEDULES[name]
-    return Muon(params, lr, weight_decay, schedule=schedule, config=config, **shared)
+    options: dict[str, Any] = {} if name in _CLASSES else {"schedule": MUON_SCHEDULES[name]}
+    options |= {"config": config, "betas": betas, "eps": eps, "process_group": process_group}
+    return _CLASSES.get(name, Muon)(params, lr, weight_decay, **options)
 
 
 def _adamw(

@@ -21,10 +21,9 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.config import MuonConfig, Triple
+from amo_dist.config import Triple
 from amo_dist.optimizers.muon import Muon
 from amo_dist.schedule import fields
 from amo_dist.schedule.coefficients import named_schedule
@@ -311,10 +310,7 @@ class ROOT(Muon):
         lr: Learning rate of all groups.
         weight_decay: Decoupled.
         spectra: Measured singular values by shape; proxies stand in for shapes without any.
-        config: Numerics and exchange.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        process_group: As for `Muon`.
+        options: ``config``, ``betas``, ``eps`` and ``process_group``, as for `Muon`.
     """
 
     def __init__(
@@ -324,18 +320,6 @@ class ROOT(Muon):
         weight_decay: float = 0.1,
         *,
         spectra: Mapping[tuple[int, int], Sequence[Sequence[float]]] | None = None,
-        config: MuonConfig | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(
-            params,
-            lr,
-            weight_decay,
-            schedule=RootPolicy(spectra),
-            config=config,
-            betas=betas,
-            eps=eps,
-            process_group=process_group,
-        )
+        super().__init__(params, lr, weight_decay, schedule=RootPolicy(spectra), **options)

@@ -50,6 +50,9 @@ class Policy(abc.ABC):
         """The key in ``schedules`` of a matrix of the registry; its operator type by default."""
         return self._group_by_name[name]
 
+    plans = True
+    observes_in_background = False
+
     def bind(self, registry: Sequence[MatrixInfo]) -> None:
         """Take the matrices of the whole world, once, at the first step.
 
@@ -214,6 +217,7 @@ class TablePolicy(Policy):
     """
 
     name = "table"
+    plans = False
 
     def __init__(self, by_type: Mapping[str, Schedule], default: Schedule | None = None) -> None:
         super().__init__()
@@ -302,6 +306,7 @@ class AMOPolicy(Policy):
         super().__init__()
         self.config = config
         self.controller = Controller(config)
+        self.observes_in_background = config.observe_in_background
         self._last: tuple[object, Mapping[str, Schedule]] | None = None
 
     @property
@@ -350,7 +355,7 @@ class AMOPolicy(Policy):
 
     def fall_back(self, step: int, name: str) -> bool:
         """Give up the plan for the group of a matrix; see ``Policy.fall_back``."""
-        return self.controller.fall_back(step, self.group_of(name))
+        return self.config.ns_guard_fallback and self.controller.fall_back(step, self.group_of(name))
 
     def state_dict(self) -> dict[str, Any]:
         """Observations, the plan, where its transition starts, and what fell back from it."""

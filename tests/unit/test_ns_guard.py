@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.engine.driver import guarded_matrix
+from amo_dist.engine.driver import _matrix_to_check
 from amo_dist.kernels.geometry import ns_residual
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.coefficients import named_schedule
@@ -54,10 +54,10 @@ def rank_one(model: nn.Module) -> None:
 
 def test_all_matrices_take_turns() -> None:
     registry = [MatrixInfo(name, (2, 2), "attn_q") for name in "abc"]
-    found = [guarded_matrix(registry, step, 2) for step in range(1, 9)]
+    found = [_matrix_to_check(registry, step, 2) for step in range(1, 9)]
     assert found == [None, "a", None, "b", None, "c", None, "a"]
-    assert guarded_matrix(registry, 2, 0) is None
-    assert guarded_matrix([], 2, 1) is None
+    assert _matrix_to_check(registry, 2, 0) is None
+    assert _matrix_to_check([], 2, 1) is None
 
 
 def test_a_diverging_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None:

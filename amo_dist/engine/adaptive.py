@@ -1,0 +1,137 @@
+"""The driver of a policy that plans: it observes, agrees on the values, and broadcasts the plan."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from amo_dist.config import MuonConfig
+from amo_dist.distributed.agreement import broadcast_text
+from amo_dist.distributed.spans import span
+from amo_dist.engine.driver import AgreeOnText, Driver, agree_on_values
+from amo_dist.engine.observer import Observer
+from amo_dist.engine.orders import Orders, Probe
+from amo_dist.engine.world import World
+from amo_dist.schedule.policies import Policy
+
+
+class AdaptiveDriver(Driver):
+    """A `Driver` whose schedules follow from a plan, and that from observations, if any.
+
+    In the background an observation is finished before the next step, or before state is saved.
+    Arguments as for `Driver`.
+    """
+
+    def __init__(self, policy: Policy, config: MuonConfig, *counts: int) -> None:
+        super().__init__(policy, config, *counts)
+        self._observer = Observer(in_background=policy.observes_in_background)
+        self._under_way: Orders | None = None
+        self._agree_on_text: AgreeOnText | None = None
+
+    def connect(self, world: World, agree_on_text: AgreeOnText) -> None:
+        """As `Driver.connect`; then plans where that is due, as before the first step of ROOT."""
+        super().connect(world, agree_on_text)
+        self._plan_where_due(self.steps_taken)
+
+    def resume(self, world: World, agree_on_text: AgreeOnText) -> None:
+        """As `Driver.resume`."""
+        super().resume(world, agree_on_text)
+        self._agree_on_text = agree_on_text
+
+    def begin(self) -> None:
+        """Agree on what was observed, and plan where it is time to; a collective if there is one.
+
+        Raises:
+            RankMismatchError: On every rank, where an observation in the background failed on some.
+        """
+        if self._under_way is None:
+            return
+        orders, self._under_way = self._under_way, None
+        found = self._collect(orders.step)
+        self.observe_seconds = self._observer.reset_seconds()
+        with span("amo::observe"):
+            values = agree_on_values(found, orders.observed, self.world)
+            self.policy.record(orders.step, values)
+        self._plan_where_due(orders.step)
+
+    def orders(self, matrices: Sequence[str]) -> Orders:
+        """As `Driver.orders`, with the matrices to observe."""
+        orders = super().orders(matrices)
+        observed = self.policy.sample(orders.step)
+        if not observed:
+            return orders
+        probe = Probe(frozenset(observed), self._observer.measure, is_wide=True)
+        return dataclasses.replace(orders, observed=observed, probes=(probe, *orders.probes))
+
+    def finish(self, orders: Orders, *, skipped: bool) -> None:
+        """As `Driver.finish`; takes the observation in, unless it goes on in the background."""
+        super().finish(orders, skipped=skipped)
+        if orders.observed:
+            self._under_way = orders
+            if not self._observer.in_background:
+                self.begin()
+
+    def discard(self) -> None:
+        """Give up what is under way: another driver takes over."""
+        self._observer.discard()
+
+    def _collect(self, step: int) -> dict[str, Tensor]:
+        """What this rank measured at a step; a collective in the background.
+
+        There a rank may have failed since, or know of no observation: then all raise.
+        """
+        if not self._observer.in_background:
+            return self._observer.collect()
+        found: dict[str, Tensor] = {}
+        failure: Exception | None = None
+        try:
+            found = self._observer.collect()
+        except Exception as error:
+            failure = error
+        outcome = "done" if failure is None else f"{type(failure).__name__}: {failure}"
+        assert self._agree_on_text is not None
+        self._agree_on_text(f"observation of step {step}: {outcome}")
+        if failure is not None:
+            raise failure
+        return found
+
+    def _plan_where_due(self, step: int) -> None:
+        """One rank plans, all adopt; a collective over the world where a plan is due.
+
+        Raises:
+            ValueError: On every rank, where planning failed so.
+            RuntimeError: On the others, where it failed otherwise on the one that plans.
+        """
+        if not self.policy.plan_due(step):
+            return
+        text, failure = "", None
+        if self.world.rank == 0:
+            try:
+                text = "plan:" + self.policy.make_plan()
+            except Exception as error:
+                failure = error
+                text = f"{type(error).__name__}:{error}"
+        kind, _, payload = broadcast_text(text, self.world.group).partition(":")
+        if kind == "plan":
+            self.policy.adopt_plan(payload)
+            return
+        if failure is not None:
+            raise failure
+        if kind == "ValueError":
+            raise ValueError(payload)
+        raise RuntimeError(f"planning failed on rank 0: {kind}: {payload}")
+
+
+def make_driver(policy: Policy, config: MuonConfig, *counts: Any) -> Driver:
+    """The driver that a policy needs.
+
+    Args:
+        policy: Fixed, or one that plans.
+        config: Of the optimizer.
+        counts: Steps taken and skipped.
+    """
+    kind = AdaptiveDriver if policy.plans else Driver
+    return kind(policy, config, *counts)

@@ -1,0 +1,178 @@
+"""From orthogonalized results to updated parameters, piece by piece."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from amo_dist.distributed.layout import Box, local_tensor
+from amo_dist.distributed.plan import Part
+from amo_dist.distributed.spans import span
+from amo_dist.engine.parameters import Parameters
+from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
+from amo_dist.engine.world import World
+from amo_dist.kernels.interface import Kernels
+
+
+@dataclasses.dataclass(slots=True)
+class _Pending:
+    """A result whose rule waits for a sum over its whole matrix."""
+
+    part: Part
+    finish: Finish
+    share: Tensor
+
+
+class Updates:
+    """Writes the updates of one step: at once, or at its end where the rule asks for sums.
+
+    Args:
+        parameters: Of this process.
+        params: Their local tensors.
+        grads: Local gradients; None for a parameter that is skipped on all ranks.
+        groups: Parameter groups of the optimizer.
+        state: Of the optimizer, by parameter.
+        rule: Turns results into updates.
+        kernels: Of the parameters' device.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        groups: Sequence[Mapping[str, Any]],
+        state: Mapping[Tensor, Mapping[str, Tensor]],
+        rule: UpdateRule,
+        kernels: Kernels,
+    ) -> None:
+        self._parameters, self._params, self._grads = parameters, params, grads
+        self._groups, self._state, self._rule, self._kernels = groups, state, rule, kernels
+        self._finishes = type(rule).finish is not UpdateRule.finish
+        self._pending: list[_Pending] = []
+
+    def piece(self, part: Part) -> MatrixPiece:
+        """What a rule is told of a piece."""
+        matrix = self._parameters.matrices[part.matrix]
+        entry = self._parameters.entries[matrix.tensor]
+        shape = self._params[matrix.tensor].shape
+        state = {
+            name: _cut_like(local_tensor(value), part.piece.source, shape)
+            for name, value in self._state[entry.param].items()
+        }
+        group = self._groups[entry.group]
+        return MatrixPiece(matrix, part.piece.target, entry.views[0].dim, state, group)
+
+    def take(self, parts: Sequence[Part], values: Sequence[Tensor]) -> None:
+        """Results for pieces of this rank; lent, so that they are used up here."""
+        matrices = self._parameters.matrices
+        arrived = [
+            (part, value)
+            for part, value in zip(parts, values, strict=True)
+            if self._grads[matrices[part.matrix].tensor] is not None
+        ]
+        if self._finishes:
+            with span("amo::finish"):
+                arrived = self._advance(
+                    [
+                        (part, self._rule.finish(as_matrix(value), self.piece(part)), None)
+                        for part, value in arrived
+                    ]
+                )
+        self._apply(arrived)
+
+    def finish(self, world: World) -> None:
+        """Add up the sums that rules wait for, and write the rest; a collective if there are any.
+
+        One all-reduce for each set of ranks that shares matrices, and for each sum of the rule.
+        """
+        sizes = [
+            self._rule.sums(matrix, self._parameters.entries[matrix.tensor].views[0].dim)
+            for matrix in self._parameters.matrices
+        ]
+        for number in range(max(map(len, sizes), default=0)):
+            with span("amo::sums"):
+                of_matrix = {i: each[number] for i, each in enumerate(sizes) if number < len(each)}
+                totals = self._add_up(of_matrix, world)
+                pending, self._pending = self._pending, []
+                done = self._advance([(p.part, p.finish, totals[p.part.matrix]) for p in pending])
+            self._apply(done)
+
+    def _advance(
+        self, waiting: Sequence[tuple[Part, Finish, Tensor | None]]
+    ) -> list[tuple[Part, Tensor]]:
+        """Send each generator its sum; those that return are done, the others wait for the next."""
+        done: list[tuple[Part, Tensor]] = []
+        for part, finish, total in waiting:
+            try:
+                share = finish.send(total)  # type: ignore[arg-type]
+            except StopIteration as stop:
+                done.append((part, stop.value))
+            else:
+                self._pending.append(_Pending(part, finish, share))
+        return done
+
+    def _add_up(self, sizes: Mapping[int, int], world: World) -> dict[int, Tensor]:
+        """Totals by matrix over all of its ranks; of replicas only the first counts."""
+        device, dtype = self._parameters.device, self._rule.sum_dtype
+        totals = {i: torch.zeros(size, dtype=dtype, device=device) for i, size in sizes.items()}
+        for each in self._pending:
+            if world.rank in self._parameters.matrices[each.part.matrix].replicas[0]:
+                totals[each.part.matrix] += each.share
+        by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
+        for index in totals:
+            by_ranks[tuple(sorted(self._parameters.matrices[index].ranks))].append(index)
+        for ranks, indices in sorted(by_ranks.items()):
+            group = world.groups_by_ranks[ranks]
+            if group is not None:
+                vector = torch.cat([totals[index] for index in indices])
+                dist.all_reduce(vector, group=group)
+                parts = vector.split([sizes[index] for index in indices])
+                totals.update(zip(indices, parts, strict=True))
+        return totals
+
+    def _apply(self, updates: Sequence[tuple[Part, Tensor]]) -> None:
+        """Decay the pieces of the parameters, and subtract their scaled updates."""
+        by_group: dict[int, list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
+        for part, value in updates:
+            matrix = self._parameters.matrices[part.matrix]
+            place = cut(self._params[matrix.tensor], part.piece.source)
+            scale = self._rule.scale(matrix.shape)
+            by_group[self._parameters.entries[matrix.tensor].group].append(
+                (place, as_matrix(value), scale)
+            )
+        with span("amo::update"):
+            for index, members in by_group.items():
+                group = self._groups[index]
+                places, values, scales = map(list, zip(*members, strict=True))
+                self._kernels.apply_update(
+                    places,
+                    values,
+                    lr=group["lr"] * group["lr_scale"],
+                    weight_decay=group["weight_decay"],
+                    scale=scales,
+                )
+
+
+def as_matrix(tensor: Tensor) -> Tensor:
+    """Without the leading dims of a piece, which all have size 1."""
+    return tensor.view(tensor.shape[-2:])
+
+
+def cut(local: Tensor, box: Box) -> Tensor:
+    """The box of a local tensor, as a matrix; shares memory."""
+    if all(stop - start == size for (start, stop), size in zip(box, local.shape, strict=True)):
+        return as_matrix(local)
+    return as_matrix(local[tuple(slice(start, stop) for start, stop in box)])
+
+
+def _cut_like(value: Tensor, box: Box, shape: torch.Size) -> Tensor:
+    """The box of a tensor in this shape, or with size 1 where the shape has another."""
+    pairs = zip(box, value.shape, shape, strict=True)
+    return cut(value, tuple(each if size == whole else (0, 1) for each, size, whole in pairs))

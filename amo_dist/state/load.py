@@ -1,0 +1,1 @@
+from amo_dist.state.checkpoint import load_state_dict
