@@ -215,8 +215,8 @@ class Oracle:
         }
 
 
-class AdaMuonOracle(Oracle):
-    """AdaMuon: signs in, an elementwise second moment and a given Frobenius norm out.
+class NormedOracle(Oracle):
+    """An update of a given Frobenius norm.
 
     The norm comes from a correctly rounded sum, the package's from one in integers: they agree to
     about ten digits, so that a factor in float32 may differ in its last bit.
@@ -224,14 +224,32 @@ class AdaMuonOracle(Oracle):
 
     moments: dict[str, Tensor]
 
+    def _moment(self, name: str, like: Tensor) -> Tensor:
+        return self.__dict__.setdefault("moments", {}).setdefault(name, torch.zeros_like(like))
+
+    def _normed(self, update: Tensor) -> tuple[Tensor, float]:
+        norm = math.sqrt(math.fsum((update.double() ** 2).flatten().tolist()))
+        wanted = self.config.update_scale * math.sqrt(update.numel())
+        return update * (wanted / norm if norm else 0.0), 1.0
+
+
+class AdaMuonOracle(NormedOracle):
+    """AdaMuon: signs in, an elementwise second moment out."""
+
     def _direction(self, momentum: Tensor) -> Tensor:
         return momentum.sign()
 
     def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:
-        self.__dict__.setdefault("moments", {}).setdefault(name, torch.zeros_like(update))
-        decay, moment = self.config.momentum, self.moments[name]
+        decay, moment = self.config.momentum, self._moment(name, update)
         moment.copy_(moment * decay + update * update * (1 - decay))
-        update = update / (moment.sqrt() + 1e-8)
-        norm = math.sqrt(math.fsum((update.double() ** 2).flatten().tolist()))
-        wanted = self.config.update_scale * math.sqrt(update.numel())
-        return update * (wanted / norm if norm else 0.0), 1.0
+        return self._normed(update / (moment.sqrt() + 1e-8))
+
+
+class NorMuonOracle(NormedOracle):
+    """NorMuon: a second moment of each row."""
+
+    def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:
+        moment = self._moment(name, update[:, :1])
+        means = [math.fsum(x * x for x in row) / len(row) for row in update.double().tolist()]
+        moment.copy_(moment * 0.95 + torch.tensor(means).unsqueeze(1) * (1 - 0.95))
+        return self._normed(update / (moment.sqrt() + 1e-8))

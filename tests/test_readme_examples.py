@@ -1,4 +1,4 @@
-"""The examples of README.md run as printed: its text, by the command in the first line of each."""
+"""The examples of README.md and CONTRIBUTING.md run as printed, by the command in their first line."""
 
 from __future__ import annotations
 
@@ -40,10 +40,18 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
+def blocks() -> list[str]:
+    """The Python blocks of both documents."""
+    documents = (README, README.with_name("CONTRIBUTING.md"))
+    return [text for path in documents for text in code_blocks(path.read_text(), "python")]
+
+
 def examples() -> dict[str, tuple[list[str], str]]:
-    """By file name, the command in the first line of a Python block of README.md, and its text."""
+    """By file name, the command in the first line of a Python block, and its text."""
     found = {}
-    for text in code_blocks(README.read_text(), "python"):
+    for text in blocks():
+        if not text.startswith("# "):
+            continue
         command = shlex.split(text.splitlines()[0].removeprefix("# "))
         found[command[-1]] = (command, text)
     return found
@@ -76,8 +84,22 @@ def run_example(name: str, folder: Path) -> str:
 
 
 def test_every_example_is_tested_here() -> None:
-    assert len(code_blocks(README.read_text(), "python")) == len(examples())
-    assert set(examples()) == {"fsdp2.py", "single.py", "ddp.py", "huggingface.py", "train.py"}
+    assert sum(text.startswith("# ") for text in blocks()) == len(examples())
+    in_readme = {"fsdp2.py", "single.py", "ddp.py", "huggingface.py", "train.py"}
+    assert set(examples()) == {*in_readme, "trust.py"}
+
+
+def test_the_page_about_an_optimizer_of_ones_own_is_short() -> None:
+    text = README.with_name("CONTRIBUTING.md").read_text()
+    page = text.split("## An optimizer of your own\n")[1].split("\n## ")[0]
+    assert len(page.splitlines()) <= 40
+
+
+def test_an_optimizer_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
+    """Both ranks print the loss, which is far below that of the first step."""
+    losses = [float(word) for word in run_example("trust.py", tmp_path).split()]
+    assert len(losses) == 2
+    assert max(losses) < 0.02  # from 0.05 to 0.2 at the start, whatever the seed
 
 
 def test_the_short_example_is_short() -> None:

@@ -133,5 +133,5 @@ def make_driver(policy: Policy, config: MuonConfig, *counts: Any) -> Driver:
         config: Of the optimizer.
         counts: Steps taken and skipped.
     """
-    kind = AdaptiveDriver if policy.plans else Driver
+    kind = Driver if policy.is_fixed else AdaptiveDriver
     return kind(policy, config, *counts)

@@ -28,6 +28,8 @@ class MatrixPiece:
     """``((first row, end), (first column, end))`` in the matrix."""
     dim: int
     """Dim of the matrix that counts outputs (neurons): 0, or 1 for a parameter fused by columns."""
+    param: Tensor
+    """The piece of the parameter, before this step; read only."""
     state: Mapping[str, Tensor]
     """By name, the piece of each tensor that `UpdateRule.state` made; write in place."""
     group: Mapping[str, Any]

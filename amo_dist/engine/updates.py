@@ -61,13 +61,13 @@ class Updates:
         """What a rule is told of a piece."""
         matrix = self._parameters.matrices[part.matrix]
         entry = self._parameters.entries[matrix.tensor]
-        shape = self._params[matrix.tensor].shape
+        param, box = self._params[matrix.tensor], part.piece.source
         state = {
-            name: _cut_like(local_tensor(value), part.piece.source, shape)
+            name: _cut_like(local_tensor(value), box, param.shape)
             for name, value in self._state[entry.param].items()
         }
-        group = self._groups[entry.group]
-        return MatrixPiece(matrix, part.piece.target, entry.views[0].dim, state, group)
+        dim, group = entry.views[0].dim, self._groups[entry.group]
+        return MatrixPiece(matrix, part.piece.target, dim, cut(param, box), state, group)
 
     def take(self, parts: Sequence[Part], values: Sequence[Tensor]) -> None:
         """Results for pieces of this rank; lent, so that they are used up here."""

@@ -50,8 +50,13 @@ class Policy(abc.ABC):
         """The key in ``schedules`` of a matrix of the registry; its operator type by default."""
         return self._group_by_name[name]
 
-    plans = True
     observes_in_background = False
+
+    @property
+    def is_fixed(self) -> bool:
+        """Whether it neither observes nor plans: neither `sample` nor `plan_due` is overridden."""
+        kind = type(self)
+        return kind.sample is Policy.sample and kind.plan_due is Policy.plan_due
 
     def bind(self, registry: Sequence[MatrixInfo]) -> None:
         """Take the matrices of the whole world, once, at the first step.
@@ -217,7 +222,6 @@ class TablePolicy(Policy):
     """
 
     name = "table"
-    plans = False
 
     def __init__(self, by_type: Mapping[str, Schedule], default: Schedule | None = None) -> None:
         super().__init__()

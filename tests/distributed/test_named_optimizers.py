@@ -17,7 +17,7 @@ from amo_dist.schedule import Schedule, named_schedule
 from amo_dist.schedule.policies import UniformPolicy
 from tests.distributed import models
 from tests.distributed.harness import Ranks
-from tests.oracle import AdaMuonOracle, Oracle
+from tests.oracle import AdaMuonOracle, NorMuonOracle, Oracle
 
 LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 6, 11
 SHAPES = models.shapes()
@@ -64,7 +64,7 @@ def twin(name: str) -> dict[str, Tensor]:
         schedule = named_schedule(MUON_SCHEDULES.get(name, "kj")).schedule
         fixed = dict.fromkeys(models.types(), schedule)
     types = {} if name == "AdamW" else models.types()
-    kind = AdaMuonOracle if name == "AdaMuon" else Oracle
+    kind = {"AdaMuon": AdaMuonOracle, "NorMuon": NorMuonOracle}.get(name, Oracle)
     oracle = kind(params, types, settings, lr=LR, weight_decay=WEIGHT_DECAY, schedules=fixed)
     for step in range(1, STEPS + 1):
         oracle.step({k: models.gradient(SEED, step, k, shape) for k, shape in SHAPES.items()})
@@ -78,9 +78,9 @@ def test_one_process_and_shards_equal_the_twin(run_on: Ranks, name: str) -> None
     results += [run_on(ranks)(train, "fsdp", name)[-1] for ranks in (2, 3)]
     for params in results:
         for key, value in expected.items():
-            if name in ("AdaMuon", "AdamW"):
-                # AdaMuon: the factor of a step may differ in its last bit. AdamW: PyTorch's foreach
-                # kernel rounds a fused multiply-add differently at the end of a shard.
+            if name in ("AdaMuon", "NorMuon", "AdamW"):
+                # The factor to a norm may differ in its last bit in each step. AdamW: PyTorch's
+                # foreach kernel rounds a fused multiply-add differently at the end of a shard.
                 tolerance = STEPS * 2.0**-23 * float(value.abs().max())
                 assert (params[key] - value).abs().max() <= tolerance, key
             else:
@@ -89,15 +89,16 @@ def test_one_process_and_shards_equal_the_twin(run_on: Ranks, name: str) -> None
 
 @pytest.mark.parametrize(
     ("layout", "ranks"),
-    [("plain", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 3)],
+    [("plain", 2), ("fsdp", 2), ("fsdp", 3), ("fsdp", 4), ("hsdp", 4), ("tp", 3), ("tp_fsdp", 4)],
 )
-def test_sharded_adamuon_equals_the_whole_bit_for_bit(
-    run_on: Ranks, layout: str, ranks: int
+@pytest.mark.parametrize("name", ["AdaMuon", "NorMuon"])
+def test_sums_over_whole_matrices_are_the_same_bits_on_shards(
+    run_on: Ranks, layout: str, ranks: int, name: str
 ) -> None:
-    whole = train(0, 1, "plain", "AdaMuon")
-    for params in run_on(ranks)(train, layout, "AdaMuon"):
-        for name, value in whole.items():
-            assert torch.equal(params[name], value), name
+    whole = train(0, 1, "plain", name)
+    for params in run_on(ranks)(train, layout, name):
+        for key, value in whole.items():
+            assert torch.equal(params[key], value), key
 
 
 def train_amo(

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
@@ -40,7 +40,7 @@ def schedule_of(name: str, shape: tuple[int, int]) -> Schedule:
 def test_the_names() -> None:
     muons = ("Muon", "Muon-KJ", "Muon-You", "Muon-PE", "Muon-CANS", "Muon-Turbo")
     assert tuple(MUON_SCHEDULES) == muons
-    assert sorted(OPTIMIZER_NAMES) == sorted(["AdamW", *muons, "AdaMuon", "ROOT", "AMO"])
+    assert sorted(OPTIMIZER_NAMES) == sorted(["AdamW", *muons, "AdaMuon", "NorMuon", "ROOT", "AMO"])
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,7 @@ def test_the_names() -> None:
         ("AdamW", torch.optim.AdamW),
         *((name, Muon) for name in MUON_SCHEDULES),
         ("AdaMuon", AdaMuon),
+        ("NorMuon", NorMuon),
         ("ROOT", ROOT),
         ("AMO", AMO),
     ],
@@ -57,7 +58,7 @@ def test_a_name_makes_its_class(name: str, kind: type) -> None:
     assert type(build(name, model())) is kind
 
 
-@pytest.mark.parametrize(("name", "table"), [*MUON_SCHEDULES.items(), ("AdaMuon", "kj")])
+@pytest.mark.parametrize(("name", "table"), [*MUON_SCHEDULES.items(), ("AdaMuon", "kj"), ("NorMuon", "kj")])
 def test_a_name_stands_for_its_table(name: str, table: str) -> None:
     assert schedule_of(name, (8, 6)) == named_schedule(table).schedule
 
@@ -122,7 +123,10 @@ def test_a_bad_rate_of_a_group_is_refused_under_every_name(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)
 def test_state_is_that_of_its_class(name: str) -> None:
-    """Two values a parameter for AdamW and AdaMuon, else one for each entry of a matrix."""
+    """Two values a parameter for AdamW and AdaMuon, else one for each entry of a matrix.
+
+    NorMuon keeps one more for each row.
+    """
     root = model()
     optimizer = build(name, root)
     models.set_gradients(root, 0, 1)
@@ -130,6 +134,8 @@ def test_state_is_that_of_its_class(name: str) -> None:
     sizes = {key: param.numel() for key, param in root.named_parameters()}
     total, matrices = sum(sizes.values()), sum(sizes[key] for key in models.types())
     expected = 2 * total if name in ("AdamW", "AdaMuon") else matrices + 2 * (total - matrices)
+    if name == "NorMuon":
+        expected += sum(root.get_parameter(key).shape[0] for key in models.types())
     found = sum(
         value.numel() * value.element_size()
         for state in optimizer.state.values()

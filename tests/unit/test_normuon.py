@@ -1,0 +1,124 @@
+"""NorMuon: one second moment a neuron, whatever the form in which a parameter holds matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amo_dist import Fused, MuonConfig, NorMuon, param_groups
+from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.schedule import named_schedule
+
+QKV = (("attn_q", 6), ("attn_k", 4), ("attn_v", 2))
+
+
+def build(weight: Tensor, target: Any, **options: Any) -> tuple[nn.Parameter, NorMuon]:
+    model = nn.Module()
+    model.weight = nn.Parameter(weight.clone())
+    groups = param_groups(model, patterns={"weight": target})
+    settings = {"lr": 1.0, "weight_decay": 0.0, "config": MuonConfig(ns_dtype="float32")}
+    return model.weight, NorMuon(groups, **{**settings, **options})
+
+
+def train(weight: Tensor, target: Any, steps: int = 3) -> tuple[Tensor, Tensor]:
+    """The final parameter and its second moments."""
+    param, optimizer = build(weight, target)
+    for step in range(steps):
+        generator = torch.Generator().manual_seed(step)
+        param.grad = torch.randn(weight.shape, generator=generator)
+        optimizer.step()
+    return param.detach(), optimizer.state[param]["neuron_moment"]
+
+
+def test_every_row_of_a_first_update_has_the_same_size_and_the_whole_the_stated_norm() -> None:
+    param, optimizer = build(torch.zeros(12, 8), "attn_q")
+    # Rows of very unequal size: so are those of an approximate polar factor.
+    param.grad = torch.randn(12, 8) * torch.logspace(0, -3, 12).unsqueeze(1)
+    optimizer.step()
+    rows = param.detach().norm(dim=1)
+    # v = (1 - beta2) mean(O^2) after one step, so that O / sqrt(v) has one size for all rows; 1e-8
+    # is added to roots of about 1e-3 at least.
+    torch.testing.assert_close(rows, rows.mean().expand(12), rtol=1e-4, atol=0)
+    torch.testing.assert_close(param.detach().norm(), torch.tensor(0.2 * (12 * 8) ** 0.5))
+
+
+def test_moments_decay() -> None:
+    param, optimizer = build(torch.zeros(3, 8), "attn_q", beta2=0.5)
+    for _ in range(2):
+        param.grad = torch.eye(3, 8)
+        optimizer.step()
+    moment = optimizer.state[param]["neuron_moment"]
+    coefficients = named_schedule("kj").schedule.coefficients
+    result = orthogonalize(torch.eye(3, 8), coefficients, norm_scale=1.0, dtype=torch.float32)
+    # The second step's momentum is a multiple of the first's; weights of 1/4 and 1/2. 1e-5 leaves
+    # room for the 1e-7 that is added to norms, after five steps.
+    expected = 0.75 * result.square().mean(dim=1, keepdim=True)
+    torch.testing.assert_close(moment, expected, rtol=1e-5, atol=0)
+
+
+def test_zero_gradients_give_no_update() -> None:
+    param, optimizer = build(torch.ones(4, 6), "attn_q")
+    param.grad = torch.zeros(4, 6)
+    optimizer.step()
+    assert torch.equal(param.detach(), torch.ones(4, 6))
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_fused_rows_train_as_matrices_of_their_own(groups: int) -> None:
+    generator = torch.Generator().manual_seed(9)
+    weight = torch.randn(12, 8, generator=generator)
+    fused, moments = train(weight, Fused(QKV, groups=groups))
+    assert moments.shape == (12, 1)
+    rows = [size // groups for _, size in QKV]
+    parts = list(torch.arange(12).view(groups, -1).split(rows, dim=1))
+    for part in parts:
+        index = part.flatten()
+        model = nn.Module()
+        model.weight = nn.Parameter(weight[index])
+        alone = NorMuon(
+            param_groups(model, patterns={"weight": "attn_q"}),
+            lr=1.0,
+            weight_decay=0.0,
+            config=MuonConfig(ns_dtype="float32"),
+        )
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            model.weight.grad = torch.randn(12, 8, generator=generator)[index]
+            alone.step()
+        assert torch.equal(fused[index], model.weight.detach())
+        assert torch.equal(moments[index], alone.state[model.weight]["neuron_moment"])
+
+
+def test_fused_columns_count_neurons_by_columns() -> None:
+    weight = torch.randn(8, 12, generator=torch.Generator().manual_seed(9))
+    _, moments = train(weight, Fused(QKV, dim=1))
+    assert moments.shape == (1, 12)
+    assert (moments > 0).all()
+
+
+def test_experts_have_moments_of_their_own() -> None:
+    weight = torch.randn(3, 8, 6, generator=torch.Generator().manual_seed(9))
+    trained, moments = train(weight, "expert_up")
+    assert moments.shape == (3, 8, 1)
+    sizes = [float((trained[expert] - weight[expert]).norm()) for expert in range(3)]
+    assert all(size > 0 for size in sizes)
+
+
+@pytest.mark.parametrize("beta2", [-0.1, 1.0, float("nan")])
+def test_a_bad_decay_is_named(beta2: float) -> None:
+    with pytest.raises(ValueError, match=r"beta2: found .*, expected a number in \[0, 1\)"):
+        build(torch.zeros(4, 6), "attn_q", beta2=beta2)
+
+
+def test_an_unknown_hyperparameter_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"NorMuon got unexpected keyword arguments \['beta3'\]"):
+        build(torch.zeros(4, 6), "attn_q", beta3=0.9)
+
+
+def test_a_group_may_have_its_own_decay() -> None:
+    _, optimizer = build(torch.zeros(4, 6), "attn_q", beta2=0.9)
+    assert optimizer.param_groups[0]["beta2"] == 0.9
+    assert optimizer.state_dict()["param_groups"][0]["beta2"] == 0.9
