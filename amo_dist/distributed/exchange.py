@@ -230,7 +230,9 @@ class Exchange:
 
     def _groups(self, bucket: Bucket) -> list[tuple[int, ...]]:
         """The owned matrices by task: all together, or on CPU a few at a time."""
-        return self._split(bucket.owned) if self._split else ([bucket.owned] if bucket.owned else [])
+        return (
+            self._split(bucket.owned) if self._split else ([bucket.owned] if bucket.owned else [])
+        )
 
     def run(
         self,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter, defaultdict
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -30,17 +29,6 @@ from amo_dist.schedule.types import Schedule
 
 Groups = Sequence[Mapping[str, Any]]
 State = MutableMapping[Tensor, dict[str, Tensor]]
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Step:
-    """What is at hand while a step runs; lists are by parameter."""
-
-    orders: Orders
-    params: Sequence[Tensor]
-    grads: Sequence[Tensor | None]
-    buffers: Mapping[int, Tensor]
-    updates: Updates
 
 
 class Engine:
@@ -79,6 +67,10 @@ class Engine:
             cuda_graphs=config.cuda_graphs,
         )
         self._batches = Batches(parameters, self._kernels)
+        self._updates = Updates(parameters, groups, state, rule, self._kernels)
+        self._orders: Orders | None = None
+        self._grads: Sequence[Tensor | None] = ()
+        self._buffers: Mapping[int, Tensor] = {}
         self._exchange_key: object = None
         self._wide_dtype = wide_dtype(getattr(torch, config.momentum_dtype))
         self._prepares = type(rule).prepare is not UpdateRule.prepare
@@ -118,7 +110,8 @@ class Engine:
         Raises:
             As `GradientCheck.agree`.
         """
-        assert self.world is not None and self.check is not None
+        assert self.world is not None
+        assert self.check is not None
         plans = self._key(orders) != self._exchange_key
         # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
         groups = self._groups if self.world.shares_all else []
@@ -139,37 +132,38 @@ class Engine:
             orders: As all ranks have agreed on them.
             grads: This rank's part of each gradient; None where no rank has one.
         """
-        assert self.world is not None and self.check is not None
-        step = self._begin(orders, grads)
-        exchanges = self._exchanges_for(orders)
-        for index, exchange in enumerate(exchanges):
-            exchange.run(
-                lambda parts, places: self._read(step, parts, places),
-                lambda task, matrices: self._compute(step, task, matrices),
-                lambda parts, values: step.updates.take(parts, values),
-                meanwhile=(lambda: self._step_adamw(grads)) if index == 0 else None,
-            )
-        if not exchanges:
-            self._step_adamw(grads)
-        step.updates.finish(self.world)
+        assert self.world is not None
+        assert self.check is not None
+        self._begin(orders, grads)
+        try:
+            exchanges = self._exchanges_for(orders)
+            for index, exchange in enumerate(exchanges):
+                meanwhile = self._step_adamw if index == 0 else None
+                exchange.run(self._read, self._compute, self._updates.take, meanwhile)
+            if not exchanges:
+                self._step_adamw()
+            self._updates.finish(self.world)
+        finally:
+            # Gradients would live on, past the user's zero_grad().
+            self._grads, self._buffers = (), {}
+            self._updates.end()
         self.check.report_updates(self._batches.take_nonfinite())
 
-    def _begin(self, orders: Orders, grads: Sequence[Tensor | None]) -> _Step:
+    def _begin(self, orders: Orders, grads: Sequence[Tensor | None]) -> None:
+        """Take this rank's gradients into the momentum."""
         entries = self.parameters.entries
         moving = [i for i, entry in enumerate(entries) if entry.views and grads[i] is not None]
         buffers = [local_tensor(self._state[entries[i].param]["momentum_buffer"]) for i in moving]
         with span("amo::momentum"):
             found = [grads[i] for i in moving]
             self._kernels.update_momentum(buffers, found, self._config.momentum)  # type: ignore[arg-type]
+        self._orders, self._grads = orders, grads
+        self._buffers = dict(zip(moving, buffers, strict=True))
         self._kernels.begin_step()
         self._batches.begin_step(orders.schedules)
-        params = [local_tensor(entry.param) for entry in entries]
-        updates = Updates(
-            self.parameters, params, grads, self._groups, self._state, self._rule, self._kernels
-        )
-        return _Step(orders, params, grads, dict(zip(moving, buffers, strict=True)), updates)
+        self._updates.begin(grads)
 
-    def _read(self, step: _Step, parts: Sequence[Part], places: Sequence[Tensor]) -> None:
+    def _read(self, parts: Sequence[Part], places: Sequence[Tensor]) -> None:
         """Write the momentum to orthogonalize; zeros where a parameter has no gradient.
 
         What travels must not depend on which gradients exist: sizes were agreed before.
@@ -177,11 +171,11 @@ class Engine:
         buffers, grads, found, held = [], [], [], []
         for part, place in zip(parts, places, strict=True):
             tensor = self.parameters.matrices[part.matrix].tensor
-            grad = step.grads[tensor]
+            grad = self._grads[tensor]
             if grad is None:
                 place.zero_()
                 continue
-            buffers.append(cut(step.buffers[tensor], part.piece.source))
+            buffers.append(cut(self._buffers[tensor], part.piece.source))
             grads.append(cut(grad, part.piece.source))
             found.append(as_matrix(place))
             held.append(part)
@@ -192,7 +186,7 @@ class Engine:
         wide = [torch.empty_like(each, dtype=self._wide_dtype) for each in found]
         self._momentum(buffers, grads, wide)
         for part, place, momentum in zip(held, found, wide, strict=True):
-            place.copy_(self._rule.prepare(momentum, step.updates.piece(part)))
+            place.copy_(self._rule.prepare(momentum, self._updates.piece(part)))
 
     def _momentum(self, buffers: list[Tensor], grads: list[Tensor], out: list[Tensor]) -> None:
         if self._config.nesterov:
@@ -200,22 +194,23 @@ class Engine:
         elif out:
             torch._foreach_copy_(out, buffers)
 
-    def _compute(self, step: _Step, task: Task, matrices: list[Tensor]) -> list[Tensor]:
+    def _compute(self, task: Task, matrices: list[Tensor]) -> list[Tensor]:
         """Orthogonalize the owned matrices of a task, and measure those that are asked for."""
         with span("amo::orthogonalize"):
             results = self._batches.run(task.owned, matrices)
+        assert self._orders is not None
         for index, matrix, result in zip(task.owned, matrices, results, strict=True):
             if index in task.reported:
                 name = self.parameters.matrices[index].name
-                for probe in step.orders.probes:
+                for probe in self._orders.probes:
                     if name in probe.names:
                         probe.measure(name, matrix, result)
         return results
 
-    def _step_adamw(self, grads: Sequence[Tensor | None]) -> None:
+    def _step_adamw(self) -> None:
         implementation = self._config.adamw_implementation
         entries = self.parameters.entries
-        adamw.step_adamw(entries, grads, self._state, self._groups, implementation)
+        adamw.step_adamw(entries, self._grads, self._state, self._groups, implementation)
 
     # ---------------------------------------------------------------- exchange
 

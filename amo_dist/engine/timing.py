@@ -19,37 +19,33 @@ def slowest(seconds: float, group: dist.ProcessGroup | None) -> float:
 
 
 class Stopwatch:
-    """Measures the last run of each named part.
+    """Measures the last run of a part of the program.
 
-    On CUDA a part is bracketed by events, which are read, and waited for, only in `seconds`.
+    On CUDA it is bracketed by events, which are read, and waited for, only in `seconds`.
     """
 
     def __init__(self) -> None:
-        self._seconds: dict[str, float] = {}
-        self._events: dict[str, tuple[torch.cuda.Event, torch.cuda.Event]] = {}
+        self._seconds = 0.0
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
 
     @contextlib.contextmanager
-    def measure(self, name: str, device: torch.device) -> Iterator[None]:
-        """Measure the body, replacing what was measured under this name before."""
+    def measure(self, device: torch.device) -> Iterator[None]:
+        """Measure the body, replacing what was measured before."""
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
             yield
             end.record()
-            self._events[name] = (begin, end)
+            self._events = begin, end
             return
         start = time.perf_counter()
         yield
-        self._seconds[name] = time.perf_counter() - start
+        self._seconds = time.perf_counter() - start
 
-    def put(self, name: str, seconds: float) -> None:
-        """Set a part that was measured elsewhere."""
-        self._seconds[name] = seconds
-
-    def seconds(self, name: str) -> float:
-        """Seconds of the last run of a part; 0 before the first."""
-        if name in self._events:
-            begin, end = self._events.pop(name)
+    def seconds(self) -> float:
+        """Seconds of the last run; 0 before the first."""
+        if self._events is not None:
+            begin, end = self._events
             end.synchronize()
-            self._seconds[name] = begin.elapsed_time(end) / 1e3
-        return self._seconds.get(name, 0.0)
+            self._events, self._seconds = None, begin.elapsed_time(end) / 1e3
+        return self._seconds

@@ -30,12 +30,10 @@ class _Pending:
 
 
 class Updates:
-    """Writes the updates of one step: at once, or at its end where the rule asks for sums.
+    """Writes updates: as results arrive, or at the end of a step where the rule asks for sums.
 
     Args:
         parameters: Of this process.
-        params: Their local tensors.
-        grads: Local gradients; None for a parameter that is skipped on all ranks.
         groups: Parameter groups of the optimizer.
         state: Of the optimizer, by parameter.
         rule: Turns results into updates.
@@ -45,17 +43,30 @@ class Updates:
     def __init__(
         self,
         parameters: Parameters,
-        params: Sequence[Tensor],
-        grads: Sequence[Tensor | None],
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[Tensor, Mapping[str, Tensor]],
         rule: UpdateRule,
         kernels: Kernels,
     ) -> None:
-        self._parameters, self._params, self._grads = parameters, params, grads
-        self._groups, self._state, self._rule, self._kernels = groups, state, rule, kernels
+        self._parameters, self._groups, self._state = parameters, groups, state
+        self._rule, self._kernels = rule, kernels
         self._finishes = type(rule).finish is not UpdateRule.finish
+        self._params: Sequence[Tensor] = ()
+        self._grads: Sequence[Tensor | None] = ()
         self._pending: list[_Pending] = []
+
+    def begin(self, grads: Sequence[Tensor | None]) -> None:
+        """Begin a step.
+
+        Args:
+            grads: By parameter; None for one that is skipped on all ranks.
+        """
+        self._params = [local_tensor(entry.param) for entry in self._parameters.entries]
+        self._grads = grads
+
+    def end(self) -> None:
+        """Forget all that belongs to a step."""
+        self._params, self._grads, self._pending = (), (), []
 
     def piece(self, part: Part) -> MatrixPiece:
         """What a rule is told of a piece."""

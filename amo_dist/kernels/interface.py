@@ -15,7 +15,7 @@ from amo_dist.kernels.newton_schulz import Orthogonalizer
 from amo_dist.kernels.scratch import scratch
 
 
-BACKENDS = ('standard','symmetric','gram','triton')
+BACKENDS = ("standard", "symmetric", "gram", "triton")
 
 
 class Kernels:

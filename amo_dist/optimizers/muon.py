@@ -156,7 +156,7 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._stopwatch.measure("optimizer", self._engine.parameters.device):
+        with self._stopwatch.measure(self._engine.parameters.device):
             self._step()
         return loss
 
@@ -257,7 +257,7 @@ class Muon(torch.optim.Optimizer):
             **found,
             "newton_schulz/residual": driver.residual,
             "optimizer/steps_skipped": float(driver.steps_skipped),
-            "optimizer/seconds": self._stopwatch.seconds("optimizer"),
+            "optimizer/seconds": self._stopwatch.seconds(),
             "optimizer/observe_seconds": driver.observe_seconds,
         }
 

@@ -359,7 +359,9 @@ class AMOPolicy(Policy):
 
     def fall_back(self, step: int, name: str) -> bool:
         """Give up the plan for the group of a matrix; see ``Policy.fall_back``."""
-        return self.config.ns_guard_fallback and self.controller.fall_back(step, self.group_of(name))
+        return self.config.ns_guard_fallback and self.controller.fall_back(
+            step, self.group_of(name)
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """Observations, the plan, where its transition starts, and what fell back from it."""

@@ -12,7 +12,9 @@ class Control:
 
 
 def control_record(c):
-    return checkpoint.control_state(steps_taken=c.steps_taken, steps_skipped=c.steps_skipped, config=c.config, policy=c.policy)
+    return checkpoint.control_state(
+        steps_taken=c.steps_taken, steps_skipped=c.steps_skipped, config=c.config, policy=c.policy
+    )
 
 
 def restore(state, running, operator_types, is_alone):
@@ -23,12 +25,18 @@ def restore(state, running, operator_types, is_alone):
 
     o = O()
     o.policy = copy.copy(running.policy)
-    if hasattr(o.policy, 'controller'):
+    if hasattr(o.policy, "controller"):
         o.policy.controller = copy.copy(o.policy.controller)
     o.config = running.config
     o.operator_types = operator_types
-    class W: pass
+
+    class W:
+        pass
+
     o.world = None
     if running.policy._registry is not None:
-        o.world = W(); o.world.registry = running.policy._registry
-    return Control(found.steps_taken, found.steps_skipped, found.config, checkpoint.restore_policy(found, o))
+        o.world = W()
+        o.world.registry = running.policy._registry
+    return Control(
+        found.steps_taken, found.steps_skipped, found.config, checkpoint.restore_policy(found, o)
+    )
