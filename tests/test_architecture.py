@@ -1,88 +1,63 @@
-"""The project's shape: who may import whom, how long a file may grow, what the text may say."""
+"""The project's shape: which rooms there are, who may import whom, what the text may say."""
 
 from __future__ import annotations
 
-import ast
 import importlib
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
-WINGS = ("schedule", "kernels", "distributed")
-BASE = ("config",)
+from tests.source_tree import FOLDERS, ROOT, imports, module_name, package_of, room, sources
+
+BOTTOM = ("schedule", "kernels", "distributed", "operators")
+MIDDLE = ("engine", "state")
+BELOW: dict[str, tuple[str, ...]] = {
+    "config": (),
+    **dict.fromkeys(BOTTOM, ("config",)),
+    **dict.fromkeys(MIDDLE, ("config", *BOTTOM)),
+    "optimizers": ("config", *BOTTOM, *MIDDLE),
+    "tools": ("config", *BOTTOM, *MIDDLE, "optimizers"),
+    "": ("config", *BOTTOM, *MIDDLE, "optimizers", "tools"),
+    "__main__": ("config", *BOTTOM, *MIDDLE, "optimizers", "tools", ""),
+}
+"""By room of amo_dist, or module that stands loose ("" is the package): what it may import."""
+LOOSE = {"__init__.py", "__main__.py", "config.py", "py.typed"}
 TOP_LEVEL = {
     ".ci",
     "amo_dist",
     "benchmarks",
     "configs",
+    "docs",
     "launch",
     "tests",
     "torchtitan_ext",
 }
-MAX_LINES = 500
 # In pieces, so that this file does not contain what it looks for.
 FORBIDDEN = re.compile(
     r"SPEC" + r"\.md|DESIGN" + r"\.md|(?<![\w/.-])/wo" + r"rk\b(?!-)|(?<![\w-])shared" + "/"
 )
 
 
-def sources(folder: str) -> list[Path]:
-    return sorted(path for path in (ROOT / folder).rglob("*.py") if "__pycache__" not in path.parts)
-
-
-def module_name(path: Path) -> str:
-    parts = path.relative_to(ROOT).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def is_module(name: str) -> bool:
-    path = ROOT.joinpath(*name.split("."))
-    return path.is_dir() or path.with_suffix(".py").is_file()
-
-
-def imports(source: str, package: str) -> Iterator[str]:
-    """Every imported module, wherever the import stands; relative ones resolved in ``package``."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = node.module or ""
-            if node.level:
-                parents = package.split(".")[: len(package.split(".")) - node.level + 1]
-                base = ".".join([*parents, base] if base else parents)
-            for alias in node.names:
-                name = f"{base}.{alias.name}"
-                yield name if is_module(name) else base
-
-
 def allowed(importer: str, imported: str) -> bool:
-    """The directions: ``torchtitan_ext -> amo_dist -> torch``, and the layers inside amo_dist.
+    """The directions inside amo_dist, and that it needs torch alone.
 
-    Triton comes with PyTorch where there is CUDA; one module, imported when needed, may use it.
+    Triton comes with PyTorch where there is CUDA; only what is for CUDA may use it.
     """
     top = imported.split(".")[0]
     if top in sys.stdlib_module_names:
         return True
-    if importer.split(".")[0] != "amo_dist":
-        return True
-    layer = importer.split(".")[1] if "." in importer else ""
     if top == "torch":
-        return layer not in ("schedule", *BASE)
+        return room(importer) not in ("schedule", "config")
     if top == "triton":
-        return importer == "amo_dist.kernels.triton_symmetric"
+        return importer.startswith("amo_dist.kernels.cuda.")
     if top != "amo_dist":
         return False
-    inner = imported.split(".")[1] if "." in imported else ""
-    if layer in WINGS:
-        return inner in (layer, *BASE)
-    if layer == "operators":
-        return inner in BASE
-    return layer not in BASE
+    own = room(importer)
+    return importer != imported and room(imported) in (own, *BELOW.get(own, ()))
 
 
 def violations(source: str, module: str, package: str) -> list[str]:
@@ -93,9 +68,7 @@ def violations(source: str, module: str, package: str) -> list[str]:
 def test_imports_keep_their_directions() -> None:
     found = []
     for path in sources("amo_dist"):
-        module = module_name(path)
-        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        found += violations(path.read_text(), module, package)
+        found += violations(path.read_text(), module_name(path), package_of(path))
     assert not found
 
 
@@ -104,11 +77,25 @@ def test_imports_keep_their_directions() -> None:
     [
         ("amo_dist.optimizers.muon", "import numpy"),
         ("amo_dist.optimizers.muon", "import torchtitan_ext.plugin"),
+        ("amo_dist.optimizers.muon", "def f():\n    from amo_dist.tools import tracker"),
+        ("amo_dist.optimizers.muon", "from amo_dist import AMO"),
+        ("amo_dist.tools.cli", "from amo_dist import AMO"),
+        ("amo_dist.tools.cli", "from amo_dist.__main__ import main"),
+        ("amo_dist.engine.step", "from amo_dist.state import checkpoint"),
+        ("amo_dist.engine.step", "from ..optimizers.muon import Muon"),
+        ("amo_dist.state.checkpoint", "from amo_dist.engine import parameters"),
+        (
+            "amo_dist.state.checkpoint",
+            "if TYPE_CHECKING:\n    from amo_dist.optimizers.muon import Muon",
+        ),
+        ("amo_dist.state.checkpoint", "from amo_dist.tools.ledger import Ledger"),
         ("amo_dist.kernels.backends", "import triton"),
+        ("amo_dist.kernels.cudagraphs", "import triton"),
         ("amo_dist.config", "import torch"),
         ("amo_dist.config", "from amo_dist.kernels import geometry"),
         ("amo_dist.config", "from amo_dist.config import AMOConfig"),
         ("amo_dist.operators", "from amo_dist import optimizers"),
+        ("amo_dist.operators.groups", "from amo_dist.schedule.types import MatrixInfo"),
         ("amo_dist.schedule.budget", "def f():\n    import torch.nn as nn"),
         ("amo_dist.schedule.budget", "from ..kernels.geometry import ell"),
         ("amo_dist.kernels.geometry", "from amo_dist.distributed import layout"),
@@ -116,6 +103,8 @@ def test_imports_keep_their_directions() -> None:
         ("amo_dist.kernels.geometry", "from amo_dist import AMO"),
         ("amo_dist.distributed.plan", "from .. import schedule"),
         ("amo_dist.distributed.plan", "from amo_dist.operators import MatrixView"),
+        ("amo_dist.cellar.rats", "from amo_dist.schedule.types import Schedule"),
+        ("amo_dist.tools.cli", "from amo_dist.cellar import rats"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str) -> None:
@@ -126,18 +115,82 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
     ("module", "source"),
     [
         ("amo_dist", "from amo_dist.config import AMOConfig\nfrom . import schedule"),
+        ("amo_dist.__main__", "from amo_dist.tools.cli import main"),
+        ("amo_dist.tools.cli", "from amo_dist.optimizers.named import make_optimizer"),
         ("amo_dist.optimizers.muon", "import math, torch\nfrom amo_dist.kernels import geometry"),
+        ("amo_dist.optimizers.muon", "from amo_dist.engine import step\nfrom . import named"),
+        ("amo_dist.engine.step", "from amo_dist.distributed.exchange import Exchange"),
+        ("amo_dist.state.checkpoint", "from amo_dist.schedule.policies import Policy"),
         ("amo_dist.operators", "from amo_dist.config import OPERATOR_TYPES"),
         ("amo_dist.schedule.budget", "from .polar_express import compose"),
         ("amo_dist.distributed.plan", "from torch.distributed import tensor\nfrom . import layout"),
         ("amo_dist.kernels.geometry", "from amo_dist.config import AMOConfig"),
-        ("amo_dist.kernels.triton_symmetric", "import triton.language as tl"),
-        ("torchtitan_ext.plugin.optimizers", "import amo_dist, torchtitan"),
+        ("amo_dist.kernels.cuda.triton_symmetric", "import triton.language as tl"),
     ],
 )
 def test_a_right_import_is_allowed(module: str, source: str) -> None:
     package = module if module == "amo_dist" else module.rpartition(".")[0]
     assert not violations(source, module, package)
+
+
+def strays(root: Path) -> list[str]:
+    """What stands in a package beside its rooms and the modules that may stand loose."""
+    return sorted(
+        path.name
+        for path in root.iterdir()
+        # A folder without source is what Python left of one.
+        if (any(path.rglob("*.py")) and path.name not in BELOW)
+        or (path.is_file() and path.name not in LOOSE)
+    )
+
+
+def test_modules_stand_in_rooms() -> None:
+    assert strays(ROOT / "amo_dist") == []
+
+
+def test_what_stands_loose_is_found(tmp_path: Path) -> None:
+    names = ("config.py", "engine/step.py", "cellar/__pycache__/x.pyc", "cellar2/x.py", "step.py")
+    for name in names:
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert strays(tmp_path) == ["cellar2", "step.py"]
+
+
+Graph = Mapping[str, set[str]]
+
+
+def reachable(graph: Graph, start: str) -> set[str]:
+    found: set[str] = set()
+    waiting = list(graph[start])
+    while waiting:
+        module = waiting.pop()
+        if module in graph and module not in found:
+            found.add(module)
+            waiting += graph[module]
+    return found
+
+
+def circles(graph: Graph) -> set[tuple[str, ...]]:
+    """Strongly connected components: the modules that import one another, however far around."""
+    reach = {module: reachable(graph, module) for module in graph}
+    return {
+        tuple(sorted(other for other in reach[module] if module in reach[other]))
+        for module in graph
+        if module in reach[module]
+    }
+
+
+def test_no_imports_run_in_a_circle() -> None:
+    paths = [path for folder in FOLDERS for path in sources(folder)]
+    graph = {module_name(path): set(imports(path.read_text(), package_of(path))) for path in paths}
+    assert circles(graph) == set()
+
+
+def test_circles_are_found() -> None:
+    graph = {"a": {"b", "torch"}, "b": {"c"}, "c": {"b"}, "d": {"d"}, "e": {"a"}}
+    assert circles(graph) == {("b", "c"), ("d",)}
+    source = "if TYPE_CHECKING:\n    from tests import oracle\ndef f():\n    import tests.bits"
+    assert set(imports(source, "tests")) == {"tests.oracle", "tests.bits"}
 
 
 @pytest.mark.parametrize("folder", ["amo_dist", "torchtitan_ext"])
@@ -153,17 +206,6 @@ def test_a_package_has_what_it_exports(folder: str) -> None:
     ]
     assert packages
     assert not missing
-
-
-def test_files_stay_short() -> None:
-    folders = ("amo_dist", "torchtitan_ext", "tests", "benchmarks")
-    lengths = {
-        str(path.relative_to(ROOT)): len(path.read_text().splitlines())
-        for folder in folders
-        for path in sources(folder)
-    }
-    assert len(lengths) > len(folders)
-    assert {name: lines for name, lines in lengths.items() if lines >= MAX_LINES} == {}
 
 
 @pytest.fixture(scope="module")
