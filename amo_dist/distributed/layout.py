@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -266,6 +267,14 @@ def layout_of(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> TensorLa
             f"{tuple(mesh.mesh.shape)}"
         )
     return layout
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This rank's part of a DTensor, or the tensor itself; shares memory, needs no gradient."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach() if tensor.requires_grad else tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def _intersect(first: Interval, second: Interval) -> Interval | None:
