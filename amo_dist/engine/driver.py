@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import broadcast_text, check_alike, sum_over
 from amo_dist.engine.world import World
 from amo_dist.schedule.policies import Policy
@@ -125,16 +125,15 @@ def check_residual(
         step: Optimizer step just taken.
         name: Of the matrix.
         residual: Agreed; NaN for none.
-        config: Bound, and whether to fall back.
-        policy: Knows the schedule, and falls back.
+        config: The bound.
+        policy: Knows the schedule, and falls back where its settings say so.
         world: Its registry knows the operator type.
     """
     if not residual > config.ns_guard_bound:
         return
     operator_type = next(info.operator_type for info in world.registry if info.name == name)
     schedule = policy.schedules(step)[policy.group_of(name)]
-    falls_back = isinstance(config, AMOConfig) and config.ns_guard_fallback
-    changed = falls_back and policy.fall_back(step, name)
+    changed = policy.fall_back(step, name)
     triples = " ".join(f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients)
     logger.warning(
         "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above "

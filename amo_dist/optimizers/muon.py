@@ -12,7 +12,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.config import MuonConfig
+from amo_dist.distributed.agreement import world_group
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.spans import span
 from amo_dist.engine import adamw, driver, metrics
@@ -28,7 +29,7 @@ from amo_dist.kernels.elementwise import update_momentum
 from amo_dist.optimizers.arguments import as_policy, check_each_group, check_hyperparameters
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
-from amo_dist.state import checkpoint
+from amo_dist.state import control, load
 from amo_dist.tools.tracker import GeometryTracker
 
 logger = logging.getLogger(__name__)
@@ -100,8 +101,7 @@ class Muon(torch.optim.Optimizer):
         self._exchange_key: object = None
         self._digested_schedules: object = None
         self._digest = ""
-        in_background = isinstance(self.config, AMOConfig) and self.config.observe_in_background
-        self._observer = Observer(in_background=in_background)
+        self._observer = Observer(in_background=self.policy.observes_in_background)
         self._observation_under_way: tuple[int, tuple[str, ...]] | None = None
         self._residuals: dict[str, Tensor] = {}
         self._last_residual = 0.0
@@ -431,11 +431,11 @@ class Muon(torch.optim.Optimizer):
         self._finish_observation()
         if self._guard is not None:
             self._guard.warn_of_updates()
-        return checkpoint.control_state(
-            steps_taken=self._num_steps_taken,
-            steps_skipped=self._num_steps_skipped,
-            config=self.config,
-            policy=self.policy,
+        return control.control_record(self._control())
+
+    def _control(self) -> control.Control:
+        return control.Control(
+            self._num_steps_taken, self._num_steps_skipped, self.config, self.policy
         )
 
     def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -444,22 +444,22 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: Names the field, what was found and what was expected.
         """
-        control = checkpoint.check_control(state, config=self.config, policy=self.policy)
-        self._graphs = make_graphs(self._parameters, control.config)
-        self.policy = checkpoint.restore_policy(control, self)
-        self.config = control.config
+        is_alone = world_group() is None
+        restored = control.restore(state, self._control(), self.operator_types, is_alone)
+        self._graphs = make_graphs(self._parameters, restored.config)
+        self.policy, self.config = restored.policy, restored.config
         self._batches = Batches(self._parameters, self.config)
         if self._world is not None:
             self._guard = StepGuard(self._world, self._parameters.entries, self.config)
         self._observer.discard()
         self._observation_under_way = None
-        self._num_steps_taken = control.steps_taken
-        self._num_steps_skipped = control.steps_skipped
+        self._num_steps_taken = restored.steps_taken
+        self._num_steps_skipped = restored.steps_skipped
         self._exchange_key = self._digested_schedules = None
         self._write_control()
 
     def _write_control(self) -> None:
-        text = checkpoint.to_text(self.control_state_dict())
+        text = control.to_text(self.control_state_dict())
         for group in self.param_groups:
             group["control"] = text
 
@@ -477,7 +477,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: The state is of another structure, optimizer or configuration.
         """
-        checkpoint.load_state_dict(self, state_dict)
+        load.load_state_dict(self, state_dict)
 
     def sent_bytes_by_peer(self) -> dict[int, int]:
         """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -77,8 +77,7 @@ def make_optimizer(
         return _adamw(params, lr, betas, eps, weight_decay)
     shared: dict[str, Any] = {"betas": betas, "eps": eps, "process_group": process_group}
     if name == "AMO":
-        assert config is None or isinstance(config, AMOConfig)
-        return AMO(params, lr, weight_decay, config=config, **shared)
+        return AMO(params, lr, weight_decay, config=cast("AMOConfig | None", config), **shared)
     if name == "AdaMuon":
         return AdaMuon(params, lr, weight_decay, config=config, **shared)
     if name == "ROOT":
