@@ -31,7 +31,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from amo_dist import AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.schedule.plan import composed, costs_by_type, make_plan
+from amo_dist.schedule.grouping import matrices_by_group
+from amo_dist.schedule.plan import composed, costs_by_group, plan_allocation
 from amo_dist.schedule.policies import TablePolicy
 from benchmarks.measure import paired, ratio, report
 from benchmarks.overhead import Matrices, set_gradients
@@ -145,9 +146,8 @@ def _ours(name: str, module: nn.Module, model: Model, options: argparse.Namespac
     config = MuonConfig(ns_dtype=options.ns_dtype)
     schedules = {kind: composed(1e-3, 5) for kind in ELL_BY_TYPE}
     if name == "ours locked":
-        plan = make_plan(
-            AMOConfig(budget_unit="flops"), ELL_BY_TYPE, costs=costs_by_type(model.registry())
-        )
+        costs = costs_by_group(matrices_by_group(model.registry()))
+        plan = plan_allocation(AMOConfig(budget_unit="flops"), ELL_BY_TYPE, costs=costs)
         schedules = plan.schedules()
     return Muon(
         param_groups(module),

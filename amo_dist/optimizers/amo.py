@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amo_dist.config import AMOConfig
 from amo_dist.optimizers.muon import Muon
-from amo_dist.schedule.policies import AMOPolicy
+from amo_dist.schedule.amo import AMOPolicy
 
 
 class AMO(Muon):

@@ -27,6 +27,7 @@ from amo_dist.config import Triple
 from amo_dist.optimizers.muon import Muon
 from amo_dist.schedule import fields
 from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.grouping import collect
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
@@ -222,8 +223,8 @@ class RootPolicy(Policy):
             error = float(objective(torch.tensor(triple, dtype=torch.float64), values))
             text = " ".join(value.hex() for value in values.tolist())
             found[name] = {
-                "triple": [fields.write_float(value) for value in triple],
-                "objective": fields.write_float(error),
+                "triple": [value.hex() for value in triple],
+                "objective": error.hex(),
                 "num_measured": len(measured),
                 "calibration": hashlib.sha256(text.encode()).hexdigest(),
             }
@@ -233,27 +234,21 @@ class RootPolicy(Policy):
         """Take the fits that one rank made; see ``Policy.adopt_plan``."""
         self._adopt(_read_fits(fields.read_json("fits", payload)), self._shapes)
 
-    def state_dict(self) -> dict[str, Any]:
-        """The fits, with the digest of the singular values behind each."""
-        return {"version": 1, "policy": self.name, "fits": self._fits}
+    def _state(self) -> dict[str, Any]:
+        # The fits, with the digest of the singular values behind each.
+        return {"fits": self._fits}
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, allow_config_change: bool = False
-    ) -> None:
-        """Restore fits, which stay in force whatever spectra this run brings."""
-        if isinstance(state, Mapping) and state.get("policy", self.name) != self.name:
-            fields.fail("state.policy", state["policy"], f"{self.name!r}")
-        record = fields.read_record("state", state, ["version", "policy", "fits"])
-        if type(record["version"]) is not int or record["version"] != 1:
-            fields.fail("state.version", record["version"], "1")
-        if record["fits"] is not None:  # else it was saved before the first step
-            self._adopt(_read_fits(record["fits"]), self._shapes)
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        """Take fits, which stay in force whatever spectra this run brings."""
+        found = fields.read_record("state", state, ["fits"])["fits"]
+        if found is not None:  # else it was saved before the first step
+            self._adopt(_read_fits(found), self._shapes)
 
-    def _groups(self, registry: Sequence[MatrixInfo]) -> Mapping[str, str]:
-        return {matrix.name: _shape_name(matrix.shape) for matrix in registry}
+    def _group(self, registry: Sequence[MatrixInfo]) -> Mapping[str, Sequence[MatrixInfo]]:
+        return collect(registry, lambda matrix: _shape_name(matrix.shape))
 
-    def _bind(self, registry: Sequence[MatrixInfo]) -> None:
-        shapes = {matrix.operator_type: matrix.shape for matrix in registry}
+    def _bind(self, matrices_by_group: Mapping[str, Sequence[MatrixInfo]]) -> None:
+        shapes = {group: matrices[0].shape for group, matrices in matrices_by_group.items()}
         if self._fits is not None:
             self._adopt(self._fits, shapes)
         self._shapes = shapes

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 import math
-from array import array
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
@@ -36,45 +35,10 @@ def least_error_of_steps(curves: Sequence[Mapping[int, float]], budget: int) -> 
     """
     units = [1] * len(curves)
     errors = _as_integers(curves, units)
-    price = _price(errors, units, budget, -_spread(errors) - 1)
-    losses = []
-    for curve in errors:
-        least = min(error + price * k for k, error in curve.items())
-        losses.append({k: error + price * k - least for k, error in curve.items()})
-    slack = _first_slack(errors)
-    while (found := _with_slack(losses, budget, slack)) is None:
-        slack *= _GROWTH
-    return found
-
-
-def _with_slack(losses: Sequence[_IntegerCurve], budget: int, slack: int) -> tuple[int, ...] | None:
-    """The allocation of least loss, up to ``slack``; lexicographically smallest."""
-    low, high = min(losses[0]), max(losses[0])
-    # tail[b]: least loss of the types from i on, with b steps between them; rows: how they begin.
-    tail: dict[int, int] = {0: 0}
-    rows: list[tuple[int, array[int]]] = []
-    for before in reversed(range(len(losses))):
-        longer: dict[int, int] = {}
-        first: dict[int, int] = {}
-        least, most = budget - high * before, budget - low * before
-        for k, loss in sorted(losses[before].items()):
-            for spent, rest in tail.items():
-                total, place = loss + rest, spent + k
-                fits = total <= slack and least <= place <= most
-                if fits and total < longer.get(place, total + 1):
-                    longer[place], first[place] = total, k
-        if not longer:
-            return None
-        start = min(longer)
-        places = range(start, max(longer) + 1)
-        rows.append((start, array("q", [first.get(place, 0) for place in places])))
-        tail = longer
-    chosen: list[int] = []
-    for start, row in reversed(rows):
-        k = row[budget - start]
-        chosen.append(k)
-        budget -= k
-    return tuple(chosen)
+    # Where a step is worth more than all error of a type, the least error takes all the budget.
+    worth = _spread(errors) + 1
+    rewarded = [{k: error - worth * k for k, error in curve.items()} for curve in errors]
+    return _least_error(rewarded, units, budget, math.inf)
 
 
 def least_error_of_flops(
@@ -91,8 +55,14 @@ def least_error_of_flops(
         costs: Flops of one step of each type.
         budget: The most flops; enough for the fewest steps of all types.
     """
-    errors = _as_integers(curves, costs)
-    price = _price(errors, costs, budget, 0)
+    return _least_error(_as_integers(curves, costs), costs, budget, MOST_POINTS)
+
+
+def _least_error(
+    errors: Sequence[_IntegerCurve], costs: Sequence[int], budget: int, points_left: float
+) -> tuple[int, ...]:
+    """The allocation of least error within a budget, by rounds of no more than so many points."""
+    price = _price(errors, costs, budget)
     cheapest = [
         min(error + price * k * cost for k, error in curve.items())
         for curve, cost in zip(errors, costs, strict=True)
@@ -102,7 +72,6 @@ def least_error_of_flops(
     slack = _first_slack(errors)
     # Never empty: at this price the cheapest numbers of steps keep within the budget.
     fronts, _ = _fronts(*problem, slack, math.inf)
-    points_left: float = MOST_POINTS
     while (distance := fronts[0][1][-1] - bound) > slack:
         # Every allocation of less error than one that is known is within its distance.
         slack = min(slack * _GROWTH, distance)
@@ -193,8 +162,8 @@ def _as_integers(
     return [{k: n * (common // d) for k, (n, d) in curve.items()} for curve in ratios]
 
 
-def _price(errors: Sequence[_IntegerCurve], units: Sequence[int], budget: int, low: int) -> int:
-    """The least price of a unit from ``low`` on at which types that only mind it keep within."""
+def _price(errors: Sequence[_IntegerCurve], units: Sequence[int], budget: int) -> int:
+    """The least price of a unit, from 0 on, at which types that only mind it keep within."""
 
     def keeps_within(price: int) -> bool:
         spent = 0
@@ -203,7 +172,7 @@ def _price(errors: Sequence[_IntegerCurve], units: Sequence[int], budget: int, l
             spent += unit * min(curve, key=lambda k: (curve[k] + per_step * k, k))
         return spent <= budget
 
-    high = _spread(errors) + 1  # at which all take their fewest steps
+    low, high = 0, _spread(errors) + 1  # at which all take their fewest steps
     while low < high:
         middle = (low + high) // 2
         low, high = (low, middle) if keeps_within(middle) else (middle + 1, high)

@@ -1,12 +1,31 @@
-"""Strict reading of JSON state: each departure is one ``ValueError`` that names the field."""
+"""Strict reading of JSON state: each departure is one ``ValueError`` that names the field.
+
+How a dataclass that derives from ``Stored`` is read and written follows from its annotations. A
+field with a default may be missing, as in the file of an older version; an unknown one is an error.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import json
 import math
 import reprlib
-from collections.abc import Collection, Mapping
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping
+from typing import (
+    Annotated,
+    Any,
+    NoReturn,
+    TypeAlias,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
+
+from amo_dist.config import sort_operator_types
+
+_Stored = TypeVar("_Stored", bound="Stored")
 
 # Bounded in length and depth: the state of a damaged file may be long, or nested past recursion.
 _show = reprlib.Repr()
@@ -14,11 +33,16 @@ _show.maxlevel, _show.maxstring, _show.maxother = 3, 120, 120
 _show.maxdict = _show.maxlist = _show.maxtuple = 16
 
 
+def show(value: object) -> str:
+    """A value as text of bounded length, for messages."""
+    return _show.repr(value)
+
+
 def fail(field: str, found: object, expected: str) -> NoReturn:
     """Raise the ``ValueError`` for one field: what was found and what was expected."""
     # A name from a damaged state may hold line ends: errors stay on one line.
-    place = field if field.isprintable() else _show.repr(field)
-    raise ValueError(f"{place}: found {_show.repr(found)}, expected {expected}")
+    place = field if field.isprintable() else show(field)
+    raise ValueError(f"{place}: found {show(found)}, expected {expected}")
 
 
 def read_json(field: str, text: object) -> Any:
@@ -31,47 +55,47 @@ def read_json(field: str, text: object) -> Any:
         fail(field, text, "JSON text")
 
 
-def read_record(field: str, found: object, keys: Collection[str]) -> Mapping[str, Any]:
-    """A mapping with exactly these keys, neither fewer nor more."""
+def read_record(
+    field: str, found: object, required: Collection[str], optional: Collection[str] = ()
+) -> Mapping[str, Any]:
+    """A mapping with all of the required keys, and none but those and the optional ones."""
+    keys = sorted({*required, *optional})
     if not isinstance(found, Mapping):
-        fail(field, found, f"a mapping with the keys {', '.join(sorted(keys))}")
-    for key in keys:
+        fail(field, found, f"a mapping with the keys {', '.join(keys)}")
+    for key in required:
         if key not in found:
             fail(f"{field}.{key}", "nothing", "this key")
     for key in found:
         if key not in keys:
-            fail(f"{field}.{key}", "this key", f"only the keys {', '.join(sorted(keys))}")
+            fail(f"{field}.{key}", "this key", f"only the keys {', '.join(keys)}")
     return found
 
 
-def read_list(field: str, found: object) -> list[Any]:
-    """A list or tuple."""
-    if not isinstance(found, (list, tuple)):
-        fail(field, found, "a list")
+def read_list(field: str, found: object, length: int | None = None) -> list[Any]:
+    """A list or tuple, of a given length where there is one."""
+    if not isinstance(found, (list, tuple)) or length not in (None, len(found)):
+        fail(field, found, "a list" if length is None else f"a list of {length}")
     return list(found)
 
 
-def read_int(field: str, found: object, minimum: int) -> int:
-    """An integer, never a boolean, of at least ``minimum``."""
-    if type(found) is not int or found < minimum:
-        fail(field, found, f"an integer >= {minimum}")
+def read_int(field: str, found: object, minimum: int, maximum: int | None = None) -> int:
+    """An integer, never a boolean, in a range."""
+    if type(found) is not int or found < minimum or (maximum is not None and found > maximum):
+        most = "" if maximum is None else f" and <= {maximum}"
+        fail(field, found, f"an integer >= {minimum}{most}")
     return found
 
 
-def read_choice(field: str, found: object, choices: Collection[str]) -> str:
-    """One of a few strings."""
-    if not isinstance(found, str) or found not in choices:
-        fail(field, found, f"one of {', '.join(map(repr, choices))}")
+def read_choice(field: str, found: object, *choices: object) -> Any:
+    """One of a few values, of its type: 1 is neither 1.0 nor true."""
+    if not any(type(found) is type(choice) and found == choice for choice in choices):
+        one_of = "one of " if len(choices) > 1 else ""
+        fail(field, found, one_of + ", ".join(map(repr, choices)))
     return found
-
-
-def write_float(value: float) -> str:
-    """A float as text that ``read_float`` turns back into the same bits on any machine."""
-    return value.hex()
 
 
 def read_float(field: str, found: object) -> float:
-    """A finite float, written by ``write_float``."""
+    """A finite float, written by ``float.hex``: the same bits on any machine."""
     expected = "a finite float in the form of float.hex()"
     if not isinstance(found, str):
         fail(field, found, expected)
@@ -85,27 +109,107 @@ def read_float(field: str, found: object) -> float:
     return value
 
 
-def read_error(field: str, found: object) -> float:
-    """A projected error, in [-1, 1]: rounding takes the least ones just below zero."""
-    value = read_float(field, found)
-    if not abs(value) <= 1.0:
-        fail(field, found, "a float in [-1, 1]")
-    return value
-
-
 def read_ell(field: str, found: object) -> float:
-    """A float in (0, 1], written by ``write_float``."""
+    """A float in (0, 1], written by ``float.hex``."""
     value = read_float(field, found)
     if not 0.0 < value <= 1.0:
         fail(field, found, "a float in (0, 1]")
     return value
 
 
-def read_names(field: str, found: object) -> tuple[str, ...]:
-    """A non-empty list of distinct, non-empty strings."""
-    names = read_list(field, found)
-    if not names or not all(isinstance(name, str) and name for name in names):
-        fail(field, found, "a non-empty list of non-empty strings")
-    if len(set(names)) != len(names):
-        fail(field, found, "distinct names")
-    return tuple(names)
+def read_steps(field: str, found: object) -> int:
+    """A number of Newton-Schulz steps: no run takes more, and no damaged state may try to."""
+    return read_int(field, found, 1, 10_000)
+
+
+def read_name(field: str, found: object) -> str:
+    """A string that is not empty."""
+    if not isinstance(found, str) or not found:
+        fail(field, found, "a non-empty string")
+    return found
+
+
+Reader: TypeAlias = Callable[[str, Any], Any]
+"""Takes the name of a field and its JSON value, and gives the value or raises ``ValueError``."""
+
+
+def choice(*choices: object) -> Reader:
+    """Reads one of a few values."""
+    return lambda field, found: read_choice(field, found, *choices)
+
+
+Name: TypeAlias = Annotated[str, read_name]
+Count: TypeAlias = Annotated[int, functools.partial(read_int, minimum=1)]
+CountOrZero: TypeAlias = Annotated[int, functools.partial(read_int, minimum=0)]
+Steps: TypeAlias = Annotated[int, read_steps]
+Float: TypeAlias = Annotated[float, read_float]
+Ell: TypeAlias = Annotated[float, read_ell]
+
+
+class Stored:
+    """A dataclass that is written to JSON values and read back bit for bit.
+
+    Its annotations say how: types annotated with a reader, as above, other ``Stored``, and tuples,
+    mappings from groups, and ``None`` of these.
+    """
+
+    __slots__ = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields as JSON values, floats as ``float.hex()``."""
+        names = [one.name for one in dataclasses.fields(self)]  # type: ignore[arg-type]
+        return {name: _write(getattr(self, name)) for name in names}
+
+    @classmethod
+    def from_dict(cls: type[_Stored], found: object, field: str) -> _Stored:
+        """Read and check what ``to_dict`` wrote; ``field`` names it in errors.
+
+        Raises:
+            ValueError: A field without a default is missing, or one is unknown, malformed or at
+                odds with another; the message names it.
+        """
+        hints, missing = get_type_hints(cls, include_extras=True), dataclasses.MISSING
+        required = [
+            one.name
+            for one in dataclasses.fields(cls)  # type: ignore[arg-type]
+            if one.default is missing and one.default_factory is missing
+        ]
+        record = read_record(field, found, required, hints)
+        made = cls(**{key: _read(hints[key], f"{field}.{key}", record[key]) for key in record})
+        made._check(field)
+        return made
+
+    def _check(self, field: str) -> None:
+        """Refuse fields that contradict one another."""
+
+
+def _read(hint: Any, field: str, found: Any) -> Any:
+    """The value of an annotation."""
+    origin, args = get_origin(hint), get_args(hint)
+    if origin is Annotated:
+        return args[1](field, found)
+    if type(None) in args:
+        return None if found is None else _read(args[0], field, found)
+    if origin is tuple:
+        values = enumerate(read_list(field, found))
+        return tuple(_read(args[0], f"{field}[{i}]", value) for i, value in values)
+    if origin is Mapping:
+        if not isinstance(found, Mapping):
+            fail(field, found, "a mapping by operator type")
+        for name in found:
+            read_name(field, name)
+        names = sort_operator_types(found)
+        return {name: _read(args[1], f"{field}.{name}", found[name]) for name in names}
+    return hint.from_dict(found, field)
+
+
+def _write(value: Any) -> Any:
+    if isinstance(value, Stored):
+        return value.to_dict()
+    if isinstance(value, float):
+        return value.hex()
+    if isinstance(value, tuple):
+        return [_write(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: _write(one) for name, one in value.items()}
+    return value

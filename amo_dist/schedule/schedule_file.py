@@ -24,15 +24,16 @@ Floats are written so that they read back to the last bit.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import itertools
 import json
 import math
 import re
 import sys
-import types
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, TypeAlias
 
 from amo_dist.config import PRECONDITIONERS, Triple, sort_operator_types
 from amo_dist.schedule import fields
@@ -42,14 +43,8 @@ from amo_dist.schedule.types import Schedule
 # By name: tomli is tomllib on Python 3.10, and the project depends on it there alone.
 _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
-_FORMAT = 1
-_KEYS = ("steps", "norm_scale", "preconditioner", "coefficients")
 _COMPOSED = 1e-6
 """Relative distance up to which coefficients count as those that ``ell`` composes."""
-
-
-def _nothing() -> Mapping[str, Any]:
-    return types.MappingProxyType({})
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,14 +55,14 @@ class ScheduleTable:
     """At least one."""
     source: str
     """Where the numbers come from, for a human reader."""
-    parameters: Mapping[str, str | int | float] = dataclasses.field(default_factory=_nothing)
+    parameters: Mapping[str, str | int | float] = dataclasses.field(default_factory=dict)
     """What generated the table."""
-    ell: Mapping[str, float] = dataclasses.field(default_factory=_nothing)
+    ell: Mapping[str, float] = dataclasses.field(default_factory=dict)
     """Lower bound for which a type's coefficients were composed; only the composed types."""
 
     def to_toml(self) -> str:
         """The text of a file from which :func:`read_schedule_file` gives an equal table."""
-        parts = [f"format = {_FORMAT}", f"source = {_toml_value(self.source)}"]
+        parts = ["format = 1", f"source = {_toml_value(self.source)}"]
         if self.parameters:
             parts += ["", "[parameters]"]
             parts += [f"{_key(name)} = {_toml_value(v)}" for name, v in self.parameters.items()]
@@ -114,7 +109,7 @@ def read_schedule_file(path: str | Path) -> ScheduleTable:
     """
     record = read_toml("schedule_file", path)
     try:
-        return _table(record)
+        return _File.from_dict(record, "file").table()
     except ValueError as error:
         raise ValueError(f"schedule_file {path}: {error}") from None
 
@@ -138,88 +133,83 @@ def read_toml(field: str, path: str | Path) -> dict[str, Any]:
     return content
 
 
-def _table(record: dict[str, Any]) -> ScheduleTable:
-    record = {"parameters": {}, **record}
-    fields.read_record("file", record, ["format", "source", "parameters", "schedules"])
-    if type(record["format"]) is not int or record["format"] != _FORMAT:
-        fields.fail("format", record["format"], f"{_FORMAT}")
-    source = record["source"]
-    if not isinstance(source, str) or not source:
-        fields.fail("source", source, "a string that says where the numbers come from")
-    sections = record["schedules"]
-    if not isinstance(sections, Mapping) or not sections:
-        fields.fail("schedules", sections, "a section [schedules.TYPE] for each operator type")
-    names = sort_operator_types(sections)
-    schedules = {name: _schedule(f"schedules.{name}", sections[name]) for name in names}
-    ell = {
-        name: _ell(name, sections[name], schedules[name])
-        for name in names
-        if "ell" in sections[name]
-    }
-    return ScheduleTable(schedules, source, _parameters(record["parameters"]), ell)
-
-
-def _parameters(found: object) -> Mapping[str, str | int | float]:
-    if not isinstance(found, Mapping):
-        fields.fail("parameters", found, "a section of numbers and strings")
-    for name, value in found.items():
-        if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-            fields.fail(f"parameters.{name}", value, "a number or a string")
-    return found
-
-
-def _schedule(field: str, found: object) -> Schedule:
-    keys = [*_KEYS, "ell"] if isinstance(found, Mapping) and "ell" in found else _KEYS
-    record = fields.read_record(field, found, keys)
-    rows = fields.read_list(f"{field}.coefficients", record["coefficients"])
-    coefficients = tuple(_triple(f"{field}.coefficients[{i}]", row) for i, row in enumerate(rows))
-    steps = fields.read_int(f"{field}.steps", record["steps"], 1)
-    if steps != len(coefficients):
-        fields.fail(f"{field}.steps", steps, f"{len(coefficients)}, the number of coefficients")
-    norm_scale = _number(f"{field}.norm_scale", record["norm_scale"])
-    preconditioner = fields.read_choice(
-        f"{field}.preconditioner", record["preconditioner"], PRECONDITIONERS
-    )
-    try:
-        return Schedule(coefficients, norm_scale=norm_scale, preconditioner=preconditioner)
-    except ValueError as error:
-        raise ValueError(f"{field}.{error}") from None
-
-
-def _triple(field: str, row: object) -> Triple:
-    values = fields.read_list(field, row)
-    if len(values) != 3:
-        fields.fail(field, values, "three numbers [a, b, c]")
-    a, b, c = (_number(field, value) for value in values)
-    return a, b, c
-
-
-def _number(field: str, found: object) -> float:
+def _read_number(field: str, found: object) -> float:
     is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
     if not is_number or not math.isfinite(found):  # type: ignore[arg-type]
         fields.fail(field, found, "a finite number")
     return float(found)  # type: ignore[arg-type]
 
 
-def _ell(name: str, section: Mapping[str, Any], schedule: Schedule) -> float:
-    field = f"schedules.{name}"
-    ell = _number(f"{field}.ell", section["ell"])
-    if not 0.0 < ell <= 1.0:
-        fields.fail(f"{field}.ell", ell, "a number in (0, 1]")
-    expected = compose(ell, schedule.num_steps)
-    pairs = zip(schedule.coefficients, expected, strict=True)
-    if not all(
-        math.isclose(found, value, rel_tol=_COMPOSED)
-        for triple, composed in pairs
-        for found, value in zip(triple, composed, strict=True)
-    ):
-        # Edited by hand, most likely: either the bound or the coefficients no longer hold.
-        fields.fail(
-            f"{field}.coefficients",
-            schedule.coefficients,
-            f"those of compose({ell}, {len(expected)})",
-        )
-    return ell
+def _read_triple(field: str, found: object) -> Triple:
+    values = fields.read_list(field, found)
+    if len(values) != 3:
+        fields.fail(field, values, "three numbers [a, b, c]")
+    a, b, c = (_read_number(field, value) for value in values)
+    return a, b, c
+
+
+def _read_parameter(field: str, found: object) -> object:
+    if isinstance(found, bool) or not isinstance(found, (str, int, float)):
+        fields.fail(field, found, "a number or a string")
+    return found
+
+
+_Number: TypeAlias = Annotated[float, _read_number]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Section(fields.Stored):
+    """``[schedules.TYPE]``."""
+
+    steps: fields.Count
+    norm_scale: _Number
+    preconditioner: Annotated[str, fields.choice(*PRECONDITIONERS)]
+    coefficients: tuple[Annotated[Triple, _read_triple], ...]
+    ell: _Number | None = None
+
+    def _check(self, field: str) -> None:
+        if self.steps != len(self.coefficients):
+            expected = f"{len(self.coefficients)}, the number of coefficients"
+            fields.fail(f"{field}.steps", self.steps, expected)
+        try:
+            self.schedule()
+        except ValueError as error:
+            raise ValueError(f"{field}.{error}") from None
+        if self.ell is None:
+            return
+        if not 0.0 < self.ell <= 1.0:
+            fields.fail(f"{field}.ell", self.ell, "a number in (0, 1]")
+        found = itertools.chain(*self.coefficients)
+        composed = itertools.chain(*compose(self.ell, self.steps))
+        close = functools.partial(math.isclose, rel_tol=_COMPOSED)
+        if not all(map(close, found, composed)):
+            # Edited by hand, most likely: either the bound or the coefficients no longer hold.
+            expected = f"those of compose({self.ell}, {self.steps})"
+            fields.fail(f"{field}.coefficients", self.coefficients, expected)
+
+    def schedule(self) -> Schedule:
+        return Schedule(self.coefficients, self.norm_scale, self.preconditioner)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _File(fields.Stored):
+    """A whole file."""
+
+    format: Annotated[int, fields.choice(1)]
+    source: fields.Name
+    schedules: Mapping[str, _Section]
+    parameters: Mapping[str, Annotated[str | int | float, _read_parameter]] = dataclasses.field(
+        default_factory=dict
+    )
+
+    def _check(self, field: str) -> None:
+        if not self.schedules:
+            fields.fail("schedules", {}, "a section [schedules.TYPE] for each operator type")
+
+    def table(self) -> ScheduleTable:
+        schedules = {name: section.schedule() for name, section in self.schedules.items()}
+        ell = {n: section.ell for n, section in self.schedules.items() if section.ell is not None}
+        return ScheduleTable(schedules, self.source, self.parameters, ell)
 
 
 def _key(name: str) -> str:

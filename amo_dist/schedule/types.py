@@ -25,7 +25,10 @@ class Schedule:
     """``frobenius`` scales by the norm; ``aol`` scales rows by the Gram matrix instead."""
 
     def __post_init__(self) -> None:
-        _check_coefficients(self.coefficients)
+        triples = self.coefficients
+        if not (isinstance(triples, tuple) and triples and all(map(_is_triple, triples))):
+            expected = "a non-empty tuple of (a, b, c), each a finite float"
+            raise ValueError(f"coefficients: found {triples!r}, expected {expected}")
         if not (_is_finite_float(self.norm_scale) and self.norm_scale > 0):
             raise ValueError(f"norm_scale: found {self.norm_scale!r}, expected a finite float > 0")
         if self.preconditioner not in PRECONDITIONERS:
@@ -70,13 +73,6 @@ class MatrixInfo:
 
 def _is_finite_float(value: object) -> bool:
     return type(value) is float and math.isfinite(value)
-
-
-def _check_coefficients(coefficients: object) -> None:
-    expected = "a non-empty tuple of (a, b, c), each a finite float"
-    is_tuple = isinstance(coefficients, tuple) and len(coefficients) > 0
-    if not is_tuple or not all(_is_triple(triple) for triple in coefficients):  # type: ignore[attr-defined]
-        raise ValueError(f"coefficients: found {coefficients!r}, expected {expected}")
 
 
 def _is_triple(triple: object) -> bool:

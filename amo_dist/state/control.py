@@ -1,42 +1,185 @@
-import copy, dataclasses
-from amo_dist.state import checkpoint
-from amo_dist.state.checkpoint import to_text
+"""The control state: what an optimizer remembers of its run beside tensors.
+
+Nothing here communicates: a rank that finds a fault raises alone. The ranks that found none fail
+at their next step, where all compare what they are about to do.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from amo_dist.config import MuonConfig
+from amo_dist.schedule import fields
+from amo_dist.schedule.policies import Policy
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "amo_dist.control"
+VERSION = 1
+
+_FREE_FIELDS = frozenset(
+    {
+        "ownership",
+        "owners",
+        "bucket_bytes",
+        "buckets_in_flight",
+        "nonfinite",
+        "observe_in_background",
+        "ns_guard_every",
+        "ns_guard_bound",
+        "ns_guard_fallback",
+        "adamw_implementation",
+        "cuda_graphs",
+        "on_config_change",
+    }
+)
+"""Configuration that may change on resume: it says how the work is done, or what to do about a
+fault, and nothing that a plan was made of."""
+
+_REQUIRED = ("format", "version", "steps_taken", "steps_skipped", "config", "policy")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, slots=True)
 class Control:
+    """What decides how an optimizer goes on, beside its tensors.
+
+    Attributes:
+        steps_taken: Optimizer steps, skipped ones included.
+        steps_skipped: Of those, the ones that changed nothing.
+        config: The settings in force.
+        policy: Which schedules are run, with all that it remembers.
+    """
+
     steps_taken: int
     steps_skipped: int
-    config: object
-    policy: object
+    config: MuonConfig
+    policy: Policy
 
 
-def control_record(c):
-    return checkpoint.control_state(
-        steps_taken=c.steps_taken, steps_skipped=c.steps_skipped, config=c.config, policy=c.policy
+def control_record(control: Control) -> dict[str, Any]:
+    """What a checkpoint must hold beside tensors, as JSON values."""
+    state = control.policy.state_dict()
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "steps_taken": control.steps_taken,
+        "steps_skipped": control.steps_skipped,
+        "config": control.config.to_dict(),
+        "policy": state,
+        "policy_digest": _digest(state),
+    }
+
+
+def to_text(record: Mapping[str, Any]) -> str:
+    """One line of JSON, the same for equal records."""
+    return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
+
+
+def from_text(text: object) -> Any:
+    """The control record of a parameter group.
+
+    Raises:
+        ValueError: It is missing, truncated or not JSON.
+    """
+    if not isinstance(text, str) or not text:
+        expected = (
+            "the JSON text that an optimizer of amo_dist saves; is this the checkpoint of another "
+            "optimizer?"
+        )
+        fields.fail("control", text, expected)
+    return fields.read_json("control", text)
+
+
+def restore(
+    record: object, running: Control, operator_types: Sequence[str], is_alone: bool
+) -> Control:
+    """A control that goes on from a record; the running one stays as it is.
+
+    Fields that an older version did not write take their defaults, and one line of the log names
+    them. Where settings differ, the policy decides: see ``Policy.resumed``.
+
+    Args:
+        record: What `control_record` returned.
+        running: Of this run: its settings, and the kind of its policy.
+        operator_types: Of the matrices that this process knows of.
+        is_alone: Whether there are no other ranks with further ones.
+
+    Raises:
+        ValueError: A field is missing, unknown, malformed, damaged or of another run; names the
+            field, what was found and what was expected.
+    """
+    found = _check_record(record)
+    state = found["policy"]
+    fields.read_choice("control.policy", state.get("policy"), running.policy.name)
+    known = [field.name for field in dataclasses.fields(running.config)]
+    fields.read_record("control.config", found["config"], [], known)
+    defaults = {
+        field.name: field.default
+        for field in dataclasses.fields(running.config)
+        if field.name not in _FREE_FIELDS
+    }
+    saved = {**defaults, **found["config"]}
+    policy, config = running.policy.resumed(
+        state,
+        steps_taken=found["steps_taken"],
+        config=running.config,
+        changed=_changed(saved, running.config),
     )
+    policy.check_operator_types(operator_types, is_alone=is_alone)
+    # Last: what is malformed has been named by then.
+    if "policy_digest" in found and found["policy_digest"] != _digest(state):
+        expected = f"{_digest(state)}, that of the policy's state: it is damaged or was edited"
+        fields.fail("control.policy_digest", found["policy_digest"], expected)
+    read = {"config": defaults, "policy": policy.state_dict(), "policy_digest": None}
+    if filled := dict.fromkeys(_filled(found, read)):
+        logger.info("the checkpoint lacks fields that take their defaults: %s", ", ".join(filled))
+    return Control(found["steps_taken"], found["steps_skipped"], config, policy)
 
 
-def restore(state, running, operator_types, is_alone):
-    found = checkpoint.check_control(state, config=running.config, policy=running.policy)
+def _check_record(record: object) -> Mapping[str, Any]:
+    """The record with fields of the right kinds; what is in ``config`` and ``policy`` is not."""
+    if not isinstance(record, Mapping):
+        fields.fail("control", record, "a mapping")
+    fields.read_choice("control.format", record.get("format"), FORMAT)
+    if type(record.get("version")) is not int or record["version"] != VERSION:
+        expected = f"{VERSION}; a newer version needs a newer amo_dist"
+        fields.fail("control.version", record.get("version"), expected)
+    fields.read_record("control", record, _REQUIRED, ["policy_digest"])
+    taken = fields.read_int("control.steps_taken", record["steps_taken"], 0)
+    fields.read_int("control.steps_skipped", record["steps_skipped"], 0, taken)
+    for field in ("config", "policy"):
+        if not isinstance(record[field], Mapping):
+            fields.fail(f"control.{field}", record[field], "an object")
+    return record
 
-    class O:
-        pass
 
-    o = O()
-    o.policy = copy.copy(running.policy)
-    if hasattr(o.policy, "controller"):
-        o.policy.controller = copy.copy(o.policy.controller)
-    o.config = running.config
-    o.operator_types = operator_types
+def _changed(saved: Mapping[str, Any], config: MuonConfig) -> dict[str, Any]:
+    """The checkpoint's values of settings that differ."""
+    # JSON tells 5 from 5.0 and from true, and so does this.
+    return {
+        name: saved[name]
+        for name, value in sorted(config.to_dict().items())
+        if name not in _FREE_FIELDS and (type(saved[name]), saved[name]) != (type(value), value)
+    }
 
-    class W:
-        pass
 
-    o.world = None
-    if running.policy._registry is not None:
-        o.world = W()
-        o.world.registry = running.policy._registry
-    return Control(
-        found.steps_taken, found.steps_skipped, found.config, checkpoint.restore_policy(found, o)
-    )
+def _filled(found: Any, read: Any, place: str = "") -> Iterator[str]:
+    """The fields that are not in a record, but in what was read of it, with their values."""
+    if isinstance(read, Mapping) and isinstance(found, Mapping):
+        for key, value in read.items():
+            if key in found:
+                yield from _filled(found[key], value, f"{place}{key}.")
+            else:
+                yield f"{place}{key} = {fields.show(value)}"
+    elif isinstance(read, list) and isinstance(found, (list, tuple)):
+        for one, other in zip(found, read, strict=False):
+            yield from _filled(one, other, place)
+
+
+def _digest(state: Mapping[str, Any]) -> str:
+    return hashlib.sha256(to_text(state).encode()).hexdigest()

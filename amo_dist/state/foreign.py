@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from amo_dist.operators import clean_name
-from amo_dist.state.checkpoint import check_finite, check_source, describe_origin
-
-if TYPE_CHECKING:
-    from amo_dist.optimizers.muon import Muon
+from amo_dist.state.load import Loadable, check_finite, check_source, describe_origin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -34,7 +31,7 @@ class ImportReport:
 
 
 def import_state(
-    optimizer: Muon, state_dict: Mapping[str, Any], *, names: Sequence[str] | None = None
+    optimizer: Loadable, state_dict: Mapping[str, Any], *, names: Sequence[str] | None = None
 ) -> ImportReport:
     """Fill momentum and AdamW state from another optimizer's; the schedule starts anew.
 

@@ -1,1 +1,179 @@
-from amo_dist.state.checkpoint import load_state_dict
+"""Loading a whole optimizer: everything is checked before anything changes."""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from amo_dist.config import MuonConfig
+from amo_dist.distributed.layout import local_tensor
+from amo_dist.kernels.elementwise import exceed
+from amo_dist.schedule.fields import fail
+from amo_dist.state.control import from_text
+
+
+class Loadable(Protocol):
+    """An optimizer of PyTorch whose control state rides in its parameter groups."""
+
+    param_groups: list[dict[str, Any]]
+    state: defaultdict[Tensor, Any]
+    config: MuonConfig
+    _optimizer_load_state_dict_pre_hooks: Any
+    _optimizer_load_state_dict_post_hooks: Any
+
+    @property
+    def params_by_name(self) -> Mapping[str, Tensor]:
+        """Parameters by name, in the order of the groups."""
+
+    def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the control state, or raise ``ValueError`` with nothing changed."""
+
+
+def load_state_dict(optimizer: Loadable, state_dict: Mapping[str, Any]) -> None:
+    """Restore what ``state_dict()`` of the optimizer returned.
+
+    Checkpoint helpers that read in place have changed the tensors before this is called.
+
+    Raises:
+        ValueError: The state is of another structure, optimizer or configuration, or damaged.
+    """
+    loaded = dict(state_dict)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = hook(optimizer, loaded)
+        loaded = loaded if replaced is None else replaced
+    groups = _check_groups(loaded.get("param_groups"), optimizer.param_groups)
+    copies = _check_state(loaded.get("state"), groups, optimizer)
+    optimizer.load_control_state_dict(from_text(groups[0]["control"]))
+    with torch.no_grad():
+        for target, source in copies:
+            if source is not target:
+                target.copy_(source)
+    for group, saved in zip(optimizer.param_groups, groups, strict=True):
+        kept = {"params": group["params"], "control": group["control"]}
+        # Copied, as PyTorch does: a tensor learning rate must not be shared with the checkpoint.
+        group.update({**copy.deepcopy(saved), **kept})
+    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        post_hook(optimizer)
+
+
+def _check_groups(found: object, expected: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    is_list = isinstance(found, Sequence) and not isinstance(found, str)
+    if not is_list or not all(isinstance(group, Mapping) for group in found):  # type: ignore[attr-defined]
+        raise ValueError(f"param_groups: found {type(found).__name__}, expected a list of groups")
+    groups = [dict(group) for group in found]  # type: ignore[attr-defined]
+    _check_origin(groups)
+    if len(groups) != len(expected):
+        fail("param_groups", len(groups), f"{len(expected)} groups")
+    for index, (saved, group) in enumerate(zip(groups, expected, strict=True)):
+        num_params = len(saved.get("params", ()))
+        place = f"param_groups[{index}]"
+        if num_params != len(group["params"]):
+            fail(f"{place}.params", num_params, f"{len(group['params'])} parameters")
+        if saved.get("algorithm") != group["algorithm"]:
+            fail(f"{place}.algorithm", saved.get("algorithm"), repr(group["algorithm"]))
+    return groups
+
+
+def _check_origin(groups: Sequence[Mapping[str, Any]]) -> None:
+    """Every group carries the one text that amo_dist saves."""
+    if not any(group.get("control") for group in groups):
+        raise ValueError(
+            f"control: found none in the parameter groups, which look like those of "
+            f"{describe_origin(groups)}; to start from the state of another optimizer use "
+            "amo_dist.import_state(optimizer, state_dict)"
+        )
+    texts = {repr(group.get("control")) for group in groups}
+    if len(texts) != 1:
+        raise ValueError(f"control: found {len(texts)} different texts, expected one in all groups")
+
+
+def describe_origin(groups: Sequence[Mapping[str, Any]]) -> str:
+    """Which optimizer made these parameter groups, by their keys."""
+    keys = {key for group in groups for key in group}
+    if "control" in keys:
+        return "amo_dist"
+    for key, origin in (
+        ("ns_coefficients", "torch.optim.Muon"),
+        ("dampening", "torch.optim.SGD"),
+        ("amsgrad", "torch.optim.AdamW or Adam"),
+    ):
+        if key in keys:
+            return origin
+    return f"an unknown optimizer (keys {sorted(map(str, keys))})"
+
+
+def _check_state(
+    state: object, groups: Sequence[Mapping[str, Any]], optimizer: Loadable
+) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of the optimizer's tensor and the saved one: same shape and placements, finite."""
+    if not isinstance(state, Mapping):
+        raise ValueError(f"state: found {type(state).__name__}, expected a mapping")
+    keys = [key for group in groups for key in group["params"]]
+    pairs: list[tuple[Tensor, Tensor]] = []
+    places: list[str] = []
+    for (name, param), key in zip(optimizer.params_by_name.items(), keys, strict=True):
+        own, saved = optimizer.state[param], state.get(key, {})
+        if not isinstance(saved, Mapping) or set(saved) != set(own):
+            found = sorted(map(str, saved)) if isinstance(saved, Mapping) else saved
+            fail(f"state of {name}", found, f"{sorted(own)}")
+        for field, target in own.items():
+            place = f"state of {name}.{field}"
+            pairs.append((target, check_source(place, saved[field], target)))
+            places.append(place)
+    check_finite(places, [source for _, source in pairs])
+    return pairs
+
+
+def check_source(place: str, found: object, target: Tensor) -> Tensor:
+    """The saved value as a tensor that can be copied to ``target``.
+
+    Raises:
+        ValueError: Of another kind, shape or layout; names ``place``.
+    """
+    if not isinstance(found, (Tensor, int, float)) or isinstance(found, bool):
+        raise ValueError(f"{place}: found {type(found).__name__}, expected a tensor")
+    source = torch.as_tensor(found)
+    if source.shape != target.shape:
+        found, expected = tuple(source.shape), tuple(target.shape)
+        raise ValueError(f"{place}: found shape {found}, expected {expected}")
+    if _placement(source) != _placement(target):
+        raise ValueError(
+            f"{place}: found {_placement(source)}, expected {_placement(target)}; "
+            "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict distributes a whole "
+            "state dict"
+        )
+    return source
+
+
+def _placement(tensor: Tensor) -> str:
+    if isinstance(tensor, DTensor):
+        return f"a DTensor {tuple(tensor.placements)} on {tensor.device_mesh.mesh.tolist()}"
+    return "a plain tensor"
+
+
+def check_finite(places: Sequence[str], tensors: Sequence[Tensor]) -> None:
+    """Refuse NaN and inf on this rank; one wait for each device.
+
+    Raises:
+        ValueError: Names the first place, and the remedy.
+    """
+    by_device: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
+    for place, tensor in zip(places, tensors, strict=True):
+        local = local_tensor(tensor)
+        if local.numel() > 0 and local.is_floating_point():
+            by_device[local.device].append((place, local))
+    for held in by_device.values():
+        bounds = [torch.finfo(local.dtype).max for _, local in held]
+        is_bad = exceed([local for _, local in held], bounds).tolist()
+        for (place, _), bad in zip(held, is_bad, strict=True):
+            if bad:
+                raise ValueError(
+                    f"{place}: found NaN or inf, expected finite values: the checkpoint was "
+                    "damaged, or made after training had diverged; load an earlier one"
+                )

@@ -11,7 +11,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.plan import Plan, make_plan
+from amo_dist.schedule.plan import Plan, plan_allocation
 from amo_dist.tools.simulate import add_simulate_command
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -101,7 +101,7 @@ def run_plan(args: argparse.Namespace) -> int:
         planner=args.planner,
         budget_unit=args.budget_unit,
     )
-    plan = make_plan(config, ells, costs=_costs(args.shape, ells))
+    plan = plan_allocation(config, ells, costs=_costs(args.shape, ells))
     print(json.dumps(_as_json(plan), indent=2) if args.json else plan.table())
     return 0
 

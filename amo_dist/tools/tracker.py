@@ -8,7 +8,6 @@ tracking, to the last bit.
 from __future__ import annotations
 
 import logging
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from amo_dist.distributed.agreement import sum_over
 from amo_dist.distributed.spans import span
 from amo_dist.engine.world import World
 from amo_dist.kernels.geometry import DEFAULT_ENERGY, DEFAULT_TAU, ns_residual, spectrum
+from amo_dist.schedule.grouping import layer_index
 
 logger = logging.getLogger(__name__)
 
@@ -38,17 +38,9 @@ SPECTRAL_METRICS = (
 WHAT = ("momentum", "residual", "both")
 """What to measure: momentum's spectrum; with the residual; with the result's spectrum too."""
 
-_LAYER = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h)\.(\d+)\.")
-
 Record = dict[str, Any]
 Sink = Callable[[int, Sequence[Record]], None]
 """Called on rank 0 with the step and the records of all matrices, sorted by name."""
-
-
-def layer_of(name: str) -> int | None:
-    """The number of the block that a parameter lies in; None outside of any."""
-    match = _LAYER.search(name)
-    return None if match is None else int(match[1])
 
 
 @torch.no_grad()
@@ -172,7 +164,7 @@ class GeometryTracker:
             {
                 "step": step,
                 "name": info.name,
-                "layer": layer_of(info.name),
+                "layer": layer_index(info.name),
                 "operator_type": info.operator_type,
                 "shape": list(info.shape),
                 **self._values(total[slot * width + 1 : (slot + 1) * width]),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from amo_dist.config import OPERATOR_TYPES, AMOConfig
-from amo_dist.schedule import SAFETY, compose, make_plan
+from amo_dist.schedule import SAFETY, compose, plan_allocation
 
 TABLE: dict[str, dict[str, Any]] = json.loads(
     Path(__file__).with_name("locked_schedules.json").read_text()
@@ -41,7 +41,7 @@ def test_rows_need_the_safety_factor_on_ell(model: str) -> None:
 @pytest.mark.parametrize("model", TABLE)
 def test_allocation_is_reproduced(model: str, planner: str) -> None:
     targets = {name: row["ell_target"] for name, row in TABLE[model].items()}
-    plan = make_plan(AMOConfig(planner=planner), targets)
+    plan = plan_allocation(AMOConfig(planner=planner), targets)
     assert plan.budget == 35
     assert plan.allocation == tuple(row["steps"] for row in TABLE[model].values())
 
@@ -64,7 +64,7 @@ def test_greedy_is_not_optimal_on_the_papers_own_curves(
     """Budgets of 32 and 24 steps: curves of hard types are not convex."""
     targets = {name: row["ell_target"] for name, row in TABLE[model].items()}
     plans = {
-        planner: make_plan(AMOConfig(planner=planner, budget_ratio=budget_ratio), targets)
+        planner: plan_allocation(AMOConfig(planner=planner, budget_ratio=budget_ratio), targets)
         for planner in ("greedy", "exact")
     }
     assert plans["greedy"].allocation == greedy

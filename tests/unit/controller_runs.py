@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule.controller import Controller
+from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.types import MatrixInfo
 
@@ -17,21 +17,21 @@ CONFIG = AMOConfig(observe_until=6, observe_every=2, transition_steps=4, sample_
 ELL = {"attn_q": 3e-5, "mlp_down": 2e-3, "expert": 0.04}
 
 
-def controller(config: AMOConfig = CONFIG) -> Controller:
-    fresh = Controller(config)
+def controller(config: AMOConfig = CONFIG) -> AMOPolicy:
+    fresh = AMOPolicy(config)
     fresh.bind(REGISTRY)
     return fresh
 
 
-def observe(target: Controller, step: int, ell: dict[str, float] = ELL) -> None:
+def observe(target: AMOPolicy, step: int, ell: dict[str, float] = ELL) -> None:
     target.record(step, {name: ell[name.rsplit(".", 1)[1]] for name in target.sample(step)})
 
 
-def planned(config: AMOConfig = CONFIG, ell: dict[str, float] = ELL) -> Controller:
+def planned(config: AMOConfig = CONFIG, ell: dict[str, float] = ELL) -> AMOPolicy:
     target = controller(config)
     for step in range(config.observe_every, config.observe_until + 1, config.observe_every):
         observe(target, step, ell)
-    target.adopt(target.make_plan())
+    target.adopt_plan(target.make_plan())
     return target
 
 

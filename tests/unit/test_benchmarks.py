@@ -10,7 +10,8 @@ import torch.distributed as dist
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.plan import costs_by_type, make_plan
+from amo_dist.schedule.grouping import matrices_by_group
+from amo_dist.schedule.plan import costs_by_group, plan_allocation
 from amo_dist.tools.simulate import OWNERSHIPS, simulate
 from benchmarks import newton_schulz, optimizer_step, overhead, sigma_min
 from benchmarks.measure import paired, ratio, report, table
@@ -46,7 +47,8 @@ def test_a_locked_step_costs_no_more_flops_than_a_uniform_one(
     values = list(ELL_BY_TYPE.values())
     ells = dict(zip(ELL_BY_TYPE, reversed(values) if is_reversed else values, strict=True))
     targets = {kind: min(1.0, scale * ell) for kind, ell in ells.items()}
-    schedules = make_plan(config, targets, costs=costs_by_type(registry)).schedules()
+    costs = costs_by_group(matrices_by_group(registry))
+    schedules = plan_allocation(config, targets, costs=costs).schedules()
     uniform = sum(config.base_steps * ns_step_flops(*info.shape) for info in registry)
     locked = sum(
         schedules[info.operator_type].num_steps * ns_step_flops(*info.shape) for info in registry

@@ -194,7 +194,9 @@ def edited(saved: dict[str, Any], *path: Any, value: Any) -> dict[str, Any]:
 
 def test_a_truncated_control_state(saved: dict[str, Any]) -> None:
     text = saved["param_groups"][0]["control"]
-    assert "control: found broken JSON" in refusal(with_control(saved, text[:-7]))
+    message = refusal(with_control(saved, text[:-7]))
+    assert message.startswith('control: found \'{"config":')
+    assert message.endswith("expected JSON text")
 
 
 @pytest.mark.parametrize(
@@ -205,14 +207,22 @@ def test_a_truncated_control_state(saved: dict[str, Any]) -> None:
         (("version",), True, "control.version: found True"),
         (("steps_taken",), -1, "control.steps_taken: found -1"),
         (("steps_taken",), 3, "steps_taken: found 3, expected at least 4"),
-        (("steps_skipped",), 6, "control.steps_skipped: found 6, expected at most"),
+        (
+            ("steps_skipped",),
+            6,
+            "control.steps_skipped: found 6, expected an integer >= 0 and <= 5",
+        ),
         (("policy", "policy"), "uniform", "control.policy: found 'uniform', expected 'amo'"),
         (("policy", "plan"), {}, "plan"),
         (("policy", "observations"), [], "plan"),
         (("policy", "replanned_at"), "x", "replanned_at: found 'x'"),
         (("config", "momentum"), 0.9, "momentum: the checkpoint has 0.9, this run has 0.95"),
         (("config", "seed"), True, "seed: the checkpoint has True, this run has 42"),
-        (("extra",), 1, "control: found fields"),
+        (("config", "extra"), 1, "control.config.extra: found 'this key', expected only the keys"),
+        (("policy", "extra"), 1, "state.extra: found 'this key', expected only the keys"),
+        (("policy", "replanned_at"), 3, "control.policy_digest: found "),
+        (("policy_digest",), None, "control.policy_digest: found None"),
+        (("extra",), 1, "control.extra: found 'this key', expected only the keys"),
     ],
 )
 def test_a_control_state_that_does_not_fit(

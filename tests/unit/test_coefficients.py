@@ -5,7 +5,8 @@ from typing import Any
 import pytest
 
 from amo_dist.config import OPERATOR_TYPES
-from amo_dist.schedule import NAMED_SCHEDULES, SAFETY, SCHEDULE_NAMES, compose, named_schedule
+from amo_dist.schedule import SAFETY, SCHEDULE_NAMES, compose, named_schedule
+from amo_dist.schedule.coefficients import NAMED_SCHEDULES
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.observation import draw
-from amo_dist.schedule.plan import Plan, composed, make_plan
+from amo_dist.schedule.plan import Plan, composed, plan_allocation
 from amo_dist.schedule.polar_express import SAFETY, compose
 from tests.unit.controller_runs import CONFIG, ELL, TYPES, controller, observe, plan_of, planned
 
@@ -117,10 +117,10 @@ def test_a_type_without_valid_observation_falls_back(caplog: pytest.LogCaptureFi
         observe(target, step, {**ELL, "expert": math.nan})
     caplog.clear()
     with caplog.at_level(logging.WARNING):
-        plan = target.make_plan()
+        plan = Plan.from_json(target.make_plan())
     assert "expert has no valid observation; it falls back to base_ell = 0.001" in caplog.text
     assert plan.ell_robust[2] == plan.ell_target[2] == CONFIG.base_ell
-    target.adopt(plan)
+    target.adopt_plan(plan.to_json())
     assert target.observations[0].ell["expert"] is None
 
 
@@ -128,7 +128,7 @@ def test_median_of_medians_passes_over_invalid_observations() -> None:
     target = controller()
     for step, ell in ((2, 0.1), (4, math.nan), (6, 0.3)):
         observe(target, step, {**ELL, "expert": ell})
-    plan = target.make_plan()
+    plan = Plan.from_json(target.make_plan())
     assert plan.ell_robust[2] == (0.1 / SAFETY + 0.3 / SAFETY) / 2
     exact = Fraction("0.7") * Fraction(plan.ell_robust[2]) + Fraction("0.3") * Fraction(1e-3)
     assert plan.ell_target[2] == float(exact)
@@ -140,7 +140,7 @@ def test_single_rows_have_ell_one() -> None:
     )
     target = controller(config)
     observe(target, 1, {**ELL, "expert": 1 + 1e-9})
-    target.adopt(target.make_plan())
+    target.adopt_plan(target.make_plan())
     steps, ell = target.state_at(2)["expert"]
     assert ell == 1 / SAFETY
     assert composed(ell, steps).coefficients == compose(1.0, steps)
@@ -182,28 +182,28 @@ def test_the_plan_is_due_after_the_last_observation_until_adopted() -> None:
     assert target.plan_due(6)
     with pytest.raises(ValueError, match=r"step: found 7, expected at most 6 while no plan"):
         target.state_at(7)
-    target.adopt(target.make_plan())
+    target.adopt_plan(target.make_plan())
     assert not target.plan_due(6)
 
 
 def test_adopting_twice_needs_the_same_plan() -> None:
     target = planned()
     assert target.plan is not None
-    target.adopt(Plan.from_json(target.plan.to_json()))
+    target.adopt_plan(target.plan.to_json())
     with pytest.raises(ValueError, match="expected the plan already adopted"):
-        target.adopt(plan_of(ell={**ELL, "expert": 0.5}))
+        target.adopt_plan(plan_of(ell={**ELL, "expert": 0.5}).to_json())
 
 
 def test_a_plan_of_other_observations_or_configuration_is_refused() -> None:
     target = controller()
     for step in (2, 4, 6):
         observe(target, step)
-    with pytest.raises(ValueError, match=r"plan.ell_robust.expert: found .*, as observed"):
-        target.adopt(plan_of(ell={**ELL, "expert": 0.5}))
+    with pytest.raises(ValueError, match=r"plan\.ell_robust: found .*, as this rank has recorded"):
+        target.adopt_plan(plan_of(ell={**ELL, "expert": 0.5}).to_json())
     with pytest.raises(ValueError, match=r"plan\.ell_target: found"):
-        target.adopt(plan_of(AMOConfig(**{**CONFIG.to_dict(), "shrinkage": 0.5})))
+        target.adopt_plan(plan_of(AMOConfig(**{**CONFIG.to_dict(), "shrinkage": 0.5})).to_json())
     with pytest.raises(ValueError, match=r"plan\.budget: found 12, expected 15"):
-        target.adopt(plan_of(AMOConfig(**{**CONFIG.to_dict(), "budget_ratio": 0.8})))
+        target.adopt_plan(plan_of(AMOConfig(**{**CONFIG.to_dict(), "budget_ratio": 0.8})).to_json())
     assert target.plan is None
 
 
@@ -236,7 +236,7 @@ def test_totals_advance_monotonically_and_counts_stay_near(
     ells: list[float], ratio: float, duration: int
 ) -> None:
     targets = {f"t{i}": ell for i, ell in enumerate(ells)}
-    plan = make_plan(AMOConfig(budget_ratio=ratio), targets)
+    plan = plan_allocation(AMOConfig(budget_ratio=ratio), targets)
     totals = [5 * len(ells)]
     for done in range(1, duration + 1):
         p = Fraction(done, duration)
@@ -252,7 +252,7 @@ def test_totals_advance_monotonically_and_counts_stay_near(
 
 
 def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
-    plan = make_plan(AMOConfig(), {"a": 1e-6, "b": 1e-6, "c": 0.5, "d": 0.5})
+    plan = plan_allocation(AMOConfig(), {"a": 1e-6, "b": 1e-6, "c": 0.5, "d": 0.5})
     assert plan.allocation == (7, 7, 3, 3)
     # 5.5, 5.5, 4.5, 4.5 sum to 20: two of the four are rounded up.
     counts = [steps for steps, _ in plan.state_at(Fraction(1, 4)).values()]
@@ -261,7 +261,7 @@ def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
 
 def test_the_range_is_relaxed_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        plan = make_plan(AMOConfig(budget_ratio=0.4), {"a": 1e-3, "b": 1e-2})
+        plan = plan_allocation(AMOConfig(budget_ratio=0.4), {"a": 1e-3, "b": 1e-2})
     assert (plan.min_steps, plan.max_steps, plan.budget) == (2, 7, 4)
     assert "infeasible within 3 to 7 steps a type; the range becomes 2 to 7" in caplog.text
     assert [len(curve) for curve in plan.curves] == [6, 6]
@@ -287,6 +287,6 @@ def test_a_plan_reads_back_bit_for_bit_and_prints() -> None:
     lines = plan.table().splitlines()
     assert lines[0].split()[:2] == ["operator", "type"]
     assert [line.split()[0] for line in lines[1:]] == [*TYPES, "total", "budget"]
-    bare = make_plan(CONFIG, {"a": 1e-3})
+    bare = plan_allocation(CONFIG, {"a": 1e-3})
     assert "flop" not in bare.table()
     assert Plan.from_json(bare.to_json()) == bare

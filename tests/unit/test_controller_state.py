@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule.controller import Controller
+from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
+from amo_dist.state.control import Control, control_record, restore
 from tests.unit.controller_runs import CONFIG, ELL, REGISTRY, controller, observe, planned
 
 
@@ -25,40 +26,40 @@ def test_state_round_trips_bit_for_bit(data: Any, num_observations: int, adopt: 
     for step in [2, 4, 6][:num_observations]:
         source.record(step, {name: data.draw(ell) for name in source.sample(step)})
     if source.plan_due(6) and adopt:
-        source.adopt(source.make_plan())
-    state = json.loads(json.dumps(source.to_dict()))
+        source.adopt_plan(source.make_plan())
+    state = json.loads(json.dumps(source.state_dict()))
     for bind_first in (True, False):
-        restored = Controller(CONFIG)
+        restored = AMOPolicy(CONFIG)
         if bind_first:
             restored.bind(REGISTRY)
-        restored.load_dict(state)
+        restored.load_state_dict(state)
         restored.bind(REGISTRY)
         assert restored.observations == source.observations
         assert restored.plan == source.plan
-        assert restored.to_dict() == source.to_dict()
+        assert restored.state_dict() == source.state_dict()
         if source.plan is not None:
             assert all(restored.state_at(s) == source.state_at(s) for s in range(1, 12))
         elif num_observations == 3:
             assert restored.make_plan() == source.make_plan()
 
 
-STATE = planned().to_dict()
-AGAIN = dataclasses.replace(CONFIG, replan_every=6)
+STATE = planned().state_dict()
+AGAIN = dataclasses.replace(CONFIG, replan_every=6, ns_guard_fallback=True)
 """Plans at steps 6, 12 and 18, the second of which locks at step 16."""
 
 
-def planned_again() -> Controller:
+def planned_again() -> AMOPolicy:
     """At its second plan, which a type has given up, with an observation toward the third."""
     target = planned(AGAIN)
     for step, ell in ((10, 1.0), (12, 0.1), (16, 0.01)):
         observe(target, step, {name: value * ell for name, value in ELL.items()})
         if target.plan_due(step):
-            target.adopt(target.make_plan())
-    assert target.fall_back(13, "expert")
+            target.adopt_plan(target.make_plan())
+    assert target.fall_back(13, "layers.2.expert")
     return target
 
 
-STATES = [(CONFIG, STATE), (AGAIN, planned_again().to_dict())]
+STATES = [(CONFIG, STATE), (AGAIN, planned_again().state_dict())]
 
 
 @pytest.mark.parametrize("field", ["transition_from", "observations_since_plan", "fallbacks"])
@@ -90,11 +91,11 @@ JUNK = st.one_of(
     data=st.data(),
     source=st.sampled_from(STATES),
     bound=st.booleans(),
-    may_differ=st.booleans(),
 )
 def test_corrupted_state_raises_only_value_errors(
-    data: Any, source: tuple[AMOConfig, dict[str, Any]], bound: bool, may_differ: bool
+    data: Any, source: tuple[AMOConfig, dict[str, Any]], bound: bool
 ) -> None:
+    """Without a digest, which a whole checkpoint has: what is well formed may pass."""
     config, state = source[0], copy.deepcopy(source[1])
     for _ in range(data.draw(st.integers(1, 2))):
         path = data.draw(st.sampled_from(paths(state)))
@@ -112,24 +113,25 @@ def test_corrupted_state_raises_only_value_errors(
             parent.append(data.draw(JUNK))
         if not state.get("observations") and not state.get("plan"):
             break
-    target = Controller(config)
+    target = AMOPolicy(config)
     if bound:
         target.bind(REGISTRY)
-    before = target.to_dict()
+    before = target.state_dict()
     failure = ""
     try:
-        target.load_dict(state, allow_config_change=may_differ)
+        target.load_state_dict(state)
     except ValueError as error:
         failure = str(error)
     if failure:
         assert ": found " in failure
         assert "\n" not in failure
-        assert target.to_dict() == before
+        assert target.state_dict() == before
     else:
-        # What is accepted is in force exactly, and saved again exactly.
-        assert target.to_dict() == state
-        if bound and target.plan is not None and not may_differ:
-            assert max(steps for steps, _ in target.state_at(17).values()) <= config.max_steps
+        # What is accepted is in force exactly, and saved again exactly; what lacks is at its
+        # default.
+        assert target.state_dict() == {**AMOPolicy(config).state_dict(), **state}
+        if bound and target.plan is not None:
+            assert all(map(target.state_at, range(1, 30)))
 
 
 def changed(**changes: Any) -> dict[str, Any]:
@@ -139,7 +141,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         node: Any = state
         for key in parents:
             node = node[int(key)] if key.isdigit() else node[key]
-        node[last] = value
+        node[int(last) if last.isdigit() else last] = value
     return state
 
 
@@ -148,19 +150,11 @@ def changed(**changes: Any) -> dict[str, Any]:
     [
         ({"observations": None}, "observations: found None, expected a list"),
         ({"observations": []}, "plan: found 'a plan', expected null without observations"),
-        (
-            {"observations__0__step": 4},
-            r"observations\[0\]\.step: found 4, expected 2, with observe_every = 2",
-        ),
         ({"observations__0__step": True}, r"observations\[0\]\.step: found True, expected an int"),
         ({"observations__1__more": 1}, r"observations\[1\]\.more: found 'this key', expected only"),
         (
             {"observations__1__ell": {"attn_q": None}},
-            r"observations\[1\]\.num_sampled\.mlp_down: found 'this key', expected only",
-        ),
-        (
-            {"observations__1__ell__expert": None},
-            r"observations\[1\]\.ell\.expert: found None, expected the median of 3 valid",
+            r"observations\[1\]\.num_sampled: found \['attn_q', .*, expected the groups of ell",
         ),
         (
             {"observations__1__ell__expert": "0x1.8p+1"},
@@ -176,52 +170,73 @@ def changed(**changes: Any) -> dict[str, Any]:
         ),
         ({"observations__0__ell": []}, r"observations\[0\]\.ell: found \[\], expected a mapping"),
         (
-            {"observations__0__num_invalid__expert": 4},
-            r"observations\[0\]\.ell\.expert: found .*, expected the median of -1 valid",
-        ),
-        (
             {"observations__0__ell": {"attn_q": None, "": None}},
-            r"observations\[0\]\.ell: found .*, expected a non-empty list of non-empty strings",
+            r"observations\[0\]\.ell: found '', expected a non-empty string",
         ),
         (
             {"observations__0__ell__expert": "one"},
             r"observations\[0\]\.ell\.expert: found 'one', expected a finite float",
         ),
-        ({"plan__budget_unit": "flops", "plan__costs": None}, r"plan\.budget_unit: found 'flops'"),
-        (
-            {"plan__budget_unit": "flops", "plan__budget": 9},
-            r"plan\.allocation: found .*, expected at most 9 flops",
-        ),
-        ({"plan__curves": [["0x1.0000000000000p+1"]]}, r"plan\.curves: .* a float in \[-1, 1\]"),
-        ({"plan__budget": 16}, r"plan\.allocation: found .*, expected a sum of 16"),
         ({"plan__allocation": [6, 5]}, r"plan\.allocation: found \(6, 5\), expected one entry"),
-        ({"plan__allocation": [8, 4, 3]}, r"plan\.allocation: found .*, expected steps from 3"),
-        ({"plan__allocation": [3, 5, 7]}, r"plan\.objective: found .*, expected "),
-        ({"plan__max_steps": 2}, r"plan\.max_steps: found 2, expected an integer >= min_steps = 3"),
-        ({"plan__min_steps": 2}, r"plan\.curves: found .*, expected errors at 2 to 7 steps"),
+        (
+            {"plan__allocation": [6, 5, 0]},
+            r"plan\.allocation\[2\]: found 0, expected an integer >=",
+        ),
+        ({"plan__base_steps": 10**20}, r"plan\.base_steps: found 10+, .* >= 1 and <= 10000"),
         ({"plan__planner": "best"}, r"plan\.planner: found 'best', expected one of 'exact'"),
-        ({"plan__planner": "greedy"}, r"plan\.planner: found 'greedy', expected 'exact'"),
-        ({"plan__base_steps": 6}, r"plan\.base_steps: found 6, expected 5"),
-        ({"plan__costs": None}, r"plan\.costs: found None, expected \("),
-        ({"plan__operator_types": ["a", "a", "b"]}, r"plan\.operator_types: .* distinct names"),
         (
             {"plan__operator_types": ["mlp_down", "attn_q", "expert"]},
-            r"plan\.operator_types: found .*, expected the order \('attn_q'",
+            r"plan\.operator_types: found .*, expected the operator types \['attn_q'",
         ),
         (
             {"plan__operator_types": ["attn_q", "mlp_down", "other"]},
-            r"plan\.operator_types: found .*, expected \('attn_q', 'mlp_down', 'expert'\)",
+            r"plan\.operator_types: found .*, expected the operator types \['attn_q'",
         ),
-        ({"plan__curves": [["0x1.0p+1000"]] * 3}, r"plan\.curves: found .*, expected a"),
+        ({"plan__curves": [["0x1.0p+1000"]] * 3}, r"plan\.curves\[0\]\[0\]: found .*, expected a"),
         ({"plan": "{}"}, "plan: found '{}', expected a mapping"),
+        ({"version": 2}, r"state\.version: found 2, expected 1"),
     ],
 )
 def test_each_corruption_is_named(changes: dict[str, Any], message: str) -> None:
     state = changed(**changes)
     target = controller()
     with pytest.raises(ValueError, match=message):
-        target.load_dict(state)
+        target.load_state_dict(state)
     assert (target.observations, target.plan) == ((), None)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"observations__0__step": 4},
+        {"observations": STATE["observations"][:2]},
+        {"observations__1__ell__expert": None},
+        {"observations__1__ell__expert": (0.5).hex()},
+        {"observations__0__num_invalid__expert": 4},
+        {"plan__budget_unit": "flops"},
+        {"plan__budget": 16},
+        {"plan__allocation": [3, 5, 7]},
+        {"plan__max_steps": 2},
+        {"plan__base_steps": 6},
+        {"plan__base_ell": (1e-4).hex()},
+        {"plan__ell_target__0": (1e-4).hex()},
+        {"plan__ell_robust__1": (0.5).hex()},
+        {"plan__costs": None},
+        {"plan__planner": "greedy"},
+        {"fallbacks": {"expert": 6}},
+        {"replanned_at": 0},
+        {"transition_from": {name: [4, (1e-3).hex()] for name in ELL}},
+    ],
+)
+def test_an_edited_state_fails_by_its_digest(changes: dict[str, Any]) -> None:
+    """All of it is well formed: without the digest a run would go on otherwise than it was."""
+    running = Control(0, 0, CONFIG, AMOPolicy(CONFIG))
+    record = control_record(Control(7, 0, CONFIG, planned()))
+    assert restore(record, running, [], False).policy.state_dict() == STATE
+    record["policy"] = changed(**changes)
+    with pytest.raises(ValueError, match=r"control\.policy_digest: found .*, expected .*edited"):
+        restore(record, running, [], False)
+    assert running.policy.state_dict() == AMOPolicy(CONFIG).state_dict()
 
 
 def test_nesting_past_the_recursion_limit_is_a_value_error() -> None:
@@ -230,10 +245,12 @@ def test_nesting_past_the_recursion_limit_is_a_value_error() -> None:
         deep = [deep]
     for observations, plan in ((deep, None), (STATE["observations"], deep)):
         with pytest.raises(ValueError, match=r": found \[\[.*, expected a mapping"):
-            controller().load_dict({**STATE, "observations": observations, "plan": plan})
+            controller().load_state_dict({**STATE, "observations": observations, "plan": plan})
     curves = changed(plan__curves=deep)
-    with pytest.raises(ValueError, match=r"plan\.curves: found \[\[.*, expected a finite float"):
-        controller().load_dict(curves)
+    with pytest.raises(
+        ValueError, match=r"plan\.curves\[0\]\[0\]: found \[\[.*, expected a finite"
+    ):
+        controller().load_state_dict(curves)
 
 
 def test_missing_and_extra_keys_are_named() -> None:
@@ -250,31 +267,22 @@ def test_a_payload_that_is_no_plan_is_refused(text: Any) -> None:
 
 
 def test_a_state_of_other_operator_types_is_refused_when_the_registry_comes() -> None:
-    restored = Controller(CONFIG)
-    restored.load_dict(STATE)
+    restored = AMOPolicy(CONFIG)
+    restored.load_state_dict(STATE)
     with pytest.raises(
-        ValueError, match=r"observations\[0\]\.ell: found .*, expected the operator"
+        ValueError, match=r"observations: found .*, expected the operator types \['attn_q'\]"
     ):
         restored.bind(REGISTRY[:5])
 
 
-def test_a_plan_of_another_configuration_is_refused_when_the_registry_comes() -> None:
-    restored = Controller(AMOConfig(**{**CONFIG.to_dict(), "base_ell": 1e-4}))
-    restored.load_dict(STATE)
-    with pytest.raises(ValueError, match=r"plan\.ell_target: found"):
-        restored.bind(REGISTRY)
-
-
-def test_a_changed_configuration_is_accepted_on_request() -> None:
+def test_a_plan_of_another_configuration_stays_in_force() -> None:
+    """Whether it may is for the settings to say: see ``resumed``."""
     other = AMOConfig(observe_until=100, observe_every=20, transition_steps=2, shrinkage=0.1)
-    strict = controller(other)
-    with pytest.raises(ValueError, match=r"observations\[0\]\.step: found 2, expected 20"):
-        strict.load_dict(STATE)
     for bind_first in (True, False):
-        target = Controller(other)
+        target = AMOPolicy(other)
         if bind_first:
             target.bind(REGISTRY)
-        target.load_dict(STATE, allow_config_change=True)
+        target.load_state_dict(STATE)
         target.bind(REGISTRY)
         # The plan came at step 6 and stays; only the glide is as long as now configured.
         assert [target.phase(step) for step in (6, 7, 8)] == ["observation", "transition", "locked"]
@@ -282,17 +290,6 @@ def test_a_changed_configuration_is_accepted_on_request() -> None:
         assert target.state_at(8) == planned().state_at(10)
 
 
-def test_a_plan_needs_every_observation() -> None:
-    with pytest.raises(ValueError, match=r"plan: found 'a plan', expected null before the obs"):
-        controller().load_dict({**STATE, "observations": STATE["observations"][:2]})
-
-
-def test_rising_steps_are_needed_in_any_case() -> None:
-    state = changed(observations__0__step=4)
-    with pytest.raises(ValueError, match=r"observations: found .*, expected rising steps"):
-        controller().load_dict({**state, "plan": None}, allow_config_change=True)
-
-
 def test_an_empty_registry_is_refused() -> None:
     with pytest.raises(ValueError, match=r"registry: found .*, expected at least one matrix"):
-        Controller(CONFIG).bind([])
+        AMOPolicy(CONFIG).bind([])

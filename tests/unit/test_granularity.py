@@ -2,13 +2,14 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule import AMOPolicy, MatrixInfo, allocate, named_schedule
-from amo_dist.schedule.grouping import groups, layer_index
+from amo_dist.schedule.grouping import layer_index, matrices_by_group
 
 TYPES = ("attn_q", "mlp_up", "router")
 REGISTRY = [MatrixInfo(f"layers.{i}.x.{t}", (8, 4 + i), t) for i in range(12) for t in TYPES]
@@ -38,11 +39,24 @@ def run_to(step: int, **fields: Any) -> AMOPolicy:
     return policy
 
 
+def names_of_groups(registry: Sequence[MatrixInfo], granularity: str) -> dict[str, str]:
+    return {
+        matrix.name: group
+        for group, matrices in matrices_by_group(registry, granularity).items()
+        for matrix in matrices
+    }
+
+
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
         ("layers.3.attention.wq.weight", 3),
         ("layers.12.experts.7.w1.weight", 12),
+        # Whatever else has a number: a wrapper, a part of a list of models.
+        ("0.layers.5.attention.wq.weight", 5),
+        ("1.transformer.h.2.attn.c_attn.weight", 2),
+        ("encoder_blocks.4.mlp.0.weight", 4),
+        ("0.attention.wq.weight", None),
         ("model.w1.weight", None),
         ("output.weight", None),
     ],
@@ -56,16 +70,25 @@ def test_layer_index(name: str, expected: int | None) -> None:
 )
 def test_thirds_of_the_depth(num_layers: int, sizes: list[int]) -> None:
     registry = [MatrixInfo(f"layers.{i}.q", (2, 2), "attn_q") for i in range(num_layers)]
-    found = groups([*registry, MatrixInfo("outside.w", (2, 2), "attn_q")], "layer_group")
+    found = names_of_groups([*registry, MatrixInfo("outside.w", (2, 2), "attn_q")], "layer_group")
     assert found.pop("outside.w") == "attn_q"
     depths = [found[f"layers.{i}.q"].partition("/")[2] for i in range(num_layers)]
     assert [depths.count(depth) for depth in ("shallow", "middle", "deep")] == sizes
     assert depths == sorted(depths, key=["shallow", "middle", "deep"].index)
 
 
+def test_depths_are_the_same_under_a_wrapper() -> None:
+    registry = [MatrixInfo(f"layers.{i}.q", (2, 2), "attn_q") for i in range(6)]
+    wrapped = [MatrixInfo(f"0.{m.name}", m.shape, m.operator_type) for m in registry]
+    expected = names_of_groups(registry, "layer_group")
+    found = names_of_groups(wrapped, "layer_group")
+    assert found == {f"0.{name}": group for name, group in expected.items()}
+    assert len(set(found.values())) == 3
+
+
 def test_an_unknown_granularity_is_refused() -> None:
     with pytest.raises(ValueError, match="granularity: found 'layer', expected"):
-        groups(REGISTRY, "layer")
+        matrices_by_group(REGISTRY, "layer")
     with pytest.raises(ValueError, match="granularity: found 'layer', expected"):
         AMOConfig(granularity="layer")
 
@@ -91,7 +114,7 @@ def test_granularity_is_a_change_of_grouping_and_nothing_else() -> None:
     """Types that are named like the groups give the same plan, at the default granularity."""
     fine = run_to(8, granularity="layer_group")
     relabelled = AMOPolicy(AMOConfig(**FIELDS))
-    names = groups(REGISTRY, "layer_group")
+    names = names_of_groups(REGISTRY, "layer_group")
     relabelled.bind([MatrixInfo(m.name, m.shape, names[m.name]) for m in REGISTRY])
     for step in (2, 4):
         sampled = run_to(step - 1, granularity="layer_group").sample(step)
@@ -136,7 +159,7 @@ def test_the_exact_planner_takes_two_hundred_groups(costs: list[int] | None) -> 
 
 def test_observe_only_records_and_stays_uniform() -> None:
     policy = run_to(12, observe_only=True)
-    assert len(policy.controller.observations) == 2
+    assert len(policy.observations) == 2
     assert policy.plan is None
     assert [policy.phase(step) for step in (1, 4, 5, 12)] == [
         *("observation", "observation", "uniform", "uniform"),
@@ -152,7 +175,7 @@ def test_observe_only_records_and_stays_uniform() -> None:
 
 def test_observe_only_records_what_planning_would_have_used() -> None:
     observed, planned = run_to(4, observe_only=True), run_to(4)
-    assert observed.controller.observations == planned.controller.observations
+    assert observed.observations == planned.observations
     assert planned.plan is not None
     with pytest.raises(ValueError, match="observe_only never commits"):
         observed.adopt_plan(planned.plan.to_json())

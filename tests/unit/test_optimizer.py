@@ -396,7 +396,7 @@ def test_a_locked_step_writes_no_control_text_and_keeps_no_history() -> None:
     train(model, optimizer, 12)
     models.set_gradients(model, 1, 13)
     sizes = []
-    with mock.patch("amo_dist.state.checkpoint.to_text") as spy:
+    with mock.patch("amo_dist.state.control.to_text") as spy:
         for _ in range(3):
             optimizer.step()
             sizes.append(_num_objects(optimizer))

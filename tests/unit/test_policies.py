@@ -1,12 +1,13 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from typing import Any
 
 import pytest
 
-from amo_dist.config import AMOConfig
+from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.schedule import (
     SAFETY,
     SCHEDULE_NAMES,
@@ -52,7 +53,7 @@ def test_schedules_need_a_registry(make: Any) -> None:
     with pytest.raises(ValueError, match=r"registry: found 'none', expected a call of bind\(\)"):
         policy.schedules(1)
     policy.bind(REGISTRY)
-    assert tuple(policy.schedules(1)) == policy.operator_types == TYPES
+    assert tuple(policy.schedules(1)) == TYPES
 
 
 @pytest.mark.parametrize("make", POLICIES)
@@ -282,22 +283,64 @@ def test_a_malformed_state_is_refused(make: Any, changes: dict[Any, Any], messag
 @pytest.mark.parametrize("make", POLICIES)
 def test_a_missing_key_is_named(make: Any) -> None:
     policy: Policy = make()
-    for key in policy.state_dict():
+    for key in {"version", "policy", "schedules"} & policy.state_dict().keys():
         state = policy.state_dict()
         del state[key]
-        with pytest.raises(ValueError, match=rf"state\.{key}: found 'nothing', expected this key"):
+        with pytest.raises(ValueError, match=rf"state\.{key}: found 'nothing', expected "):
             policy.load_state_dict(state)
     with pytest.raises(ValueError, match=r"state: found \[\], expected a mapping"):
         policy.load_state_dict([])  # type: ignore[arg-type]
 
 
-def test_other_coefficients_are_refused_unless_asked_for() -> None:
+def test_other_coefficients_are_refused() -> None:
     state = named_policy("kj").state_dict()
     with pytest.raises(ValueError, match=r"state\.schedules: found .*coefficients have changed"):
         named_policy("you").load_state_dict(state)
-    named_policy("you").load_state_dict(state, allow_config_change=True)
-    with pytest.raises(ValueError, match=r"state\.schedules: found 3, expected a digest"):
-        named_policy("kj").load_state_dict({**state, "schedules": 3}, allow_config_change=True)
+    with pytest.raises(ValueError, match=r"state\.schedules: found 3, expected "):
+        named_policy("kj").load_state_dict({**state, "schedules": 3})
+
+
+@pytest.mark.parametrize("make", POLICIES)
+@pytest.mark.parametrize("bound", [False, True])
+def test_a_policy_that_resumes_is_new_and_bound_as_this_one(make: Any, bound: bool) -> None:
+    policy: Policy = make()
+    if bound:
+        policy.bind(REGISTRY)
+    config = AMOConfig() if policy.name == "amo" else MuonConfig()
+    other, kept = policy.resumed(policy.state_dict(), steps_taken=0, config=config, changed={})
+    assert other is not policy
+    assert type(other) is type(policy)
+    assert kept is config
+    if bound:
+        assert dict(other.schedules(1)) == dict(policy.schedules(1))
+    else:
+        with pytest.raises(ValueError, match="registry: found 'none'"):
+            other.schedules(1)
+
+
+def test_a_fixed_policy_refuses_changed_settings() -> None:
+    policy = named_policy("kj")
+    with pytest.raises(
+        ValueError, match=r"control\.config: momentum: the checkpoint has 0\.9, this"
+    ) as caught:
+        policy.resumed(
+            policy.state_dict(), steps_taken=0, config=MuonConfig(), changed={"momentum": 0.9}
+        )
+    assert "on_config_change" not in str(caught.value)
+
+
+@pytest.mark.parametrize("is_asked_for", [False, True])
+def test_settings_decide_about_threads_and_falls_back(is_asked_for: bool) -> None:
+    config = dataclasses.replace(
+        CONFIG, observe_in_background=is_asked_for, ns_guard_fallback=is_asked_for
+    )
+    policy = run_to(8, config)
+    assert policy.observes_in_background == is_asked_for
+    assert policy.fall_back(8, REGISTRY[0].name) == is_asked_for
+    fixed = named_policy("kj")
+    fixed.bind(REGISTRY)
+    assert not fixed.observes_in_background
+    assert not fixed.fall_back(8, REGISTRY[0].name)
 
 
 def test_an_unknown_name_lists_those_there_are() -> None:

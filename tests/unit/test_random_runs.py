@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import json
 import math
 import random
 from collections.abc import Mapping
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.schedule import AMOPolicy
-from amo_dist.state import checkpoint
+from amo_dist.state.control import Control, control_record, from_text, restore, to_text
 from tests.unit.controller_runs import REGISTRY
 from tests.unit.test_ns_guard import Model
 
@@ -46,6 +45,7 @@ def configs(draw: st.DrawFn, **fields: Any) -> AMOConfig:
         "budget_ratio": draw(st.sampled_from([0.8, 1.0, 1.2])),
         "budget_unit": draw(st.sampled_from(["steps", "flops"])),
         "seed": draw(st.integers(0, 3)),
+        "ns_guard_fallback": True,
     }
     return AMOConfig(**{**found, **fields})
 
@@ -76,19 +76,17 @@ def take(policy: AMOPolicy, step: int, fallen: str | None) -> tuple[Any, ...]:
 
 def resumed(policy: AMOPolicy, steps_taken: int, config: AMOConfig, binds_first: bool) -> AMOPolicy:
     """Another policy that goes on from what this one saved, as an optimizer makes it."""
-    saved = checkpoint.control_state(
-        steps_taken=steps_taken, steps_skipped=0, config=policy.config, policy=policy
-    )
-    state = json.loads(checkpoint.to_text(saved))
-    control = checkpoint.check_control(state, config=config, policy=policy)
-    assert isinstance(control.config, AMOConfig)
-    other = AMOPolicy(control.config)
+    saved = control_record(Control(steps_taken, 0, policy.config, policy))
+    fresh = AMOPolicy(config)
     if binds_first:
-        other.bind(REGISTRY)
-    other.load_state_dict(control.policy_state)
-    other.check_progress(steps_taken)
-    other.bind(REGISTRY)
-    return other
+        fresh.bind(REGISTRY)
+    record = from_text(to_text(saved))
+    control = restore(record, Control(0, 0, config, fresh), [], False)
+    assert control.steps_taken == steps_taken
+    assert isinstance(control.policy, AMOPolicy)
+    assert control.policy.config == control.config
+    control.policy.bind(REGISTRY)
+    return control.policy
 
 
 CHANGES = st.tuples(configs(), st.sampled_from(["replan", "keep_checkpoint"]))
@@ -129,11 +127,11 @@ def test_a_glide_begins_where_the_run_is_and_ends_at_the_plan(
     policy.bind(REGISTRY)
     planned_at, kept = None, set[str]()
     for step in range(1, STEPS + 1):
-        before, plan = policy.controller.state_at(step), policy.plan
+        before, plan = policy.state_at(step), policy.plan
         take(policy, step, fallen.get(step))
         just = {policy.group_of(fallen[step])} if step in fallen else set()
         if policy.plan is not plan:
-            planned_at, begins, kept = step, policy.controller.state_at(step), set()
+            planned_at, begins, kept = step, policy.state_at(step), set()
             # But for what fell back within this very step.
             assert all(begins[name] == before[name] for name in before.keys() - just)
         elif plan is not None and policy.phase(step) == "locked":
@@ -185,9 +183,7 @@ def run(
 
 @settings(deadline=None, max_examples=25)
 @given(
-    config=configs(
-        ns_guard_every=1, ns_guard_bound=0.3, ns_guard_fallback=True, nonfinite="skip_step"
-    ),
+    config=configs(ns_guard_every=1, ns_guard_bound=0.3, nonfinite="skip_step"),
     events=at_some_steps(st.sampled_from(["none", "skip"])),
     saves=at_some_steps(st.booleans()),
     starts_in_background=st.booleans(),

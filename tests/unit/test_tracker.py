@@ -15,7 +15,8 @@ from torch import Tensor
 from amo_dist import AMOConfig, param_groups
 from amo_dist.kernels import geometry
 from amo_dist.optimizers.named import make_optimizer
-from amo_dist.tools.tracker import SPECTRAL_METRICS, GeometryTracker, layer_of, spectral_metrics
+from amo_dist.schedule.grouping import layer_index
+from amo_dist.tools.tracker import SPECTRAL_METRICS, GeometryTracker, spectral_metrics
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from torchtitan_ext.plugin import geometry as plugin
@@ -71,7 +72,7 @@ def test_every_matrix_is_measured_once_and_rank_0_alone_is_told(run_on: Ranks) -
     for record in records:
         assert record["step"] == 6
         assert record["operator_type"] == models.types()[record["name"]]
-        assert record["layer"] == layer_of(record["name"])
+        assert record["layer"] == layer_index(record["name"])
         assert set(SPECTRAL_METRICS) == set(record["orthogonalized"])
 
 
@@ -136,7 +137,7 @@ def test_settings_out_of_range(interval: int, what: str) -> None:
     ],
 )
 def test_the_layer_of_a_name(name: str, layer: int | None) -> None:
-    assert layer_of(name) == layer
+    assert layer_index(name) == layer
 
 
 def test_a_skipped_step_leaves_no_records() -> None:

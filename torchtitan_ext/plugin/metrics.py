@@ -15,8 +15,8 @@ import torchtitan.components.metrics as titan
 
 from amo_dist.distributed.agreement import world_group
 from amo_dist.engine.timing import slowest
+from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.policies import AMOPolicy
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import geometry, optimizers
@@ -154,9 +154,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         A collective over the world then: all ranks know of the same observations.
         """
         policy = getattr(getattr(self.optimizers, "optimizer", None), "policy", None)
-        if not isinstance(policy, AMOPolicy) or not policy.controller.observations:
+        if not isinstance(policy, AMOPolicy) or not policy.observations:
             return None
-        step = policy.controller.observations[-1].step
+        step = policy.observations[-1].step
         if step <= self._observed_step:
             return None
         self._observed_step = step

@@ -215,7 +215,7 @@ def _flops_per_token(args: Any, model: Any, seq_len: int) -> float:
 
 def _samples(config: Any, registry: Sequence[Any]) -> list[tuple[str, ...]]:
     """What AMO will draw at each observation of the first plan; those of later ones are alike."""
-    from amo_dist.schedule.policies import AMOPolicy
+    from amo_dist.schedule.amo import AMOPolicy
 
     if config.optimizer.name != "AMO":
         return []

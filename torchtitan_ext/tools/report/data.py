@@ -12,7 +12,7 @@ from typing import Any
 
 from amo_dist.config import sort_operator_types
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.grouping import groups
+from amo_dist.schedule.grouping import matrices_by_group
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.plugin.geometry import GEOMETRY_FILE, read_geometry
@@ -255,7 +255,11 @@ def _costs(run: Run, names: Collection[str]) -> dict[str, float] | None:
         costs = dict(zip(run.plan.operator_types, map(float, run.plan.costs), strict=True))
     else:
         registry = _registry(run)
-        by_depth = groups(registry, "layer_group")
+        by_depth = {
+            matrix.name: group
+            for group, matrices in matrices_by_group(registry, "layer_group").items()
+            for matrix in matrices
+        }
         for one in registry:
             rows, columns = one.shape
             # A policy shares schedules by type, by type and depth, by shape, or not at all.

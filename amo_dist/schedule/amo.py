@@ -1,0 +1,377 @@
+"""AMO's policy: observe, plan, glide to the plan, lock; and again where it is asked to."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import logging
+import statistics
+from collections.abc import Collection, Mapping, Sequence
+from fractions import Fraction
+from types import MappingProxyType
+from typing import Any
+
+from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.schedule.amo_state import AMOState
+from amo_dist.schedule.calendar import Calendar
+from amo_dist.schedule.fields import fail
+from amo_dist.schedule.grouping import matrices_by_group
+from amo_dist.schedule.observation import Observation, draw, effective_ell, robust_ells
+from amo_dist.schedule.plan import (
+    Plan,
+    StepsAndElls,
+    composed,
+    costs_by_group,
+    plan_allocation,
+    plan_inputs,
+    targets,
+)
+from amo_dist.schedule.policies import Policy, check_step, list_changes
+from amo_dist.schedule.types import MatrixInfo, Schedule
+
+logger = logging.getLogger(__name__)
+
+PHASES = ("observation", "transition", "locked", "uniform")
+"""The phases of AMO, in their order. ``uniform`` follows ``observation`` under ``observe_only``;
+``transition`` comes after ``locked`` again where a later plan is made."""
+
+
+class AMOPolicy(Policy):
+    """Adaptive Muon Orthogonalization: observe, plan, glide to the plan, lock.
+
+    Optimizer steps 1 to ``observe_until`` run the uniform schedule and are observed; the plan is
+    adopted within the last of them. The next ``transition_steps`` interpolate; from the last of
+    these on (``lock_step``) the plan itself is in force. With ``observe_only`` no plan is made: the
+    uniform schedule stays, and its phase after the last observation is ``uniform``. With
+    ``replan_every`` the locked run is observed too, and glides from plan to plan.
+
+    Args:
+        config: When to observe, how to plan, how long to glide.
+    """
+
+    name = "amo"
+
+    def __init__(self, config: AMOConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.observes_in_background = config.observe_in_background
+        self._memory = AMOState()
+        self._members: Mapping[str, Sequence[MatrixInfo]] = {}
+        self._costs: dict[str, int] = {}
+        self._applied: Mapping[str, Schedule] = MappingProxyType({})
+        self._applied_key: object = None
+
+    @property
+    def observations(self) -> tuple[Observation, ...]:
+        """Those of the plan in force and those since, in the order of steps."""
+        return self._memory.all_observations
+
+    @property
+    def plan(self) -> Plan | None:
+        """The adopted plan, if any."""
+        return self._memory.plan
+
+    # ---------------------------------------------------------------- schedules
+
+    def schedules(self, step: int) -> Mapping[str, Schedule]:
+        """Uniform, interpolated or planned schedules, composed when first needed."""
+        self._require_bound(step)
+        # Steps of one key have the same schedules: those of a phase are composed once.
+        key = self._horizon, self._steps_of_transition(step), self.fallen_back(step)
+        if self._applied_key != key:
+            state = self.state_at(step)
+            fresh = {group: composed(ell, steps) for group, (steps, ell) in state.items()}
+            if fresh != self._applied:
+                self._applied = MappingProxyType(fresh)
+            self._applied_key = key
+        return self._applied
+
+    def phase(self, step: int) -> str:
+        """One of ``PHASES``."""
+        check_step(step)
+        done = step - self._horizon
+        if done <= 0:
+            # A later plan is made while the one before is locked.
+            return "observation" if self._memory.transition_from is None else "locked"
+        if self.config.observe_only and self.plan is None:
+            return "uniform"
+        return "transition" if done < self.config.transition_steps else "locked"
+
+    def state_at(self, step: int) -> StepsAndElls:
+        """Newton-Schulz steps and effective ``ell`` of each group at an optimizer step.
+
+        Args:
+            step: Optimizer step, counted from 1.
+
+        Raises:
+            ValueError: The step lies beyond the observation phase and there is no plan.
+        """
+        if self.phase(step) in ("observation", "uniform"):
+            return dict.fromkeys(self._costs, (self.config.base_steps, self.config.base_ell))
+        plan = self.plan
+        if plan is None:
+            fail("step", step, f"at most {self._horizon} while no plan is adopted")
+        progress = Fraction(self._steps_of_transition(step), self.config.transition_steps)
+        planned = plan.state_at(progress, self._memory.transition_from)
+        fallen = dict.fromkeys(self.fallen_back(step), (plan.base_steps, plan.base_ell))
+        return {**planned, **fallen}
+
+    # ---------------------------------------------------------------- observation
+
+    def sample(self, step: int) -> tuple[str, ...]:
+        """Names of the matrices to observe at a step, sorted; ``()`` at most steps.
+
+        Between the first plan and the one in force nothing is told.
+        """
+        self._require_bound(step)
+        planned = self._memory.plan_step
+        since = planned if planned is not None and step > planned else None
+        if not self._calendar.observes(step, since):
+            return ()
+        drawn: list[str] = []
+        for group, members in self._members.items():
+            names = [matrix.name for matrix in members]
+            drawn += draw(self.config.seed, step, group, names, self.config.sample_size)
+        return tuple(sorted(drawn))
+
+    def record(self, step: int, ell_by_name: Mapping[str, float]) -> None:
+        """Keep the medians of one observation; see ``Policy.record``."""
+        self._require_bound(step)
+        due = self._next_observation()
+        if step != due:
+            fail("step", step, f"{due}, the next observation")
+        if set(ell_by_name) != set(self.sample(step)):
+            fail("ell_by_name", sorted(ell_by_name), f"the names {self.sample(step)}")
+        ell, num_sampled, num_invalid = {}, {}, {}
+        for group, members in self._members.items():
+            names = [matrix.name for matrix in members if matrix.name in ell_by_name]
+            values = {name: effective_ell(name, ell_by_name[name]) for name in names}
+            valid = [value for value in values.values() if value is not None]
+            ell[group] = statistics.median(valid) if valid else None
+            num_sampled[group] = len(values)
+            num_invalid[group] = len(values) - len(valid)
+            if len(valid) < len(values):
+                invalid = ", ".join(name for name, value in values.items() if value is None)
+                logger.warning("step %d: no valid ell for %s: left out", step, invalid)
+        observation = Observation(step, ell, num_sampled, num_invalid)
+        self._memory = self._memory.with_pending((*self._memory.pending, observation))
+
+    # ---------------------------------------------------------------- plan
+
+    def plan_due(self, step: int) -> bool:
+        """Whether every observation toward the next plan is made, and it is not adopted yet."""
+        until = self._calendar.next_plan(self._memory.plan_step)
+        is_wanted = until is not None and step >= until and not self.config.observe_only
+        return is_wanted and self._is_complete()
+
+    def make_plan(self) -> str:
+        """Plan from the observations; a pure function of them and of the configuration."""
+        by_group, ells = self._targets()
+        for group, ell in robust_ells(self._memory.pending).items():
+            if ell is None:
+                logger.warning(
+                    "%s has no valid observation; it falls back to base_ell = %g",
+                    *(group, self.config.base_ell),
+                )
+        return plan_allocation(self.config, by_group, ell_robust=ells, costs=self._costs).to_json()
+
+    def adopt_plan(self, payload: str) -> None:
+        """Commit to the plan that one rank made; see ``Policy.adopt_plan``."""
+        plan, before = Plan.from_json(payload), self._memory
+        if self.config.observe_only:
+            fail("plan", plan, "none: observe_only never commits to one")
+        if before.plan is not None and not self._is_complete():
+            if plan != before.plan:
+                fail("plan", plan, "the plan already adopted")
+            return
+        by_group, ells = self._targets()
+        expected = {"ell_robust": ells, **plan_inputs(self.config, by_group, self._costs)}
+        for key, value in expected.items():
+            if getattr(plan, key) != value:
+                fail(f"plan.{key}", getattr(plan, key), f"{value!r}, as this rank has recorded")
+        start = None if before.plan is None else self.state_at(before.pending[-1].step + 1)
+        self._memory = AMOState(before.pending, plan, before.replanned_at, start)
+
+    def fall_back(self, step: int, name: str) -> bool:
+        """Give up the plan for the group of a matrix; see ``Policy.fall_back``."""
+        group = self.group_of(name)
+        is_planned = self.plan is not None and step > self._horizon
+        wants = self.config.ns_guard_fallback and is_planned
+        if not wants or group in self._memory.fallbacks:
+            return False
+        fallbacks = {**self._memory.fallbacks, group: step}
+        self._memory = dataclasses.replace(self._memory, fallbacks=fallbacks)
+        return True
+
+    def fallen_back(self, step: int) -> tuple[str, ...]:
+        """The groups that run at the uniform schedule against the plan, sorted."""
+        return tuple(sorted(g for g, since in self._memory.fallbacks.items() if step > since))
+
+    # ---------------------------------------------------------------- saved state
+
+    def resumed(
+        self,
+        state: Mapping[str, Any],
+        *,
+        steps_taken: int,
+        config: MuonConfig,
+        changed: Mapping[str, Any],
+    ) -> tuple[Policy, MuonConfig]:
+        """See ``Policy.resumed``; where settings have changed, ``on_config_change`` decides.
+
+        ``error`` raises. ``keep_checkpoint`` goes on with all settings of the checkpoint
+        (``momentum_dtype``, which is fixed at construction, must be the same). ``replan`` goes on
+        with those of this run and, where one that AMO adds has changed, drops the plan: the uniform
+        schedule returns until the plan, which comes with the first observation due at or after
+        ``observe_until`` of this run, at least one more being made. Earlier observations are kept,
+        unless ``granularity`` has changed.
+        """
+        memory = AMOState.from_dict(self._read(state), "state")
+        settings = config if isinstance(config, AMOConfig) else self.config
+        rule = settings.on_config_change if settings is config else "error"
+        if changed and rule == "error":
+            raise ValueError(
+                f"control.config: {list_changes(changed, config)}; set on_config_change to "
+                "'keep_checkpoint' or 'replan' to go on all the same"
+            )
+        if changed and rule == "keep_checkpoint":
+            settings = _kept_settings(settings, changed)
+        elif changed:
+            logger.warning(
+                "settings have changed, and those of this run are in force: %s",
+                list_changes(changed, config),
+            )
+            if not changed.keys() <= {field.name for field in dataclasses.fields(MuonConfig)}:
+                keeps = "granularity" not in changed
+                memory = memory.replanned(steps_taken, keeps_observations=keeps)
+        policy = copy.copy(self)
+        policy.config, policy.observes_in_background = settings, settings.observe_in_background
+        policy._memory, policy._applied_key, policy._registry = memory, None, None
+        if self._registry is not None:
+            policy.bind(self._registry)
+        policy._check_progress(steps_taken)
+        return policy, settings if isinstance(config, AMOConfig) else config
+
+    def check_operator_types(self, operator_types: Collection[str], *, is_alone: bool) -> None:
+        """See ``Policy.check_operator_types``; only where they are what matrices are grouped by."""
+        if self.config.granularity != "operator_type" or not self.observations:
+            return
+        found, here = set(self.observations[0].ell), set(operator_types)
+        if here - found or (is_alone and found - here):
+            raise ValueError(
+                f"control.policy.observations: found operator types {sorted(found)}, expected "
+                f"{sorted(here)}: this is the checkpoint of another model, or of one whose "
+                "parameters were classified otherwise"
+            )
+
+    def _state(self) -> dict[str, Any]:
+        return self._memory.to_dict()
+
+    def _restore(self, state: Mapping[str, Any]) -> None:
+        memory = AMOState.from_dict(state, "state")
+        if self._registry is not None:
+            memory.check_groups(tuple(self._costs), "state")
+        self._memory, self._applied_key = memory, None
+
+    def _check_progress(self, steps_taken: int) -> None:
+        """Refuse a restored state that is not one of a run of ``steps_taken`` optimizer steps."""
+        latest = self._memory.latest_step
+        if latest > steps_taken:
+            fail("steps_taken", steps_taken, f"at least {latest}, as in the observations")
+        due = self._next_observation()
+        if due is not None and due <= steps_taken:
+            made = [observation.step for observation in self.observations]
+            fail("observations", made, f"the one of step {due} too, after {steps_taken} steps")
+        if self.plan_due(steps_taken):
+            fail("plan", self.plan, f"a newer plan after {steps_taken} steps")
+
+    def metrics(self, step: int) -> dict[str, float]:
+        """Plain numbers for a logger, the same keys at every step.
+
+        ``amo/phase`` is 0 in observation, 1 in transition, 2 when locked, 3 when uniform. By group,
+        ``amo/ns_steps`` is the number of Newton-Schulz steps, ``amo/ell`` the latest observed
+        effective ``ell`` and ``amo/ell_target`` the plan's; both are ``base_ell`` where there is
+        none yet. ``amo/observations`` and ``amo/invalid_observations``, the matrices left out of
+        their medians, count those of the plan in force and those since. ``amo/fallbacks`` is the
+        number of groups that gave up the plan for the uniform schedule.
+        """
+        values = super().metrics(step)
+        for i, name in enumerate(self._costs):
+            valid = [ell for o in self.observations if (ell := o.ell[name]) is not None]
+            values[f"amo/ell/{name}"] = valid[-1] if valid else self.config.base_ell
+            target = self.config.base_ell if self.plan is None else self.plan.ell_target[i]
+            values[f"amo/ell_target/{name}"] = target
+        values["amo/phase"] = float(PHASES.index(self.phase(step)))
+        values["amo/observations"] = float(len(self.observations))
+        values["amo/invalid_observations"] = float(
+            sum(sum(observation.num_invalid.values()) for observation in self.observations)
+        )
+        values["amo/fallbacks"] = float(len(self.fallen_back(step)))
+        return values
+
+    # ---------------------------------------------------------------- what these rest on
+
+    def _group(self, registry: Sequence[MatrixInfo]) -> Mapping[str, Sequence[MatrixInfo]]:
+        return matrices_by_group(registry, self.config.granularity)
+
+    def _bind(self, matrices_by_group: Mapping[str, Sequence[MatrixInfo]]) -> None:
+        if not matrices_by_group:
+            fail("registry", [], "at least one matrix")
+        costs = costs_by_group(matrices_by_group)
+        # An infeasible budget must not come to light at the last observation, hours into a run.
+        plan_inputs(self.config, dict.fromkeys(costs, self.config.base_ell), costs)
+        self._memory.check_groups(tuple(costs), "state")
+        self._members, self._costs = matrices_by_group, costs
+
+    @property
+    def _calendar(self) -> Calendar:
+        return Calendar(self.config, self._memory.replanned_at)
+
+    @property
+    def _horizon(self) -> int:
+        """The step after which the plan in force, or the first to come, begins to count."""
+        planned = self._memory.plan_step
+        return self._calendar.first_plan if planned is None else planned
+
+    def _steps_of_transition(self, step: int) -> int:
+        """How many of its steps the transition has taken at ``step``."""
+        return min(max(step - self._horizon, 0), self.config.transition_steps)
+
+    def _next_observation(self) -> int | None:
+        pending = self._memory.pending
+        last = pending[-1].step if pending else None
+        return self._calendar.next_observation(self._memory.plan_step, last)
+
+    def _is_complete(self) -> bool:
+        """Whether every observation toward the next plan is made."""
+        pending, until = self._memory.pending, self._calendar.next_plan(self._memory.plan_step)
+        return bool(pending) and until is not None and pending[-1].step >= until
+
+    def _targets(self) -> tuple[dict[str, float], tuple[float, ...]]:
+        """What the next plan composes for, by group, and the robust ``ell`` behind each."""
+        pending = self._memory.pending
+        if not self._is_complete():
+            until = self._calendar.next_plan(self._memory.plan_step)
+            found = [observation.step for observation in pending]
+            fail("observations", found, f"observations up to step {until}")
+        robust = robust_ells(pending)
+        ells = tuple(self.config.base_ell if ell is None else ell for ell in robust.values())
+        return dict(zip(robust, targets(self.config, ells), strict=True)), ells
+
+
+def _kept_settings(config: AMOConfig, changed: Mapping[str, Any]) -> AMOConfig:
+    """This run's settings with those of the checkpoint where they differ."""
+    if "momentum_dtype" in changed:
+        raise ValueError(
+            f"control.config.momentum_dtype: found {changed['momentum_dtype']!r}, expected "
+            f"{config.momentum_dtype!r}: momentum has been made, keep_checkpoint cannot change it"
+        )
+    try:
+        kept = dataclasses.replace(config, **changed)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"control.config.{error}") from None
+    logger.warning(
+        "settings have changed, and those of the checkpoint stay in force: %s",
+        "; ".join(f"{field} = {found!r}" for field, found in changed.items()),
+    )
+    return kept

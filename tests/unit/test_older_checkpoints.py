@@ -1,0 +1,153 @@
+"""The checkpoints of every version so far load, and go on as that version did."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from amo_dist.schedule.types import Schedule
+from tests.checkpoints.make import CASES, STEPS_AFTER, make, parameters, train
+from tests.unit import test_checkpoint
+
+FOLDER = Path(__file__).parents[1] / "checkpoints"
+VERSIONS = sorted(path.name for path in FOLDER.iterdir() if (path / "locked.pt").exists())
+# A schedule composed for what was observed after the load: the last bits of a singular value are
+# those of the machine's LAPACK, and a coefficient moves no more than the bound it is composed for.
+OBSERVED = 1e-3
+# Float32 Newton-Schulz of another machine rounds otherwise; each of six steps moves a parameter by
+# no more than lr * 0.2 * sqrt(24) = 1e-2, of which rounding is far below one part in a hundred.
+PARAMETERS = 1e-4
+
+
+def read(version: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    told = json.loads((FOLDER / version / f"{name}.json").read_text())
+    return torch.load(FOLDER / version / f"{name}.pt", weights_only=True), told
+
+
+def as_schedule(found: dict[str, Any]) -> Schedule:
+    coefficients = tuple((a, b, c) for a, b, c in found["coefficients"])
+    return Schedule(coefficients, found["norm_scale"], found["preconditioner"])
+
+
+def check_schedules(found: Mapping[str, Schedule], told: dict[str, Any], *, is_exact: bool) -> None:
+    expected = {name: as_schedule(schedule) for name, schedule in told.items()}
+    if is_exact:
+        assert dict(found) == expected
+        return
+    assert found.keys() == expected.keys()
+    for name, schedule in found.items():
+        assert schedule.num_steps == expected[name].num_steps
+        for triple, other in zip(schedule.coefficients, expected[name].coefficients, strict=True):
+            assert triple == pytest.approx(other, rel=OBSERVED)
+
+
+def test_there_is_the_first_version() -> None:
+    assert "0.1.0" in VERSIONS
+    for version in VERSIONS:
+        sizes = [path.stat().st_size for path in (FOLDER / version).iterdir()]
+        assert len(sizes) == 2 * len(CASES)
+        assert sum(sizes) < 300_000
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("name", CASES)
+def test_a_checkpoint_loads_and_goes_on(version: str, name: str) -> None:
+    saved, told = read(version, name)
+    case = CASES[name]
+    model, optimizer = make(case)
+    optimizer.load_state_dict(saved["optimizer"])
+    model.load_state_dict(saved["model"])
+    control, before = optimizer.control_state_dict(), told["control"]
+    # Later versions add fields, and change none.
+    assert {key: control[key] for key in before} == before
+    plan, is_exact, schedules = before["policy"].get("plan"), True, {}
+    assert len(told["then"]) == STEPS_AFTER
+    for expected in told["then"]:
+        step, schedules = expected["step"], expected["schedules"] or schedules
+        (found,) = train(model, optimizer, step)
+        for key in ("step", "phase", "num_observations", "allocation"):
+            assert found[key] == expected[key], (step, key)
+        check_schedules(optimizer.policy.schedules(step), schedules, is_exact=is_exact)
+        is_exact &= optimizer.control_state_dict()["policy"].get("plan") == plan
+    for key, param in parameters(model).items():
+        assert torch.allclose(param, saved["model_after"][key], rtol=0, atol=PARAMETERS), key
+
+
+@pytest.mark.parametrize("version", VERSIONS)
+def test_what_an_older_version_did_not_write_is_told(
+    version: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Saved again, nothing is lacking any more."""
+    saved, _ = read(version, "locked")
+    _, optimizer = make(CASES["locked"])
+    with caplog.at_level(logging.INFO, "amo_dist.state.control"):
+        optimizer.load_state_dict(saved["optimizer"])
+    told = [record.getMessage() for record in caplog.records]
+    if version == "0.1.0":
+        assert told == [
+            "the checkpoint lacks fields that take their defaults: policy_digest = None"
+        ]
+    caplog.clear()
+    with caplog.at_level(logging.INFO, "amo_dist.state.control"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    assert not caplog.records
+
+
+# ---------------------------------------------------------------- fields of other versions
+
+
+@pytest.fixture(scope="module")
+def saved() -> dict[str, Any]:
+    model, optimizer = test_checkpoint.make()
+    test_checkpoint.train(model, optimizer, 1, 5)
+    return copy.deepcopy(optimizer.state_dict())
+
+
+def of_an_older_version(saved: dict[str, Any], *lacking: tuple[str, ...]) -> dict[str, Any]:
+    """Without fields, and without the digest of what it has not written."""
+    control = json.loads(saved["param_groups"][0]["control"])
+    for *parents, last in [*lacking, ("policy_digest",)]:
+        parent = control
+        for key in parents:
+            parent = parent[key]
+        del parent[last]
+    return test_checkpoint.with_control(saved, json.dumps(control))
+
+
+def test_fields_that_a_checkpoint_lacks_take_their_defaults_and_are_told(
+    saved: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    older = of_an_older_version(
+        saved, ("config", "seed"), ("policy", "fallbacks"), ("policy", "transition_from")
+    )
+    _, optimizer = test_checkpoint.make()
+    with caplog.at_level(logging.INFO, "amo_dist.state.control"):
+        optimizer.load_state_dict(older)
+    (told,) = [record.getMessage() for record in caplog.records]
+    assert told.startswith("the checkpoint lacks fields that take their defaults: ")
+    assert set(told.partition("defaults: ")[2].split(", ")) == {
+        "config.seed = 42",
+        "policy.fallbacks = {}",
+        "policy.transition_from = None",
+        "policy_digest = None",
+    }
+    control = json.loads(saved["param_groups"][0]["control"])
+    assert optimizer.control_state_dict() == control
+
+
+def test_a_setting_that_a_checkpoint_lacks_had_its_default(saved: dict[str, Any]) -> None:
+    older = of_an_older_version(saved, ("config", "seed"))
+    assert "seed: the checkpoint has 42, this run has 7" in test_checkpoint.refusal(older, seed=7)
+
+
+@pytest.mark.parametrize("path", [("policy", "plan", "costs"), ("steps_taken",), ("config",)])
+def test_a_field_without_a_default_is_needed(saved: dict[str, Any], path: tuple[str, ...]) -> None:
+    message = test_checkpoint.refusal(of_an_older_version(saved, path))
+    assert f"{path[-1]}: found 'nothing', expected this key" in message
