@@ -14,7 +14,6 @@ from amo_dist.kernels.graphs import GraphCache
 from amo_dist.kernels.newton_schulz import Orthogonalizer
 from amo_dist.kernels.scratch import scratch
 
-
 BACKENDS = ("standard", "symmetric", "gram", "triton")
 
 

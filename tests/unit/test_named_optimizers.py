@@ -58,7 +58,9 @@ def test_a_name_makes_its_class(name: str, kind: type) -> None:
     assert type(build(name, model())) is kind
 
 
-@pytest.mark.parametrize(("name", "table"), [*MUON_SCHEDULES.items(), ("AdaMuon", "kj"), ("NorMuon", "kj")])
+@pytest.mark.parametrize(
+    ("name", "table"), [*MUON_SCHEDULES.items(), ("AdaMuon", "kj"), ("NorMuon", "kj")]
+)
 def test_a_name_stands_for_its_table(name: str, table: str) -> None:
     assert schedule_of(name, (8, 6)) == named_schedule(table).schedule
 
