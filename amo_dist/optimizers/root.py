@@ -11,6 +11,7 @@ on with them.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
@@ -18,7 +19,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -177,6 +178,32 @@ def _marchenko_pastur(short: int, long: int, count: int) -> list[float]:
     return [min(value / norm, 1.0) for value in found]
 
 
+def _read_triple(field: str, found: object) -> Triple:
+    a, b, c = (fields.read_float(field, each) for each in fields.read_list(field, found, 3))
+    return a, b, c
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fit(fields.Stored):
+    """The triple of one shape, and what it was fitted to."""
+
+    triple: Annotated[Triple, _read_triple]
+    objective: fields.Float
+    """At the triple."""
+    num_measured: fields.CountOrZero
+    """How many measured spectra were among what it was fitted to."""
+    calibration: fields.Name
+    """A digest of these singular values."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Fits(fields.Stored):
+    """The fit of each shape."""
+
+    fits: Mapping[str, Fit] | None = None
+    """By shape, such as ``8x6``; None before the first step."""
+
+
 class RootPolicy(Policy):
     """One schedule for each shape: a fitted triple, five times.
 
@@ -200,7 +227,7 @@ class RootPolicy(Policy):
             for shape, given in (spectra or {}).items()
         }
         self._shapes: dict[str, tuple[int, int]] = {}
-        self._fits: dict[str, dict[str, Any]] | None = None
+        self._fits: Mapping[str, Fit] | None = None
         self._schedules: Mapping[str, Schedule] = MappingProxyType({})
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
@@ -215,34 +242,29 @@ class RootPolicy(Policy):
         return self._fits is None
 
     def make_plan(self) -> str:
-        """Fit every shape: triples, their objective, and what they were fitted to, as JSON."""
-        found: dict[str, dict[str, Any]] = {}
+        """Fit every shape, as JSON."""
+        found: dict[str, Fit] = {}
         for name, shape in self._shapes.items():
             measured = self._spectra.get(name, ())
             triple, values = fit(shape, measured), calibration_set(shape, measured)
             error = float(objective(torch.tensor(triple, dtype=torch.float64), values))
             text = " ".join(value.hex() for value in values.tolist())
-            found[name] = {
-                "triple": [value.hex() for value in triple],
-                "objective": error.hex(),
-                "num_measured": len(measured),
-                "calibration": hashlib.sha256(text.encode()).hexdigest(),
-            }
-        return json.dumps(found, sort_keys=True)
+            digest = hashlib.sha256(text.encode()).hexdigest()
+            found[name] = Fit(triple, error, len(measured), digest)
+        return json.dumps(Fits(found).to_dict(), sort_keys=True)
 
     def adopt_plan(self, payload: str) -> None:
         """Take the fits that one rank made; see ``Policy.adopt_plan``."""
-        self._adopt(_read_fits(fields.read_json("fits", payload)), self._shapes)
+        self._restore(fields.read_json("plan", payload))
 
     def _state(self) -> dict[str, Any]:
-        # The fits, with the digest of the singular values behind each.
-        return {"fits": self._fits}
+        return Fits(self._fits).to_dict()
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Take fits, which stay in force whatever spectra this run brings."""
-        found = fields.read_record("state", state, ["fits"])["fits"]
+        found = Fits.from_dict(state, "state").fits
         if found is not None:  # else it was saved before the first step
-            self._adopt(_read_fits(found), self._shapes)
+            self._adopt(found, self._shapes)
 
     def _group(self, registry: Sequence[MatrixInfo]) -> Mapping[str, Sequence[MatrixInfo]]:
         return collect(registry, lambda matrix: _shape_name(matrix.shape))
@@ -253,15 +275,13 @@ class RootPolicy(Policy):
             self._adopt(self._fits, shapes)
         self._shapes = shapes
 
-    def _adopt(
-        self, fits: dict[str, dict[str, Any]], shapes: Mapping[str, tuple[int, int]]
-    ) -> None:
+    def _adopt(self, fits: Mapping[str, Fit], shapes: Mapping[str, tuple[int, int]]) -> None:
         if shapes and set(fits) != set(shapes):
             fields.fail("fits", sorted(fits), f"the shapes {sorted(shapes)}")
-        schedules: dict[str, Schedule] = {}
-        for name, record in sorted(fits.items()):
-            a, b, c = (fields.read_float(f"fits.{name}", text) for text in record["triple"])
-            schedules[name] = Schedule(((a, b, c),) * NUM_STEPS, norm_scale=1.0)
+        schedules = {
+            name: Schedule((each.triple,) * NUM_STEPS, norm_scale=1.0)
+            for name, each in sorted(fits.items())
+        }
         self._fits, self._schedules = fits, MappingProxyType(schedules)
 
 
@@ -276,25 +296,6 @@ def _check_spectrum(shape: tuple[int, int], spectrum: Sequence[float]) -> tuple[
         expected = "finite numbers >= 0, not all of them zero"
         fields.fail(f"spectra[{_shape_name(shape)}]", values, expected)
     return values
-
-
-def _read_fits(found: object) -> dict[str, dict[str, Any]]:
-    if not isinstance(found, Mapping):
-        fields.fail("fits", found, "a mapping by shape")
-    fits: dict[str, dict[str, Any]] = {}
-    for name, record in found.items():
-        field = f"fits.{name}"
-        keys = ["triple", "objective", "num_measured", "calibration"]
-        fits[name] = dict(fields.read_record(field, record, keys))
-        triple = fields.read_list(f"{field}.triple", record["triple"])
-        if len(triple) != 3:
-            fields.fail(f"{field}.triple", triple, "three floats")
-        for text in (*triple, record["objective"]):
-            fields.read_float(field, text)
-        fields.read_int(f"{field}.num_measured", record["num_measured"], 0)
-        if not isinstance(record["calibration"], str):
-            fields.fail(f"{field}.calibration", record["calibration"], "a digest")
-    return fits
 
 
 class ROOT(Muon):

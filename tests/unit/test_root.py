@@ -176,11 +176,11 @@ def test_a_fit_of_other_shapes_is_refused() -> None:
         (("version",), 2, r"state\.version: found 2, expected 1"),
         (("policy",), "amo", r"state\.policy: found 'amo', expected 'root'"),
         (("fits",), 3, "fits: found 3, expected a mapping"),
-        (("fits", "8x6", "triple"), ["0x1p+0"], "three floats"),
+        (("fits", "8x6", "triple"), ["0x1p+0"], "a list of 3"),
         (("fits", "8x6", "triple"), ["nan"] * 3, "expected a finite float"),
         (("fits", "8x6", "objective"), 1.0, "expected a finite float"),
         (("fits", "8x6", "num_measured"), -1, "an integer >= 0"),
-        (("fits", "8x6", "calibration"), None, "a digest"),
+        (("fits", "8x6", "calibration"), None, "a non-empty string"),
         (("fits", "8x6", "more"), 1, "only the keys"),
     ],
 )
