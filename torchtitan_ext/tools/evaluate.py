@@ -20,7 +20,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
 from torchtitan_ext.tools import export
 from torchtitan_ext.tools.results import PAPER_TASKS, Result, score_table, sort_tasks
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
 from torchtitan_ext import train
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"

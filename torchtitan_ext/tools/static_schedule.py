@@ -31,7 +31,7 @@ from amo_dist.config import sort_operator_types
 from amo_dist.schedule.polar_express import SAFETY, compose, simulate
 from amo_dist.schedule.schedule_file import ScheduleTable
 from amo_dist.schedule.types import Schedule
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
 
 RULES: Mapping[str, int] = {"typical": 50, "conservative": 25, "floor": 10}
 """Percentile of ``ell`` by the name of the rule."""

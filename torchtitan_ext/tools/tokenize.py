@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
 from torchtitan_ext.data.files import Files, Hub, find_files
 from torchtitan_ext.data.packed import INDEX, Index, read_index, write_index, write_shard
 from torchtitan_ext.data.rows import BadRows, deal, read_parts, texts

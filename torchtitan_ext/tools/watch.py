@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from amo_dist.config import sort_operator_types
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
 from torchtitan_ext.plugin.run_files import METRICS_FILE, read_metrics
 
 Record = Mapping[str, Any]

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
 from torchtitan_ext.tools.experiments import gather, runner
 from torchtitan_ext.tools.experiments.catalog import EXPERIMENTS, Experiment, experiment_named
 from torchtitan_ext.tools.experiments.resolve import QUICKSTART, ROOT, Job, Place, resolve

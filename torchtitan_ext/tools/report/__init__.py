@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
 from torchtitan_ext.tools.report import data, figures, page, style
 from torchtitan_ext.tools.report.data import Run
 from torchtitan_ext.tools.report.page import Heading, Missing, Part, Picture, Section, Table
