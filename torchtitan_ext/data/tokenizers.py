@@ -274,12 +274,8 @@ def build_tokenizer(job_config: Any) -> BaseTokenizer:
     """The tokenizer that ``[data] tokenizer`` names.
 
     Raises:
-        ValueError: For a config that cannot work: this is the first of the project's functions that
-            torchtitan calls with the whole of it.
+        ValueError: If its files do not make one.
     """
-    from torchtitan_ext.plugin import settings
-
-    settings.validate(job_config)
     data = job_config.data
     path = data.tokenizer_path or job_config.model.hf_assets_path
     return make_tokenizer(data.tokenizer, path, data.eos_token)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.schedule.schedule_file import read_toml
 from torchtitan_ext import learning_rate
 from torchtitan_ext.plugin import settings
 
@@ -31,7 +32,7 @@ def load(args: Sequence[str]) -> tuple[Any, list[str]]:
     path = settings.argument(args, "job.config_file")
     if path is None:
         raise ValueError("--job.config_file: found none, expected a TOML file")
-    values, problems = _split(settings.read_toml(path))
+    values, problems = _split(read_toml("job.config_file", path))
 
     class FromValues(settings.Manager):
         def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:

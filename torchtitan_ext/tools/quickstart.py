@@ -148,10 +148,10 @@ def _explain(errors: Path) -> None:
 
 def _summarize(config: Any, checkpoints: Path) -> None:
     from amo_dist.schedule.plan import Plan
-    from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_metrics
+    from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_records
 
     folder = Path(config.job.dump_folder)
-    records = read_metrics(folder / METRICS_FILE)
+    records = read_records(folder / METRICS_FILE)
     plan = folder / PLAN_FILE
     if plan.exists():
         print(f"\n{_plan_title(config)}:")

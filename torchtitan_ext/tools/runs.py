@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.plugin.run_files import COMPLETE_FILES, RUN_FILE, save_config
+from torchtitan_ext.plugin.run_files import RUN_FILE, complete_steps, read_config, save_config
 
 _NOT_COMPARED = (
     *("job", "metrics", "geometry", "profiling", "comm", "checkpoint", "experimental"),
@@ -64,10 +63,11 @@ class RunFolder:
         Raises:
             ValueError: If it had another one.
         """
-        if not self._marker.exists():
+        saved = read_config(self.path)
+        if saved is None:
             return
         config = json.loads(json.dumps(config))  # a tuple comes back as a list
-        if changed := changes(json.loads(self._marker.read_text()), config):
+        if changed := changes(saved, config):
             raise ValueError(
                 f"{self.path} holds a run with another config ({'; '.join(changed)}); "
                 "use its values, another job.dump_folder, or --fresh to delete it"
@@ -75,14 +75,7 @@ class RunFolder:
 
     def latest_step(self) -> int:
         """The step of the latest complete checkpoint; 0 where there is none."""
-        # A checkpoint without any of these was cut short.
-        found = [
-            int(match[1])
-            for name in COMPLETE_FILES
-            for file in self.checkpoints.glob(f"step-*/{name}")
-            if (match := re.fullmatch(r"step-(\d+)", file.parent.name))
-        ]
-        return max(found, default=0)
+        return max(complete_steps(self.checkpoints), default=0)
 
     def _require_ours(self) -> None:
         if self.path.exists() and not self._marker.exists() and any(self.path.iterdir()):

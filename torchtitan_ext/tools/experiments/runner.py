@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import subprocess
@@ -11,12 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.plugin.run_files import (
-    COMPLETE_FILES,
-    METRICS_FILE,
-    RUN_FILE,
-    read_metrics,
-)
+from torchtitan_ext.plugin import run_files
 from torchtitan_ext.tools.experiments.resolve import ROOT, Job, read_config
 
 GPUS_PER_NODE = 8
@@ -24,7 +18,7 @@ GPUS_PER_NODE = 8
 
 def steps_done(job: Job) -> int:
     """The last logged step; a run logs its very last one, before it saves it."""
-    records = read_metrics(ROOT / job.folder / METRICS_FILE)
+    records = run_files.read_records(ROOT / job.folder / run_files.METRICS_FILE)
     return int(records[-1]["step"]) if records else 0
 
 
@@ -32,14 +26,12 @@ def is_done(job: Job) -> bool:
     """Whether the run is complete: its last step is logged, and saved where it saves."""
     if steps_done(job) < job.steps:
         return False
-    checkpoint = job.checkpoint(None)
-    return not _saves(job) or any((checkpoint / name).is_file() for name in COMPLETE_FILES)
+    return not _saves(job) or run_files.is_complete(job.checkpoint(None))
 
 
 def _saves(job: Job) -> bool:
     """Whether a run writes checkpoints: as it was last started, or as its config says."""
-    marker = ROOT / job.folder / RUN_FILE
-    values = json.loads(marker.read_text()) if marker.exists() else read_config(job.config)
+    values = run_files.read_config(ROOT / job.folder) or read_config(job.config)
     section = values.get("checkpoint", {})
     return bool(section.get("enable")) and not section.get("load_only")
 
