@@ -278,15 +278,17 @@ def _num_observations(config: Any) -> int:
 
 
 def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]:
+    from torchtitan_ext.tools import preflight_checks
+
     training, checkpoint = config.training, config.checkpoint
-    ranks = degrees["replicate"] * degrees["shard"]
+    ranks = preflight_checks.num_data_ranks(degrees)
     batch = sequences_per_step(training, ranks)
     tokens = batch * training.seq_len
     saved = 0
     if checkpoint.enable:
         saved = len({*range(checkpoint.interval, training.steps + 1, checkpoint.interval)})
         saved += training.steps % checkpoint.interval != 0
-    params, state = _bytes(config, groups, 1)
+    params, state, _ = _bytes(config, groups, 1)
     kept = min(saved, checkpoint.keep_latest_k) if checkpoint.keep_latest_k else saved
     return {
         "peak_lr": config.optimizer.lr,
@@ -301,39 +303,31 @@ def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]
     }
 
 
-def _bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> tuple[int, int]:
-    """Bytes of parameters and of optimizer state on the fullest rank.
+def _bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> tuple[int, int, float]:
+    """Bytes of the fullest rank: of parameters, of optimizer state, and moved elementwise in fp32.
 
     FSDP cuts dim 0 as ``torch.chunk`` does: the first rank holds the ceiling.
     """
     import torch
 
-    amo = config.optimizer.name == "AMO"
-    momentum = (config.optimizer.amo if amo else config.optimizer.muon).momentum_dtype
+    optimizer = config.optimizer
     itemsize = getattr(torch, config.training.dtype).itemsize
-    params = state = 0
+    params = state = moved = 0
     for group in groups:
-        each = 2 * itemsize
+        # AdamW: four reads, three writes.
+        each, traffic = 2 * itemsize, 28
         if group["algorithm"] == "muon":
-            second_moment = torch.float32.itemsize if config.optimizer.name == "AdaMuon" else 0
-            each = getattr(torch, momentum).itemsize + second_moment
+            momentum = (optimizer.amo if optimizer.name == "AMO" else optimizer.muon).momentum_dtype
+            second_moment = torch.float32.itemsize if optimizer.name == "AdaMuon" else 0
+            # Momentum: two reads, a write. Nesterov and cast: two reads, a write of half. Update:
+            # read the weight and half an update, write the weight.
+            each, traffic = getattr(torch, momentum).itemsize + second_moment, 32
         for _, parameter in group["params"]:
             held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
             params += held * itemsize
             state += held * each
-    return params, state
-
-
-def _elementwise_bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> float:
-    """What momentum, update and AdamW read and write on the fullest rank, in fp32."""
-    total = 0.0
-    for group in groups:
-        # Momentum: two reads, a write. Nesterov and cast: two reads, a write of half. Update:
-        # read the weight and half an update, write the weight. AdamW: four reads, three writes.
-        each = 32 if group["algorithm"] == "muon" else 28
-        for _, parameter in group["params"]:
-            total += each * -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
-    return total
+            moved += held * traffic
+    return params, state, float(moved)
 
 
 # ------------------------------------------------------------------ costs
@@ -355,7 +349,7 @@ def _add_costs(
     from torchtitan_ext.tools import preflight_costs as costs
 
     shards = degrees["shard"] * degrees["cp"]
-    params, state = _bytes(config, groups, shards)
+    params, state, elementwise = _bytes(config, groups, shards)
     memory = {"parameters": params, "gradients": params, "optimizer_state": state, "exchange": 0}
     report["memory"] = memory
     ranks = report["world"]["ranks"]
@@ -369,7 +363,6 @@ def _add_costs(
         )
         report.pop("memory")
         return
-    elementwise = _elementwise_bytes(config, groups, shards)
     registry = _registry(groups)
     if not registry:
         bandwidth = hardware.hbm_tb_per_s * 1e12 * hardware.hbm_efficiency

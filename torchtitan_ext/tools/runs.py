@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext.differences import differences
 from torchtitan_ext.plugin.run_files import RUN_FILE, complete_steps, read_config, save_config
 
 _NOT_COMPARED = (
@@ -87,19 +89,42 @@ class RunFolder:
 
 def changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Fields that differ between two configs and matter for training, as readable text."""
-    old, new = _flat(saved), _flat(config)
-    return [
-        f"{name}: was {old.get(name)!r}, is {new.get(name)!r}"
-        for name in sorted({*old, *new})
-        if old.get(name) != new.get(name) and name.split(".", 1)[0] not in _NOT_COMPARED
-    ]
+    return differences(_flat(saved), _flat(config))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
+        if not prefix and name in _NOT_COMPARED:
+            continue
         if isinstance(value, Mapping):
             flat.update(_flat(value, f"{prefix}{name}."))
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def environment(num_ranks: int, **more: str) -> dict[str, str]:
+    """This process's environment for torchrun: threads for each rank where nothing sets them."""
+    threads = max((os.cpu_count() or 1) // num_ranks, 1)
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, **more}
+
+
+def num_ranks(given: int | None, most: int | None = None) -> int:
+    """Processes of a run: as many as ``--ranks`` says, or as there are GPUs, or two.
+
+    Args:
+        given: Value of ``--ranks``.
+        most: Without a given value, no more than these.
+
+    Raises:
+        ValueError: For a value below 1.
+    """
+    if given is None:
+        import torch
+
+        found = torch.cuda.device_count() or 2
+        return found if most is None else min(found, most)
+    if given < 1:
+        raise ValueError(f"--ranks: found {given}, expected an integer >= 1")
+    return given
