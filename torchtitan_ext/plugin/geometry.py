@@ -16,6 +16,7 @@ from typing import Any
 
 from amo_dist.tools.tracker import WHAT, GeometryTracker, Record
 from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, append_records, drop_from
+from torchtitan_ext.plugin.sections import STOCK
 
 _FAMILIES = {"llama3": "Llama-3.1", "qwen3": "Qwen3"}
 """Names that the AMO paper gives to torchtitan's models."""
@@ -59,7 +60,7 @@ def validate(config: Any) -> None:
         ValueError: For an interval or content out of range, or an optimizer without matrices.
     """
     section = config.geometry
-    if section.enable and config.optimizer.name in ("Adam", "AdamW"):
+    if section.enable and config.optimizer.name in STOCK:
         raise ValueError(_no_matrices(config))
     if section.interval < 1:
         raise ValueError(f"geometry.interval: found {section.interval!r}, expected an integer >= 1")

@@ -142,10 +142,10 @@ def _meta_model(config: Any) -> tuple[Any, Any]:
 def _groups(model: Any, config: Any) -> list[dict[str, Any]]:
     """Parameter groups as the run makes them; all of them AdamW's under AdamW."""
     from amo_dist.operators import param_groups
-    from torchtitan_ext.plugin.optimizers import OPTIMIZERS
+    from torchtitan_ext.plugin.sections import STOCK
 
     groups = param_groups(model)
-    if OPTIMIZERS[config.optimizer.name] is None:
+    if config.optimizer.name in STOCK:
         params = [pair for group in groups for pair in group["params"]]
         return [{"params": params, "algorithm": "adamw"}]
     return groups
