@@ -62,10 +62,10 @@ class DecoderShape:
         ]
 
     def matrices(self) -> list[MatrixInfo]:
-        """Every matrix, block by block."""
+        """Every matrix, block by block, named after its operator type."""
         block = self.block()
         return [
-            dataclasses.replace(one, name=f"layers.{layer}.{one.name}")
+            dataclasses.replace(one, name=f"layers.{layer}.{one.operator_type}")
             for layer in range(self.layers)
             for one in block
         ]

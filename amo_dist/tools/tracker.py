@@ -202,10 +202,5 @@ class GeometryTracker:
     def _tell(self) -> None:
         level = logging.DEBUG if self._has_told else logging.INFO
         self._has_told = True
-        logger.log(
-            level,
-            "geometry of %d matrices: %.2f s on the slowest rank, every %d steps",
-            len(self.records),
-            self.seconds,
-            self._interval,
-        )
+        text = "geometry of %d matrices: %.2f s on the slowest rank, every %d steps"
+        logger.log(level, text, len(self.records), self.seconds, self._interval)

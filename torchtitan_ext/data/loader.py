@@ -257,17 +257,15 @@ def _indexed(
             if dp_rank == 0:
                 _warn_of_length(documents, tokenizer, training, dp_world_size)
     else:
-        documents = _documents(training, data)
+        documents = (
+            standard_library()
+            if training.dataset == "stdlib"
+            else text_files(training.dataset_path, data.pattern, data.undecodable)
+        )
         order = ShuffledOrder(len(documents), data.seed)
     _require_enough(data, len(documents), "documents")
     source["documents"] = documents.digest()
     return lambda number: Stream(documents, order, tokenizer, number=number, **options), source
-
-
-def _documents(training: Any, data: Any) -> Documents:
-    if training.dataset == "stdlib":
-        return standard_library()
-    return text_files(training.dataset_path, data.pattern, data.undecodable)
 
 
 def _score_field(data: Any) -> str | None:

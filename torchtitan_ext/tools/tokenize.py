@@ -72,7 +72,7 @@ class Packer:
                 row = next(self._rows, None)
                 if row is None:
                     return found
-                self._position, text, _ = row
+                self._position, text = row
                 self._tokens += self._tokenizer.encode(text, add_bos=False, add_eos=True)
             found.append(self._tokens[: self._length])
             del self._tokens[: self._length]
