@@ -22,7 +22,7 @@ from amo_dist.tools.ledger import sent_by_rank
 from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
 
 WIRE_BYTES = 2
-"""Of an element of bfloat16, in which matrices travel."""
+"""Bytes of one element of bfloat16, the dtype in which matrices travel."""
 BASE_STEPS = 5
 """Newton-Schulz steps of every operator type before the lock."""
 OWNERSHIPS = ("round_robin", "balanced")
@@ -39,13 +39,13 @@ _STEPS_BY_MODEL = {
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that a rank sends in one step: the mean over all ranks and the greatest.
+    """Bytes that a rank sends in one step.
 
     Attributes:
-        mean: Of what goes to any other rank.
-        greatest: Of what goes to any other rank.
-        mean_across: Of what goes to another node.
-        greatest_across: Of what goes to another node.
+        mean: To any other rank, averaged over all ranks.
+        greatest: To any other rank, by the rank that sends the most.
+        mean_across: To other nodes, averaged over all ranks.
+        greatest_across: To other nodes, by the rank that sends the most across.
     """
 
     mean: float
@@ -55,7 +55,7 @@ class Traffic:
 
     @property
     def mean_within(self) -> float:
-        """Mean over ranks of what stays on the node."""
+        """Bytes to ranks of the same node, averaged over all ranks."""
         return self.mean - self.mean_across
 
 
@@ -74,7 +74,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """One row: a world, a way of dealing matrices, and a schedule."""
+    """Load and traffic for a number of ranks, a way of dealing matrices to them, and a schedule."""
 
     ranks: int
     ownership: str

@@ -113,7 +113,7 @@ class GeometryTracker:
         if what not in WHAT:
             raise ValueError(f"what: found {what!r}, expected one of {', '.join(WHAT)}")
         self.records: list[Record] = []
-        """Of the last tracked step, on every rank."""
+        """The records of the last tracked step, the same on every rank."""
         self.seconds = 0.0
         """Seconds that the slowest rank spent measuring at the last tracked step."""
         self.first_step: int | None = None

@@ -17,6 +17,7 @@ from typing import Any
 
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext.plugin.run_files import RUN_FILE, read_config
+from torchtitan_ext.tools import runs
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -59,12 +60,7 @@ def find_source(checkpoint: Path, config: str | None = None) -> Source:
         ValueError: The config is missing or cannot be read.
     """
     if config is not None:
-        import torchtitan_ext
-
-        torchtitan_ext.register()
-        from torchtitan_ext.plugin import settings
-
-        return _source(settings.parse([f"--job.config_file={config}"]).to_dict())
+        return _source(runs.parse([f"--job.config_file={config}"]).to_dict())
     folder = checkpoint.parent.parent
     found = read_config(folder)
     if found is None:

@@ -10,8 +10,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
+import torchtitan_ext
+from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_layout
+from amo_dist.operators import param_groups
+from amo_dist.schedule.calendar import Calendar
+from amo_dist.schedule.policies import AMOPolicy
+from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import Subparsers
+from amo_dist.tools.simulate import lay_out
 from torchtitan_ext.batch import sequences_per_step
+from torchtitan_ext.plugin.sections import STOCK
+from torchtitan_ext.tools import preflight_costs as costs
+from torchtitan_ext.tools import preflight_report, preflight_schedule
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -54,14 +66,10 @@ def run(args: argparse.Namespace) -> int:
     for name, found in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
         if found < 1:
             raise ValueError(f"{name}: found {found}, expected an integer >= 1")
-    import torchtitan_ext
-
     torchtitan_ext.register()
-    from torchtitan_ext.tools import preflight_checks, preflight_costs, preflight_report
+    from torchtitan_ext.tools import preflight_checks
 
-    hardware = preflight_costs.read_hardware(
-        args.hardware or preflight_costs.HARDWARE_FILE, args.gpu
-    )
+    hardware = costs.read_hardware(args.hardware or costs.HARDWARE_FILE, args.gpu)
     config, problems = preflight_checks.load(args.overrides)
     problems += preflight_checks.check(config, args.world)
     if problems:
@@ -78,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build(
-    config: Any, world_size: int, ranks_per_node: int, plan: str, hardware: Any
+    config: Any, world_size: int, ranks_per_node: int, plan: str, hardware: costs.Hardware
 ) -> dict[str, Any]:
     """The whole report as JSON values.
 
@@ -93,7 +101,7 @@ def build(
         ValueError: For a malformed plan, an unknown matrix inside a block, or a schedule file that
             lacks an operator type.
     """
-    from torchtitan_ext.tools import preflight_checks, preflight_schedule
+    from torchtitan_ext.tools import preflight_checks
 
     degrees = preflight_checks.degrees(config, world_size)
     model_args, model = _meta_model(config)
@@ -128,7 +136,6 @@ def build(
 
 
 def _meta_model(config: Any) -> tuple[Any, Any]:
-    import torch
     from torchtitan.protocols.train_spec import get_train_spec
 
     spec = get_train_spec(config.model.name)
@@ -141,9 +148,6 @@ def _meta_model(config: Any) -> tuple[Any, Any]:
 
 def _groups(model: Any, config: Any) -> list[dict[str, Any]]:
     """Parameter groups as the run makes them; all of them AdamW's under AdamW."""
-    from amo_dist.operators import param_groups
-    from torchtitan_ext.plugin.sections import STOCK
-
     groups = param_groups(model)
     if config.optimizer.name in STOCK:
         params = [pair for group in groups for pair in group["params"]]
@@ -151,11 +155,8 @@ def _groups(model: Any, config: Any) -> list[dict[str, Any]]:
     return groups
 
 
-def _registry(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _registry(groups: Sequence[Mapping[str, Any]]) -> list[MatrixInfo]:
     """Every matrix, in the order in which owners are dealt."""
-    from amo_dist.distributed.layout import matrix_layout, replicated_layout
-    from amo_dist.schedule.types import MatrixInfo
-
     registry = []
     for group in groups:
         for name, parameter in group["params"]:
@@ -213,10 +214,8 @@ def _flops_per_token(args: Any, model: Any, seq_len: int) -> float:
 # ------------------------------------------------------------------ the schedule
 
 
-def _samples(config: Any, registry: Sequence[Any]) -> list[tuple[str, ...]]:
+def _samples(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, ...]]:
     """What AMO will draw at each observation of the first plan; those of later ones are alike."""
-    from amo_dist.schedule.policies import AMOPolicy
-
     if config.optimizer.name != "AMO":
         return []
     amo = config.optimizer.amo
@@ -264,8 +263,6 @@ def _plans(amo: Any) -> list[tuple[int, str]]:
 
 def _num_observations(config: Any) -> int:
     """In the whole run, later plans' included."""
-    from amo_dist.schedule.calendar import Calendar
-
     calendar, plan_step, count = Calendar(config.optimizer.amo), None, 0
     for step in range(1, config.training.steps + 1):
         count += calendar.observes(step, plan_step)
@@ -278,10 +275,8 @@ def _num_observations(config: Any) -> int:
 
 
 def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]:
-    from torchtitan_ext.tools import preflight_checks
-
     training, checkpoint = config.training, config.checkpoint
-    ranks = preflight_checks.num_data_ranks(degrees)
+    ranks = degrees["replicate"] * degrees["shard"]
     batch = sequences_per_step(training, ranks)
     tokens = batch * training.seq_len
     saved = 0
@@ -308,8 +303,6 @@ def _bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> tup
 
     FSDP cuts dim 0 as ``torch.chunk`` does: the first rank holds the ceiling.
     """
-    import torch
-
     optimizer = config.optimizer
     itemsize = getattr(torch, config.training.dtype).itemsize
     params = state = moved = 0
@@ -344,10 +337,8 @@ def _add_costs(
     groups: Sequence[Mapping[str, Any]],
     steps: tuple[dict[str, int], dict[str, int]],
     flops_per_token: float,
-    hardware: Any,
+    hardware: costs.Hardware,
 ) -> None:
-    from torchtitan_ext.tools import preflight_costs as costs
-
     shards = degrees["shard"] * degrees["cp"]
     params, state, elementwise = _bytes(config, groups, shards)
     memory = {"parameters": params, "gradients": params, "optimizer_state": state, "exchange": 0}
@@ -381,9 +372,9 @@ def _add_costs(
     _add_seconds(report, config, world, steps, hardware)
 
 
-def _layouts(registry: Sequence[Any], degrees: Mapping[str, int], shards: int) -> Any:
-    from amo_dist.tools.simulate import lay_out
-
+def _layouts(
+    registry: Sequence[MatrixInfo], degrees: Mapping[str, int], shards: int
+) -> list[MatrixLayout]:
     if shards == 1:  # plain tensors, private to each rank, which does everything itself
         return lay_out(registry, 1)
     if degrees["replicate"] == 1:
@@ -395,12 +386,10 @@ def _layouts(registry: Sequence[Any], degrees: Mapping[str, int], shards: int) -
 def _add_seconds(
     report: dict[str, Any],
     config: Any,
-    world: Any,
+    world: costs.World,
     steps: tuple[dict[str, int], dict[str, int]],
-    hardware: Any,
+    hardware: costs.Hardware,
 ) -> None:
-    from torchtitan_ext.tools import preflight_costs as costs
-
     before, after = (costs.step_cost(world, one, hardware) for one in steps)
     report["step"] = {
         "ownership": world.config.ownership,

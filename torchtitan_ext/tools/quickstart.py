@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.schedule.plan import Plan
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext import train
+from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_records, require_unlocked
 from torchtitan_ext.tools import runs
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -42,14 +44,8 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: For a config that cannot work, or that is not the one of the run in its folder.
     """
-    import torchtitan_ext
-
-    torchtitan_ext.register()
-    from torchtitan_ext.plugin import settings
-    from torchtitan_ext.plugin.run_files import require_unlocked
-
     arguments = [f"--job.config_file={CONFIG}", *args.overrides]
-    config = settings.parse(arguments)  # before any rank starts: one error, told once
+    config = runs.parse(arguments)  # before any rank starts: one error, told once
     num_ranks = runs.num_ranks(args.ranks, most=2)  # more would need a larger global batch
     folder = runs.RunFolder(Path(config.job.dump_folder), config.checkpoint.folder)
     require_unlocked(folder.path)
@@ -139,9 +135,6 @@ def _explain(errors: Path) -> None:
 
 
 def _summarize(config: Any, checkpoints: Path) -> None:
-    from amo_dist.schedule.plan import Plan
-    from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_records
-
     folder = Path(config.job.dump_folder)
     records = read_records(folder / METRICS_FILE)
     plan = folder / PLAN_FILE

@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import torchtitan_ext
 from torchtitan_ext.differences import differences
 from torchtitan_ext.plugin.run_files import RUN_FILE, complete_steps, read_config, save_config
 
@@ -102,6 +103,18 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def parse(arguments: Sequence[str]) -> Any:
+    """The job config of torchtitan's arguments, which loads torchtitan: that takes seconds.
+
+    Raises:
+        ValueError: As :func:`torchtitan_ext.plugin.settings.parse`.
+    """
+    torchtitan_ext.register()
+    from torchtitan_ext.plugin import settings
+
+    return settings.parse(arguments)
 
 
 def environment(num_ranks: int, **more: str) -> dict[str, str]:

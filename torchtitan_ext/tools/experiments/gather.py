@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.schedule.plan import Plan
 from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, METRICS_FILE, PLAN_FILE, read_records
 from torchtitan_ext.tools import costs
 from torchtitan_ext.tools.costs import Records
@@ -104,8 +105,6 @@ def _found(row: Row, block: str, job: Job) -> Found:
 
 def _ns_steps(plan: Path, records: Records) -> int | None:
     if plan.exists():
-        from amo_dist.schedule.plan import Plan
-
         return sum(Plan.from_json(plan.read_text()).allocation)
     steps = records[-1].get("num_steps_by_type") if records else None
     return sum(steps.values()) if steps else None

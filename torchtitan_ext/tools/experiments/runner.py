@@ -52,16 +52,11 @@ def check(jobs: Sequence[Job], extra: Sequence[str], *, marks: bool = True) -> N
     Raises:
         ValueError: A config does not work, or a folder holds a run with another one.
     """
-    import torchtitan_ext
-
-    torchtitan_ext.register()
-    from torchtitan_ext.plugin import settings
-
     for job in jobs:
         made = _not_made_yet(job)
         arguments = [argument for argument in job.arguments() if argument not in made]
         try:
-            config = settings.parse([f"--job.config_file={ROOT / job.config}", *arguments, *extra])
+            config = runs.parse([f"--job.config_file={ROOT / job.config}", *arguments, *extra])
             values = config.to_dict()
             for argument in made:
                 _set(values, argument)
