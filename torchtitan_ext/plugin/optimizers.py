@@ -50,7 +50,7 @@ def _make(groups: Groups, config: Any, process_group: dist.ProcessGroup | None) 
     return Muon(groups, schedule=schedule, config=muon, **options)
 
 
-NAMES = (
+OPTIMIZERS = (
     *("AMO", "Muon"),
     *(name for name in OPTIMIZER_NAMES if name not in ("AMO", "Muon", "AdamW")),
     *reversed(sections.STOCK),
@@ -65,8 +65,8 @@ def validate(config: Any) -> None:
         ValueError: For an unknown name, a section that the named optimizer does not read, or what
             it does not support.
     """
-    if config.name not in NAMES:
-        known = ", ".join(map(repr, NAMES))
+    if config.name not in OPTIMIZERS:
+        known = ", ".join(map(repr, OPTIMIZERS))
         raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
     if config.name in sections.STOCK:
         return
@@ -231,7 +231,7 @@ def build_optimizers(
     parallel_dims: Any,
     ft_manager: Any = None,
 ) -> titan.OptimizersContainer:
-    """The optimizers of a run, by ``optimizer.name``; see :data:`NAMES`.
+    """The optimizers of a run, by ``optimizer.name``; see :data:`OPTIMIZERS`.
 
     Raises:
         ValueError: For what :func:`validate` finds, and for torchft.
