@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from amo_dist.tools.command import Parser, Subparsers, run_command
 from amo_dist.tools.plan import add_plan_command
 from amo_dist.tools.simulate import add_simulate_command
-
-COMMANDS: tuple[Callable[[Subparsers], None], ...] = (add_plan_command, add_simulate_command)
-"""Each registers one command, whose parser sets ``run``: parsed arguments to an exit status."""
 
 
 def add_commands(subparsers: Subparsers) -> None:
     """Register every command of ``amo_dist``.
 
     Args:
-        subparsers: Of any parser. Its program calls ``args.run(args)``, which returns an exit
-            status and raises ``ValueError`` for a mistake of the user's.
+        subparsers: Of any parser. Each command sets ``run``; the program calls ``args.run(args)``,
+            which returns an exit status and raises ``ValueError`` for a mistake of the user's.
     """
-    for add_command in COMMANDS:
+    for add_command in (add_plan_command, add_simulate_command):
         add_command(subparsers)
 
 

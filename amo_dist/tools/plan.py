@@ -82,8 +82,9 @@ def run_plan(args: argparse.Namespace) -> int:
 
 def _as_json(plan: Plan) -> dict[str, Any]:
     """The plan for other programs; its numbers print and read back exactly."""
+    settings = ("budget", "budget_unit", "planner", "min_steps", "max_steps")
     return {
-        **{name: getattr(plan, name) for name in _PLAN_FIELDS},
+        **{name: getattr(plan, name) for name in settings},
         "ell_target": dict(zip(plan.operator_types, plan.ell_target, strict=True)),
         "allocation": dict(zip(plan.operator_types, plan.allocation, strict=True)),
         "objective": plan.objective,
@@ -92,9 +93,6 @@ def _as_json(plan: Plan) -> dict[str, Any]:
             for name, schedule in plan.schedules().items()
         },
     }
-
-
-_PLAN_FIELDS = ("budget", "budget_unit", "planner", "min_steps", "max_steps")
 
 
 def _ells(texts: Sequence[str]) -> dict[str, float]:
