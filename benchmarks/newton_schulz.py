@@ -183,7 +183,7 @@ def owned_batches(
     model: str, ranks: int, *, steps: int, ownership: str, itemsize: int
 ) -> list[Batch]:
     """What the busiest of ``ranks`` orthogonalizes in a step, sharded by FSDP2, call by call."""
-    registry = MODELS[model].registry()
+    registry = MODELS[model].matrices()
     matrices = lay_out(registry, ranks)
     costs = [float(steps * ns_step_flops(*info.shape)) for info in registry]
     jobs = assign(matrices, costs, ownership=ownership)

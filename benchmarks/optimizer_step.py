@@ -36,7 +36,7 @@ from amo_dist.schedule.plan import composed, costs_by_group, plan_allocation
 from amo_dist.schedule.policies import TablePolicy
 from benchmarks.measure import paired, ratio, report
 from benchmarks.overhead import Matrices, set_gradients
-from benchmarks.shapes import ELL_BY_TYPE, MODELS, Model
+from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape
 
 OURS = ("ours uniform", "ours locked")
 PEERS = ("torch Muon", "dion Muon", "keller Muon", "AdamW")
@@ -123,7 +123,11 @@ def _unavailable(peer: str, ranks: int, options: argparse.Namespace) -> str:
 
 
 def build(
-    name: str, module: nn.Module, model: Model, mesh: DeviceMesh | None, options: argparse.Namespace
+    name: str,
+    module: nn.Module,
+    model: DecoderShape,
+    mesh: DeviceMesh | None,
+    options: argparse.Namespace,
 ) -> torch.optim.Optimizer:
     """The optimizer of a contender over the matrices of ``module``, all with lr 1e-3, wd 0.1."""
     params = list(module.parameters())
@@ -142,11 +146,11 @@ def build(
     return muon.Muon(params, lr=1e-3, weight_decay=0.1)
 
 
-def _ours(name: str, module: nn.Module, model: Model, options: argparse.Namespace) -> Muon:
+def _ours(name: str, module: nn.Module, model: DecoderShape, options: argparse.Namespace) -> Muon:
     config = MuonConfig(ns_dtype=options.ns_dtype)
     schedules = {kind: composed(1e-3, 5) for kind in ELL_BY_TYPE}
     if name == "ours locked":
-        costs = costs_by_group(matrices_by_group(model.registry()))
+        costs = costs_by_group(matrices_by_group(model.matrices()))
         plan = plan_allocation(AMOConfig(budget_unit="flops"), ELL_BY_TYPE, costs=costs)
         schedules = plan.schedules()
     return Muon(
@@ -178,7 +182,9 @@ def _dion(params: list[nn.Parameter], mesh: DeviceMesh | None) -> torch.optim.Op
     return DionMuon(params, distributed_mesh=mesh, lr=1e-3, weight_decay=0.1, nesterov=True)
 
 
-def make_module(name: str, model: Model, mesh: DeviceMesh | None, dtype: torch.dtype) -> nn.Module:
+def make_module(
+    name: str, model: DecoderShape, mesh: DeviceMesh | None, dtype: torch.dtype
+) -> nn.Module:
     """The matrices with gradients, sharded by rows unless the contender replicates."""
     module = Matrices(model, dtype)
     set_gradients(module)
@@ -228,7 +234,7 @@ def _peak_memory(model: str, name: str, options: argparse.Namespace) -> float:
     return (_peak() - before) / 2**20
 
 
-def _model(name: str, options: argparse.Namespace) -> Model:
+def _model(name: str, options: argparse.Namespace) -> DecoderShape:
     import dataclasses
 
     model = MODELS[name]

@@ -27,7 +27,7 @@ from amo_dist.engine.step import count_backends
 from amo_dist.operators import param_groups
 from amo_dist.schedule.amo import AMOPolicy
 from benchmarks.measure import CLOCKS, paired, report
-from benchmarks.shapes import ELL_BY_TYPE, MODELS, Model
+from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape
 
 INTERVAL, NEVER = 150, 10**6
 
@@ -35,18 +35,18 @@ INTERVAL, NEVER = 150, 10**6
 class Matrices(nn.Module):
     """The matrices of a model under its names, in layers; nothing that could run forward."""
 
-    def __init__(self, model: Model, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(self, model: DecoderShape, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(0)
         self.layers = nn.ModuleDict()
         for layer in range(model.layers):
             block = nn.Module()
-            for name, (_, shape) in model.of_layer().items():
-                part, leaf, _ = name.split(".")
+            for one in model.block():
+                part, leaf, _ = one.name.split(".")
                 if not hasattr(block, part):
                     block.add_module(part, nn.Module())
                 linear = nn.Module()
-                value = torch.randn(shape, generator=generator) * 0.02
+                value = torch.randn(one.shape, generator=generator) * 0.02
                 linear.weight = nn.Parameter(value.to(dtype))
                 block.get_submodule(part).add_module(leaf, linear)
             self.layers[str(layer)] = block
@@ -135,7 +135,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     ]
 
 
-def _observation(model: Model, options: argparse.Namespace) -> float:
+def _observation(model: DecoderShape, options: argparse.Namespace) -> float:
     """Seconds that observing takes of a step: the median over rounds, two optimizers in turns."""
     steps: dict[str, Callable[[], object]] = {}
     for name, every in (("plain", NEVER), ("observing", 1)):
@@ -160,11 +160,11 @@ def _timed(run: Callable[[], object], now: Callable[[], float] = time.perf_count
 
 
 def _transition(
-    model: Model, settings: AMOConfig, now: Callable[[], float]
+    model: DecoderShape, settings: AMOConfig, now: Callable[[], float]
 ) -> tuple[float, list[float]]:
     """Plan from unequal types; seconds of the plan, and of each transition step's schedules."""
     policy = AMOPolicy(settings)
-    registry = model.registry()
+    registry = model.matrices()
     policy.bind(registry)
     types = {info.name: info.operator_type for info in registry}
     policy.record(1, {name: ELL_BY_TYPE[types[name]] for name in policy.sample(1)})

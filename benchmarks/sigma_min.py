@@ -111,8 +111,8 @@ def _repeat(run: Callable[[Tensor], object], x: Tensor, times: int) -> None:
 
 def measure_times(options: argparse.Namespace) -> list[dict[str, object]]:
     sides = [
-        tuple(sorted(size // options.scale for size in shape))
-        for _, shape in MODELS[options.model].of_layer().values()
+        tuple(sorted(size // options.scale for size in one.shape))
+        for one in MODELS[options.model].block()
     ]
     counts = Counter({shape: SAMPLE_SIZE * count for shape, count in Counter(sides).items()})
     rows: list[dict[str, object]] = []

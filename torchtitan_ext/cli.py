@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from amo_dist.tools.cli import Parser, add_commands, run_command
+from amo_dist.tools.cli import add_commands
+from amo_dist.tools.command import Parser, run_command
 from torchtitan_ext.tools import (
     compare,
     evaluate,
@@ -27,10 +29,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="amo", description="Adaptive Muon Orthogonalization."
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    quickstart.add_command(subparsers)
-    for tool in (compare, evaluate, experiments, export, preflight, static_schedule, tokenize):
-        tool.add_command(subparsers)
-    for tool in (report, watch):
+    tools: Sequence[Any] = (
+        *(quickstart, compare, evaluate, experiments, export),
+        *(preflight, static_schedule, tokenize, report, watch),
+    )
+    for tool in tools:
         tool.add_command(subparsers)
     add_commands(subparsers)
     return parser

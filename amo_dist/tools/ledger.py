@@ -1,4 +1,4 @@
-"""What an exchange sends, counted three ways that must agree: by formula, by pair, by plan.
+"""What the exchange of a step sends, from layouts and owners alone.
 
 Elements, not bytes: a matrix travels to its owner in the dtype of the wire or, when it is observed,
 of the momentum, and back in that of the wire.
@@ -6,77 +6,12 @@ of the momentum, and back in that of the wire.
 
 from __future__ import annotations
 
-import dataclasses
-from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
 
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.ownership import Job
-from amo_dist.distributed.plan import ExchangePlan, count_elements
-
-Pair = tuple[int, int]
-"""Global ranks: source and destination."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Volume:
-    """Elements on their way in one step.
-
-    Attributes:
-        gathered: To owners, in the dtype of the wire.
-        gathered_wide: To owners of observed matrices, in the dtype of the momentum.
-        delivered: From owners, in the dtype of the wire.
-    """
-
-    gathered: int = 0
-    gathered_wide: int = 0
-    delivered: int = 0
-
-    def __add__(self, other: Volume) -> Volume:
-        return Volume(
-            self.gathered + other.gathered,
-            self.gathered_wide + other.gathered_wide,
-            self.delivered + other.delivered,
-        )
-
-    @property
-    def elements(self) -> int:
-        """All of them."""
-        return self.gathered + self.gathered_wide + self.delivered
-
-    def num_bytes(self, wire: int, wide: int) -> int:
-        """Bytes, for an element of ``wire`` and one of ``wide`` bytes."""
-        return wire * (self.gathered + self.delivered) + wide * self.gathered_wide
-
-
-def predict(
-    matrices: Sequence[MatrixLayout], jobs: Sequence[Job], wide: frozenset[int] = frozenset()
-) -> Volume:
-    """What all ranks together send, in closed form.
-
-    An owner gathers a matrix less what it holds of its own replica, and delivers it once to each
-    replica that it serves, less the same.
-
-    Args:
-        matrices: Jobs index them.
-        jobs: Of any ranks.
-        wide: Matrices that are observed.
-    """
-    total = Volume()
-    for job in jobs:
-        matrix = matrices[job.matrix]
-        kept = matrix.held_by(job.owner)
-        served = sum(replica[0] in job.targets for replica in matrix.replicas)
-        gathered = matrix.num_elements - kept
-        is_wide = job.matrix in wide
-        total += Volume(
-            gathered=0 if is_wide else gathered,
-            gathered_wide=gathered if is_wide else 0,
-            delivered=served * matrix.num_elements - kept,
-        )
-    return total
 
 
 def sent_by_owner(
@@ -120,40 +55,26 @@ def sent_by_owner(
     return counts
 
 
-def sent_by_pair(
-    matrices: Sequence[MatrixLayout],
-    jobs: Sequence[Job],
-    num_ranks: int,
-    wide: frozenset[int] = frozenset(),
-) -> dict[Pair, Volume]:
-    """What each rank sends to each other rank; arguments as of `sent_by_owner`.
+def sent_by_rank(
+    matrices: Sequence[MatrixLayout], jobs: Sequence[Job], num_ranks: int, ranks_per_node: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each rank sends while nothing is observed.
+
+    Args:
+        matrices: Jobs index them.
+        jobs: Of any ranks below ``num_ranks``.
+        num_ranks: Size of the world.
+        ranks_per_node: Consecutive ranks of one node.
 
     Returns:
-        By ``(source, destination)``; pairs that exchange nothing are absent.
+        Elements sent to ranks of the same node, and to other nodes: two int64 tensors
+        ``(num_ranks,)``.
     """
-    sent: dict[Pair, Volume] = defaultdict(Volume)
-    for owner, counts in sent_by_owner(matrices, jobs, num_ranks, wide).items():
-        for rank, (gathered, gathered_wide, delivered) in enumerate(counts.T.tolist()):
-            if gathered or gathered_wide:
-                sent[rank, owner] += Volume(gathered, gathered_wide)
-            if delivered:
-                sent[owner, rank] += Volume(delivered=delivered)
-    return dict(sent)
-
-
-def sent_by_plan(plan: ExchangePlan) -> dict[int, Volume]:
-    """What the rank of a plan sends to each peer, from the plan's buckets.
-
-    Returns:
-        By peer; those that get nothing are absent.
-    """
-    totals: dict[int, Volume] = defaultdict(Volume)
-    for bucket in plan.buckets:
-        for place, peer in enumerate(plan.peers):
-            gathered = count_elements(bucket.gather_send[place])
-            totals[peer] += Volume(
-                gathered=0 if bucket.wide else gathered,
-                gathered_wide=gathered if bucket.wide else 0,
-                delivered=count_elements(bucket.deliver_send[place]),
-            )
-    return {peer: volume for peer, volume in totals.items() if volume.elements}
+    within, across = (torch.zeros(num_ranks, dtype=torch.int64) for _ in range(2))
+    node = torch.arange(num_ranks) // ranks_per_node
+    for owner, (gathered, _, delivered) in sent_by_owner(matrices, jobs, num_ranks).items():
+        is_across = node != node[owner]
+        for sent, is_counted in ((within, ~is_across), (across, is_across)):
+            sent += gathered * is_counted
+            sent[owner] += (delivered * is_counted).sum()
+    return within, across

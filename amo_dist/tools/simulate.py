@@ -7,7 +7,7 @@ import dataclasses
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
@@ -17,104 +17,35 @@ from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.ledger import sent_by_owner
-
-if TYPE_CHECKING:
-    from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers, pad, read_steps
+from amo_dist.tools.ledger import sent_by_rank
+from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
 
 WIRE_BYTES = 2
-"""Of an element of bfloat16, in which matrices travel."""
+"""Bytes of one element of bfloat16, the dtype in which matrices travel."""
 BASE_STEPS = 5
 """Newton-Schulz steps of every operator type before the lock."""
 OWNERSHIPS = ("round_robin", "balanced")
 LAYOUTS = ("fsdp", "hsdp")
 
-_QWEN3_1_7B_STEPS = (6, 5, 5, 6, 4, 5, 4)
-_LLAMA_760M_STEPS = (6, 4, 5, 6, 5, 5, 4)
-
-
-@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
-class DecoderShape:
-    """The sizes of a decoder that fix its matrices.
-
-    Attributes:
-        layers: Number of blocks.
-        dim: Width of the residual stream.
-        ffn_dim: Width of the feed-forward.
-        heads: Attention heads.
-        kv_heads: Heads of keys and values.
-        q_ratio: Width of all heads together over ``dim``.
-    """
-
-    layers: int
-    dim: int
-    ffn_dim: int
-    heads: int
-    kv_heads: int
-    q_ratio: float = 1.0
-
-    def __post_init__(self) -> None:
-        for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads"):
-            found = getattr(self, field)
-            if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-                raise ValueError(f"{field}: found {found!r}, expected an integer >= 1")
-        if not self.q_ratio > 0 or (self.q_ratio * self.dim) % self.heads:
-            raise ValueError(
-                f"q_ratio: found {self.q_ratio!r}, expected a number > 0 that gives "
-                f"{self.heads} heads of an integer size, dim being {self.dim}"
-            )
-
-    def shape_by_type(self) -> dict[str, tuple[int, int]]:
-        """Shape ``(out, in)`` of the matrix of each operator type in a block."""
-        q_dim = int(self.q_ratio * self.dim)
-        kv_dim = self.kv_heads * (q_dim // self.heads)
-        shapes = (
-            (q_dim, self.dim),
-            (kv_dim, self.dim),
-            (kv_dim, self.dim),
-            (self.dim, q_dim),
-            (self.ffn_dim, self.dim),
-            (self.ffn_dim, self.dim),
-            (self.dim, self.ffn_dim),
-        )
-        return dict(zip(OPERATOR_TYPES, shapes, strict=True))
-
-    def matrices(self) -> list[MatrixInfo]:
-        """Every matrix, in the order of a model's parameters."""
-        return [
-            MatrixInfo(f"layers.{layer}.{operator_type}", shape, operator_type)
-            for layer in range(self.layers)
-            for operator_type, shape in self.shape_by_type().items()
-        ]
-
-
-MODELS: Mapping[str, tuple[DecoderShape, tuple[int, ...]]] = {
-    "qwen3-1.7b": (
-        DecoderShape(layers=28, dim=2048, ffn_dim=6144, heads=16, kv_heads=8),
-        _QWEN3_1_7B_STEPS,
-    ),
-    "llama-3.1-760m": (
-        DecoderShape(layers=12, dim=1536, ffn_dim=5376, heads=12, kv_heads=3),
-        _LLAMA_760M_STEPS,
-    ),
-    # The AMO paper prints no allocation of this model; that of its smaller sister stands in.
-    "llama-3.1-1.4b": (
-        DecoderShape(layers=16, dim=2048, ffn_dim=7168, heads=16, kv_heads=4),
-        _LLAMA_760M_STEPS,
-    ),
+_STEPS_BY_MODEL = {
+    "qwen3-1.7b": PLANS["Qwen3-1.7B"],
+    "llama-3.1-760m": PLANS["Llama-3.1-760M"],
+    # The AMO paper prints no plan of this model; that of its smaller sister stands in.
+    "llama-3.1-1.4b": PLANS["Llama-3.1-760M"],
 }
-"""Shapes, and steps by operator type after the lock (AMO paper, table of locked schedules)."""
+"""Steps by operator type after the lock, for each choice of ``--model``."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Traffic:
-    """Bytes that a rank sends in one step: the mean over all ranks and the greatest.
+    """Bytes that a rank sends in one step.
 
     Attributes:
-        mean: Of what goes to any other rank.
-        greatest: Of what goes to any other rank.
-        mean_across: Of what goes to another node.
-        greatest_across: Of what goes to another node.
+        mean: To any other rank, averaged over all ranks.
+        greatest: To any other rank, by the rank that sends the most.
+        mean_across: To other nodes, averaged over all ranks.
+        greatest_across: To other nodes, by the rank that sends the most across.
     """
 
     mean: float
@@ -124,7 +55,7 @@ class Traffic:
 
     @property
     def mean_within(self) -> float:
-        """Mean over ranks of what stays on the node."""
+        """Bytes to ranks of the same node, averaged over all ranks."""
         return self.mean - self.mean_across
 
 
@@ -143,7 +74,7 @@ class Load:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Result:
-    """One row: a world, a way of dealing matrices, and a schedule."""
+    """Load and traffic for a number of ranks, a way of dealing matrices to them, and a schedule."""
 
     ranks: int
     ownership: str
@@ -219,14 +150,17 @@ def simulate(
     results: list[Result] = []
     for ownership in OWNERSHIPS:
         for schedule, by_type in (("uniform", uniform), ("locked", steps)):
-            costs = [
-                float(by_type[info.operator_type] * ns_step_flops(*info.shape)) for info in registry
-            ]
+            costs = flops_by_matrix(registry, by_type)
             jobs = assign(matrices, costs, ownership=ownership, owners=owners)
             load = _load(jobs, costs, ranks)
             traffic = _traffic(matrices, jobs, ranks, ranks_per_node)
             results.append(Result(ranks, ownership, schedule, load, traffic))
     return results
+
+
+def flops_by_matrix(registry: Sequence[MatrixInfo], steps: Mapping[str, int]) -> list[float]:
+    """Newton-Schulz flops of each matrix, for so many steps of each operator type."""
+    return [float(steps[info.operator_type] * ns_step_flops(*info.shape)) for info in registry]
 
 
 def _load(jobs: Sequence[Job], costs: Sequence[float], ranks: int) -> Load:
@@ -237,12 +171,8 @@ def _load(jobs: Sequence[Job], costs: Sequence[float], ranks: int) -> Load:
 def _traffic(
     matrices: Sequence[MatrixLayout], jobs: Sequence[Job], ranks: int, ranks_per_node: int
 ) -> Traffic:
-    total, across = (torch.zeros(ranks, dtype=torch.int64) for _ in range(2))
-    node = torch.arange(ranks) // ranks_per_node
-    for owner, (gathered, _, delivered) in sent_by_owner(matrices, jobs, ranks).items():
-        for sent, is_counted in ((total, 1), (across, node != node[owner])):
-            sent += WIRE_BYTES * gathered * is_counted
-            sent[owner] += WIRE_BYTES * (delivered * is_counted).sum()
+    within, across = sent_by_rank(matrices, jobs, ranks, ranks_per_node)
+    total, across = WIRE_BYTES * (within + across), WIRE_BYTES * across
     return Traffic(
         mean=int(total.sum()) / ranks,
         greatest=int(total.max()),
@@ -264,7 +194,7 @@ def add_simulate_command(subparsers: Subparsers) -> None:
         epilog="example: amo_dist simulate --model qwen3-1.7b --ranks 32 256 1024 --layout hsdp",
     )
     source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument("--model", choices=sorted(MODELS), help="a model of the AMO paper")
+    source.add_argument("--model", choices=sorted(_STEPS_BY_MODEL), help="a model of the AMO paper")
     source.add_argument(
         "--shapes",
         type=Path,
@@ -299,31 +229,24 @@ def run_simulate(args: argparse.Namespace) -> int:
         ValueError: A shape, a number of steps or a size of the world is malformed.
     """
     if args.model:
-        shape, allocation = MODELS[args.model]
+        shape = next(shape for name, shape in MODELS.items() if name.lower() == args.model)
+        steps = dict(zip(OPERATOR_TYPES, _STEPS_BY_MODEL[args.model], strict=True))
     else:
-        shape, allocation = _read_shape(args.shapes), (BASE_STEPS,) * len(OPERATOR_TYPES)
-    steps = {**dict(zip(OPERATOR_TYPES, allocation, strict=True)), **_read_steps(args.steps)}
+        shape, steps = _read_shape(args.shapes), dict.fromkeys(OPERATOR_TYPES, BASE_STEPS)
+    steps |= read_steps("--steps", args.steps, OPERATOR_TYPES)
+    options = {
+        name: getattr(args, name) for name in ("layout", "owners", "replica_size", "ranks_per_node")
+    }
     rows = [
-        row
-        for ranks in args.ranks
-        for row in simulate(
-            shape.matrices(),
-            steps,
-            ranks,
-            layout=args.layout,
-            replica_size=args.replica_size,
-            ranks_per_node=args.ranks_per_node,
-            owners=args.owners,
-        )
+        row for ranks in args.ranks for row in simulate(shape.matrices(), steps, ranks, **options)
     ]
+    if args.layout == "fsdp":
+        options["replica_size"] = None
     settings = {
         "model": args.model or str(args.shapes),
         "shape": dataclasses.asdict(shape),
         "steps": steps,
-        "layout": args.layout,
-        "owners": args.owners,
-        "replica_size": args.replica_size if args.layout == "hsdp" else None,
-        "ranks_per_node": args.ranks_per_node,
+        **options,
         "wire_bytes": WIRE_BYTES,
     }
     if args.json:
@@ -344,19 +267,6 @@ def _read_shape(path: Path) -> DecoderShape:
         raise ValueError(
             f"--shapes: found {path} ({error}), expected a JSON object with {names}"
         ) from None
-
-
-def _read_steps(texts: Sequence[str]) -> dict[str, int]:
-    steps: dict[str, int] = {}
-    for text in texts:
-        name, _, number = text.partition("=")
-        if name not in OPERATOR_TYPES or not number.isdecimal() or int(number) < 1:
-            raise ValueError(
-                f"--steps: found {text!r}, expected TYPE=STEPS, a type of "
-                f"{', '.join(OPERATOR_TYPES)} and an integer >= 1"
-            )
-        steps[name] = int(number)
-    return steps
 
 
 _COLUMNS: Sequence[tuple[str, Callable[[Result], str]]] = (
@@ -388,9 +298,4 @@ def _table(settings: Mapping[str, Any], rows: Sequence[Result]) -> str:
     ]
     cells = [[title for title, _ in _COLUMNS]]
     cells += [[show(row) for _, show in _COLUMNS] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines += [
-        "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
-        for row in cells
-    ]
-    return "\n".join(lines)
+    return "\n".join([*lines, *map("  ".join, pad(cells))])

@@ -105,7 +105,7 @@ class GeometryTracker:
         if what not in WHAT:
             raise ValueError(f"what: found {what!r}, expected one of {', '.join(WHAT)}")
         self.records: list[Record] = []
-        """Of the last tracked step, on every rank."""
+        """The records of the last tracked step, the same on every rank."""
         self.seconds = 0.0
         """Seconds that the slowest rank spent measuring at the last tracked step."""
         self.first_step: int | None = None
@@ -194,10 +194,5 @@ class GeometryTracker:
     def _tell(self) -> None:
         level = logging.DEBUG if self._has_told else logging.INFO
         self._has_told = True
-        logger.log(
-            level,
-            "geometry of %d matrices: %.2f s on the slowest rank, every %d steps",
-            len(self.records),
-            self.seconds,
-            self._interval,
-        )
+        text = "geometry of %d matrices: %.2f s on the slowest rank, every %d steps"
+        logger.log(level, text, len(self.records), self.seconds, self._interval)

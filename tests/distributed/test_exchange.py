@@ -31,10 +31,10 @@ from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import Bucket, Part, make_plan
 from amo_dist.engine.gradients import MissingGradientError, NonFiniteGradientError
-from amo_dist.tools.ledger import sent_by_plan
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.layouts import build, local_tensor
+from tests.ledger import sent_by_plan
 
 # ------------------------------------------------------------------ the exchange alone
 

@@ -11,9 +11,9 @@ import torch.distributed as dist
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.distributed.layout import layout_of, matrix_layout
 from amo_dist.distributed.ownership import assign
-from amo_dist.tools.ledger import Pair, Volume, predict, sent_by_pair
 from tests.distributed import models
 from tests.distributed.harness import Ranks
+from tests.ledger import Pair, Volume, predict, sent_by_pair
 
 BF16, FP32 = 2, 4
 

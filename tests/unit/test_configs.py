@@ -7,6 +7,7 @@ import functools
 import json
 import math
 import re
+import sys
 import warnings
 from fractions import Fraction
 from pathlib import Path
@@ -16,6 +17,11 @@ import pytest
 import torch
 
 import torchtitan_ext
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
@@ -253,7 +259,7 @@ def toml_block(heading: str) -> dict[str, Any]:
     readme = (CONFIGS / "README.md").read_text()
     block = re.search(rf"^##+ {heading}\n.*?```toml\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
     assert block is not None, heading
-    return settings.tomllib.loads(block[1])
+    return tomllib.loads(block[1])
 
 
 def factors(heading: str, steps: int, **changes: Any) -> list[float]:

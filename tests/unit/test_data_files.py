@@ -74,9 +74,7 @@ REASONS = {"missing": 2, "wrong type": 2, "not UTF-8": 2, "empty": 2, "not JSON"
 
 
 def rows_of(path: Path, bad: BadRows) -> list[str]:
-    return [
-        t for _, t, _ in texts(read_parts([str(path)], [Part(0, 0, 1)], ("text",), (0, 0)), bad)
-    ]
+    return [t for _, t in texts(read_parts([str(path)], [Part(0, 0, 1)], ("text",), (0, 0)), bad)]
 
 
 def test_bad_rows_are_skipped_and_counted_by_reason(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from amo_dist.distributed.ownership import Job, assign
 from amo_dist.distributed.plan import Bucket, ExchangePlan, Part, make_plan
-from amo_dist.tools.ledger import Volume, predict, sent_by_pair, sent_by_plan
 from tests.layouts import Model, build, local_tensor, models
+from tests.ledger import Volume, predict, sent_by_pair, sent_by_plan
 
 few = settings(max_examples=30, deadline=None)
 WIRE, WIDE = 2, 4

@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     torchtitan_ext.register()
 
 from torchtitan_ext.plugin import metrics, settings
-from torchtitan_ext.plugin.run_files import read_metrics
+from torchtitan_ext.plugin.run_files import read_records
 
 
 def dims(replicate: int = 1, shard: int = 1, cp: int = 1) -> SimpleNamespace:
@@ -58,7 +58,7 @@ def log(processor: Any, step: int) -> dict[str, Any]:
     processor.data_loading_times = [0.0]
     # What torchtitan adds up after a resume on other ranks, with sequences of context twice.
     processor.log(step, 1.0, 1.0, 1.0, {"n_tokens_seen": 12345, "lr": 0.1})
-    return read_metrics(processor._files._metrics)[-1]
+    return read_records(processor._files._metrics)[-1]
 
 
 def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> None:

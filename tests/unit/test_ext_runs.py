@@ -19,7 +19,7 @@ with warnings.catch_warnings():
 
 from torchtitan_ext import cli
 from torchtitan_ext.plugin.metrics import progress_line
-from torchtitan_ext.plugin.run_files import RunFiles, read_metrics, require_unlocked
+from torchtitan_ext.plugin.run_files import RunFiles, read_records, require_unlocked
 from torchtitan_ext.tools import quickstart
 from torchtitan_ext.tools.runs import RunFolder, changes
 
@@ -45,23 +45,23 @@ def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tmp_path: Path) -> 
     again = RunFiles(tmp_path)
     again.start(3)
     again.append({"step": 3, "loss": float("nan"), "optimizer": {"x": float("inf")}})
-    assert read_metrics(tmp_path / "metrics.jsonl") == [
+    assert read_records(tmp_path / "metrics.jsonl") == [
         {"step": 1, "loss": 1 / 3},
         {"step": 2, "loss": 2 / 3},
         {"step": 3, "loss": None, "optimizer": {"x": None}},
     ]
     again.start(1)
     again.close()
-    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    assert read_records(tmp_path / "metrics.jsonl") == []
 
 
 def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "lo')
-    assert read_metrics(path) == [{"step": 1}]
+    assert read_records(path) == [{"step": 1}]
     path.write_text('{"step": 1, "lo\n{"step": 2}\n')
     with pytest.raises(ValueError, match="line 1: not JSON"):
-        read_metrics(path)
+        read_records(path)
 
 
 def test_the_plan_is_saved_once_and_forgotten_by_a_new_run(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
-from amo_dist.tools.ledger import sent_by_pair
 from tests.layouts import Model, build, models
+from tests.ledger import sent_by_pair
 
 few = settings(max_examples=40, deadline=None)
 OWNERSHIP = st.sampled_from(["round_robin", "balanced"])

@@ -21,8 +21,8 @@ with warnings.catch_warnings():
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.ledger import predict
 from amo_dist.tools.simulate import lay_out, simulate
+from tests.ledger import predict
 from torchtitan_ext.cli import main
 from torchtitan_ext.tools import preflight, preflight_checks, preflight_costs
 

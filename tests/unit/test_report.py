@@ -17,7 +17,7 @@ from amo_dist.config import OPERATOR_TYPES
 from amo_dist.optimizers.root import ROOT
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.tools.tracker import GeometryTracker
-from torchtitan_ext.tools import report
+from torchtitan_ext.tools.report import command as report
 from torchtitan_ext.tools.report import data
 
 

@@ -12,7 +12,8 @@ from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.cli import main
-from amo_dist.tools.simulate import MODELS, DecoderShape, Result, simulate
+from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
+from amo_dist.tools.simulate import Result, simulate
 
 SPECS = json.loads(
     (Path(__file__).resolve().parent.parent / "golden" / "model_specs.json").read_text()
@@ -20,7 +21,6 @@ SPECS = json.loads(
 LOCKED = json.loads(
     (Path(__file__).resolve().parent.parent / "golden" / "locked_schedules.json").read_text()
 )
-NAMES = {name.lower(): name for name in SPECS}
 SMALL = DecoderShape(layers=4, dim=64, ffn_dim=128, heads=4, kv_heads=2)
 UNIFORM = dict.fromkeys(OPERATOR_TYPES, 5)
 
@@ -29,24 +29,16 @@ def rows_of(results: list[Result]) -> dict[tuple[str, str], Result]:
     return {(row.ownership, row.schedule): row for row in results}
 
 
-@pytest.mark.parametrize("name", sorted(MODELS))
+@pytest.mark.parametrize("name", sorted(SPECS))
 def test_shapes_and_steps_are_the_papers(name: str) -> None:
-    shape, allocation = MODELS[name]
-    spec = SPECS[NAMES[name]]
+    shape, spec = MODELS[name], SPECS[name]
     assert dataclasses.asdict(shape) == {key: spec[key] for key in dataclasses.asdict(shape)}
     elements = sum(info.shape[0] * info.shape[1] for info in shape.matrices())
     assert round(elements / 1e6, 2) == spec["muon_params_m"]
-    locked = LOCKED.get(NAMES[name])
+    locked = LOCKED.get(name)
+    assert (name in PLANS) == bool(locked)
     if locked:
-        assert allocation == tuple(locked[kind]["steps"] for kind in OPERATOR_TYPES)
-
-
-@pytest.mark.parametrize("name", sorted(SPECS))
-def test_every_shape_of_the_paper_gives_its_number_of_matrix_parameters(name: str) -> None:
-    fields = [field.name for field in dataclasses.fields(DecoderShape)]
-    shape = DecoderShape(**{field: SPECS[name][field] for field in fields})
-    elements = sum(info.shape[0] * info.shape[1] for info in shape.matrices())
-    assert round(elements / 1e6, 2) == SPECS[name]["muon_params_m"]
+        assert PLANS[name] == tuple(locked[kind]["steps"] for kind in OPERATOR_TYPES)
 
 
 @pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
@@ -98,8 +90,8 @@ def test_one_rank_sends_nothing() -> None:
 
 
 def test_a_thousand_ranks_plan_every_matrix_once() -> None:
-    shape, allocation = MODELS["qwen3-1.7b"]
-    steps = dict(zip(OPERATOR_TYPES, allocation, strict=True))
+    shape = MODELS["Qwen3-1.7B"]
+    steps = dict(zip(OPERATOR_TYPES, PLANS["Qwen3-1.7B"], strict=True))
     found = rows_of(simulate(shape.matrices(), steps, 1024, layout="hsdp"))
     elements = sum(info.shape[0] * info.shape[1] for info in shape.matrices())
     row = found["round_robin", "locked"]

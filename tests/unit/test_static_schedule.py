@@ -196,7 +196,7 @@ def test_wrong_options_are_named(options: tuple[str, ...], message: str) -> None
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ("{", "line 1: not JSON"),
+        ("{\n{}", "line 1: not JSON"),
         ("[]", "expected an object"),
         ('{"model": "m"}', "family: found None"),
         ('{"family": "f"}', "model: found None"),
@@ -217,6 +217,17 @@ def test_malformed_logs_are_named(tmp_path: Path, line: str, message: str) -> No
     path.write_text(line and line + "\n")
     with pytest.raises(ValueError, match=message):
         read_pool([path])
+
+
+def test_a_line_cut_short_by_a_kill_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(LOG.read_text() + '{"step": 20, "name": "layers.0.attention.wq.wei')
+    assert read_pool([path]) == read_pool([LOG])
+
+
+def test_a_missing_log_is_named(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="found no such file, expected a geometry log"):
+        read_pool([tmp_path / "none.jsonl"])
 
 
 @pytest.mark.parametrize("name", ["a1", "a2", "a3", "a4", "a5"])

@@ -20,6 +20,7 @@ from amo_dist.tools.tracker import SPECTRAL_METRICS, GeometryTracker, spectral_m
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from torchtitan_ext.plugin import geometry as plugin
+from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, read_records
 
 SHAPES = models.shapes()
 AMO_FIELDS: dict[str, Any] = {
@@ -168,12 +169,12 @@ def config(**changes: Any) -> SimpleNamespace:
 
 
 def test_the_log_starts_where_the_process_does(tmp_path: Path) -> None:
-    path = tmp_path / plugin.GEOMETRY_FILE
+    path = tmp_path / GEOMETRY_FILE
     path.write_text("".join(f'{{"step": {step}}}\n' for step in (2, 4, 6)) + '{"step": 8, "cu')
     log = plugin.GeometryLog(tmp_path, model="m", family="f")
     log.append([{"step": 6, "kappa": float("nan"), "orthogonalized": {"ell": math.inf}}], 5)
     log.append([{"step": 8}], 5)
-    records = plugin.read_geometry(path)
+    records = read_records(path)
     assert [record["step"] for record in records] == [2, 4, 6, 8]
     assert records[2]["kappa"] is None
     assert records[2]["orthogonalized"] == {"ell": None}

@@ -17,7 +17,7 @@ from typing import Any
 from torchtitan.components.tokenizer import BaseTokenizer
 
 from torchtitan_ext.data.files import Files
-from torchtitan_ext.data.rows import BadRows, deal, read_parts, texts
+from torchtitan_ext.data.rows import BadRows, Place, deal, read_parts, texts
 from torchtitan_ext.data.streams import PackedDocuments, Position, permutation
 
 
@@ -43,8 +43,8 @@ class _Block:
     """Documents in the order of drawing, and where the rows go on after them."""
 
     texts: list[str]
-    rows: Generator[tuple[tuple[int, int], str, Any], None, None]
-    end: tuple[int, int]
+    rows: Generator[tuple[Place, str], None, None]
+    end: Place
     bad: BadRows
 
 
@@ -135,7 +135,7 @@ class BufferedStream(PackedDocuments):
     def _fill(self, position: BlockPosition, rows: Any, bad: BadRows) -> _Block:
         found = []
         end = (position.part, position.row)
-        for end, text, _ in itertools.islice(rows, self._shuffle_buffer):  # noqa: B007
+        for end, text in itertools.islice(rows, self._shuffle_buffer):  # noqa: B007
             found.append(text)
         order = permutation(len(found), self._seed, position.epoch, self.number, position.block)
         return _Block([found[index] for index in order], rows, end, bad)

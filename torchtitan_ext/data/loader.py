@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import heapq
 import json
 import logging
@@ -22,6 +21,7 @@ from torchtitan_ext.data.packed import PackedSequences, PackedStream
 from torchtitan_ext.data.pool import Pool
 from torchtitan_ext.data.streams import Order, ShuffledOrder, SortedOrder, Stream
 from torchtitan_ext.data.tokenizers import identity
+from torchtitan_ext.differences import differences
 
 logger = logging.getLogger(__name__)
 
@@ -128,12 +128,9 @@ class StreamLoader(BaseDataLoader):
         self._make_heap()
 
     def _check_source(self, saved: dict[str, object]) -> None:
-        names = sorted({*saved, *self._source})
-        changed = [name for name in names if saved.get(name) != self._source.get(name)]
-        if changed:
-            parts = [f"{n}: was {saved.get(n)!r}, is {self._source.get(n)!r}" for n in changed]
+        if changed := differences(saved, self._source):
             raise ValueError(
-                f"dataloader: the data is not that of the checkpoint ({'; '.join(parts)}); "
+                f"dataloader: the data is not that of the checkpoint ({'; '.join(changed)}); "
                 "`--checkpoint.exclude_from_loading dataloader` starts the data from the beginning"
             )
 
@@ -198,12 +195,29 @@ def _require_known(field: str, found: str, ours: Sequence[str]) -> None:
         raise ValueError(f"{field}: found {found!r}, expected one of {known}")
 
 
-def _validate(training: Any, data: Any, dp_world_size: int = 1) -> None:
+def check_streams(data: Any, dp_world_size: int) -> None:
+    """Check that streams can be dealt to data-parallel ranks.
+
+    Raises:
+        ValueError: For a number of streams that is no multiple of theirs.
+    """
     if data.num_streams < 1 or data.num_streams % dp_world_size:
         raise ValueError(
             f"data.num_streams: found {data.num_streams}, expected a multiple of the "
             f"data-parallel degree {dp_world_size}"
         )
+
+
+def _require_enough(data: Any, size: int, items: str) -> None:
+    if size < data.num_streams:
+        raise ValueError(
+            f"data.num_streams: found {data.num_streams}, expected at most the number of "
+            f"{items}, {size}"
+        )
+
+
+def _validate(training: Any, data: Any, dp_world_size: int = 1) -> None:
+    check_streams(data, dp_world_size)
     if training.dataloader.num_workers:
         raise ValueError(
             f"training.dataloader.num_workers: found {training.dataloader.num_workers}, expected "
@@ -243,21 +257,15 @@ def _indexed(
             if dp_rank == 0:
                 _warn_of_length(documents, tokenizer, training, dp_world_size)
     else:
-        documents = _documents(training, data)
-        order = ShuffledOrder(len(documents), data.seed)
-    if len(documents) < data.num_streams:
-        raise ValueError(
-            f"data.num_streams: found {data.num_streams}, expected at most the number of "
-            f"documents, {len(documents)}"
+        documents = (
+            standard_library()
+            if training.dataset == "stdlib"
+            else text_files(training.dataset_path, data.pattern, data.undecodable)
         )
+        order = ShuffledOrder(len(documents), data.seed)
+    _require_enough(data, len(documents), "documents")
     source["documents"] = documents.digest()
     return lambda number: Stream(documents, order, tokenizer, number=number, **options), source
-
-
-def _documents(training: Any, data: Any) -> Documents:
-    if training.dataset == "stdlib":
-        return standard_library()
-    return text_files(training.dataset_path, data.pattern, data.undecodable)
 
 
 def _score_field(data: Any) -> str | None:
@@ -299,26 +307,14 @@ def _buffered(
 ) -> tuple[Make, dict[str, object]]:
     """Documents of any number of files, each stream with a shuffle buffer of its own."""
     files = find_files(training.dataset_path or HUB_NAMES[training.dataset], _hub(data))
-    make = functools.partial(
-        _buffered_stream,
-        files=files,
-        tokenizer=tokenizer,
-        text_field=data.text_field,
-        shuffle_buffer=data.shuffle_buffer,
-        seed=data.seed,
-        bad_rows=data.bad_rows,
-        **options,
-    )
     source: dict[str, object] = {
         "documents": files.digest,
         "shuffle_buffer": data.shuffle_buffer,
         "text_field": data.text_field,
     }
-    return make, source
-
-
-def _buffered_stream(number: int, **options: Any) -> BufferedStream:
-    return BufferedStream(number=number, **options)
+    fields = ("text_field", "shuffle_buffer", "seed", "bad_rows")
+    settings = {**options, **{name: getattr(data, name) for name in fields}}
+    return lambda number: BufferedStream(files, tokenizer, number=number, **settings), source
 
 
 def _hub(data: Any) -> Hub:
@@ -331,11 +327,7 @@ def _packed(
     """Sequences that were tokenized and packed beforehand."""
     sequences = PackedSequences(training.dataset_path)
     sequences.check(training.seq_len + 1, identity(tokenizer))
-    if len(sequences) < data.num_streams:
-        raise ValueError(
-            f"data.num_streams: found {data.num_streams}, expected at most the number of "
-            f"sequences, {len(sequences)}"
-        )
+    _require_enough(data, len(sequences), "sequences")
     order = ShuffledOrder(len(sequences), data.seed)
     num_streams, infinite = options["num_streams"], options["infinite"]
     source: dict[str, object] = {"documents": sequences.digest()}

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from torchtitan_ext.data.streams import Order, Position
+from torchtitan_ext.data.streams import DealtStream, Order, Position
 
 INDEX = "index.json"
 BYTES = 4
@@ -191,7 +191,7 @@ def _common(indices: Sequence[Index], where: str) -> Mapping[str, Any]:
     return settings[0]
 
 
-class PackedStream:
+class PackedStream(DealtStream):
     """Every ``num_streams``-th of packed sequences in an order.
 
     Args:
@@ -210,20 +210,10 @@ class PackedStream:
         num_streams: int,
         infinite: bool = True,
     ) -> None:
-        self.number = number
+        super().__init__(number, num_streams, infinite)
         self._sequences = sequences
         self._order = order
-        self._num_streams = num_streams
-        self._infinite = infinite
         self._position = Position()
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences drawn since the start of training."""
-        return self._position.num_sequences
-
-    def _num_mine(self) -> int:
-        return len(range(self.number, len(self._sequences), self._num_streams))
 
     def __next__(self) -> list[int]:
         """The next sequence.
@@ -232,7 +222,7 @@ class PackedStream:
             StopIteration: At the end of a finite stream.
         """
         position = self._position
-        if position.index == self._num_mine():
+        if position.index == self._num_mine(len(self._sequences)):
             if not self._infinite:
                 raise StopIteration
             position.epoch += 1
@@ -242,25 +232,8 @@ class PackedStream:
         position.num_sequences += 1
         return self._sequences[number]
 
-    def state(self) -> str:
-        """The position, as JSON."""
-        return json.dumps(dataclasses.asdict(self._position))
-
     def load_state(self, state: str) -> None:
-        """Go to a position.
-
-        Raises:
-            ValueError: If the position cannot be one of this stream; which then stays as it is.
-        """
-        try:
-            position = Position(**json.loads(state))
-        except (TypeError, json.JSONDecodeError):
-            raise ValueError(
-                f"stream_{self.number}: found {state!r}, expected a position"
-            ) from None
-        if not 0 <= position.index <= self._num_mine():
-            raise ValueError(
-                f"stream_{self.number}: found index {position.index}, expected 0 to "
-                f"{self._num_mine()}, its number of sequences"
-            )
+        """Go to a position; see :meth:`DealtStream.load_state`."""
+        position = self._parse(Position, state)
+        self._check_index(position, self._num_mine(len(self._sequences)), "sequences")
         self._position = position

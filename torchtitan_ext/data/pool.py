@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torchtitan_ext.data.files import Files
-from torchtitan_ext.data.rows import BadRow, BadRows, Part, read_parts, score_of, text_of
+from torchtitan_ext.data.rows import BadRows, Part, Values, good_rows, read_parts, score_of, text_of
 
 if TYPE_CHECKING:  # torchtitan takes seconds, and nothing else here needs it
     from torchtitan.components.tokenizer import BaseTokenizer
@@ -113,16 +113,12 @@ def generate(
     bad = BadRows(bad_rows)
     fields = (text_field,) if score_field is None else (text_field, score_field)
     parts = [Part(file, 0, 1) for file in range(len(urls))]
-    for _, url, number, values in read_parts(urls, parts, fields, (0, 0)):
-        try:
-            if isinstance(values, BadRow):
-                raise values
-            row: dict[str, object] = {TEXT: text_of(values[0]), SCORE: None}
-            if score_field is not None:
-                row[SCORE] = score_of(values[1])
-        except BadRow as error:
-            bad.add(url, number, str(error))
-        else:
-            yield row
+
+    def judge(values: Values) -> dict[str, object]:
+        text = text_of(values[0])
+        return {TEXT: text, SCORE: None if score_field is None else score_of(values[1])}
+
+    rows = read_parts(urls, parts, fields, (0, 0))
+    yield from (row for _, row in good_rows(rows, bad, judge))
     if bad.counts:
         logger.warning("left out bad rows: %s", bad.counts)

@@ -14,11 +14,13 @@ import logging
 import math
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 from torchtitan_ext.data.files import format_of
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 RETRIES = 5
 """Times that a remote file is opened again before a row comes; after 2, 4, 8 ... seconds."""
@@ -28,6 +30,12 @@ Wanted = Callable[[int], bool]
 
 Values = tuple[object, ...]
 """Values of the fields asked for, ``None`` where one is missing; text may be undecoded bytes."""
+
+Place = tuple[int, int]
+"""Where reading goes on: index of a part, and the next row of its file."""
+
+Row = tuple[Place, str, int, Any]
+"""The place after a row, its file, its number, and what :func:`read_rows` yields."""
 
 
 class BadRow(Exception):
@@ -225,8 +233,8 @@ def deal(order: Sequence[int], number: int, num_streams: int) -> list[Part]:
 
 
 def read_parts(
-    urls: Sequence[str], parts: Sequence[Part], fields: Sequence[str], start: tuple[int, int]
-) -> Iterator[tuple[tuple[int, int], str, int, Any]]:
+    urls: Sequence[str], parts: Sequence[Part], fields: Sequence[str], start: Place
+) -> Iterator[Row]:
     """Rows of parts, from a position on.
 
     Args:
@@ -236,7 +244,7 @@ def read_parts(
         start: A part's index in ``parts``, and the first row to read of its file.
 
     Yields:
-        The position after the row, the file, the row's number, and what :func:`read_rows` yields.
+        Each :data:`Row`.
     """
     first_part, first_row = start
     for index in range(first_part, len(parts)):
@@ -274,15 +282,27 @@ def _rows_of_part(
             time.sleep(2.0**failures)
 
 
-def texts(
-    rows: Iterator[tuple[tuple[int, int], str, int, Any]], bad: BadRows
-) -> Iterator[tuple[tuple[int, int], str, Values]]:
-    """The good ones of :func:`read_parts`: position after the row, text, further fields."""
+def good_rows(
+    rows: Iterator[Row], bad: BadRows, judge: Callable[[Values], _T]
+) -> Generator[tuple[Place, _T], None, None]:
+    """What ``judge`` makes of the rows of :func:`read_parts`, each with the position after it.
+
+    Args:
+        rows: From :func:`read_parts`.
+        bad: Gets those for which ``judge`` raises :class:`BadRow`.
+        judge: What to make of a row's values.
+    """
     for position, url, number, values in rows:
         try:
             if isinstance(values, BadRow):
                 raise values
-            text = text_of(values[0])
-            yield position, text, values[1:]
+            found = judge(values)
         except BadRow as error:
             bad.add(url, number, str(error))
+        else:
+            yield position, found
+
+
+def texts(rows: Iterator[Row], bad: BadRows) -> Generator[tuple[Place, str], None, None]:
+    """The texts of :func:`good_rows`, of which they are the first field."""
+    return good_rows(rows, bad, lambda values: text_of(values[0]))

@@ -93,38 +93,21 @@ class Position:
     num_sequences: int = 0
 
 
-class PackedDocuments(abc.ABC):
-    """Sequences of tokens from a stream of documents, which a subclass draws.
-
-    Each document is followed by the end token, none is preceded by a begin token; documents are
-    packed one after another, and what does not fill a sequence at the end of an epoch is dropped.
+class DealtStream(abc.ABC):
+    """One stream of several: every ``num_streams``-th item of a corpus, from a position on.
 
     Args:
-        tokenizer: Turns text into tokens.
         number: Which stream this is.
         num_streams: How many there are in the world.
-        length: Tokens of a sequence (one more than the model sees, for the labels).
         infinite: Whether to go on after an epoch.
     """
 
     _position: Position
 
-    def __init__(
-        self,
-        tokenizer: BaseTokenizer,
-        *,
-        number: int,
-        num_streams: int,
-        length: int,
-        infinite: bool = True,
-    ) -> None:
+    def __init__(self, number: int, num_streams: int, infinite: bool = True) -> None:
         self.number = number
-        self._tokenizer = tokenizer
         self._num_streams = num_streams
-        self._length = length
         self._infinite = infinite
-        self._tokens: list[int] = []  # read and not yet drawn: from _start on
-        self._start = 0
 
     @property
     def num_sequences(self) -> int:
@@ -133,8 +116,60 @@ class PackedDocuments(abc.ABC):
 
     @property
     def epoch(self) -> int:
-        """Passes over the stream's documents that are complete."""
+        """Passes over the stream's items that are complete."""
         return self._position.epoch
+
+    def state(self) -> str:
+        """The position, as JSON."""
+        return json.dumps(dataclasses.asdict(self._position))
+
+    @abc.abstractmethod
+    def load_state(self, state: str) -> None:
+        """Go to a position; a document under way is read again.
+
+        Raises:
+            ValueError: If the position cannot be one of this stream; which then stays as it is.
+        """
+
+    def _num_mine(self, size: int) -> int:
+        """How many of ``size`` items are this stream's."""
+        return len(range(self.number, size, self._num_streams))
+
+    def _parse(self, cls: type, state: str) -> Any:
+        try:
+            return cls(**json.loads(state))
+        except (TypeError, json.JSONDecodeError):
+            raise ValueError(
+                f"stream_{self.number}: found {state!r}, expected a position"
+            ) from None
+
+    def _check_index(self, position: Position, size: int, items: str = "documents") -> None:
+        lowest = 1 if position.leftover else 0
+        if not lowest <= position.index <= size:
+            raise ValueError(
+                f"stream_{self.number}: found index {position.index}, "
+                f"expected {lowest} to {size}, its number of {items}"
+            )
+
+
+class PackedDocuments(DealtStream):
+    """Sequences of tokens from a stream of documents, which a subclass draws.
+
+    Each document is followed by the end token, none is preceded by a begin token; documents are
+    packed one after another, and what does not fill a sequence at the end of an epoch is dropped.
+
+    Args:
+        tokenizer: Turns text into tokens.
+        length: Tokens of a sequence (one more than the model sees, for the labels).
+        options: ``number``, ``num_streams``, ``infinite``; see :class:`DealtStream`.
+    """
+
+    def __init__(self, tokenizer: BaseTokenizer, *, length: int, **options: Any) -> None:
+        super().__init__(**options)
+        self._tokenizer = tokenizer
+        self._length = length
+        self._tokens: list[int] = []  # read and not yet drawn: from _start on
+        self._start = 0
 
     def __next__(self) -> list[int]:
         """The next ``length`` tokens.
@@ -181,26 +216,6 @@ class PackedDocuments(abc.ABC):
     def _encode(self, text: str) -> list[int]:
         return list(self._tokenizer.encode(text, add_bos=False, add_eos=True))
 
-    def state(self) -> str:
-        """The position, as JSON."""
-        return json.dumps(dataclasses.asdict(self._position))
-
-    @abc.abstractmethod
-    def load_state(self, state: str) -> None:
-        """Go to a position; the document under way is read again.
-
-        Raises:
-            ValueError: If the position cannot be one of this stream; which then stays as it is.
-        """
-
-    def _parse(self, cls: type, state: str) -> Any:
-        try:
-            return cls(**json.loads(state))
-        except (TypeError, json.JSONDecodeError):
-            raise ValueError(
-                f"stream_{self.number}: found {state!r}, expected a position"
-            ) from None
-
     def _leftover(self, position: Position, document: list[int]) -> list[int]:
         """The tokens yet to come of ``document``, the last one read."""
         if position.leftover > len(document):
@@ -209,14 +224,6 @@ class PackedDocuments(abc.ABC):
                 f"document of {len(document)}; the corpus has changed"
             )
         return document[len(document) - position.leftover :]
-
-    def _check_index(self, position: Position, num_documents: int) -> None:
-        lowest = 1 if position.leftover else 0
-        if not lowest <= position.index <= num_documents:
-            raise ValueError(
-                f"stream_{self.number}: found index {position.index}, "
-                f"expected {lowest} to {num_documents}, its number of documents"
-            )
 
 
 class Stream(PackedDocuments):
@@ -237,28 +244,21 @@ class Stream(PackedDocuments):
         self._order = order
         self._position = Position()
 
-    def _num_mine(self) -> int:
-        return len(range(self.number, len(self._documents), self._num_streams))
-
     def _text_tokens(self, epoch: int, index: int) -> list[int]:
         text = self._documents.text(self._order(epoch)[self.number + index * self._num_streams])
         return [] if text is None else self._encode(text)
 
     def _next_document(self) -> list[int] | None:
-        if self._position.index >= self._num_mine():
+        if self._position.index >= self._num_mine(len(self._documents)):
             return None
         tokens = self._text_tokens(self._position.epoch, self._position.index)
         self._position.index += 1
         return tokens
 
     def load_state(self, state: str) -> None:
-        """Go to a position; the document under way is read again.
-
-        Raises:
-            ValueError: If the position cannot be one of this stream; which then stays as it is.
-        """
+        """Go to a position; see :meth:`DealtStream.load_state`."""
         position = self._parse(Position, state)
-        self._check_index(position, self._num_mine())
+        self._check_index(position, self._num_mine(len(self._documents)))
         tokens: list[int] = []
         if position.leftover:
             last = self._text_tokens(position.epoch, position.index - 1)

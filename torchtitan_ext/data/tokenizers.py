@@ -22,8 +22,11 @@ BYTE_VOCAB_SIZE = 257
 class _TiktokenTokenizer(BaseTokenizer):
     """Text by a tiktoken encoding: special tokens have no meaning within a document."""
 
-    def __init__(self, encoding: tiktoken.Encoding, eos_id: int) -> None:
+    def __init__(
+        self, encoding: tiktoken.Encoding, eos_id: int, normalize: Callable[[str], str] = str
+    ) -> None:
         super().__init__()
+        self._normalize = normalize
         self._encoding = encoding
         self.bos_id: int | None = None
         self.eos_id: int = eos_id
@@ -34,7 +37,7 @@ class _TiktokenTokenizer(BaseTokenizer):
         ``add_bos``, with which torchtitan's own loaders call, adds nothing: here documents are
         packed without a begin token, whoever packs them.
         """
-        tokens = self._encoding.encode_ordinary(text)
+        tokens = self._encoding.encode_ordinary(self._normalize(text))
         return [*tokens, self.eos_id] if add_eos else tokens
 
     def decode(self, tokens: list[int]) -> str:
@@ -73,10 +76,6 @@ _PATTERN = (
 )
 
 
-def _as_is(text: str) -> str:
-    return text
-
-
 def _nfc(text: str) -> str:
     return unicodedata.normalize("NFC", text)
 
@@ -108,7 +107,7 @@ FAMILIES = {
             *(f"<|reserved_special_token_{i}|>" for i in range(254)),
         ),
         eos="<|end_of_text|>",
-        normalize=_as_is,
+        normalize=str,
     ),
     "qwen.tiktoken": Family(
         pattern=_PATTERN % "",
@@ -150,17 +149,8 @@ class TiktokenTokenizer(_TiktokenTokenizer):
             special_tokens=special,
             explicit_n_vocab=len(ranks) + len(special),
         )
-        super().__init__(encoding, special[eos])
-        self._normalize = family.normalize
+        super().__init__(encoding, special[eos], family.normalize)
         self.digest = _digest(content, self.eos_id)
-
-    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """The tokens of ``text``, followed by the end token where ``add_eos``.
-
-        ``add_bos``, with which torchtitan's own loaders call, adds nothing: here documents are
-        packed without a begin token, whoever packs them.
-        """
-        return super().encode(self._normalize(text), add_bos, add_eos)
 
 
 def read_ranks(content: bytes, file: Path) -> dict[bytes, int]:
@@ -274,12 +264,8 @@ def build_tokenizer(job_config: Any) -> BaseTokenizer:
     """The tokenizer that ``[data] tokenizer`` names.
 
     Raises:
-        ValueError: For a config that cannot work: this is the first of the project's functions that
-            torchtitan calls with the whole of it.
+        ValueError: If its files do not make one.
     """
-    from torchtitan_ext.plugin import settings
-
-    settings.validate(job_config)
     data = job_config.data
     path = data.tokenizer_path or job_config.model.hf_assets_path
     return make_tokenizer(data.tokenizer, path, data.eos_token)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -17,7 +15,7 @@ import torchtitan.components.checkpoint as titan
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan_ext.plugin.optimizers import check_last_update
-from torchtitan_ext.plugin.run_files import COMPLETE_FILES
+from torchtitan_ext.plugin.run_files import COMPLETE_FILES, checkpoints, complete_steps
 
 logger = logging.getLogger(__name__)
 
@@ -71,7 +69,7 @@ class CheckpointManager(titan.CheckpointManager):
         found = [-1]
         if dist.get_rank() == 0:
             found = [max(self._complete_steps(), default=-1)]
-            incomplete = [step for step, _ in sorted(self._step_folders())]
+            incomplete = checkpoints(Path(self.folder))
             if found == [-1] and incomplete:
                 logger.warning(
                     "no checkpoint in %s is complete (a save was cut short: %s); the run starts "
@@ -156,24 +154,15 @@ class CheckpointManager(titan.CheckpointManager):
         )
 
     def _complete_steps(self) -> list[int]:
-        return [
-            step
-            for step, folder in self._step_folders()
-            if any((folder / name).is_file() for name in COMPLETE_FILES)
-        ]
-
-    def _step_folders(self) -> Iterator[tuple[int, Path]]:
-        for folder in Path(self.folder).glob("step-*"):
-            if match := re.fullmatch(r"step-(\d+)", folder.name):
-                yield int(match[1]), folder
+        return complete_steps(Path(self.folder))
 
     def _purge_stale_checkpoints(self) -> None:
         if not (self.keep_latest_k > 0 and dist.get_rank() == 0):
             return
         current = self._step_under_way
-        older = sorted(step for step in self._complete_steps() if step < current)
+        older = [step for step in self._complete_steps() if step < current]
         kept = {current, *older[-(self.keep_latest_k - 1) :]}
-        for step, folder in sorted(self._step_folders()):
+        for step, folder in checkpoints(Path(self.folder)).items():
             if step < current and step not in kept:
                 self.purge_queue.put(str(folder))
 

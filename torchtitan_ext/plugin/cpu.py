@@ -71,7 +71,7 @@ def _cpu_module() -> types.ModuleType:
             total_memory=_total_memory()
         ),
         "memory_stats": lambda _device=None: dict.fromkeys(
-            ("active_bytes.all.peak", "reserved_bytes.all.peak"), _peak_memory()
+            ("active_bytes.all.peak", "reserved_bytes.all.peak"), resident_peak()
         ),
         "reset_peak_memory_stats": lambda _device=None: None,
     }
@@ -85,7 +85,7 @@ def _total_memory() -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
-def _peak_memory() -> int:
+def resident_peak() -> int:
     """Greatest resident size of this process so far, in bytes."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -10,15 +10,13 @@ for a value that is not finite.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from amo_dist.tools.tracker import WHAT, GeometryTracker, Record
-from torchtitan_ext.plugin import run_files
-
-GEOMETRY_FILE = "geometry.jsonl"
+from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, append_records, drop_from
+from torchtitan_ext.plugin.sections import STOCK
 
 _FAMILIES = {"llama3": "Llama-3.1", "qwen3": "Qwen3"}
 """Names that the AMO paper gives to torchtitan's models."""
@@ -40,11 +38,7 @@ class GeometryLog:
     def start(self, step: int) -> None:
         """Drop what earlier runs wrote for ``step`` and later ones."""
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        kept = [record for record in read_geometry(self._path) if record["step"] < step]
-        # Beside it first: a kill in the midst of a rewrite would lose what took hours.
-        scratch = self._path.with_suffix(".tmp")
-        scratch.write_text("".join(json.dumps(record) + "\n" for record in kept))
-        scratch.replace(self._path)
+        drop_from(self._path, step)
         self._has_started = True
 
     def append(self, records: Sequence[Record], first_step: int) -> None:
@@ -56,23 +50,7 @@ class GeometryLog:
         """
         if not self._has_started:
             self.start(first_step)
-        lines = [
-            json.dumps(run_files._finite({**record, **self._labels}), allow_nan=False)
-            for record in records
-        ]
-        with self._path.open("a") as file:
-            file.write("".join(line + "\n" for line in lines))
-
-
-def read_geometry(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``geometry.jsonl``, empty where there is none.
-
-    A last line cut short by a kill is left out.
-
-    Raises:
-        ValueError: If another line is not a JSON object.
-    """
-    return run_files.read_metrics(path)
+        append_records(self._path, [{**record, **self._labels} for record in records])
 
 
 def validate(config: Any) -> None:
@@ -82,7 +60,7 @@ def validate(config: Any) -> None:
         ValueError: For an interval or content out of range, or an optimizer without matrices.
     """
     section = config.geometry
-    if section.enable and config.optimizer.name in ("Adam", "AdamW"):
+    if section.enable and config.optimizer.name in STOCK:
         raise ValueError(_no_matrices(config))
     if section.interval < 1:
         raise ValueError(f"geometry.interval: found {section.interval!r}, expected an integer >= 1")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-import resource
-import sys
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,6 +18,8 @@ from amo_dist.schedule.plan import Plan
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import geometry, optimizers
+from torchtitan_ext.plugin.console import duration
+from torchtitan_ext.plugin.cpu import resident_peak
 from torchtitan_ext.plugin.run_files import RunFiles
 
 progress = logging.getLogger("torchtitan_ext.progress")
@@ -187,10 +187,7 @@ def tokens_per_step(training: Any, parallel_dims: Any) -> int:
 
 def peak_memory() -> int:
     """Bytes: the most that tensors took on this rank's GPU, without one of the whole process."""
-    if torch.cuda.is_available():
-        return int(torch.cuda.max_memory_allocated())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else resident_peak()
 
 
 def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
@@ -200,7 +197,7 @@ def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
     if record["phase"]:
         counts = " ".join(map(str, record["num_steps_by_type"].values()))
         parts += [f"{record['phase']:<11}", f"NS steps {counts}"]
-    remaining = round((num_steps - step) * record["seconds_per_step"])
+    remaining = (num_steps - step) * record["seconds_per_step"]
     parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
-    parts.append(f"{remaining // 3600}:{remaining // 60 % 60:02}:{remaining % 60:02} to go")
+    parts.append(f"{duration(remaining)} to go")
     return "  ".join(parts)

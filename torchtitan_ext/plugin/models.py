@@ -19,6 +19,7 @@ from torchtitan.models.llama3 import TransformerModelArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs
 
 from amo_dist.operators import clean_name
+from amo_dist.tools.shapes import MODELS, DecoderShape
 
 INIT_STD = 0.02
 """Standard deviation of all linear and embedding weights in the AMO paper; biases start at 0."""
@@ -41,66 +42,51 @@ class QwenArgs(Qwen3ModelArgs):
     init_std: float | None = None
 
 
-def _llama(
-    dim: int, n_layers: int, n_heads: int, n_kv_heads: int, hidden_dim: int, **changes: Any
-) -> LlamaArgs:
+def _sizes(shape: DecoderShape) -> dict[str, Any]:
+    return {
+        "dim": shape.dim,
+        "n_layers": shape.layers,
+        "n_heads": shape.heads,
+        "n_kv_heads": shape.kv_heads,
+        "init_std": INIT_STD,
+    }
+
+
+def _llama(shape: DecoderShape, vocab_size: int = 128256) -> LlamaArgs:
     """Llama-3.1 with a stated feed-forward width.
 
     torchtitan computes the width, ``2/3 * 4 * dim`` rounded up to a multiple of ``multiple_of``
     (times a factor that is 1 here): a multiple that is the width itself, where that is not less
     than ``2/3 * 4 * dim``, is rounded up to exactly once.
     """
-    assert hidden_dim >= 8 * dim // 3
-    args = {"vocab_size": 128256, "rope_theta": 500000, "init_std": INIT_STD, **changes}
+    assert shape.ffn_dim >= 8 * shape.dim // 3
     return LlamaArgs(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        multiple_of=hidden_dim,
-        **args,
+        **_sizes(shape), multiple_of=shape.ffn_dim, vocab_size=vocab_size, rope_theta=500000
     )
 
 
-def _qwen(
-    dim: int,
-    n_layers: int,
-    n_heads: int,
-    n_kv_heads: int,
-    hidden_dim: int,
-    q_ratio: float,
-    **changes: Any,
-) -> QwenArgs:
-    """Qwen3 with tied embeddings and queries of ``q_ratio * dim`` columns."""
-    args = {"vocab_size": 151936, "rope_theta": 1000000, "init_std": INIT_STD, **changes}
+def _qwen(shape: DecoderShape, vocab_size: int = 151936) -> QwenArgs:
+    """Qwen3 with tied embeddings."""
     return QwenArgs(
-        dim=dim,
-        n_layers=n_layers,
-        n_heads=n_heads,
-        n_kv_heads=n_kv_heads,
-        hidden_dim=hidden_dim,
-        head_dim=round(q_ratio * dim / n_heads),
+        **_sizes(shape),
+        hidden_dim=shape.ffn_dim,
+        head_dim=shape.head_dim,
         enable_weight_tying=True,
-        **args,
+        vocab_size=vocab_size,
+        rope_theta=1000000,
     )
 
 
 _LLAMA = {
-    "Llama-3.1-75M": _llama(256, 12, 8, 2, 768),
-    "Llama-3.1-480M": _llama(1024, 16, 8, 2, 3584),
-    "Llama-3.1-760M": _llama(1536, 12, 12, 3, 5376),
-    "Llama-3.1-1.4B": _llama(2048, 16, 16, 4, 7168),
+    **{name: _llama(shape) for name, shape in MODELS.items() if name.startswith("Llama")},
     # Bytes as tokens. Grouped queries and an uneven feed-forward: every type has its own shape.
-    "quickstart": _llama(192, 4, 6, 2, 576, vocab_size=_BYTE_VOCAB),
-    "tiny": _llama(48, 2, 6, 2, 144, vocab_size=_BYTE_VOCAB),
+    "quickstart": _llama(DecoderShape(4, 192, 576, 6, 2), _BYTE_VOCAB),
+    "tiny": _llama(DecoderShape(2, 48, 144, 6, 2), _BYTE_VOCAB),
 }
 
 _QWEN = {
-    "Qwen3-70M": _qwen(256, 20, 8, 4, 1024, 4.0),
-    "Qwen3-300M": _qwen(768, 20, 12, 4, 3072, 2.0),
-    "Qwen3-0.6B": _qwen(1024, 28, 16, 8, 3072, 2.0),
-    "Qwen3-1.7B": _qwen(2048, 28, 16, 8, 6144, 1.0),
-    "tiny": _qwen(48, 2, 4, 2, 96, 4 / 3, vocab_size=_BYTE_VOCAB),
+    **{name: _qwen(shape) for name, shape in MODELS.items() if name.startswith("Qwen3")},
+    "tiny": _qwen(DecoderShape(2, 48, 96, 4, 2, 4 / 3), _BYTE_VOCAB),
 }
 
 _FLAVORS: dict[str, dict[str, Any]] = {"llama3": _LLAMA, "qwen3": _QWEN}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -25,8 +25,6 @@ from torchtitan_ext.plugin import hyperparameters, sections
 from torchtitan_ext.plugin.step_clock import StepClock
 
 Groups = list[dict[str, Any]]
-Factory = Callable[..., Optimizer]
-"""Called with groups, ``[optimizer]`` and ``process_group``: the ranks that hold replicas."""
 
 
 def _common(config: Any) -> dict[str, Any]:
@@ -38,46 +36,26 @@ def _common(config: Any) -> dict[str, Any]:
     }
 
 
-def _amo(groups: Groups, config: Any, process_group: dist.ProcessGroup | None) -> Optimizer:
-    return AMO(groups, config=config.amo, process_group=process_group, **_common(config))
-
-
-def _muon_config(config: Any) -> MuonConfig:
-    fields = {f.name: getattr(config.muon, f.name) for f in dataclasses.fields(MuonConfig)}
-    return MuonConfig(**fields)
-
-
-def _muon(groups: Groups, config: Any, process_group: dist.ProcessGroup | None) -> Optimizer:
+def _make(groups: Groups, config: Any, process_group: dist.ProcessGroup | None) -> Optimizer:
+    """An optimizer of the Muon family over groups, from torchtitan's ``[optimizer]`` section."""
+    options = {**_common(config), "process_group": process_group}
+    if config.name == "AMO":
+        return AMO(groups, config=config.amo, **options)
+    muon = MuonConfig(**{field: getattr(config.muon, field) for field in sections.SHARED})
+    if config.name != "Muon":
+        return make_optimizer(config.name, groups, config=muon, **options)
     schedule: str | Mapping[str, Schedule] = config.muon.schedule
     if config.muon.schedule_file:
         schedule = load_schedule_file(config.muon.schedule_file)
-    return Muon(
-        groups,
-        schedule=schedule,
-        config=_muon_config(config),
-        process_group=process_group,
-        **_common(config),
-    )
+    return Muon(groups, schedule=schedule, config=muon, **options)
 
 
-def _named(groups: Groups, config: Any, process_group: dist.ProcessGroup | None) -> Optimizer:
-    return make_optimizer(
-        config.name,
-        groups,
-        config=_muon_config(config),
-        process_group=process_group,
-        **_common(config),
-    )
-
-
-OPTIMIZERS: dict[str, Factory | None] = {
-    "AMO": _amo,
-    "Muon": _muon,
-    **{name: _named for name in OPTIMIZER_NAMES if name not in ("AMO", "Muon", "AdamW")},
-    "AdamW": None,
-    "Adam": None,
-}
-"""``optimizer.name`` -> how to build it from parameter groups; ``None`` is torchtitan's own."""
+OPTIMIZERS = (
+    *("AMO", "Muon"),
+    *(name for name in OPTIMIZER_NAMES if name not in ("AMO", "Muon", "AdamW")),
+    *reversed(sections.STOCK),
+)
+"""Values of ``optimizer.name``; those of :data:`sections.STOCK` are torchtitan's own."""
 
 
 def validate(config: Any) -> None:
@@ -90,7 +68,7 @@ def validate(config: Any) -> None:
     if config.name not in OPTIMIZERS:
         known = ", ".join(map(repr, OPTIMIZERS))
         raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
-    if OPTIMIZERS[config.name] is None:
+    if config.name in sections.STOCK:
         return
     if config.early_step_in_backward:
         raise ValueError(
@@ -113,7 +91,7 @@ def _check_schedule(config: Any) -> None:
         for field, unset in (("schedule", default), ("schedule_file", ""))
         if getattr(config.muon, field) != unset
     }
-    if OPTIMIZERS[config.name] is _named and given:
+    if config.name not in ("AMO", "Muon") and given:
         field, found = next(iter(given.items()))
         raise ValueError(
             f"[optimizer.muon] {field}: found {found!r}, but optimizer.name = "
@@ -138,7 +116,6 @@ class OptimizersContainer(titan.OptimizersContainer):
 
     Args:
         model_parts: On their final device, with their final placements.
-        factory: Builds the optimizer from parameter groups.
         config: torchtitan's ``[optimizer]`` section.
         process_group: Ranks over which plain tensors are replicas, as under DDP.
     """
@@ -146,14 +123,13 @@ class OptimizersContainer(titan.OptimizersContainer):
     def __init__(
         self,
         model_parts: list[nn.Module],
-        factory: Factory,
         config: Any,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         self.model_parts = model_parts
         # A part may lack what a user's expression names: another pipeline stage has it.
         groups = param_groups(model_parts, allow_unused=True)
-        self.optimizers = [factory(groups, config, process_group=process_group)]
+        self.optimizers = [_make(groups, config, process_group)]
         groups = self.optimizer.param_groups
         self._names = _names_by_parameter(model_parts)
         self._post_init([p for group in groups for p in group["params"]], _common(config))
@@ -226,10 +202,8 @@ def _plain_keys(group: Mapping[str, Any]) -> list[str]:
 
 
 def _require_same_keys(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    missing, unknown = (
-        sorted(expected.keys() - found.keys()),
-        sorted(found.keys() - expected.keys()),
-    )
+    missing = sorted(expected.keys() - found.keys())
+    unknown = sorted(found.keys() - expected.keys())
     if missing or unknown:
         raise ValueError(
             f"optimizer state: {len(missing)} keys missing {missing[:3]}, "
@@ -267,12 +241,10 @@ def build_optimizers(
     learning_rate.resolve(optimizer_config)
     if ft_manager is not None and ft_manager.enabled:
         raise ValueError("fault_tolerance.enable: found true, torchft is not supported")
-    factory = OPTIMIZERS[optimizer_config.name]
-    if factory is None:
+    if optimizer_config.name in sections.STOCK:
         container = titan.build_optimizers(model_parts, optimizer_config, parallel_dims)
     else:
-        replicas = _replicas(parallel_dims)
-        container = OptimizersContainer(model_parts, factory, optimizer_config, replicas)
+        container = OptimizersContainer(model_parts, optimizer_config, _replicas(parallel_dims))
     hyperparameters.install(container, optimizer_config)
     _time_steps(container)
     return container

@@ -9,10 +9,18 @@ from typing import Any
 
 import torchtitan.components.optimizer as titan_optimizer
 import torchtitan.protocols.train_spec as titan
+from torchtitan.components.tokenizer import BaseTokenizer
 
+from torchtitan_ext.data import tokenizers
 from torchtitan_ext.data.loader import build_dataloader
-from torchtitan_ext.data.tokenizers import build_tokenizer
-from torchtitan_ext.plugin import lr_schedulers, metrics, models, optimizers, parallelize
+from torchtitan_ext.plugin import (
+    lr_schedulers,
+    metrics,
+    models,
+    optimizers,
+    parallelize,
+    settings,
+)
 
 MODELS = ("llama3", "qwen3", "llama4", "deepseek_v3")
 """Names under which torchtitan finds the project's specs instead of its own."""
@@ -56,3 +64,14 @@ def extended_spec(name: str, flavors: Mapping[str, Any]) -> titan.TrainSpec:
         build_dataloader_fn=build_dataloader,
         build_metrics_processor_fn=metrics.build_metrics_processor,
     )
+
+
+def build_tokenizer(job_config: Any) -> BaseTokenizer:
+    """The tokenizer that ``[data] tokenizer`` names.
+
+    Raises:
+        ValueError: For a config that cannot work: this is the first of the project's functions that
+            torchtitan calls with the whole of it.
+    """
+    settings.validate(job_config)
+    return tokenizers.build_tokenizer(job_config)

@@ -8,11 +8,13 @@ import fcntl
 import json
 import math
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
 METRICS_FILE = "metrics.jsonl"
+GEOMETRY_FILE = "geometry.jsonl"
 PLAN_FILE = "plan.json"
 RUN_FILE = "run.json"
 """The config of the run."""
@@ -74,10 +76,13 @@ def save_config(folder: Path, config: Mapping[str, Any]) -> None:
         folder: Exists.
         config: Sections of fields, JSON values.
     """
-    # Beside it first: tools refuse a folder whose file was cut short by a kill.
-    scratch = (folder / RUN_FILE).with_suffix(".tmp")
-    scratch.write_text(json.dumps(config, indent=1) + "\n")
-    scratch.replace(folder / RUN_FILE)
+    _replace(folder / RUN_FILE, json.dumps(config, indent=1) + "\n")
+
+
+def read_config(folder: Path) -> dict[str, Any] | None:
+    """The config of the run in a dump folder; ``None`` where it holds none."""
+    file = folder / RUN_FILE
+    return json.loads(file.read_text()) if file.is_file() else None
 
 
 class RunFiles:
@@ -105,16 +110,14 @@ class RunFiles:
             step: The first one to come.
             config: Of this run; takes the place of an earlier start's in ``run.json``.
         """
-        kept = [record for record in read_metrics(self._metrics) if record["step"] < step]
-        self._metrics.write_text("".join(json.dumps(record) + "\n" for record in kept))
+        drop_from(self._metrics, step)
         self._plan.unlink(missing_ok=True)  # comes back at the first log where there is one
         if config is not None:
             save_config(self._folder, config)
 
     def append(self, record: Mapping[str, Any]) -> None:
         """Append one record."""
-        with self._metrics.open("a") as file:
-            file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        append_records(self._metrics, [record])
 
     def save_plan(self, plan: str) -> bool:
         """Write the plan; whether it is new to this object."""
@@ -129,26 +132,81 @@ class RunFiles:
         self._lock.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a ``metrics.jsonl``; a last line cut short by a kill is left out.
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """The records of a file of JSON lines, such as ``metrics.jsonl``; none where there is no file.
+
+    A last line cut short by a kill is left out. Record ``i`` stands in line ``i + 1``.
 
     Raises:
-        ValueError: If another line is not a JSON object.
+        ValueError: If the file cannot be read, or another line is not a JSON object.
     """
-    if not path.exists():
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
         return []
-    lines = path.read_text().splitlines()
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     records = []
     for number, line in enumerate(lines, start=1):
         try:
-            records.append(json.loads(line))
+            record = json.loads(line)
         except json.JSONDecodeError as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+            if number == len(lines):
+                break
+            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{path}, line {number}: found {record!r}, expected an object")
+        records.append(record)
     return records
+
+
+def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
+    """Append records to a file of JSON lines; ``null`` stands for what is not finite."""
+    lines = [json.dumps(_finite(record), allow_nan=False) + "\n" for record in records]
+    with path.open("a") as file:
+        file.writelines(lines)
+
+
+def drop_from(path: Path, step: int) -> None:
+    """Drop the records of ``step`` and later ones from a file of JSON lines, which is made."""
+    kept = [record for record in read_records(path) if record["step"] < step]
+    _replace(path, "".join(json.dumps(record) + "\n" for record in kept))
+
+
+def _replace(path: Path, text: str) -> None:
+    # Beside it first: a kill in the midst of a rewrite would lose what took hours, or leave a file
+    # that tools refuse.
+    scratch = path.with_suffix(".tmp")
+    scratch.write_text(text)
+    scratch.replace(path)
 
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: _finite(one) for key, one in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# ------------------------------------------------------------------ checkpoints
+
+
+def checkpoint_step(checkpoint: Path) -> int | None:
+    """The step of ``step-<n>``; ``None`` for a folder of another name."""
+    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
+    return int(match[1]) if match else None
+
+
+def checkpoints(folder: Path) -> dict[int, Path]:
+    """The checkpoints in a folder by step, in order; those that were cut short included."""
+    found = {checkpoint_step(path): path for path in folder.glob("step-*")}
+    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+
+
+def is_complete(checkpoint: Path) -> bool:
+    """Whether a checkpoint holds what is written last; one without was cut short."""
+    return any((checkpoint / name).is_file() for name in COMPLETE_FILES)
+
+
+def complete_steps(folder: Path) -> list[int]:
+    """The steps of the complete checkpoints in a folder, in order."""
+    return [step for step, path in checkpoints(folder).items() if is_complete(path)]

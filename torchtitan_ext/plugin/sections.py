@@ -15,7 +15,8 @@ from amo_dist.config import MuonConfig
 SHARED = tuple(field.name for field in dataclasses.fields(MuonConfig))
 """Fields that ``[optimizer.muon]`` and ``[optimizer.amo]`` have in common."""
 
-_STOCK = ("Adam", "AdamW")
+STOCK = ("Adam", "AdamW")
+"""Optimizers of torchtitan, which orthogonalize nothing."""
 
 
 def given_fields(args: Sequence[str], values: Mapping[str, Any]) -> set[str]:
@@ -47,7 +48,7 @@ def settle(config: Any, given: Collection[str] | None = None) -> None:
         config: torchtitan's ``[optimizer]`` section, with the project's fields.
         given: See :func:`given_fields`; by default the fields that do not have their default value.
     """
-    if config.name in _STOCK:
+    if config.name in STOCK:
         return
     if given is None:
         given = _changed_fields(config)

@@ -7,7 +7,6 @@ import dataclasses
 import difflib
 import io
 import os
-import sys
 import types
 import typing
 from collections.abc import Iterator, Sequence
@@ -15,13 +14,10 @@ from typing import Any
 
 from torchtitan.config import ConfigManager
 
+from amo_dist.schedule.schedule_file import read_toml
 from torchtitan_ext import learning_rate
-from torchtitan_ext.plugin import sections
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from torchtitan_ext.data import loader
+from torchtitan_ext.plugin import geometry, optimizers, sections
 
 _DEFAULTS = {
     "job.custom_config_module": "torchtitan_ext.job_config",
@@ -48,29 +44,13 @@ def parse(args: Sequence[str]) -> Any:
     """
     manager = Manager()
     # torchtitan logs the traceback of a config file that it cannot read; the error says it all.
-    values = read_toml(_config_file(args))
+    path = argument(args, "job.config_file")
+    values = {} if path is None else read_toml("job.config_file", path)
     with _quiet_unless_first():
         config = manager.parse_args([*args, *missing_defaults(args, values)])
     learning_rate.resolve(config.optimizer)  # now, so that a logged config shows the rate
     validate(config)
     return config
-
-
-def read_toml(path: str | None) -> dict[str, Any]:
-    """The sections of a TOML file; none for ``None``.
-
-    Raises:
-        ValueError: If the file is missing or is not TOML.
-    """
-    if path is None:
-        return {}
-    try:
-        with open(path, "rb") as file:
-            return tomllib.load(file)
-    except OSError as error:
-        raise ValueError(f"job.config_file: cannot read {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"job.config_file: {path} is not TOML: {error}") from None
 
 
 def validate(config: Any) -> None:
@@ -79,9 +59,6 @@ def validate(config: Any) -> None:
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
-    from torchtitan_ext.data import loader
-    from torchtitan_ext.plugin import geometry, optimizers
-
     optimizers.validate(config.optimizer)
     geometry.validate(config)
     _check_sizes(config.training)
@@ -196,10 +173,6 @@ class Manager(ConfigManager):
 def _section_of(cls: type) -> str:
     name = {"AMOConfig": "optimizer.amo", "MuonSection": "optimizer.muon"}.get(cls.__name__)
     return f"[{name}] " if name else ""
-
-
-def _config_file(args: Sequence[str]) -> str | None:
-    return argument(args, "job.config_file")
 
 
 def argument(args: Sequence[str], name: str) -> str | None:

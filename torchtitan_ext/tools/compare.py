@@ -13,7 +13,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any
 
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
 from torchtitan_ext.tools import results as results_module
 from torchtitan_ext.tools.results import Result
 

@@ -20,7 +20,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
+from torchtitan_ext.plugin.run_files import checkpoint_step
 from torchtitan_ext.tools import export
 from torchtitan_ext.tools.results import PAPER_TASKS, Result, score_table, sort_tasks
 
@@ -107,7 +108,7 @@ def evaluate(request: Request, model: str, optimizer: str) -> dict[str, Any]:
         "tasks": scores,
         "average": statistics.fmean(scores.values()),
         "checkpoint": str(request.checkpoint),
-        "step": _step(request.checkpoint),
+        "step": checkpoint_step(request.checkpoint),
         "metrics": metrics,
         "num_fewshot": num_fewshot,
         "limit": request.limit,
@@ -210,11 +211,6 @@ def _require_paper_fewshot(num_fewshot: Mapping[str, int | None]) -> None:
                 f"warning: {task.name} was evaluated with {num_fewshot[task.name]} examples by "
                 f"this version of the harness, with {task.num_fewshot} in the paper"
             )
-
-
-def _step(checkpoint: Path) -> int | None:
-    match = re.fullmatch(r"step-(\d+)", checkpoint.name)
-    return int(match[1]) if match else None
 
 
 def write(record: Mapping[str, Any], output: Path) -> None:

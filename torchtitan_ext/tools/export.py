@@ -9,15 +9,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
-import json
 import shutil
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.cli import Subparsers
-from torchtitan_ext.plugin.run_files import RUN_FILE
+from amo_dist.tools.command import Subparsers
+from torchtitan_ext.plugin.run_files import RUN_FILE, read_config
+from torchtitan_ext.tools import runs
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -60,16 +60,13 @@ def find_source(checkpoint: Path, config: str | None = None) -> Source:
         ValueError: The config is missing or cannot be read.
     """
     if config is not None:
-        import torchtitan_ext
-
-        torchtitan_ext.register()
-        from torchtitan_ext.plugin import settings
-
-        return _source(settings.parse([f"--job.config_file={config}"]).to_dict())
-    path = checkpoint.parent.parent / RUN_FILE
-    if not path.is_file():
+        return _source(runs.parse([f"--job.config_file={config}"]).to_dict())
+    folder = checkpoint.parent.parent
+    found = read_config(folder)
+    if found is None:
+        path = folder / RUN_FILE
         raise ValueError(f"--config: found none and no {path}, expected the config of the run")
-    return _source(json.loads(path.read_text()))
+    return _source(found)
 
 
 def _source(config: Mapping[str, Any]) -> Source:

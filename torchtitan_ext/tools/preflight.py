@@ -10,8 +10,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.cli import Subparsers
+import torch
+
+import torchtitan_ext
+from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_layout
+from amo_dist.operators import param_groups
+from amo_dist.schedule.calendar import Calendar
+from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.types import MatrixInfo
+from amo_dist.tools.command import Subparsers
+from amo_dist.tools.simulate import lay_out
 from torchtitan_ext.batch import sequences_per_step
+from torchtitan_ext.plugin.sections import STOCK
+from torchtitan_ext.tools import preflight_costs as costs
+from torchtitan_ext.tools import preflight_report, preflight_schedule
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -54,14 +66,10 @@ def run(args: argparse.Namespace) -> int:
     for name, found in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
         if found < 1:
             raise ValueError(f"{name}: found {found}, expected an integer >= 1")
-    import torchtitan_ext
-
     torchtitan_ext.register()
-    from torchtitan_ext.tools import preflight_checks, preflight_costs, preflight_report
+    from torchtitan_ext.tools import preflight_checks
 
-    hardware = preflight_costs.read_hardware(
-        args.hardware or preflight_costs.HARDWARE_FILE, args.gpu
-    )
+    hardware = costs.read_hardware(args.hardware or costs.HARDWARE_FILE, args.gpu)
     config, problems = preflight_checks.load(args.overrides)
     problems += preflight_checks.check(config, args.world)
     if problems:
@@ -78,7 +86,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def build(
-    config: Any, world_size: int, ranks_per_node: int, plan: str, hardware: Any
+    config: Any, world_size: int, ranks_per_node: int, plan: str, hardware: costs.Hardware
 ) -> dict[str, Any]:
     """The whole report as JSON values.
 
@@ -93,7 +101,7 @@ def build(
         ValueError: For a malformed plan, an unknown matrix inside a block, or a schedule file that
             lacks an operator type.
     """
-    from torchtitan_ext.tools import preflight_checks, preflight_schedule
+    from torchtitan_ext.tools import preflight_checks
 
     degrees = preflight_checks.degrees(config, world_size)
     model_args, model = _meta_model(config)
@@ -128,7 +136,6 @@ def build(
 
 
 def _meta_model(config: Any) -> tuple[Any, Any]:
-    import torch
     from torchtitan.protocols.train_spec import get_train_spec
 
     spec = get_train_spec(config.model.name)
@@ -141,21 +148,15 @@ def _meta_model(config: Any) -> tuple[Any, Any]:
 
 def _groups(model: Any, config: Any) -> list[dict[str, Any]]:
     """Parameter groups as the run makes them; all of them AdamW's under AdamW."""
-    from amo_dist.operators import param_groups
-    from torchtitan_ext.plugin.optimizers import OPTIMIZERS
-
     groups = param_groups(model)
-    if OPTIMIZERS[config.optimizer.name] is None:
+    if config.optimizer.name in STOCK:
         params = [pair for group in groups for pair in group["params"]]
         return [{"params": params, "algorithm": "adamw"}]
     return groups
 
 
-def _registry(groups: Sequence[Mapping[str, Any]]) -> list[Any]:
+def _registry(groups: Sequence[Mapping[str, Any]]) -> list[MatrixInfo]:
     """Every matrix, in the order in which owners are dealt."""
-    from amo_dist.distributed.layout import matrix_layout, replicated_layout
-    from amo_dist.schedule.types import MatrixInfo
-
     registry = []
     for group in groups:
         for name, parameter in group["params"]:
@@ -213,10 +214,8 @@ def _flops_per_token(args: Any, model: Any, seq_len: int) -> float:
 # ------------------------------------------------------------------ the schedule
 
 
-def _samples(config: Any, registry: Sequence[Any]) -> list[tuple[str, ...]]:
+def _samples(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, ...]]:
     """What AMO will draw at each observation of the first plan; those of later ones are alike."""
-    from amo_dist.schedule.amo import AMOPolicy
-
     if config.optimizer.name != "AMO":
         return []
     amo = config.optimizer.amo
@@ -264,8 +263,6 @@ def _plans(amo: Any) -> list[tuple[int, str]]:
 
 def _num_observations(config: Any) -> int:
     """In the whole run, later plans' included."""
-    from amo_dist.schedule.calendar import Calendar
-
     calendar, plan_step, count = Calendar(config.optimizer.amo), None, 0
     for step in range(1, config.training.steps + 1):
         count += calendar.observes(step, plan_step)
@@ -286,7 +283,7 @@ def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]
     if checkpoint.enable:
         saved = len({*range(checkpoint.interval, training.steps + 1, checkpoint.interval)})
         saved += training.steps % checkpoint.interval != 0
-    params, state = _bytes(config, groups, 1)
+    params, state, _ = _bytes(config, groups, 1)
     kept = min(saved, checkpoint.keep_latest_k) if checkpoint.keep_latest_k else saved
     return {
         "peak_lr": config.optimizer.lr,
@@ -301,39 +298,29 @@ def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]
     }
 
 
-def _bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> tuple[int, int]:
-    """Bytes of parameters and of optimizer state on the fullest rank.
+def _bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> tuple[int, int, float]:
+    """Bytes of the fullest rank: of parameters, of optimizer state, and moved elementwise in fp32.
 
     FSDP cuts dim 0 as ``torch.chunk`` does: the first rank holds the ceiling.
     """
-    import torch
-
-    amo = config.optimizer.name == "AMO"
-    momentum = (config.optimizer.amo if amo else config.optimizer.muon).momentum_dtype
+    optimizer = config.optimizer
     itemsize = getattr(torch, config.training.dtype).itemsize
-    params = state = 0
+    params = state = moved = 0
     for group in groups:
-        each = 2 * itemsize
+        # AdamW: four reads, three writes.
+        each, traffic = 2 * itemsize, 28
         if group["algorithm"] == "muon":
-            second_moment = torch.float32.itemsize if config.optimizer.name == "AdaMuon" else 0
-            each = getattr(torch, momentum).itemsize + second_moment
+            momentum = (optimizer.amo if optimizer.name == "AMO" else optimizer.muon).momentum_dtype
+            second_moment = torch.float32.itemsize if optimizer.name == "AdaMuon" else 0
+            # Momentum: two reads, a write. Nesterov and cast: two reads, a write of half. Update:
+            # read the weight and half an update, write the weight.
+            each, traffic = getattr(torch, momentum).itemsize + second_moment, 32
         for _, parameter in group["params"]:
             held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
             params += held * itemsize
             state += held * each
-    return params, state
-
-
-def _elementwise_bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> float:
-    """What momentum, update and AdamW read and write on the fullest rank, in fp32."""
-    total = 0.0
-    for group in groups:
-        # Momentum: two reads, a write. Nesterov and cast: two reads, a write of half. Update:
-        # read the weight and half an update, write the weight. AdamW: four reads, three writes.
-        each = 32 if group["algorithm"] == "muon" else 28
-        for _, parameter in group["params"]:
-            total += each * -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
-    return total
+            moved += held * traffic
+    return params, state, float(moved)
 
 
 # ------------------------------------------------------------------ costs
@@ -350,12 +337,10 @@ def _add_costs(
     groups: Sequence[Mapping[str, Any]],
     steps: tuple[dict[str, int], dict[str, int]],
     flops_per_token: float,
-    hardware: Any,
+    hardware: costs.Hardware,
 ) -> None:
-    from torchtitan_ext.tools import preflight_costs as costs
-
     shards = degrees["shard"] * degrees["cp"]
-    params, state = _bytes(config, groups, shards)
+    params, state, elementwise = _bytes(config, groups, shards)
     memory = {"parameters": params, "gradients": params, "optimizer_state": state, "exchange": 0}
     report["memory"] = memory
     ranks = report["world"]["ranks"]
@@ -369,7 +354,6 @@ def _add_costs(
         )
         report.pop("memory")
         return
-    elementwise = _elementwise_bytes(config, groups, shards)
     registry = _registry(groups)
     if not registry:
         bandwidth = hardware.hbm_tb_per_s * 1e12 * hardware.hbm_efficiency
@@ -388,9 +372,9 @@ def _add_costs(
     _add_seconds(report, config, world, steps, hardware)
 
 
-def _layouts(registry: Sequence[Any], degrees: Mapping[str, int], shards: int) -> Any:
-    from amo_dist.tools.simulate import lay_out
-
+def _layouts(
+    registry: Sequence[MatrixInfo], degrees: Mapping[str, int], shards: int
+) -> list[MatrixLayout]:
     if shards == 1:  # plain tensors, private to each rank, which does everything itself
         return lay_out(registry, 1)
     if degrees["replicate"] == 1:
@@ -402,12 +386,10 @@ def _layouts(registry: Sequence[Any], degrees: Mapping[str, int], shards: int) -
 def _add_seconds(
     report: dict[str, Any],
     config: Any,
-    world: Any,
+    world: costs.World,
     steps: tuple[dict[str, int], dict[str, int]],
-    hardware: Any,
+    hardware: costs.Hardware,
 ) -> None:
-    from torchtitan_ext.tools import preflight_costs as costs
-
     before, after = (costs.step_cost(world, one, hardware) for one in steps)
     report["step"] = {
         "ownership": world.config.ownership,

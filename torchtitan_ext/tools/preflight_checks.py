@@ -9,7 +9,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.schedule.schedule_file import read_toml
 from torchtitan_ext import learning_rate
+from torchtitan_ext.data import loader
 from torchtitan_ext.plugin import settings
 
 
@@ -31,7 +33,7 @@ def load(args: Sequence[str]) -> tuple[Any, list[str]]:
     path = settings.argument(args, "job.config_file")
     if path is None:
         raise ValueError("--job.config_file: found none, expected a TOML file")
-    values, problems = _split(settings.read_toml(path))
+    values, problems = _split(read_toml("job.config_file", path))
 
     class FromValues(settings.Manager):
         def _maybe_load_toml(self, args: list[str]) -> dict[str, Any]:
@@ -56,9 +58,9 @@ def check(config: Any, world_size: int) -> list[str]:
         lambda: learning_rate.resolve(config.optimizer),
         lambda: settings.validate(config),
         lambda: _check_model(config),
-        lambda: _check_world(config, world_size),
-        lambda: _check_batch(config, world_size),
-        lambda: _check_streams(config, world_size),
+        # Where the degrees do not fit, each of these two tells so: once is enough.
+        lambda: _check_batch(config, num_data_ranks(degrees(config, world_size))),
+        lambda: loader.check_streams(config.data, num_data_ranks(degrees(config, world_size))),
         lambda: _check_schedule(config),
         lambda: _check_checkpoint(config),
     ]
@@ -68,7 +70,7 @@ def check(config: Any, world_size: int) -> list[str]:
             one()
         except ValueError as error:
             problems.append(str(error))
-    return problems
+    return list(dict.fromkeys(problems))
 
 
 def notes(config: Any) -> list[str]:
@@ -109,6 +111,11 @@ def degrees(config: Any, world_size: int) -> dict[str, int]:
         product = " * ".join(f"{name} {degree}" for name, degree in found.items())
         raise ValueError(f"parallelism: found {product}, expected a product of {world_size} ranks")
     return found
+
+
+def num_data_ranks(found: Mapping[str, int]) -> int:
+    """Ranks that read data of their own, for degrees by name."""
+    return found["replicate"] * found["shard"]
 
 
 # ------------------------------------------------------------------ fields
@@ -208,42 +215,15 @@ def _check_model(config: Any) -> None:
         )
 
 
-def _check_world(config: Any, world_size: int) -> None:
-    degrees(config, world_size)
-
-
-def _check_batch(config: Any, world_size: int) -> None:
-    found = degrees_or_none(config, world_size)
+def _check_batch(config: Any, num_data_ranks: int) -> None:
     training = config.training
-    if found is None or training.global_batch_size < 0:
-        return
-    one = training.local_batch_size * found["replicate"] * found["shard"]
-    if training.global_batch_size % one:
+    one = training.local_batch_size * num_data_ranks
+    if training.global_batch_size >= 0 and training.global_batch_size % one:
         raise ValueError(
             f"training.global_batch_size: found {training.global_batch_size}, expected a multiple "
-            f"of {one}: local_batch_size {training.local_batch_size} on "
-            f"{found['replicate'] * found['shard']} data-parallel ranks"
+            f"of {one}: local_batch_size {training.local_batch_size} on {num_data_ranks} "
+            "data-parallel ranks"
         )
-
-
-def _check_streams(config: Any, world_size: int) -> None:
-    found = degrees_or_none(config, world_size)
-    if found is None:
-        return
-    ranks, streams = found["replicate"] * found["shard"], config.data.num_streams
-    if streams < 1 or streams % ranks:
-        raise ValueError(
-            f"data.num_streams: found {streams}, expected a multiple of the data-parallel degree "
-            f"{ranks}"
-        )
-
-
-def degrees_or_none(config: Any, world_size: int) -> dict[str, int] | None:
-    """:func:`degrees`, or ``None`` where they do not fit the world."""
-    try:
-        return degrees(config, world_size)
-    except ValueError:
-        return None
 
 
 def _check_schedule(config: Any) -> None:

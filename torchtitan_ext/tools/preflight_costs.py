@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,14 +22,10 @@ from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from amo_dist.distributed.plan import Bucket, Part, count_elements, make_plan
 from amo_dist.kernels.geometry import ell
 from amo_dist.kernels.sigma_min import SMALL
-from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.schedule_file import read_toml
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.ledger import sent_by_owner
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
+from amo_dist.tools.ledger import sent_by_rank
+from amo_dist.tools.simulate import flops_by_matrix
 
 HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
 
@@ -100,12 +95,7 @@ def read_hardware(path: Path, name: str) -> Hardware:
     Raises:
         ValueError: If the file is no TOML, lacks the table, or a figure is missing or not > 0.
     """
-    try:
-        tables = tomllib.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"--hardware: cannot read {path}: {error.strerror}") from None
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"--hardware: {path} is not TOML: {error}") from None
+    tables = read_toml("--hardware", path)
     if name not in tables:
         raise ValueError(f"--gpu: found {name!r}, expected one of {', '.join(tables)}")
     known = {field.name for field in dataclasses.fields(Hardware)}
@@ -214,7 +204,7 @@ class World:
 
 def deal(world: World, steps: Mapping[str, int]) -> tuple[Job, ...]:
     """Owners under a schedule, as the optimizer deals them."""
-    costs = _flops(world, steps)
+    costs = flops_by_matrix(world.registry, steps)
     config = world.config
     return assign(world.matrices, costs, ownership=config.ownership, owners=config.owners)
 
@@ -227,7 +217,7 @@ def step_cost(world: World, steps: Mapping[str, int], hardware: Hardware) -> Ste
         steps: Newton-Schulz steps of each operator type.
         hardware: Stated figures.
     """
-    costs = _flops(world, steps)
+    costs = flops_by_matrix(world.registry, steps)
     jobs = deal(world, steps)
     loads = load_by_rank(jobs, costs)
     seconds = [
@@ -235,7 +225,8 @@ def step_cost(world: World, steps: Mapping[str, int], hardware: Hardware) -> Ste
         for flops, info in zip(costs, world.registry, strict=True)
     ]
     orthogonalize = load_by_rank(jobs, seconds)
-    within, across = _sent(world, jobs)
+    sent = sent_by_rank(world.matrices, jobs, world.num_ranks, world.ranks_per_node)
+    within, across = ([float(world.wire_bytes * one) for one in ranks.tolist()] for ranks in sent)
     wires = [
         near / (hardware.nvlink_gb_per_s * 1e9 * hardware.nvlink_efficiency)
         + far / (hardware.network_gb_per_s * 1e9 * hardware.network_efficiency)
@@ -254,29 +245,9 @@ def step_cost(world: World, steps: Mapping[str, int], hardware: Hardware) -> Ste
     )
 
 
-def _flops(world: World, steps: Mapping[str, int]) -> list[float]:
-    return [
-        float(steps[info.operator_type] * ns_step_flops(*info.shape)) for info in world.registry
-    ]
-
-
-def _sent(world: World, jobs: Sequence[Job]) -> tuple[list[float], list[float]]:
-    """Bytes that each rank sends within its node and to others."""
-    ranks = world.num_ranks
-    near, far = (torch.zeros(ranks, dtype=torch.int64) for _ in range(2))
-    node = torch.arange(ranks) // world.ranks_per_node
-    for owner, (gathered, _, delivered) in sent_by_owner(world.matrices, jobs, ranks).items():
-        is_far = node != node[owner]
-        for sent, counts in ((near, ~is_far), (far, is_far)):
-            sent += gathered * counts
-            sent[owner] += (delivered * counts).sum()
-    wire = world.wire_bytes
-    return [float(wire * n) for n in near.tolist()], [float(wire * n) for n in far.tolist()]
-
-
 def busiest_rank(world: World, steps: Mapping[str, int]) -> int:
     """The rank with the most Newton-Schulz work."""
-    loads = load_by_rank(deal(world, steps), _flops(world, steps))
+    loads = load_by_rank(deal(world, steps), flops_by_matrix(world.registry, steps))
     return min(loads, key=lambda rank: (-loads[rank], rank), default=0)
 
 

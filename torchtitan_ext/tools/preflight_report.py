@@ -7,6 +7,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from amo_dist.tools.command import pad
+
 
 def text(report: Mapping[str, Any]) -> str:
     """All sections, one below the other.
@@ -157,19 +159,7 @@ def _gb(size: float) -> str:
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    cells = [list(head), *map(list, rows)]
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for row in cells:
-        first, *others = (
-            cell.ljust(width)
-            if index == 0 or not _is_number(cells[-1][index])
-            else cell.rjust(width)
-            for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        lines.append("  " + "  ".join([first, *others]).rstrip())
-    return lines
-
-
-def _is_number(cell: str) -> bool:
-    return re.fullmatch(r"[\d.,]+", cell) is not None
+    """Lines of aligned cells; the first column and those of text to the left."""
+    cells = [head, *rows]
+    left = [i for i, cell in enumerate(cells[-1]) if i == 0 or not re.fullmatch(r"[\d.,]+", cell)]
+    return [f"  {'  '.join(row)}".rstrip() for row in pad(cells, left)]

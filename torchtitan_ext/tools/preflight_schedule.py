@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,8 @@ from amo_dist.optimizers.named import MUON_SCHEDULES
 from amo_dist.schedule.policies import Policy, TablePolicy, named_policy
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.simulate import MODELS
+from amo_dist.tools.command import read_steps
+from amo_dist.tools.shapes import PLANS
 
 Steps = dict[str, int]
 """By operator type, in the declared order."""
@@ -37,11 +37,10 @@ def steps(config: Any, registry: Sequence[MatrixInfo], plan: str) -> tuple[Steps
         return fixed, fixed, f"{origin}, the same all along"
     before = dict.fromkeys(types, config.optimizer.amo.base_steps)
     if plan:
-        return before, {**before, **_read_plan(plan, types)}, "given by --plan"
-    key = config.model.flavor.lower()
-    # The paper prints the plans of these two; the third of MODELS is a stand-in.
-    if key in ("qwen3-1.7b", "llama-3.1-760m") and len(types) == len(MODELS[key][1]):
-        return before, dict(zip(types, MODELS[key][1], strict=True)), "the paper's for this model"
+        return before, {**before, **read_steps("--plan", plan.split(","), types)}, "given by --plan"
+    known = PLANS.get(config.model.flavor, ())
+    if len(types) == len(known):
+        return before, dict(zip(types, known, strict=True)), "the paper's for this model"
     return before, before, "unknown before the run: uniform stands in"
 
 
@@ -65,16 +64,3 @@ def _fixed(optimizer: Any, registry: Sequence[MatrixInfo]) -> tuple[Steps, str]:
         policy, origin = named_policy(schedule), f"schedule {schedule} of {name}"
     policy.bind(registry)
     return {one: found.num_steps for one, found in policy.schedules(1).items()}, origin
-
-
-def _read_plan(text: str, types: Sequence[str]) -> Steps:
-    found = {}
-    for item in text.split(","):
-        match = re.fullmatch(r"\s*(\w+)=([1-9]\d*)\s*", item)
-        if match is None or match[1] not in types:
-            raise ValueError(
-                f"--plan: found {item!r}, expected TYPE=STEPS, a type of {', '.join(types)} and "
-                "an integer >= 1"
-            )
-        found[match[1]] = int(match[2])
-    return found

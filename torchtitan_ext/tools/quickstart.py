@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import subprocess
 import sys
@@ -12,8 +11,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.cli import Subparsers
+from amo_dist.schedule.plan import Plan
+from amo_dist.tools.command import Subparsers
 from torchtitan_ext import train
+from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_records, require_unlocked
+from torchtitan_ext.tools import runs
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
@@ -42,19 +44,10 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: For a config that cannot work, or that is not the one of the run in its folder.
     """
-    import torchtitan_ext
-
-    torchtitan_ext.register()
-    from torchtitan_ext.plugin import settings
-    from torchtitan_ext.plugin.run_files import require_unlocked
-    from torchtitan_ext.tools.runs import RunFolder
-
     arguments = [f"--job.config_file={CONFIG}", *args.overrides]
-    config = settings.parse(arguments)  # before any rank starts: one error, told once
-    num_ranks = args.ranks if args.ranks is not None else _num_ranks()
-    if num_ranks < 1:
-        raise ValueError(f"--ranks: found {num_ranks}, expected an integer >= 1")
-    folder = RunFolder(Path(config.job.dump_folder), config.checkpoint.folder)
+    config = runs.parse(arguments)  # before any rank starts: one error, told once
+    num_ranks = runs.num_ranks(args.ranks, most=2)  # more would need a larger global batch
+    folder = runs.RunFolder(Path(config.job.dump_folder), config.checkpoint.folder)
     require_unlocked(folder.path)
     if args.fresh:
         folder.delete()
@@ -92,12 +85,6 @@ def _tell_stop(step: int, steps: int) -> None:
         print("\nStopped before the first checkpoint; the same command starts anew.")
 
 
-def _num_ranks() -> int:
-    import torch
-
-    return min(torch.cuda.device_count() or 2, 2)  # more would need a larger global batch
-
-
 def _train(arguments: Sequence[str], num_ranks: int, folder: Path) -> int | None:
     """Run the ranks under torchrun; on failure show what they had to say.
 
@@ -108,14 +95,15 @@ def _train(arguments: Sequence[str], num_ranks: int, folder: Path) -> int | None
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--nproc-per-node", str(num_ranks), "-m", "torchtitan_ext.train", *arguments),
     ]
-    threads = max((os.cpu_count() or 1) // num_ranks, 1)
-    environment = {"OMP_NUM_THREADS": str(threads), **os.environ}
     errors = folder / "stderr.txt"
     # torchrun adds a traceback of its own to every failure; ours are one line.
     with errors.open("w") as file:
         status = _wait(
             subprocess.Popen(
-                command, env=environment, stderr=file, preexec_fn=train.end_with_parent
+                command,
+                env=runs.environment(num_ranks),
+                stderr=file,
+                preexec_fn=train.end_with_parent,
             )
         )
     if status not in (0, None):
@@ -147,11 +135,8 @@ def _explain(errors: Path) -> None:
 
 
 def _summarize(config: Any, checkpoints: Path) -> None:
-    from amo_dist.schedule.plan import Plan
-    from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_metrics
-
     folder = Path(config.job.dump_folder)
-    records = read_metrics(folder / METRICS_FILE)
+    records = read_records(folder / METRICS_FILE)
     plan = folder / PLAN_FILE
     if plan.exists():
         print(f"\n{_plan_title(config)}:")

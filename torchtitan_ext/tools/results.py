@@ -20,6 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.tools.command import pad
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Task:
@@ -177,12 +179,6 @@ def score_table(results: Sequence[Result]) -> str:
 
 def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table with aligned columns; the first column is text, the others numbers."""
-    widths = [max(3, *map(len, column)) for column in zip(header, *rows, strict=True)]
-    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
-
-    def line(cells: Sequence[str]) -> str:
-        first = cells[0].ljust(widths[0])
-        rest = (cell.rjust(width) for cell, width in zip(cells[1:], widths[1:], strict=True))
-        return "| " + " | ".join([first, *rest]) + " |"
-
-    return "\n".join([line(header), line(rule), *map(line, rows)])
+    head, *lines = pad([header, *rows], left=(0,), least=3)
+    rule = ["-" * len(head[0]), *("-" * (len(cell) - 1) + ":" for cell in head[1:])]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, rule, *lines))

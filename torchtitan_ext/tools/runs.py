@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
+import os
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.plugin.run_files import COMPLETE_FILES, RUN_FILE, save_config
+import torchtitan_ext
+from torchtitan_ext.differences import differences
+from torchtitan_ext.plugin.run_files import RUN_FILE, complete_steps, read_config, save_config
 
 _NOT_COMPARED = (
     *("job", "metrics", "geometry", "profiling", "comm", "checkpoint", "experimental"),
@@ -64,10 +66,11 @@ class RunFolder:
         Raises:
             ValueError: If it had another one.
         """
-        if not self._marker.exists():
+        saved = read_config(self.path)
+        if saved is None:
             return
         config = json.loads(json.dumps(config))  # a tuple comes back as a list
-        if changed := changes(json.loads(self._marker.read_text()), config):
+        if changed := changes(saved, config):
             raise ValueError(
                 f"{self.path} holds a run with another config ({'; '.join(changed)}); "
                 "use its values, another job.dump_folder, or --fresh to delete it"
@@ -75,14 +78,7 @@ class RunFolder:
 
     def latest_step(self) -> int:
         """The step of the latest complete checkpoint; 0 where there is none."""
-        # A checkpoint without any of these was cut short.
-        found = [
-            int(match[1])
-            for name in COMPLETE_FILES
-            for file in self.checkpoints.glob(f"step-*/{name}")
-            if (match := re.fullmatch(r"step-(\d+)", file.parent.name))
-        ]
-        return max(found, default=0)
+        return max(complete_steps(self.checkpoints), default=0)
 
     def _require_ours(self) -> None:
         if self.path.exists() and not self._marker.exists() and any(self.path.iterdir()):
@@ -94,19 +90,54 @@ class RunFolder:
 
 def changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Fields that differ between two configs and matter for training, as readable text."""
-    old, new = _flat(saved), _flat(config)
-    return [
-        f"{name}: was {old.get(name)!r}, is {new.get(name)!r}"
-        for name in sorted({*old, *new})
-        if old.get(name) != new.get(name) and name.split(".", 1)[0] not in _NOT_COMPARED
-    ]
+    return differences(_flat(saved), _flat(config))
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
+        if not prefix and name in _NOT_COMPARED:
+            continue
         if isinstance(value, Mapping):
             flat.update(_flat(value, f"{prefix}{name}."))
         else:
             flat[f"{prefix}{name}"] = value
     return flat
+
+
+def parse(arguments: Sequence[str]) -> Any:
+    """The job config of torchtitan's arguments, which loads torchtitan: that takes seconds.
+
+    Raises:
+        ValueError: As :func:`torchtitan_ext.plugin.settings.parse`.
+    """
+    torchtitan_ext.register()
+    from torchtitan_ext.plugin import settings
+
+    return settings.parse(arguments)
+
+
+def environment(num_ranks: int, **more: str) -> dict[str, str]:
+    """This process's environment for torchrun: threads for each rank where nothing sets them."""
+    threads = max((os.cpu_count() or 1) // num_ranks, 1)
+    return {"OMP_NUM_THREADS": str(threads), **os.environ, **more}
+
+
+def num_ranks(given: int | None, most: int | None = None) -> int:
+    """Processes of a run: as many as ``--ranks`` says, or as there are GPUs, or two.
+
+    Args:
+        given: Value of ``--ranks``.
+        most: Without a given value, no more than these.
+
+    Raises:
+        ValueError: For a value below 1.
+    """
+    if given is None:
+        import torch
+
+        found = torch.cuda.device_count() or 2
+        return found if most is None else min(found, most)
+    if given < 1:
+        raise ValueError(f"--ranks: found {given}, expected an integer >= 1")
+    return given

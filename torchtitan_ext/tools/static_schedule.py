@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -31,7 +30,8 @@ from amo_dist.config import sort_operator_types
 from amo_dist.schedule.polar_express import SAFETY, compose, simulate
 from amo_dist.schedule.schedule_file import ScheduleTable
 from amo_dist.schedule.types import Schedule
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
+from torchtitan_ext.plugin.run_files import read_records
 
 RULES: Mapping[str, int] = {"typical": 50, "conservative": 25, "floor": 10}
 """Percentile of ``ell`` by the name of the rule."""
@@ -113,19 +113,10 @@ def static_ell(sigma_min: float, sigma_max: float, frobenius: float) -> float | 
 
 
 def _records(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    for number, line in enumerate(lines, start=1):
-        where = f"{path}, line {number}"
-        try:
-            record = json.loads(line)
-        except ValueError as error:
-            raise ValueError(f"{where}: not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{where}: found {record!r}, expected an object")
-        yield where, record
+    if not path.exists():
+        raise ValueError(f"{path}: found no such file, expected a geometry log")
+    for number, record in enumerate(read_records(path), start=1):
+        yield f"{path}, line {number}", record
 
 
 def _name(where: str, record: Mapping[str, Any], key: str) -> str:

@@ -14,10 +14,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
 from torchtitan_ext.data.files import Files, Hub, find_files
 from torchtitan_ext.data.packed import INDEX, Index, read_index, write_index, write_shard
 from torchtitan_ext.data.rows import BadRows, deal, read_parts, texts
+from torchtitan_ext.differences import differences
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -71,7 +72,7 @@ class Packer:
                 row = next(self._rows, None)
                 if row is None:
                     return found
-                self._position, text, _ = row
+                self._position, text = row
                 self._tokens += self._tokenizer.encode(text, add_bos=False, add_eos=True)
             found.append(self._tokens[: self._length])
             del self._tokens[: self._length]
@@ -105,7 +106,8 @@ def tokenize(
     folder.mkdir(parents=True, exist_ok=True)
     settings = settings_of(files, tokenizer, options)
     index = read_index(folder) or Index(settings)
-    _check_settings(index.settings, settings, folder)
+    if changed := differences(index.settings, settings):
+        raise ValueError(f"{folder / INDEX}: was made with other settings ({'; '.join(changed)})")
     yield index.num_sequences, index
     packer = Packer(files, tokenizer, options, index)
     while not index.complete:
@@ -132,14 +134,6 @@ def settings_of(files: Files, tokenizer: Any, options: Options) -> dict[str, Any
         "part": options.part,
         "num_parts": options.num_parts,
     }
-
-
-def _check_settings(found: dict[str, Any], settings: dict[str, Any], folder: Path) -> None:
-    names = sorted({*found, *settings})
-    changed = [name for name in names if found.get(name) != settings.get(name)]
-    if changed:
-        parts = [f"{n}: was {found.get(n)!r}, is {settings.get(n)!r}" for n in changed]
-        raise ValueError(f"{folder / INDEX}: was made with other settings ({'; '.join(parts)})")
 
 
 def part_of(text: str) -> tuple[int, int]:

@@ -14,8 +14,10 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from amo_dist.config import sort_operator_types
-from amo_dist.tools.cli import Subparsers
-from torchtitan_ext.plugin.run_files import METRICS_FILE, read_metrics
+from amo_dist.tools.command import Subparsers
+from torchtitan_ext.plugin.console import duration
+from torchtitan_ext.plugin.run_files import METRICS_FILE, read_records
+from torchtitan_ext.tools import costs
 
 Record = Mapping[str, Any]
 
@@ -64,7 +66,7 @@ def _show(folder: Path, out: TextIO, *, follows: bool, interval: float) -> None:
     in_place = out.isatty() and os.environ.get("TERM") != "dumb"
     shown = 0
     while True:
-        records = read_metrics(folder / METRICS_FILE)
+        records = read_records(folder / METRICS_FILE)
         step = records[-1]["step"] if records else 0
         if in_place or step != shown or shown == 0:
             width = shutil.get_terminal_size().columns if in_place else 80
@@ -97,7 +99,8 @@ def view(name: str, records: Sequence[Record], *, width: int = 80) -> list[str]:
     if last.get("loss") is not None:
         lines.append(_loss_line(records))
     speed = _recent(records, "tokens_per_second")
-    seconds, optimizer = (_recent(records, k) for k in ("seconds_per_step", _OPTIMIZER_SECONDS))
+    seconds = _recent(records, "seconds_per_step")
+    optimizer = _recent(records, costs.OPTIMIZER_SECONDS)
     if speed is not None and seconds:
         share = "" if optimizer is None else f"  optimizer {optimizer / seconds:.1%}"
         lines.append(f"speed       {speed:,.0f} tokens/s  {seconds * 1e3:,.0f} ms a step{share}")
@@ -106,9 +109,6 @@ def view(name: str, records: Sequence[Record], *, width: int = 80) -> list[str]:
     if last["num_steps_by_type"]:
         lines += ["", *_table(records)]
     return [line[:width].rstrip() for line in lines]
-
-
-_OPTIMIZER_SECONDS = "optimizer_seconds_per_step"
 
 
 def _title(name: str, last: Record) -> str:
@@ -143,20 +143,13 @@ def _bar(title: str, step: int, steps: int, seconds: float | None, width: int) -
     return f"{title:<12}[{'#' * full}{'.' * (size - full)}] {count:<15} {eta}"
 
 
-def duration(seconds: float) -> str:
-    """``h:mm:ss``."""
-    whole = round(seconds)
-    return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
-
-
 def _recent(records: Sequence[Record], key: str) -> float | None:
     """Median of the last ten records: one slow step, such as a checkpoint's, does not count."""
-    values = [v for record in records[-10:] if (v := record.get(key)) is not None]
-    return statistics.median(values) if values else None
+    return costs.median(costs.values(records[-10:], key))
 
 
 def _loss_line(records: Sequence[Record]) -> str:
-    values = [record["loss"] for record in records if record.get("loss") is not None]
+    values = costs.values(records, "loss")
     norm = records[-1].get("grad_norm")
     tail = "" if norm is None else f"  gradient norm {norm:.3g}"
     return f"loss        {values[-1]:.4f}  {sparkline(values[-400:], 24)}{tail}"

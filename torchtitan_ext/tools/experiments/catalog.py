@@ -53,9 +53,6 @@ OPTIMIZERS: Mapping[str, str] = {
 }
 """``optimizer.name`` by the name of the row, in the order of the paper's tables."""
 
-GEOMETRY_FILE = "geometry.jsonl"
-"""The geometry log, in a run's folder."""
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class StaticSchedule:

@@ -7,10 +7,11 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from amo_dist.tools.cli import Subparsers
+from amo_dist.tools.command import Subparsers
 from torchtitan_ext.tools.experiments import gather, runner
 from torchtitan_ext.tools.experiments.catalog import EXPERIMENTS, Experiment, experiment_named
 from torchtitan_ext.tools.experiments.resolve import QUICKSTART, ROOT, Job, Place, resolve
+from torchtitan_ext.tools.runs import num_ranks
 
 DESCRIPTION = """The experiments of the AMO paper.
 
@@ -137,17 +138,7 @@ def _run(args: argparse.Namespace) -> int:
             path.write_text(text)
             print(f"sbatch {path}")
         return 0
-    return runner.run_jobs(jobs, args.overrides, _ranks(args.ranks))
-
-
-def _ranks(ranks: int | None) -> int:
-    if ranks is None:
-        import torch
-
-        return torch.cuda.device_count() or 2
-    if ranks < 1:
-        raise ValueError(f"--ranks: found {ranks}, expected an integer >= 1")
-    return ranks
+    return runner.run_jobs(jobs, args.overrides, num_ranks(args.ranks))
 
 
 def _gather(args: argparse.Namespace) -> int:

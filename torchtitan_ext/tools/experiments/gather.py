@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_metrics
+from amo_dist.schedule.plan import Plan
+from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, METRICS_FILE, PLAN_FILE, read_records
+from torchtitan_ext.tools import costs
+from torchtitan_ext.tools.costs import Records
 from torchtitan_ext.tools.experiments import runner
-from torchtitan_ext.tools.experiments.catalog import GEOMETRY_FILE, Experiment, Row
+from torchtitan_ext.tools.experiments.catalog import Experiment, Row
 from torchtitan_ext.tools.experiments.resolve import ROOT, Job, Place, resolve
 from torchtitan_ext.tools.results import PAPER_TASKS, Result, markdown, read_results, sort_tasks
 
@@ -83,7 +85,7 @@ def gather(experiment: Experiment, place: Place) -> list[Found]:
 def _found(row: Row, block: str, job: Job) -> Found:
     folder = ROOT / job.folder
     step = job.step_of(row.step)
-    records = [r for r in read_metrics(folder / METRICS_FILE) if r["step"] <= step]
+    records = [r for r in read_records(folder / METRICS_FILE) if r["step"] <= step]
     # A loss is that of the last logged step: 2000 need not be one of them, 120 of 120 always is.
     reached = runner.steps_done(job) >= step
     results = job.results(row.step)
@@ -101,67 +103,52 @@ def _found(row: Row, block: str, job: Job) -> Found:
     )
 
 
-def _ns_steps(plan: Path, records: Sequence[Mapping[str, Any]]) -> int | None:
+def _ns_steps(plan: Path, records: Records) -> int | None:
     if plan.exists():
-        from amo_dist.schedule.plan import Plan
-
         return sum(Plan.from_json(plan.read_text()).allocation)
     steps = records[-1].get("num_steps_by_type") if records else None
     return sum(steps.values()) if steps else None
 
 
-def _cost(records: Sequence[Mapping[str, Any]]) -> dict[str, float | None]:
+def _cost(records: Records) -> dict[str, float | None]:
     """Means weighted by the steps between records; the first covers compilation and warmup."""
-    spans = [(b["step"] - a["step"], b) for a, b in itertools.pairwise(records)]
-
-    def mean(key: str) -> float | None:
-        values = [(span, record[key]) for span, record in spans if record.get(key) is not None]
-        total = sum(span for span, _ in values)
-        return sum(span * value for span, value in values) / total if total else None
-
-    step, optimizer = mean("seconds_per_step"), mean("optimizer_seconds_per_step")
-    memory = [r["peak_memory_bytes"] / 2**30 for r in records if r.get("peak_memory_bytes")]
+    step, optimizer = (
+        costs.mean_of(records, f) for f in ("seconds_per_step", costs.OPTIMIZER_SECONDS)
+    )
+    memory = costs.peak_memory(records)
     tokens = records[-1]["num_tokens"] / records[-1]["step"] if records else None
-    with_one, by_phase = _seconds_by_phase(records)
+    # A record has the seconds of an observation, on its slowest rank, only after one.
+    observations = costs.values(records, "observe_seconds")
+    by_phase = _seconds_by_phase(records)
     values = (
         step,
         None if optimizer is None else 1e3 * optimizer,
         tokens / step / 1e6 if tokens and step else None,
-        max(memory, default=None),
-        _observation(records),
-        with_one,
-        *(by_phase.get(phase) for phase in PHASES),
+        memory / 2**30 if memory else None,
+        statistics.fmean(observations) if observations else None,
+        *(by_phase.get(phase) for phase in (_WITH_ONE, *PHASES)),
     )
     return dict(zip(COSTS, values, strict=True))
 
 
-def _seconds_by_phase(
-    records: Sequence[Mapping[str, Any]],
-) -> tuple[float | None, dict[str, float]]:
+_WITH_ONE = "with an observation"
+
+
+def _seconds_by_phase(records: Records) -> dict[str, float | None]:
     """Mean seconds of a step with an observation, and of those without by phase.
 
     A record is of all steps since the one before. It counts where they are alike: all of one phase
     and without an observation, or a single step.
     """
-    sums: dict[str, tuple[int, float]] = {}
-    for before, record in itertools.pairwise(records):
-        span, phase = record["step"] - before["step"], record.get("phase")
+    found: dict[str, list[tuple[int, float]]] = {}
+    for before, (span, record) in zip(records, costs.spans(records), strict=False):
+        phase, seconds = record.get("phase"), record.get("seconds_per_step")
         observes = record.get("observe_seconds") is not None
-        if record.get("seconds_per_step") is None or not phase:
+        if seconds is None or not phase:
             continue
-        if span > 1 and (observes or before.get("phase") != phase):
-            continue
-        key = "with one" if observes else phase
-        steps, seconds = sums.get(key, (0, 0.0))
-        sums[key] = steps + span, seconds + span * record["seconds_per_step"]
-    means = {key: seconds / steps for key, (steps, seconds) in sums.items()}
-    return means.pop("with one", None), means
-
-
-def _observation(records: Sequence[Mapping[str, Any]]) -> float | None:
-    """Mean seconds of an observation on its slowest rank; a record has them only after one."""
-    values = [r["observe_seconds"] for r in records if r.get("observe_seconds") is not None]
-    return statistics.fmean(values) if values else None
+        if span == 1 or not (observes or before.get("phase") != phase):
+            found.setdefault(_WITH_ONE if observes else phase, []).append((span, seconds))
+    return {key: costs.mean(pairs) for key, pairs in found.items()}
 
 
 def table(experiment: Experiment, found: Sequence[Found]) -> str:

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.schedule.schedule_file import read_toml
 from torchtitan_ext import learning_rate
+from torchtitan_ext.plugin.run_files import GEOMETRY_FILE
 from torchtitan_ext.tools.experiments import catalog
 from torchtitan_ext.tools.experiments.catalog import MODELS, Run, Value
 
@@ -169,9 +171,6 @@ def read_config(path: Path) -> dict[str, Any]:
     Raises:
         ValueError: It cannot be read or is not TOML.
     """
-    # tomllib by way of the reader of schedule files, which has chosen between it and tomli.
-    from amo_dist.schedule.schedule_file import read_toml
-
     return read_toml("config", ROOT / path)
 
 
@@ -297,7 +296,7 @@ def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, 
     # A stand-in has one model, and so one log and one family.
     models = list(MODELS) if place.base is None else [run.model]
     logs = [
-        str(place.folder / run_folder(catalog.geometry_run(model), place) / catalog.GEOMETRY_FILE)
+        str(place.folder / run_folder(catalog.geometry_run(model), place) / GEOMETRY_FILE)
         for model in models
     ]
     family: tuple[str, ...] = ()

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import re
 import shlex
 import subprocess
 import sys
@@ -11,20 +11,18 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.plugin.run_files import (
-    COMPLETE_FILES,
-    METRICS_FILE,
-    RUN_FILE,
-    read_metrics,
-)
+from torchtitan_ext.plugin import run_files
+from torchtitan_ext.tools import runs
 from torchtitan_ext.tools.experiments.resolve import ROOT, Job, read_config
 
 GPUS_PER_NODE = 8
+LAUNCHER = ROOT / "launch" / "train.slurm"
+"""Starts one run; its demands on Slurm are those of an array's tasks too."""
 
 
 def steps_done(job: Job) -> int:
     """The last logged step; a run logs its very last one, before it saves it."""
-    records = read_metrics(ROOT / job.folder / METRICS_FILE)
+    records = run_files.read_records(ROOT / job.folder / run_files.METRICS_FILE)
     return int(records[-1]["step"]) if records else 0
 
 
@@ -32,14 +30,12 @@ def is_done(job: Job) -> bool:
     """Whether the run is complete: its last step is logged, and saved where it saves."""
     if steps_done(job) < job.steps:
         return False
-    checkpoint = job.checkpoint(None)
-    return not _saves(job) or any((checkpoint / name).is_file() for name in COMPLETE_FILES)
+    return not _saves(job) or run_files.is_complete(job.checkpoint(None))
 
 
 def _saves(job: Job) -> bool:
     """Whether a run writes checkpoints: as it was last started, or as its config says."""
-    marker = ROOT / job.folder / RUN_FILE
-    values = json.loads(marker.read_text()) if marker.exists() else read_config(job.config)
+    values = run_files.read_config(ROOT / job.folder) or read_config(job.config)
     section = values.get("checkpoint", {})
     return bool(section.get("enable")) and not section.get("load_only")
 
@@ -56,21 +52,15 @@ def check(jobs: Sequence[Job], extra: Sequence[str], *, marks: bool = True) -> N
     Raises:
         ValueError: A config does not work, or a folder holds a run with another one.
     """
-    import torchtitan_ext
-
-    torchtitan_ext.register()
-    from torchtitan_ext.plugin import settings
-    from torchtitan_ext.tools.runs import RunFolder
-
     for job in jobs:
         made = _not_made_yet(job)
         arguments = [argument for argument in job.arguments() if argument not in made]
         try:
-            config = settings.parse([f"--job.config_file={ROOT / job.config}", *arguments, *extra])
+            config = runs.parse([f"--job.config_file={ROOT / job.config}", *arguments, *extra])
             values = config.to_dict()
             for argument in made:
                 _set(values, argument)
-            folder = RunFolder(ROOT / job.folder, config.checkpoint.folder)
+            folder = runs.RunFolder(ROOT / job.folder, config.checkpoint.folder)
             if marks:
                 folder.prepare(values)
             else:
@@ -146,15 +136,13 @@ def _prepare(job: Job) -> None:
 
 
 def _train(job: Job, extra: Sequence[str], ranks: int) -> int:
-    threads = max((os.cpu_count() or 1) // ranks, 1)
-    environment = {
-        "OMP_NUM_THREADS": str(threads),
-        **os.environ,
-        "GPUS": str(ranks),
-        "MAX_RESTARTS": "0",  # a failure here is looked at, not repeated
-        "LOGS": str(ROOT / job.folder / "logs"),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    }
+    environment = runs.environment(
+        ranks,
+        GPUS=str(ranks),
+        MAX_RESTARTS="0",  # a failure here is looked at, not repeated
+        LOGS=str(ROOT / job.folder / "logs"),
+        PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
+    )
     process = subprocess.Popen([*job.command(), *extra], cwd=ROOT, env=environment)
     try:
         return process.wait()
@@ -192,21 +180,17 @@ def slurm_scripts(
 
 def _slurm(name: str, gpus: int, jobs: Sequence[Job], extra: Sequence[str]) -> str:
     nodes = -(-gpus // GPUS_PER_NODE)
+    fields = {
+        "job-name": f"amo-{name}\n#SBATCH --array=0-{len(jobs) - 1}",
+        "nodes": nodes,
+        "gpus-per-node": -(-gpus // nodes),
+        "output": "slurm-%A_%a.txt",
+    }
     cases = "\n".join(f"  {index}) {_slurm_case(job, extra)} ;;" for index, job in enumerate(jobs))
     return f"""#!/usr/bin/env bash
 # The runs of `amo experiments show {name}` on {gpus} GPUs each, written by `amo experiments run`.
 # Submit from the repository's root. A complete run ends at once, a started one goes on.
-#SBATCH --job-name=amo-{name}
-#SBATCH --array=0-{len(jobs) - 1}
-#SBATCH --nodes={nodes}
-#SBATCH --ntasks-per-node=1
-#SBATCH --gpus-per-node={-(-gpus // nodes)}
-#SBATCH --exclusive
-#SBATCH --time=24:00:00
-#SBATCH --requeue
-#SBATCH --open-mode=append
-#SBATCH --output=slurm-%A_%a.txt
-#SBATCH --signal=B:USR1@120
+{_slurm_head(fields)}
 set -euo pipefail
 cd "${{SLURM_SUBMIT_DIR:?submit this script with sbatch}}"
 
@@ -217,6 +201,15 @@ esac
 # In the place of this shell: the signal before the time limit goes to the batch shell alone.
 exec bash launch/train.slurm "$@"
 """
+
+
+def _slurm_head(fields: Mapping[str, object]) -> str:
+    """What ``launch/train.slurm`` asks of Slurm, with other values of some fields."""
+    lines = re.findall(r"^#SBATCH --.*$", LAUNCHER.read_text(), re.MULTILINE)
+    for name, value in fields.items():
+        (index,) = (i for i, line in enumerate(lines) if line.startswith(f"#SBATCH --{name}="))
+        lines[index] = f"#SBATCH --{name}={value}"
+    return "\n".join(lines)
 
 
 def _slurm_case(job: Job, extra: Sequence[str]) -> str:

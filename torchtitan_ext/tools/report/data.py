@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -15,10 +14,15 @@ from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.grouping import matrices_by_group
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.types import MatrixInfo
-from torchtitan_ext.plugin.geometry import GEOMETRY_FILE, read_geometry
-from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, RUN_FILE, read_metrics
-
-Records = Sequence[Mapping[str, Any]]
+from torchtitan_ext.plugin.run_files import (
+    GEOMETRY_FILE,
+    METRICS_FILE,
+    PLAN_FILE,
+    read_config,
+    read_records,
+)
+from torchtitan_ext.tools import costs
+from torchtitan_ext.tools.costs import Records
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,13 +48,11 @@ class Run:
 
     def optimizer_series(self, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of one of the optimizer's figures, where it is a number."""
-        found = [(r["step"], r["optimizer"].get(name)) for r in self.metrics]
-        return [(step, value) for step, value in found if value is not None]
+        return costs.series([{"step": r["step"], **r["optimizer"]} for r in self.metrics], name)
 
     def series(self, name: str) -> list[tuple[int, float]]:
         """``(step, value)`` of a figure of the run, where it is a number."""
-        found = [(r["step"], r.get(name)) for r in self.metrics]
-        return [(step, value) for step, value in found if value is not None]
+        return costs.series(self.metrics, name)
 
     def phases(self) -> list[tuple[str, int, int]]:
         """``(phase, first, last)`` of the logged steps of each phase, in order."""
@@ -88,19 +90,19 @@ def load_one(folder: Path, label: str | None = None) -> Run:
     Raises:
         ValueError: The folder holds no metrics, or a file is malformed.
     """
-    metrics = read_metrics(folder / METRICS_FILE)
+    metrics = read_records(folder / METRICS_FILE)
     if not metrics:
         raise ValueError(
             f"{folder}: found no {METRICS_FILE} with a record, expected the dump folder of a run"
         )
-    plan, config = folder / PLAN_FILE, folder / RUN_FILE
+    plan = folder / PLAN_FILE
     return Run(
         label=label or folder.resolve().name,
         folder=folder,
         metrics=metrics,
         plan=Plan.from_json(plan.read_text()) if plan.exists() else None,
-        geometry=read_geometry(folder / GEOMETRY_FILE),
-        config=json.loads(config.read_text()) if config.exists() else {},
+        geometry=read_records(folder / GEOMETRY_FILE),
+        config=read_config(folder) or {},
     )
 
 
@@ -230,29 +232,29 @@ def ns_work(run: Run) -> Work | None:
     records = [record for record in run.metrics if record["num_steps_by_type"]]
     if not records:
         return None
-    costs = _costs(run, {name for record in records for name in record["num_steps_by_type"]})
+    flops = _flops(run, {name for record in records for name in record["num_steps_by_type"]})
     base = 5 if run.plan is None else run.plan.base_steps
     ratio, weights, before = [], [], 0
     for record in records:
         counts = record["num_steps_by_type"]
-        weight = {name: 1.0 if costs is None else costs[name] for name in counts}
+        weight = {name: 1.0 if flops is None else flops[name] for name in counts}
         work = sum(counts[name] * weight[name] for name in counts)
         ratio.append(work / (base * sum(weight.values())))
         weights.append(record["step"] - before)
         before = record["step"]
     mean = sum(map(float.__mul__, ratio, map(float, weights))) / sum(weights)
-    return Work([r["step"] for r in records], ratio, mean, "steps" if costs is None else "flops")
+    return Work([r["step"] for r in records], ratio, mean, "steps" if flops is None else "flops")
 
 
-def _costs(run: Run, names: Collection[str]) -> dict[str, float] | None:
+def _flops(run: Run, names: Collection[str]) -> dict[str, float] | None:
     """Flops of one Newton-Schulz step of all matrices that share a schedule, by its name.
 
     Returns:
         None where shapes are unknown, or the matrices of a name.
     """
-    costs: dict[str, float] = {}
+    flops: dict[str, float] = {}
     if run.plan is not None and run.plan.costs is not None:
-        costs = dict(zip(run.plan.operator_types, map(float, run.plan.costs), strict=True))
+        flops = dict(zip(run.plan.operator_types, map(float, run.plan.costs), strict=True))
     else:
         registry = _registry(run)
         by_depth = {
@@ -265,8 +267,8 @@ def _costs(run: Run, names: Collection[str]) -> dict[str, float] | None:
             # A policy shares schedules by type, by type and depth, by shape, or not at all.
             known = (one.operator_type, by_depth[one.name], f"{rows}x{columns}", one.name)
             name = next((name for name in known if name in names), one.operator_type)
-            costs[name] = costs.get(name, 0.0) + ns_step_flops(rows, columns)
-    return costs if set(names) <= costs.keys() else None
+            flops[name] = flops.get(name, 0.0) + ns_step_flops(rows, columns)
+    return flops if set(names) <= flops.keys() else None
 
 
 def _registry(run: Run) -> list[MatrixInfo]:
@@ -296,27 +298,25 @@ class Cost:
 
 def cost(run: Run) -> Cost:
     """What a run took. The first record is left out where there are more: it pays for start-up."""
-    run = dataclasses.replace(run, metrics=run.metrics[1:] or run.metrics)
+    records = costs.without_start(run.metrics)
 
-    def median(series: list[tuple[int, float]]) -> float | None:
-        values = [value for _, value in series if value > 0]
-        return statistics.median(values) if values else None
+    def median(field: str) -> float | None:
+        return costs.median(value for value in costs.values(records, field) if value > 0)
 
-    memory = [value for _, value in run.series("peak_memory_bytes")]
     return Cost(
-        median(run.series("seconds_per_step")),
-        median(run.series("optimizer_seconds_per_step")),
-        median(run.series("tokens_per_second")),
-        max(memory, default=None),
-        median(run.series("observe_seconds")),
-        median(run.series("geometry_seconds")),
+        median("seconds_per_step"),
+        median(costs.OPTIMIZER_SECONDS),
+        median("tokens_per_second"),
+        costs.peak_memory(records),
+        median("observe_seconds"),
+        median("geometry_seconds"),
     )
 
 
 def optimizer_seconds_by_phase(run: Run) -> dict[str, float]:
     """Median seconds of the optimizer's step in each phase."""
     values: dict[str, list[float]] = {}
-    for record in run.metrics[1:] or run.metrics:
-        if record["phase"] and record.get("optimizer_seconds_per_step") is not None:
-            values.setdefault(record["phase"], []).append(record["optimizer_seconds_per_step"])
+    for record in costs.without_start(run.metrics):
+        if record["phase"] and record.get(costs.OPTIMIZER_SECONDS) is not None:
+            values.setdefault(record["phase"], []).append(record[costs.OPTIMIZER_SECONDS])
     return {phase: statistics.median(found) for phase, found in values.items()}

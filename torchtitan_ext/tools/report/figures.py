@@ -36,6 +36,13 @@ def _whole(axes: Any) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
 
 
+def _over_steps(axes: Any, runs: Sequence[Run], **labels: str) -> None:
+    """Optimizer steps along ``x``, to the end of the longest run."""
+    axes.set(xlabel="optimizer step", **labels)
+    axes.set_xlim(0, max(run.metrics[-1]["step"] for run in runs) * 1.01)
+    _whole(axes)
+
+
 def _shade(axes: Any, run: Run) -> None:
     """Backgrounds for phases, named on top."""
     spans = run.phases()
@@ -67,17 +74,14 @@ def losses(runs: Sequence[Run]) -> Any:
         axes.plot(
             steps,
             values,
-            color=style.RUN_COLORS[index % len(style.RUN_COLORS)],
-            linestyle=style.RUN_LINES[index % len(style.RUN_LINES)],  # equal runs both show
+            **style.run_line(index),
             label=run.label,
         )
     if len(runs) == 1:
         _shade(axes, runs[0])
     else:
         axes.legend()
-    axes.set(xlabel="optimizer step", ylabel="training loss (nats per token)")
-    axes.set_xlim(0, max(run.metrics[-1]["step"] for run in runs) * 1.01)
-    _whole(axes)
+    _over_steps(axes, runs, ylabel="training loss (nats per token)")
     return figure
 
 
@@ -228,11 +232,8 @@ def type_medians(run: Run) -> Any:
     for name in sort_operator_types(found):
         steps, values = zip(*found[name], strict=True)
         axes.plot(steps, values, **style.line(name, run.operator_types))
-    axes.set_yscale("log")
-    axes.set(xlabel="optimizer step", ylabel=f"median {KAPPA}")
-    axes.set_xlim(0, run.metrics[-1]["step"] * 1.01)
+    _over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
     _shade(axes, run)
-    _whole(axes)
     _legend_right(figure, axes)
     return figure
 
@@ -251,8 +252,7 @@ def layer_profiles(run: Run) -> Any:
         steps, values = zip(*found[layer], strict=True)
         depth = layers.index(layer) / max(len(layers) - 1, 1)
         left.plot(steps, values, color=colors(depth * 0.92), label=f"layer {layer}")
-    left.set(xlabel="optimizer step", ylabel=f"median {KAPPA}", yscale="log")
-    left.set_xlim(0, run.metrics[-1]["step"] * 1.01)
+    _over_steps(left, [run], ylabel=f"median {KAPPA}", yscale="log")
     left.set_title("layers over training")
     left.legend()
     snapshots = _few(sorted({step for series in found.values() for step, _ in series}), 5)
@@ -267,7 +267,6 @@ def layer_profiles(run: Run) -> Any:
     right.set_xlabel("layer")
     right.set_title("profile over depth")
     right.legend()
-    _whole(left)
     _whole(right)
     return figure
 
@@ -291,9 +290,7 @@ def depth(run: Run) -> Any:
             ax.axvline(one.crossing, color="#444444", lw=1, ls=":")
         crossing = "n/a" if one.crossing is None else f"step {one.crossing}"
         ax.set_title(f"{name}    cross = {crossing}")
-        ax.set(xlabel="optimizer step", yscale="log")
-        ax.set_xlim(0, run.metrics[-1]["step"] * 1.01)
-        _whole(ax)
+        _over_steps(ax, [run], yscale="log")
         ax.legend()
     axes[0][0].set_ylabel(f"median {KAPPA}")
     return figure
@@ -306,17 +303,14 @@ def work(runs: Sequence[Run]) -> Any:
         return None
     figure, axes = _new(8.0, 3.0)
     for index, (run, one) in enumerate(found):
-        tone = style.RUN_COLORS[index % len(style.RUN_COLORS)]
         label = f"{run.label}: {one.mean:.3f} on average ({one.unit})"
         ratio = [one.ratio[0], *one.ratio]
-        dashes = style.RUN_LINES[index % len(style.RUN_LINES)]
-        axes.plot([0, *one.steps], ratio, color=tone, ls=dashes, label=label, drawstyle="steps-pre")
+        line = {**style.run_line(index), "label": label, "drawstyle": "steps-pre"}
+        axes.plot([0, *one.steps], ratio, **line)
     axes.axhline(1.0, color="#999999", lw=1.2, ls=(0, (2, 2)), label="uniform schedule")
     ratios = [value for _, one in found for value in one.ratio]
     axes.set_ylim(min(0.9, min(ratios) - 0.05), max(1.1, max(ratios) + 0.05))
-    axes.set(xlabel="optimizer step", ylabel="work / uniform work")
-    axes.set_xlim(0, max(run.metrics[-1]["step"] for run in runs) * 1.01)
-    _whole(axes)
+    _over_steps(axes, runs, ylabel="work / uniform work")
     axes.legend()
     return figure
 

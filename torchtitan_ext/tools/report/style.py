@@ -30,8 +30,8 @@ _MARKERS = {
 }
 # Lines that lie on one another, as those of gate and up do, show by turns.
 _DASHES = {"mlp_gate": (0, (5, 5)), "mlp_up": (5, (5, 5)), "mlp_down": (0, (1.5, 1))}
-RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
-RUN_LINES = ("-", "--", "-.", ":")
+_RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
+_RUN_LINES = ("-", "--", "-.", ":")
 SHALLOW, DEEP = "#0072B2", "#D55E00"
 PHASES = {
     "uniform": "#FFFFFF",
@@ -96,4 +96,12 @@ def line(operator_type: str, operator_types: tuple[str, ...] = ()) -> dict[str, 
         "marker": _MARKERS.get(operator_type, "x"),
         "markersize": 3.6,
         "label": operator_type,
+    }
+
+
+def run_line(index: int) -> dict[str, Any]:
+    """How a line of a run is drawn; equal runs both show."""
+    return {
+        "color": _RUN_COLORS[index % len(_RUN_COLORS)],
+        "linestyle": _RUN_LINES[index % len(_RUN_LINES)],
     }

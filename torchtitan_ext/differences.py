@@ -1,0 +1,15 @@
+"""How two records of settings differ."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def differences(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """The fields that differ, sorted, as readable text."""
+    return [
+        f"{name}: was {saved.get(name)!r}, is {found.get(name)!r}"
+        for name in sorted({*saved, *found})
+        if saved.get(name) != found.get(name)
+    ]

@@ -1,0 +1,57 @@
+"""What a run took, from the records of its ``metrics.jsonl``: seconds, tokens, memory."""
+
+from __future__ import annotations
+
+import itertools
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+Records = Sequence[Mapping[str, Any]]
+"""Records by step."""
+
+OPTIMIZER_SECONDS = "optimizer_seconds_per_step"
+"""Field of a record: observation and tracking included, in the steps that have them."""
+
+
+def series(records: Records, field: str) -> list[tuple[int, float]]:
+    """``(step, value)`` of a field where it is a number."""
+    return [(one["step"], one[field]) for one in records if one.get(field) is not None]
+
+
+def values(records: Records, field: str) -> list[float]:
+    """The values of a field where it is a number."""
+    return [value for _, value in series(records, field)]
+
+
+def without_start(records: Records) -> Records:
+    """The records after the first, which pays for start-up; all where there is but one."""
+    return records[1:] or records
+
+
+def median(found: Iterable[float]) -> float | None:
+    """The median; ``None`` of nothing."""
+    listed = list(found)
+    return statistics.median(listed) if listed else None
+
+
+def peak_memory(records: Records) -> float | None:
+    """Bytes, the most of all records."""
+    return max(values(records, "peak_memory_bytes"), default=None)
+
+
+def spans(records: Records) -> list[tuple[int, Mapping[str, Any]]]:
+    """Each record but the first, and the number of steps that it stands for."""
+    return [(b["step"] - a["step"], b) for a, b in itertools.pairwise(records)]
+
+
+def mean(pairs: Iterable[tuple[int, float]]) -> float | None:
+    """The mean of values weighted by numbers of steps; ``None`` of nothing."""
+    listed = list(pairs)
+    total = sum(steps for steps, _ in listed)
+    return sum(steps * value for steps, value in listed) / total if total else None
+
+
+def mean_of(records: Records, field: str) -> float | None:
+    """The mean of a field over the steps after the first record."""
+    return mean((steps, r[field]) for steps, r in spans(records) if r.get(field) is not None)
