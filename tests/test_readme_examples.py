@@ -1,4 +1,4 @@
-"""The examples of README.md and CONTRIBUTING.md run as printed, by the command in their first line."""
+"""Examples of README.md and CONTRIBUTING.md run as printed, by the command in their first line."""
 
 from __future__ import annotations
 

@@ -92,7 +92,12 @@ class Muon(torch.optim.Optimizer):
         config = MuonConfig() if config is None else config
         policy = as_policy(schedule)
         views = [group.pop("matrix_views", {}) for group in groups]
-        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+        }
         check_hyperparameters(defaults)
         if unknown := sorted(set(own) - set(self.rule_class.defaults)):
             raise TypeError(f"{type(self).__name__} got unexpected keyword arguments {unknown}")

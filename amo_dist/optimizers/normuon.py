@@ -36,7 +36,7 @@ class NorMuonRule(UpdateRule):
             raise ValueError(f"beta2: found {group['beta2']!r}, expected a number in [0, 1)")
 
     def state(self, param: Tensor, dim: int) -> dict[str, Tensor]:
-        """``neuron_moment``, float32: the parameter's shape, with size 1 along a neuron's inputs."""
+        """``neuron_moment``, float32: as the parameter, with size 1 along a neuron's inputs."""
         return {"neuron_moment": zeros_per_slice(param, _inputs(dim))}
 
     def sums(self, matrix: MatrixLayout, dim: int) -> tuple[int, ...]:

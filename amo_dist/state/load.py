@@ -23,9 +23,12 @@ class Loadable(Protocol):
 
     param_groups: list[dict[str, Any]]
     state: defaultdict[Tensor, Any]
-    config: MuonConfig
     _optimizer_load_state_dict_pre_hooks: Any
     _optimizer_load_state_dict_post_hooks: Any
+
+    @property
+    def config(self) -> MuonConfig:
+        """The settings in force."""
 
     @property
     def params_by_name(self) -> Mapping[str, Tensor]:

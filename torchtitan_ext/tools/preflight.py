@@ -15,8 +15,8 @@ import torch
 import torchtitan_ext
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_layout
 from amo_dist.operators import param_groups
-from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import Subparsers
 from amo_dist.tools.simulate import lay_out
