@@ -70,9 +70,14 @@ class Piece:
         object.__setattr__(self, "source_shape", shape)
 
     @property
+    def target_shape(self) -> tuple[int, ...]:
+        """Of the box in the matrix."""
+        return tuple(stop - start for start, stop in self.target)
+
+    @property
     def num_elements(self) -> int:
         """Elements in the box."""
-        return math.prod(stop - start for start, stop in self.target)
+        return math.prod(self.source_shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -266,6 +271,14 @@ def layout_of(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> TensorLa
             f"{tuple(mesh.mesh.shape)}"
         )
     return layout
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a DTensor, or the tensor itself; shares memory, needs no gradient."""
+    if not isinstance(tensor, DTensor):
+        return tensor.detach() if tensor.requires_grad else tensor
+    with torch.no_grad():
+        return tensor.to_local()
 
 
 def _intersect(first: Interval, second: Interval) -> Interval | None:

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from amo_dist.engine.parameters import Entry, local_tensor
+from amo_dist.distributed.layout import local_tensor
+from amo_dist.engine.parameters import Entry
 
 
 def make_state(param: Tensor, implementation: str) -> dict[str, Tensor]:

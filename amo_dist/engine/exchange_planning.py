@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -11,12 +12,17 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.ownership import assign
-from amo_dist.distributed.plan import make_plan
+from amo_dist.distributed.plan import plan_exchange
 from amo_dist.engine.parameters import Parameters
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import wide_dtype
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
+
+_TASK_ELEMENTS = 2**21
+"""Elements of the matrices that CPU computes together: few enough that caches hold results until
+they are written, and enough that the code of each stage, which products drive from the caches as
+well, runs for several matrices (of width 256) in a row."""
 
 
 def plan_exchanges(
@@ -58,14 +64,12 @@ def plan_exchanges(
         matrix.num_elements * (observed_dtype if i in wide else wire_dtype).itemsize
         for i, matrix in enumerate(matrices)
     ]
-    # What may run as one batch has one shape and, once types have schedules of their own, one type.
-    types = parameters.operator_types
-    kinds = [(matrix.shape, kind) for matrix, kind in zip(matrices, types, strict=True)]
+    split = functools.partial(_split_for_caches, parameters) if device.type == "cpu" else None
     exchanges: list[Exchange] = []
     digests: dict[tuple[int, ...], str] = {}
     for ranks, group in world.groups_by_ranks.items():
         here = [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
-        plan = make_plan(
+        plan = plan_exchange(
             matrices,
             here,
             rank=world.rank,
@@ -73,6 +77,7 @@ def plan_exchanges(
             bytes_by_matrix=sizes,
             bucket_bytes=config.bucket_bytes,
             wide=wide,
+            split=split,
         )
         digests[ranks] = plan.digest
         if here:
@@ -84,8 +89,23 @@ def plan_exchanges(
                 wire_dtype=wire_dtype,
                 wide_dtype=observed_dtype,
                 buckets_in_flight=config.buckets_in_flight,
-                kinds=kinds,
             )
             exchanges.append(exchange)
     check_alike_by_ranks("exchange plan", digests, world.group)
     return exchanges
+
+
+def _split_for_caches(parameters: Parameters, owned: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """A few matrices at a time: they stay in the caches from their assembly to their update."""
+    matrices, types = parameters.matrices, parameters.operator_types
+    tasks: list[tuple[int, ...]] = []
+    room = 0
+    # What may run as one batch has one shape and, once types have schedules of their own, one type.
+    for index in sorted(owned, key=lambda index: (matrices[index].shape, types[index])):
+        size = matrices[index].num_elements
+        if size > room:
+            tasks.append(())
+            room = _TASK_ELEMENTS
+        tasks[-1] += (index,)
+        room -= size
+    return tasks

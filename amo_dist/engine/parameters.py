@@ -7,7 +7,6 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
@@ -62,14 +61,6 @@ class Parameters:
     entries: tuple[Entry, ...]
     matrices: tuple[MatrixLayout, ...]
     operator_types: tuple[str, ...]
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This rank's part of a DTensor, or the tensor itself; shares memory, needs no gradient."""
-    if not isinstance(tensor, DTensor):
-        return tensor.detach() if tensor.requires_grad else tensor
-    with torch.no_grad():
-        return tensor.to_local()
 
 
 def gradient_is_foreign(param: Tensor) -> bool:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import Piece
-from amo_dist.distributed.plan import Bucket, Part
+from amo_dist.distributed.plan import Part, Task
 from amo_dist.distributed.spans import span
 from amo_dist.engine.batches import Batch, Batches
 from amo_dist.engine.observer import Observer
@@ -104,23 +104,23 @@ class StepWork:
         elif found:
             torch._foreach_copy_(found, buffers)
 
-    def compute(self, bucket: Bucket, matrices: list[Tensor]) -> list[Tensor]:
-        """Orthogonalize the owned matrices of a bucket, and observe those that were drawn."""
+    def compute(self, task: Task, matrices: Sequence[Tensor]) -> list[Tensor]:
+        """Orthogonalize the matrices of a task, and observe those that were drawn."""
         if self._observed:
-            for index, matrix in zip(bucket.owned, matrices, strict=True):
+            for index, matrix in zip(task.owned, matrices, strict=True):
                 name = self._parameters.matrices[index].name
-                if name in self._observed and index in bucket.reported:
+                if name in self._observed and index in task.reported:
                     self._observer.measure(name, matrix)
         with span("amo::orthogonalize"):
-            results = self._orthogonalize(bucket.owned, matrices)
+            results = self._orthogonalize(task.owned, matrices)
         if self._guarded is not None:
-            for index, result in zip(bucket.owned, results, strict=True):
+            for index, result in zip(task.owned, results, strict=True):
                 name = self._parameters.matrices[index].name
-                if name == self._guarded and index in bucket.reported:
+                if name == self._guarded and index in task.reported:
                     self._guard(name, result)
         if self._tracker is not None:
-            for index, matrix, result in zip(bucket.owned, matrices, results, strict=True):
-                if index in bucket.reported:
+            for index, matrix, result in zip(task.owned, matrices, results, strict=True):
+                if index in task.reported:
                     self._tracker.measure(self._parameters.matrices[index].name, matrix, result)
         return results
 

@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.plan import Part
 from amo_dist.distributed.spans import span
-from amo_dist.engine.parameters import local_tensor
 from amo_dist.engine.step import StepWork, cut
 from amo_dist.kernels.elementwise import wide_dtype
 from amo_dist.optimizers.muon import Muon

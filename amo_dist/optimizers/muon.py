@@ -14,13 +14,14 @@ from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.exchange import Exchange
+from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.spans import span
 from amo_dist.engine import adamw, driver, metrics
 from amo_dist.engine.batches import Batches
 from amo_dist.engine.exchange_planning import plan_exchanges
 from amo_dist.engine.gradients import StepGuard
 from amo_dist.engine.observer import Observer
-from amo_dist.engine.parameters import check_groups, describe_group, local_tensor, resolve
+from amo_dist.engine.parameters import check_groups, describe_group, resolve
 from amo_dist.engine.step import StepWork, make_graphs
 from amo_dist.engine.timing import Stopwatch
 from amo_dist.engine.world import World, agree_on_world

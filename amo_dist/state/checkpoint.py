@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import world_group
-from amo_dist.engine.parameters import local_tensor
+from amo_dist.distributed.layout import local_tensor
 from amo_dist.kernels.elementwise import exceed
 from amo_dist.schedule import fields
 from amo_dist.schedule.controller_state import ControllerState

@@ -19,7 +19,7 @@ from amo_dist import (
     NonFiniteUpdateError,
     param_groups,
 )
-from amo_dist.engine.parameters import local_tensor
+from amo_dist.distributed.layout import local_tensor
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from amo_dist import AMO, AMOConfig, RankMismatchError, param_groups
-from amo_dist.engine.parameters import local_tensor
+from amo_dist.distributed.layout import local_tensor
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
