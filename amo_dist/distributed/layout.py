@@ -17,10 +17,10 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from amo_dist.config import Box
+
 Interval = tuple[int, int]
 """Half-open ``(start, stop)``."""
-Box = tuple[Interval, ...]
-"""One interval for each dim."""
 Placements = tuple[Any, ...]
 
 
