@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +24,9 @@ Interval = tuple[int, int]
 Placements = tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TensorLayout:
-    """Where the elements of one tensor lie.
+    """Where the elements of one tensor lie; compared and hashed by identity.
 
     Attributes:
         shape: Global shape.
@@ -51,30 +51,29 @@ class TensorLayout:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """A box of a local tensor, and where it belongs in a matrix.
 
     Attributes:
         source: Box in the coordinates of the local tensor.
         target: Box ``(rows, columns)`` in the coordinates of the matrix.
-        source_shape: Of the box in the local tensor.
     """
 
     source: Box
     target: Box
-    source_shape: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        shape = tuple(stop - start for start, stop in self.source)
-        object.__setattr__(self, "source_shape", shape)
+    @functools.cached_property
+    def source_shape(self) -> tuple[int, ...]:
+        """Of the box in the local tensor."""
+        return tuple(stop - start for start, stop in self.source)
 
-    @property
+    @functools.cached_property
     def target_shape(self) -> tuple[int, ...]:
-        """Of the box in the matrix."""
-        return tuple(stop - start for start, stop in self.target)
+        """Of the box in the matrix: that of the source without leading dims of one element."""
+        return self.source_shape[-2:]
 
-    @property
+    @functools.cached_property
     def num_elements(self) -> int:
         """Elements in the box."""
         return math.prod(self.source_shape)
@@ -281,69 +280,42 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()
 
 
-def _intersect(first: Interval, second: Interval) -> Interval | None:
-    start, stop = max(first[0], second[0]), min(first[1], second[1])
-    return (start, stop) if start < stop else None
-
-
-def _with_offsets(intervals: Sequence[Interval]) -> list[tuple[Interval, int]]:
-    """Each interval beside its offset in the concatenation of all."""
-    sizes = (stop - start for start, stop in intervals)
-    offsets = itertools.accumulate(sizes, initial=0)
-    return list(zip(intervals, offsets, strict=False))
+def _overlaps(
+    extent: Interval, intervals: Sequence[Interval]
+) -> Iterator[tuple[Interval, Interval]]:
+    """Where an extent meets intervals: as positions in their concatenation, and in the extent."""
+    offset = 0
+    for low, high in intervals:
+        start, stop = max(extent[0], low), min(extent[1], high)
+        if start < stop:
+            shift = offset - low
+            yield (start + shift, stop + shift), (start - extent[0], stop - extent[0])
+        offset += high - low
 
 
 def _box_pieces(
-    box: Box,
-    target_offset: tuple[int, int],
-    local: tuple[tuple[Interval, ...], ...],
-) -> list[Piece]:
-    """Pieces of one view box that lie in one rank's local tensor."""
-    choices: list[list[tuple[Interval, Interval]]] = []
-    for extent, intervals in zip(box, local, strict=True):
-        overlaps: list[tuple[Interval, Interval]] = []
-        for interval, offset in _with_offsets(intervals):
-            common = _intersect(extent, interval)
-            if common is not None:
-                start, stop = common
-                source = (start - interval[0] + offset, stop - interval[0] + offset)
-                overlaps.append((source, (start - extent[0], stop - extent[0])))
-        choices.append(overlaps)
-    pieces: list[Piece] = []
+    box: Box, place: tuple[int, int], local: tuple[tuple[Interval, ...], ...]
+) -> Iterator[Piece]:
+    """The pieces of one box of a view, put at ``place`` in the matrix, in one rank's tensor."""
+    row, column = place
+    choices = (tuple(_overlaps(*each)) for each in zip(box, local, strict=True))
     for combination in itertools.product(*choices):
         (top, bottom), (left, right) = (target for _, target in combination[-2:])
-        row, column = target_offset
-        pieces.append(
-            Piece(
-                source=tuple(source for source, _ in combination),
-                target=((top + row, bottom + row), (left + column, right + column)),
-            )
+        yield Piece(
+            source=tuple(source for source, _ in combination),
+            target=((top + row, bottom + row), (left + column, right + column)),
         )
-    return pieces
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _LayoutKey:
-    """Hashes a layout by its key, so that the views of a thousand like matrices are cut once."""
-
-    layout: TensorLayout
-
-    def __hash__(self) -> int:
-        return hash(self.layout.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _LayoutKey) and self.layout.key == other.layout.key
 
 
 @functools.lru_cache(maxsize=4096)
 def _view(
-    layout: _LayoutKey, boxes: tuple[Box, ...], dim: int
+    layout: TensorLayout, boxes: tuple[Box, ...], dim: int
 ) -> tuple[tuple[int, int], Mapping[int, tuple[Piece, ...]], Mapping[int, int]]:
     pieces: dict[int, list[Piece]] = {}
     offset = [0, 0]
     for box in boxes:
         height, width = (stop - start for start, stop in box[-2:])
-        for rank, local in layout.layout.intervals_by_rank.items():
+        for rank, local in layout.intervals_by_rank.items():
             pieces.setdefault(rank, []).extend(_box_pieces(box, (offset[0], offset[1]), local))
         offset[dim] += (height, width)[dim]
         other = (height, width)[1 - dim]
@@ -377,7 +349,7 @@ def matrix_layout(
         if len(layout.shape) != 2:
             raise ValueError(f"{name}: found shape {layout.shape}, expected a view for each matrix")
         boxes = (tuple((0, size) for size in layout.shape),)
-    shape, pieces, counts = _view(_LayoutKey(layout), tuple(boxes), dim)
+    shape, pieces, counts = _view(layout, tuple(boxes), dim)
     return MatrixLayout(
         name=name,
         tensor=tensor,

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -160,31 +160,18 @@ def _group(
     wide: frozenset[int],
 ) -> list[tuple[bool, list[Job]]]:
     """Cut ``jobs`` into buckets; observed matrices come first, in buckets of their own."""
-    return [
-        (is_wide, bucket)
-        for is_wide in (True, False)
-        for bucket in _fill_buckets(
-            [job for job in jobs if (job.matrix in wide) == is_wide], bytes_by_matrix, bucket_bytes
-        )
-    ]
-
-
-def _fill_buckets(
-    jobs: Sequence[Job], bytes_by_matrix: Sequence[int], bucket_bytes: int
-) -> list[list[Job]]:
-    buckets: list[list[Job]] = []
-    index_by_owner: dict[int, int] = defaultdict(int)
-    filled: dict[tuple[int, int], int] = defaultdict(int)
+    buckets: dict[tuple[bool, int], list[Job]] = defaultdict(list)
+    # Of each owner: the bucket at hand, and the bytes in it.
+    numbers, filled = Counter[tuple[bool, int]](), Counter[tuple[bool, int]]()
     for job in jobs:
-        size, index = bytes_by_matrix[job.matrix], index_by_owner[job.owner]
-        if filled[job.owner, index] and filled[job.owner, index] + size > bucket_bytes:
-            index += 1
-            index_by_owner[job.owner] = index
-        filled[job.owner, index] += size
-        if index == len(buckets):
-            buckets.append([])
-        buckets[index].append(job)
-    return buckets
+        is_narrow, size = job.matrix not in wide, bytes_by_matrix[job.matrix]
+        key = (is_narrow, job.owner)
+        if filled[key] and filled[key] + size > bucket_bytes:
+            numbers[key] += 1
+            filled[key] = 0
+        filled[key] += size
+        buckets[is_narrow, numbers[key]].append(job)
+    return [(not is_narrow, buckets[is_narrow, number]) for is_narrow, number in sorted(buckets)]
 
 
 def _bucket(
