@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -109,10 +110,10 @@ class Exchange:
             route.compute(read, compute, write)
         for index, route in enumerate(moving):
             with span("amo::gather"):
-                route.gather.wait()
+                route.work.wait()
             route.compute(read, compute, write)
             with span("amo::scatter"):
-                self._start(route.delivery)
+                route.work = self._start(route.deliver_send, route.deliver_receive)
             if index + ahead < len(moving):
                 self._start_gather(moving[index + ahead], read)
             if index:
@@ -123,69 +124,67 @@ class Exchange:
 
     def _start_gather(self, route: _Route, read: Read) -> None:
         with span("amo::gather"):
-            side = route.gather.send
-            if side.parts:
-                read(side.parts, side.views)
-            self._start(route.gather)
+            send = route.gather_send
+            if send.parts:
+                read(send.parts, send.views)
+            route.work = self._start(send, route.gather_receive)
 
-    def _start(self, transfer: _AllToAll) -> None:
-        transfer.start(self._group)
-        for peer, count in zip(self.plan.peers, transfer.send.counts, strict=True):
-            if count:
-                self.sent_bytes[peer] += count * transfer.send.buffer.itemsize
-                self.sent_elements[peer] += count
+    def _start(self, send: _Side, receive: _Side) -> Any:
+        """Start a ragged all-to-all, without padding.
+
+        Bytes travel, so that every backend takes every dtype.
+        """
+        for peer, size in zip(self.plan.peers, send.sizes, strict=True):
+            if size:
+                self.sent_bytes[peer] += size
+                self.sent_elements[peer] += size // send.itemsize
+        return dist.all_to_all_single(
+            receive.memory,
+            send.memory,
+            receive.sizes,
+            send.sizes,
+            group=self._group,
+            async_op=True,
+        )
 
     def _lay_out(self) -> list[_Route]:
         """Allocate all buffers, and find what lies where in them; local buckets come first."""
         buckets = (*self.plan.local, *self.plan.buckets)
         dtypes = [self._wide_dtype if bucket.wide else self._wire_dtype for bucket in buckets]
-        wire = [self._wire_dtype] * len(buckets)
-        ahead = self._buckets_in_flight
-        # Two deliveries: one still lands while the next is packed.
-        sides = zip(
-            self._sides([bucket.gather.send for bucket in buckets], dtypes, ahead),
-            self._sides([bucket.gather.receive for bucket in buckets], dtypes, ahead, whole=True),
-            self._sides([bucket.deliver.send for bucket in buckets], wire, 2, whole=True),
-            self._sides([bucket.deliver.receive for bucket in buckets], wire, 2),
-            strict=True,
+        wire, ahead = [self._wire_dtype] * len(buckets), self._buckets_in_flight
+        routes = list(
+            map(
+                _Route,
+                self._sides([bucket.gather.send for bucket in buckets], dtypes, ahead),
+                self._sides([bucket.gather.receive for bucket in buckets], dtypes, ahead, True),
+                # Two slots: one delivery still lands while the next is packed.
+                self._sides([bucket.deliver.send for bucket in buckets], wire, 2, True),
+                self._sides([bucket.deliver.receive for bucket in buckets], wire, 2),
+            )
         )
-        sizes = [
-            dtype.itemsize * sum(self._spaces(task))
-            for bucket, dtype in zip(buckets, dtypes, strict=True)
-            for task in bucket.tasks
-        ]
-        memory = self._allocate(sizes)
-        return [
-            _Route(
-                _AllToAll(gather_send, gather_receive),
-                _AllToAll(deliver_send, deliver_receive),
-                [
-                    _TaskRun(task, self._cut(memory, task, dtype), gather_receive, deliver_send)
-                    for task in bucket.tasks
-                ],
-            )
-            for bucket, dtype, (gather_send, gather_receive, deliver_send, deliver_receive) in zip(
-                buckets, dtypes, sides, strict=True
-            )
-        ]
+        of_bucket = list(zip(buckets, dtypes, routes, strict=True))
+        memory = self._allocate(
+            [sum(self._spaces(t)) * dtype.itemsize for b, dtype, _ in of_bucket for t in b.tasks]
+        )
+        for bucket, dtype, route in of_bucket:
+            for task in bucket.tasks:
+                route.add(task, self._whole(task, memory.view(dtype)))
+        return routes
 
     def _sides(
         self,
         sides: Sequence[PartsByPeer],
         dtypes: Sequence[torch.dtype],
         num_slots: int,
-        *,
         whole: bool = False,
     ) -> list[_Side]:
         """One side of the transfers of all buckets; each ``num_slots``-th has the same buffer."""
-        sizes = [
-            dtype.itemsize * sum(map(count_elements, side))
-            for side, dtype in zip(sides, dtypes, strict=True)
-        ]
+        pairs = list(zip(sides, dtypes, strict=True))
+        sizes = [dtype.itemsize * sum(map(count_elements, side)) for side, dtype in pairs]
         slots = [self._allocate(sizes[slot::num_slots]) for slot in range(num_slots)]
         return [
-            _Side(side, slots[index % num_slots][:size].view(dtype), whole=whole)
-            for index, (side, size, dtype) in enumerate(zip(sides, sizes, dtypes, strict=True))
+            _Side(side, dtype, slots[index % num_slots][: sizes[index]], whole=whole)
+            for index, (side, dtype) in enumerate(pairs)
         ]
 
     def _allocate(self, sizes: Sequence[int]) -> Tensor:
@@ -197,14 +196,13 @@ class Exchange:
         counts = (self._matrices[index].num_elements for index in task.owned)
         return [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
 
-    def _cut(self, memory: Tensor, task: Task, dtype: torch.dtype) -> list[Tensor]:
-        """The matrices of a task, one after the other at the start of a buffer."""
-        spaces = self._spaces(task)
-        parts = memory[: dtype.itemsize * sum(spaces)].view(dtype).split(spaces)
+    def _whole(self, task: Task, buffer: Tensor) -> list[Tensor]:
+        """Places for the matrices of a task, one after the other in a flat buffer."""
         layouts = [self._matrices[index] for index in task.owned]
+        starts = itertools.accumulate(self._spaces(task), initial=0)
         return [
-            part[: layout.num_elements].view(layout.shape)
-            for part, layout in zip(parts, layouts, strict=True)
+            buffer[start : start + layout.num_elements].view(layout.shape)
+            for layout, start in zip(layouts, starts, strict=False)
         ]
 
 
@@ -213,47 +211,29 @@ class _Side:
 
     Args:
         parts_by_peer: For each peer, in order.
-        buffer: Holds these parts and no more.
+        dtype: In which they travel.
+        memory: The bytes of these parts, and no more.
         whole: Whether views have the shapes of parts in their matrices, or in local tensors.
     """
 
-    def __init__(self, parts_by_peer: PartsByPeer, buffer: Tensor, *, whole: bool) -> None:
-        self.buffer = buffer
-        self.counts = [count_elements(parts) for parts in parts_by_peer]
+    def __init__(
+        self, parts_by_peer: PartsByPeer, dtype: torch.dtype, memory: Tensor, *, whole: bool
+    ) -> None:
+        self.memory, self.itemsize = memory, dtype.itemsize
+        self.sizes = [dtype.itemsize * count_elements(parts) for parts in parts_by_peer]
         self.parts = tuple(itertools.chain(*parts_by_peer))
-        pieces = [part.piece for part in self.parts]
-        shapes = [piece.target_shape if whole else piece.source_shape for piece in pieces]
-        flat = buffer.split([piece.num_elements for piece in pieces])
-        self.views = [each.view(shape) for each, shape in zip(flat, shapes, strict=True)]
+        shapes = [part.piece.source_shape for part in self.parts]
+        flat = memory.view(dtype).split([math.prod(shape) for shape in shapes])
+        self.views = [
+            each.view(shape[-2:] if whole else shape)
+            for each, shape in zip(flat, shapes, strict=True)
+        ]
 
     def of(self, task: Task) -> tuple[list[Part], list[Tensor]]:
         """The parts of the matrices of a task, and their views."""
         found = zip(self.parts, self.views, strict=True)
         pairs = [(part, view) for part, view in found if part.matrix in task.owned]
         return [part for part, _ in pairs], [view for _, view in pairs]
-
-
-class _AllToAll:
-    """A ragged all-to-all, without padding. Bytes travel, so that backends take every dtype."""
-
-    def __init__(self, send: _Side, receive: _Side) -> None:
-        self.send, self.receive = send, receive
-        size = send.buffer.itemsize
-        self._buffers = receive.buffer.view(torch.uint8), send.buffer.view(torch.uint8)
-        self._sizes = (
-            [size * count for count in receive.counts],
-            [size * count for count in send.counts],
-        )
-        self._work: Any = None
-
-    def start(self, group: dist.ProcessGroup | None) -> None:
-        self._work = dist.all_to_all_single(
-            *self._buffers, *self._sizes, group=group, async_op=True
-        )
-
-    def wait(self) -> None:
-        self._work.wait()
-        self._work = None
 
 
 class _TaskRun:
@@ -292,13 +272,21 @@ class _TaskRun:
             write(self._task.kept, _as_local(whole, self._task.kept))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(slots=True)
 class _Route:
     """A bucket laid out: its two transfers, and its tasks between them."""
 
-    gather: _AllToAll
-    delivery: _AllToAll
-    tasks: Sequence[_TaskRun]
+    gather_send: _Side
+    gather_receive: _Side
+    deliver_send: _Side
+    deliver_receive: _Side
+    tasks: list[_TaskRun] = dataclasses.field(default_factory=list)
+    work: Any = None
+    """Of the transfer under way: its gather, later its delivery."""
+
+    def add(self, task: Task, matrices: Sequence[Tensor]) -> None:
+        """Lay a task out, whose whole matrices have these places."""
+        self.tasks.append(_TaskRun(task, matrices, self.gather_receive, self.deliver_send))
 
     def compute(self, read: Read, compute: Compute, write: Write) -> None:
         """Run all tasks."""
@@ -308,8 +296,8 @@ class _Route:
     def finish(self, write: Write) -> None:
         """Wait for the results that others computed, and write them."""
         with span("amo::scatter"):
-            self.delivery.wait()
-        side = self.delivery.receive
+            self.work.wait()
+        side = self.deliver_receive
         if side.parts:
             write(side.parts, side.views)
 

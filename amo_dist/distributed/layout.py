@@ -69,11 +69,6 @@ class Piece:
         return tuple(stop - start for start, stop in self.source)
 
     @functools.cached_property
-    def target_shape(self) -> tuple[int, ...]:
-        """Of the box in the matrix: that of the source without leading dims of one element."""
-        return self.source_shape[-2:]
-
-    @functools.cached_property
     def num_elements(self) -> int:
         """Elements in the box."""
         return math.prod(self.source_shape)
@@ -136,20 +131,20 @@ def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> tuple[
 def _strided_chunk(
     intervals: Sequence[Interval], split_factor: int, num_chunks: int, index: int
 ) -> tuple[Interval, ...]:
-    """What ``_StridedShard`` keeps: chunk ``index`` of each of ``split_factor`` chunks."""
+    """Chunk ``index`` of each of ``split_factor`` chunks; what ``Shard`` keeps with factor 1."""
     outer = (_chunk(intervals, split_factor, part) for part in range(split_factor))
     return tuple(itertools.chain(*(_chunk(part, num_chunks, index) for part in outer)))
 
 
-def _application_order(mesh_shape: Sequence[int], placements: Placements) -> list[tuple[int, bool]]:
-    """Mesh axes in the order in which they cut the tensor; ``True`` marks a strided cut.
+def _application_order(mesh_shape: Sequence[int], placements: Placements) -> list[tuple[int, int]]:
+    """Mesh axes in the order in which they cut the tensor, each with its split factor.
 
     FSDP over tensor parallelism writes ``[_StridedShard(d, split_factor=tp), Shard(d)]``: tensor
     parallelism cuts first although its axis stands to the right. Cutting in the true order keeps
     each local tensor in one piece, uneven sizes included.
     """
-    order: list[tuple[int, bool]] = []
-    deferred: list[tuple[int, bool]] = []
+    order: list[tuple[int, int]] = []
+    deferred: list[tuple[int, int]] = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
             later = [
@@ -158,9 +153,12 @@ def _application_order(mesh_shape: Sequence[int], placements: Placements) -> lis
                 if isinstance(placements[other], Shard) and placements[other].dim == placement.dim
             ]
             follows = bool(later) and math.prod(later) == placement.split_factor
-            (deferred if follows else order).append((axis, not follows))
+            if follows:
+                deferred.append((axis, 1))
+            else:
+                order.append((axis, int(placement.split_factor)))
         elif isinstance(placement, Shard):
-            order.append((axis, False))
+            order.append((axis, 1))
         elif not isinstance(placement, Replicate):
             raise ValueError(
                 f"placements: found {placement}, expected Shard, _StridedShard or Replicate"
@@ -182,14 +180,10 @@ def _mesh_layout(
     coordinates = itertools.product(*map(range, mesh_shape))
     for rank, coordinate in zip(mesh_ranks, coordinates, strict=True):
         intervals: list[tuple[Interval, ...]] = list(whole)
-        for axis, strided in order:
-            dim, num_chunks = placements[axis].dim, mesh_shape[axis]
-            if strided:
-                factor = placements[axis].split_factor
-                cut = _strided_chunk(intervals[dim], factor, num_chunks, coordinate[axis])
-            else:
-                cut = _chunk(intervals[dim], num_chunks, coordinate[axis])
-            intervals[dim] = cut
+        for axis, factor in order:
+            dim = placements[axis].dim
+            num_chunks, index = mesh_shape[axis], coordinate[axis]
+            intervals[dim] = _strided_chunk(intervals[dim], factor, num_chunks, index)
         intervals_by_rank[rank] = tuple(intervals)
         replica = tuple(
             index
