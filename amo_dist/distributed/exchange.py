@@ -21,8 +21,8 @@ from amo_dist.distributed.plan import ExchangePlan, Part, PartsByPeer, Task, cou
 from amo_dist.distributed.spans import span
 
 _ALIGNMENT = 64
-"""Elements: each whole matrix starts at a multiple of this, as PyTorch aligns its allocations."""
-
+"""Elements. Each whole matrix starts at a multiple of this, aligned like a tensor of its own: the
+bits of a product may depend on that."""
 
 Read = Callable[[Sequence[Part], Sequence[Tensor]], None]
 """Fills each place with the values of its part of this rank's local tensors. A place has the shape
@@ -40,9 +40,9 @@ class Exchange:
     """Runs one `ExchangePlan` on one rank, step after step, over buffers that stay.
 
     The plan fixes the order of collectives, the same on all peers. Buckets that are never under
-    way together share buffers. On CUDA, where collectives run on a stream of the process group,
-    that is as safe: each waits for what the current stream was given before it, and the current
-    stream, not the host, waits for each.
+    way together share buffers. This is safe on CUDA too, where collectives run on a stream of
+    their own: each starts behind the work that the current stream already has, and `wait` holds
+    back what the current stream gets next, not the host.
 
     Args:
         plan: Of this rank.
@@ -178,7 +178,7 @@ class Exchange:
         num_slots: int,
         whole: bool = False,
     ) -> list[_Side]:
-        """One side of the transfers of all buckets; each ``num_slots``-th has the same buffer."""
+        """One side of the transfers of all buckets, which take turns in ``num_slots`` buffers."""
         pairs = list(zip(sides, dtypes, strict=True))
         sizes = [dtype.itemsize * sum(map(count_elements, side)) for side, dtype in pairs]
         slots = [self._allocate(sizes[slot::num_slots]) for slot in range(num_slots)]
@@ -188,16 +188,16 @@ class Exchange:
         ]
 
     def _allocate(self, sizes: Sequence[int]) -> Tensor:
-        """A flat buffer of bytes for the largest of its uses."""
+        """A flat buffer of bytes, as large as the largest of its uses."""
         return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self._device)
 
     def _spaces(self, task: Task) -> list[int]:
-        """Elements that each matrix of a task takes in the buffer of whole matrices."""
+        """Elements that each matrix of a task takes in the buffer of whole matrices, padded."""
         counts = (self._matrices[index].num_elements for index in task.owned)
         return [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
 
     def _whole(self, task: Task, buffer: Tensor) -> list[Tensor]:
-        """Places for the matrices of a task, one after the other in a flat buffer."""
+        """Views for the matrices of a task, one after the other in a flat buffer."""
         layouts = [self._matrices[index] for index in task.owned]
         starts = itertools.accumulate(self._spaces(task), initial=0)
         return [
@@ -207,13 +207,13 @@ class Exchange:
 
 
 class _Side:
-    """What one side of an all-to-all sends or receives: parts in a flat buffer, peer after peer.
+    """What this rank sends, or receives, in one all-to-all: parts in a flat buffer, by peer.
 
     Args:
         parts_by_peer: For each peer, in order.
         dtype: In which they travel.
         memory: The bytes of these parts, and no more.
-        whole: Whether views have the shapes of parts in their matrices, or in local tensors.
+        whole: Give views the shape of the part in its matrix, not in the local tensor.
     """
 
     def __init__(
@@ -232,7 +232,8 @@ class _Side:
     def of(self, task: Task) -> tuple[list[Part], list[Tensor]]:
         """The parts of the matrices of a task, and their views."""
         found = zip(self.parts, self.views, strict=True)
-        pairs = [(part, view) for part, view in found if part.matrix in task.owned]
+        owned = {*task.owned}
+        pairs = [(part, view) for part, view in found if part.matrix in owned]
         return [part for part, _ in pairs], [view for _, view in pairs]
 
 
@@ -285,7 +286,7 @@ class _Route:
     """Of the transfer under way: its gather, later its delivery."""
 
     def add(self, task: Task, matrices: Sequence[Tensor]) -> None:
-        """Lay a task out, whose whole matrices have these places."""
+        """Lay out a task, which puts its whole matrices into ``matrices``."""
         self.tasks.append(_TaskRun(task, matrices, self.gather_receive, self.deliver_send))
 
     def compute(self, read: Read, compute: Compute, write: Write) -> None:

@@ -45,8 +45,8 @@ def assign(
 ) -> tuple[Job, ...]:
     """Deal matrices to ranks, apart for each set of ranks that shares some.
 
-    What a set's matrices get follows from nothing but them: a rank that shares other matrices with
-    other ranks must come to the same owners as those that know nothing of these.
+    Each set is dealt by itself: a rank that belongs to several must find the same owners as ranks
+    that know of one set alone.
 
     A matrix that some rank holds whole, such as an expert sharded on its first dim, goes to a
     rank that does, so that nothing need be gathered.

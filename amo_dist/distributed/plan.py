@@ -1,4 +1,4 @@
-"""Who sends what to whom: a frozen description, made without any communication.
+"""Who sends what to whom, and who computes what: a description, made without communication.
 
 A plan is a list of buckets. In a bucket each owner gathers at most a stated number of bytes (or
 one matrix that is larger), so that every rank of the mesh has work in every bucket and memory is
@@ -93,7 +93,7 @@ class ExchangePlan:
     Attributes:
         peers: Global ranks, in the order of the process group.
         buckets: The same number, in the same order, on every peer.
-        local: Of matrices that need no communication: nothing in these travels.
+        local: This rank's buckets of matrices that need no communication.
         digest: Equal on all peers if and only if their plans fit together.
     """
 
@@ -108,7 +108,7 @@ Split: TypeAlias = Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]]
 
 
 def is_local(job: Job, matrix: MatrixLayout) -> bool:
-    """Whether no other rank has a piece to send to, or to get from, the owner."""
+    """Whether the owner has nothing to gather and nothing to deliver."""
     others = {*job.sources, *job.targets} - {job.owner}
     return all(rank not in matrix.pieces_by_rank for rank in others)
 
