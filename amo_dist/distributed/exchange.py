@@ -231,8 +231,7 @@ class _Side:
 
     def of(self, task: Task) -> tuple[list[Part], list[Tensor]]:
         """The parts of the matrices of a task, and their views."""
-        found = zip(self.parts, self.views, strict=True)
-        owned = {*task.owned}
+        owned, found = {*task.owned}, zip(self.parts, self.views, strict=True)
         pairs = [(part, view) for part, view in found if part.matrix in owned]
         return [part for part, _ in pairs], [view for _, view in pairs]
 
