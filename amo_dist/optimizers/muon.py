@@ -129,8 +129,7 @@ class Muon(torch.optim.Optimizer):
     def _replica_ranks(self) -> list[int]:
         if self._process_group is not None:
             return dist.get_process_group_ranks(self._process_group)
-        is_distributed = dist.is_available() and dist.is_initialized()
-        return [dist.get_rank() if is_distributed else 0]
+        return [dist.get_rank() if dist.is_available() and dist.is_initialized() else 0]
 
     def _matrix_state(self, param: Tensor) -> dict[str, Tensor]:
         """New state of a parameter with matrices, in its placements."""
