@@ -33,6 +33,9 @@ def sort_operator_types(operator_types: Iterable[str]) -> tuple[str, ...]:
 Triple: TypeAlias = tuple[float, float, float]
 """Coefficients ``(a, b, c)`` of one Newton-Schulz step, ``p(x) = a x + b x^3 + c x^5``."""
 
+Box: TypeAlias = tuple[tuple[int, int], ...]
+"""A region of a tensor: half-open ``(start, stop)`` for each of its dims."""
+
 PRECONDITIONERS = ("frobenius", "aol")
 """How a matrix is scaled before the first step."""
 

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.ownership import assign, load_by_rank
-from amo_dist.distributed.plan import make_plan
+from amo_dist.distributed.plan import plan_exchange
 from amo_dist.kernels.backends import (
     STANDARD,
     Backend,
@@ -188,7 +188,7 @@ def owned_batches(
     costs = [float(steps * ns_step_flops(*info.shape)) for info in registry]
     jobs = assign(matrices, costs, ownership=ownership)
     loads = load_by_rank(jobs, costs)
-    plan = make_plan(
+    plan = plan_exchange(
         matrices,
         jobs,
         rank=max(loads, key=lambda rank: loads[rank]),

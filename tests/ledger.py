@@ -107,10 +107,10 @@ def sent_by_plan(plan: ExchangePlan) -> dict[int, Volume]:
     totals: dict[int, Volume] = defaultdict(Volume)
     for bucket in plan.buckets:
         for place, peer in enumerate(plan.peers):
-            gathered = count_elements(bucket.gather_send[place])
+            gathered = count_elements(bucket.gather.send[place])
             totals[peer] += Volume(
                 gathered=0 if bucket.wide else gathered,
                 gathered_wide=gathered if bucket.wide else 0,
-                delivered=count_elements(bucket.deliver_send[place]),
+                delivered=count_elements(bucket.deliver.send[place]),
             )
     return {peer: volume for peer, volume in totals.items() if volume.elements}

@@ -8,184 +8,41 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections import Counter, deque
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.distributed.layout import Box, MatrixLayout
-from amo_dist.distributed.plan import Bucket, ExchangePlan, Part
+from amo_dist.distributed.layout import MatrixLayout
+from amo_dist.distributed.plan import ExchangePlan, Part, PartsByPeer, Task, count_elements
 from amo_dist.distributed.spans import span
 
+_ALIGNMENT = 64
+"""Elements. Each whole matrix starts at a multiple of this, aligned like a tensor of its own: the
+bits of a product may depend on that."""
+
 Read = Callable[[Sequence[Part], Sequence[Tensor]], None]
-"""Writes the values of pieces of this rank's local tensors into places, views in the shape of the
-piece's source and in the dtype of the wire."""
+"""Fills each place with the values of its part of this rank's local tensors. A place has the shape
+that the part has there, and the dtype of the wire."""
+Compute = Callable[[Task, Sequence[Tensor]], Sequence[Tensor]]
+"""Takes the whole matrices of a task, ``(m, n)`` each, in the dtype of the wire, and returns a
+result for each. The matrices are lent: the next task gets the same memory. Results may be lent in
+the same way, until the next call."""
 Write = Callable[[Sequence[Part], Sequence[Tensor]], None]
-"""Takes the results for pieces of this rank's local tensors, in the shape of the source. They are
-lent: their memory is used again after the call."""
-Compute = Callable[[Bucket, list[Tensor]], list[Tensor]]
-"""Results for the owned matrices of a bucket, ``(m, n)`` each, in the dtype of the wire. The
-matrices given are lent; so are the results on CPU, until the next call."""
-
-
-_TASK_ELEMENTS = 2**21
-"""Elements of the matrices that CPU computes together: few enough that caches hold results until
-they are written, and enough that the code of each stage, which products drive from the caches as
-well, runs for several matrices (of width 256) in a row."""
-
-
-Task = Bucket
-
-
-class _Side:
-    """What one side of an all-to-all holds: pieces one after the other, by peer.
-
-    Args:
-        parts_by_peer: In the order in which they lie in the buffer.
-    """
-
-    def __init__(self, parts_by_peer: Sequence[Sequence[Part]]) -> None:
-        self.parts = tuple(itertools.chain(*parts_by_peer))
-        self.elements = [sum(part.piece.num_elements for part in each) for each in parts_by_peer]
-        self._sizes = [part.piece.num_elements for part in self.parts]
-        self._sources = [part.piece.source_shape for part in self.parts]
-        boxes = (part.piece.target for part in self.parts)
-        self._targets = [tuple(stop - start for start, stop in box) for box in boxes]
-
-    def sources(self, buffer: Tensor) -> list[Tensor]:
-        """Views of the pieces of a flat buffer, as they lie in local tensors."""
-        return _views(buffer, self._sizes, self._sources)
-
-    def targets(self, buffer: Tensor) -> list[Tensor]:
-        """Views of the pieces of a flat buffer, as they lie in their matrices."""
-        return _views(buffer, self._sizes, self._targets)
-
-
-class _Task:
-    """Matrices of one bucket that this rank computes together, and where their pieces are.
-
-    Args:
-        bucket: Of the task alone.
-        arrivals: Of the whole bucket.
-        departures: Of the whole bucket.
-    """
-
-    def __init__(self, bucket: Bucket, arrivals: _Side, departures: _Side) -> None:
-        self.bucket = bucket
-        self.kept = _Own(bucket.kept)
-        self.returned = _Own(bucket.returned)
-        self.arrivals = _of(bucket.owned, arrivals)
-        self.departures = _of(bucket.owned, departures)
-
-
-class _Own:
-    """Pieces of owned matrices that this rank holds itself.
-
-    Args:
-        parts: These pieces.
-    """
-
-    def __init__(self, parts: Sequence[Part]) -> None:
-        self.parts = tuple(parts)
-        self._shapes = [part.piece.source_shape for part in parts]
-
-    def views(self, whole: dict[int, Tensor]) -> list[Tensor]:
-        """Views of whole matrices, each in the shape of the piece's source."""
-        cuts = (_cut(whole[part.matrix], part.piece.target) for part in self.parts)
-        return [cut.view(shape) for cut, shape in zip(cuts, self._shapes, strict=True)]
-
-
-class _Route:
-    """What a plan says of one bucket, laid out once for every step.
-
-    Args:
-        bucket: Of the plan.
-        groups: Its owned matrices by task.
-    """
-
-    def __init__(self, bucket: Bucket, groups: Sequence[tuple[int, ...]]) -> None:
-        self.wide = bucket.wide
-        self.gather_send, self.gather_receive = map(
-            _Side, (bucket.gather_send, bucket.gather_receive)
-        )
-        self.deliver_send, self.deliver_receive = map(
-            _Side, (bucket.deliver_send, bucket.deliver_receive)
-        )
-        self.tasks = [
-            _Task(_restricted(bucket, owned), self.gather_receive, self.deliver_send)
-            for owned in groups
-        ]
-
-
-_Pending = list[tuple[_Task, list[Tensor]]]
-"""Tasks whose results this rank has yet to write into its own shards."""
-
-
-@dataclasses.dataclass(slots=True)
-class _Flight:
-    """An all-to-all under way, and the buffers that it needs until it has landed."""
-
-    work: Any
-    sent: Tensor
-    received: Tensor
-
-
-_Views = TypeVar("_Views")
-
-
-class _Memory:
-    """Buffers that all steps share on CPU, where fresh megabytes cost page faults.
-
-    Elsewhere the caching allocator does this work.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_kept = device.type == "cpu"
-        self._device = device
-        self._held: dict[object, Tensor] = {}
-        self._views: dict[object, tuple[tuple[Tensor, ...], Any]] = {}
-
-    def take(self, use: object, num_elements: int, dtype: torch.dtype) -> Tensor:
-        """A flat buffer of unspecified values, the same one for the same use."""
-        num_bytes = num_elements * dtype.itemsize
-        if not self._is_kept:
-            return torch.empty(num_bytes, dtype=torch.uint8, device=self._device).view(dtype)
-        buffer = self._hold(use, num_bytes)
-        key = use, num_elements, dtype
-        return self.views(key, (buffer,), lambda: buffer[:num_bytes].view(dtype))
-
-    def _hold(self, use: object, num_bytes: int) -> Tensor:
-        held = self._held.get(use)
-        if held is None or held.numel() < num_bytes:
-            held = self._held[use] = torch.empty(num_bytes, dtype=torch.uint8, device=self._device)
-        return held
-
-    def views(self, use: object, buffers: tuple[Tensor, ...], make: Callable[[], _Views]) -> _Views:
-        """What ``make`` derives from buffers: the same objects while the buffers are the same."""
-        if not self._is_kept:
-            return make()
-        found = self._views.get(use)
-        if found is None or any(a is not b for a, b in zip(found[0], buffers, strict=True)):
-            found = self._views[use] = buffers, make()
-        views: _Views = found[1]
-        return views
-
-    def clear(self) -> None:
-        """Give all buffers up."""
-        self._held.clear()
-        self._views.clear()
+"""Takes the results for parts of this rank's local tensors, each in the shape that the part has
+there. They are lent: copy what must outlive the call."""
 
 
 class Exchange:
-    """Runs one `ExchangePlan` on one rank.
+    """Runs one `ExchangePlan` on one rank, step after step, over buffers that stay.
 
-    The order of collectives is fixed by the plan, and is the same on all peers. On CUDA they run
-    on the communication stream of the process group; waiting for one blocks the current stream,
-    not the host. There, the owned matrices of a bucket are computed together; on CPU a few at a
-    time, so that they are in the caches from their assembly to their update.
+    The plan fixes the order of collectives, the same on all peers. Buckets that are never under
+    way together share buffers. This is safe on CUDA too, where collectives run on a stream of
+    their own: each starts behind the work that the current stream already has, and `wait` holds
+    back what the current stream gets next, not the host.
 
     Args:
         plan: Of this rank.
@@ -195,7 +52,6 @@ class Exchange:
         wire_dtype: In which matrices travel.
         wide_dtype: In which matrices travel to their owner in wide buckets.
         buckets_in_flight: How many gathers may be under way at once.
-        kinds: Of each matrix, sortable: on CPU, those of one kind are computed next to each other.
     """
 
     def __init__(
@@ -208,7 +64,6 @@ class Exchange:
         wire_dtype: torch.dtype,
         wide_dtype: torch.dtype,
         buckets_in_flight: int,
-        split: Any = None,
     ) -> None:
         self.plan = plan
         self.sent_bytes: Counter[int] = Counter()
@@ -216,23 +71,12 @@ class Exchange:
         self.sent_elements: Counter[int] = Counter()
         """Elements sent to each peer in the last `run`."""
         self._matrices = matrices
-        self._split = split
         self._group = group
+        self._device = device
         self._wire_dtype = wire_dtype
         self._wide_dtype = wide_dtype
         self._buckets_in_flight = buckets_in_flight
-        self._is_split = device.type == "cpu"
-        self._local, self._routes = (
-            [_Route(bucket, self._groups(bucket)) for bucket in buckets]
-            for buckets in (plan.local, plan.buckets)
-        )
-        self._memory = _Memory(device)
-
-    def _groups(self, bucket: Bucket) -> list[tuple[int, ...]]:
-        """The owned matrices by task: all together, or on CPU a few at a time."""
-        return (
-            self._split(bucket.owned) if self._split else ([bucket.owned] if bucket.owned else [])
-        )
+        self._routes: list[_Route] = []
 
     def run(
         self,
@@ -241,195 +85,233 @@ class Exchange:
         write: Write,
         meanwhile: Callable[[], None] | None = None,
     ) -> None:
-        """Gather, compute, deliver and write back every matrix once.
+        """Gather, compute, deliver and write back every matrix once; a collective over the peers.
+
+        The first run, and one after a run that failed, allocates the buffers.
 
         Args:
-            read: Called for pieces before they are sent.
-            compute: Called for the owned matrices of each bucket, together or a few at a time.
-            write: Called for pieces whose results have arrived.
+            read: Called for parts that are sent, and for those of matrices owned here.
+            compute: Called for each task.
+            write: Called for parts whose results are there.
             meanwhile: Work that needs no exchange; done while the first buckets travel.
         """
         self.sent_bytes.clear()
         self.sent_elements.clear()
-        try:
-            self._run(read, compute, write, meanwhile)
-        except BaseException:
-            # What is still under way must not arrive in the buffers of a later step.
-            self._memory.clear()
-            raise
-
-    def _run(
-        self, read: Read, compute: Compute, write: Write, meanwhile: Callable[[], None] | None
-    ) -> None:
+        # Put back only at the end: after an error, what is still under way must not arrive in the
+        # buffers of a later step.
+        routes, self._routes = self._routes or self._lay_out(), []
+        local, moving = routes[: len(self.plan.local)], routes[len(self.plan.local) :]
         ahead = self._buckets_in_flight
-        gathers: deque[_Flight] = deque(
-            self._start_gather(index, read) for index in range(min(ahead, len(self._routes)))
-        )
+        for route in moving[:ahead]:
+            self._start_gather(route, read)
         if meanwhile is not None:
             meanwhile()
-        for route in self._local:
-            pending, _ = self._compute(route, {}, None, read, compute, write)
-            self._write_pending(pending, write)
-        landing: tuple[_Route, _Flight] | None = None
-        for index, route in enumerate(self._routes):
-            arrived = self._land(route, gathers.popleft())
-            pending, sent = self._compute(route, arrived, index % 2, read, compute, write)
-            delivery = self._start_delivery(index, sent)
-            if index + ahead < len(self._routes):
-                gathers.append(self._start_gather(index + ahead, read))
-            self._write_pending(pending, write)
-            if landing is not None:
-                self._finish_delivery(*landing, write)
-            landing = (route, delivery)
-        if landing is not None:
-            self._finish_delivery(*landing, write)
+        for route in local:
+            route.compute(read, compute, write)
+        for index, route in enumerate(moving):
+            with span("amo::gather"):
+                route.work.wait()
+            route.compute(read, compute, write)
+            with span("amo::scatter"):
+                route.work = self._start(route.deliver_send, route.deliver_receive)
+            if index + ahead < len(moving):
+                self._start_gather(moving[index + ahead], read)
+            if index:
+                moving[index - 1].finish(write)
+        if moving:
+            moving[-1].finish(write)
+        self._routes = routes
 
-    def _start_gather(self, index: int, read: Read) -> _Flight:
-        route, slot = self._routes[index], index % self._buckets_in_flight
+    def _start_gather(self, route: _Route, read: Read) -> None:
         with span("amo::gather"):
-            side, dtype = route.gather_send, self._gather_dtype(route)
-            sent = self._buffer("gather send", slot, side, dtype)
-            if side.parts:
-                read(side.parts, self._sources(side, sent))
-            received = self._buffer("gather receive", slot, route.gather_receive, dtype)
-            return self._start(sent, received, side, route.gather_receive)
+            send = route.gather_send
+            if send.parts:
+                read(send.parts, send.views)
+            route.work = self._start(send, route.gather_receive)
 
-    def _land(self, route: _Route, flight: _Flight) -> dict[int, Tensor]:
-        """Views of what has arrived, by position; they keep its memory."""
-        with span("amo::gather"):
-            flight.work.wait()
-        return dict(enumerate(self._targets(route.gather_receive, flight.received)))
-
-    def _compute(
-        self,
-        route: _Route,
-        arrived: dict[int, Tensor],
-        slot: int | None,
-        read: Read,
-        compute: Compute,
-        write: Write,
-    ) -> tuple[_Pending, Tensor]:
-        """Compute all tasks; the results still to be written here, and those packed to be sent."""
-        pending: _Pending = []
-        sent: Tensor | None = None
-        for task in route.tasks:
-            results = compute(task.bucket, self._assemble(route, task, arrived, read))
-            if task.departures:
-                sent = self._buffer("deliver send", slot, route.deliver_send, self._wire_dtype)
-                self._pack(task, results, self._targets(route.deliver_send, sent))
-            pending.append((task, results))
-            if self._is_split:
-                self._write_pending(pending, write)
-        if sent is None:
-            sent = self._buffer("deliver send", slot, route.deliver_send, self._wire_dtype)
-        return pending, sent
-
-    def _pack(self, task: _Task, results: Sequence[Tensor], places: Sequence[Tensor]) -> None:
-        with span("amo::scatter"):
-            whole = dict(zip(task.bucket.owned, results, strict=True))
-            values = [_cut(whole[part.matrix], part.piece.target) for _, part in task.departures]
-            torch._foreach_copy_([places[place] for place, _ in task.departures], values)
-
-    def _assemble(
-        self, route: _Route, task: _Task, arrived: dict[int, Tensor], read: Read
-    ) -> list[Tensor]:
-        """Whole matrices of a task, from this rank's own pieces and those that have arrived."""
-        dtype = self._gather_dtype(route)
-        shapes = [self._matrices[index].shape for index in task.bucket.owned]
-        buffers = tuple(
-            self._memory.take(("whole", place), math.prod(shape), dtype)
-            for place, shape in enumerate(shapes)
-        )
-
-        def lay_out() -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-            matrices = [flat.view(shape) for flat, shape in zip(buffers, shapes, strict=True)]
-            whole = dict(zip(task.bucket.owned, matrices, strict=True))
-            places = [_cut(whole[part.matrix], part.piece.target) for _, part in task.arrivals]
-            return matrices, task.kept.views(whole), places
-
-        matrices, kept, places = self._memory.views(task, buffers, lay_out)
-        if task.kept.parts:
-            read(task.kept.parts, kept)
-        if task.arrivals:
-            torch._foreach_copy_(places, [arrived.pop(place) for place, _ in task.arrivals])
-        return list(matrices)
-
-    def _write_pending(self, pending: _Pending, write: Write) -> None:
-        while pending:  # popped, or a result would stay until the next one takes its name
-            task, results = pending.pop(0)
-            if task.returned.parts:
-                whole = dict(zip(task.bucket.owned, results, strict=True))
-                write(task.returned.parts, task.returned.views(whole))
-
-    def _start_delivery(self, index: int, sent: Tensor) -> _Flight:
-        send, receive = self._routes[index].deliver_send, self._routes[index].deliver_receive
-        with span("amo::scatter"):
-            received = self._buffer("deliver receive", index % 2, receive, self._wire_dtype)
-            return self._start(sent, received, send, receive)
-
-    def _finish_delivery(self, route: _Route, flight: _Flight, write: Write) -> None:
-        with span("amo::scatter"):
-            flight.work.wait()
-            values = self._sources(route.deliver_receive, flight.received)
-        if values:
-            write(route.deliver_receive.parts, values)
-
-    def _sources(self, side: _Side, buffer: Tensor) -> list[Tensor]:
-        return self._memory.views(("sources", side), (buffer,), lambda: side.sources(buffer))
-
-    def _targets(self, side: _Side, buffer: Tensor) -> list[Tensor]:
-        return self._memory.views(("targets", side), (buffer,), lambda: side.targets(buffer))
-
-    def _gather_dtype(self, route: _Route) -> torch.dtype:
-        return self._wide_dtype if route.wide else self._wire_dtype
-
-    def _buffer(self, use: str, slot: int | None, side: _Side, dtype: torch.dtype) -> Tensor:
-        return self._memory.take((use, slot), sum(side.elements), dtype)
-
-    def _start(self, sent: Tensor, received: Tensor, send: _Side, receive: _Side) -> _Flight:
+    def _start(self, send: _Side, receive: _Side) -> Any:
         """Start a ragged all-to-all, without padding.
 
-        Buffers travel as bytes, so that every backend takes every dtype.
+        Bytes travel, so that every backend takes every dtype.
         """
-        size = sent.element_size()
-        send_sizes = [count * size for count in send.elements]
-        receive_sizes = [count * size for count in receive.elements]
-        work = dist.all_to_all_single(
-            received.view(torch.uint8),
-            sent.view(torch.uint8),
-            receive_sizes,
-            send_sizes,
+        for peer, size in zip(self.plan.peers, send.sizes, strict=True):
+            if size:
+                self.sent_bytes[peer] += size
+                self.sent_elements[peer] += size // send.itemsize
+        return dist.all_to_all_single(
+            receive.memory,
+            send.memory,
+            receive.sizes,
+            send.sizes,
             group=self._group,
             async_op=True,
         )
-        for peer, count in zip(self.plan.peers, send.elements, strict=True):
-            if count:
-                self.sent_bytes[peer] += count * size
-                self.sent_elements[peer] += count
-        return _Flight(work, sent, received)
+
+    def _lay_out(self) -> list[_Route]:
+        """Allocate all buffers, and find what lies where in them; local buckets come first."""
+        buckets = (*self.plan.local, *self.plan.buckets)
+        dtypes = [self._wide_dtype if bucket.wide else self._wire_dtype for bucket in buckets]
+        wire, ahead = [self._wire_dtype] * len(buckets), self._buckets_in_flight
+        routes = list(
+            map(
+                _Route,
+                self._sides([bucket.gather.send for bucket in buckets], dtypes, ahead),
+                self._sides([bucket.gather.receive for bucket in buckets], dtypes, ahead, True),
+                # Two slots: one delivery still lands while the next is packed.
+                self._sides([bucket.deliver.send for bucket in buckets], wire, 2, True),
+                self._sides([bucket.deliver.receive for bucket in buckets], wire, 2),
+            )
+        )
+        of_bucket = list(zip(buckets, dtypes, routes, strict=True))
+        memory = self._allocate(
+            [sum(self._spaces(t)) * dtype.itemsize for b, dtype, _ in of_bucket for t in b.tasks]
+        )
+        for bucket, dtype, route in of_bucket:
+            for task in bucket.tasks:
+                route.add(task, self._whole(task, memory.view(dtype)))
+        return routes
+
+    def _sides(
+        self,
+        sides: Sequence[PartsByPeer],
+        dtypes: Sequence[torch.dtype],
+        num_slots: int,
+        whole: bool = False,
+    ) -> list[_Side]:
+        """One side of the transfers of all buckets, which take turns in ``num_slots`` buffers."""
+        pairs = list(zip(sides, dtypes, strict=True))
+        sizes = [dtype.itemsize * sum(map(count_elements, side)) for side, dtype in pairs]
+        slots = [self._allocate(sizes[slot::num_slots]) for slot in range(num_slots)]
+        return [
+            _Side(side, dtype, slots[index % num_slots][: sizes[index]], whole=whole)
+            for index, (side, dtype) in enumerate(pairs)
+        ]
+
+    def _allocate(self, sizes: Sequence[int]) -> Tensor:
+        """A flat buffer of bytes, as large as the largest of its uses."""
+        return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self._device)
+
+    def _spaces(self, task: Task) -> list[int]:
+        """Elements that each matrix of a task takes in the buffer of whole matrices, padded."""
+        counts = (self._matrices[index].num_elements for index in task.owned)
+        return [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
+
+    def _whole(self, task: Task, buffer: Tensor) -> list[Tensor]:
+        """Views for the matrices of a task, one after the other in a flat buffer."""
+        layouts = [self._matrices[index] for index in task.owned]
+        starts = itertools.accumulate(self._spaces(task), initial=0)
+        return [
+            buffer[start : start + layout.num_elements].view(layout.shape)
+            for layout, start in zip(layouts, starts, strict=False)
+        ]
 
 
-def _restricted(bucket: Bucket, owned: tuple[int, ...]) -> Bucket:
-    """What of a bucket concerns some of its owned matrices, apart from what travels."""
-    kept, returned = (
-        tuple(part for part in parts if part.matrix in owned)
-        for parts in (bucket.kept, bucket.returned)
-    )
-    reported = bucket.reported.intersection(owned)
-    return dataclasses.replace(bucket, owned=owned, reported=reported, kept=kept, returned=returned)
+class _Side:
+    """What this rank sends, or receives, in one all-to-all: parts in a flat buffer, by peer.
+
+    Args:
+        parts_by_peer: For each peer, in order.
+        dtype: In which they travel.
+        memory: The bytes of these parts, and no more.
+        whole: Give views the shape of the part in its matrix, not in the local tensor.
+    """
+
+    def __init__(
+        self, parts_by_peer: PartsByPeer, dtype: torch.dtype, memory: Tensor, *, whole: bool
+    ) -> None:
+        self.memory, self.itemsize = memory, dtype.itemsize
+        self.sizes = [dtype.itemsize * count_elements(parts) for parts in parts_by_peer]
+        self.parts = tuple(itertools.chain(*parts_by_peer))
+        shapes = [part.piece.source_shape for part in self.parts]
+        flat = memory.view(dtype).split([math.prod(shape) for shape in shapes])
+        self.views = [
+            each.view(shape[-2:] if whole else shape)
+            for each, shape in zip(flat, shapes, strict=True)
+        ]
+
+    def of(self, task: Task) -> tuple[list[Part], list[Tensor]]:
+        """The parts of the matrices of a task, and their views."""
+        owned, found = {*task.owned}, zip(self.parts, self.views, strict=True)
+        pairs = [(part, view) for part, view in found if part.matrix in owned]
+        return [part for part, _ in pairs], [view for _, view in pairs]
 
 
-def _of(owned: Sequence[int], side: _Side) -> list[tuple[int, Part]]:
-    """The parts of some matrices, each with its position on a side."""
-    return [(place, part) for place, part in enumerate(side.parts) if part.matrix in owned]
+class _TaskRun:
+    """A task, and where its matrices and their parts lie.
+
+    Args:
+        task: Of the plan.
+        matrices: Where to put its whole matrices, ``(m, n)`` each.
+        arriving: Parts of all matrices of the bucket, on their way here.
+        leaving: Parts of all results of the bucket, on their way from here.
+    """
+
+    def __init__(
+        self, task: Task, matrices: Sequence[Tensor], arriving: _Side, leaving: _Side
+    ) -> None:
+        self._task = task
+        self._matrices = matrices
+        whole = dict(zip(task.owned, matrices, strict=True))
+        self._kept = _as_local(whole, task.kept)
+        parts, self._arrived = arriving.of(task)
+        self._places = _in_matrices(whole, parts)
+        self._leaving, self._packed = leaving.of(task)
+
+    def run(self, read: Read, compute: Compute, write: Write) -> None:
+        """Put the matrices together, compute, pack what leaves, write what stays."""
+        if self._kept:
+            read(self._task.kept, self._kept)
+        if self._arrived:
+            torch._foreach_copy_(self._places, self._arrived)
+        results = compute(self._task, self._matrices)
+        whole = dict(zip(self._task.owned, results, strict=True))
+        if self._leaving:
+            with span("amo::scatter"):
+                torch._foreach_copy_(self._packed, _in_matrices(whole, self._leaving))
+        if self._kept:
+            write(self._task.kept, _as_local(whole, self._task.kept))
 
 
-def _cut(matrix: Tensor, box: Box) -> Tensor:
-    (top, bottom), (left, right) = box
-    return matrix[top:bottom, left:right]
+@dataclasses.dataclass(slots=True)
+class _Route:
+    """A bucket laid out: its two transfers, and its tasks between them."""
+
+    gather_send: _Side
+    gather_receive: _Side
+    deliver_send: _Side
+    deliver_receive: _Side
+    tasks: list[_TaskRun] = dataclasses.field(default_factory=list)
+    work: Any = None
+    """Of the transfer under way: its gather, later its delivery."""
+
+    def add(self, task: Task, matrices: Sequence[Tensor]) -> None:
+        """Lay out a task, which puts its whole matrices into ``matrices``."""
+        self.tasks.append(_TaskRun(task, matrices, self.gather_receive, self.deliver_send))
+
+    def compute(self, read: Read, compute: Compute, write: Write) -> None:
+        """Run all tasks."""
+        for task in self.tasks:
+            task.run(read, compute, write)
+
+    def finish(self, write: Write) -> None:
+        """Wait for the results that others computed, and write them."""
+        with span("amo::scatter"):
+            self.work.wait()
+        side = self.deliver_receive
+        if side.parts:
+            write(side.parts, side.views)
 
 
-def _views(buffer: Tensor, sizes: list[int], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """The consecutive pieces of a flat buffer."""
-    parts = buffer.split(sizes)
-    return [part.view(shape) for part, shape in zip(parts, shapes, strict=True)]
+def _in_matrices(whole: Mapping[int, Tensor], parts: Sequence[Part]) -> list[Tensor]:
+    """Views of parts in whole matrices."""
+    views = []
+    for part in parts:
+        (top, bottom), (left, right) = part.piece.target
+        views.append(whole[part.matrix][top:bottom, left:right])
+    return views
+
+
+def _as_local(whole: Mapping[int, Tensor], parts: Sequence[Part]) -> list[Tensor]:
+    """The same views, each in the shape that the part has in the local tensor."""
+    views = _in_matrices(whole, parts)
+    return [view.view(part.piece.source_shape) for view, part in zip(views, parts, strict=True)]

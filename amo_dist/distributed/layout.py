@@ -10,23 +10,23 @@ import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
+from amo_dist.config import Box
+
 Interval = tuple[int, int]
 """Half-open ``(start, stop)``."""
-Box = tuple[Interval, ...]
-"""One interval for each dim."""
 Placements = tuple[Any, ...]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TensorLayout:
-    """Where the elements of one tensor lie.
+    """Where the elements of one tensor lie; compared and hashed by identity.
 
     Attributes:
         shape: Global shape.
@@ -51,28 +51,27 @@ class TensorLayout:
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclasses.dataclass(frozen=True)
 class Piece:
     """A box of a local tensor, and where it belongs in a matrix.
 
     Attributes:
         source: Box in the coordinates of the local tensor.
         target: Box ``(rows, columns)`` in the coordinates of the matrix.
-        source_shape: Of the box in the local tensor.
     """
 
     source: Box
     target: Box
-    source_shape: tuple[int, ...] = dataclasses.field(init=False, repr=False, compare=False)
 
-    def __post_init__(self) -> None:
-        shape = tuple(stop - start for start, stop in self.source)
-        object.__setattr__(self, "source_shape", shape)
+    @functools.cached_property
+    def source_shape(self) -> tuple[int, ...]:
+        """Of the box in the local tensor."""
+        return tuple(stop - start for start, stop in self.source)
 
-    @property
+    @functools.cached_property
     def num_elements(self) -> int:
         """Elements in the box."""
-        return math.prod(stop - start for start, stop in self.target)
+        return math.prod(self.source_shape)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -132,20 +131,20 @@ def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> tuple[
 def _strided_chunk(
     intervals: Sequence[Interval], split_factor: int, num_chunks: int, index: int
 ) -> tuple[Interval, ...]:
-    """What ``_StridedShard`` keeps: chunk ``index`` of each of ``split_factor`` chunks."""
+    """Chunk ``index`` of each of ``split_factor`` chunks; what ``Shard`` keeps with factor 1."""
     outer = (_chunk(intervals, split_factor, part) for part in range(split_factor))
     return tuple(itertools.chain(*(_chunk(part, num_chunks, index) for part in outer)))
 
 
-def _application_order(mesh_shape: Sequence[int], placements: Placements) -> list[tuple[int, bool]]:
-    """Mesh axes in the order in which they cut the tensor; ``True`` marks a strided cut.
+def _application_order(mesh_shape: Sequence[int], placements: Placements) -> list[tuple[int, int]]:
+    """Mesh axes in the order in which they cut the tensor, each with its split factor.
 
     FSDP over tensor parallelism writes ``[_StridedShard(d, split_factor=tp), Shard(d)]``: tensor
     parallelism cuts first although its axis stands to the right. Cutting in the true order keeps
     each local tensor in one piece, uneven sizes included.
     """
-    order: list[tuple[int, bool]] = []
-    deferred: list[tuple[int, bool]] = []
+    order: list[tuple[int, int]] = []
+    deferred: list[tuple[int, int]] = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
             later = [
@@ -154,9 +153,12 @@ def _application_order(mesh_shape: Sequence[int], placements: Placements) -> lis
                 if isinstance(placements[other], Shard) and placements[other].dim == placement.dim
             ]
             follows = bool(later) and math.prod(later) == placement.split_factor
-            (deferred if follows else order).append((axis, not follows))
+            if follows:
+                deferred.append((axis, 1))
+            else:
+                order.append((axis, int(placement.split_factor)))
         elif isinstance(placement, Shard):
-            order.append((axis, False))
+            order.append((axis, 1))
         elif not isinstance(placement, Replicate):
             raise ValueError(
                 f"placements: found {placement}, expected Shard, _StridedShard or Replicate"
@@ -178,14 +180,10 @@ def _mesh_layout(
     coordinates = itertools.product(*map(range, mesh_shape))
     for rank, coordinate in zip(mesh_ranks, coordinates, strict=True):
         intervals: list[tuple[Interval, ...]] = list(whole)
-        for axis, strided in order:
-            dim, num_chunks = placements[axis].dim, mesh_shape[axis]
-            if strided:
-                factor = placements[axis].split_factor
-                cut = _strided_chunk(intervals[dim], factor, num_chunks, coordinate[axis])
-            else:
-                cut = _chunk(intervals[dim], num_chunks, coordinate[axis])
-            intervals[dim] = cut
+        for axis, factor in order:
+            dim = placements[axis].dim
+            num_chunks, index = mesh_shape[axis], coordinate[axis]
+            intervals[dim] = _strided_chunk(intervals[dim], factor, num_chunks, index)
         intervals_by_rank[rank] = tuple(intervals)
         replica = tuple(
             index
@@ -293,79 +291,46 @@ def zeros_per_slice(param: torch.Tensor, dim: int) -> torch.Tensor:
         for each in param.placements
     ]
     stride = torch.empty(shape, device="meta").stride()
-    return DTensor.from_local(
-        zeros,
-        param.device_mesh,
-        placements,
-        run_check=False,
-        shape=torch.Size(shape),
-        stride=stride,
-    )
+    size, mesh = torch.Size(shape), param.device_mesh
+    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=size, stride=stride)
 
 
-def _intersect(first: Interval, second: Interval) -> Interval | None:
-    start, stop = max(first[0], second[0]), min(first[1], second[1])
-    return (start, stop) if start < stop else None
-
-
-def _with_offsets(intervals: Sequence[Interval]) -> list[tuple[Interval, int]]:
-    """Each interval beside its offset in the concatenation of all."""
-    sizes = (stop - start for start, stop in intervals)
-    offsets = itertools.accumulate(sizes, initial=0)
-    return list(zip(intervals, offsets, strict=False))
+def _overlaps(
+    extent: Interval, intervals: Sequence[Interval]
+) -> Iterator[tuple[Interval, Interval]]:
+    """Where an extent meets intervals: as positions in their concatenation, and in the extent."""
+    offset = 0
+    for low, high in intervals:
+        start, stop = max(extent[0], low), min(extent[1], high)
+        if start < stop:
+            shift = offset - low
+            yield (start + shift, stop + shift), (start - extent[0], stop - extent[0])
+        offset += high - low
 
 
 def _box_pieces(
-    box: Box,
-    target_offset: tuple[int, int],
-    local: tuple[tuple[Interval, ...], ...],
-) -> list[Piece]:
-    """Pieces of one view box that lie in one rank's local tensor."""
-    choices: list[list[tuple[Interval, Interval]]] = []
-    for extent, intervals in zip(box, local, strict=True):
-        overlaps: list[tuple[Interval, Interval]] = []
-        for interval, offset in _with_offsets(intervals):
-            common = _intersect(extent, interval)
-            if common is not None:
-                start, stop = common
-                source = (start - interval[0] + offset, stop - interval[0] + offset)
-                overlaps.append((source, (start - extent[0], stop - extent[0])))
-        choices.append(overlaps)
-    pieces: list[Piece] = []
+    box: Box, place: tuple[int, int], local: tuple[tuple[Interval, ...], ...]
+) -> Iterator[Piece]:
+    """The pieces of one box of a view, put at ``place`` in the matrix, in one rank's tensor."""
+    row, column = place
+    choices = (tuple(_overlaps(*each)) for each in zip(box, local, strict=True))
     for combination in itertools.product(*choices):
         (top, bottom), (left, right) = (target for _, target in combination[-2:])
-        row, column = target_offset
-        pieces.append(
-            Piece(
-                source=tuple(source for source, _ in combination),
-                target=((top + row, bottom + row), (left + column, right + column)),
-            )
+        yield Piece(
+            source=tuple(source for source, _ in combination),
+            target=((top + row, bottom + row), (left + column, right + column)),
         )
-    return pieces
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _LayoutKey:
-    """Hashes a layout by its key, so that the views of a thousand like matrices are cut once."""
-
-    layout: TensorLayout
-
-    def __hash__(self) -> int:
-        return hash(self.layout.key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _LayoutKey) and self.layout.key == other.layout.key
 
 
 @functools.lru_cache(maxsize=4096)
 def _view(
-    layout: _LayoutKey, boxes: tuple[Box, ...], dim: int
+    layout: TensorLayout, boxes: tuple[Box, ...], dim: int
 ) -> tuple[tuple[int, int], Mapping[int, tuple[Piece, ...]], Mapping[int, int]]:
     pieces: dict[int, list[Piece]] = {}
     offset = [0, 0]
     for box in boxes:
         height, width = (stop - start for start, stop in box[-2:])
-        for rank, local in layout.layout.intervals_by_rank.items():
+        for rank, local in layout.intervals_by_rank.items():
             pieces.setdefault(rank, []).extend(_box_pieces(box, (offset[0], offset[1]), local))
         offset[dim] += (height, width)[dim]
         other = (height, width)[1 - dim]
@@ -399,7 +364,7 @@ def matrix_layout(
         if len(layout.shape) != 2:
             raise ValueError(f"{name}: found shape {layout.shape}, expected a view for each matrix")
         boxes = (tuple((0, size) for size in layout.shape),)
-    shape, pieces, counts = _view(_LayoutKey(layout), tuple(boxes), dim)
+    shape, pieces, counts = _view(layout, tuple(boxes), dim)
     return MatrixLayout(
         name=name,
         tensor=tensor,

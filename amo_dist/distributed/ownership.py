@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from amo_dist.distributed.layout import MatrixLayout
 
@@ -44,8 +45,8 @@ def assign(
 ) -> tuple[Job, ...]:
     """Deal matrices to ranks, apart for each set of ranks that shares some.
 
-    What a set's matrices get follows from nothing but them: a rank that shares other matrices with
-    other ranks must come to the same owners as those that know nothing of these.
+    Each set is dealt by itself: a rank that belongs to several must find the same owners as ranks
+    that know of one set alone.
 
     A matrix that some rank holds whole, such as an expert sharded on its first dim, goes to a
     rank that does, so that nothing need be gathered.
@@ -88,10 +89,8 @@ def _choose(
 ) -> list[_Slot]:
     """The owners of each matrix of one set of ranks."""
     # Matrices of one shape and layout share their counts: of a thousand ranks they are cut once.
-    known: dict[int, list[_Slot]] = {}
-    for matrix in matrices:
-        key = id(matrix.elements_by_rank)
-        known[key] = known.get(key) or _slots(matrix, owners)
+    alike = {id(matrix.elements_by_rank): matrix for matrix in matrices}
+    known = {key: _slots(matrix, owners) for key, matrix in alike.items()}
     slots = [known[id(matrix.elements_by_rank)] for matrix in matrices]
     dealt = _round_robin(slots)
     if ownership == "balanced":
@@ -114,13 +113,9 @@ def _slots(matrix: MatrixLayout, owners: str) -> list[_Slot]:
 
 
 def _round_robin(slots: Sequence[Sequence[_Slot]]) -> list[_Slot]:
-    next_by_candidates: dict[tuple[_Slot, ...], int] = defaultdict(int)
-    chosen: list[_Slot] = []
-    for candidates in slots:
-        key = tuple(candidates)
-        chosen.append(candidates[next_by_candidates[key] % len(candidates)])
-        next_by_candidates[key] += 1
-    return chosen
+    """Candidates in turn, of each list of candidates by itself."""
+    turns: dict[tuple[_Slot, ...], Iterator[_Slot]] = {}
+    return [next(turns.setdefault(tuple(some), itertools.cycle(some))) for some in slots]
 
 
 def _longest_first(
@@ -161,10 +156,10 @@ def _least_loaded(
 
 
 def _greatest_load(chosen: Sequence[_Slot], costs: Sequence[float]) -> float:
-    loads: Mapping[int, float] = defaultdict(float)
+    loads: dict[int, float] = defaultdict(float)
     for slot, cost in zip(chosen, costs, strict=True):
         for rank in slot:
-            loads[rank] += cost  # type: ignore[index]
+            loads[rank] += cost
     return max(loads.values(), default=0.0)
 
 

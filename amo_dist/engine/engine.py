@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.exchange import Exchange, Task
+from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.layout import local_tensor
-from amo_dist.distributed.plan import Part
+from amo_dist.distributed.plan import Part, Task
 from amo_dist.distributed.spans import span
 from amo_dist.engine import adamw
 from amo_dist.engine.batches import Batches
@@ -194,7 +194,7 @@ class Engine:
         elif out:
             torch._foreach_copy_(out, buffers)
 
-    def _compute(self, task: Task, matrices: list[Tensor]) -> list[Tensor]:
+    def _compute(self, task: Task, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Orthogonalize the owned matrices of a task, and measure those that are asked for."""
         with span("amo::orthogonalize"):
             results = self._batches.run(task.owned, matrices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -59,6 +60,8 @@ def plan_exchanges(
         matrix.num_elements * (momentum_dtype if i in are_wide else wire_dtype).itemsize
         for i, matrix in enumerate(matrices)
     ]
+    most = kernels.task_elements
+    split = None if most is None else functools.partial(_split, parameters, most)
     exchanges: list[Exchange] = []
     digests: dict[tuple[int, ...], str] = {}
     for ranks, group in world.groups_by_ranks.items():
@@ -71,6 +74,7 @@ def plan_exchanges(
             bytes_by_matrix=sizes,
             bucket_bytes=config.bucket_bytes,
             wide=are_wide,
+            split=split,
         )
         digests[ranks] = plan.digest
         if here:
@@ -82,7 +86,6 @@ def plan_exchanges(
                 wire_dtype=wire_dtype,
                 wide_dtype=momentum_dtype,
                 buckets_in_flight=config.buckets_in_flight,
-                split=lambda owned: _split(owned, parameters, kernels.task_elements),
             )
             exchanges.append(exchange)
     check_alike_by_ranks("exchange plan", digests, world.group)
@@ -90,23 +93,18 @@ def plan_exchanges(
 
 
 def _split(
-    owned: Sequence[int], parameters: Parameters, most_elements: int | None
+    parameters: Parameters, most_elements: int, owned: tuple[int, ...]
 ) -> list[tuple[int, ...]]:
-    """Matrices to compute together: all, or as many as the kernels' caches hold.
-
-    What may run as one batch comes in a row: matrices of one shape and, once types have schedules
-    of their own, of one type.
-    """
-    if most_elements is None or not owned:
-        return [tuple(owned)] if owned else []
+    """Matrices to compute together: as many as the caches hold from assembly to update."""
     matrices, types = parameters.matrices, parameters.operator_types
-    groups: list[tuple[int, ...]] = []
+    tasks: list[tuple[int, ...]] = []
     room = 0
+    # What may run as one batch has one shape and, once types have schedules of their own, one type.
     for index in sorted(owned, key=lambda index: (matrices[index].shape, types[index])):
         size = matrices[index].num_elements
         if size > room:
-            groups.append(())
+            tasks.append(())
             room = most_elements
-        groups[-1] += (index,)
+        tasks[-1] += (index,)
         room -= size
-    return groups
+    return tasks

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from amo_dist.config import MuonConfig
-from amo_dist.distributed.layout import Box, MatrixLayout
+from amo_dist.config import Box, MuonConfig
+from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.kernels.elementwise import update_scale
 
 Finish: TypeAlias = Generator[Tensor, Tensor, Tensor]

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.distributed.layout import Box, local_tensor
+from amo_dist.config import Box
+from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.plan import Part
 from amo_dist.distributed.spans import span
 from amo_dist.engine.parameters import Parameters

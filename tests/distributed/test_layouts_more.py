@@ -241,6 +241,13 @@ def build_fsdp() -> nn.Module:
     return models.make_model("fsdp", models.shapes())
 
 
+def build_hsdp_tp() -> nn.Module:
+    """As torchtitan lays it out: tensor parallelism cuts first, FSDP what is left of that."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
+    model = models._tensor_parallel(models.shapes(models.EVEN_SHAPES), mesh["tensor"])
+    return models._fully_shard(model, mesh["replicate", "shard"])
+
+
 def build_offloaded() -> nn.Module:
     model = models.plain_model(models.shapes())
     policy = CPUOffloadPolicy(pin_memory=False)
@@ -293,6 +300,22 @@ def test_experts_sharded_on_their_first_dim_send_nothing(run_on: Ranks) -> None:
     results = run_on(2)(train, build_experts_0, FIELDS)
     check(results, EXPERTS)
     assert [result.sent for result in results] == [{}, {}]
+
+
+@pytest.mark.slow
+def test_replicas_of_fsdp_over_tensor_parallelism_equal_the_twin_bit_for_bit(
+    run_on: Ranks,
+) -> None:
+    shapes = models.shapes(models.EVEN_SHAPES)  # torch pads nothing under tensor parallelism
+    results = run_on(8, fresh=True)(train, build_hsdp_tp, FIELDS)
+    check(results, shapes)
+    total = sum(result.num_orthogonalized for result in results)
+    assert total == STEPS * num_matrices(shapes)
+    # Both replicas get results from owners of either.
+    for first, second in zip(results[:4], results[4:], strict=True):
+        assert first.sent
+        for name, local in first.local.items():
+            assert torch.equal(local, second.local[name])
 
 
 @pytest.mark.parametrize("owners", ["mesh", "replica"])

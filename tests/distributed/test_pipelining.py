@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +17,7 @@ from amo_dist import Muon, MuonConfig, param_groups
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
 from amo_dist.distributed.ownership import assign
-from amo_dist.distributed.plan import Bucket, Part, make_plan
+from amo_dist.distributed.plan import Part, Task, plan_exchange
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.layouts import local_tensor, placements_of
@@ -71,7 +70,7 @@ def run_exchange(
     """Events in order; peak of live bytes, the largest allocation, and bytes left afterwards."""
     matrices = fsdp_matrices(count, world_size)
     jobs = assign(matrices, [1.0] * count)
-    plan = make_plan(
+    plan = plan_exchange(
         matrices,
         jobs,
         rank=rank,
@@ -92,7 +91,8 @@ def run_exchange(
     of_matrix = {
         part.matrix: index
         for index, bucket in enumerate(plan.buckets)
-        for part in (*bucket.kept, *itertools.chain(*bucket.gather_send))
+        for parts in (*(task.kept for task in bucket.tasks), *bucket.gather.send)
+        for part in parts
     }
     whole = torch.arange(ROWS * COLUMNS, dtype=torch.float32).view(ROWS, COLUMNS)
     local = [local_tensor(matrix_of(m, world_size), whole, rank).clone() for m in matrices]
@@ -108,8 +108,8 @@ def run_exchange(
         for part, place in zip(parts, places, strict=True):
             place.copy_(cut(local, part))
 
-    def compute(bucket: Bucket, found: list[torch.Tensor]) -> list[torch.Tensor]:
-        events.append(f"compute {number[bucket.owned[0]]}")
+    def compute(task: Task, found: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        events.append(f"compute {number[task.owned[0]]}")
         assert all(torch.equal(matrix, whole) for matrix in found)
         return [-matrix for matrix in found]
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amo_dist.distributed.ownership import Job, assign
-from amo_dist.distributed.plan import Bucket, ExchangePlan, Part, make_plan
+from amo_dist.distributed.plan import Bucket, ExchangePlan, Part, plan_exchange
 from tests.layouts import Model, build, local_tensor, models
 from tests.ledger import Volume, predict, sent_by_pair, sent_by_plan
 
@@ -26,7 +26,7 @@ def plan_all(
         for index, matrix in enumerate(model.matrices)
     ]
     return {
-        rank: make_plan(
+        rank: plan_exchange(
             model.matrices,
             jobs,
             rank=rank,
@@ -70,10 +70,10 @@ def test_what_one_rank_sends_is_what_the_other_receives(problem: tuple) -> None:
             for destination in model.ranks:
                 here, there = buckets[source], buckets[destination]
                 to, back = place[destination], place[source]
-                assert here.gather_send[to] == there.gather_receive[back]
-                assert here.deliver_send[to] == there.deliver_receive[back]
+                assert here.gather.send[to] == there.gather.receive[back]
+                assert here.deliver.send[to] == there.deliver.receive[back]
             own = place[source]
-            assert here.gather_send[own] == here.deliver_send[own] == ()
+            assert here.gather.send[own] == here.deliver.send[own] == ()
 
 
 @few
@@ -102,13 +102,14 @@ def test_each_job_is_in_one_bucket_of_its_owner_and_no_bucket_is_too_full(proble
             item = WIDE if bucket.wide else WIRE
             sizes = [model.matrices[index].num_elements * item for index in bucket.owned]
             assert sum(sizes) <= bucket_bytes or len(sizes) == 1
-            assert bucket.reported <= set(bucket.owned)
+            assert all(task.reported <= set(task.owned) for task in bucket.tasks)
     assert sorted(owned) == sorted((job.matrix, job.owner) for job in jobs)
     reported = [
         index
         for plan in plans.values()
         for bucket in (*plan.buckets, *plan.local)
-        for index in bucket.reported
+        for task in bucket.tasks
+        for index in task.reported
     ]
     assert sorted(reported) == list(range(len(model.matrices)))
 
@@ -135,8 +136,8 @@ def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int,
 
     def gathered(bucket: Bucket, rank: int) -> dict[int, torch.Tensor]:
         whole = {i: torch.zeros(model.matrices[i].shape, dtype=torch.int64) for i in bucket.owned}
-        arrivals = [(rank, part) for part in bucket.kept]
-        for peer, parts in zip(plans[rank].peers, bucket.gather_receive, strict=True):
+        arrivals = [(rank, part) for task in bucket.tasks for part in task.kept]
+        for peer, parts in zip(plans[rank].peers, bucket.gather.receive, strict=True):
             arrivals += [(peer, part) for part in parts]
         for peer, part in arrivals:
             rows, columns = (slice(*interval) for interval in part.piece.target)
@@ -147,8 +148,8 @@ def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int,
     for rank, plan in plans.items():
         for bucket in (*plan.buckets, *plan.local):
             whole = {index: -matrix for index, matrix in gathered(bucket, rank).items()}
-            deliveries = [(rank, part) for part in bucket.returned]
-            for peer, parts in zip(plan.peers, bucket.deliver_send, strict=True):
+            deliveries = [(rank, part) for task in bucket.tasks for part in task.kept]
+            for peer, parts in zip(plan.peers, bucket.deliver.send, strict=True):
                 deliveries += [(peer, part) for part in parts]
             for peer, part in deliveries:
                 rows, columns = (slice(*interval) for interval in part.piece.target)

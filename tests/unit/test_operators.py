@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from amo_dist.operators.groups import Box, Fused, MatrixView, classify, clean_name
+from amo_dist.config import Box
+from amo_dist.operators import Fused, MatrixView, classify, clean_name
 
 
 def extract(parameter: Tensor, view: MatrixView) -> Tensor:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from amo_dist.config import sort_operator_types
-from amo_dist.operators.groups import MatrixView, describe, param_groups
+from amo_dist.operators import MatrixView, describe, param_groups
 
 with warnings.catch_warnings():
     # torchtitan compiles a function on import, which goes through deprecated parts of torch.

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
-from amo_dist.distributed.plan import Bucket, Part, count_elements, make_plan
+from amo_dist.distributed.plan import Bucket, Transfer, count_elements, plan_exchange
 from amo_dist.kernels.geometry import ell
 from amo_dist.kernels.sigma_min import SMALL
 from amo_dist.schedule.schedule_file import read_toml
@@ -254,7 +254,7 @@ def busiest_rank(world: World, steps: Mapping[str, int]) -> int:
 def _buckets(world: World, steps: Mapping[str, int]) -> tuple[Bucket, ...]:
     """Buckets of the busiest rank; those of one rank need no exchange."""
     wire = world.wire_bytes
-    plan = make_plan(
+    plan = plan_exchange(
         world.matrices,
         deal(world, steps),
         rank=busiest_rank(world, steps),
@@ -291,8 +291,8 @@ def exchange_memory(world: World, steps: Mapping[str, int]) -> int:
     wire, ahead = world.wire_bytes, world.config.buckets_in_flight
     gathers, wholes, deliveries = [], [], []
     for bucket in _buckets(world, steps):
-        gathers.append(_both_ways(bucket.gather_send, bucket.gather_receive))
-        deliveries.append(_both_ways(bucket.deliver_send, bucket.deliver_receive))
+        gathers.append(_both_ways(bucket.gather))
+        deliveries.append(_both_ways(bucket.deliver))
         shapes = [world.registry[index].shape for index in bucket.owned]
         batches = Counter(shapes)
         iterates = max((3 * n * math.prod(s) for s, n in batches.items()), default=0)
@@ -305,8 +305,8 @@ def exchange_memory(world: World, steps: Mapping[str, int]) -> int:
     return peak * wire
 
 
-def _both_ways(send: Sequence[Sequence[Part]], receive: Sequence[Sequence[Part]]) -> int:
-    return sum(count_elements(parts) for parts in (*send, *receive))
+def _both_ways(transfer: Transfer) -> int:
+    return sum(count_elements(parts) for parts in (*transfer.send, *transfer.receive))
 
 
 def observation_seconds(

@@ -1,0 +1,150 @@
+"""How a parameter holds matrices: as one, as one an expert, or several side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+
+from amo_dist.config import Box
+
+ADAMW = "adamw"
+"""Names what is not orthogonalized."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MatrixView:
+    """One matrix inside a parameter."""
+
+    suffix: str
+    """Empty for the whole parameter, else such as ``[q]`` or ``[3]``; the name of the matrix is
+    the parameter's name followed by it."""
+    operator_type: str
+    """Matrices of one type share a schedule."""
+    boxes: tuple[Box, ...] | None
+    """``None`` for the whole of a 2-D parameter, else the regions that make up the matrix, in
+    coordinates of the parameter, one after the other along ``dim``."""
+    dim: int = 0
+    """Dim of the matrix (0 rows, 1 columns) along which the boxes are concatenated."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused:
+    """How one parameter holds several matrices side by side.
+
+    For a parameter of rows q, k, v with grouped-query attention, whose sizes no shape tells::
+
+        Fused((("attn_q", 3072), ("attn_k", 1024), ("attn_v", 1024)))
+
+    A 3-D parameter ``(E, m, n)`` is so divided in each of its E matrices.
+    """
+
+    parts: tuple[tuple[str, int], ...]
+    """``(operator type, size along dim)`` in the order of storage; the sizes add up to the
+    parameter's size along ``dim``. One type cannot occur twice."""
+    dim: int = 0
+    """0 where the parts are rows of the matrix (``nn.Linear``), 1 where they are columns."""
+    groups: int = 1
+    """Interleaving: ``dim`` consists of this many equal groups (KV groups, as a rule), and each
+    holds its share of every part in order. 1 stores each part in one piece."""
+    heads: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    """Splits the part of an operator type further into this many equal matrices, one a head."""
+
+    def __post_init__(self) -> None:
+        # From TOML or JSON these arrive as lists.
+        parts = tuple((str(operator_type), int(size)) for operator_type, size in self.parts)
+        object.__setattr__(self, "parts", parts)
+        types = [operator_type for operator_type, _ in parts]
+        require(len(types) > 0, "Fused.parts", self.parts, "at least one part")
+        require(len(set(types)) == len(types), "Fused.parts", types, "distinct operator types")
+        for operator_type in types:
+            check_operator_type(operator_type)
+        require(self.dim in (0, 1), "Fused.dim", self.dim, "0 (rows) or 1 (columns)")
+        require(self.groups >= 1, "Fused.groups", self.groups, "an integer >= 1")
+        unknown = sorted(set(self.heads) - set(types))
+        require(not unknown, "Fused.heads", unknown, f"operator types among {types}")
+        for operator_type, size in parts:
+            divisors = {"groups": self.groups, "heads": self.heads.get(operator_type, 1)}
+            for field, divisor in divisors.items():
+                divides = size >= 1 and divisor >= 1 and size % divisor == 0
+                expected = f"a divisor of {operator_type}'s size {size}"
+                require(divides, f"Fused.{field}", divisor, expected)
+
+
+def cut_views(name: str, shape: tuple[int, ...], target: str | Fused) -> tuple[MatrixView, ...]:
+    """The matrices of one parameter.
+
+    Args:
+        name: For errors.
+        shape: ``(m, n)``, or ``(E, m, n)`` for E matrices.
+        target: The operator type of each matrix, or how it holds several.
+
+    Raises:
+        ValueError: The shape has other dims, or the parts do not add up to it.
+    """
+    require(len(shape) in (2, 3), name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
+    whole = ((0, shape[-2]), (0, shape[-1]))
+    if isinstance(target, Fused):
+        matrix = _fused_views(name, whole, target)
+    else:
+        matrix = [MatrixView("", target, None)]
+    if len(shape) == 2:
+        return tuple(matrix)
+    views = []
+    for expert, view in itertools.product(range(shape[0]), matrix):
+        suffix = f"[{expert}.{view.suffix[1:]}" if view.suffix else f"[{expert}]"
+        boxes = tuple(((expert, expert + 1), *box) for box in view.boxes or (whole,))
+        views.append(dataclasses.replace(view, suffix=suffix, boxes=boxes))
+    return tuple(views)
+
+
+def _fused_views(name: str, whole: Box, fused: Fused) -> list[MatrixView]:
+    """Views of one matrix, all of which is the box ``whole``."""
+    total = sum(size for _, size in fused.parts)
+    expected = f"parts that add up to {whole[fused.dim][1]}, its size along dim {fused.dim}"
+    require(total == whole[fused.dim][1], name, f"{fused.parts} = {total}", expected)
+    labels = _labels([operator_type for operator_type, _ in fused.parts])
+    views, offset = [], 0
+    for (operator_type, size), label in zip(fused.parts, labels, strict=True):
+        share = size // fused.groups
+        stride = total // fused.groups
+        pieces = [(g * stride + offset, g * stride + offset + share) for g in range(fused.groups)]
+        offset += share
+        num_heads = fused.heads.get(operator_type)
+        for head in range(num_heads or 1):
+            length = size // (num_heads or 1)
+            ranges = _cut(pieces, head * length, (head + 1) * length)
+            suffix = f"[{label}]" if num_heads is None else f"[{label}.{head}]"
+            boxes = tuple((r, whole[1]) if fused.dim == 0 else (whole[0], r) for r in ranges)
+            views.append(MatrixView(suffix, operator_type, boxes, fused.dim))
+    return views
+
+
+def _cut(pieces: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
+    """The ranges at positions ``start`` to ``stop`` of the concatenated pieces."""
+    position = 0
+    for low, high in pieces:
+        first, last = max(start, position), min(stop, position + high - low)
+        if first < last:
+            yield low + first - position, low + last - position
+        position += high - low
+
+
+def _labels(operator_types: Sequence[str]) -> list[str]:
+    """Types without their family (``attn_q`` -> ``q``), where that leaves them distinct."""
+    short = [re.sub(r"^(?:attn|mlp|expert|shared_expert)_", "", t) for t in operator_types]
+    return short if len(set(short)) == len(short) else list(operator_types)
+
+
+def check_operator_type(operator_type: str) -> None:
+    """Raise ``ValueError`` unless the name of a type is one that reports and files can carry."""
+    is_valid = re.fullmatch(r"[a-z][a-z0-9_]*", operator_type) and operator_type != ADAMW
+    expected = "lower case letters, digits and underscores, such as 'attn_q'"
+    require(bool(is_valid), "operator type", operator_type, expected)
+
+
+def require(condition: bool, field: str, found: object, expected: str) -> None:
+    """Raise ``ValueError`` with what was found and what was expected, unless all is well."""
+    if not condition:
+        raise ValueError(f"{field}: found {found}, expected {expected}")
