@@ -235,6 +235,3 @@ def _digest(
 def count_elements(parts: Sequence[Part]) -> int:
     """Elements of all parts together."""
     return sum(part.piece.num_elements for part in parts)
-
-
-plan_exchange = make_plan
