@@ -74,7 +74,7 @@ def allowed(importer: str, imported: str) -> bool:
     if top == "torch":
         return layer not in ("schedule", *BASE)
     if top == "triton":
-        return importer == "amo_dist.kernels.triton_symmetric"
+        return importer == "amo_dist.kernels.cuda.triton_symmetric"
     if top != "amo_dist":
         return False
     inner = imported.split(".")[1] if "." in imported else ""
@@ -104,7 +104,7 @@ def test_imports_keep_their_directions() -> None:
     [
         ("amo_dist.optimizers.muon", "import numpy"),
         ("amo_dist.optimizers.muon", "import torchtitan_ext.plugin"),
-        ("amo_dist.kernels.backends", "import triton"),
+        ("amo_dist.kernels.interface", "import triton"),
         ("amo_dist.config", "import torch"),
         ("amo_dist.config", "from amo_dist.kernels import geometry"),
         ("amo_dist.config", "from amo_dist.config import AMOConfig"),
@@ -131,7 +131,7 @@ def test_a_wrong_import_is_found(module: str, source: str) -> None:
         ("amo_dist.schedule.budget", "from .polar_express import compose"),
         ("amo_dist.distributed.plan", "from torch.distributed import tensor\nfrom . import layout"),
         ("amo_dist.kernels.geometry", "from amo_dist.config import AMOConfig"),
-        ("amo_dist.kernels.triton_symmetric", "import triton.language as tl"),
+        ("amo_dist.kernels.cuda.triton_symmetric", "import triton.language as tl"),
         ("torchtitan_ext.plugin.optimizers", "import amo_dist, torchtitan"),
     ],
 )

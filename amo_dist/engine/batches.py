@@ -6,32 +6,23 @@ import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
 
-import torch
-
-from amo_dist.config import MuonConfig
 from amo_dist.engine.parameters import Parameters
-from amo_dist.kernels.newton_schulz import Orthogonalizer
+from amo_dist.kernels.interface import Kernels, Orthogonalizer
 from amo_dist.schedule.types import Schedule
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Batch:
-    """Matrices of one shape and schedule on one device.
+    """Matrices of one shape and schedule.
 
     Attributes:
         positions: Of the matrices, among those that were asked for.
         names: Of the matrices.
-        schedule: Of all of them.
-        shape: ``(b, m, n)``.
-        device: Where they lie.
         run: Orthogonalizes them.
     """
 
     positions: tuple[int, ...]
     names: tuple[str, ...]
-    schedule: Schedule
-    shape: tuple[int, int, int]
-    device: torch.device
     run: Orthogonalizer
 
 
@@ -40,12 +31,12 @@ class Batches:
 
     Args:
         parameters: Of this process.
-        config: Numerics.
+        kernels: Of their device.
     """
 
-    def __init__(self, parameters: Parameters, config: MuonConfig) -> None:
+    def __init__(self, parameters: Parameters, kernels: Kernels) -> None:
         self._parameters = parameters
-        self._config = config
+        self._kernels = kernels
         self._schedules: Sequence[Schedule] = ()
         self._known: dict[tuple[int, ...], tuple[Batch, ...]] = {}
 
@@ -63,33 +54,22 @@ class Batches:
         return found
 
     def _make(self, owned: tuple[int, ...]) -> tuple[Batch, ...]:
-        alike: dict[tuple[Schedule, tuple[int, int], torch.device], list[int]] = defaultdict(list)
+        alike: dict[tuple[Schedule, tuple[int, int]], list[int]] = defaultdict(list)
         for position, index in enumerate(owned):
             matrix = self._parameters.matrices[index]
-            device = self._parameters.entries[matrix.tensor].param.device
-            alike[self._schedules[index], matrix.shape, device].append(position)
+            alike[self._schedules[index], matrix.shape].append(position)
         return tuple(
             Batch(
                 tuple(positions),
                 tuple(self._parameters.matrices[owned[position]].name for position in positions),
-                schedule,
-                (len(positions), *shape),
-                device,
-                self._orthogonalizer(len(positions), shape, schedule, device),
+                self._kernels.orthogonalizer(
+                    len(positions),
+                    shape,
+                    schedule.coefficients,
+                    schedule.norm_scale,
+                    schedule.preconditioner,
+                    slot=slot,
+                ),
             )
-            for (schedule, shape, device), positions in alike.items()
-        )
-
-    def _orthogonalizer(
-        self, count: int, shape: tuple[int, int], schedule: Schedule, device: torch.device
-    ) -> Orthogonalizer:
-        return Orthogonalizer(
-            count,
-            shape,
-            schedule.coefficients,
-            norm_scale=schedule.norm_scale,
-            preconditioner=schedule.preconditioner,
-            dtype=getattr(torch, self._config.ns_dtype),
-            device_type=device.type,
-            backend=self._config.ns_backend,
+            for slot, ((schedule, shape), positions) in enumerate(alike.items())
         )

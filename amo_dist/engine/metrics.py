@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from amo_dist.config import MuonConfig
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.engine.parameters import Parameters
 from amo_dist.engine.step import count_backends
-from amo_dist.kernels.backends import BACKENDS
+from amo_dist.kernels.devices import BACKENDS
+from amo_dist.kernels.interface import Kernels
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
 
@@ -18,7 +18,7 @@ def of_schedules(
     step: int,
     parameters: Parameters,
     schedules: Sequence[Schedule],
-    config: MuonConfig,
+    kernels: Kernels,
 ) -> dict[str, float]:
     """What the policy says of a step, and how many matrices each backend beside the first runs.
 
@@ -27,9 +27,9 @@ def of_schedules(
         step: Optimizer step.
         parameters: Of this process.
         schedules: Of each matrix at this step.
-        config: Says which backends there are to choose from.
+        kernels: Of their device.
     """
-    backends = count_backends(parameters, schedules, config)
+    backends = count_backends(parameters, schedules, kernels)
     counts = {f"newton_schulz/{each}_matrices": float(backends[each]) for each in BACKENDS[1:]}
     return {**policy.metrics(step), **counts}
 

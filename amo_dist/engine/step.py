@@ -15,14 +15,13 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import Piece
 from amo_dist.distributed.plan import Bucket, Part
 from amo_dist.distributed.spans import span
-from amo_dist.engine.batches import Batch, Batches
+from amo_dist.engine.batches import Batches
 from amo_dist.engine.observer import Observer
 from amo_dist.engine.parameters import Parameters
-from amo_dist.kernels.backends import check_backend, choose_backend
-from amo_dist.kernels.elementwise import apply_update, largest_entry, nesterov, update_scale
+from amo_dist.kernels.devices import make_kernels
+from amo_dist.kernels.elementwise import update_scale
 from amo_dist.kernels.geometry import ns_residual
-from amo_dist.kernels.graphs import GraphCache
-from amo_dist.kernels.scratch import scratch
+from amo_dist.kernels.interface import Kernels
 from amo_dist.schedule.types import Schedule
 from amo_dist.tools.tracker import GeometryTracker
 
@@ -43,7 +42,7 @@ class StepWork:
         guarded: Name of the matrix whose residual is measured, if any.
         state: Of the optimizer, by parameter.
         tracker: Measures every owned matrix, in a tracked step.
-        graphs: Outlives the step; None runs Newton-Schulz without it.
+        kernels: Of the device; outlive the step.
     """
 
     def __init__(
@@ -56,12 +55,12 @@ class StepWork:
         groups: Sequence[Mapping[str, Any]],
         config: MuonConfig,
         batches: Batches,
+        kernels: Kernels,
         observed: frozenset[str],
         observer: Observer,
         state: Mapping[Tensor, Mapping[str, Any]],
         guarded: str | None = None,
         tracker: GeometryTracker | None = None,
-        graphs: GraphCache | None = None,
     ) -> None:
         self.residuals: dict[str, Tensor] = {}
         """Residual of the guarded matrix, where this rank reports it: float64, 0-dim."""
@@ -79,10 +78,8 @@ class StepWork:
         self._guarded = guarded
         self._state = state
         self._tracker = tracker
-        self._graphs = graphs
-        if graphs is not None:
-            graphs.begin_step()
-        self._ns_dtype: torch.dtype = getattr(torch, config.ns_dtype)
+        self._kernels = kernels
+        kernels.begin_step()
 
     def read(self, parts: Sequence[Part], places: Sequence[Tensor]) -> None:
         """Write the momentum to orthogonalize; zeros where a parameter has no gradient.
@@ -100,7 +97,7 @@ class StepWork:
             grads.append(cut(grad, part.piece))
             found.append(place)
         if self._config.nesterov:
-            nesterov(buffers, grads, self._config.momentum, out=found)
+            self._kernels.nesterov(buffers, grads, self._config.momentum, found)
         elif found:
             torch._foreach_copy_(found, buffers)
 
@@ -151,7 +148,7 @@ class StepWork:
         with span("amo::update"):
             for index, members in by_group.items():
                 group = self._groups[index]
-                apply_update(
+                self._kernels.apply_update(
                     [piece for piece, _, _ in members],
                     [value for _, value, _ in members],
                     lr=group["lr"] * group["lr_scale"],
@@ -168,31 +165,20 @@ class StepWork:
     def _orthogonalize(self, owned: tuple[int, ...], matrices: Sequence[Tensor]) -> list[Tensor]:
         """Those of one shape and schedule together, which may run as batched products.
 
-        On CPU the results live in memory that the next call overwrites.
+        The results are lent by the kernels until the next call.
         """
         results: dict[int, Tensor] = {}
         for batch in self._batches.of(owned):
-            # Also where it came wide for observation: observing changes no bit of training.
-            inputs = [matrices[position].to(self._ns_dtype) for position in batch.positions]
-            result = self._run(batch, inputs, f"result {len(results)}")
-            bad = _drop_nonfinite(result)
+            result = batch.run([matrices[position] for position in batch.positions])
+            bad = self._kernels.drop_nonfinite(result)
             if bad is not None:
                 self.nonfinite[batch.names] = bad
             results.update(zip(batch.positions, result.unbind(), strict=True))
         return [results[position] for position in range(len(owned))]
 
-    def _run(self, batch: Batch, matrices: Sequence[Tensor], use: str) -> Tensor:
-        if self._graphs is None:
-            out = scratch(use, batch.shape, self._ns_dtype, batch.device)
-            batch.run(matrices, out=out)
-            return out
-        stacked = matrices[0] if len(matrices) == 1 else torch.stack(list(matrices))
-        key = (batch.schedule, stacked.shape, stacked.dtype, stacked.device)
-        return self._graphs.run(key, batch.run.on_batch, stacked).view(batch.shape)
 
-
-def make_graphs(parameters: Parameters, config: MuonConfig) -> GraphCache | None:
-    """What keeps CUDA graphs from step to step, where they are asked for.
+def kernels_of(parameters: Parameters, config: MuonConfig) -> Kernels:
+    """The kernels of the parameters' device.
 
     Args:
         parameters: Of this process.
@@ -201,55 +187,32 @@ def make_graphs(parameters: Parameters, config: MuonConfig) -> GraphCache | None
     Raises:
         ValueError: The devices of the parameters cannot run what is asked for.
     """
-    for entry in parameters.entries:
-        device = entry.param.device.type
-        if config.cuda_graphs and device != "cuda":
-            raise ValueError(
-                f"cuda_graphs: found True with parameters on {device}, expected them on cuda"
-            )
-        dtype: torch.dtype = getattr(torch, config.ns_dtype)
-        check_backend("ns_backend", config.ns_backend, dtype=dtype, device_type=device)
-    return GraphCache() if config.cuda_graphs else None
+    found = [
+        make_kernels(
+            device,
+            ns_dtype=getattr(torch, config.ns_dtype),
+            ns_backend=config.ns_backend,
+            cuda_graphs=config.cuda_graphs,
+        )
+        for device in dict.fromkeys(entry.param.device for entry in parameters.entries)
+    ]
+    return found[0]
 
 
 def count_backends(
-    parameters: Parameters, schedules: Sequence[Schedule], config: MuonConfig
+    parameters: Parameters, schedules: Sequence[Schedule], kernels: Kernels
 ) -> Counter[str]:
     """How many matrices of this process each Newton-Schulz backend runs, by name.
 
     Args:
         parameters: Of this process.
         schedules: Of each matrix.
-        config: Numerics.
+        kernels: Of their device.
     """
-    entries = parameters.entries
     return Counter(
-        choose_backend(
-            matrix.shape,
-            schedule.coefficients,
-            dtype=getattr(torch, config.ns_dtype),
-            device_type=entries[matrix.tensor].param.device.type,
-            requested=config.ns_backend,
-        ).name
+        kernels.backend_name(matrix.shape, schedule.coefficients)
         for matrix, schedule in zip(parameters.matrices, schedules, strict=True)
     )
-
-
-def _drop_nonfinite(updates: Tensor) -> Tensor | None:
-    """Zero, in place, each matrix of ``(b, m, n)`` that holds NaN or inf.
-
-    A parameter once NaN stays so; the host hears of it only at the next step.
-
-    Returns:
-        Which did, boolean, ``(b,)``; None where it is known at once that none did.
-    """
-    # On CPU, to look costs less than to write; elsewhere it would wait for the device. A sum is
-    # finite only where all entries are, and costs half of what the largest one does.
-    if updates.device.type == "cpu" and math.isfinite(updates.sum()):
-        return None
-    bad = ~torch.isfinite(largest_entry(updates))
-    updates.masked_fill_(bad, 0.0)
-    return bad.view(-1)
 
 
 def cut(local: Tensor, piece: Piece) -> Tensor:

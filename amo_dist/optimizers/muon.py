@@ -21,10 +21,9 @@ from amo_dist.engine.exchange_planning import plan_exchanges
 from amo_dist.engine.gradients import StepGuard
 from amo_dist.engine.observer import Observer
 from amo_dist.engine.parameters import check_groups, describe_group, local_tensor, resolve
-from amo_dist.engine.step import StepWork, make_graphs
+from amo_dist.engine.step import StepWork, kernels_of
 from amo_dist.engine.timing import Stopwatch
 from amo_dist.engine.world import World, agree_on_world
-from amo_dist.kernels.elementwise import update_momentum
 from amo_dist.optimizers.arguments import as_policy, check_each_group, check_hyperparameters
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
@@ -90,8 +89,8 @@ class Muon(torch.optim.Optimizer):
         # Out of the groups: checkpoint helpers take no lists of strings there.
         names = [group.pop("param_names") for group in self.param_groups]
         self._parameters = resolve(self.param_groups, names, views, self._replica_ranks())
-        self._graphs = make_graphs(self._parameters, self.config)
-        self._batches = Batches(self._parameters, self.config)
+        self._kernels = kernels_of(self._parameters, self.config)
+        self._batches = Batches(self._parameters, self._kernels)
         self._num_steps_taken = 0
         self._num_steps_skipped = 0
         self._world: World | None = None
@@ -271,7 +270,8 @@ class Muon(torch.optim.Optimizer):
             buffers = [
                 local_tensor(self.state[entries[i].param]["momentum_buffer"]) for i in moving
             ]
-            update_momentum(buffers, [grads[i] for i in moving], self.config.momentum)  # type: ignore[misc]
+            moved = [grads[i] for i in moving]
+            self._kernels.update_momentum(buffers, moved, self.config.momentum)  # type: ignore[arg-type]
         self._batches.begin_step(self._schedules_by_matrix(step))
         work = self._work_class(
             state=self.state,
@@ -286,7 +286,7 @@ class Muon(torch.optim.Optimizer):
             observer=self._observer,
             guarded=guarded,
             tracker=self.tracker if self._tracks(step) else None,
-            graphs=self._graphs,
+            kernels=self._kernels,
         )
         exchanges = self._exchanges_for(step, sample)
         for index, exchange in enumerate(exchanges):
@@ -445,10 +445,10 @@ class Muon(torch.optim.Optimizer):
             ValueError: Names the field, what was found and what was expected.
         """
         control = checkpoint.check_control(state, config=self.config, policy=self.policy)
-        self._graphs = make_graphs(self._parameters, control.config)
+        kernels = kernels_of(self._parameters, control.config)
         self.policy = checkpoint.restore_policy(control, self)
-        self.config = control.config
-        self._batches = Batches(self._parameters, self.config)
+        self.config, self._kernels = control.config, kernels
+        self._batches = Batches(self._parameters, kernels)
         if self._world is not None:
             self._guard = StepGuard(self._world, self._parameters.entries, self.config)
         self._observer.discard()
@@ -488,7 +488,7 @@ class Muon(torch.optim.Optimizer):
         step, found = max(self._num_steps_taken, 1), {}
         if self._world is not None:
             work = self._parameters, self._schedules_by_matrix(step)
-            found = metrics.of_schedules(self.policy, step, *work, self.config)
+            found = metrics.of_schedules(self.policy, step, *work, self._kernels)
         return {
             **found,
             "newton_schulz/residual": self._last_residual,
