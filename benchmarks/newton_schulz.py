@@ -23,18 +23,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amo_dist.config import MuonConfig
+from amo_dist.config import MuonConfig, Triple
 from amo_dist.distributed.ownership import assign, load_by_rank
 from amo_dist.distributed.plan import plan_exchange
-from amo_dist.kernels.backends import (
-    STANDARD,
-    Backend,
-    check_backend,
-    choose_backend,
-    cost,
-    executed_flops,
-)
-from amo_dist.kernels.graphs import CudaCapture
+from amo_dist.kernels.cpu.backends import STANDARD, Backend, cost
+from amo_dist.kernels.cuda.graphs import CudaCapture
+from amo_dist.kernels.devices import check_backend, make_kernels
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import compose
@@ -89,10 +83,31 @@ def main(args: Sequence[str] | None = None) -> int:
 def runs(name: str, dtype: torch.dtype, device: str) -> bool:
     """Whether a backend can run here."""
     try:
-        check_backend("backend", name, dtype=dtype, device_type=torch.device(device).type)
+        check_backend("backend", name, dtype, torch.device(device))
     except ValueError:
         return False
     return True
+
+
+def backend_of(
+    shape: Sequence[int],
+    coefficients: Sequence[Triple],
+    dtype: torch.dtype,
+    device: str,
+    requested: str,
+) -> Backend:
+    """What runs where a backend is asked for; of ``triton`` with the tiles that are computed."""
+    kernels = make_kernels(
+        torch.device(device), ns_dtype=dtype, ns_backend=requested, cuda_graphs=False
+    )
+    backend = kernels.backend(shape, coefficients)
+    if backend.name != "triton":
+        return backend
+    # Imported here: the package is not everywhere.
+    from amo_dist.kernels.cuda.triton_symmetric import tiling
+
+    tiles = -(-min(shape) // tiling(min(shape), dtype)["TILE"])
+    return Backend("triton", tiles, tiles)
 
 
 def contenders(
@@ -133,9 +148,7 @@ def measure(
     square = cast[:, :m].contiguous()
 
     def chosen(requested: str) -> Backend:
-        return choose_backend(
-            x.shape, coefficients, dtype=dtype, device_type=x.device.type, requested=requested
-        )
+        return backend_of(x.shape, coefficients, dtype, options.device, requested)
 
     names = [
         name
@@ -172,7 +185,7 @@ def measure(
                 "of standard": ratio(seconds, label, "standard"),
                 "gemm GF/s": peak / 1e9,
                 "effective %": 100 * cost(STANDARD, m, n, steps) / time / peak,
-                "executed %": 100 * executed_flops(backend, m, n, steps) / time / peak,
+                "executed %": 100 * cost(backend, m, n, steps) / time / peak,
                 "error": ((found - exact).norm() / exact.norm()).item(),
             }
         )
@@ -257,14 +270,9 @@ def _executed(
     name: str,
     options: argparse.Namespace,
 ) -> float:
-    backend = choose_backend(
-        shape,
-        _coefficients(options.ell, steps),
-        dtype=dtype,
-        device_type=torch.device(options.device).type,
-        requested=name,
-    )
-    return executed_flops(backend, *sorted(shape), steps)
+    coefficients = _coefficients(options.ell, steps)
+    backend = backend_of(shape, coefficients, dtype, options.device, name)
+    return cost(backend, *sorted(shape), steps)
 
 
 if __name__ == "__main__":

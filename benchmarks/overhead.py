@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     matrices = [
         schedules[optimizer.policy.group_of(info.name)] for info in optimizer._parameters.matrices
     ]
-    count_backends(optimizer._parameters, matrices, settings)
+    count_backends(optimizer._parameters, matrices, optimizer._kernels)
     backend_seconds = now() - start
     for _ in range(2):
         optimizer.step()

@@ -84,9 +84,10 @@ class Batches:
                     len(positions),
                     shape,
                     schedule.coefficients,
-                    norm_scale=schedule.norm_scale,
-                    preconditioner=schedule.preconditioner,
+                    schedule.norm_scale,
+                    schedule.preconditioner,
+                    slot=slot,
                 ),
             )
-            for (schedule, shape), positions in alike.items()
+            for slot, ((schedule, shape), positions) in enumerate(alike.items())
         )

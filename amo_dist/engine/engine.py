@@ -24,7 +24,7 @@ from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.updates import Updates, as_matrix, cut
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import wide_dtype
-from amo_dist.kernels.interface import BACKENDS, make_kernels
+from amo_dist.kernels.devices import BACKENDS, make_kernels
 from amo_dist.schedule.types import Schedule
 
 Groups = Sequence[Mapping[str, Any]]
@@ -245,7 +245,7 @@ class Engine:
         backends: dict[str, int] = defaultdict(int)
         for matrix, schedule in zip(self.parameters.matrices, schedules, strict=True):
             backends[self._kernels.backend_name(matrix.shape, schedule.coefficients)] += 1
-        counts = {f"newton_schulz/{name}_matrices": float(backends[name]) for name in BACKENDS}
+        counts = {f"newton_schulz/{name}_matrices": float(backends[name]) for name in BACKENDS[1:]}
         elements = sum(exchange.sent_elements.total() for exchange in self.exchanges)
         return {
             **counts,

@@ -3,18 +3,18 @@
 Everything is computed in float64, whatever the dtype of the input, and from all singular values
 except ``ell``, which needs only the smallest (see ``sigma_min``). A momentum matrix must come in as
 float32, never as a bf16 copy, whose rounding lifts the small singular values by orders of
-magnitude. All functions are batched: ``(..., m, n)`` gives ``(...)``.
+magnitude.
 
-The AMO paper reads its threshold ``tau`` in three ways, and so do these functions:
+The AMO paper reads its threshold ``tau`` in three ways, and so do the metrics:
 
 - ``ell``, the control signal, clamps: ``max(sigma_min, tau)``, tau absolute;
-- the metrics (``kappa``, ``spectral_entropy``, ``effective_rank``) drop every singular value that
-  is not above tau, tau absolute;
-- ``static_ell``, of the offline schedules, clamps relatively: ``max(sigma_min, tau * sigma_max)``.
+- ``kappa``, ``spectral_entropy`` and ``effective_rank`` drop every singular value that is not above
+  tau, tau absolute;
+- ``ell_static``, of the offline schedules, clamps relatively: ``max(sigma_min, tau * sigma_max)``.
 
 An absolute tau has the unit of the matrix's own entries. A matrix without any singular value above
 an absolute tau is numerically zero, and like a zero matrix, an empty one, or one with a non-finite
-entry it has no geometry: every function answers NaN for it.
+entry it has no geometry: every metric answers NaN for it.
 """
 
 from __future__ import annotations
@@ -28,30 +28,20 @@ from amo_dist.kernels.elementwise import largest_entry
 from amo_dist.kernels.sigma_min import sigma_min
 
 DEFAULT_TAU = 1e-10
-DEFAULT_ENERGY = 0.99
+ENERGY = 0.99
+"""Share of the energy that ``effective_rank`` singular directions hold."""
 
-
-@torch.no_grad()
-def spectrum(x: Tensor) -> Tensor:
-    """Singular values in descending order, float64, in the unit of ``x``.
-
-    Args:
-        x: Matrices, shape ``(..., m, n)``, any floating dtype.
-
-    Returns:
-        Shape ``(..., min(m, n))``; NaN for a matrix with a non-finite entry.
-
-    Raises:
-        ValueError: fewer than two dims or a dtype that is not floating.
-    """
-    _validate(x)
-    if x.numel() == 0:
-        return x.new_full((*x.shape[:-2], min(x.shape[-2:])), float("nan"), dtype=torch.float64)
-    x = x.to(torch.float64)
-    is_finite = torch.isfinite(x).all(dim=-1, keepdim=True).all(dim=-2, keepdim=True)
-    # LAPACK raises on NaN, for the whole batch: zeros stand in for such a matrix.
-    sigma: Tensor = torch.linalg.svdvals(torch.where(is_finite, x, 0.0))
-    return sigma.masked_fill(~is_finite.squeeze(-1), float("nan"))
+SPECTRAL_METRICS = (
+    "sigma_min",
+    "sigma_max",
+    "frobenius",
+    "kappa",
+    "ell",
+    "ell_static",
+    "spectral_entropy",
+    "effective_rank",
+)
+"""Of one matrix, from its singular values; see `spectral_metrics`."""
 
 
 @torch.no_grad()
@@ -69,16 +59,19 @@ def ell(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
     Returns:
         Float64, shape ``(...)``, in (0, 1]; NaN where there is no geometry (see the module): with
         ``sigma_max <= tau`` the clamp would answer above one for a matrix that is hardest.
+
+    Raises:
+        ValueError: fewer than two dims or a dtype that is not floating.
     """
-    if x.numel() == 0 or x.dim() < 3:
-        return _ell(x, tau) if x.numel() and x.dim() == 2 else _no_geometry(x)
-    matrices = x.reshape(-1, *x.shape[-2:]).unbind()
-    return torch.stack([_ell(matrix, tau) for matrix in matrices]).view(x.shape[:-2])
+    _validate(x)
+    if x.numel() == 0:
+        return _no_geometry(x)
+    found = [_ell(matrix, tau) for matrix in x.reshape(-1, *x.shape[-2:]).unbind()]
+    return torch.stack(found).view(x.shape[:-2])
 
 
 def _ell(x: Tensor, tau: float) -> Tensor:
     """``ell`` of one matrix, not empty."""
-    _validate(x)
     largest = largest_entry(x).item()
     if not 0 < largest < math.inf:
         return _no_geometry(x)
@@ -93,96 +86,87 @@ def _ell(x: Tensor, tau: float) -> Tensor:
 
 
 def ell_by_svd(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
-    """``ell`` from all singular values: the slow twin.
+    """``ell`` of one matrix from all of its singular values: the slow twin.
 
     Args:
-        x: Momentum matrices, shape ``(..., m, n)``, float32 or float64.
+        x: Momentum matrix, ``(m, n)``, float32 or float64.
         tau: Least singular value told apart from zero.
 
     Returns:
-        As ``ell``.
+        As ``ell``: float64, 0-dim.
     """
-    sigma = spectrum(x)
-    if sigma.shape[-1] == 0:
-        return _no_geometry(x)
-    value = sigma[..., -1].clamp(min=tau) / _frobenius_norm(sigma)
-    return value.masked_fill(~(sigma[..., 0] > tau), float("nan"))
+    return spectral_metrics(x, tau=tau)[SPECTRAL_METRICS.index("ell")].to(x.device)
 
 
-def static_ell(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
-    """``max(sigma_min, tau * sigma_max) / ||x||_F``, from which static schedules are built.
+@torch.no_grad()
+def spectral_metrics(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
+    """All of `SPECTRAL_METRICS` from one singular value decomposition.
 
-    Reading of tau: a clamp relative to ``sigma_max`` (the AMO paper, static schedules); the result
-    does not depend on the unit of ``x``.
+    - ``sigma_min``, ``sigma_max`` and ``frobenius`` are in the unit of ``x``, as they are.
+    - ``kappa``: ``sigma_max`` over the least singular value above tau.
+    - ``ell`` and ``ell_static``: see the module.
+    - ``spectral_entropy``: Shannon's, in nats, of the energies ``sigma_i^2 / sum_j sigma_j^2``:
+      zero for rank one, ``log(min(m, n))`` for a flat spectrum. The AMO paper names it without a
+      formula; this is the one that shares the energies of the next.
+    - ``effective_rank``: fewest singular directions that hold `ENERGY` of the energy.
 
     Args:
-        x: Matrices, shape ``(..., m, n)``, float32 or float64.
-        tau: Least ratio ``sigma / sigma_max`` told apart from zero.
+        x: One matrix ``(m, n)``; momentum in float32, never in a narrower copy.
+        tau: Threshold, absolute but for ``ell_static``.
 
     Returns:
-        Float64, shape ``(...)``, in (0, 1]; NaN for a zero, empty or non-finite matrix.
-    """
-    sigma = spectrum(x)
-    if sigma.shape[-1] == 0:
-        return _no_geometry(x)
-    least = torch.maximum(sigma[..., -1], tau * sigma[..., 0])
-    return (least / _frobenius_norm(sigma)).masked_fill(~(sigma[..., 0] > 0), float("nan"))
-
-
-def kappa(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
-    """Condition number ``sigma_max / min{sigma_i : sigma_i > tau}``.
-
-    Reading of tau: singular values not above it, absolutely, are dropped (the AMO paper, appendix
-    on model geometry).
-
-    Args:
-        x: Matrices, shape ``(..., m, n)``.
-        tau: Threshold in the unit of ``x``.
-
-    Returns:
-        Float64, shape ``(...)``, at least 1; NaN where there is no geometry.
-    """
-    return _kappa(spectrum(x), tau) if x.numel() else _no_geometry(x)
-
-
-def spectral_entropy(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
-    """Shannon entropy, in nats, of the spectral energy ``sigma_i^2 / sum_j sigma_j^2``.
-
-    Zero for rank one, ``log(min(m, n))`` for a flat spectrum. The AMO paper names the metric
-    without a formula; this is the one that shares the energies of ``effective_rank``.
-
-    Reading of tau: singular values not above it, absolutely, are dropped.
-
-    Args:
-        x: Matrices, shape ``(..., m, n)``.
-        tau: Threshold in the unit of ``x``.
-
-    Returns:
-        Float64, shape ``(...)``; NaN where there is no geometry.
-    """
-    return _spectral_entropy(spectrum(x), tau) if x.numel() else _no_geometry(x)
-
-
-def effective_rank(
-    x: Tensor, *, energy: float = DEFAULT_ENERGY, tau: float = DEFAULT_TAU
-) -> Tensor:
-    """Fewest singular directions that hold ``energy`` of the spectral energy ``sum sigma_i^2``.
-
-    Reading of tau: singular values not above it, absolutely, are dropped.
-
-    Args:
-        x: Matrices, shape ``(..., m, n)``.
-        energy: Fraction of the energy, in (0, 1].
-        tau: Threshold in the unit of ``x``.
-
-    Returns:
-        Float64 whole numbers, shape ``(...)``; NaN where there is no geometry.
+        Float64, on the CPU, in the order of `SPECTRAL_METRICS`; NaN where a matrix has no such
+        geometry.
 
     Raises:
-        ValueError: ``energy`` out of (0, 1].
+        ValueError: not two dims or a dtype that is not floating.
     """
-    _validate_energy(energy)
-    return _effective_rank(spectrum(x), energy, tau) if x.numel() else _no_geometry(x)
+    # On CUDA there is no deterministic cumsum, and the rest would be thirty small kernels.
+    sigma = spectrum(x).cpu()
+    if sigma.numel() == 0:
+        return sigma.new_full((len(SPECTRAL_METRICS),), float("nan"))
+    least, greatest = sigma[-1], sigma[0]
+    frobenius = greatest * torch.linalg.vector_norm(sigma / greatest)  # squares stay in range
+    kept = torch.where(sigma > tau, sigma, 0.0)
+    energies = (kept / greatest).square()
+    held = energies.cumsum(0)
+    relative = torch.maximum(least, tau * greatest) / frobenius
+    values = torch.stack(
+        [
+            greatest / sigma.masked_fill(sigma <= tau, float("inf")).amin(),
+            (least.clamp(min=tau) / frobenius).clamp(max=1.0),
+            relative,
+            torch.special.entr(energies / held[-1]).sum(),
+            (held < ENERGY * held[-1]).sum(dtype=torch.float64) + 1.0,
+        ]
+    )
+    # A matrix that is numerically zero has no geometry; the relative reading knows no such unit.
+    values = torch.where(greatest > tau, values, float("nan"))
+    values[2] = torch.where(greatest > 0, relative, float("nan"))
+    return torch.cat(
+        [torch.stack([least, greatest, torch.where(greatest == 0, 0.0, frobenius)]), values]
+    )
+
+
+def spectrum(x: Tensor) -> Tensor:
+    """Singular values of one matrix in descending order.
+
+    Args:
+        x: ``(m, n)``, any floating dtype.
+
+    Returns:
+        Float64, ``(min(m, n),)``, in the unit of ``x``; NaN where an entry is not finite.
+
+    Raises:
+        ValueError: not two dims or a dtype that is not floating.
+    """
+    _validate(x, "(m, n)")
+    x = x.to(torch.float64)
+    # LAPACK raises on NaN, and on matrices without rows.
+    if x.numel() == 0 or not torch.isfinite(x).all():
+        return x.new_full((min(x.shape),), float("nan"))
+    sigma: Tensor = torch.linalg.svdvals(x)
+    return sigma
 
 
 @torch.no_grad()
@@ -209,86 +193,12 @@ def ns_residual(x: Tensor) -> Tensor:
     return residual.masked_fill(~torch.isfinite(residual), float("nan"))
 
 
-def geometry_metrics(
-    x: Tensor, orthogonalized: Tensor | None = None, *, tau: float = DEFAULT_TAU
-) -> dict[str, Tensor]:
-    """All metrics of the pilot study from one singular value decomposition.
-
-    Args:
-        x: Momentum matrices before orthogonalization, shape ``(..., m, n)``.
-        orthogonalized: The same after it, where the residual is wanted.
-        tau: Threshold in the unit of ``x``; dropping, as in the metrics' own docstrings.
-
-    Returns:
-        ``kappa``, ``spectral_entropy``, ``effective_rank``, ``static_ell`` and, where asked for,
-        ``ns_residual``: float64, shape ``(...)`` each.
-    """
-    if x.numel() == 0:
-        _validate(x)
-        names = ("kappa", "spectral_entropy", "effective_rank", "static_ell")
-        metrics = {name: _no_geometry(x) for name in names}
-    else:
-        sigma = spectrum(x)
-        relative = torch.maximum(sigma[..., -1], tau * sigma[..., 0]) / _frobenius_norm(sigma)
-        metrics = {
-            "kappa": _kappa(sigma, tau),
-            "spectral_entropy": _spectral_entropy(sigma, tau),
-            "effective_rank": _effective_rank(sigma, DEFAULT_ENERGY, tau),
-            "static_ell": relative.masked_fill(~(sigma[..., 0] > 0), float("nan")),
-        }
-    if orthogonalized is not None:
-        metrics["ns_residual"] = ns_residual(orthogonalized)
-    return metrics
-
-
-def _validate(x: Tensor) -> None:
-    if x.dim() < 2:
-        raise ValueError(f"x: found shape {tuple(x.shape)}, expected (..., m, n)")
+def _validate(x: Tensor, expected: str = "(..., m, n)") -> None:
+    if x.dim() < 2 or (x.dim() > 2 and expected == "(m, n)"):
+        raise ValueError(f"x: found shape {tuple(x.shape)}, expected {expected}")
     if not x.is_floating_point():
         raise ValueError(f"x.dtype: found {x.dtype}, expected a floating dtype")
 
 
-def _validate_energy(energy: float) -> None:
-    if not 0 < energy <= 1:
-        raise ValueError(f"energy: found {energy!r}, expected a fraction in (0, 1]")
-
-
 def _no_geometry(x: Tensor) -> Tensor:
-    _validate(x)
     return torch.full(x.shape[:-2], float("nan"), dtype=torch.float64, device=x.device)
-
-
-def _frobenius_norm(sigma: Tensor) -> Tensor:
-    # Relative to the greatest, so that neither 1e200 nor 1e-200 leaves the range when squared.
-    greatest = sigma[..., :1]
-    greatest = greatest.masked_fill(greatest == 0, 1.0)
-    norm: Tensor = torch.linalg.vector_norm(sigma / greatest, dim=-1) * greatest.squeeze(-1)
-    return norm
-
-
-def _energies(sigma: Tensor, tau: float) -> Tensor:
-    """``(sigma_i / sigma_max)^2`` of the singular values above tau, 0 for the others."""
-    greatest = sigma[..., :1]
-    relative = sigma / greatest.masked_fill(greatest == 0, 1.0)
-    energies: Tensor = relative.square().masked_fill(sigma <= tau, 0.0)
-    return energies
-
-
-def _kappa(sigma: Tensor, tau: float) -> Tensor:
-    greatest = sigma[..., 0]
-    least = sigma.masked_fill(sigma <= tau, float("inf")).amin(dim=-1)
-    return (greatest / least).masked_fill(~(greatest > tau), float("nan"))
-
-
-def _spectral_entropy(sigma: Tensor, tau: float) -> Tensor:
-    energies = _energies(sigma, tau)
-    p = energies / energies.sum(dim=-1, keepdim=True)
-    entropy: Tensor = torch.special.entr(p).sum(dim=-1)
-    return entropy.masked_fill(~(sigma[..., 0] > tau), float("nan"))
-
-
-def _effective_rank(sigma: Tensor, energy: float, tau: float) -> Tensor:
-    held = _energies(sigma, tau).cumsum(dim=-1)
-    is_short = held < energy * held[..., -1:]
-    rank = is_short.sum(dim=-1, dtype=torch.float64) + 1.0
-    return rank.masked_fill(~(sigma[..., 0] > tau), float("nan"))

@@ -1,83 +1,167 @@
-"""Provisional: the kernels of one device behind one door."""
+"""What the engine asks of a device: `Kernels`, made once by `amo_dist.kernels.devices`.
+
+The base classes are the plain form, for any device. `amo_dist.kernels.cpu` and
+`amo_dist.kernels.cuda` override what they do faster. A new kernel is a method here, its plain form
+beside it, and an override in ``cpu/kernels.py`` or ``cuda/kernels.py``.
+"""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
+from amo_dist.config import Triple
 from amo_dist.kernels import elementwise
-from amo_dist.kernels.backends import check_backend, choose_backend
-from amo_dist.kernels.graphs import GraphCache
-from amo_dist.kernels.newton_schulz import Orthogonalizer
-from amo_dist.kernels.scratch import scratch
+from amo_dist.kernels.cpu.backends import Backend, choose_backend
+from amo_dist.kernels.cpu.program import Program
+from amo_dist.kernels.cpu.workspace import Workspace
+from amo_dist.kernels.plain import Recipe, first_iterate, iterate
 
-BACKENDS = ("standard", "symmetric", "gram", "triton")
+Tensors = Sequence[Tensor]
+
+
+class Orthogonalizer:
+    """Newton-Schulz for matrices of one shape, laid out once and run over and over.
+
+    Args:
+        recipe: What is done to each matrix.
+    """
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def __call__(self, matrices: Tensors) -> Tensor:
+        """Orthogonalize as training does: whatever arrives is first rounded to the dtype.
+
+        Also what came wide to be observed: observing changes no bit of training.
+
+        Args:
+            matrices: As many ``(m, n)`` as were laid out for, on one device, in any floating
+                dtype; not modified.
+
+        Returns:
+            ``(count, m, n)`` in ``recipe.dtype``; lent, see `Kernels.orthogonalizer`.
+        """
+        return self.run([matrix.to(self.recipe.dtype) for matrix in matrices])
+
+    def run(self, matrices: Tensors) -> Tensor:
+        """The same without rounding first: norms are those of the matrices as they come."""
+        x = matrices[0] if len(matrices) == 1 else torch.stack(list(matrices))
+        return self._orthogonalize(x).view(len(matrices), *x.shape[-2:])
+
+    def _orthogonalize(self, x: Tensor) -> Tensor:
+        """One matrix ``(m, n)`` or one batch ``(b, m, n)``."""
+        return self._iterate(*first_iterate(x, self.recipe))
+
+    def _iterate(self, first: Tensor, gram: Tensor | None = None) -> Tensor:
+        coefficients, backend = self.recipe.coefficients, self.recipe.backend
+        if backend.name == "standard":
+            return iterate(first, coefficients, gram)
+        out, memory, has_gram = torch.empty_like(first), Workspace(first.device), gram is not None
+        program = Program(first, out, coefficients, backend, memory, has_gram=has_gram)
+        if gram is not None:
+            program.gram.copy_(gram)
+        program.run()
+        return out
 
 
 class Kernels:
-    def __init__(self, device, ns_dtype, ns_backend, cuda_graphs):
-        self.device, self.ns_dtype, self.backend = device, ns_dtype, ns_backend
-        self.task_elements = 2**21 if device.type == "cpu" else None
-        self._graphs = GraphCache() if cuda_graphs else None
-        self._n = 0
+    """All that an engine computes on tensors of one device, in the plain form.
 
-    update_momentum = staticmethod(elementwise.update_momentum)
-    nesterov = staticmethod(elementwise.nesterov)
-    apply_update = staticmethod(elementwise.apply_update)
-    exceed = staticmethod(elementwise.exceed)
+    Args:
+        ns_dtype: Of the products of Newton-Schulz and of its results.
+        ns_backend: How its steps are run; see `amo_dist.kernels.devices.BACKENDS`.
+    """
 
-    def begin_step(self):
-        if self._graphs is not None:
-            self._graphs.begin_step()
+    task_elements: int | None = None
+    """How many elements to orthogonalize together, so that caches hold them; None for all."""
+    _auto = "standard"
+    """What ``auto`` means: the cost model knows a CPU, and nobody has measured another device."""
 
-    def backend_name(self, shape, coefficients):
-        return choose_backend(
-            shape,
-            coefficients,
-            dtype=self.ns_dtype,
-            device_type=self.device.type,
-            requested=self.backend,
-        ).name
+    def __init__(self, ns_dtype: torch.dtype, ns_backend: str = "auto") -> None:
+        self.ns_dtype = ns_dtype
+        self.ns_backend = ns_backend
 
-    def drop_nonfinite(self, updates):
-        if updates.device.type == "cpu" and math.isfinite(updates.sum()):
-            return None
+    def begin_step(self) -> None:
+        """Tell that an optimizer step begins."""
+
+    def update_momentum(self, buffers: Tensors, grads: Tensors, momentum: float) -> None:
+        """See `elementwise.update_momentum`."""
+        elementwise.update_momentum(buffers, grads, momentum)
+
+    def nesterov(self, buffers: Tensors, grads: Tensors, momentum: float, out: Tensors) -> None:
+        """See `elementwise.nesterov`."""
+        elementwise.nesterov(buffers, grads, momentum, out)
+
+    def apply_update(
+        self,
+        params: Tensors,
+        updates: Tensors,
+        *,
+        lr: float | Tensor,
+        weight_decay: float,
+        scale: Sequence[float],
+    ) -> None:
+        """See `elementwise.apply_update`; one scale for each parameter."""
+        elementwise.apply_update(params, updates, lr=lr, weight_decay=weight_decay, scale=scale)
+
+    def exceed(self, tensors: Tensors, bounds: Sequence[float]) -> Tensor:
+        """See `elementwise.exceed`."""
+        return elementwise.exceed(tensors, bounds)
+
+    def drop_nonfinite(self, updates: Tensor) -> Tensor | None:
+        """Zero, in place, each matrix that holds NaN or inf: a parameter once NaN stays so.
+
+        Args:
+            updates: ``(b, m, n)``, not empty; modified.
+
+        Returns:
+            Which did, boolean, ``(b,)``; None where it is known at once that none did.
+        """
         bad = ~torch.isfinite(elementwise.largest_entry(updates))
         updates.masked_fill_(bad, 0.0)
         return bad.view(-1)
 
+    def backend(self, shape: Sequence[int], coefficients: Sequence[Triple]) -> Backend:
+        """What runs these steps on matrices of a shape ``(m, n)``."""
+        requested = self._auto if self.ns_backend == "auto" else self.ns_backend
+        return choose_backend(shape, coefficients, self.ns_dtype, requested)
+
+    def backend_name(self, shape: Sequence[int], coefficients: Sequence[Triple]) -> str:
+        """Its name, for metrics."""
+        return self.backend(shape, coefficients).name
+
     def orthogonalizer(
-        self, count, shape, coefficients, norm_scale, preconditioner
-    ) -> Callable[[Sequence[Tensor]], Tensor]:
-        run = Orthogonalizer(
-            count,
-            shape,
-            coefficients,
-            norm_scale=norm_scale,
-            preconditioner=preconditioner,
-            dtype=self.ns_dtype,
-            device_type=self.device.type,
-            backend=self.backend,
-        )
-        self._n += 1
-        use = f"result {self._n}"
+        self,
+        count: int,
+        shape: Sequence[int],
+        coefficients: Sequence[Triple],
+        norm_scale: float,
+        preconditioner: str,
+        *,
+        slot: int = 0,
+        eps: float = 1e-7,
+    ) -> Orthogonalizer:
+        """Lay out Newton-Schulz for a batch, to be run for as long as its schedule stays.
 
-        def go(matrices):
-            inputs = [m.to(self.ns_dtype) for m in matrices]
-            out = scratch(use, (count, *shape), self.ns_dtype, self.device)
-            run(inputs, out=out)
-            return out
+        Arguments are those of `amo_dist.kernels.newton_schulz.orthogonalize`, and are not checked.
+        Results are lent: the next call of any orthogonalizer of the same slot may overwrite them.
+        On CPU ask for the largest first, and no memory is held twice.
 
-        return go
+        Args:
+            count: Of matrices.
+            shape: ``(m, n)`` of each, neither 0.
+            coefficients: One ``(a, b, c)`` for each step.
+            norm_scale: Safety factor.
+            preconditioner: ``"frobenius"`` or ``"aol"``.
+            slot: Batches whose results are needed at the same time take one each.
+            eps: Added to the norm.
+        """
+        steps, backend = tuple(coefficients), self.backend(shape, coefficients)
+        recipe = Recipe(steps, norm_scale, preconditioner, self.ns_dtype, eps, backend)
+        return self._lay_out((count, *shape), recipe, slot)
 
-
-def make_kernels(device, *, ns_dtype, ns_backend, cuda_graphs) -> Kernels:
-    if cuda_graphs and device.type != "cuda":
-        raise ValueError(
-            f"cuda_graphs: found True with parameters on {device.type}, expected them on cuda"
-        )
-    check_backend("ns_backend", ns_backend, dtype=ns_dtype, device_type=device.type)
-    return Kernels(device, ns_dtype, ns_backend, cuda_graphs)
+    def _lay_out(self, shape: Sequence[int], recipe: Recipe, slot: int) -> Orthogonalizer:
+        return Orthogonalizer(recipe)

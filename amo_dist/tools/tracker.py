@@ -18,22 +18,10 @@ from torch import Tensor
 from amo_dist.distributed.agreement import sum_over
 from amo_dist.distributed.spans import span
 from amo_dist.engine.world import World
-from amo_dist.kernels.geometry import DEFAULT_ENERGY, DEFAULT_TAU, ns_residual, spectrum
+from amo_dist.kernels.geometry import SPECTRAL_METRICS, ns_residual, spectral_metrics
 from amo_dist.schedule.grouping import layer_index
 
 logger = logging.getLogger(__name__)
-
-SPECTRAL_METRICS = (
-    "sigma_min",
-    "sigma_max",
-    "frobenius",
-    "kappa",
-    "ell",
-    "ell_static",
-    "spectral_entropy",
-    "effective_rank",
-)
-"""Of one matrix, from its singular values; see `spectral_metrics`."""
 
 WHAT = ("momentum", "residual", "both")
 """What to measure: momentum's spectrum; with the residual; with the result's spectrum too."""
@@ -43,46 +31,6 @@ Sink = Callable[[int, Sequence[Record]], None]
 """Called on rank 0 with the step and the records of all matrices, sorted by name."""
 
 
-@torch.no_grad()
-def spectral_metrics(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
-    """All of `SPECTRAL_METRICS` from one singular value decomposition.
-
-    ``sigma_min`` is the smallest singular value as it is; each metric then reads ``tau`` in its own
-    way, as the functions of `amo_dist.kernels.geometry` do.
-
-    Args:
-        x: One matrix ``(m, n)``; momentum in float32, never in a narrower copy.
-        tau: Threshold, absolute but for ``ell_static``.
-
-    Returns:
-        Float64, on the CPU, in the order of `SPECTRAL_METRICS`; NaN where a matrix has no such
-        geometry.
-    """
-    # On CUDA there is no deterministic cumsum, and the rest would be thirty small kernels.
-    sigma = spectrum(x).cpu()
-    if sigma.numel() == 0:
-        return sigma.new_full((len(SPECTRAL_METRICS),), float("nan"))
-    least, greatest = sigma[-1], sigma[0]
-    frobenius = greatest * torch.linalg.vector_norm(sigma / greatest)  # squares stay in range
-    kept = torch.where(sigma > tau, sigma, 0.0)
-    energies = (kept / greatest).square()
-    held = energies.cumsum(0)
-    relative = torch.maximum(least, tau * greatest) / frobenius
-    values = torch.stack(
-        [
-            greatest / sigma.masked_fill(sigma <= tau, float("inf")).amin(),
-            (least.clamp(min=tau) / frobenius).clamp(max=1.0),
-            relative,
-            torch.special.entr(energies / held[-1]).sum(),
-            (held < DEFAULT_ENERGY * held[-1]).sum(dtype=torch.float64) + 1.0,
-        ]
-    )
-    # A matrix that is numerically zero has no geometry; the relative reading knows no such unit.
-    values = torch.where(greatest > tau, values, float("nan"))
-    values[2] = torch.where(greatest > 0, relative, float("nan"))
-    return torch.cat(
-        [torch.stack([least, greatest, torch.where(greatest == 0, 0.0, frobenius)]), values]
-    )
 
 
 class GeometryTracker:

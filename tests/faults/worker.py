@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 
 from amo_dist import AMO, AMOConfig, param_groups
-from amo_dist.kernels.newton_schulz import Orthogonalizer
+from amo_dist.kernels.interface import Orthogonalizer
 from tests.distributed import models
 
 STEPS, SEED = 12, 5

@@ -30,7 +30,8 @@ with warnings.catch_warnings():
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols.train_spec import get_train_spec
 
-from amo_dist.tools.tracker import SPECTRAL_METRICS, WHAT
+from amo_dist.kernels.geometry import SPECTRAL_METRICS
+from amo_dist.tools.tracker import WHAT
 from torchtitan_ext.job_config import Geometry
 from torchtitan_ext.learning_rate import scaling_law_lr
 from torchtitan_ext.plugin import settings

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.kernels import graphs
-from amo_dist.kernels.graphs import MAX_IDLE_STEPS, MIN_STEPS, Function, GraphCache, SharedPool
+from amo_dist.kernels.cuda import graphs
+from amo_dist.kernels.cuda.graphs import MAX_IDLE_STEPS, MIN_STEPS, Function, GraphCache, SharedPool
+from amo_dist.kernels.cuda.kernels import CudaKernels
+from amo_dist.kernels.devices import make_kernels
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.polar_express import compose
 from tests.distributed import models
@@ -154,16 +157,17 @@ def train(optimizer: Muon, model: nn.Module, steps: range) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
 
 
-def make() -> tuple[nn.Module, AMO]:
+def make(cache: GraphCache | None) -> tuple[nn.Module, AMO]:
+    """A model on CPU with the kernels of CUDA, which take any tensors."""
+    kernels = CudaKernels(torch.bfloat16, graphs=cache)
     model = models.plain_model(SHAPES)
-    return model, AMO(param_groups(model), lr=1e-2, config=AMOConfig(**SHORT))
+    with mock.patch("amo_dist.engine.step.make_kernels", return_value=kernels):
+        return model, AMO(param_groups(model), lr=1e-2, config=AMOConfig(**SHORT))
 
 
 def test_the_transition_captures_nothing_and_training_keeps_its_bits() -> None:
-    (plain, reference), (model, optimizer) = make(), make()
     capture = FakeCapture()
-    # The real one is refused on CPU.
-    optimizer._graphs = GraphCache(capture)
+    (plain, reference), (model, optimizer) = make(None), make(GraphCache(capture))
     locked = SHORT["observe_until"] + SHORT["transition_steps"]
     train(optimizer, model, range(1, SHORT["observe_until"] + 1))
     uniform = capture.num_captures
@@ -180,6 +184,13 @@ def test_graphs_are_refused_on_cpu() -> None:
     groups = param_groups(models.plain_model(SHAPES))
     with pytest.raises(ValueError, match="cuda_graphs: found True with parameters on cpu, expecte"):
         Muon(groups, config=MuonConfig(cuda_graphs=True))
+    for device in ("cpu", "meta"):
+        with pytest.raises(
+            ValueError, match=f"cuda_graphs: found True with parameters on {device}"
+        ):
+            make_kernels(
+                torch.device(device), ns_dtype=torch.bfloat16, ns_backend="auto", cuda_graphs=True
+            )
     with pytest.raises(ValueError, match="cuda_graphs: found 1, expected true or false"):
         MuonConfig(cuda_graphs=1)  # type: ignore[arg-type]
 
@@ -232,5 +243,7 @@ def test_training_with_graphs_keeps_its_bits() -> None:
         config = AMOConfig(**SHORT, cuda_graphs=cuda_graphs)
         optimizer = AMO(param_groups(model), lr=1e-2, config=config)
         found.append(train(optimizer, model, range(1, 20)))
-        assert optimizer._graphs is None or optimizer._graphs.num_graphs > 0
+        kernels = optimizer._kernels
+        assert isinstance(kernels, CudaKernels)
+        assert kernels.graphs is None or kernels.graphs.num_graphs > 0
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))

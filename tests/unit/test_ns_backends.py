@@ -5,26 +5,24 @@ import itertools
 import logging
 import math
 import statistics
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from amo_dist.kernels import backends
-from amo_dist.kernels.backends import (
-    BACKENDS,
-    STANDARD,
-    Backend,
-    batch_size,
-    choose_backend,
-    cost,
-    iterate,
-)
-from amo_dist.kernels.gram import iterate_deviation, iterate_factor
-from amo_dist.kernels.gram_stability import error, first_pair_is_as_exact, is_stable
+from amo_dist.config import Triple
+from amo_dist.kernels import plain
+from amo_dist.kernels.cpu import backends, program
+from amo_dist.kernels.cpu.backends import STANDARD, Backend, batch_size, choose_backend, cost
+from amo_dist.kernels.cpu.gram_stability import error, first_pair_is_as_exact, is_stable
+from amo_dist.kernels.cpu.program import Program
+from amo_dist.kernels.cpu.workspace import Workspace
+from amo_dist.kernels.devices import BACKENDS, make_kernels
+from amo_dist.kernels.interface import Kernels
 from amo_dist.kernels.newton_schulz import orthogonalize
-from amo_dist.kernels.products import short_side
+from amo_dist.kernels.plain import short_side
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import compose
 
@@ -43,6 +41,20 @@ def unit_matrix(m: int, n: int, ell: float | None = None) -> Tensor:
         u, _, v = torch.linalg.svd(x, full_matrices=False)
         x = u * torch.logspace(0, math.log10(ell), m, dtype=torch.float64) @ v
     return x / (1.01 * x.norm())
+
+
+def iterate(
+    x: Tensor, coefficients: Sequence[Triple], backend: Backend, gram: Tensor | None = None
+) -> Tensor:
+    """The steps, on memory of their own, which holds NaN before."""
+    out, workspace = torch.full_like(x, torch.nan), Workspace(x.device)
+    for use in ("iterate", "iterate 2", "gram", "half"):
+        workspace.take(use, x.shape, x.dtype).fill_(torch.nan)
+    steps = Program(x, out, coefficients, backend, workspace, has_gram=gram is not None)
+    if gram is not None:
+        steps.gram.copy_(gram)
+    steps.run()
+    return out
 
 
 def relative(found: Tensor, expected: Tensor) -> float:
@@ -92,7 +104,7 @@ def test_orthogonalize_runs_any_backend(requested: str, preconditioner: str) -> 
 @pytest.mark.parametrize("shape", [(768, 2400), (2400, 768)])
 def test_panels_change_no_bit(shape: tuple[int, int]) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).bfloat16() / 1500
-    backend = choose_backend(shape, KJ[:2], dtype=torch.bfloat16, device_type="cpu")
+    backend = choose_backend(shape, KJ[:2], dtype=torch.bfloat16)
     assert (backend.name, backend.panels) == ("symmetric", 6)
     found = iterate(x, KJ[:2], backend)
     assert torch.equal(found, iterate(x, KJ[:2], dataclasses.replace(backend, panels=1)))
@@ -100,7 +112,7 @@ def test_panels_change_no_bit(shape: tuple[int, int]) -> None:
 
 def test_panels_are_for_what_is_long_narrow_and_not_small() -> None:
     def panels(m: int, n: int, dtype: torch.dtype) -> int:
-        return choose_backend((m, n), KJ, dtype=dtype, device_type="cpu").panels
+        return choose_backend((m, n), KJ, dtype=dtype).panels
 
     assert panels(1024, 3072, torch.bfloat16) == 8
     assert panels(3072, 1024, torch.bfloat16) == 8
@@ -112,8 +124,8 @@ def test_panels_are_for_what_is_long_narrow_and_not_small() -> None:
 def test_small_matrices_run_together_on_cpu_where_the_loop_has_the_same_bits(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def size(shape: tuple[int, int], **given: object) -> int | None:
-        arguments: dict[str, Any] = {"dtype": torch.bfloat16, "device_type": "cpu", **given}
+    def size(shape: tuple[int, int], **given: object) -> int:
+        arguments: dict[str, Any] = {"dtype": torch.bfloat16, **given}
         return batch_size(arguments.pop("backend", STANDARD), shape, **arguments)
 
     monkeypatch.setattr(backends, "_has_bfloat16", lambda: True)
@@ -124,7 +136,6 @@ def test_small_matrices_run_together_on_cpu_where_the_loop_has_the_same_bits(
     assert size((63, 256)) == 1
     assert size((256, 256), backend=Backend("symmetric", 2, 2)) == 1
     assert size((256, 256), dtype=torch.float32) == 1
-    assert size((2048, 2048), device_type="cuda") is None
     monkeypatch.setattr(backends, "_has_bfloat16", lambda: False)
     assert size((256, 256)) == 1
 
@@ -162,9 +173,7 @@ def test_gram_form_that_auto_may_take_is_as_exact(
 ) -> None:
     coefficients = compose(1.01 * ell, steps)
     x = unit_matrix(48, 400, None if spectrum is None else min(1.0, ell * spectrum))
-    backend = choose_backend(
-        x.shape, coefficients, dtype=torch.float32, device_type="cpu", requested="gram"
-    )
+    backend = choose_backend(x.shape, coefficients, dtype=torch.float32, requested="gram")
     assert backend.name == "gram"
     exact = iterate(x, coefficients, STANDARD)
     standard = relative(iterate(x.float(), coefficients, STANDARD), exact)
@@ -198,7 +207,7 @@ def test_a_coarse_grid_finds_what_a_fine_one_does(
     tables = [table for table in tables if max(table, default=0) < steps]
     coarse = [error(coefficients, table, FLOAT32_UNIT) for table in tables]
     fine_grid = (0.0, *(2 ** (-k / 16) for k in range(25 * 16)))
-    monkeypatch.setattr("amo_dist.kernels.gram_stability._GRID", fine_grid)
+    monkeypatch.setattr("amo_dist.kernels.cpu.gram_stability._GRID", fine_grid)
     for table, found in zip(tables, coarse, strict=True):
         # The curve is smooth over an octave but for blow-ups, which are cut off at 1e6.
         fine = error(coefficients, table, FLOAT32_UNIT)
@@ -227,9 +236,7 @@ def errors(
     coefficients: tuple[tuple[float, float, float], ...], m: int, n: int
 ) -> dict[str, tuple[float, float]]:
     """By spectrum of an ``(m, n)`` matrix: bfloat16 errors of the standard form and of the pair."""
-    backend = choose_backend(
-        (m, n), coefficients, dtype=torch.bfloat16, device_type="cpu", requested="gram"
-    )
+    backend = choose_backend((m, n), coefficients, dtype=torch.bfloat16, requested="gram")
     assert backend.name == "gram"
     assert backend.restarts == tuple(range(2, len(coefficients)))
     generator = torch.Generator().manual_seed(0)
@@ -266,7 +273,6 @@ def test_a_first_pair_that_is_less_exact_is_not_taken(ell: float | None, steps: 
         (128, 512),
         schedule(ell, steps),
         dtype=torch.bfloat16,
-        device_type="cpu",
         requested="gram",
     )
     assert backend.name == "symmetric"
@@ -317,8 +323,13 @@ def test_which_schedules_may_take_the_first_pair() -> None:
 @pytest.mark.parametrize("shape", [(7, 7), (16, 48), (99, 33), (130, 400)])
 @pytest.mark.parametrize("restarts", [(), (1,), (2,), (2, 3, 4), (1, 3), (2, 4)])
 @pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize("by_deviations", [True, False])
 def test_both_gram_forms_are_one_map(
-    shape: tuple[int, int], restarts: tuple[int, ...], batch: tuple[int, ...]
+    shape: tuple[int, int],
+    restarts: tuple[int, ...],
+    batch: tuple[int, ...],
+    by_deviations: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     coefficients = compose(1e-2, 5)
     x = unit_matrix(*shape)
@@ -326,18 +337,24 @@ def test_both_gram_forms_are_one_map(
         x = torch.stack([x, -x, x.flip(0)])
     expected = iterate(x, coefficients, STANDARD)
     short = short_side(x)
+    monkeypatch.setattr(program, "is_narrow", lambda dtype: by_deviations)
     for gram in (None, short @ short.mT):
         for blocks in ((1, 1), (2, 4)):
-            out = torch.empty_like(x)
-            args = x, coefficients, restarts, blocks, gram
-            for steps in (
-                iterate_deviation(*args, panels=2, out=out),
-                iterate_factor(*args, out=out),
-            ):
-                out.fill_(torch.nan)
-                for call in steps:
-                    call()
-                torch.testing.assert_close(out, expected, rtol=0, atol=1e-9)
+            backend = Backend("gram", *blocks, restarts, panels=2)
+            found = iterate(x, coefficients, backend, gram)
+            torch.testing.assert_close(found, expected, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize("shape", [*SHAPES, (256, 256), (768, 900)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_the_standard_form_has_the_bits_of_the_plain_one(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    x = unit_matrix(*shape).to(dtype)
+    short = short_side(x)
+    for gram in (None, short @ short.mT):
+        found = iterate(x, KJ, STANDARD, gram)
+        assert torch.equal(found, plain.iterate(x, KJ, gram))
 
 
 def test_narrow_dtypes_take_the_first_pair_where_it_pays() -> None:
@@ -346,7 +363,6 @@ def test_narrow_dtypes_take_the_first_pair_where_it_pays() -> None:
             (m, n),
             compose(1.01 * ell, steps),
             dtype=torch.bfloat16,
-            device_type="cpu",
             requested=requested,
         )
 
@@ -365,8 +381,8 @@ def test_narrow_dtypes_take_the_first_pair_where_it_pays() -> None:
 
 
 def test_choice_by_shape() -> None:
-    def chosen(m: int, n: int, dtype: torch.dtype, device: str = "cpu") -> Backend:
-        return choose_backend((m, n), compose(1.01e-3, 5), dtype=dtype, device_type=device)
+    def chosen(m: int, n: int, dtype: torch.dtype) -> Backend:
+        return choose_backend((m, n), compose(1.01e-3, 5), dtype=dtype)
 
     def name(*args: Any) -> str:
         return chosen(*args).name
@@ -380,28 +396,53 @@ def test_choice_by_shape() -> None:
     assert chosen(512, 1536, torch.bfloat16) == Backend("gram", 4, 2, (2, 3, 4))
     assert name(2048, 2048, torch.bfloat16) == "symmetric"
     assert name(2048, 6144, torch.bfloat16) == "gram"
-    assert name(2048, 6144, torch.float32, "cuda") == "standard"
+
+
+@pytest.mark.parametrize("requested", ON_CPU)
+def test_unmeasured_devices_run_what_they_are_asked_for_by_name(requested: str) -> None:
+    # Kernels of a device are made without touching it.
+    shape, coefficients = (2048, 6144), compose(1.01e-3, 5)
+    for device in ("cuda", "meta"):
+        kernels = make_kernels(
+            torch.device(device), ns_dtype=torch.float32, ns_backend=requested, cuda_graphs=False
+        )
+        expected = "standard" if requested == "auto" else requested
+        assert kernels.backend_name(shape, coefficients) == expected
+        assert kernels.task_elements is None
+
+
+@pytest.mark.parametrize("requested", ["symmetric", "gram"])
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+def test_forms_by_name_run_on_batches_of_any_device(requested: str, preconditioner: str) -> None:
+    x = torch.randn(3, 40, 25, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    coefficients = compose(1e-2, 5)
+    run = Kernels(torch.float64, requested).orthogonalizer(
+        3, (40, 25), coefficients, 1.01, preconditioner
+    )
+    expected = orthogonalize(
+        x, coefficients, dtype=torch.float64, backend="standard", preconditioner=preconditioner
+    )
+    # Float64; the Gram form multiplies rounding.
+    torch.testing.assert_close(run(list(x)), expected, rtol=0, atol=1e-9)
 
 
 def test_cost_without_overhead_counts_flops() -> None:
-    none = backends._Overhead()
     m, n = 128, 384
     assert cost(STANDARD, m, n, 5) == 5 * ns_step_flops(m, n)
-    assert cost(Backend("symmetric"), m, n, 5, none) == 5 * ns_step_flops(m, n)
+    assert cost(Backend("symmetric"), m, n, 5) == 5 * ns_step_flops(m, n)
     # By hand: 3 blocks of 4, and 10 of 16.
     expected = 2 * m * m * (0.75 * n + 0.625 * m + n)
-    assert cost(Backend("symmetric", 2, 4), m, n, 1, none) == expected
+    assert cost(Backend("symmetric", 2, 4), m, n, 1) == expected
     # Two segments of 2 and 3 steps: 4 large products, and of the small ones 3 + 6.
     by_hand = 4 * (2 * m * m * n) + (2 + 1 + 2 + 3 + 2 + 4) * 2 * m**3
-    assert cost(Backend("gram", restarts=(2,)), m, n, 5, none) == by_hand
+    assert cost(Backend("gram", restarts=(2,)), m, n, 5) == by_hand
 
 
 def test_choice_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    backends._logged.clear()
-    backends._choose.cache_clear()
-    with caplog.at_level(logging.INFO, logger="amo_dist.kernels.backends"):
+    backends._log_once.cache_clear()
+    with caplog.at_level(logging.INFO, logger="amo_dist.kernels.cpu.backends"):
         for ell in (1e-3, 1.1e-3, 1.2e-3):
-            choose_backend((64, 640), compose(ell, 5), dtype=torch.float32, device_type="cpu")
+            choose_backend((64, 640), compose(ell, 5), dtype=torch.float32)
     assert len(caplog.records) == 1
     assert "64 x 640, 5 steps" in caplog.text
 

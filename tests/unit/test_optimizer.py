@@ -21,8 +21,9 @@ from amo_dist import (
     Schedule,
     param_groups,
 )
+from amo_dist.kernels.cpu.kernels import CpuKernels
 from amo_dist.kernels.geometry import ell
-from amo_dist.kernels.newton_schulz import Orthogonalizer
+from amo_dist.kernels.interface import Orthogonalizer
 from tests.distributed import models
 
 SHORT = {"observe_until": 4, "observe_every": 2, "sample_size": 2, "transition_steps": 3}
@@ -436,7 +437,8 @@ def test_metrics_have_the_same_keys_in_every_phase() -> None:
 def test_locked_newton_schulz_is_laid_out_once() -> None:
     model = models.plain_model(SHAPES)
     optimizer = amo(model)
-    with mock.patch("amo_dist.engine.batches.Orthogonalizer", side_effect=Orthogonalizer) as spy:
+    lay_out = CpuKernels.orthogonalizer
+    with mock.patch.object(CpuKernels, "orthogonalizer", autospec=True, side_effect=lay_out) as spy:
         counts = []
         for step in range(1, 13):
             models.set_gradients(model, 1, step)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amo_dist.kernels import backends, gram_stability
+from amo_dist.kernels.cpu import backends, gram_stability
+from amo_dist.kernels.devices import BACKENDS
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule import compose, named_schedule
 
@@ -16,7 +17,7 @@ def forget() -> None:
         cached.cache_clear()
 
 
-@pytest.mark.parametrize("requested", [b for b in backends.BACKENDS if b != "triton"])
+@pytest.mark.parametrize("requested", [b for b in BACKENDS if b != "triton"])
 def test_two_schedules_may_share_one_shape(requested: str) -> None:
     """What is remembered for a shape alone runs the first schedule again once another one comes
     with the same shape and number of steps."""

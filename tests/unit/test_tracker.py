@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from amo_dist import AMOConfig, param_groups
-from amo_dist.kernels import geometry
+from amo_dist.kernels.geometry import SPECTRAL_METRICS, spectral_metrics
 from amo_dist.optimizers.named import make_optimizer
 from amo_dist.schedule.grouping import layer_index
-from amo_dist.tools.tracker import SPECTRAL_METRICS, GeometryTracker, spectral_metrics
+from amo_dist.tools.tracker import GeometryTracker
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from torchtitan_ext.plugin import geometry as plugin
@@ -82,36 +82,6 @@ def test_records_do_not_depend_on_the_world(run_on: Ranks) -> None:
     (_, split, _), _ = run_on(2)(run, "fsdp", "residual")
     # Injected gradients: the same momentum bits, gathered wide and measured whole.
     assert json.dumps(alone) == json.dumps(split)
-
-
-@pytest.mark.parametrize(
-    "x",
-    [
-        torch.randn(7, 12, dtype=torch.float64),
-        torch.randn(12, 1),
-        torch.diag(torch.tensor([3.0, 1.0, 0.0])),
-        1e-12 * torch.randn(4, 5),
-        torch.zeros(3, 4),
-        torch.full((2, 2), float("nan")),
-        1e18 * torch.randn(5, 5),
-        torch.zeros(0, 4),
-    ],
-    ids=["wide", "column", "singular", "tiny", "zero", "nan", "large", "empty"],
-)
-def test_one_decomposition_gives_what_the_kernels_give(x: Tensor) -> None:
-    found = dict(zip(SPECTRAL_METRICS, spectral_metrics(x).tolist(), strict=True))
-    expected = {
-        "kappa": geometry.kappa(x),
-        "ell": geometry.ell_by_svd(x),
-        "ell_static": geometry.static_ell(x),
-        "spectral_entropy": geometry.spectral_entropy(x),
-        "effective_rank": geometry.effective_rank(x),
-    }
-    for name, value in expected.items():
-        # The same formulas of the same spectrum, summed in another order.
-        assert found[name] == pytest.approx(float(value), rel=1e-12, nan_ok=True), name
-    norm = float(torch.linalg.matrix_norm(x.double())) if x.numel() else math.nan
-    assert found["frobenius"] == pytest.approx(norm, rel=1e-12, nan_ok=True)
 
 
 def test_what_is_left_out() -> None:

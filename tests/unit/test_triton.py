@@ -14,15 +14,13 @@ import pytest
 import torch
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.kernels.backends import (
-    BACKENDS,
-    TRITON_DTYPES,
-    Backend,
-    choose_backend,
-    executed_flops,
-)
+from amo_dist.kernels.cpu.backends import Backend, cost
+from amo_dist.kernels.cuda.kernels import CudaKernels
+from amo_dist.kernels.devices import BACKENDS, TRITON_DTYPES, check_backend, make_kernels
+from amo_dist.kernels.interface import Kernels
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.polar_express import compose
+from benchmarks.newton_schulz import backend_of
 from tests.distributed import models
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -90,20 +88,20 @@ def test_kernels_compile_for_gpus(
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from amo_dist.kernels.triton_symmetric import product_kernel, tiling
+    from amo_dist.kernels.cuda.triton_symmetric import product_kernel, tiling
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     name = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}[dtype]
     cut = tiling(m, dtype)
-    constants = {"HAS_ADDED": True, "TILE": cut.tile, "DEPTH": cut.depth}
+    constants = {"HAS_ADDED": True, "TILE": cut["TILE"], "DEPTH": cut["DEPTH"]}
     types = [*[f"*{name}"] * 3, "i32", "i32", "fp32", "fp32", *["constexpr"] * len(constants)]
     # As a launch finds it: pointers and sizes that 16 divides.
     attributes = {(index,): [["tt.divisibility", 16]] for index in range(5)}
     signature = dict(zip(product_kernel.arg_names, types, strict=True))
     source = ASTSource(product_kernel, signature, constants, attributes)
     options = {
-        "num_warps": cut.num_warps,
-        "num_stages": cut.num_stages,
+        "num_warps": cut["num_warps"],
+        "num_stages": cut["num_stages"],
         "enable_fp_fusion": True,
     }
     compiled = triton.compile(source, GPUTarget("cuda", capability, 32), options)
@@ -117,41 +115,53 @@ def test_kernels_compile_for_gpus(
     assert "st.global.b16" not in compiled.asm["ptx"]
 
 
-@needs_triton
-@pytest.mark.parametrize("dtype", TRITON_DTYPES)
-@pytest.mark.parametrize("m", [1, 64, 65, 1023, 1024, 2048])
-def test_a_product_by_tiles_costs_its_triangle(m: int, dtype: torch.dtype) -> None:
-    from amo_dist.kernels.triton_symmetric import tiling
-
-    shape = (2, 3 * m, m)
-    chosen = choose_backend(
-        shape, COEFFICIENTS, dtype=dtype, device_type="cuda", requested="triton"
+def kernels_on(device: str, ns_backend: str, ns_dtype: torch.dtype = torch.bfloat16) -> Kernels:
+    """Made without touching the device."""
+    return make_kernels(
+        torch.device(device), ns_dtype=ns_dtype, ns_backend=ns_backend, cuda_graphs=False
     )
-    tiles = -(-m // tiling(m, dtype).tile)
-    assert chosen == Backend("triton", tiles, tiles)
-    share = (tiles * (tiles + 1) / 2) / tiles**2
-    by_hand = 5 * (2 * m**3 * (share * (3 + 1) + 3))
-    assert executed_flops(chosen, m, 3 * m, 5) == pytest.approx(by_hand)
 
 
 @pytest.mark.parametrize("dtype", [*TRITON_DTYPES, torch.float64])
 def test_auto_on_cuda_is_standard(dtype: torch.dtype) -> None:
-    for shape in ((64, 64), (2048, 6144), (8, 6144, 2048)):
-        chosen = choose_backend(shape, COEFFICIENTS, dtype=dtype, device_type="cuda")
-        assert chosen.name == "standard"
+    kernels = kernels_on("cuda", "auto", dtype)
+    assert isinstance(kernels, CudaKernels)
+    for shape in ((64, 64), (2048, 6144), (6144, 2048)):
+        assert kernels.backend_name(shape, COEFFICIENTS) == "standard"
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", TRITON_DTYPES)
+@pytest.mark.parametrize("m", [1, 64, 65, 1023, 1024, 2048])
+def test_a_product_by_tiles_costs_its_triangle(m: int, dtype: torch.dtype) -> None:
+    from amo_dist.kernels.cuda.triton_symmetric import tiling
+
+    shape = (3 * m, m)
+    assert kernels_on("cuda", "triton", dtype).backend_name(shape, COEFFICIENTS) == "triton"
+    chosen = backend_of(shape, COEFFICIENTS, dtype, "cuda", "triton")
+    tiles = -(-m // tiling(m, dtype)["TILE"])
+    assert chosen == Backend("triton", tiles, tiles)
+    share = (tiles * (tiles + 1) / 2) / tiles**2
+    by_hand = 5 * (2 * m**3 * (share * (3 + 1) + 3))
+    assert cost(chosen, m, 3 * m, 5) == pytest.approx(by_hand)
 
 
 def test_what_cannot_run_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    args: dict[str, Any] = {"dtype": torch.float32, "device_type": "cuda", "requested": "triton"}
-    with pytest.raises(ValueError, match="backend: found 'triton' with matrices on cpu, expected"):
+    with pytest.raises(
+        ValueError, match=r"^backend: found 'triton' with matrices on cpu, expected"
+    ):
         orthogonalize(torch.ones(3, 4), COEFFICIENTS, backend="triton")
+    with pytest.raises(ValueError, match=r"^ns_backend: found 'triton' with matrices on cpu, exp"):
+        kernels_on("cpu", "triton")
     with pytest.raises(ValueError, match="with float64 products, expected one of bfloat16, "):
-        choose_backend((3, 4), COEFFICIENTS, **{**args, "dtype": torch.float64})
+        kernels_on("cuda", "triton", torch.float64)
+    with pytest.raises(ValueError, match="ns_backend: found 'fast', expected one of"):
+        kernels_on("cuda", "fast")
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match="found 'triton' with no package of this name, expected"):
-        choose_backend((3, 4), COEFFICIENTS, **args)
+        kernels_on("cuda", "triton", torch.float32)
     for other in BACKENDS[:-1]:
-        assert choose_backend((3, 4), COEFFICIENTS, **{**args, "requested": other})
+        check_backend("backend", other, torch.float32, torch.device("cuda"))
 
 
 def test_an_optimizer_on_cpu_refuses_it_at_construction() -> None:
@@ -173,7 +183,7 @@ def test_a_checkpoint_that_brings_it_to_cpu_is_refused_and_changes_nothing() -> 
 
 def test_triton_is_imported_only_when_needed() -> None:
     code = "import sys, torch\nbefore = 'triton' in sys.modules\n"
-    code += "import amo_dist, amo_dist.kernels.backends\n"
+    code += "import amo_dist, amo_dist.kernels.devices\n"
     code += "print(before or 'triton' not in sys.modules)"
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=ROOT, check=True, capture_output=True, text=True
@@ -186,7 +196,7 @@ def test_triton_is_imported_only_when_needed() -> None:
 @pytest.mark.parametrize("dtype", TRITON_DTYPES)
 @pytest.mark.parametrize("shape", [(1, 9), (3, 130, 333), (2, 512, 512), (2, 2048, 6144)])
 def test_products_on_cuda(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    from amo_dist.kernels.triton_symmetric import symmetric_product
+    from amo_dist.kernels.cuda.triton_symmetric import symmetric_product
 
     generator = torch.Generator().manual_seed(0)
     x = (torch.randn(*shape, generator=generator) / shape[-1] ** 0.5).to("cuda", dtype)

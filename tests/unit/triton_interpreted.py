@@ -16,8 +16,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.runtime.interpreter import InterpreterBuilder
 
-from amo_dist.kernels.backends import STANDARD, TRITON_DTYPES, Backend, iterate
-from amo_dist.kernels.triton_symmetric import symmetric_product
+from amo_dist.kernels.cuda.triton_symmetric import symmetric_product
+from amo_dist.kernels.devices import TRITON_DTYPES
+from amo_dist.kernels.plain import iterate
 from amo_dist.schedule.polar_express import compose
 
 # One row; less than a tile, a whole one, and more; an odd and an even number of tiles.
@@ -74,10 +75,10 @@ def iteration(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     """All of Newton-Schulz, against the error of the standard form."""
     x = matrices(shape, torch.float64)
     x = x / (1.01 * torch.linalg.matrix_norm(x, keepdim=True))
-    exact = iterate(x, COEFFICIENTS, STANDARD)
+    exact, narrow = iterate(x, COEFFICIENTS), x.to(dtype)
     return {
-        backend.name: error(iterate(x.to(dtype), COEFFICIENTS, backend), exact)
-        for backend in (STANDARD, Backend("triton"))
+        "standard": error(iterate(narrow, COEFFICIENTS), exact),
+        "triton": error(iterate(narrow, COEFFICIENTS, None, symmetric_product), exact),
     }
 
 

@@ -115,7 +115,7 @@ _TINY = 1e-12
 
 
 def first_pair_is_as_exact(coefficients: tuple[Triple, ...], rows: int) -> bool:
-    """Whether `iterate_deviation` with all restarts but the first rounds no worse than without.
+    """Whether taking the first two steps at once, by deviations, rounds no worse than ``standard``.
 
     Later pairs are no option: they amplify what the first steps have rounded.
 

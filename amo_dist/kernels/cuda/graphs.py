@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -51,8 +50,7 @@ class GraphCache:
 
     def __init__(self, capture: Capture | None = None) -> None:
         self._capture = CudaCapture() if capture is None else capture
-        # By last use, oldest first.
-        self._entries: OrderedDict[Hashable, _Entry] = OrderedDict()
+        self._entries: dict[Hashable, _Entry] = {}
         self._step = 0
 
     @property
@@ -63,11 +61,9 @@ class GraphCache:
     def begin_step(self) -> None:
         """Count an optimizer step: one key comes up many times within it."""
         self._step += 1
-        while self._entries:
-            oldest = next(iter(self._entries))
-            if self._step - self._entries[oldest].last_step <= MAX_IDLE_STEPS:
-                break
-            del self._entries[oldest]
+        oldest = self._step - MAX_IDLE_STEPS
+        used = {key: entry for key, entry in self._entries.items() if entry.last_step >= oldest}
+        self._entries = used
 
     def run(self, key: Hashable, function: Function, x: Tensor) -> Tensor:
         """``function(x)``, by replay where it has been captured.
@@ -81,7 +77,6 @@ class GraphCache:
             A tensor of its own, which later calls leave alone.
         """
         entry = self._entries.setdefault(key, _Entry())
-        self._entries.move_to_end(key)
         entry.num_steps += entry.last_step != self._step
         entry.last_step = self._step
         if entry.replay is None:

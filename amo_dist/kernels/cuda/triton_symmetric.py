@@ -13,33 +13,14 @@ measurement.
 
 from __future__ import annotations
 
-import dataclasses
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Tiling:
-    """How a product is cut, by size and dtype alone.
-
-    Attributes:
-        tile: Rows, and columns, of a tile of the result.
-        depth: Columns of X taken at a time.
-        num_warps: Of a program.
-        num_stages: Loads under way at a time.
-    """
-
-    tile: int
-    depth: int
-    num_warps: int
-    num_stages: int
-
-
-def tiling(m: int, dtype: torch.dtype) -> Tiling:
-    """The tiling of products of ``m`` rows.
+def tiling(m: int, dtype: torch.dtype) -> dict[str, int]:
+    """How a product of ``m`` rows is cut, by its size and dtype alone.
 
     float32 runs without tensor cores, as PyTorch's own products do by default, and needs
     registers for it. Small matrices take small tiles, or most of a GPU would have none.
@@ -47,12 +28,16 @@ def tiling(m: int, dtype: torch.dtype) -> Tiling:
     Args:
         m: Rows of X.
         dtype: Of X.
+
+    Returns:
+        ``TILE``: rows, and columns, of a tile of the result. ``DEPTH``: columns of X taken at a
+        time. ``num_warps`` of a program; ``num_stages``: loads under way at a time.
     """
     if dtype.itemsize > 2:
-        return Tiling(tile=64, depth=16, num_warps=4, num_stages=3)
+        return dict(TILE=64, DEPTH=16, num_warps=4, num_stages=3)
     if m < 1024:
-        return Tiling(tile=64, depth=64, num_warps=4, num_stages=3)
-    return Tiling(tile=128, depth=64, num_warps=8, num_stages=3)
+        return dict(TILE=64, DEPTH=64, num_warps=4, num_stages=3)
+    return dict(TILE=128, DEPTH=64, num_warps=8, num_stages=3)
 
 
 @triton.jit  # type: ignore[untyped-decorator]
@@ -115,7 +100,12 @@ def product_kernel(  # type: ignore[no-untyped-def]  # Triton takes no annotatio
 
 
 def symmetric_product(
-    x: Tensor, added: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0, *, out: Tensor
+    x: Tensor,
+    added: Tensor | None = None,
+    beta: float = 1.0,
+    alpha: float = 1.0,
+    *,
+    out: Tensor | None = None,
 ) -> Tensor:
     """``beta * added + alpha * x x^T``, accumulated in float32 and rounded once.
 
@@ -126,15 +116,16 @@ def symmetric_product(
             diagonal is read from above.
         beta: Factor of ``added``; a change of it compiles nothing anew.
         alpha: Factor of the product, likewise.
-        out: ``(..., m, m)``, contiguous, in the dtype of ``x``; overwritten.
+        out: ``(..., m, m)``, contiguous, in the dtype of ``x``; a new tensor where None.
 
     Returns:
         ``out``.
     """
-    assert all(tensor.is_contiguous() for tensor in (x, out, x if added is None else added))
     m, k = x.shape[-2:]
+    out = x.new_empty(*x.shape[:-1], m) if out is None else out
+    assert all(tensor.is_contiguous() for tensor in (x, out, x if added is None else added))
     cut = tiling(m, x.dtype)
-    num_tiles = -(-m // cut.tile)
+    num_tiles = -(-m // cut["TILE"])
     grid = (num_tiles * (num_tiles + 1) // 2 * (x.numel() // (m * k)),)
     # Triton launches on the current device, whatever that of its arguments.
     with torch.cuda.device_of(x):
@@ -147,10 +138,7 @@ def symmetric_product(
             beta,
             alpha,
             HAS_ADDED=added is not None,
-            TILE=cut.tile,
-            DEPTH=cut.depth,
-            num_warps=cut.num_warps,
-            num_stages=cut.num_stages,
+            **cut,
             # Stated, for its default differs between versions; without it float32 takes two
             # instructions for each product and sum.
             enable_fp_fusion=True,

@@ -1,0 +1,71 @@
+"""What CUDA does faster: replays of CUDA graphs, and symmetric products by Triton.
+
+No GPU has been measured, so ``auto`` is ``standard``: the others run where they are asked for by
+name, and graphs where ``cuda_graphs`` is set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from amo_dist.kernels.cuda.graphs import GraphCache
+from amo_dist.kernels.interface import Kernels, Orthogonalizer
+from amo_dist.kernels.plain import Recipe, iterate
+
+
+class CudaKernels(Kernels):
+    """Kernels on CUDA devices.
+
+    Args:
+        ns_dtype: As for `Kernels`.
+        ns_backend: As for `Kernels`.
+        graphs: Keeps CUDA graphs from step to step; None runs without them.
+    """
+
+    def __init__(
+        self, ns_dtype: torch.dtype, ns_backend: str = "auto", graphs: GraphCache | None = None
+    ) -> None:
+        super().__init__(ns_dtype, ns_backend)
+        self.graphs = graphs
+
+    def begin_step(self) -> None:
+        """Count a step: what repeats in a few of them is captured."""
+        if self.graphs is not None:
+            self.graphs.begin_step()
+
+    def _lay_out(self, shape: Sequence[int], recipe: Recipe, slot: int) -> Orthogonalizer:
+        return CudaOrthogonalizer(recipe, self.graphs)
+
+
+class CudaOrthogonalizer(Orthogonalizer):
+    """Newton-Schulz as batched products, replayed once it has come up in a few steps.
+
+    Args:
+        recipe: What is done to each matrix.
+        graphs: As for `CudaKernels`.
+    """
+
+    def __init__(self, recipe: Recipe, graphs: GraphCache | None) -> None:
+        super().__init__(recipe)
+        self._graphs = graphs
+
+    def _orthogonalize(self, x: Tensor) -> Tensor:
+        run = super()._orthogonalize
+        if self._graphs is None:
+            return run(x)
+        return self._graphs.run((self.recipe, x.shape, x.dtype, x.device), run, x)
+
+    def _iterate(self, first: Tensor, gram: Tensor | None = None) -> Tensor:
+        if self.recipe.backend.name != "triton":
+            return super()._iterate(first, gram)
+        # Imported here: the package is not everywhere.
+        from amo_dist.kernels.cuda.triton_symmetric import symmetric_product
+
+        # The kernel reads rows of the short side; products of PyTorch take tall ones as they are.
+        is_tall = first.shape[-2] > first.shape[-1]
+        first = first.mT.contiguous() if is_tall else first
+        result = iterate(first, self.recipe.coefficients, gram, symmetric_product)
+        return result.mT.contiguous() if is_tall else result
