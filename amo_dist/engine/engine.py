@@ -23,8 +23,8 @@ from amo_dist.engine.parameters import Parameters, describe_group
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.updates import Updates, as_matrix, cut
 from amo_dist.engine.world import World
-from amo_dist.kernels.elementwise import wide_dtype
 from amo_dist.kernels.devices import BACKENDS, make_kernels
+from amo_dist.kernels.elementwise import wide_dtype
 from amo_dist.schedule.types import Schedule
 
 Groups = Sequence[Mapping[str, Any]]

@@ -31,8 +31,6 @@ Sink = Callable[[int, Sequence[Record]], None]
 """Called on rank 0 with the step and the records of all matrices, sorted by name."""
 
 
-
-
 class GeometryTracker:
     """Measures every matrix at each multiple of ``interval`` steps.
 
