@@ -20,7 +20,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from amo_dist.engine.step import count_backends
+from amo_dist.kernels.devices import make_kernels
 from torch import nn
 
 from amo_dist import AMO, AMOConfig
@@ -97,12 +97,15 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     set_gradients(module)
     optimizer = AMO(param_groups(module), lr=1e-3, config=settings)
     optimizer.step()
-    schedules = optimizer.policy.schedules(2)
+    schedules, policy = optimizer.policy.schedules(2), optimizer.policy
+    dtype = getattr(torch, settings.ns_dtype)
+    kernels = make_kernels(
+        torch.device("cpu"), ns_dtype=dtype, ns_backend=settings.ns_backend, cuda_graphs=False
+    )
+    assert optimizer.world is not None
     start = now()
-    matrices = [
-        schedules[optimizer.policy.group_of(info.name)] for info in optimizer._parameters.matrices
-    ]
-    count_backends(optimizer._parameters, matrices, optimizer._kernels)
+    for info in optimizer.world.registry:
+        kernels.backend_name(info.shape, schedules[policy.group_of(info.name)].coefficients)
     backend_seconds = now() - start
     for _ in range(2):
         optimizer.step()

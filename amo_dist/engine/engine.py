@@ -60,14 +60,14 @@ class Engine:
         self.check: GradientCheck | None = None
         self.exchanges: list[Exchange] = []
         self._groups, self._state, self._rule, self._config = groups, state, rule, config
-        self._kernels = make_kernels(
+        self.kernels = make_kernels(
             parameters.device,
             ns_dtype=getattr(torch, config.ns_dtype),
             ns_backend=config.ns_backend,
             cuda_graphs=config.cuda_graphs,
         )
-        self._batches = Batches(parameters, self._kernels)
-        self._updates = Updates(parameters, groups, state, rule, self._kernels)
+        self._batches = Batches(parameters, self.kernels)
+        self._updates = Updates(parameters, groups, state, rule, self.kernels)
         self._orders: Orders | None = None
         self._grads: Sequence[Tensor | None] = ()
         self._buffers: Mapping[int, Tensor] = {}
@@ -91,7 +91,7 @@ class Engine:
     def connect(self, world: World) -> None:
         """Take the structure on which all ranks have agreed."""
         self.world = world
-        self.check = GradientCheck(world, self.parameters, self._config, self._kernels)
+        self.check = GradientCheck(world, self.parameters, self._config, self.kernels)
 
     def agree_on_text(self, text: str) -> None:
         """See `GradientCheck.agree_on_text`."""
@@ -156,10 +156,10 @@ class Engine:
         buffers = [local_tensor(self._state[entries[i].param]["momentum_buffer"]) for i in moving]
         with span("amo::momentum"):
             found = [grads[i] for i in moving]
-            self._kernels.update_momentum(buffers, found, self._config.momentum)  # type: ignore[arg-type]
+            self.kernels.update_momentum(buffers, found, self._config.momentum)  # type: ignore[arg-type]
         self._orders, self._grads = orders, grads
         self._buffers = dict(zip(moving, buffers, strict=True))
-        self._kernels.begin_step()
+        self.kernels.begin_step()
         self._batches.begin_step(orders.schedules)
         self._updates.begin(grads)
 
@@ -190,7 +190,7 @@ class Engine:
 
     def _momentum(self, buffers: list[Tensor], grads: list[Tensor], out: list[Tensor]) -> None:
         if self._config.nesterov:
-            self._kernels.nesterov(buffers, grads, self._config.momentum, out=out)
+            self.kernels.nesterov(buffers, grads, self._config.momentum, out=out)
         elif out:
             torch._foreach_copy_(out, buffers)
 
@@ -227,7 +227,7 @@ class Engine:
                 orders.wide,
                 world=self.world,
                 config=self._config,
-                kernels=self._kernels,
+                kernels=self.kernels,
             )
             self._exchange_key = self._key(orders)
         return self.exchanges
@@ -244,7 +244,7 @@ class Engine:
         """
         backends: dict[str, int] = defaultdict(int)
         for matrix, schedule in zip(self.parameters.matrices, schedules, strict=True):
-            backends[self._kernels.backend_name(matrix.shape, schedule.coefficients)] += 1
+            backends[self.kernels.backend_name(matrix.shape, schedule.coefficients)] += 1
         counts = {f"newton_schulz/{name}_matrices": float(backends[name]) for name in BACKENDS[1:]}
         elements = sum(exchange.sent_elements.total() for exchange in self.exchanges)
         return {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_optimizer_state_dict,
@@ -20,38 +20,17 @@ from torch.distributed.checkpoint.state_dict import (
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from tests.distributed import models
-
-FIELDS: dict[str, Any] = {
-    "observe_until": 4,
-    "observe_every": 2,
-    "sample_size": 2,
-    "transition_steps": 3,
-}
-SHAPES = {
-    "tok_embeddings.weight": (5, 8),
-    "layers.0.attention.wq.weight": (12, 8),
-    "layers.1.attention.wq.weight": (12, 8),
-    "layers.0.feed_forward.w1.weight": (13, 8),
-    "norm.weight": (8,),
-}
-WQ = "layers.0.attention.wq.weight"
-STEPS = 10
-
-
-def make(dtype: torch.dtype = torch.float32, **fields: Any) -> tuple[nn.Module, AMO]:
-    model = models.plain_model(SHAPES).to(dtype)
-    return model, AMO(param_groups(model), lr=1e-2, config=AMOConfig(**{**FIELDS, **fields}))
-
-
-def train(model: nn.Module, optimizer: Muon, first: int, last: int) -> None:
-    for step in range(first, last + 1):
-        models.set_gradients(model, 1, step)
-        optimizer.step()
-
-
-def everything(model: nn.Module, optimizer: Muon) -> list[Tensor]:
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    return [tensor.detach().clone() for tensor in [*model.parameters(), *state]]
+from tests.unit.checkpoint_runs import (
+    FIELDS,
+    SHAPES,
+    STEPS,
+    WQ,
+    everything,
+    make,
+    refusal,
+    save,
+    train,
+)
 
 
 # Before the first step, before an observation, at it, between, at the plan, in the transition, at
@@ -132,9 +111,7 @@ def test_hooks_run() -> None:
 
 @pytest.fixture(scope="module")
 def saved() -> dict[str, Any]:
-    model, optimizer = make()
-    train(model, optimizer, 1, 5)
-    return copy.deepcopy(optimizer.state_dict())
+    return save()
 
 
 AGAIN = {
@@ -158,25 +135,6 @@ def saved_again() -> dict[str, Any]:
     assert state["observations_since_plan"]
     assert state["fallbacks"]
     return copy.deepcopy(optimizer.state_dict())
-
-
-def refusal(state: dict[str, Any], **fields: Any) -> str:
-    """The error of a load, after which nothing has changed."""
-    model, optimizer = make(**fields)
-    train(model, optimizer, 1, 3)
-    before, control = everything(model, optimizer), optimizer.control_state_dict()
-    groups = copy.deepcopy([{**g, "params": None} for g in optimizer.param_groups])
-    policy, config = optimizer.policy, optimizer.config
-    with pytest.raises(ValueError, match=": ") as caught:
-        optimizer.load_state_dict(state)
-    assert all(map(torch.equal, everything(model, optimizer), before))
-    assert optimizer.control_state_dict() == control
-    assert optimizer.policy is policy
-    assert optimizer.config is config
-    assert [{**g, "params": None} for g in optimizer.param_groups] == groups
-    # It still works.
-    train(model, optimizer, 4, 5)
-    return str(caught.value)
 
 
 def with_control(saved: dict[str, Any], text: Any) -> dict[str, Any]:
@@ -373,82 +331,6 @@ def test_a_corrupted_control_state_is_refused_or_in_force(
         # What is accepted is in force, and training goes on.
         train(model, optimizer, 6, 8)
         assert optimizer.num_steps_taken == control["steps_taken"] + 3
-
-
-# ---------------------------------------------------------------- changed settings
-
-
-NEW = {"observe_until": 6, "observe_every": 3, "transition_steps": 2}
-
-
-def test_a_change_is_an_error_that_names_every_field(saved: dict[str, Any]) -> None:
-    message = refusal(saved, **NEW)
-    for part in (
-        "observe_every: the checkpoint has 2, this run has 3",
-        "observe_until: the checkpoint has 4, this run has 6",
-        "transition_steps: the checkpoint has 3, this run has 2",
-        "'keep_checkpoint' or 'replan'",
-    ):
-        assert part in message
-
-
-def test_what_only_says_how_may_change(saved: dict[str, Any]) -> None:
-    _, optimizer = make(bucket_bytes=512, ownership="balanced", nonfinite="skip_step")
-    optimizer.load_state_dict(saved)
-    assert optimizer.config.bucket_bytes == 512
-
-
-def test_keep_checkpoint_goes_on_as_if_nothing_had_changed(
-    saved: dict[str, Any], caplog: pytest.LogCaptureFixture
-) -> None:
-    model, optimizer = make()
-    train(model, optimizer, 1, 5)
-    resumed, other = make(**NEW, momentum=0.8, on_config_change="keep_checkpoint")
-    other.load_state_dict(optimizer.state_dict())
-    resumed.load_state_dict(model.state_dict())
-    assert "those of the checkpoint stay in force" in caplog.text
-    assert (other.config.observe_until, other.config.momentum) == (4, 0.95)
-    train(model, optimizer, 6, STEPS)
-    train(resumed, other, 6, STEPS)
-    assert all(map(torch.equal, everything(resumed, other), everything(model, optimizer)))
-    assert other.control_state_dict()["policy"] == optimizer.control_state_dict()["policy"]
-
-
-def test_keep_checkpoint_cannot_change_the_dtype_of_momentum(saved: dict[str, Any]) -> None:
-    message = refusal(saved, momentum_dtype="float64", on_config_change="keep_checkpoint")
-    assert "control.config.momentum_dtype: found 'float32', expected 'float64'" in message
-
-
-@pytest.mark.parametrize("saved_at", [0, 1, 2, 3, 4, 5, 6, 7, 9])
-def test_replan_observes_once_more_and_plans_with_the_new_settings(
-    saved_at: int, caplog: pytest.LogCaptureFixture
-) -> None:
-    model, optimizer = make()
-    train(model, optimizer, 1, saved_at)
-    old = [seen["step"] for seen in optimizer.control_state_dict()["policy"]["observations"]]
-    resumed, other = make(**NEW, on_config_change="replan")
-    other.load_state_dict(optimizer.state_dict())
-    assert "those of this run are in force" in caplog.text
-    # At or after step 6, the new observe_until, and after one more observation.
-    plan_at = max(6, (saved_at // 3 + 1) * 3)
-    phases = []
-    for step in range(saved_at + 1, plan_at + 3):
-        # Saved and loaded at every step, the phases are the same.
-        other.load_state_dict(copy.deepcopy(other.state_dict()))
-        train(resumed, other, step, step)
-        phases.append(other.phase)
-    assert phases == ["observation"] * (plan_at - saved_at) + ["transition", "locked"]
-    seen = [found["step"] for found in other.control_state_dict()["policy"]["observations"]]
-    assert seen == [*old, *range((saved_at // 3 + 1) * 3, plan_at + 1, 3)]
-
-
-def test_replan_drops_observations_of_other_groups(saved: dict[str, Any]) -> None:
-    model, optimizer = make(granularity="matrix", on_config_change="replan")
-    optimizer.load_state_dict(saved)
-    train(model, optimizer, 6, 9)
-    (seen,) = optimizer.control_state_dict()["policy"]["observations"]
-    assert seen["step"] == 6
-    assert len(seen["ell"]) == 3
 
 
 # ---------------------------------------------------------------- other optimizers

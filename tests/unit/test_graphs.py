@@ -161,7 +161,7 @@ def make(cache: GraphCache | None) -> tuple[nn.Module, AMO]:
     """A model on CPU with the kernels of CUDA, which take any tensors."""
     kernels = CudaKernels(torch.bfloat16, graphs=cache)
     model = models.plain_model(SHAPES)
-    with mock.patch("amo_dist.engine.step.make_kernels", return_value=kernels):
+    with mock.patch("amo_dist.engine.engine.make_kernels", return_value=kernels):
         return model, AMO(param_groups(model), lr=1e-2, config=AMOConfig(**SHORT))
 
 
@@ -243,7 +243,7 @@ def test_training_with_graphs_keeps_its_bits() -> None:
         config = AMOConfig(**SHORT, cuda_graphs=cuda_graphs)
         optimizer = AMO(param_groups(model), lr=1e-2, config=config)
         found.append(train(optimizer, model, range(1, 20)))
-        kernels = optimizer._kernels
+        kernels = optimizer._engine.kernels
         assert isinstance(kernels, CudaKernels)
         assert kernels.graphs is None or kernels.graphs.num_graphs > 0
     assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
