@@ -93,7 +93,7 @@ def test_every_example_is_tested_here() -> None:
 def test_the_page_about_an_optimizer_of_ones_own_is_short() -> None:
     text = README.with_name("CONTRIBUTING.md").read_text()
     page = text.split("## An optimizer of your own\n")[1].split("\n## ")[0]
-    assert len(page.splitlines()) <= 40
+    assert len(page.strip().splitlines()) < 40  # and its heading
 
 
 def test_an_optimizer_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
