@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -115,14 +115,9 @@ class Engine:
         plans = self._key(orders) != self._exchange_key
         # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
         groups = self._groups if self.world.shares_all else []
-        lines = [
-            *intent,
-            f"{'a new' if plans else 'the last'} exchange plan",
-            *(
-                f"group {index}: {describe_group(group, self._rule.defaults)}"
-                for index, group in enumerate(groups)
-            ),
-        ]
+        lines = [*intent, f"{'a new' if plans else 'the last'} exchange plan"]
+        for index, group in enumerate(groups):
+            lines.append(f"group {index}: {describe_group(group, self._rule.defaults)}")
         return self.check.agree("\n".join(lines), skips=self._config.nonfinite == "skip_step")
 
     def run(self, orders: Orders, grads: Sequence[Tensor | None]) -> None:
@@ -136,11 +131,11 @@ class Engine:
         assert self.check is not None
         self._begin(orders, grads)
         try:
-            exchanges = self._exchanges_for(orders)
-            for index, exchange in enumerate(exchanges):
+            self._plan_exchanges(orders)
+            for index, exchange in enumerate(self.exchanges):
                 meanwhile = self._step_adamw if index == 0 else None
                 exchange.run(self._read, self._compute, self._updates.take, meanwhile)
-            if not exchanges:
+            if not self.exchanges:
                 self._step_adamw()
             self._updates.finish(self.world)
         finally:
@@ -215,10 +210,10 @@ class Engine:
     # ---------------------------------------------------------------- exchange
 
     def _key(self, orders: Orders) -> object:
+        """Exchanges are kept until the wide matrices change, or schedules settle."""
         return orders.wide, orders.is_settled
 
-    def _exchanges_for(self, orders: Orders) -> list[Exchange]:
-        """The exchanges of this step: kept until the wide matrices change, or schedules settle."""
+    def _plan_exchanges(self, orders: Orders) -> None:
         assert self.world is not None
         if self._key(orders) != self._exchange_key:
             self.exchanges = plan_exchanges(
@@ -230,7 +225,6 @@ class Engine:
                 kernels=self.kernels,
             )
             self._exchange_key = self._key(orders)
-        return self.exchanges
 
     def sent_bytes_by_peer(self) -> dict[int, int]:
         """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
@@ -242,9 +236,10 @@ class Engine:
         Args:
             schedules: Of each matrix.
         """
-        backends: dict[str, int] = defaultdict(int)
-        for matrix, schedule in zip(self.parameters.matrices, schedules, strict=True):
-            backends[self.kernels.backend_name(matrix.shape, schedule.coefficients)] += 1
+        backends = Counter(
+            self.kernels.backend_name(matrix.shape, schedule.coefficients)
+            for matrix, schedule in zip(self.parameters.matrices, schedules, strict=True)
+        )
         counts = {f"newton_schulz/{name}_matrices": float(backends[name]) for name in BACKENDS[1:]}
         elements = sum(exchange.sent_elements.total() for exchange in self.exchanges)
         return {

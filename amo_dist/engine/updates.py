@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,15 +18,6 @@ from amo_dist.engine.parameters import Parameters
 from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
 from amo_dist.engine.world import World
 from amo_dist.kernels.interface import Kernels
-
-
-@dataclasses.dataclass(slots=True)
-class _Pending:
-    """A result whose rule waits for a sum over its whole matrix."""
-
-    part: Part
-    finish: Finish
-    share: Tensor
 
 
 class Updates:
@@ -52,9 +42,14 @@ class Updates:
         self._parameters, self._groups, self._state = parameters, groups, state
         self._rule, self._kernels = rule, kernels
         self._finishes = type(rule).finish is not UpdateRule.finish
+        self._sums = [
+            rule.sums(matrix, parameters.entries[matrix.tensor].views[0].dim)
+            for matrix in parameters.matrices
+        ]
         self._params: Sequence[Tensor] = ()
         self._grads: Sequence[Tensor | None] = ()
-        self._pending: list[_Pending] = []
+        # Results whose rule waits for a sum over the matrix, each with this rank's share of it.
+        self._pending: list[tuple[Part, Finish, Tensor]] = []
 
     def begin(self, grads: Sequence[Tensor | None]) -> None:
         """Begin a step.
@@ -92,10 +87,8 @@ class Updates:
         if self._finishes:
             with span("amo::finish"):
                 arrived = self._advance(
-                    [
-                        (part, self._rule.finish(as_matrix(value), self.piece(part)), None)
-                        for part, value in arrived
-                    ]
+                    (part, self._rule.finish(as_matrix(value), self.piece(part)), None)
+                    for part, value in arrived
                 )
         self._apply(arrived)
 
@@ -104,20 +97,15 @@ class Updates:
 
         One all-reduce for each set of ranks that shares matrices, and for each sum of the rule.
         """
-        sizes = [
-            self._rule.sums(matrix, self._parameters.entries[matrix.tensor].views[0].dim)
-            for matrix in self._parameters.matrices
-        ]
-        for number in range(max(map(len, sizes), default=0)):
+        for number in range(max(map(len, self._sums), default=0)):
             with span("amo::sums"):
-                of_matrix = {i: each[number] for i, each in enumerate(sizes) if number < len(each)}
-                totals = self._add_up(of_matrix, world)
+                totals = self._add_up(number, world)
                 pending, self._pending = self._pending, []
-                done = self._advance([(p.part, p.finish, totals[p.part.matrix]) for p in pending])
+                done = self._advance((part, each, totals[part.matrix]) for part, each, _ in pending)
             self._apply(done)
 
     def _advance(
-        self, waiting: Sequence[tuple[Part, Finish, Tensor | None]]
+        self, waiting: Iterable[tuple[Part, Finish, Tensor | None]]
     ) -> list[tuple[Part, Tensor]]:
         """Send each generator its sum; those that return are done, the others wait for the next."""
         done: list[tuple[Part, Tensor]] = []
@@ -127,26 +115,29 @@ class Updates:
             except StopIteration as stop:
                 done.append((part, stop.value))
             else:
-                self._pending.append(_Pending(part, finish, share))
+                self._pending.append((part, finish, share))
         return done
 
-    def _add_up(self, sizes: Mapping[int, int], world: World) -> dict[int, Tensor]:
-        """Totals by matrix over all of its ranks; of replicas only the first counts."""
-        device, dtype = self._parameters.device, self._rule.sum_dtype
-        totals = {i: torch.zeros(size, dtype=dtype, device=device) for i, size in sizes.items()}
-        for each in self._pending:
-            if world.rank in self._parameters.matrices[each.part.matrix].replicas[0]:
-                totals[each.part.matrix] += each.share
-        by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
-        for index in totals:
-            by_ranks[tuple(sorted(self._parameters.matrices[index].ranks))].append(index)
-        for ranks, indices in sorted(by_ranks.items()):
-            group = world.groups_by_ranks[ranks]
-            if group is not None:
-                vector = torch.cat([totals[index] for index in indices])
+    def _add_up(self, number: int, world: World) -> dict[int, Tensor]:
+        """The totals of the ``number``-th sum, by matrix, over all of its ranks."""
+        matrices = self._parameters.matrices
+        dtype, device = self._rule.sum_dtype, self._parameters.device
+        totals = {
+            index: torch.zeros(sizes[number], dtype=dtype, device=device)
+            for index, sizes in enumerate(self._sums)
+            if number < len(sizes)
+        }
+        for part, _, share in self._pending:
+            # Of replicas only the first counts.
+            if world.rank in matrices[part.matrix].replicas[0]:
+                totals[part.matrix] += share
+        for ranks, group in world.groups_by_ranks.items():
+            here = [index for index in totals if tuple(sorted(matrices[index].ranks)) == ranks]
+            if here and group is not None:
+                vector = torch.cat([totals[index] for index in here])
                 dist.all_reduce(vector, group=group)
-                parts = vector.split([sizes[index] for index in indices])
-                totals.update(zip(indices, parts, strict=True))
+                parts = vector.split([totals[index].numel() for index in here])
+                totals.update(zip(here, parts, strict=True))
         return totals
 
     def _apply(self, updates: Sequence[tuple[Part, Tensor]]) -> None:
