@@ -232,32 +232,6 @@ def test_an_infeasible_budget_is_refused() -> None:
         relax_range(701, 7, 3, 7)
 
 
-CURVE = {3: 0.5, 4: 0.25}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"planner": "best"}, "planner: found 'best'"),
-        ({"planner": "greedy", "costs": [1]}, "planner: found 'greedy', expected 'exact'"),
-        ({"costs": [1, 2]}, r"costs: found \[1, 2\], expected 1 integers > 0"),
-        ({"costs": [0]}, r"costs: found \[0\]"),
-        ({"curves": []}, "curves: found an empty one"),
-        ({"curves": [{}]}, "curves: found an empty one"),
-        ({"curves": [CURVE, {3: 0.5, 5: 0.1}]}, r"curves: found steps \[3, 5\], expected 3 to 4"),
-        ({"curves": [{0: 0.5, 1: 0.2}]}, r"curves: found steps \[0, 1\]"),
-        ({"curves": [{3: 0.5, 4: math.nan}]}, "curves: found .*, expected finite errors"),
-        ({"budget": 2}, "budget: found 2, expected 3 to 4 steps"),
-        ({"budget": 5}, "budget: found 5, expected 3 to 4 steps"),
-        ({"budget": 5, "costs": [2]}, "budget: found 5, expected at least 6 flops"),
-    ],
-)
-def test_malformed_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    call = {"curves": [CURVE], "budget": 3, **arguments}
-    with pytest.raises(ValueError, match=message):
-        allocate(call.pop("curves"), call.pop("budget"), **call)
-
-
 def test_many_types() -> None:
     """Nothing depends on there being seven."""
     many = [{k: 2.0 ** -(k + i % 3) for k in range(3, 8)} for i in range(60)]
