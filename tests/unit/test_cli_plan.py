@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from amo_dist.config import OPERATOR_TYPES
-from amo_dist.schedule import SAFETY, compose
+from amo_dist.schedule.polar_express import SAFETY, compose
 from amo_dist.tools.cli import add_commands, main
 
 TABLE: dict[str, dict[str, Any]] = json.loads(

@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 from amo_dist.config import OPERATOR_TYPES
-from amo_dist.schedule import SAFETY, SCHEDULE_NAMES, compose, named_schedule
-from amo_dist.schedule.coefficients import NAMED_SCHEDULES
+from amo_dist.schedule.coefficients import NAMED_SCHEDULES, SCHEDULE_NAMES, named_schedule
+from amo_dist.schedule.polar_express import SAFETY, compose
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 

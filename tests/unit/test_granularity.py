@@ -8,8 +8,11 @@ from typing import Any
 import pytest
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule import AMOPolicy, MatrixInfo, allocate, named_schedule
+from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.budget import allocate
+from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.grouping import layer_index, matrices_by_group
+from amo_dist.schedule.types import MatrixInfo
 
 TYPES = ("attn_q", "mlp_up", "router")
 REGISTRY = [MatrixInfo(f"layers.{i}.x.{t}", (8, 4 + i), t) for i in range(12) for t in TYPES]
@@ -200,7 +203,7 @@ def test_switches_are_off_by_default_and_checked() -> None:
 
 
 def test_fixed_schedules_group_by_type() -> None:
-    from amo_dist.schedule import UniformPolicy
+    from amo_dist.schedule.policies import UniformPolicy
 
     policy = UniformPolicy(named_schedule("kj").schedule)
     policy.bind(REGISTRY)

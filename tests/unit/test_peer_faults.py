@@ -7,7 +7,8 @@ import torch
 
 from amo_dist.kernels import backends, gram_stability
 from amo_dist.kernels.newton_schulz import orthogonalize
-from amo_dist.schedule import compose, named_schedule
+from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.polar_express import compose
 
 
 def forget() -> None:

@@ -8,20 +8,12 @@ from typing import Any
 import pytest
 
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.schedule import (
-    SAFETY,
-    SCHEDULE_NAMES,
-    AMOPolicy,
-    MatrixInfo,
-    Plan,
-    Policy,
-    Schedule,
-    TablePolicy,
-    UniformPolicy,
-    compose,
-    named_policy,
-    named_schedule,
-)
+from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.coefficients import SCHEDULE_NAMES, named_schedule
+from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.polar_express import SAFETY, compose
+from amo_dist.schedule.policies import Policy, TablePolicy, UniformPolicy, named_policy
+from amo_dist.schedule.types import MatrixInfo, Schedule
 
 TYPES = ("attn_q", "attn_k", "mlp_up", "router")
 REGISTRY = [MatrixInfo(f"layers.{i}.{t}", (8, 4 + i), t) for t in TYPES for i in range(3)]

@@ -12,8 +12,10 @@ from typing import Any
 import pytest
 
 from amo_dist.config import OPERATOR_TYPES
-from amo_dist.schedule import Schedule, compose, named_schedule, simulate
+from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.polar_express import compose, simulate
 from amo_dist.schedule.schedule_file import ScheduleTable, load_schedule_file, read_schedule_file
+from amo_dist.schedule.types import Schedule
 from torchtitan_ext.tools import static_schedule
 from torchtitan_ext.tools.static_schedule import make_table, percentile, read_pool
 
