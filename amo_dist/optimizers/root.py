@@ -19,7 +19,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -178,16 +178,11 @@ def _marchenko_pastur(short: int, long: int, count: int) -> list[float]:
     return [min(value / norm, 1.0) for value in found]
 
 
-def _read_triple(field: str, found: object) -> Triple:
-    a, b, c = (fields.read_float(field, each) for each in fields.read_list(field, found, 3))
-    return a, b, c
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fit(fields.Stored):
     """The triple of one shape, and what it was fitted to."""
 
-    triple: Annotated[Triple, _read_triple]
+    triple: tuple[fields.Float, fields.Float, fields.Float]
     objective: fields.Float
     """At the triple."""
     num_measured: fields.CountOrZero

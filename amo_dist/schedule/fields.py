@@ -191,8 +191,11 @@ def _read(hint: Any, field: str, found: Any) -> Any:
     if type(None) in args:
         return None if found is None else _read(args[0], field, found)
     if origin is tuple:
-        values = enumerate(read_list(field, found))
-        return tuple(_read(args[0], f"{field}[{i}]", value) for i, value in values)
+        is_open = args[-1] is Ellipsis
+        values = read_list(field, found, None if is_open else len(args))
+        hints = args[:1] * len(values) if is_open else args
+        pairs = enumerate(zip(hints, values, strict=True))
+        return tuple(_read(each, f"{field}[{i}]", value) for i, (each, value) in pairs)
     if origin is Mapping:
         if not isinstance(found, Mapping):
             fail(field, found, "a mapping by operator type")
