@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import statistics
@@ -121,12 +120,10 @@ class AMOPolicy(Policy):
     def sample(self, step: int) -> tuple[str, ...]:
         """Names of the matrices to observe at a step, sorted; ``()`` at most steps.
 
-        Between the first plan and the one in force nothing is told.
+        Of the steps up to the plan in force nothing is told.
         """
         self._require_bound(step)
-        planned = self._memory.plan_step
-        since = planned if planned is not None and step > planned else None
-        if not self._calendar.observes(step, since):
+        if not self._calendar.observes(step, self._memory.plan_step):
             return ()
         drawn: list[str] = []
         for group, members in self._members.items():
@@ -160,9 +157,7 @@ class AMOPolicy(Policy):
 
     def plan_due(self, step: int) -> bool:
         """Whether every observation toward the next plan is made, and it is not adopted yet."""
-        until = self._calendar.next_plan(self._memory.plan_step)
-        is_wanted = until is not None and step >= until and not self.config.observe_only
-        return is_wanted and self._is_complete()
+        return self._is_complete() and not self.config.observe_only
 
     def make_plan(self) -> str:
         """Plan from the observations; a pure function of them and of the configuration."""
@@ -244,9 +239,8 @@ class AMOPolicy(Policy):
             if not changed.keys() <= {field.name for field in dataclasses.fields(MuonConfig)}:
                 keeps = "granularity" not in changed
                 memory = memory.replanned(steps_taken, keeps_observations=keeps)
-        policy = copy.copy(self)
-        policy.config, policy.observes_in_background = settings, settings.observe_in_background
-        policy._memory, policy._applied_key, policy._registry = memory, None, None
+        policy = AMOPolicy(settings)
+        policy._memory = memory
         if self._registry is not None:
             policy.bind(self._registry)
         policy._check_progress(steps_taken)
@@ -303,9 +297,8 @@ class AMOPolicy(Policy):
             values[f"amo/ell_target/{name}"] = target
         values["amo/phase"] = float(PHASES.index(self.phase(step)))
         values["amo/observations"] = float(len(self.observations))
-        values["amo/invalid_observations"] = float(
-            sum(sum(observation.num_invalid.values()) for observation in self.observations)
-        )
+        num_invalid = sum(sum(one.num_invalid.values()) for one in self.observations)
+        values["amo/invalid_observations"] = float(num_invalid)
         values["amo/fallbacks"] = float(len(self.fallen_back(step)))
         return values
 
@@ -325,7 +318,7 @@ class AMOPolicy(Policy):
 
     @property
     def _calendar(self) -> Calendar:
-        return Calendar(self.config, self._memory.replanned_at)
+        return Calendar(self.config, self._memory.replanned_at or 0)
 
     @property
     def _horizon(self) -> int:

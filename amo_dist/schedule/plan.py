@@ -104,24 +104,23 @@ class Plan(fields.Stored):
 
     def table(self) -> str:
         """Lines of text: for each group its ``ell``, its steps before and after, and the flops."""
-        heads = ["operator type", "ell target", "steps before", "after"]
+        width = max(map(len, ("operator type", *self.operator_types)))
         planned = zip(self.operator_types, self.ell_target, self.allocation, strict=True)
-        rows = [[name, f"{ell:.5e}", str(self.base_steps), str(k)] for name, ell, k in planned]
-        num_types = len(rows)
-        rows.append(["total", "", str(num_types * self.base_steps), str(sum(self.allocation))])
+        rows = [("operator type", "ell target", "steps before", "after")]
+        rows += [(name, f"{ell:.5e}", str(self.base_steps), str(k)) for name, ell, k in planned]
+        before = self.base_steps * len(self.operator_types)
+        rows.append(("total", "", str(before), str(sum(self.allocation))))
+        lines = [f"{a:<{width}}  {b:>11}  {c:>12}  {d:>5}" for a, b, c, d in rows]
         if self.costs is not None:
-            heads.append("NS Gflop/step")
             more = [steps - self.base_steps for steps in self.allocation]
             spent = list(map(operator.mul, more, self.costs))
-            for row, flops in zip(rows, [*spent, sum(spent)], strict=True):
-                row.append(f"{flops / 1e9:+.4g}")
-        return "\n".join([*_aligned([heads, *rows]), self._summary()])
-
-    def _summary(self) -> str:
-        return (
+            told = ["NS Gflop/step", *(f"{flops / 1e9:+.4g}" for flops in (*spent, sum(spent)))]
+            lines = [f"{line}  {flops:>13}" for line, flops in zip(lines, told, strict=True)]
+        lines.append(
             f"budget {self.budget} {self.budget_unit}, {self.min_steps} to {self.max_steps} steps "
             f"a type, {self.planner} planner, projected error {self.objective:.5f}"
         )
+        return "\n".join(lines)
 
 
 def composed(ell_effective: float, steps: int) -> Schedule:
@@ -165,13 +164,13 @@ def plan_inputs(
     """
     names = sort_operator_types(ell_target_by_type)
     cost_list = None if costs is None else tuple(costs[name] for name in names)
-    limits, limited = (config.min_steps, config.max_steps), None
-    total = budgets.step_budget(config.budget_ratio, len(names), config.base_steps)
-    if config.budget_unit == "flops":
-        if cost_list is None:
-            fields.fail("budget_unit", "flops", "the shapes of the matrices of each group with it")
-        total = budgets.flop_budget(config.budget_ratio, cost_list, config.base_steps)
-        limited = cost_list
+    ratio, limits = config.budget_ratio, (config.min_steps, config.max_steps)
+    if config.budget_unit == "steps":
+        total, limited = budgets.step_budget(ratio, len(names), config.base_steps), None
+    elif cost_list is None:
+        fields.fail("budget_unit", "flops", "the shapes of the matrices of each group with it")
+    else:
+        total, limited = budgets.flop_budget(ratio, cost_list, config.base_steps), cost_list
     low, high = budgets.relax_range(total, len(names), *limits, costs=limited)
     return {
         "operator_types": names,
@@ -242,11 +241,3 @@ def _round_to_sum(values: Sequence[Fraction]) -> list[int]:
     for i in by_remainder[: budgets.round_half_up(sum(values, Fraction(0))) - sum(counts)]:
         counts[i] += 1
     return counts
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, the first column to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]

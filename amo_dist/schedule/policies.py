@@ -7,7 +7,6 @@ import copy
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -51,16 +50,13 @@ class Policy(abc.ABC):
         """Take the matrices of the whole world, once, at the first step.
 
         Args:
-            registry: Every matrix of every rank, the same list on each of them.
+            registry: Every matrix of every rank, the same list on each of them; names are unique.
 
         Raises:
-            ValueError: Names repeat, the policy is bound to another registry, or a restored state
-                does not fit this one.
+            ValueError: The policy is bound to another registry, or a restored state does not fit
+                this one.
         """
         ordered = tuple(sorted(registry, key=lambda matrix: matrix.name))
-        for one, other in pairwise(ordered):
-            if one.name == other.name:
-                fields.fail("registry", one.name, "distinct names, found it twice")
         if self._registry is not None:
             if ordered != self._registry:
                 fields.fail("registry", ordered, "the registry this policy is bound to")
