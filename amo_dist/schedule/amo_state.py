@@ -55,11 +55,6 @@ class AMOState(fields.Stored):
             return dataclasses.replace(self, observations=pending)
         return dataclasses.replace(self, observations_since_plan=pending)
 
-    def replanned(self, step: int, *, keeps_observations: bool) -> AMOState:
-        """Without the plan, which other settings have outdated after ``step`` steps."""
-        kept = self.all_observations if keeps_observations else ()
-        return AMOState(observations=kept, replanned_at=step)
-
     def check_groups(self, groups: tuple[str, ...], field: str) -> None:
         """Refuse a state of other groups of matrices than these.
 

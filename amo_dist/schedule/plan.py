@@ -70,17 +70,15 @@ class Plan(fields.Stored):
             progress: In [0, 1]; 0 is the start, 1 the plan.
             start: What the way begins with; the uniform schedule by default.
         """
+
+        def between(first: float, last: float) -> Fraction:
+            return Fraction(first) + progress * (Fraction(last) - Fraction(first))
+
         start = start or dict.fromkeys(self.operator_types, (self.base_steps, self.base_ell))
-        steps: list[Fraction] = []
-        ells: list[float] = []
-        planned = zip(self.operator_types, self.ell_target, self.allocation, strict=True)
-        for name, last_ell, last_steps in planned:
-            first_steps, first_ell = start[name]
-            way = Fraction(last_ell) - Fraction(first_ell)
-            steps.append(first_steps + progress * (last_steps - first_steps))
-            ells.append(float(Fraction(first_ell) + progress * way))
-        counts = zip(_round_to_sum(steps), ells, strict=True)
-        return dict(zip(self.operator_types, counts, strict=True))
+        first_steps, first_ells = zip(*(start[name] for name in self.operator_types), strict=True)
+        steps = _round_to_sum(list(map(between, first_steps, self.allocation)))
+        ells = map(float, map(between, first_ells, self.ell_target))
+        return dict(zip(self.operator_types, zip(steps, ells, strict=True), strict=True))
 
     def to_json(self) -> str:
         """Text from which ``from_json`` restores the plan bit for bit."""

@@ -34,6 +34,7 @@ class Policy(abc.ABC):
 
     def __init__(self) -> None:
         self._registry: tuple[MatrixInfo, ...] | None = None
+        self._members: Mapping[str, Sequence[MatrixInfo]] = {}
         self._group_by_name: Mapping[str, str] = {}
 
     @property
@@ -63,7 +64,7 @@ class Policy(abc.ABC):
             return
         members = self._group(ordered)
         self._bind(members)
-        self._registry = ordered
+        self._registry, self._members = ordered, members
         self._group_by_name = {m.name: group for group, found in members.items() for m in found}
 
     @abc.abstractmethod
@@ -82,12 +83,10 @@ class Policy(abc.ABC):
 
     def phase(self, step: int) -> str:
         """``uniform``; for AMO see ``PHASES``."""
-        check_step(step)
         return "uniform"
 
     def sample(self, step: int) -> tuple[str, ...]:
         """Names of the matrices to observe at a step, sorted; ``()`` for none."""
-        check_step(step)
         return ()
 
     def record(self, step: int, ell_by_name: Mapping[str, float]) -> None:
@@ -228,8 +227,7 @@ class Policy(abc.ABC):
             fields.read_choice(f"state.{key}", state.get(key, "nothing"), expected)
         return {key: value for key, value in state.items() if key not in ("policy", "version")}
 
-    def _require_bound(self, step: int) -> None:
-        check_step(step)
+    def _require_bound(self) -> None:
         if self._registry is None:
             fields.fail("registry", "none", "a call of bind() before schedules are asked for")
 
@@ -253,7 +251,7 @@ class TablePolicy(Policy):
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
         """The table, whatever the step."""
-        self._require_bound(step)
+        self._require_bound()
         return self._schedules
 
     def _state(self) -> dict[str, Any]:
@@ -314,9 +312,3 @@ def list_changes(changed: Mapping[str, Any], config: MuonConfig) -> str:
         f"{field}: the checkpoint has {found!r}, this run has {getattr(config, field)!r}"
         for field, found in changed.items()
     )
-
-
-def check_step(step: int) -> None:
-    """Refuse what is no optimizer step, counted from 1."""
-    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
-        fields.fail("step", step, "an integer >= 1")

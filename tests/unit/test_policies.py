@@ -49,16 +49,6 @@ def test_schedules_need_a_registry(make: Any) -> None:
 
 
 @pytest.mark.parametrize("make", POLICIES)
-@pytest.mark.parametrize("step", [0, -1, 1.0, None, True])
-def test_steps_count_from_one(make: Any, step: Any) -> None:
-    policy: Policy = make()
-    policy.bind(REGISTRY)
-    for method in (policy.schedules, policy.phase, policy.sample):
-        with pytest.raises(ValueError, match=r"step: found .*, expected an integer >= 1"):
-            method(step)
-
-
-@pytest.mark.parametrize("make", POLICIES)
 def test_the_registry_is_taken_once(make: Any) -> None:
     policy: Policy = make()
     policy.bind(REGISTRY)
