@@ -84,8 +84,7 @@ def calibration_set(shape: tuple[int, int], measured: Spectra = ()) -> Tensor:
     # Seeded alike for all shapes; random() is promised to stay the same between Python versions.
     generator = random.Random(0)
     log_uniform = [RANDOM_LEAST ** generator.random() for _ in range(NUM_VALUES // 2)]
-    values = [*half[:NUM_VALUES], *gaussian, *log_uniform]
-    return torch.tensor(values, dtype=torch.float64)
+    return torch.tensor([*half[:NUM_VALUES], *gaussian, *log_uniform], dtype=torch.float64)
 
 
 @functools.lru_cache(maxsize=256)
@@ -124,8 +123,7 @@ def _minimize(start: Triple, values: Tensor, first_step: float) -> Triple:
         loss.backward()
         return loss
 
-    with torch.enable_grad():
-        optimizer.step(closure)
+    optimizer.step(closure)  # with gradients, wherever it is called
     a, b, c = triple.tolist()
     return a, b, c
 

@@ -250,11 +250,11 @@ class AMOPolicy(Policy):
             return
         found, here = set(self.observations[0].ell), set(operator_types)
         if here - found or (is_alone and found - here):
-            raise ValueError(
-                f"control.policy.observations: found operator types {sorted(found)}, expected "
-                f"{sorted(here)}: this is the checkpoint of another model, or of one whose "
-                "parameters were classified otherwise"
+            expected = (
+                f"the operator types {sorted(here)}: this is the checkpoint of another model, or "
+                "of one whose parameters were classified otherwise"
             )
+            fail("control.policy.observations", sorted(found), expected)
 
     def _state(self) -> dict[str, Any]:
         return self._memory.to_dict()
@@ -353,10 +353,10 @@ class AMOPolicy(Policy):
 def _kept_settings(config: MuonConfig, changed: Mapping[str, Any]) -> MuonConfig:
     """This run's settings with those of the checkpoint where they differ."""
     if "momentum_dtype" in changed:
-        raise ValueError(
-            f"control.config.momentum_dtype: found {changed['momentum_dtype']!r}, expected "
+        made = (
             f"{config.momentum_dtype!r}: momentum has been made, keep_checkpoint cannot change it"
         )
+        fail("control.config.momentum_dtype", changed["momentum_dtype"], made)
     try:
         kept = dataclasses.replace(config, **changed)
     except (ValueError, TypeError, OverflowError) as error:

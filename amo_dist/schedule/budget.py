@@ -13,6 +13,7 @@ from fractions import Fraction
 from typing import TypeAlias
 
 from amo_dist.schedule.exact import least_error
+from amo_dist.schedule.fields import fail
 
 Curve: TypeAlias = Mapping[int, float]
 """Projected error by number of steps."""
@@ -95,16 +96,9 @@ def relax_range(
     """
     one_step_each = num_types if costs is None else sum(costs)
     if budget < one_step_each:
-        unit = "steps" if costs is None else "flops"
-        raise ValueError(
-            f"budget: found {budget} {unit}, expected at least {one_step_each}, "
-            "one step of every operator type"
-        )
+        fail("budget", budget, f"at least {one_step_each}, one step of every operator type")
     if costs is None and budget > max(max_steps, _MOST_STEPS) * num_types:
-        raise ValueError(
-            f"budget: found {budget} steps, expected at most {_MOST_STEPS} for each of the "
-            f"{num_types} operator types"
-        )
+        fail("budget", budget, f"at most {_MOST_STEPS} steps of each of {num_types} operator types")
     low = min(min_steps, budget // one_step_each)
     # A budget of flops is a ceiling, so only the fewest steps can be infeasible.
     high = max(max_steps, -(-budget // num_types)) if costs is None else max_steps

@@ -224,11 +224,11 @@ def test_the_range_under_flops_only_relaxes_downward() -> None:
 
 
 def test_an_infeasible_budget_is_refused() -> None:
-    with pytest.raises(ValueError, match="budget: found 6 steps, expected at least 7"):
+    with pytest.raises(ValueError, match="budget: found 6, expected at least 7"):
         relax_range(6, 7, 3, 7)
-    with pytest.raises(ValueError, match="budget: found 11 flops, expected at least 12"):
+    with pytest.raises(ValueError, match="budget: found 11, expected at least 12"):
         relax_range(11, 2, 3, 7, costs=[4, 8])
-    with pytest.raises(ValueError, match="budget: found 701 steps, expected at most 100 for each"):
+    with pytest.raises(ValueError, match="budget: found 701, expected at most 100 steps of each"):
         relax_range(701, 7, 3, 7)
 
 
