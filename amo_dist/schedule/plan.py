@@ -106,9 +106,13 @@ class Plan(fields.Stored):
         planned = zip(self.operator_types, self.ell_target, self.allocation, strict=True)
         rows = [("operator type", "ell target", "steps before", "after")]
         rows += [(name, f"{ell:.5e}", str(self.base_steps), str(k)) for name, ell, k in planned]
-        before = self.base_steps * len(self.operator_types)
-        rows.append(("total", "", str(before), str(sum(self.allocation))))
-        lines = [f"{a:<{width}}  {b:>11}  {c:>12}  {d:>5}" for a, b, c, d in rows]
+        total = self.base_steps * len(self.operator_types)
+        rows.append(("total", "", str(total), str(sum(self.allocation))))
+        # Each column is as wide as its title, or as its numbers.
+        lines = [
+            f"{name:<{width}}  {ell:>11}  {before:>12}  {after:>5}"
+            for name, ell, before, after in rows
+        ]
         if self.costs is not None:
             more = [steps - self.base_steps for steps in self.allocation]
             spent = list(map(operator.mul, more, self.costs))
