@@ -17,9 +17,11 @@ import hashlib
 import json
 import math
 import random
+from bisect import bisect_left
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -38,17 +40,17 @@ NUM_VALUES = 1024
 """Singular values in each half of a calibration set."""
 PROXY_ELLS = (1e-5, 1e-4, 1e-3, 1e-2)
 """Smallest singular values of the spectra that stand in for measured ones."""
-RANDOM_RANGE = (1e-3, 1.0)
-"""Of the independent singular values in the random half."""
+RANDOM_LEAST = 1e-3
+"""The independent singular values in the random half go from here to one."""
 
 Spectra = tuple[tuple[float, ...], ...]
 
 
-def objective(triple: Tensor, values: Tensor) -> Tensor:
+def objective(triple: Tensor | Triple, values: Tensor) -> Tensor:
     """``mean((g^5(sigma) - 1)^2)``, 0-dim.
 
     Args:
-        triple: ``(a, b, c)``, shape ``(3,)``.
+        triple: ``(a, b, c)``; as a tensor of shape ``(3,)`` where it takes gradients.
         values: Singular values over the Frobenius norm of their matrix, shape ``(k,)``.
     """
     x = values
@@ -66,8 +68,8 @@ def calibration_set(shape: tuple[int, int], measured: Spectra = ()) -> Tensor:
     are given, proxies of the geometry stand in: geometric sequences of ``min(m, n)`` values whose
     norm is one and whose least is one of ``PROXY_ELLS``, which covers what the AMO paper observes.
     The other half is random: one quarter is the spectrum of a Gaussian matrix of this shape (the
-    quantiles of its Marchenko-Pastur law), one quarter independent, log-uniform over
-    ``RANDOM_RANGE``, which keeps the iteration stable up to a matrix of rank one. The AMO paper
+    quantiles of its Marchenko-Pastur law), one quarter independent, log-uniform from
+    ``RANDOM_LEAST`` on, which keeps the iteration stable up to a matrix of rank one. The AMO paper
     says no more of either half than that one is a geometry proxy and the other random.
 
     Args:
@@ -79,13 +81,10 @@ def calibration_set(shape: tuple[int, int], measured: Spectra = ()) -> Tensor:
     count = -(-NUM_VALUES // len(spectra))
     half = [value for spectrum in spectra for value in _quantiles(_unit(spectrum), count)]
     gaussian = _marchenko_pastur(short, long, NUM_VALUES // 2)
-    low, high = RANDOM_RANGE
     # Seeded alike for all shapes; random() is promised to stay the same between Python versions.
     generator = random.Random(0)
-    exponents = [generator.random() for _ in range(NUM_VALUES // 2)]
-    log_uniform = [high * (low / high) ** exponent for exponent in exponents]
-    values = [*half[:NUM_VALUES], *gaussian, *log_uniform]
-    return torch.tensor(values, dtype=torch.float64)
+    log_uniform = [RANDOM_LEAST ** generator.random() for _ in range(NUM_VALUES // 2)]
+    return torch.tensor([*half[:NUM_VALUES], *gaussian, *log_uniform], dtype=torch.float64)
 
 
 @functools.lru_cache(maxsize=256)
@@ -98,12 +97,10 @@ def fit(shape: tuple[int, int], measured: Spectra = ()) -> Triple:
     """
     values = calibration_set(shape, measured)
     start = named_schedule("kj").schedule.coefficients[0]
-    least = float(objective(torch.tensor(start, dtype=torch.float64), values))
     # A first step that is too long ends where the polynomial overflows, so shorter ones follow.
     for first_step in (1.0, 0.1, 0.01):
         found = _minimize(start, values, first_step)
-        error = float(objective(torch.tensor(found, dtype=torch.float64), values))
-        if error < least:  # false for NaN
+        if objective(found, values) < objective(start, values):  # false for NaN
             return found
     return start
 
@@ -126,8 +123,7 @@ def _minimize(start: Triple, values: Tensor, first_step: float) -> Triple:
         loss.backward()
         return loss
 
-    with torch.enable_grad():
-        optimizer.step(closure)
+    optimizer.step(closure)  # with gradients, wherever it is called
     a, b, c = triple.tolist()
     return a, b, c
 
@@ -165,29 +161,20 @@ def _marchenko_pastur(short: int, long: int, count: int) -> list[float]:
     angles = [(i + 0.5) / num_cells * math.pi / 2 for i in range(num_cells)]
     lambdas = [low + (high - low) * math.sin(t) ** 2 for t in angles]
     weights = [(math.sin(t) * math.cos(t)) ** 2 / x for t, x in zip(angles, lambdas, strict=True)]
-    total, passed, cell = math.fsum(weights), 0.0, 0
-    found: list[float] = []
-    for i in range(count):
-        while cell < num_cells - 1 and passed + weights[cell] < (i + 0.5) / count * total:
-            passed += weights[cell]
-            cell += 1
-        found.append(math.sqrt(lambdas[cell]))
+    passed, total = list(accumulate(weights)), math.fsum(weights)
+    cells = [bisect_left(passed, (i + 0.5) / count * total) for i in range(count)]
+    found = [math.sqrt(lambdas[cell]) for cell in cells]
     # A whole spectrum of `short` such values has norm one.
     norm = math.sqrt(math.fsum(value * value for value in found) * short / count)
     # The law is of large matrices: for one row it goes beyond what a singular value can be.
     return [min(value / norm, 1.0) for value in found]
 
 
-def _read_triple(field: str, found: object) -> Triple:
-    a, b, c = (fields.read_float(field, each) for each in fields.read_list(field, found, 3))
-    return a, b, c
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Fit(fields.Stored):
     """The triple of one shape, and what it was fitted to."""
 
-    triple: Annotated[Triple, _read_triple]
+    triple: tuple[fields.Float, fields.Float, fields.Float]
     objective: fields.Float
     """At the triple."""
     num_measured: fields.CountOrZero
@@ -223,31 +210,31 @@ class RootPolicy(Policy):
     ) -> None:
         super().__init__()
         self._spectra = {
-            _shape_name(shape): tuple(_check_spectrum(shape, one) for one in given)
+            shape: tuple(_check_spectrum(shape, one) for one in given)
             for shape, given in (spectra or {}).items()
         }
-        self._shapes: dict[str, tuple[int, int]] = {}
-        self._fits: Mapping[str, Fit] | None = None
-        self._schedules: Mapping[str, Schedule] = MappingProxyType({})
+        self._fits = Fits()
+        self._schedules: Mapping[str, Schedule] = {}
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
         """The fitted schedule of each shape, whatever the step."""
-        self._require_bound(step)
-        if self._fits is None:
+        self._require_bound()
+        if self.plan_due(step):
             fields.fail("step", step, "a fit before it")
         return self._schedules
 
     def plan_due(self, step: int) -> bool:
         """Whether there is no fit yet."""
-        return self._fits is None
+        return self._fits.fits is None
 
     def make_plan(self) -> str:
         """Fit every shape, as JSON."""
         found: dict[str, Fit] = {}
-        for name, shape in self._shapes.items():
-            measured = self._spectra.get(name, ())
+        for name, matrices in self._members.items():
+            shape = matrices[0].shape
+            measured = self._spectra.get(shape, ())
             triple, values = fit(shape, measured), calibration_set(shape, measured)
-            error = float(objective(torch.tensor(triple, dtype=torch.float64), values))
+            error = objective(triple, values).item()
             text = " ".join(value.hex() for value in values.tolist())
             digest = hashlib.sha256(text.encode()).hexdigest()
             found[name] = Fit(triple, error, len(measured), digest)
@@ -258,31 +245,31 @@ class RootPolicy(Policy):
         self._restore(fields.read_json("plan", payload))
 
     def _state(self) -> dict[str, Any]:
-        return Fits(self._fits).to_dict()
+        return self._fits.to_dict()
 
     def _restore(self, state: Mapping[str, Any]) -> None:
         """Take fits, which stay in force whatever spectra this run brings."""
-        found = Fits.from_dict(state, "state").fits
-        if found is not None:  # else it was saved before the first step
-            self._adopt(found, self._shapes)
+        found = Fits.from_dict(state, "state")
+        if found.fits is None:  # it was saved before the first step
+            return
+        if self._members:
+            _check_shapes(found, self._members)
+        schedules = {
+            name: Schedule((each.triple,) * NUM_STEPS, norm_scale=1.0)
+            for name, each in found.fits.items()
+        }
+        self._fits, self._schedules = found, MappingProxyType(schedules)
 
     def _group(self, registry: Sequence[MatrixInfo]) -> Mapping[str, Sequence[MatrixInfo]]:
         return collect(registry, lambda matrix: _shape_name(matrix.shape))
 
     def _bind(self, matrices_by_group: Mapping[str, Sequence[MatrixInfo]]) -> None:
-        shapes = {group: matrices[0].shape for group, matrices in matrices_by_group.items()}
-        if self._fits is not None:
-            self._adopt(self._fits, shapes)
-        self._shapes = shapes
+        _check_shapes(self._fits, matrices_by_group)
 
-    def _adopt(self, fits: Mapping[str, Fit], shapes: Mapping[str, tuple[int, int]]) -> None:
-        if shapes and set(fits) != set(shapes):
-            fields.fail("fits", sorted(fits), f"the shapes {sorted(shapes)}")
-        schedules = {
-            name: Schedule((each.triple,) * NUM_STEPS, norm_scale=1.0)
-            for name, each in sorted(fits.items())
-        }
-        self._fits, self._schedules = fits, MappingProxyType(schedules)
+
+def _check_shapes(found: Fits, shapes: Mapping[str, Any]) -> None:
+    if found.fits is not None and set(found.fits) != set(shapes):
+        fields.fail("fits", sorted(found.fits), f"the shapes {sorted(shapes)}")
 
 
 def _shape_name(shape: tuple[int, int]) -> str:
@@ -290,9 +277,8 @@ def _shape_name(shape: tuple[int, int]) -> str:
 
 
 def _check_spectrum(shape: tuple[int, int], spectrum: Sequence[float]) -> tuple[float, ...]:
-    values = tuple(float(value) for value in spectrum)
-    is_valid = all(math.isfinite(value) and value >= 0 for value in values)
-    if not is_valid or not any(values):
+    values = tuple(map(float, spectrum))
+    if not any(values) or not all(0 <= value < math.inf for value in values):
         expected = "finite numbers >= 0, not all of them zero"
         fields.fail(f"spectra[{_shape_name(shape)}]", values, expected)
     return values

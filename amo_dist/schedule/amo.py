@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import logging
 import statistics
@@ -26,7 +25,7 @@ from amo_dist.schedule.plan import (
     plan_inputs,
     targets,
 )
-from amo_dist.schedule.policies import Policy, check_step, list_changes
+from amo_dist.schedule.policies import Policy, list_changes
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 logger = logging.getLogger(__name__)
@@ -56,7 +55,6 @@ class AMOPolicy(Policy):
         self.config = config
         self.observes_in_background = config.observe_in_background
         self._memory = AMOState()
-        self._members: Mapping[str, Sequence[MatrixInfo]] = {}
         self._costs: dict[str, int] = {}
         self._applied: Mapping[str, Schedule] = MappingProxyType({})
         self._applied_key: object = None
@@ -75,7 +73,7 @@ class AMOPolicy(Policy):
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
         """Uniform, interpolated or planned schedules, composed when first needed."""
-        self._require_bound(step)
+        self._require_bound()
         # Steps of one key have the same schedules: those of a phase are composed once.
         key = self._horizon, self._steps_of_transition(step), self.fallen_back(step)
         if self._applied_key != key:
@@ -88,7 +86,6 @@ class AMOPolicy(Policy):
 
     def phase(self, step: int) -> str:
         """One of ``PHASES``."""
-        check_step(step)
         done = step - self._horizon
         if done <= 0:
             # A later plan is made while the one before is locked.
@@ -121,12 +118,10 @@ class AMOPolicy(Policy):
     def sample(self, step: int) -> tuple[str, ...]:
         """Names of the matrices to observe at a step, sorted; ``()`` at most steps.
 
-        Between the first plan and the one in force nothing is told.
+        Of the steps up to the plan in force nothing is told.
         """
-        self._require_bound(step)
-        planned = self._memory.plan_step
-        since = planned if planned is not None and step > planned else None
-        if not self._calendar.observes(step, since):
+        self._require_bound()
+        if not self._calendar.observes(step, self._memory.plan_step):
             return ()
         drawn: list[str] = []
         for group, members in self._members.items():
@@ -136,7 +131,7 @@ class AMOPolicy(Policy):
 
     def record(self, step: int, ell_by_name: Mapping[str, float]) -> None:
         """Keep the medians of one observation; see ``Policy.record``."""
-        self._require_bound(step)
+        self._require_bound()
         due = self._next_observation()
         if step != due:
             fail("step", step, f"{due}, the next observation")
@@ -160,9 +155,7 @@ class AMOPolicy(Policy):
 
     def plan_due(self, step: int) -> bool:
         """Whether every observation toward the next plan is made, and it is not adopted yet."""
-        until = self._calendar.next_plan(self._memory.plan_step)
-        is_wanted = until is not None and step >= until and not self.config.observe_only
-        return is_wanted and self._is_complete()
+        return self._is_complete() and not self.config.observe_only
 
     def make_plan(self) -> str:
         """Plan from the observations; a pure function of them and of the configuration."""
@@ -227,30 +220,29 @@ class AMOPolicy(Policy):
         unless ``granularity`` has changed.
         """
         memory = AMOState.from_dict(self._read(state), "state")
-        settings = config if isinstance(config, AMOConfig) else self.config
-        rule = settings.on_config_change if settings is config else "error"
+        rule = config.on_config_change if isinstance(config, AMOConfig) else "error"
         if changed and rule == "error":
             raise ValueError(
                 f"control.config: {list_changes(changed, config)}; set on_config_change to "
                 "'keep_checkpoint' or 'replan' to go on all the same"
             )
         if changed and rule == "keep_checkpoint":
-            settings = _kept_settings(settings, changed)
+            config = _kept_settings(config, changed)
         elif changed:
             logger.warning(
                 "settings have changed, and those of this run are in force: %s",
                 list_changes(changed, config),
             )
             if not changed.keys() <= {field.name for field in dataclasses.fields(MuonConfig)}:
-                keeps = "granularity" not in changed
-                memory = memory.replanned(steps_taken, keeps_observations=keeps)
-        policy = copy.copy(self)
-        policy.config, policy.observes_in_background = settings, settings.observe_in_background
-        policy._memory, policy._applied_key, policy._registry = memory, None, None
+                # What was observed of other groups says nothing of these.
+                kept = () if "granularity" in changed else memory.all_observations
+                memory = AMOState(kept, replanned_at=steps_taken)
+        policy = type(self)(config if isinstance(config, AMOConfig) else self.config)
+        policy._memory = memory
         if self._registry is not None:
             policy.bind(self._registry)
         policy._check_progress(steps_taken)
-        return policy, settings if isinstance(config, AMOConfig) else config
+        return policy, config
 
     def check_operator_types(self, operator_types: Collection[str], *, is_alone: bool) -> None:
         """See ``Policy.check_operator_types``; only where they are what matrices are grouped by."""
@@ -258,11 +250,11 @@ class AMOPolicy(Policy):
             return
         found, here = set(self.observations[0].ell), set(operator_types)
         if here - found or (is_alone and found - here):
-            raise ValueError(
-                f"control.policy.observations: found operator types {sorted(found)}, expected "
-                f"{sorted(here)}: this is the checkpoint of another model, or of one whose "
-                "parameters were classified otherwise"
+            expected = (
+                f"the operator types {sorted(here)}: this is the checkpoint of another model, or "
+                "of one whose parameters were classified otherwise"
             )
+            fail("control.policy.observations", sorted(found), expected)
 
     def _state(self) -> dict[str, Any]:
         return self._memory.to_dict()
@@ -303,9 +295,8 @@ class AMOPolicy(Policy):
             values[f"amo/ell_target/{name}"] = target
         values["amo/phase"] = float(PHASES.index(self.phase(step)))
         values["amo/observations"] = float(len(self.observations))
-        values["amo/invalid_observations"] = float(
-            sum(sum(observation.num_invalid.values()) for observation in self.observations)
-        )
+        num_invalid = sum(sum(one.num_invalid.values()) for one in self.observations)
+        values["amo/invalid_observations"] = float(num_invalid)
         values["amo/fallbacks"] = float(len(self.fallen_back(step)))
         return values
 
@@ -321,11 +312,11 @@ class AMOPolicy(Policy):
         # An infeasible budget must not come to light at the last observation, hours into a run.
         plan_inputs(self.config, dict.fromkeys(costs, self.config.base_ell), costs)
         self._memory.check_groups(tuple(costs), "state")
-        self._members, self._costs = matrices_by_group, costs
+        self._costs = costs
 
     @property
     def _calendar(self) -> Calendar:
-        return Calendar(self.config, self._memory.replanned_at)
+        return Calendar(self.config, self._memory.replanned_at or 0)
 
     @property
     def _horizon(self) -> int:
@@ -359,13 +350,13 @@ class AMOPolicy(Policy):
         return dict(zip(robust, targets(self.config, ells), strict=True)), ells
 
 
-def _kept_settings(config: AMOConfig, changed: Mapping[str, Any]) -> AMOConfig:
+def _kept_settings(config: MuonConfig, changed: Mapping[str, Any]) -> MuonConfig:
     """This run's settings with those of the checkpoint where they differ."""
     if "momentum_dtype" in changed:
-        raise ValueError(
-            f"control.config.momentum_dtype: found {changed['momentum_dtype']!r}, expected "
+        made = (
             f"{config.momentum_dtype!r}: momentum has been made, keep_checkpoint cannot change it"
         )
+        fail("control.config.momentum_dtype", changed["momentum_dtype"], made)
     try:
         kept = dataclasses.replace(config, **changed)
     except (ValueError, TypeError, OverflowError) as error:

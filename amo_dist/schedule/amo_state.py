@@ -4,19 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Annotated
 
 from amo_dist.schedule import fields
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
-
-
-def _read_steps_and_ell(field: str, found: object) -> tuple[int, float]:
-    steps, ell = fields.read_list(field, found, 2)
-    return fields.read_steps(field, steps), fields.read_ell(field, ell)
-
-
-_StepsAndEll = Annotated[tuple[int, float], _read_steps_and_ell]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -29,7 +20,7 @@ class AMOState(fields.Stored):
     replanned_at: fields.CountOrZero | None = None
     """Where a changed configuration dropped a plan: observations up to this step may have been
     made by another configuration."""
-    transition_from: Mapping[str, _StepsAndEll] | None = None
+    transition_from: Mapping[str, tuple[fields.Steps, fields.Ell]] | None = None
     """What the plan's transition starts from, by group: Newton-Schulz steps and effective ``ell``.
     The uniform schedule where None, as for every first plan."""
     observations_since_plan: tuple[Observation, ...] = ()
@@ -63,11 +54,6 @@ class AMOState(fields.Stored):
         if self.plan is None:
             return dataclasses.replace(self, observations=pending)
         return dataclasses.replace(self, observations_since_plan=pending)
-
-    def replanned(self, step: int, *, keeps_observations: bool) -> AMOState:
-        """Without the plan, which other settings have outdated after ``step`` steps."""
-        kept = self.all_observations if keeps_observations else ()
-        return AMOState(observations=kept, replanned_at=step)
 
     def check_groups(self, groups: tuple[str, ...], field: str) -> None:
         """Refuse a state of other groups of matrices than these.

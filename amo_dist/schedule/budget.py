@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TypeAlias
 
-from amo_dist.schedule.exact import least_error_of_flops, least_error_of_steps
+from amo_dist.schedule.exact import least_error
+from amo_dist.schedule.fields import fail
 
 Curve: TypeAlias = Mapping[int, float]
 """Projected error by number of steps."""
@@ -95,16 +96,9 @@ def relax_range(
     """
     one_step_each = num_types if costs is None else sum(costs)
     if budget < one_step_each:
-        unit = "steps" if costs is None else "flops"
-        raise ValueError(
-            f"budget: found {budget} {unit}, expected at least {one_step_each}, "
-            "one step of every operator type"
-        )
+        fail("budget", budget, f"at least {one_step_each}, one step of every operator type")
     if costs is None and budget > max(max_steps, _MOST_STEPS) * num_types:
-        raise ValueError(
-            f"budget: found {budget} steps, expected at most {_MOST_STEPS} for each of the "
-            f"{num_types} operator types"
-        )
+        fail("budget", budget, f"at most {_MOST_STEPS} steps of each of {num_types} operator types")
     low = min(min_steps, budget // one_step_each)
     # A budget of flops is a ceiling, so only the fewest steps can be infeasible.
     high = max(max_steps, -(-budget // num_types)) if costs is None else max_steps
@@ -141,67 +135,32 @@ def allocate(
 
     Returns:
         The steps of each type, in the order of ``curves``.
-
-    Raises:
-        ValueError: An argument is malformed, or the budget infeasible (see ``relax_range``).
     """
-    low, high = _check(curves, planner, costs)
     if costs is not None:
-        if budget < low * sum(costs):
-            raise ValueError(f"budget: found {budget}, expected at least {low * sum(costs)} flops")
-        return least_error_of_flops(curves, costs, budget)
-    if not low * len(curves) <= budget <= high * len(curves):
-        raise ValueError(
-            f"budget: found {budget}, expected {low * len(curves)} to {high * len(curves)} steps"
-        )
+        return least_error(curves, budget, costs)
     greedy = _greedy(curves, budget, base_steps)
     if planner == "greedy":
         return greedy
-    exact = least_error_of_steps(curves, budget)
+    exact = least_error(curves, budget)
     is_optimal = objective(curves, greedy) - objective(curves, exact) <= _GAIN
     return greedy if is_optimal else exact
-
-
-def _check(curves: Sequence[Curve], planner: str, costs: Sequence[int] | None) -> tuple[int, int]:
-    """Validate what ``allocate`` was given; return the range of steps of the curves."""
-    if planner not in ("exact", "greedy"):
-        raise ValueError(f"planner: found {planner!r}, expected 'exact' or 'greedy'")
-    if costs is not None and planner == "greedy":
-        raise ValueError("planner: found 'greedy', expected 'exact' with a budget of flops")
-    if costs is not None and (len(costs) != len(curves) or not all(c > 0 for c in costs)):
-        raise ValueError(f"costs: found {costs!r}, expected {len(curves)} integers > 0")
-    if not curves or not all(curves):
-        raise ValueError("curves: found an empty one, expected an error for each number of steps")
-    low, high = min(curves[0]), max(curves[0])
-    for curve in curves:
-        if sorted(curve) != list(range(low, high + 1)) or low < 1:
-            raise ValueError(f"curves: found steps {sorted(curve)}, expected {low} to {high}")
-        if not all(math.isfinite(error) for error in curve.values()):
-            raise ValueError(f"curves: found {dict(curve)}, expected finite errors")
-    return low, high
 
 
 def _greedy(curves: Sequence[Curve], budget: int, base_steps: int) -> tuple[int, ...]:
     """The passes add, remove and transfer of the AMO paper; ties to the earlier type."""
     low, high = min(curves[0]), max(curves[0])
-    everyone = range(len(curves))
+    # At infinite errors beyond the range a type neither takes nor gives one more step.
+    errors = [{low - 1: math.inf, **curve, high + 1: math.inf} for curve in curves]
     steps = [min(max(base_steps, low), high)] * len(curves)
-
-    # Infinities stand where a type can neither take nor give one more step.
-    def gain(i: int) -> float:
-        can_take = steps[i] < high
-        return curves[i][steps[i]] - curves[i][steps[i] + 1] if can_take else -math.inf
-
-    def loss(j: int) -> float:
-        can_give = steps[j] > low
-        return curves[j][steps[j] - 1] - curves[j][steps[j]] if can_give else math.inf
-
-    gains, losses = list(map(gain, everyone)), list(map(loss, everyone))
+    gains, losses = [0.0] * len(curves), [0.0] * len(curves)
 
     def move(i: int, by: int) -> None:
         steps[i] += by
-        gains[i], losses[i] = gain(i), loss(i)
+        fewer, here, more = (errors[i][k] for k in range(steps[i] - 1, steps[i] + 2))
+        gains[i], losses[i] = here - more, fewer - here
 
+    for i in range(len(curves)):
+        move(i, 0)
     for _ in range(budget - sum(steps)):
         move(gains.index(max(gains)), 1)
     for _ in range(sum(steps) - budget):

@@ -17,12 +17,12 @@ class Calendar:
 
     Attributes:
         config: Of the run.
-        replanned_at: The step at which a changed configuration dropped a plan, if one did: the
-            first plan then needs at least one observation made after it.
+        replanned_at: The step at which a changed configuration dropped a plan; 0 where none did.
+            The first plan needs at least one observation made after it.
     """
 
     config: AMOConfig
-    replanned_at: int | None = None
+    replanned_at: int = 0
 
     def following(self, step: int) -> int:
         """The first multiple of ``observe_every`` after ``step``."""
@@ -32,10 +32,7 @@ class Calendar:
     @property
     def first_plan(self) -> int:
         """The step within which the first plan is made."""
-        until = self.config.observe_until
-        if self.replanned_at is None:
-            return until
-        return max(until, self.following(self.replanned_at))
+        return max(self.config.observe_until, self.following(self.replanned_at))
 
     def next_plan(self, plan_step: int | None) -> int | None:
         """The step within which the plan after that of ``plan_step`` is made; None for never."""
@@ -52,16 +49,12 @@ class Calendar:
             plan_step: At which the plan in force was made; None before the first.
             last: Of the last observation toward the next plan; None before the first of them.
         """
-        until = self.next_plan(plan_step)
-        if until is None:
-            return None
-        done = self.replanned_at or 0
+        until, done = self.next_plan(plan_step), self.replanned_at
         if plan_step is not None:
             done = plan_step + self.config.transition_steps - 1
         due = self.following(max(done, last or 0))
-        return due if due <= until else None
+        return None if until is None or due > until else due
 
     def observes(self, step: int, plan_step: int | None) -> bool:
         """Whether a step toward the plan after that of ``plan_step`` is one of observation."""
-        due = self.next_observation(plan_step, step - 1)
-        return due == step
+        return step == self.next_observation(plan_step, step - 1)

@@ -25,70 +25,51 @@ _GROWTH = 4
 
 _IntegerCurve: TypeAlias = Mapping[int, int]
 
-
-def least_error_of_steps(curves: Sequence[Mapping[int, float]], budget: int) -> tuple[int, ...]:
-    """The allocation of least error whose steps sum to ``budget``; lexicographically smallest.
-
-    Args:
-        curves: For each type the error at every number of steps, over one contiguous range.
-        budget: Steps to hand out; within the range.
-    """
-    units = [1] * len(curves)
-    errors = _as_integers(curves, units)
-    # Where a step is worth more than all error of a type, the least error takes all the budget.
-    worth = _spread(errors) + 1
-    rewarded = [{k: error - worth * k for k, error in curve.items()} for curve in errors]
-    return _least_error(rewarded, units, budget, math.inf)
+_Front: TypeAlias = list[tuple[int, int]]
+"""Pairs of flops, rising, and errors, strictly falling: none dominates another."""
 
 
-def least_error_of_flops(
-    curves: Sequence[Mapping[int, float]], costs: Sequence[int], budget: int
+def least_error(
+    curves: Sequence[Mapping[int, float]], budget: int, costs: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The allocation of least error within ``budget`` flops; lexicographically smallest.
+    """The allocation of least error within a budget; lexicographically smallest.
 
-    A knapsack: hundreds of types of many different costs can take more work than ``MOST_POINTS``.
-    Then it is the best allocation found by there, and a warning says how far from the least error
-    it can be: no more than the error of one type.
+    Under flops this is a knapsack: hundreds of types of many different costs can take more work
+    than ``MOST_POINTS``. Then it is the best allocation found by there, and a warning says how far
+    from the least error it can be: no more than the error of one type.
 
     Args:
         curves: For each type the error at every number of steps, over one contiguous range.
+        budget: Steps, all of which are handed out; with ``costs`` the most flops. Enough for the
+            fewest steps of all types.
         costs: Flops of one step of each type.
-        budget: The most flops; enough for the fewest steps of all types.
     """
-    return _least_error(_as_integers(curves, costs), costs, budget, MOST_POINTS)
-
-
-def _least_error(
-    errors: Sequence[_IntegerCurve], costs: Sequence[int], budget: int, points_left: float
-) -> tuple[int, ...]:
-    """The allocation of least error within a budget, by rounds of no more than so many points."""
-    price = _price(errors, costs, budget)
-    cheapest = [
-        min(error + price * k * cost for k, error in curve.items())
-        for curve, cost in zip(errors, costs, strict=True)
-    ]
-    bound = sum(cheapest) - price * budget
-    problem = errors, costs, budget, price, cheapest
-    slack = _first_slack(errors)
+    units = [1] * len(curves) if costs is None else costs
+    errors = _as_integers(curves, units)
+    points_left: float = MOST_POINTS
+    if costs is None:
+        # Where a step is worth more than all error of a type, the least error takes all the budget.
+        worth, points_left = _spread(errors) + 1, math.inf
+        errors = [{k: error - worth * k for k, error in curve.items()} for curve in errors]
+    price, spread = _price(errors, units, budget), _spread(errors)
+    losses = [_from_cheapest(*each, price) for each in zip(errors, units, strict=True)]
+    # Far below one type's errors: a round that finds nothing costs little.
+    slack = max(spread >> 24, 1)
     # Never empty: at this price the cheapest numbers of steps keep within the budget.
-    fronts, _ = _fronts(*problem, slack, math.inf)
-    while (distance := fronts[0][1][-1] - bound) > slack:
+    fronts, _ = _fronts(losses, units, budget, price, slack, math.inf)
+    while (distance := fronts[0][-1][1] + price * budget) > slack:
         # Every allocation of less error than one that is known is within its distance.
         slack = min(slack * _GROWTH, distance)
-        wider, points_left = _fronts(*problem, slack, points_left)
+        wider, points_left = _fronts(losses, units, budget, price, slack, points_left)
         if points_left < 0:
             logger.warning(
                 "%d types are too many for the least error under a budget of flops: the plan is "
                 "at most %.3g of the error of one type above it",
-                *(len(errors), distance / _spread(errors)),
+                *(len(curves), distance / spread),
             )
             break
         fronts = wider
-    return _first_of_least(errors, costs, budget, fronts)
-
-
-_Front: TypeAlias = tuple[list[int], list[int]]
-"""Flops, rising, and errors, strictly falling: no pair dominates another."""
+    return _first_of_least(losses, units, budget, fronts)
 
 
 def _fronts(
@@ -96,40 +77,36 @@ def _fronts(
     costs: Sequence[int],
     budget: int,
     price: int,
-    cheapest: Sequence[int],
     slack: int,
     points_left: float,
 ) -> tuple[list[_Front], float]:
     """What the types from i on can reach, for each i, with a loss up to ``slack``.
 
-    A pair that dominates another has no greater loss: slack never drops it and keeps the other.
+    The loss of a pair is its error and the price of its flops. A pair that dominates another has no
+    greater loss: slack never drops it and keeps the other.
     Also says how many of ``points_left`` are left; below zero, the fronts are not complete.
     """
     low = min(errors[0])
     # The types before i take at least their fewest steps.
     spent = [0, *accumulate(low * cost for cost in costs)]
-    fronts: list[_Front] = [([0], [0])]
-    most = slack
+    fronts: list[_Front] = [[(0, 0)]]
     for i in reversed(range(len(errors))):
-        most += cheapest[i]
-        points_left -= len(fronts[-1][0]) * len(errors[i])
+        points_left -= len(fronts[-1]) * len(errors[i])
         if points_left < 0:
             break
-        pairs = list(zip(*fronts[-1], strict=True))
         points: list[tuple[int, int]] = []
         for k, more in errors[i].items():
             step = k * costs[i]
-            least, limit = most - more - price * step, budget - spent[i] - step
+            least, limit = slack - more - price * step, budget - spent[i] - step
             points += [
                 (flops + step, error + more)
-                for flops, error in pairs
+                for flops, error in fronts[-1]
                 if flops <= limit and error + price * flops <= least
             ]
-        front: _Front = ([], [])
-        for flops, error in sorted(points):
-            if not front[1] or error < front[1][-1]:
-                front[0].append(flops)
-                front[1].append(error)
+        front: _Front = []
+        for point in sorted(points):
+            if not front or point[1] < front[-1][1]:
+                front.append(point)
         fronts.append(front)
     return fronts[::-1], points_left
 
@@ -137,12 +114,12 @@ def _fronts(
 def _first_of_least(
     errors: Sequence[_IntegerCurve], costs: Sequence[int], budget: int, fronts: Sequence[_Front]
 ) -> tuple[int, ...]:
-    best = fronts[0][1][-1]
+    best = fronts[0][-1][1]
     chosen: list[int] = []
-    for curve, cost, (flops, rests) in zip(errors, costs, fronts[1:], strict=True):
+    for curve, cost, front in zip(errors, costs, fronts[1:], strict=True):
         for k in sorted(curve):
-            within = bisect_right(flops, budget - k * cost)
-            if within and curve[k] + rests[within - 1] == best:
+            within = bisect_right(front, (budget - k * cost, math.inf))
+            if within and curve[k] + front[within - 1][1] == best:
                 break
         chosen.append(k)
         budget, best = budget - k * cost, best - curve[k]
@@ -179,10 +156,14 @@ def _price(errors: Sequence[_IntegerCurve], units: Sequence[int], budget: int) -
     return low
 
 
+def _from_cheapest(curve: _IntegerCurve, unit: int, price: int) -> dict[int, int]:
+    """The errors of a type, moved so that at this price its cheapest number of steps is free.
+
+    The bound on the error of an allocation is then what the budget brings in, ``-price * budget``.
+    """
+    cheapest = min(error + price * unit * k for k, error in curve.items())
+    return {k: error - cheapest for k, error in curve.items()}
+
+
 def _spread(errors: Sequence[_IntegerCurve]) -> int:
     return max(max(curve.values()) - min(curve.values()) for curve in errors)
-
-
-def _first_slack(errors: Sequence[_IntegerCurve]) -> int:
-    """Far below one type's errors: a round that finds nothing costs little."""
-    return max(_spread(errors) >> 24, 1)

@@ -96,16 +96,13 @@ def read_choice(field: str, found: object, *choices: object) -> Any:
 
 def read_float(field: str, found: object) -> float:
     """A finite float, written by ``float.hex``: the same bits on any machine."""
-    expected = "a finite float in the form of float.hex()"
-    if not isinstance(found, str):
-        fail(field, found, expected)
     try:
-        value = float.fromhex(found)
+        value = float.fromhex(found) if isinstance(found, str) else math.nan
     except (ValueError, OverflowError):
-        fail(field, found, expected)
+        value = math.nan
     # Only the canonical form: "1" or " 0x1p+0 " would round-trip to other text.
     if not math.isfinite(value) or value.hex() != found:
-        fail(field, found, expected)
+        fail(field, found, "a finite float in the form of float.hex()")
     return value
 
 
@@ -115,11 +112,6 @@ def read_ell(field: str, found: object) -> float:
     if not 0.0 < value <= 1.0:
         fail(field, found, "a float in (0, 1]")
     return value
-
-
-def read_steps(field: str, found: object) -> int:
-    """A number of Newton-Schulz steps: no run takes more, and no damaged state may try to."""
-    return read_int(field, found, 1, 10_000)
 
 
 def read_name(field: str, found: object) -> str:
@@ -141,7 +133,8 @@ def choice(*choices: object) -> Reader:
 Name: TypeAlias = Annotated[str, read_name]
 Count: TypeAlias = Annotated[int, functools.partial(read_int, minimum=1)]
 CountOrZero: TypeAlias = Annotated[int, functools.partial(read_int, minimum=0)]
-Steps: TypeAlias = Annotated[int, read_steps]
+Steps: TypeAlias = Annotated[int, functools.partial(read_int, minimum=1, maximum=10_000)]
+"""Newton-Schulz steps: no run takes more, and no damaged state may try to."""
 Float: TypeAlias = Annotated[float, read_float]
 Ell: TypeAlias = Annotated[float, read_ell]
 
@@ -191,8 +184,11 @@ def _read(hint: Any, field: str, found: Any) -> Any:
     if type(None) in args:
         return None if found is None else _read(args[0], field, found)
     if origin is tuple:
-        values = enumerate(read_list(field, found))
-        return tuple(_read(args[0], f"{field}[{i}]", value) for i, value in values)
+        is_open = args[-1] is Ellipsis
+        values = read_list(field, found, None if is_open else len(args))
+        hints = args[:1] * len(values) if is_open else args
+        pairs = enumerate(zip(hints, values, strict=True))
+        return tuple(_read(each, f"{field}[{i}]", value) for i, (each, value) in pairs)
     if origin is Mapping:
         if not isinstance(found, Mapping):
             fail(field, found, "a mapping by operator type")

@@ -38,19 +38,11 @@ def matrices_by_group(
 
     Returns:
         Groups in the order of plans, the matrices of each in that of the registry.
-
-    Raises:
-        ValueError: The granularity is unknown.
     """
     if granularity == "operator_type":
         return collect(registry, lambda matrix: matrix.operator_type)
     if granularity == "matrix":
         return collect(registry, lambda matrix: matrix.name)
-    if granularity != "layer_group":
-        raise ValueError(
-            f"granularity: found {granularity!r}, expected 'operator_type', 'layer_group' or "
-            "'matrix'"
-        )
     layers = {matrix.name: layer_index(matrix.name) for matrix in registry}
     num_layers = 1 + max((layer for layer in layers.values() if layer is not None), default=0)
 

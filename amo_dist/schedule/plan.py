@@ -70,17 +70,15 @@ class Plan(fields.Stored):
             progress: In [0, 1]; 0 is the start, 1 the plan.
             start: What the way begins with; the uniform schedule by default.
         """
+
+        def between(first: float, last: float) -> Fraction:
+            return Fraction(first) + progress * (Fraction(last) - Fraction(first))
+
         start = start or dict.fromkeys(self.operator_types, (self.base_steps, self.base_ell))
-        steps: list[Fraction] = []
-        ells: list[float] = []
-        planned = zip(self.operator_types, self.ell_target, self.allocation, strict=True)
-        for name, last_ell, last_steps in planned:
-            first_steps, first_ell = start[name]
-            way = Fraction(last_ell) - Fraction(first_ell)
-            steps.append(first_steps + progress * (last_steps - first_steps))
-            ells.append(float(Fraction(first_ell) + progress * way))
-        counts = zip(_round_to_sum(steps), ells, strict=True)
-        return dict(zip(self.operator_types, counts, strict=True))
+        first_steps, first_ells = zip(*(start[name] for name in self.operator_types), strict=True)
+        steps = _round_to_sum(list(map(between, first_steps, self.allocation)))
+        ells = map(float, map(between, first_ells, self.ell_target))
+        return dict(zip(self.operator_types, zip(steps, ells, strict=True), strict=True))
 
     def to_json(self) -> str:
         """Text from which ``from_json`` restores the plan bit for bit."""
@@ -104,24 +102,27 @@ class Plan(fields.Stored):
 
     def table(self) -> str:
         """Lines of text: for each group its ``ell``, its steps before and after, and the flops."""
-        heads = ["operator type", "ell target", "steps before", "after"]
+        width = max(map(len, ("operator type", *self.operator_types)))
         planned = zip(self.operator_types, self.ell_target, self.allocation, strict=True)
-        rows = [[name, f"{ell:.5e}", str(self.base_steps), str(k)] for name, ell, k in planned]
-        num_types = len(rows)
-        rows.append(["total", "", str(num_types * self.base_steps), str(sum(self.allocation))])
+        rows = [("operator type", "ell target", "steps before", "after")]
+        rows += [(name, f"{ell:.5e}", str(self.base_steps), str(k)) for name, ell, k in planned]
+        total = self.base_steps * len(self.operator_types)
+        rows.append(("total", "", str(total), str(sum(self.allocation))))
+        # Each column is as wide as its title, or as its numbers.
+        lines = [
+            f"{name:<{width}}  {ell:>11}  {before:>12}  {after:>5}"
+            for name, ell, before, after in rows
+        ]
         if self.costs is not None:
-            heads.append("NS Gflop/step")
             more = [steps - self.base_steps for steps in self.allocation]
             spent = list(map(operator.mul, more, self.costs))
-            for row, flops in zip(rows, [*spent, sum(spent)], strict=True):
-                row.append(f"{flops / 1e9:+.4g}")
-        return "\n".join([*_aligned([heads, *rows]), self._summary()])
-
-    def _summary(self) -> str:
-        return (
+            told = ["NS Gflop/step", *(f"{flops / 1e9:+.4g}" for flops in (*spent, sum(spent)))]
+            lines = [f"{line}  {flops:>13}" for line, flops in zip(lines, told, strict=True)]
+        lines.append(
             f"budget {self.budget} {self.budget_unit}, {self.min_steps} to {self.max_steps} steps "
             f"a type, {self.planner} planner, projected error {self.objective:.5f}"
         )
+        return "\n".join(lines)
 
 
 def composed(ell_effective: float, steps: int) -> Schedule:
@@ -165,13 +166,13 @@ def plan_inputs(
     """
     names = sort_operator_types(ell_target_by_type)
     cost_list = None if costs is None else tuple(costs[name] for name in names)
-    limits, limited = (config.min_steps, config.max_steps), None
-    total = budgets.step_budget(config.budget_ratio, len(names), config.base_steps)
-    if config.budget_unit == "flops":
-        if cost_list is None:
-            fields.fail("budget_unit", "flops", "the shapes of the matrices of each group with it")
-        total = budgets.flop_budget(config.budget_ratio, cost_list, config.base_steps)
-        limited = cost_list
+    ratio, limits = config.budget_ratio, (config.min_steps, config.max_steps)
+    if config.budget_unit == "steps":
+        total, limited = budgets.step_budget(ratio, len(names), config.base_steps), None
+    elif cost_list is None:
+        fields.fail("budget_unit", "flops", "the shapes of the matrices of each group with it")
+    else:
+        total, limited = budgets.flop_budget(ratio, cost_list, config.base_steps), cost_list
     low, high = budgets.relax_range(total, len(names), *limits, costs=limited)
     return {
         "operator_types": names,
@@ -242,11 +243,3 @@ def _round_to_sum(values: Sequence[Fraction]) -> list[int]:
     for i in by_remainder[: budgets.round_half_up(sum(values, Fraction(0))) - sum(counts)]:
         counts[i] += 1
     return counts
-
-
-def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows as lines, the first column to the left and the others to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
-    ]

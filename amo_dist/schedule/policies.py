@@ -7,7 +7,6 @@ import copy
 import hashlib
 import json
 from collections.abc import Collection, Mapping, Sequence
-from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 
@@ -35,6 +34,7 @@ class Policy(abc.ABC):
 
     def __init__(self) -> None:
         self._registry: tuple[MatrixInfo, ...] | None = None
+        self._members: Mapping[str, Sequence[MatrixInfo]] = {}
         self._group_by_name: Mapping[str, str] = {}
 
     @property
@@ -51,23 +51,20 @@ class Policy(abc.ABC):
         """Take the matrices of the whole world, once, at the first step.
 
         Args:
-            registry: Every matrix of every rank, the same list on each of them.
+            registry: Every matrix of every rank, the same list on each of them; names are unique.
 
         Raises:
-            ValueError: Names repeat, the policy is bound to another registry, or a restored state
-                does not fit this one.
+            ValueError: The policy is bound to another registry, or a restored state does not fit
+                this one.
         """
         ordered = tuple(sorted(registry, key=lambda matrix: matrix.name))
-        for one, other in pairwise(ordered):
-            if one.name == other.name:
-                fields.fail("registry", one.name, "distinct names, found it twice")
         if self._registry is not None:
             if ordered != self._registry:
                 fields.fail("registry", ordered, "the registry this policy is bound to")
             return
         members = self._group(ordered)
         self._bind(members)
-        self._registry = ordered
+        self._registry, self._members = ordered, members
         self._group_by_name = {m.name: group for group, found in members.items() for m in found}
 
     @abc.abstractmethod
@@ -86,12 +83,10 @@ class Policy(abc.ABC):
 
     def phase(self, step: int) -> str:
         """``uniform``; for AMO see ``PHASES``."""
-        check_step(step)
         return "uniform"
 
     def sample(self, step: int) -> tuple[str, ...]:
         """Names of the matrices to observe at a step, sorted; ``()`` for none."""
-        check_step(step)
         return ()
 
     def record(self, step: int, ell_by_name: Mapping[str, float]) -> None:
@@ -232,8 +227,7 @@ class Policy(abc.ABC):
             fields.read_choice(f"state.{key}", state.get(key, "nothing"), expected)
         return {key: value for key, value in state.items() if key not in ("policy", "version")}
 
-    def _require_bound(self, step: int) -> None:
-        check_step(step)
+    def _require_bound(self) -> None:
         if self._registry is None:
             fields.fail("registry", "none", "a call of bind() before schedules are asked for")
 
@@ -257,7 +251,7 @@ class TablePolicy(Policy):
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
         """The table, whatever the step."""
-        self._require_bound(step)
+        self._require_bound()
         return self._schedules
 
     def _state(self) -> dict[str, Any]:
@@ -318,9 +312,3 @@ def list_changes(changed: Mapping[str, Any], config: MuonConfig) -> str:
         f"{field}: the checkpoint has {found!r}, this run has {getattr(config, field)!r}"
         for field, found in changed.items()
     )
-
-
-def check_step(step: int) -> None:
-    """Refuse what is no optimizer step, counted from 1."""
-    if not isinstance(step, int) or isinstance(step, bool) or step < 1:
-        fields.fail("step", step, "an integer >= 1")

@@ -24,18 +24,17 @@ Floats are written so that they read back to the last bit.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib
-import itertools
 import json
 import math
 import re
 import sys
 from collections.abc import Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from amo_dist.config import PRECONDITIONERS, Triple, sort_operator_types
+from amo_dist.config import sort_operator_types
 from amo_dist.schedule import fields
 from amo_dist.schedule.polar_express import compose
 from amo_dist.schedule.types import Schedule
@@ -52,7 +51,6 @@ class ScheduleTable:
     """Schedules by operator type, and what they come from."""
 
     schedules: Mapping[str, Schedule]
-    """At least one."""
     source: str
     """Where the numbers come from, for a human reader."""
     parameters: Mapping[str, str | int | float] = dataclasses.field(default_factory=dict)
@@ -62,27 +60,20 @@ class ScheduleTable:
 
     def to_toml(self) -> str:
         """The text of a file from which :func:`read_schedule_file` gives an equal table."""
-        parts = ["format = 1", f"source = {_toml_value(self.source)}"]
+        parts = [_lines({"format": 1, "source": self.source})]
         if self.parameters:
-            parts += ["", "[parameters]"]
-            parts += [f"{_key(name)} = {_toml_value(v)}" for name, v in self.parameters.items()]
+            parts += ["[parameters]\n" + _lines(self.parameters)]
         for name in sort_operator_types(self.schedules):
-            parts += ["", f"[schedules.{_key(name)}]", *self._section(name)]
-        return "\n".join(parts) + "\n"
-
-    def _section(self, name: str) -> list[str]:
-        schedule = self.schedules[name]
-        ell = [f"ell = {_toml_value(self.ell[name])}"] if name in self.ell else []
-        rows = [f"    {list(triple)!r}," for triple in schedule.coefficients]
-        return [
-            *ell,
-            f"steps = {schedule.num_steps}",
-            f"norm_scale = {schedule.norm_scale!r}",
-            f"preconditioner = {_toml_value(schedule.preconditioner)}",
-            "coefficients = [",
-            *rows,
-            "]",
-        ]
+            schedule = self.schedules[name]
+            values = {
+                "steps": schedule.num_steps,
+                "norm_scale": schedule.norm_scale,
+                "preconditioner": schedule.preconditioner,
+                "coefficients": schedule.coefficients,
+            }
+            ell = {"ell": self.ell[name]} if name in self.ell else {}
+            parts += [f"[schedules.{_key(name)}]\n" + _lines({**ell, **values})]
+        return "\n".join(parts)
 
 
 def load_schedule_file(path: str | Path) -> dict[str, Schedule]:
@@ -109,9 +100,12 @@ def read_schedule_file(path: str | Path) -> ScheduleTable:
     """
     record = read_toml("schedule_file", path)
     try:
-        return _File.from_dict(record, "file").table()
+        file = _File.from_dict(record, "file")
     except ValueError as error:
         raise ValueError(f"schedule_file {path}: {error}") from None
+    schedules = {name: section.schedule() for name, section in file.schedules.items()}
+    ell = {name: one.ell for name, one in file.schedules.items() if one.ell is not None}
+    return ScheduleTable(schedules, file.source, file.parameters, ell)
 
 
 def read_toml(field: str, path: str | Path) -> dict[str, Any]:
@@ -134,18 +128,9 @@ def read_toml(field: str, path: str | Path) -> dict[str, Any]:
 
 
 def _read_number(field: str, found: object) -> float:
-    is_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    if not is_number or not math.isfinite(found):  # type: ignore[arg-type]
+    if isinstance(found, bool) or not isinstance(found, (int, float)):
         fields.fail(field, found, "a finite number")
-    return float(found)  # type: ignore[arg-type]
-
-
-def _read_triple(field: str, found: object) -> Triple:
-    values = fields.read_list(field, found)
-    if len(values) != 3:
-        fields.fail(field, values, "three numbers [a, b, c]")
-    a, b, c = (_read_number(field, value) for value in values)
-    return a, b, c
+    return float(found)
 
 
 def _read_parameter(field: str, found: object) -> object:
@@ -163,8 +148,8 @@ class _Section(fields.Stored):
 
     steps: fields.Count
     norm_scale: _Number
-    preconditioner: Annotated[str, fields.choice(*PRECONDITIONERS)]
-    coefficients: tuple[Annotated[Triple, _read_triple], ...]
+    preconditioner: fields.Name
+    coefficients: tuple[tuple[_Number, _Number, _Number], ...]
     ell: _Number | None = None
 
     def _check(self, field: str) -> None:
@@ -172,17 +157,13 @@ class _Section(fields.Stored):
             expected = f"{len(self.coefficients)}, the number of coefficients"
             fields.fail(f"{field}.steps", self.steps, expected)
         try:
-            self.schedule()
+            expected_rows = self.schedule().coefficients
+            if self.ell is not None:
+                expected_rows = compose(self.ell, self.steps)
         except ValueError as error:
             raise ValueError(f"{field}.{error}") from None
-        if self.ell is None:
-            return
-        if not 0.0 < self.ell <= 1.0:
-            fields.fail(f"{field}.ell", self.ell, "a number in (0, 1]")
-        found = itertools.chain(*self.coefficients)
-        composed = itertools.chain(*compose(self.ell, self.steps))
-        close = functools.partial(math.isclose, rel_tol=_COMPOSED)
-        if not all(map(close, found, composed)):
+        pairs = zip(chain(*self.coefficients), chain(*expected_rows), strict=True)
+        if not all(math.isclose(*pair, rel_tol=_COMPOSED) for pair in pairs):
             # Edited by hand, most likely: either the bound or the coefficients no longer hold.
             expected = f"those of compose({self.ell}, {self.steps})"
             fields.fail(f"{field}.coefficients", self.coefficients, expected)
@@ -202,22 +183,19 @@ class _File(fields.Stored):
         default_factory=dict
     )
 
-    def _check(self, field: str) -> None:
-        if not self.schedules:
-            fields.fail("schedules", {}, "a section [schedules.TYPE] for each operator type")
 
-    def table(self) -> ScheduleTable:
-        schedules = {name: section.schedule() for name, section in self.schedules.items()}
-        ell = {n: section.ell for n, section in self.schedules.items() if section.ell is not None}
-        return ScheduleTable(schedules, self.source, self.parameters, ell)
+def _lines(values: Mapping[str, Any]) -> str:
+    return "".join(f"{_key(name)} = {_toml_value(value)}\n" for name, value in values.items())
 
 
 def _key(name: str) -> str:
     return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_value(name)
 
 
-def _toml_value(value: str | int | float) -> str:
+def _toml_value(value: object) -> str:
     """A TOML value; JSON's strings are TOML's too, once DEL is escaped."""
     if isinstance(value, str):
         return json.dumps(value).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "".join(["[\n", *(f"    {list(row)!r},\n" for row in value), "]"])
     return repr(value)

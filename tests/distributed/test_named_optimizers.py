@@ -13,8 +13,9 @@ from amo_dist import AMO, AMOConfig, MuonConfig, param_groups
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
 from amo_dist.optimizers.root import ROOT, fit
-from amo_dist.schedule import Schedule, named_schedule
+from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.policies import UniformPolicy
+from amo_dist.schedule.types import Schedule
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.oracle import AdaMuonOracle, NorMuonOracle, Oracle

@@ -224,38 +224,12 @@ def test_the_range_under_flops_only_relaxes_downward() -> None:
 
 
 def test_an_infeasible_budget_is_refused() -> None:
-    with pytest.raises(ValueError, match="budget: found 6 steps, expected at least 7"):
+    with pytest.raises(ValueError, match="budget: found 6, expected at least 7"):
         relax_range(6, 7, 3, 7)
-    with pytest.raises(ValueError, match="budget: found 11 flops, expected at least 12"):
+    with pytest.raises(ValueError, match="budget: found 11, expected at least 12"):
         relax_range(11, 2, 3, 7, costs=[4, 8])
-    with pytest.raises(ValueError, match="budget: found 701 steps, expected at most 100 for each"):
+    with pytest.raises(ValueError, match="budget: found 701, expected at most 100 steps of each"):
         relax_range(701, 7, 3, 7)
-
-
-CURVE = {3: 0.5, 4: 0.25}
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"planner": "best"}, "planner: found 'best'"),
-        ({"planner": "greedy", "costs": [1]}, "planner: found 'greedy', expected 'exact'"),
-        ({"costs": [1, 2]}, r"costs: found \[1, 2\], expected 1 integers > 0"),
-        ({"costs": [0]}, r"costs: found \[0\]"),
-        ({"curves": []}, "curves: found an empty one"),
-        ({"curves": [{}]}, "curves: found an empty one"),
-        ({"curves": [CURVE, {3: 0.5, 5: 0.1}]}, r"curves: found steps \[3, 5\], expected 3 to 4"),
-        ({"curves": [{0: 0.5, 1: 0.2}]}, r"curves: found steps \[0, 1\]"),
-        ({"curves": [{3: 0.5, 4: math.nan}]}, "curves: found .*, expected finite errors"),
-        ({"budget": 2}, "budget: found 2, expected 3 to 4 steps"),
-        ({"budget": 5}, "budget: found 5, expected 3 to 4 steps"),
-        ({"budget": 5, "costs": [2]}, "budget: found 5, expected at least 6 flops"),
-    ],
-)
-def test_malformed_arguments_are_refused(arguments: dict[str, Any], message: str) -> None:
-    call = {"curves": [CURVE], "budget": 3, **arguments}
-    with pytest.raises(ValueError, match=message):
-        allocate(call.pop("curves"), call.pop("budget"), **call)
 
 
 def test_many_types() -> None:

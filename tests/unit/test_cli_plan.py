@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from amo_dist.config import OPERATOR_TYPES
-from amo_dist.schedule import SAFETY, compose
+from amo_dist.schedule.polar_express import SAFETY, compose
 from amo_dist.tools.cli import add_commands, main
 
 TABLE: dict[str, dict[str, Any]] = json.loads(
@@ -111,8 +111,8 @@ def test_shapes_of_one_type_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         ([*TWO, "--ell", "attn_q=1e-3"], "--ell: found 'attn_q' twice"),
         ([*TWO, "--budget-ratio", "0"], "budget_ratio: found 0.0, expected a number > 0"),
         ([*TWO, "--budget-ratio", "much"], "argument --budget-ratio: invalid float value: 'much'"),
-        ([*TWO, "--budget-ratio", "0.1"], "budget: found 1 steps, expected at least 2"),
-        ([*TWO, "--budget-ratio", "1e9"], "budget: found 10000000000 steps, expected at most 100"),
+        ([*TWO, "--budget-ratio", "0.1"], "budget: found 1, expected at least 2"),
+        ([*TWO, "--budget-ratio", "1e9"], "budget: found 10000000000, expected at most 100"),
         ([*TWO, "--min-steps", "8"], "max_steps: found 7, expected an integer >= 8"),
         ([*TWO, "--base-steps", "0"], "base_steps: found 0, expected an integer >= 1"),
         ([*TWO, "--planner", "best"], "argument --planner: invalid choice: 'best'"),

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from amo_dist.schedule import ns_step_flops
+from amo_dist.schedule.budget import ns_step_flops
 from benchmarks import compare_optimizers as benchmark
 
 ARGUMENTS = [f"--job.config_file={benchmark.CONFIG}"]

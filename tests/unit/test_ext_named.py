@@ -17,7 +17,7 @@ with warnings.catch_warnings():
     torchtitan_ext.register()
 
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES
-from amo_dist.schedule import named_schedule
+from amo_dist.schedule.coefficients import named_schedule
 from tests.distributed import models
 from torchtitan_ext.plugin import optimizers, settings
 

@@ -13,7 +13,8 @@ from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
 from amo_dist.optimizers.root import ROOT, fit
-from amo_dist.schedule import MatrixInfo, Schedule, named_schedule
+from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.types import MatrixInfo, Schedule
 from tests.distributed import models
 
 FAMILY = tuple(name for name in OPTIMIZER_NAMES if name != "AdamW")

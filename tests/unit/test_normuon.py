@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from amo_dist import Fused, MuonConfig, NorMuon, param_groups
 from amo_dist.kernels.newton_schulz import orthogonalize
-from amo_dist.schedule import named_schedule
+from amo_dist.schedule.coefficients import named_schedule
 
 QKV = (("attn_q", 6), ("attn_k", 4), ("attn_v", 2))
 

@@ -8,7 +8,8 @@ import torch
 from amo_dist.kernels.cpu import backends, gram_stability
 from amo_dist.kernels.devices import BACKENDS
 from amo_dist.kernels.newton_schulz import orthogonalize
-from amo_dist.schedule import compose, named_schedule
+from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.polar_express import compose
 
 
 def forget() -> None:

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from amo_dist import AMO, AMOConfig, param_groups
-from amo_dist.schedule import AMOPolicy
+from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.state.control import Control, control_record, from_text, restore, to_text
 from tests.unit.controller_runs import REGISTRY
 from tests.unit.test_ns_guard import Model

@@ -160,7 +160,7 @@ def restored(state: dict[str, Any], steps_taken: int) -> AMOPolicy:
             14,
             "transition_from",
             "many",
-            r"transition_from\.expert: found 10001, expected an integer >= 1 and <= 10000",
+            r"transition_from\.expert\[0\]: found 10001, expected an integer >= 1 and <= 10000",
         ),
         (14, "transition_from", [], "transition_from: found .*, expected a mapping by operator"),
         (12, "observations_since_plan", 3, "observations_since_plan: found 3, expected a list"),

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from amo_dist.optimizers.root import NUM_VALUES, RootPolicy, calibration_set, fit, objective
-from amo_dist.schedule import MatrixInfo, named_schedule
+from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.types import MatrixInfo
 
 KJ = torch.tensor(named_schedule("kj").schedule.coefficients[0], dtype=torch.float64)
 SPECS = Path(__file__).parents[1] / "golden" / "model_specs.json"
