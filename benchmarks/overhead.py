@@ -20,10 +20,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from amo_dist.kernels.devices import make_kernels
 from torch import nn
 
 from amo_dist import AMO, AMOConfig
+from amo_dist.kernels.devices import make_kernels
 from amo_dist.operators import param_groups
 from amo_dist.schedule.amo import AMOPolicy
 from benchmarks.measure import CLOCKS, paired, report
