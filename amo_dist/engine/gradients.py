@@ -88,17 +88,17 @@ class GradientCheck:
     ) -> None:
         self._world = world
         self._kernels = kernels
-        self._params = [entry.param for entry in parameters.entries]
+        entries = parameters.entries
+        self._params = [entry.param for entry in entries]
         of_matrices = momentum_bound(getattr(torch, config.momentum_dtype), config.momentum)
         self._bounds = [
             of_matrices if entry.views else second_moment_bound(entry.param.dtype)
-            for entry in parameters.entries
+            for entry in entries
         ]
-        numbers = {slot: number for number, slot in enumerate(world.slots)}
-        self._slots = [numbers[slot_of(e.name, e.layout.ranks)] for e in parameters.entries]
-        first = len(world.slots)  # matrices come behind the parameters
-        self._matrix_slots = {matrix.name: n for n, matrix in enumerate(world.registry, first)}
-        self._sizes = [len(world.slots), len(world.registry)]
+        # Parameters first, then matrices.
+        keys = [*world.slots, *(matrix.name for matrix in world.registry)]
+        self._slot_by_key = {key: slot for slot, key in enumerate(keys)}
+        self._slots = [self._slot_by_key[slot_of(e.name, e.layout.ranks)] for e in entries]
         self._updates: Mapping[tuple[str, ...], Tensor] = {}
 
     def report_updates(self, nonfinite: Mapping[tuple[str, ...], Tensor]) -> None:
@@ -126,8 +126,8 @@ class GradientCheck:
             NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
                 or inf. The next `agree` raises it again.
         """
-        _, updates = self._over_ranks(self._numbers([None] * len(self._params)))
-        self._check_updates(updates)
+        numbers = self._numbers([None] * len(self._params))
+        self._check_updates(max_over(numbers, self._world.group).tolist())
 
     def agree(self, intent: str, *, skips: bool) -> Verdict:
         """Agree on what a step is about to do and on its gradients; a collective over the world.
@@ -157,12 +157,12 @@ class GradientCheck:
         if is_late:
             grads = [local_gradient(param) for param in params]
             numbers = self._numbers(grads)
-        unusable, updates = [], []
+        marks: list[int] = []
         if anyone_late or anyone_bad:
-            unusable, updates = self._over_ranks(numbers)
+            marks = max_over(numbers, self._world.group).tolist()
         self._updates = {}
-        self._check_updates(updates)
-        reason = self._describe(unusable)
+        self._check_updates(marks)
+        reason = self._describe(marks)
         if reason and not skips:
             raise NonFiniteGradientError(
                 f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without "
@@ -221,7 +221,7 @@ class GradientCheck:
     def _numbers(self, grads: Sequence[Tensor | None]) -> Tensor:
         """This rank's mark, from 1, by slot of an unusable gradient or a bad update; else 0."""
         device, mark = control_device(self._world.group), self._world.rank + 1
-        numbers = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
+        numbers = torch.zeros(len(self._slot_by_key), dtype=torch.int64, device=device)
         held = [
             (slot, bound, grad)
             for slot, bound, grad in zip(self._slots, self._bounds, grads, strict=True)
@@ -232,19 +232,16 @@ class GradientCheck:
             is_bad = self._kernels.exceed(tensors, bounds)
             numbers[list(slots)] = is_bad.to(device, torch.int64) * mark
         if self._updates:
-            places = [self._matrix_slots[name] for names in self._updates for name in names]
+            places = [self._slot_by_key[name] for names in self._updates for name in names]
             is_bad = torch.cat(list(self._updates.values()))
             numbers[places] = is_bad.to(device, torch.int64) * mark
         return numbers
 
-    def _over_ranks(self, numbers: Tensor) -> list[list[int]]:
-        """The greatest mark of any rank, by slot of parameters and of matrices; a collective."""
-        parts = max_over(numbers, self._world.group).split(self._sizes)
-        return [part.tolist() for part in parts]
-
     def _check_updates(self, marks: Sequence[int]) -> None:
-        if bad := [slot for slot, mark in enumerate(marks) if mark]:
-            matrix, rank = self._world.registry[bad[0]], marks[bad[0]] - 1
+        """Raise for the first bad update among the marks of all slots."""
+        num_params = len(self._world.slots)
+        if bad := [slot for slot, mark in enumerate(marks) if mark and slot >= num_params]:
+            matrix, rank = self._world.registry[bad[0] - num_params], marks[bad[0]] - 1
             raise NonFiniteUpdateError(
                 f"{matrix.name}: the last update of this {matrix.operator_type} matrix was NaN or "
                 f"inf on its owner, rank {rank} (the first of {len(bad)} such matrices), and was "
@@ -253,7 +250,8 @@ class GradientCheck:
             )
 
     def _describe(self, marks: Sequence[int]) -> str:
-        bad = [slot for slot, mark in enumerate(marks) if mark]
+        """The first unusable gradient among the marks of all slots; empty for none."""
+        bad = [slot for slot, mark in enumerate(marks[: len(self._world.slots)]) if mark]
         if not bad:
             return ""
         (name, _), rank = self._world.slots[bad[0]], marks[bad[0]] - 1
