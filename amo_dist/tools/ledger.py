@@ -61,8 +61,7 @@ def sent_by_rank(
     within, across = (torch.zeros(num_ranks, dtype=torch.int64) for _ in range(2))
     node = torch.arange(num_ranks) // ranks_per_node
     for owner, (gathered, delivered) in sent_by_owner(matrices, jobs, num_ranks).items():
-        is_across = node != node[owner]
-        for sent, is_counted in ((within, ~is_across), (across, is_across)):
+        for sent, is_counted in ((within, node == node[owner]), (across, node != node[owner])):
             sent += gathered * is_counted
             sent[owner] += (delivered * is_counted).sum()
     return within, across

@@ -83,10 +83,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "ell_target": dict(zip(plan.operator_types, plan.ell_target, strict=True)),
         "allocation": dict(zip(plan.operator_types, plan.allocation, strict=True)),
         "objective": plan.objective,
-        "coefficients": {
-            name: [list(triple) for triple in schedule.coefficients]
-            for name, schedule in plan.schedules().items()
-        },
+        "coefficients": {name: one.coefficients for name, one in plan.schedules().items()},
     }
 
 

@@ -118,8 +118,8 @@ def simulate(
                 "mean_across": WIRE_BYTES * int(across.sum()) / ranks,
                 "greatest_across": WIRE_BYTES * int(across.max()),
             }
-            settings = {"ranks": ranks, "ownership": ownership, "schedule": schedule}
-            rows.append({**settings, "load": load, "traffic": traffic})
+            names = {"ranks": ranks, "ownership": ownership, "schedule": schedule}
+            rows.append({**names, "load": load, "traffic": traffic})
     return rows
 
 
@@ -192,15 +192,15 @@ def run_simulate(args: argparse.Namespace) -> int:
     ]
     if args.layout == "fsdp":
         options["replica_size"] = None
-    settings = {
+    record = {
         "model": args.model or str(args.shapes),
         "shape": dataclasses.asdict(shape),
         "steps": steps,
         **options,
         "wire_bytes": WIRE_BYTES,
+        "rows": rows,
     }
-    record = {**settings, "rows": rows}
-    print(json.dumps(record, indent=2) if args.json else _table(settings, rows))
+    print(json.dumps(record, indent=2) if args.json else _table(record))
     return 0
 
 
@@ -232,18 +232,18 @@ _COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
 )
 
 
-def _table(settings: Mapping[str, Any], rows: Sequence[Row]) -> str:
-    layout = settings["layout"]
+def _table(record: Mapping[str, Any]) -> str:
+    layout = record["layout"]
     if layout == "hsdp":
-        layout += f", replicas of {settings['replica_size']}"
-    steps = ", ".join(f"{name} {count}" for name, count in settings["steps"].items())
-    owners, node = settings["owners"], settings["ranks_per_node"]
+        layout += f", replicas of {record['replica_size']}"
+    steps = ", ".join(f"{name} {count}" for name, count in record["steps"].items())
+    owners, node = record["owners"], record["ranks_per_node"]
     lines = [
-        f"{settings['model']}, {layout}, owners: {owners}, nodes of {node}",
+        f"{record['model']}, {layout}, owners: {owners}, nodes of {node}",
         f"locked steps: {steps} (uniform: {BASE_STEPS})",
         "a rank in one step: Newton-Schulz GFLOP, and MB sent in bf16",
         "",
     ]
     cells = [[title for title, _ in _COLUMNS]]
-    cells += [[show(row) for _, show in _COLUMNS] for row in rows]
+    cells += [[show(row) for _, show in _COLUMNS] for row in record["rows"]]
     return "\n".join([*lines, *map("  ".join, pad(cells))])
