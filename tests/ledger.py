@@ -83,18 +83,26 @@ def sent_by_pair(
     num_ranks: int,
     wide: frozenset[int] = frozenset(),
 ) -> dict[Pair, Volume]:
-    """What each rank sends to each other rank; arguments as of `sent_by_owner`.
+    """What each rank sends to each other rank.
+
+    Args:
+        matrices: Jobs index them.
+        jobs: Of any ranks below ``num_ranks``.
+        num_ranks: Size of the world.
+        wide: Matrices that are observed.
 
     Returns:
         By ``(source, destination)``; pairs that exchange nothing are absent.
     """
     sent: dict[Pair, Volume] = defaultdict(Volume)
-    for owner, counts in sent_by_owner(matrices, jobs, num_ranks, wide).items():
-        for rank, (gathered, gathered_wide, delivered) in enumerate(counts.T.tolist()):
-            if gathered or gathered_wide:
-                sent[rank, owner] += Volume(gathered, gathered_wide)
-            if delivered:
-                sent[owner, rank] += Volume(delivered=delivered)
+    for is_wide in (False, True):
+        some = [job for job in jobs if (job.matrix in wide) == is_wide]
+        for owner, counts in sent_by_owner(matrices, some, num_ranks).items():
+            for rank, (gathered, delivered) in enumerate(counts.T.tolist()):
+                if gathered:
+                    sent[rank, owner] += Volume(0, gathered) if is_wide else Volume(gathered)
+                if delivered:
+                    sent[owner, rank] += Volume(delivered=delivered)
     return dict(sent)
 
 

@@ -1,6 +1,6 @@
 """What all ranks agree on before a step: what comes, which gradients exist, are they usable.
 
-One reduction of seven integers carries it. Further ones, which say whose gradient it is, follow
+One reduction of five integers carries it. Further ones, which say whose gradient it is, follow
 only if one is missing, foreign or unusable, or must first be brought to its parameter's placements
 (which communicates). Every rank comes to the same verdict before anything has changed, so that no
 rank raises while the others wait for it.
@@ -88,16 +88,17 @@ class GradientCheck:
     ) -> None:
         self._world = world
         self._kernels = kernels
-        self._params = [entry.param for entry in parameters.entries]
+        entries = parameters.entries
+        self._params = [entry.param for entry in entries]
         of_matrices = momentum_bound(getattr(torch, config.momentum_dtype), config.momentum)
         self._bounds = [
             of_matrices if entry.views else second_moment_bound(entry.param.dtype)
-            for entry in parameters.entries
+            for entry in entries
         ]
-        numbers = {slot: number for number, slot in enumerate(world.slots)}
-        self._slots = [numbers[slot_of(e.name, e.layout.ranks)] for e in parameters.entries]
-        self._matrix_slots = {matrix.name: slot for slot, matrix in enumerate(world.registry)}
-        self._sizes = [len(world.slots), len(world.registry)]
+        # Parameters first, then matrices.
+        keys = [*world.slots, *(matrix.name for matrix in world.registry)]
+        self._slot_by_key = {key: slot for slot, key in enumerate(keys)}
+        self._slots = [self._slot_by_key[slot_of(e.name, e.layout.ranks)] for e in entries]
         self._updates: Mapping[tuple[str, ...], Tensor] = {}
 
     def report_updates(self, nonfinite: Mapping[tuple[str, ...], Tensor]) -> None:
@@ -125,9 +126,8 @@ class GradientCheck:
             NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
                 or inf. The next `agree` raises it again.
         """
-        numbers = self._numbers([None] * len(self._slots))
-        _, updates = max_over(numbers, self._world.group).split(self._sizes)
-        self._check_updates(updates.tolist())
+        numbers = self._numbers([None] * len(self._params))
+        self._check_updates(max_over(numbers, self._world.group).tolist())
 
     def agree(self, intent: str, *, skips: bool) -> Verdict:
         """Agree on what a step is about to do and on its gradients; a collective over the world.
@@ -145,26 +145,24 @@ class GradientCheck:
             NonFiniteGradientError: On every rank; names a parameter and a rank.
         """
         params = self._params
-        foreign = [gradient_is_foreign(param) for param in params]
-        absent = [param.grad is None for param in params]
+        foreign = list(map(gradient_is_foreign, params))
+        is_odd = any(foreign) or any(param.grad is None for param in params)
         # Where one must move, the others have to know first which gradients exist.
         is_late = any(foreign) or any(map(gradient_is_misplaced, params))
-        grads = [] if is_late else [local_gradient(param) for param in params]
-        numbers = None if is_late else self._numbers(grads)
-        found = self._reduce(intent, (is_late, any(foreign), any(absent)), numbers)
-        anyone_late, anyone_foreign, anyone_absent, *anything_bad = found
-        if anyone_foreign or anyone_absent:
-            self._agree_on_presence(absent, foreign)
+        grads = [None if is_late else local_gradient(param) for param in params]
+        numbers = self._numbers(grads)
+        anyone_odd, anyone_late, anyone_bad = self._reduce(intent, (is_odd, is_late), numbers)
+        if anyone_odd:
+            self._agree_on_presence()
         if is_late:
             grads = [local_gradient(param) for param in params]
-        unusable, updates = ([0] * size for size in self._sizes)
-        if anyone_late or any(anything_bad):
-            mine = self._numbers(grads) if numbers is None else numbers
-            reduced = max_over(mine, self._world.group).split(self._sizes)
-            unusable, updates = (part.tolist() for part in reduced)
+            numbers = self._numbers(grads)
+        marks: list[int] = []
+        if anyone_late or anyone_bad:
+            marks = max_over(numbers, self._world.group).tolist()
         self._updates = {}
-        self._check_updates(updates)
-        reason = self._describe(unusable)
+        self._check_updates(marks)
+        reason = self._describe(marks)
         if reason and not skips:
             raise NonFiniteGradientError(
                 f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without "
@@ -184,81 +182,66 @@ class GradientCheck:
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
         """
-        self._reduce(text, (False, False, False), None)
+        self._reduce(text, (False, False), self._numbers([None] * len(self._params)))
 
-    def _reduce(self, text: str, flags: Sequence[bool], numbers: Tensor | None) -> list[bool]:
-        """Compare texts; whether a flag is set on any rank, then the two that `_numbers` makes."""
+    def _reduce(self, text: str, flags: Sequence[bool], numbers: Tensor) -> list[bool]:
+        """Compare texts; whether each flag, and any of the numbers, is set on any rank."""
         # The greatest mark of the text and, negated, the least: equal where all texts are.
         mark = text_mark(text)
-        told = torch.tensor([mark, -mark, *flags], device=control_device(self._world.group))
-        parts = told.new_zeros(sum(self._sizes)) if numbers is None else numbers
-        bad = [part.any().view(1).to(told.dtype) for part in parts.split(self._sizes)]
-        vector = max_over(torch.cat([told, *bad]), self._world.group)
+        told = torch.tensor([mark, -mark, *flags], device=numbers.device)
+        is_bad = numbers.any().view(1).to(told.dtype)
+        vector = max_over(torch.cat([told, is_bad]), self._world.group)
         greatest, negated_least, *found = vector.tolist()
         if greatest != -negated_least:
             check_alike("the coming step", text, self._world.group)
         return list(map(bool, found))
 
-    def _agree_on_presence(self, is_absent: Sequence[bool], is_foreign: Sequence[bool]) -> None:
+    def _agree_on_presence(self) -> None:
         """Raise where a gradient is missing on some ranks alone, or is foreign; a collective."""
-        num_slots, mark = len(self._world.slots), self._world.rank + 1
-        flags = [0] * (3 * num_slots)
-        for slot, absent, foreign in zip(self._slots, is_absent, is_foreign, strict=True):
-            flags[num_slots + slot if absent else slot] = mark
-            flags[2 * num_slots + slot] = mark * foreign
-        vector = torch.tensor(flags, dtype=torch.int64, device=control_device(self._world.group))
-        found = max_over(vector, self._world.group).tolist()
-        parts = (found[start : start + num_slots] for start in range(0, 3 * num_slots, num_slots))
-        for (name, ranks), present, absent, foreign in zip(self._world.slots, *parts, strict=True):
-            if foreign:
+        world, mark = self._world, self._world.rank + 1
+        present, absent, foreign = ([0] * len(world.slots) for _ in range(3))
+        for slot, param in zip(self._slots, self._params, strict=True):
+            (absent if param.grad is None else present)[slot] = mark
+            foreign[slot] = mark * gradient_is_foreign(param)
+        marks = torch.tensor([present, absent, foreign], device=control_device(world.group))
+        parts = max_over(marks.flatten(), world.group).view(3, -1).tolist()
+        for (name, ranks), here, nowhere, odd in zip(world.slots, *parts, strict=True):
+            if odd:
                 raise ValueError(
                     f"{name}: found a sparse gradient, or a plain one of a DTensor, on rank "
-                    f"{foreign - 1}, expected a dense one in the form of the parameter"
+                    f"{odd - 1}, expected a dense one in the form of the parameter"
                 )
             # A tensor of one rank's own may have a gradient whatever its namesakes have.
-            if ranks and present and absent:
+            if ranks and here and nowhere:
                 raise MissingGradientError(
-                    f"{name}: found a gradient on rank {present - 1} and none on rank "
-                    f"{absent - 1}, expected one on all of its ranks or on none"
+                    f"{name}: found a gradient on rank {here - 1} and none on rank "
+                    f"{nowhere - 1}, expected one on all of its ranks or on none"
                 )
 
     def _numbers(self, grads: Sequence[Tensor | None]) -> Tensor:
         """This rank's mark, from 1, by slot of an unusable gradient or a bad update; else 0."""
         device, mark = control_device(self._world.group), self._world.rank + 1
-        numbers = torch.zeros(sum(self._sizes), dtype=torch.int64, device=device)
-        for places, bad in (self._unusable(grads), self._bad_updates()):
-            if places:
-                numbers[places] = bad.to(numbers.device, torch.int64) * mark
-        return numbers
-
-    def _unusable(self, grads: Sequence[Tensor | None]) -> tuple[list[int], Tensor]:
-        """Slots, and whether each gradient has a NaN, an inf or an entry beyond its bound."""
+        numbers = torch.zeros(len(self._slot_by_key), dtype=torch.int64, device=device)
         held = [
             (slot, bound, grad)
             for slot, bound, grad in zip(self._slots, self._bounds, grads, strict=True)
             if grad is not None and grad.numel() > 0
         ]
-        slots = [slot for slot, _, _ in held]
-        if not held:
-            return slots, torch.empty(0)
-        return slots, self._kernels.exceed(
-            [grad for _, _, grad in held], [bound for _, bound, _ in held]
-        )
+        if held:
+            slots, bounds, tensors = zip(*held, strict=True)
+            is_bad = self._kernels.exceed(tensors, bounds)
+            numbers[list(slots)] = is_bad.to(device, torch.int64) * mark
+        if self._updates:
+            places = [self._slot_by_key[name] for names in self._updates for name in names]
+            is_bad = torch.cat(list(self._updates.values()))
+            numbers[places] = is_bad.to(device, torch.int64) * mark
+        return numbers
 
-    def _bad_updates(self) -> tuple[list[int], Tensor]:
-        """Slots of the matrices whose last update this rank computed, and whether it was bad."""
-        offset = len(self._world.slots)
-        places = [offset + self._matrix_slots[name] for names in self._updates for name in names]
-        return places, torch.cat(list(self._updates.values())) if places else torch.empty(0)
-
-    def _check_updates(self, updates: Sequence[int]) -> None:
-        bad = [
-            (matrix, found - 1)
-            for matrix, found in zip(self._world.registry, updates, strict=True)
-            if found
-        ]
-        if bad:
-            matrix, rank = bad[0]
+    def _check_updates(self, marks: Sequence[int]) -> None:
+        """Raise for the first bad update among the marks of all slots."""
+        num_params = len(self._world.slots)
+        if bad := [slot for slot, mark in enumerate(marks) if mark and slot >= num_params]:
+            matrix, rank = self._world.registry[bad[0] - num_params], marks[bad[0]] - 1
             raise NonFiniteUpdateError(
                 f"{matrix.name}: the last update of this {matrix.operator_type} matrix was NaN or "
                 f"inf on its owner, rank {rank} (the first of {len(bad)} such matrices), and was "
@@ -266,15 +249,12 @@ class GradientCheck:
                 "schedule's coefficients, and go on from an earlier checkpoint"
             )
 
-    def _describe(self, unusable: Sequence[int]) -> str:
-        bad = [
-            (name, mark - 1)
-            for (name, _), mark in zip(self._world.slots, unusable, strict=True)
-            if mark
-        ]
+    def _describe(self, marks: Sequence[int]) -> str:
+        """The first unusable gradient among the marks of all slots; empty for none."""
+        bad = [slot for slot, mark in enumerate(marks[: len(self._world.slots)]) if mark]
         if not bad:
             return ""
-        name, rank = bad[0]
+        (name, _), rank = self._world.slots[bad[0]], marks[bad[0]] - 1
         return (
             f"{name}: found a NaN, an inf or an entry too large for the optimizer's state in its "
             f"gradient on rank {rank} (the first of {len(bad)} such parameters)"

@@ -80,21 +80,6 @@ def to_text(record: Mapping[str, Any]) -> str:
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def from_text(text: object) -> Any:
-    """The control record of a parameter group.
-
-    Raises:
-        ValueError: It is missing, truncated or not JSON.
-    """
-    if not isinstance(text, str) or not text:
-        expected = (
-            "the JSON text that an optimizer of amo_dist saves; is this the checkpoint of another "
-            "optimizer?"
-        )
-        fields.fail("control", text, expected)
-    return fields.read_json("control", text)
-
-
 def restore(
     record: object, running: Control, operator_types: Sequence[str], is_alone: bool
 ) -> Control:
@@ -116,13 +101,9 @@ def restore(
     found = _check_record(record)
     state = found["policy"]
     fields.read_choice("control.policy", state.get("policy"), running.policy.name)
-    known = [field.name for field in dataclasses.fields(running.config)]
+    known = type(running.config)().to_dict()
     fields.read_record("control.config", found["config"], [], known)
-    defaults = {
-        field.name: field.default
-        for field in dataclasses.fields(running.config)
-        if field.name not in _FREE_FIELDS
-    }
+    defaults = {name: value for name, value in known.items() if name not in _FREE_FIELDS}
     saved = {**defaults, **found["config"]}
     policy, config = running.policy.resumed(
         state,
@@ -152,9 +133,8 @@ def _check_record(record: object) -> Mapping[str, Any]:
     fields.read_record("control", record, _REQUIRED, ["policy_digest"])
     taken = fields.read_int("control.steps_taken", record["steps_taken"], 0)
     fields.read_int("control.steps_skipped", record["steps_skipped"], 0, taken)
-    for field in ("config", "policy"):
-        if not isinstance(record[field], Mapping):
-            fields.fail(f"control.{field}", record[field], "an object")
+    if not isinstance(record["policy"], Mapping):
+        fields.fail("control.policy", record["policy"], "an object")
     return record
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from amo_dist.operators import clean_name
-from amo_dist.state.load import Loadable, check_finite, check_source, describe_origin
+from amo_dist.state.load import Loadable, check_source, describe_origin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def import_state(
         raise ValueError("param_groups: found none, expected those of an optimizer's state dict")
     origin = describe_origin(groups)
     params = optimizer.params_by_name
-    copies: list[tuple[str, Tensor, Tensor, float]] = []
+    copies: list[tuple[Tensor, Tensor, float]] = []
     mapped: dict[str, str] = {}
     unused: list[str] = []
     for name, group, found in _foreign_entries(state_dict, groups, names):
@@ -75,14 +75,11 @@ def import_state(
         for target, (source, factor) in factors.items():
             place = f"state of {name}.{source}"
             value = check_source(place, _like(found[source], own[target]), own[target])
-            copies.append((place, own[target], value, factor))
+            copies.append((own[target], value, factor))
         mapped[name] = f"{origin}: {', '.join(source for source, _ in factors.values())}"
-    check_finite([place for place, *_ in copies], [value for _, _, value, _ in copies])
     with torch.no_grad():
-        for _, target_tensor, value, factor in copies:
-            target_tensor.copy_(value)
-            if factor != 1.0:
-                target_tensor.mul_(factor)
+        for own_tensor, value, factor in copies:
+            own_tensor.copy_(value).mul_(factor)
     return ImportReport(mapped, tuple(n for n in params if n not in mapped), tuple(unused))
 
 
@@ -90,19 +87,16 @@ def _foreign_entries(
     state_dict: Mapping[str, Any], groups: Sequence[Mapping[str, Any]], names: Sequence[str] | None
 ) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     """Name, group and state of each parameter of the foreign optimizer."""
-    keys = [key for group in groups for key in group["params"]]
+    entries = [(key, group) for group in groups for key in group["params"]]
     listed = [name for group in groups for name in group.get("param_names", ())]
-    if names is None:
-        names = listed if len(listed) == len(keys) else [k for k in keys if isinstance(k, str)]
-    if len(names) != len(keys):
+    names = names or listed or [key for key, _ in entries if isinstance(key, str)]
+    if len(names) != len(entries):
         raise ValueError(
-            f"names: found {len(names)} for {len(keys)} parameters of the foreign state dict, "
+            f"names: found {len(names)} for {len(entries)} parameters of the foreign state dict, "
             "expected one for each, in the order of its groups: it does not hold them itself"
         )
-    name_by_key = dict(zip(keys, map(clean_name, names), strict=True))
-    for group in groups:
-        for key in group["params"]:
-            yield name_by_key[key], group, state_dict["state"].get(key, {})
+    for name, (key, group) in zip(names, entries, strict=True):
+        yield clean_name(name), group, state_dict["state"].get(key, {})
 
 
 def _factors(
@@ -132,10 +126,10 @@ def _factors(
 
 def _like(found: object, target: Tensor) -> object:
     """A whole tensor cut to this rank's shard of ``target``; everything else as it is."""
-    is_whole = isinstance(found, Tensor) and not isinstance(found, DTensor)
-    if not (isinstance(target, DTensor) and is_whole and found.shape == target.shape):  # type: ignore[attr-defined]
+    if not isinstance(target, DTensor) or not isinstance(found, Tensor):
         return found
-    assert isinstance(found, Tensor)
+    if isinstance(found, DTensor) or found.shape != target.shape:
+        return found
     # Every rank holds the whole: nothing is sent.
     whole = found.to(target.device)
     return distribute_tensor(whole, target.device_mesh, target.placements, src_data_rank=None)

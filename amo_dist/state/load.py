@@ -14,8 +14,7 @@ from torch.distributed.tensor import DTensor
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.kernels.elementwise import exceed
-from amo_dist.schedule.fields import fail
-from amo_dist.state.control import from_text
+from amo_dist.schedule.fields import fail, read_json, read_record
 
 
 class Loadable(Protocol):
@@ -52,11 +51,10 @@ def load_state_dict(optimizer: Loadable, state_dict: Mapping[str, Any]) -> None:
         loaded = loaded if replaced is None else replaced
     groups = _check_groups(loaded.get("param_groups"), optimizer.param_groups)
     copies = _check_state(loaded.get("state"), groups, optimizer)
-    optimizer.load_control_state_dict(from_text(groups[0]["control"]))
+    optimizer.load_control_state_dict(read_json("control", groups[0]["control"]))
     with torch.no_grad():
         for target, source in copies:
-            if source is not target:
-                target.copy_(source)
+            target.copy_(source)
     for group, saved in zip(optimizer.param_groups, groups, strict=True):
         kept = {"params": group["params"], "control": group["control"]}
         # Copied, as PyTorch does: a tensor learning rate must not be shared with the checkpoint.
@@ -66,10 +64,9 @@ def load_state_dict(optimizer: Loadable, state_dict: Mapping[str, Any]) -> None:
 
 
 def _check_groups(found: object, expected: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    is_list = isinstance(found, Sequence) and not isinstance(found, str)
-    if not is_list or not all(isinstance(group, Mapping) for group in found):  # type: ignore[attr-defined]
+    if not isinstance(found, Sequence) or not all(isinstance(group, Mapping) for group in found):
         raise ValueError(f"param_groups: found {type(found).__name__}, expected a list of groups")
-    groups = [dict(group) for group in found]  # type: ignore[attr-defined]
+    groups = [dict(group) for group in found]
     _check_origin(groups)
     if len(groups) != len(expected):
         fail("param_groups", len(groups), f"{len(expected)} groups")
@@ -96,19 +93,20 @@ def _check_origin(groups: Sequence[Mapping[str, Any]]) -> None:
         raise ValueError(f"control: found {len(texts)} different texts, expected one in all groups")
 
 
+_ORIGIN_BY_KEY = {
+    "control": "amo_dist",
+    "ns_coefficients": "torch.optim.Muon",
+    "dampening": "torch.optim.SGD",
+    "amsgrad": "torch.optim.AdamW or Adam",
+}
+"""Which optimizer has a key in its parameter groups; the first that is there tells."""
+
+
 def describe_origin(groups: Sequence[Mapping[str, Any]]) -> str:
     """Which optimizer made these parameter groups, by their keys."""
     keys = {key for group in groups for key in group}
-    if "control" in keys:
-        return "amo_dist"
-    for key, origin in (
-        ("ns_coefficients", "torch.optim.Muon"),
-        ("dampening", "torch.optim.SGD"),
-        ("amsgrad", "torch.optim.AdamW or Adam"),
-    ):
-        if key in keys:
-            return origin
-    return f"an unknown optimizer (keys {sorted(map(str, keys))})"
+    unknown = f"an unknown optimizer (keys {sorted(map(str, keys))})"
+    return next((origin for key, origin in _ORIGIN_BY_KEY.items() if key in keys), unknown)
 
 
 def _check_state(
@@ -119,17 +117,12 @@ def _check_state(
         raise ValueError(f"state: found {type(state).__name__}, expected a mapping")
     keys = [key for group in groups for key in group["params"]]
     pairs: list[tuple[Tensor, Tensor]] = []
-    places: list[str] = []
     for (name, param), key in zip(optimizer.params_by_name.items(), keys, strict=True):
-        own, saved = optimizer.state[param], state.get(key, {})
-        if not isinstance(saved, Mapping) or set(saved) != set(own):
-            found = sorted(map(str, saved)) if isinstance(saved, Mapping) else saved
-            fail(f"state of {name}", found, f"{sorted(own)}")
+        own = optimizer.state[param]
+        saved = read_record(f"state of {name}", state.get(key, {}), own)
         for field, target in own.items():
-            place = f"state of {name}.{field}"
-            pairs.append((target, check_source(place, saved[field], target)))
-            places.append(place)
-    check_finite(places, [source for _, source in pairs])
+            source = check_source(f"state of {name}.{field}", saved[field], target)
+            pairs.append((target, source))
     return pairs
 
 
@@ -137,7 +130,8 @@ def check_source(place: str, found: object, target: Tensor) -> Tensor:
     """The saved value as a tensor that can be copied to ``target``.
 
     Raises:
-        ValueError: Of another kind, shape or layout; names ``place``.
+        ValueError: Of another kind, shape or layout, or with a NaN or inf on this rank; names
+            ``place``.
     """
     if not isinstance(found, (Tensor, int, float)) or isinstance(found, bool):
         raise ValueError(f"{place}: found {type(found).__name__}, expected a tensor")
@@ -151,6 +145,13 @@ def check_source(place: str, found: object, target: Tensor) -> Tensor:
             "torch.distributed.checkpoint.state_dict.set_optimizer_state_dict distributes a whole "
             "state dict"
         )
+    local = local_tensor(source)
+    is_real = local.is_floating_point() and local.numel() > 0
+    if is_real and exceed([local], [torch.finfo(local.dtype).max]).item():
+        raise ValueError(
+            f"{place}: found NaN or inf, expected finite values: the checkpoint was damaged, or "
+            "made after training had diverged; load an earlier one"
+        )
     return source
 
 
@@ -158,25 +159,3 @@ def _placement(tensor: Tensor) -> str:
     if isinstance(tensor, DTensor):
         return f"a DTensor {tuple(tensor.placements)} on {tensor.device_mesh.mesh.tolist()}"
     return "a plain tensor"
-
-
-def check_finite(places: Sequence[str], tensors: Sequence[Tensor]) -> None:
-    """Refuse NaN and inf on this rank; one wait for each device.
-
-    Raises:
-        ValueError: Names the first place, and the remedy.
-    """
-    by_device: dict[torch.device, list[tuple[str, Tensor]]] = defaultdict(list)
-    for place, tensor in zip(places, tensors, strict=True):
-        local = local_tensor(tensor)
-        if local.numel() > 0 and local.is_floating_point():
-            by_device[local.device].append((place, local))
-    for held in by_device.values():
-        bounds = [torch.finfo(local.dtype).max for _, local in held]
-        is_bad = exceed([local for _, local in held], bounds).tolist()
-        for (place, _), bad in zip(held, is_bad, strict=True):
-            if bad:
-                raise ValueError(
-                    f"{place}: found NaN or inf, expected finite values: the checkpoint was "
-                    "damaged, or made after training had diverged; load an earlier one"
-                )

@@ -37,29 +37,22 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         the reader of the output, such as ``head``, has seen enough and closed it.
     """
     try:
-        status = _run(parser, argv)
-        sys.stdout.flush()  # else what is left would fail at the end of the process
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
-    return status
-
-
-def _run(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> int:
-    try:
         args, rest = parser.parse_known_args(argv)
         if hasattr(args, "overrides"):
             args.overrides = rest
         elif rest:
             parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        status: int = args.run(args)
+        sys.stdout.flush()  # else what is left would fail at the end of the process
+        return status
     except SystemExit as stop:  # after --help, or an error that argparse reported
         return int(stop.code or 0)
-    try:
-        status: int = args.run(args)
     except ValueError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    return status
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
 
 
 def read_pair(flag: str, text: str, kind: Callable[[str], _T], expected: str) -> tuple[str, _T]:

@@ -1,11 +1,8 @@
-"""What the exchange of a step sends, from layouts and owners alone.
-
-Elements, not bytes: a matrix travels to its owner in the dtype of the wire or, when it is observed,
-of the momentum, and back in that of the wire.
-"""
+"""What the exchange of a step sends, from layouts and owners alone; in elements, not bytes."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -15,41 +12,32 @@ from amo_dist.distributed.ownership import Job
 
 
 def sent_by_owner(
-    matrices: Sequence[MatrixLayout],
-    jobs: Sequence[Job],
-    num_ranks: int,
-    wide: frozenset[int] = frozenset(),
+    matrices: Sequence[MatrixLayout], jobs: Sequence[Job], num_ranks: int
 ) -> dict[int, torch.Tensor]:
-    """What each owner gathers from, and delivers to, each rank, from layouts and owners alone.
+    """What each owner gathers from, and delivers to, each rank.
 
     Args:
         matrices: Jobs index them.
         jobs: Of any ranks below ``num_ranks``.
         num_ranks: Size of the world.
-        wide: Matrices that are observed.
 
     Returns:
-        By owner, elements in an int64 tensor ``(3, num_ranks)``: gathered from each rank, gathered
-        wide from it, and delivered to it.
+        By owner, elements in an int64 tensor ``(2, num_ranks)``: gathered from each rank, and
+        delivered to it.
     """
-    held_by_layout: dict[int, torch.Tensor] = {}
-    index_by_ranks: dict[int, torch.Tensor] = {}
-    counts: dict[int, torch.Tensor] = {}
+    known: dict[tuple[int, int], torch.Tensor] = {}
+    counts: dict[int, torch.Tensor] = defaultdict(
+        lambda: torch.zeros((2, num_ranks), dtype=torch.int64)
+    )
     for job in jobs:
-        # Keyed by identity: matrices of one shape and layout share these objects.
         elements = matrices[job.matrix].elements_by_rank
-        held = held_by_layout.get(id(elements))
-        if held is None:
-            held = torch.zeros(num_ranks, dtype=torch.int64)
-            held[list(elements)] = torch.tensor(list(elements.values()), dtype=torch.int64)
-            held_by_layout[id(elements)] = held
-        if job.owner not in counts:
-            counts[job.owner] = torch.zeros((3, num_ranks), dtype=torch.int64)
-        for row, ranks in ((1 if job.matrix in wide else 0, job.sources), (2, job.targets)):
-            if id(ranks) not in index_by_ranks:
-                index_by_ranks[id(ranks)] = torch.tensor(ranks)
-            index = index_by_ranks[id(ranks)]
-            counts[job.owner][row].index_add_(0, index, held[index])
+        for count, ranks in zip(counts[job.owner], (job.sources, job.targets), strict=True):
+            # By identity: matrices of one shape and layout share these objects.
+            held = known.get((id(elements), id(ranks)))
+            if held is None:
+                held = known[id(elements), id(ranks)] = torch.zeros(num_ranks, dtype=torch.int64)
+                held[list(ranks)] = torch.tensor([elements.get(rank, 0) for rank in ranks])
+            count += held
     for owner, found in counts.items():
         found[:, owner] = 0  # what the owner holds itself goes nowhere
     return counts
@@ -58,7 +46,7 @@ def sent_by_owner(
 def sent_by_rank(
     matrices: Sequence[MatrixLayout], jobs: Sequence[Job], num_ranks: int, ranks_per_node: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each rank sends while nothing is observed.
+    """What each rank sends.
 
     Args:
         matrices: Jobs index them.
@@ -72,9 +60,8 @@ def sent_by_rank(
     """
     within, across = (torch.zeros(num_ranks, dtype=torch.int64) for _ in range(2))
     node = torch.arange(num_ranks) // ranks_per_node
-    for owner, (gathered, _, delivered) in sent_by_owner(matrices, jobs, num_ranks).items():
-        is_across = node != node[owner]
-        for sent, is_counted in ((within, ~is_across), (across, is_across)):
+    for owner, (gathered, delivered) in sent_by_owner(matrices, jobs, num_ranks).items():
+        for sent, is_counted in ((within, node == node[owner]), (across, node != node[owner])):
             sent += gathered * is_counted
             sent[owner] += (delivered * is_counted).sum()
     return within, across

@@ -12,6 +12,18 @@ from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.plan import Plan, plan_allocation
 from amo_dist.tools.command import Subparsers, read_pair
 
+_OPTIONS = {
+    "budget_ratio": "planned work over the uniform one's",
+    "base_steps": "steps of the uniform schedule",
+    "min_steps": "fewest steps a type may get",
+    "max_steps": "most steps a type may get",
+    "planner": "exact minimum, or the AMO paper's greedy passes",
+    "budget_unit": "what the budget counts",
+}
+"""Fields of the config that are options, and what their help says."""
+
+_CHOICES = {"planner": ("exact", "greedy"), "budget_unit": ("steps", "flops")}
+
 
 def add_plan_command(subparsers: Subparsers) -> None:
     """Register ``plan``: what AMO would commit to for given ``ell`` targets."""
@@ -22,13 +34,6 @@ def add_plan_command(subparsers: Subparsers) -> None:
         "coefficients, as AMO does when its observations are complete.",
         epilog="example: amo_dist plan --ell attn_q=3.0e-4 --ell attn_k=1.3e-3 --budget-ratio 0.9",
     )
-    _add_plan_inputs(parser)
-    _add_planner_options(parser)
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run_plan)
-
-
-def _add_plan_inputs(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ell",
         metavar="TYPE=VALUE",
@@ -44,27 +49,17 @@ def _add_plan_inputs(parser: argparse.ArgumentParser) -> None:
         help="shape of a type's matrices and how many there are (default 1); may be repeated, "
         "also for one type. Needed for a budget of flops; else it adds flops to the output",
     )
-
-
-_OPTIONS: Sequence[tuple[str, dict[str, Any], str]] = (
-    ("budget_ratio", {"type": float}, "planned work over the uniform one's"),
-    ("base_steps", {"type": int}, "steps of the uniform schedule"),
-    ("min_steps", {"type": int}, "fewest steps a type may get"),
-    ("max_steps", {"type": int}, "most steps a type may get"),
-    (
-        "planner",
-        {"choices": ("exact", "greedy")},
-        "exact minimum, or the AMO paper's greedy passes",
-    ),
-    ("budget_unit", {"choices": ("steps", "flops")}, "what the budget counts"),
-)
-"""Fields of the config, and what their options accept."""
-
-
-def _add_planner_options(parser: argparse.ArgumentParser) -> None:
-    for field, accepted, text in _OPTIONS:
-        flag, default = f"--{field.replace('_', '-')}", getattr(AMOConfig(), field)
-        parser.add_argument(flag, default=default, help=f"{text} (default %(default)s)", **accepted)
+    for field, text in _OPTIONS.items():
+        default = getattr(AMOConfig(), field)
+        parser.add_argument(
+            f"--{field.replace('_', '-')}",
+            type=type(default),
+            choices=_CHOICES.get(field),
+            default=default,
+            help=f"{text} (default %(default)s)",
+        )
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=run_plan)
 
 
 def run_plan(args: argparse.Namespace) -> int:
@@ -74,7 +69,7 @@ def run_plan(args: argparse.Namespace) -> int:
         ValueError: An argument is malformed or the budget infeasible.
     """
     ells = _ells(args.ell)
-    config = AMOConfig(**{field: getattr(args, field) for field, *_ in _OPTIONS})
+    config = AMOConfig(**{field: getattr(args, field) for field in _OPTIONS})
     plan = plan_allocation(config, ells, costs=_costs(args.shape, ells))
     print(json.dumps(_as_json(plan), indent=2) if args.json else plan.table())
     return 0
@@ -88,10 +83,7 @@ def _as_json(plan: Plan) -> dict[str, Any]:
         "ell_target": dict(zip(plan.operator_types, plan.ell_target, strict=True)),
         "allocation": dict(zip(plan.operator_types, plan.allocation, strict=True)),
         "objective": plan.objective,
-        "coefficients": {
-            name: [list(triple) for triple in schedule.coefficients]
-            for name, schedule in plan.schedules().items()
-        },
+        "coefficients": {name: one.coefficients for name, one in plan.schedules().items()},
     }
 
 
@@ -113,13 +105,10 @@ def _costs(texts: Sequence[str], ells: Mapping[str, float]) -> dict[str, int] | 
     for text in texts:
         name, cost = read_pair("--shape", text, _flops, "TYPE=MxN or TYPE=MxNxCOUNT, integers > 0")
         costs[name] = costs.get(name, 0) + cost
-    if not costs:
-        return None
-    if missing := sorted(set(ells) - set(costs)):
-        raise ValueError(f"--shape: found none for {', '.join(missing)}, expected one per --ell")
-    if unknown := sorted(set(costs) - set(ells)):
-        raise ValueError(f"--shape: found {', '.join(unknown)}, expected only types with an --ell")
-    return costs
+    if costs and set(costs) != set(ells):
+        found, expected = ", ".join(costs), ", ".join(ells)
+        raise ValueError(f"--shape: found {found}, expected each type with an --ell: {expected}")
+    return costs or None
 
 
 def _flops(text: str) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
+from amo_dist.schedule.fields import read_int
 from amo_dist.schedule.types import MatrixInfo
 
 
@@ -33,9 +34,7 @@ class DecoderShape:
 
     def __post_init__(self) -> None:
         for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads"):
-            found = getattr(self, field)
-            if not isinstance(found, int) or isinstance(found, bool) or found < 1:
-                raise ValueError(f"{field}: found {found!r}, expected an integer >= 1")
+            read_int(field, getattr(self, field), 1)
         if not self.q_ratio > 0 or (self.q_ratio * self.dim) % self.heads:
             raise ValueError(
                 f"q_ratio: found {self.q_ratio!r}, expected a number > 0 that gives "

@@ -9,14 +9,16 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import ChainMap
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amo_dist.distributed.agreement import sum_over
+from amo_dist.distributed.agreement import gather_json
 from amo_dist.distributed.spans import span
+from amo_dist.engine.timing import slowest
 from amo_dist.engine.world import World
 from amo_dist.kernels.geometry import SPECTRAL_METRICS, ns_residual, spectral_metrics
 from amo_dist.schedule.grouping import layer_index
@@ -59,9 +61,8 @@ class GeometryTracker:
         self._interval = interval
         self._what = what
         self.sink = sink
-        self._measured: dict[str, Tensor] = {}
+        self._measured: dict[str, Record] = {}
         self._seconds = 0.0
-        self._has_told = False
 
     def is_due(self, step: int) -> bool:
         """Whether a step is tracked; the same on every rank."""
@@ -79,12 +80,12 @@ class GeometryTracker:
         """
         start = time.perf_counter()
         with span("amo::track"):
-            parts = [spectral_metrics(momentum)]  # each waits for the device: timed in full
+            found = _named_metrics(momentum)  # each waits for the device: timed in full
             if self._what != "momentum":
-                parts.append(ns_residual(result).reshape(1).cpu())
+                found["ns_residual"] = ns_residual(result).item()
             if self._what == "both":
-                parts.append(spectral_metrics(result))
-            self._measured[name] = torch.cat(parts)
+                found["orthogonalized"] = _named_metrics(result)
+            self._measured[name] = found
         self._seconds += time.perf_counter() - start
 
     def collect(self, step: int, world: World) -> None:
@@ -94,18 +95,13 @@ class GeometryTracker:
             step: The step just taken; one that was skipped leaves no records.
             world: The agreed structure.
         """
-        width = 1 + self._width()
-        vector = [0.0] * (width * len(world.registry))
-        for slot, info in enumerate(world.registry):
-            found = self._measured.get(info.name)
-            if found is not None and world.rank in world.homes[info.name]:
-                vector[slot * width : (slot + 1) * width] = [1.0, *found.tolist()]
-        num_ranks = 1 if world.group is None else world.group.size()
-        seconds = [0.0] * num_ranks
-        seconds[world.rank] = self._seconds
-        total = sum_over([*vector, *seconds], world.group)
-        self.seconds = max(total[len(vector) :])
+        mine = {
+            name: found for name, found in self._measured.items() if world.rank in world.homes[name]
+        }
+        measured = ChainMap(*gather_json(mine, world.group))
+        self.seconds = slowest(self._seconds, world.group)
         self._measured, self._seconds = {}, 0.0
+        level = logging.DEBUG if self.records else logging.INFO  # told once
         self.records = [
             {
                 "step": step,
@@ -113,32 +109,17 @@ class GeometryTracker:
                 "layer": layer_index(info.name),
                 "operator_type": info.operator_type,
                 "shape": list(info.shape),
-                **self._values(total[slot * width + 1 : (slot + 1) * width]),
+                **measured[info.name],
             }
-            for slot, info in enumerate(world.registry)
-            if total[slot * width] == 1.0
+            for info in world.registry
+            if info.name in measured
         ]
         if world.rank == 0 and self.records:
-            self._tell()
+            text = "geometry of %d matrices: %.2f s on the slowest rank, every %d steps"
+            logger.log(level, text, len(self.records), self.seconds, self._interval)
             if self.sink is not None:
                 self.sink(step, self.records)
 
-    def _width(self) -> int:
-        size = len(SPECTRAL_METRICS)
-        return {"momentum": size, "residual": size + 1, "both": 2 * size + 1}[self._what]
 
-    def _values(self, numbers: Sequence[float]) -> Mapping[str, Any]:
-        size = len(SPECTRAL_METRICS)
-        values: Record = dict(zip(SPECTRAL_METRICS, numbers, strict=False))
-        if len(numbers) > size:
-            values["ns_residual"] = numbers[size]
-        if len(numbers) > size + 1:
-            rest = numbers[size + 1 :]
-            values["orthogonalized"] = dict(zip(SPECTRAL_METRICS, rest, strict=True))
-        return values
-
-    def _tell(self) -> None:
-        level = logging.DEBUG if self._has_told else logging.INFO
-        self._has_told = True
-        text = "geometry of %d matrices: %.2f s on the slowest rank, every %d steps"
-        logger.log(level, text, len(self.records), self.seconds, self._interval)
+def _named_metrics(x: Tensor) -> Record:
+    return dict(zip(SPECTRAL_METRICS, spectral_metrics(x).tolist(), strict=True))

@@ -156,7 +156,7 @@ def test_a_load_that_fails_on_one_rank_stops_all_at_the_next_step(run_on: Ranks)
     from the one that was saved, and nothing tells."""
     found = run_on(2, timeout=60.0)(lose_momentum)
     assert found[0][0] == ""
-    assert found[1][0] == f"state of {WQ}: found [], expected ['momentum_buffer']"
+    assert found[1][0] == f"state of {WQ}.momentum_buffer: found 'nothing', expected this key"
     assert found[0][1] == found[1][1]
     steps = (f"rank {rank} has optimizer steps taken: {taken}" for rank, taken in ((0, 2), (1, 0)))
     assert "; ".join(steps) in found[0][1]

@@ -129,7 +129,7 @@ def test_the_busiest_rank_owns_what_the_simulation_says(ownership: str) -> None:
     registry = MODELS["Qwen3-1.7B"].matrices()
     owned = newton_schulz.owned_batches("Qwen3-1.7B", 32, steps=5, ownership=ownership, itemsize=2)
     simulated = simulate(registry, dict.fromkeys(ELL_BY_TYPE, 5), 32)
-    (load,) = {row.load.greatest for row in simulated if row.ownership == ownership}
+    (load,) = {row["load"]["greatest"] for row in simulated if row["ownership"] == ownership}
     assert sum(count * 5 * ns_step_flops(*shape) for count, shape in owned) == load
     # In buckets as the optimizer fills them, of which the largest matrices take two.
     assert all(2 * count * rows * columns <= 64 * 2**20 for count, (rows, columns) in owned)

@@ -117,10 +117,13 @@ def test_shapes_of_one_type_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         ([*TWO, "--base-steps", "0"], "base_steps: found 0, expected an integer >= 1"),
         ([*TWO, "--planner", "best"], "argument --planner: invalid choice: 'best'"),
         ([*TWO, "--budget-unit", "flops"], "budget_unit: found 'flops', expected the shapes"),
-        ([*TWO, "--shape", "attn_q=2x2"], "--shape: found none for attn_k, expected one per --ell"),
+        (
+            [*TWO, "--shape", "attn_q=2x2"],
+            "--shape: found attn_q, expected each type with an --ell: attn_k, attn_q",
+        ),
         (
             [*TWO, *SHAPES, "--shape", "v=2x2"],
-            "--shape: found v, expected only types with an --ell",
+            "--shape: found attn_q, attn_k, v, expected each type with an --ell: attn_k, attn_q",
         ),
         ([*TWO, "--shape", "attn_q=2"], "--shape: found 'attn_q=2', expected TYPE=MxN"),
         ([*TWO, "--shape", "attn_q=2x0"], "--shape: found 'attn_q=2x0', expected TYPE=MxN"),

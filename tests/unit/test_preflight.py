@@ -201,17 +201,17 @@ def test_load_and_traffic_are_those_of_the_simulation() -> None:
     assert len(registry) == 7 * spec["layers"]
     after = {name: one["steps_after"] for name, one in found["operator_types"].items()}
     rows = {
-        row.schedule: row
+        row["schedule"]: row
         for row in simulate(registry, after, 32)
-        if row.ownership == found["step"]["ownership"]
+        if row["ownership"] == found["step"]["ownership"]
     }
     for phase, schedule in (("before", "uniform"), ("after", "locked")):
         step, row = found["step"][phase], rows[schedule]
-        assert step["gflop"]["most"] * 1e9 == pytest.approx(row.load.greatest, rel=1e-12)
-        assert step["gflop"]["mean"] * 1e9 == pytest.approx(row.load.mean, rel=1e-12)
-        assert step["sent_across"]["most"] == row.traffic.greatest_across
+        assert step["gflop"]["most"] * 1e9 == pytest.approx(row["load"]["greatest"], rel=1e-12)
+        assert step["gflop"]["mean"] * 1e9 == pytest.approx(row["load"]["mean"], rel=1e-12)
+        assert step["sent_across"]["most"] == row["traffic"]["greatest_across"]
         total = step["sent_across"]["mean"] + step["sent_within"]["mean"]
-        assert total == pytest.approx(row.traffic.mean, rel=1e-12)
+        assert total == pytest.approx(row["traffic"]["mean"], rel=1e-12)
 
 
 def test_traffic_agrees_with_the_closed_form_for_even_shards() -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import json
 import math
 import random
 from collections.abc import Mapping
@@ -20,7 +21,7 @@ from torch import Tensor
 
 from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.state.control import Control, control_record, from_text, restore, to_text
+from amo_dist.state.control import Control, control_record, restore, to_text
 from tests.unit.controller_runs import REGISTRY
 from tests.unit.test_ns_guard import Model
 
@@ -80,7 +81,7 @@ def resumed(policy: AMOPolicy, steps_taken: int, config: AMOConfig, binds_first:
     fresh = AMOPolicy(config)
     if binds_first:
         fresh.bind(REGISTRY)
-    record = from_text(to_text(saved))
+    record = json.loads(to_text(saved))
     control = restore(record, Control(0, 0, config, fresh), [], False)
     assert control.steps_taken == steps_taken
     assert isinstance(control.policy, AMOPolicy)

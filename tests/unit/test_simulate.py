@@ -10,10 +10,9 @@ import pytest
 
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.cli import main
 from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
-from amo_dist.tools.simulate import Result, simulate
+from amo_dist.tools.simulate import Row, simulate
 
 SPECS = json.loads(
     (Path(__file__).resolve().parent.parent / "golden" / "model_specs.json").read_text()
@@ -25,8 +24,8 @@ SMALL = DecoderShape(layers=4, dim=64, ffn_dim=128, heads=4, kv_heads=2)
 UNIFORM = dict.fromkeys(OPERATOR_TYPES, 5)
 
 
-def rows_of(results: list[Result]) -> dict[tuple[str, str], Result]:
-    return {(row.ownership, row.schedule): row for row in results}
+def rows_of(results: list[Row]) -> dict[tuple[str, str], Row]:
+    return {(row["ownership"], row["schedule"]): row for row in results}
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))
@@ -50,43 +49,43 @@ def test_load_and_traffic_add_up(layout: str, ranks: int) -> None:
     steps = {**UNIFORM, "attn_q": 7}
     for row in simulate(registry, steps, ranks, layout=layout):
         extra = sum(ns_step_flops(*i.shape) for i in registry if i.operator_type == "attn_q")
-        locked = row.schedule == "locked"
-        assert row.load.mean == (5 * flops + 2 * extra * locked) / ranks
-        assert row.load.greatest >= row.load.mean
+        locked = row["schedule"] == "locked"
+        assert row["load"]["mean"] == (5 * flops + 2 * extra * locked) / ranks
+        assert row["load"]["greatest"] >= row["load"]["mean"]
         shard = ranks if layout == "fsdp" else 8
         # An owner gathers what it does not hold, and delivers to every replica but itself.
         moved = (1 - 1 / shard) + (ranks / shard - 1 / shard)
-        assert row.traffic.mean == pytest.approx(2 * elements * moved / ranks, rel=1e-12)
-        assert row.traffic.greatest >= row.traffic.mean >= row.traffic.mean_across
-        assert row.traffic.greatest_across <= row.traffic.greatest
+        assert row["traffic"]["mean"] == pytest.approx(2 * elements * moved / ranks, rel=1e-12)
+        assert row["traffic"]["greatest"] >= row["traffic"]["mean"] >= row["traffic"]["mean_across"]
+        assert row["traffic"]["greatest_across"] <= row["traffic"]["greatest"]
 
 
 def test_balanced_is_never_worse() -> None:
     found = rows_of(simulate(SMALL.matrices(), {**UNIFORM, "mlp_up": 7}, 8))
     for schedule in ("uniform", "locked"):
-        balanced, dealt = (found[name, schedule].load for name in ("balanced", "round_robin"))
-        assert balanced.greatest <= dealt.greatest
-        assert balanced.mean == dealt.mean
+        balanced, dealt = (found[name, schedule]["load"] for name in ("balanced", "round_robin"))
+        assert balanced["greatest"] <= dealt["greatest"]
+        assert balanced["mean"] == dealt["mean"]
 
 
 def test_one_node_sends_nothing_across() -> None:
     for row in simulate(SMALL.matrices(), UNIFORM, 8):
-        assert row.traffic.mean_across == row.traffic.greatest_across == 0
-        assert row.traffic.mean_within == row.traffic.mean > 0
+        assert row["traffic"]["mean_across"] == row["traffic"]["greatest_across"] == 0
+        assert row["traffic"]["mean"] > 0
 
 
 def test_owners_in_each_replica_send_nothing_across_nodes() -> None:
     results = simulate(SMALL.matrices(), UNIFORM, 32, layout="hsdp", owners="replica")
-    assert {row.traffic.greatest_across for row in results} == {0}
+    assert {row["traffic"]["greatest_across"] for row in results} == {0}
     # All four replicas do all the work.
-    (mean,) = {row.load.mean for row in results}
-    assert mean == simulate(SMALL.matrices(), UNIFORM, 8)[0].load.mean
+    (mean,) = {row["load"]["mean"] for row in results}
+    assert mean == simulate(SMALL.matrices(), UNIFORM, 8)[0]["load"]["mean"]
 
 
 def test_one_rank_sends_nothing() -> None:
     (row, *_) = simulate(SMALL.matrices(), UNIFORM, 1)
-    assert row.traffic.greatest == 0
-    assert row.load.imbalance == 1
+    assert row["traffic"]["greatest"] == 0
+    assert row["load"]["greatest"] == row["load"]["mean"]
 
 
 def test_a_thousand_ranks_plan_every_matrix_once() -> None:
@@ -95,10 +94,10 @@ def test_a_thousand_ranks_plan_every_matrix_once() -> None:
     found = rows_of(simulate(shape.matrices(), steps, 1024, layout="hsdp"))
     elements = sum(info.shape[0] * info.shape[1] for info in shape.matrices())
     row = found["round_robin", "locked"]
-    assert row.traffic.mean == 2 * elements * (7 / 8 + 128 - 1 / 8) / 1024
+    assert row["traffic"]["mean"] == 2 * elements * (7 / 8 + 128 - 1 / 8) / 1024
     # More ranks than matrices: the largest job is the greatest load.
     largest = max(steps[i.operator_type] * ns_step_flops(*i.shape) for i in shape.matrices())
-    assert row.load.greatest == largest
+    assert row["load"]["greatest"] == largest
 
 
 def test_the_table_has_a_row_for_each_world_ownership_and_schedule(
@@ -123,7 +122,7 @@ def test_json_holds_the_settings_and_the_rows(
     assert found["shape"] == dataclasses.asdict(SMALL)
     assert found["steps"] == {**UNIFORM, "attn_q": 7}
     expected = simulate(SMALL.matrices(), {**UNIFORM, "attn_q": 7}, 16, layout="hsdp")
-    assert found["rows"] == [dataclasses.asdict(row) for row in expected]
+    assert found["rows"] == expected
 
 
 @pytest.mark.parametrize(
@@ -137,7 +136,7 @@ def test_json_holds_the_settings_and_the_rows(
         (["--model", "qwen3-1.7b", "--steps", "attn_q"], "--steps: found 'attn_q'"),
         (["--model", "qwen3-1.7b", "--steps", "attn_x=3"], "--steps: found 'attn_x=3'"),
         (["--model", "qwen3-1.7b", "--steps", "attn_q=0"], "--steps: found 'attn_q=0'"),
-        (["--shapes", "missing.json"], "--shapes: found no readable missing.json"),
+        (["--shapes", "missing.json"], "--shapes: found missing.json ("),
     ],
 )
 def test_mistakes_are_told_in_one_line(
@@ -164,9 +163,3 @@ def test_bad_sizes_name_the_field() -> None:
         dataclasses.replace(SMALL, layers=0)
     with pytest.raises(ValueError, match="q_ratio: found"):
         dataclasses.replace(SMALL, q_ratio=0.33)
-
-
-def test_a_type_without_steps_is_named() -> None:
-    registry = [MatrixInfo("a", (2, 2), "attn_q"), MatrixInfo("b", (2, 2), "router")]
-    with pytest.raises(ValueError, match="steps: found none for router"):
-        simulate(registry, {"attn_q": 5}, 2)
