@@ -13,7 +13,6 @@ from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from amo_dist.distributed.agreement import gather_json
