@@ -35,19 +35,6 @@ class Entry:
     views: tuple[MatrixView, ...]
     layout: TensorLayout
 
-    def describe(self) -> dict[str, Any]:
-        """What must agree between the ranks that share this parameter, as JSON values."""
-        return {
-            "name": self.name,
-            "dtype": str(self.param.dtype),
-            "layout": self.layout.key,
-            "ranks": list(self.layout.ranks),
-            "matrices": [
-                [self.name + view.suffix, list(_view_shape(self.layout, view)), view.operator_type]
-                for view in self.views
-            ],
-        }
-
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class Parameters:
@@ -208,10 +195,6 @@ def resolve(
         matrices += cut
     types = tuple(view.operator_type for entry in entries for view in entry.views)
     return Parameters(tuple(entries), tuple(matrices), types)
-
-
-def _view_shape(layout: TensorLayout, view: MatrixView) -> tuple[int, int]:
-    return matrix_layout("", layout, 0, view.boxes, view.dim).shape
 
 
 def _check_unique(names: Sequence[str]) -> None:
