@@ -37,12 +37,13 @@ def sent_by_owner(
     counts: dict[int, torch.Tensor] = {}
     for job in jobs:
         # Keyed by identity: matrices of one shape and layout share these objects.
-        elements = matrices[job.matrix].elements_by_rank
-        held = held_by_layout.get(id(elements))
+        matrix = matrices[job.matrix]
+        held = held_by_layout.get(id(matrix.pieces_by_rank))
         if held is None:
             held = torch.zeros(num_ranks, dtype=torch.int64)
-            held[list(elements)] = torch.tensor(list(elements.values()), dtype=torch.int64)
-            held_by_layout[id(elements)] = held
+            for rank in matrix.pieces_by_rank:
+                held[rank] = matrix.held_by(rank)
+            held_by_layout[id(matrix.pieces_by_rank)] = held
         if job.owner not in counts:
             counts[job.owner] = torch.zeros((3, num_ranks), dtype=torch.int64)
         for row, ranks in ((1 if job.matrix in wide else 0, job.sources), (2, job.targets)):
