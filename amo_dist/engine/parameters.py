@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from amo_dist.distributed.layout import MatrixLayout, TensorLayout, layout_of, matrix_layout
-from amo_dist.operators import MatrixView
+from amo_dist.operators.views import MatrixView
 
 ALGORITHMS = ("muon", "adamw")
 
