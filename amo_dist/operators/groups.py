@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -65,8 +65,10 @@ def param_groups(
     expressions = {"patterns": targets, "no_decay": no_decay, "lr_multipliers": factors}
     for field, some in expressions.items():
         check_expressions(field, some)
-        if not allow_unused:
-            _reject_unused(field, some, names.values())
+        for pattern in () if allow_unused else some:
+            is_used = any(re.fullmatch(pattern, name) for name in names.values())
+            expected = "one that matches the whole of a cleaned name (allow_unused=True accepts it)"
+            require(is_used, field, f"{pattern!r}, which matches no parameter", expected)
     groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
     reasons: dict[str, str] = {}
     for parameter, name in names.items():
@@ -100,8 +102,7 @@ def describe(
         num_frozen: How many parameters were left out.
     """
     rows = [("parameter", "shape", "operator type")]
-    counts: Counter[str] = Counter()
-    entries: Counter[str] = Counter()
+    counts, entries = Counter[str](), Counter[str]()
     for group in groups:
         notes = [f"{key} {group[key]}" for key in ("weight_decay", "lr_scale") if key in group]
         for name, parameter in group["params"]:
@@ -124,13 +125,6 @@ def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     padded = [[cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows]
     return ["  ".join(cells).rstrip() for cells in padded]
-
-
-def _reject_unused(field: str, expressions: Iterable[str], names: Collection[str]) -> None:
-    expected = "one that matches the whole of a cleaned name (allow_unused=True accepts it)"
-    for pattern in expressions:
-        is_used = any(re.fullmatch(pattern, name) for name in names)
-        require(is_used, field, f"{pattern!r}, which matches no parameter", expected)
 
 
 def _first_match(patterns: Iterable[str], name: str) -> int:
