@@ -13,7 +13,8 @@ from amo_dist.engine.gradients import (
     NonFiniteUpdateError,
 )
 from amo_dist.engine.rule import MatrixPiece, UpdateRule
-from amo_dist.operators import Fused, MatrixView, param_groups
+from amo_dist.operators.groups import param_groups
+from amo_dist.operators.views import Fused, MatrixView
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon

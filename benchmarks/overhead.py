@@ -24,7 +24,7 @@ from torch import nn
 
 from amo_dist import AMO, AMOConfig
 from amo_dist.kernels.devices import make_kernels
-from amo_dist.operators import param_groups
+from amo_dist.operators.groups import param_groups
 from amo_dist.schedule.amo import AMOPolicy
 from benchmarks.measure import CLOCKS, paired, report
 from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape

@@ -12,7 +12,8 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from amo_dist.distributed.layout import MatrixLayout, TensorLayout, matrix_layout, mesh_layout
-from amo_dist.operators import Fused, MatrixView, classify
+from amo_dist.operators.patterns import classify
+from amo_dist.operators.views import Fused, MatrixView
 
 MAX_RANKS = 64
 KINDS = (

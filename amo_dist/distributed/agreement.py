@@ -7,6 +7,7 @@ no group (one process) each is the identity.
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -66,24 +67,18 @@ def max_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
 
 def broadcast_text(text: str | None, group: dist.ProcessGroup | None) -> str:
     """The text that the group's first rank holds; what the others pass is not looked at."""
-    if group is None:
-        assert text is not None
-        return text
-    payload = (text or "").encode() if dist.get_rank(group) == 0 else b""
-    size = torch.tensor([len(payload)], dtype=torch.int64, device=control_device(group))
-    dist.broadcast(size, group=group, group_src=0)
-    return _broadcast_bytes(payload, int(size.item()), 0, group).decode()
+    return text or "" if group is None else _broadcast(text or "", 0, group)
 
 
-def _broadcast_bytes(payload: bytes, size: int, source: int, group: dist.ProcessGroup) -> bytes:
-    """``size`` bytes that the rank ``source`` of the group passes."""
-    device = control_device(group)
-    if dist.get_rank(group) == source:
-        buffer = torch.tensor(list(payload), dtype=torch.uint8, device=device)
-    else:
-        buffer = torch.empty(size, dtype=torch.uint8, device=device)
+def _broadcast(text: str, source: int, group: dist.ProcessGroup) -> str:
+    """The text that the rank ``source`` of the group passes; as tensors, nothing is pickled."""
+    device, is_source = control_device(group), dist.get_rank(group) == source
+    payload = list(text.encode()) if is_source else []
+    size = torch.tensor([len(payload)], device=device)
+    dist.broadcast(size, group=group, group_src=source)
+    buffer = torch.tensor(payload or [0] * int(size.item()), dtype=torch.uint8, device=device)
     dist.broadcast(buffer, group=group, group_src=source)
-    return bytes(buffer.tolist())
+    return bytes(buffer.tolist()).decode()
 
 
 def gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
@@ -94,24 +89,16 @@ def gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
     """
     if group is None:
         return [text]
-    payload = text.encode()
-    header = hashlib.sha256(payload).digest() + len(payload).to_bytes(8, "little")
-    headers = _gather_bytes(header, group)
-    known = {header: text}
-    distinct = list(dict.fromkeys(headers))
-    for other in distinct if len(distinct) > 1 else ():
-        size = int.from_bytes(other[-8:], "little")
-        found = _broadcast_bytes(payload, size, headers.index(other), group)
-        known[other] = found.decode()
-    return [known[other] for other in headers]
-
-
-def _gather_bytes(payload: bytes, group: dist.ProcessGroup) -> list[bytes]:
-    """Of all ranks, which pass the same number of bytes."""
-    mine = torch.tensor(list(payload), dtype=torch.uint8, device=control_device(group))
+    digest = hashlib.sha256(text.encode()).digest()
+    mine = torch.tensor(list(digest), dtype=torch.uint8, device=control_device(group))
     parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, mine, group=group)
-    return [bytes(part.tolist()) for part in parts]
+    digests = [bytes(part.tolist()) for part in parts]
+    known = {digest: text}
+    distinct = list(dict.fromkeys(digests))
+    for other in distinct if len(distinct) > 1 else ():
+        known[other] = _broadcast(text, digests.index(other), group)
+    return [known[other] for other in digests]
 
 
 def text_mark(text: str) -> int:
@@ -119,51 +106,19 @@ def text_mark(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def is_alike(text: str, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks of the group pass the same text, by one reduction of two integers."""
-    if group is None:
-        return True
-    mark = text_mark(text)
-    # The greatest mark and, negated, the least.
-    extremes = torch.tensor([mark, -mark], dtype=torch.int64, device=control_device(group))
-    greatest, negated_least = max_over(extremes, group).tolist()
-    return bool(greatest == -negated_least)
-
-
 def check_alike(what: str, text: str, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank where the ranks of a group hold different texts.
-
-    Cheap enough for every step: while all agree, two integers are reduced.
+    """Raise on every rank where the ranks of the world hold different texts.
 
     Args:
         what: Names the text in the error.
         text: The same on all ranks, or the error tells which ranks differ and where.
-        group: Whose ranks to compare.
+        group: The world.
 
     Raises:
-        RankMismatchError: Names the ranks that differ from the group's first rank.
+        RankMismatchError: Names the ranks that differ from the first, and a line that differs.
     """
-    if is_alike(text, group):
-        return
-    texts = gather_text(text, group)
-    others = [index for index, other in enumerate(texts) if other != texts[0]]
-    ranks = dist.get_process_group_ranks(group)
-    first = texts[others[0]]
-    raise RankMismatchError(
-        f"{what}: rank(s) {', '.join(str(ranks[index]) for index in others)} differ from rank "
-        f"{ranks[0]}; {_first_difference(texts[0], first, ranks[0], ranks[others[0]])}"
-    )
-
-
-def _first_difference(expected: str, found: str, expected_rank: int, found_rank: int) -> str:
-    """One line about the first place where two texts (of lines) differ."""
-    left, right = expected.splitlines(), found.splitlines()
-    for number in range(max(len(left), len(right))):
-        ours = left[number] if number < len(left) else "nothing"
-        theirs = right[number] if number < len(right) else "nothing"
-        if ours != theirs:
-            return f"rank {expected_rank} has {ours}; rank {found_rank} has {theirs}"
-    return "they differ in line ends only"
+    ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
+    check_alike_by_ranks(what, {ranks: text}, group)
 
 
 def check_alike_by_ranks(
@@ -180,19 +135,36 @@ def check_alike_by_ranks(
         group: The world.
 
     Raises:
-        RankMismatchError: Names two ranks of a set that differ.
+        RankMismatchError: Names the ranks of a set that differ from its first, or that do not
+            know of it, and a line that differs.
     """
-    mine = [[list(ranks), text] for ranks, text in sorted(text_by_ranks.items())]
-    by_rank = gather_json(mine, group)
-    first: dict[tuple[int, ...], tuple[int, str]] = {}
-    for rank, found in enumerate(by_rank):
-        for ranks, text in found:
-            other, expected = first.setdefault(tuple(ranks), (rank, text))
-            if text != expected:
-                raise RankMismatchError(
-                    f"{what}: rank(s) {rank} differ from rank {other}; "
-                    f"{_first_difference(expected, text, other, rank)}"
-                )
+    by_rank = [
+        {tuple(ranks): text for ranks, text in found}
+        for found in gather_json(list(text_by_ranks.items()), group)
+    ]
+    for ranks in sorted({ranks for found in by_rank for ranks in found}):
+        texts = {rank: by_rank[rank].get(ranks, "nothing") for rank in ranks}
+        expected = texts[ranks[0]]
+        others = [rank for rank in ranks if texts[rank] != expected]
+        if others:
+            ours, theirs = _first_difference(expected, texts[others[0]])
+            raise RankMismatchError(
+                f"{what}: rank(s) {', '.join(map(str, others))} differ from rank {ranks[0]}; "
+                f"rank {ranks[0]} has {ours}; rank {others[0]} has {theirs}"
+            )
+
+
+def _first_difference(one: str, other: str) -> tuple[str, str]:
+    """The first line that only one of two texts has, of each; or where their order differs."""
+    left, right = one.split("\n"), other.split("\n")
+    mine, theirs = dict.fromkeys(left), dict.fromkeys(right)
+    if mine.keys() == theirs.keys():
+        pairs = itertools.zip_longest(left, right, fillvalue="nothing")
+        return next(pair for pair in pairs if pair[0] != pair[1])
+    return (
+        next((line for line in mine if line not in theirs), "nothing"),
+        next((line for line in theirs if line not in mine), "nothing"),
+    )
 
 
 def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:

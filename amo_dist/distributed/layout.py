@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import itertools
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -84,7 +85,6 @@ class MatrixLayout:
         shape: ``(m, n)``.
         ranks: Global ranks of the mesh, in the mesh's order.
         pieces_by_rank: Ranks that hold nothing of the matrix are absent.
-        elements_by_rank: How many elements each of these ranks holds.
         replicas: As in `TensorLayout`.
         key: Text that tells this layout from any other, for digests.
     """
@@ -94,7 +94,6 @@ class MatrixLayout:
     shape: tuple[int, int]
     ranks: tuple[int, ...]
     pieces_by_rank: Mapping[int, tuple[Piece, ...]]
-    elements_by_rank: Mapping[int, int]
     replicas: tuple[tuple[int, ...], ...]
     key: str
 
@@ -105,27 +104,21 @@ class MatrixLayout:
 
     def held_by(self, rank: int) -> int:
         """Elements of the matrix that ``rank`` holds."""
-        return self.elements_by_rank.get(rank, 0)
-
-
-def _split(intervals: Sequence[Interval], start: int, stop: int) -> tuple[Interval, ...]:
-    """Positions ``start:stop`` of the concatenation of ``intervals``."""
-    parts: list[Interval] = []
-    offset = 0
-    for low, high in intervals:
-        first = max(start - offset, 0) + low
-        last = min(stop - offset, high - low) + low
-        if first < last:
-            parts.append((first, last))
-        offset += high - low
-    return tuple(parts)
+        return sum(piece.num_elements for piece in self.pieces_by_rank.get(rank, ()))
 
 
 def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> tuple[Interval, ...]:
-    """Chunk ``index`` in the way of `torch.chunk`: equal sizes, the last ones short or empty."""
-    length = sum(high - low for low, high in intervals)
-    size = -(-length // num_chunks)
-    return _split(intervals, min(index * size, length), min((index + 1) * size, length))
+    """Chunk ``index`` of the concatenation of ``intervals``, in the way of `torch.chunk`.
+
+    Chunks have equal sizes, save for the last ones, which are short or empty.
+    """
+    size = -(-sum(high - low for low, high in intervals) // num_chunks)
+    start, stop = index * size, (index + 1) * size
+    parts: list[Interval] = []
+    for low, high in intervals:
+        parts.append((low + max(start, 0), min(low + stop, high)))
+        start, stop = start - (high - low), stop - (high - low)
+    return tuple((low, high) for low, high in parts if low < high)
 
 
 def _strided_chunk(
@@ -147,13 +140,9 @@ def _application_order(mesh_shape: Sequence[int], placements: Placements) -> lis
     deferred: list[tuple[int, int]] = []
     for axis, placement in enumerate(placements):
         if isinstance(placement, _StridedShard):
-            later = [
-                mesh_shape[other]
-                for other in range(axis + 1, len(placements))
-                if isinstance(placements[other], Shard) and placements[other].dim == placement.dim
-            ]
-            follows = bool(later) and math.prod(later) == placement.split_factor
-            if follows:
+            to_the_right = zip(mesh_shape[axis + 1 :], placements[axis + 1 :], strict=True)
+            cuts = [size for size, other in to_the_right if other == Shard(placement.dim)]
+            if cuts and math.prod(cuts) == placement.split_factor:
                 deferred.append((axis, 1))
             else:
                 order.append((axis, int(placement.split_factor)))
@@ -222,14 +211,7 @@ def mesh_layout(
     if len(placements) != mesh.ndim:
         raise ValueError(f"placements: found {len(placements)}, expected one for each mesh axis")
     ranks = tuple(int(rank) for rank in mesh.flatten().tolist())
-    normal = tuple(_positive_dim(placement, len(shape)) for placement in placements)
-    return _mesh_layout(tuple(shape), tuple(mesh.shape), ranks, normal)
-
-
-def _positive_dim(placement: Any, num_dims: int) -> Any:
-    if isinstance(placement, Shard) and placement.dim < 0:
-        return Shard(placement.dim + num_dims)
-    return placement
+    return _mesh_layout(tuple(shape), tuple(mesh.shape), ranks, tuple(placements))
 
 
 def replicated_layout(shape: Sequence[int], ranks: Sequence[int]) -> TensorLayout:
@@ -325,19 +307,17 @@ def _box_pieces(
 @functools.lru_cache(maxsize=4096)
 def _view(
     layout: TensorLayout, boxes: tuple[Box, ...], dim: int
-) -> tuple[tuple[int, int], Mapping[int, tuple[Piece, ...]], Mapping[int, int]]:
-    pieces: dict[int, list[Piece]] = {}
-    offset = [0, 0]
+) -> tuple[tuple[int, int], Mapping[int, tuple[Piece, ...]]]:
+    pieces: dict[int, list[Piece]] = defaultdict(list)
+    place = [0, 0]
     for box in boxes:
-        height, width = (stop - start for start, stop in box[-2:])
+        (top, bottom), (left, right) = box[-2:]
+        shape = [bottom - top, right - left]
         for rank, local in layout.intervals_by_rank.items():
-            pieces.setdefault(rank, []).extend(_box_pieces(box, (offset[0], offset[1]), local))
-        offset[dim] += (height, width)[dim]
-        other = (height, width)[1 - dim]
-    shape = (offset[0], other) if dim == 0 else (other, offset[1])
-    held = {rank: tuple(found) for rank, found in pieces.items() if found}
-    counts = {rank: sum(piece.num_elements for piece in found) for rank, found in held.items()}
-    return shape, held, counts
+            pieces[rank] += _box_pieces(box, (place[0], place[1]), local)
+        place[dim] += shape[dim]
+    shape[dim] = place[dim]
+    return (shape[0], shape[1]), {rank: tuple(found) for rank, found in pieces.items() if found}
 
 
 def matrix_layout(
@@ -364,14 +344,13 @@ def matrix_layout(
         if len(layout.shape) != 2:
             raise ValueError(f"{name}: found shape {layout.shape}, expected a view for each matrix")
         boxes = (tuple((0, size) for size in layout.shape),)
-    shape, pieces, counts = _view(layout, tuple(boxes), dim)
+    shape, pieces = _view(layout, tuple(boxes), dim)
     return MatrixLayout(
         name=name,
         tensor=tensor,
         shape=shape,
         ranks=layout.ranks,
         pieces_by_rank=pieces,
-        elements_by_rank=counts,
         replicas=layout.replicas,
         key=f"{name}: {tuple(boxes)} along {dim} of {layout.key}",
     )

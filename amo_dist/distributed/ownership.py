@@ -6,10 +6,11 @@ Ownership exists for the length of one step; no state moves with it.
 from __future__ import annotations
 
 import dataclasses
-import heapq
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+
+import torch
 
 from amo_dist.distributed.layout import MatrixLayout
 
@@ -64,16 +65,22 @@ def assign(
     by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_ranks[tuple(sorted(matrix.ranks))].append(index)
-    chosen: dict[int, _Slot] = {}
+    # Matrices of one shape and layout share their pieces: of a thousand ranks they are cut once.
+    alike = {id(matrix.pieces_by_rank): matrix for matrix in matrices}
+    known = {key: _slots(matrix, owners) for key, matrix in alike.items()}
+    slots = [known[id(matrix.pieces_by_rank)] for matrix in matrices]
+    found: list[Job] = []
     for indices in by_ranks.values():
-        shared = [matrices[index] for index in indices]
-        found = _choose(shared, [costs[index] for index in indices], ownership, owners)
-        chosen.update(zip(indices, found, strict=True))
-    return tuple(
-        job
-        for index, matrix in enumerate(matrices)
-        for job in _jobs(index, matrix, chosen[index], owners)
-    )
+        dealt = _jobs(_round_robin(indices, slots), matrices, owners)
+        if ownership == "balanced":
+            # Matrices without a choice come first: the others are dealt around them.
+            order = sorted(indices, key=lambda i: (len(slots[i]) > 1, -costs[i], matrices[i].name))
+            longest_first = _jobs(_least_loaded(order, slots, costs), matrices, owners)
+            dealt = min(
+                dealt, longest_first, key=lambda jobs: max(load_by_rank(jobs, costs).values())
+            )
+        found += dealt
+    return tuple(sorted(found, key=lambda job: job.matrix))
 
 
 def load_by_rank(jobs: Sequence[Job], costs: Sequence[float]) -> dict[int, float]:
@@ -84,89 +91,45 @@ def load_by_rank(jobs: Sequence[Job], costs: Sequence[float]) -> dict[int, float
     return dict(loads)
 
 
-def _choose(
-    matrices: Sequence[MatrixLayout], costs: Sequence[float], ownership: str, owners: str
-) -> list[_Slot]:
-    """The owners of each matrix of one set of ranks."""
-    # Matrices of one shape and layout share their counts: of a thousand ranks they are cut once.
-    alike = {id(matrix.elements_by_rank): matrix for matrix in matrices}
-    known = {key: _slots(matrix, owners) for key, matrix in alike.items()}
-    slots = [known[id(matrix.elements_by_rank)] for matrix in matrices]
-    dealt = _round_robin(slots)
-    if ownership == "balanced":
-        longest_first = _longest_first(matrices, slots, costs)
-        if _greatest_load(longest_first, costs) < _greatest_load(dealt, costs):
-            return longest_first
-    return dealt
-
-
-def _slots(matrix: MatrixLayout, owners: str) -> list[_Slot]:
+def _slots(matrix: MatrixLayout, owners: str) -> tuple[_Slot, ...]:
     """Candidates to own ``matrix``; those that hold it whole, where there are any."""
-    if owners == "mesh":
-        slots: list[_Slot] = [(rank,) for rank in matrix.ranks]
-    else:
-        slots = list(zip(*matrix.replicas, strict=True))
-    whole = [
-        slot for slot in slots if all(matrix.held_by(rank) == matrix.num_elements for rank in slot)
-    ]
-    return whole or slots
+    columns = [matrix.ranks] if owners == "mesh" else matrix.replicas
+    slots = tuple(zip(*columns, strict=True))
+    whole = {rank for rank in matrix.ranks if matrix.held_by(rank) == matrix.num_elements}
+    return tuple(slot for slot in slots if whole.issuperset(slot)) or slots
 
 
-def _round_robin(slots: Sequence[Sequence[_Slot]]) -> list[_Slot]:
+def _round_robin(
+    indices: Sequence[int], slots: Sequence[tuple[_Slot, ...]]
+) -> Iterator[tuple[int, _Slot]]:
     """Candidates in turn, of each list of candidates by itself."""
     turns: dict[tuple[_Slot, ...], Iterator[_Slot]] = {}
-    return [next(turns.setdefault(tuple(some), itertools.cycle(some))) for some in slots]
-
-
-def _longest_first(
-    matrices: Sequence[MatrixLayout], slots: Sequence[Sequence[_Slot]], costs: Sequence[float]
-) -> list[_Slot]:
-    # Matrices without a choice come first: the others are dealt around them.
-    order = sorted(
-        range(len(matrices)),
-        key=lambda index: (len(slots[index]) > 1, -costs[index], matrices[index].name),
-    )
-    loads: dict[int, float] = defaultdict(float)
-    heaps: dict[tuple[_Slot, ...], list[tuple[float, int]]] = {}
-    chosen: dict[int, _Slot] = {}
-    for index in order:
-        candidates = tuple(slots[index])
-        heap = heaps.setdefault(candidates, [(0.0, place) for place in range(len(candidates))])
-        slot = _least_loaded(candidates, heap, loads)
-        chosen[index] = slot
-        for rank in slot:
-            loads[rank] += costs[index]
-    return [chosen[index] for index in range(len(matrices))]
+    for index in indices:
+        yield index, next(turns.setdefault(slots[index], itertools.cycle(slots[index])))
 
 
 def _least_loaded(
-    candidates: Sequence[_Slot], heap: list[tuple[float, int]], loads: Mapping[int, float]
-) -> _Slot:
-    """The earliest of the candidates with the least load.
-
-    Loads only grow, so that an entry of the heap is a lower bound: one that is still true at the
-    top is the least.
-    """
-    while True:
-        bound, place = heap[0]
-        load = max(loads[rank] for rank in candidates[place])
-        if load == bound:
-            return candidates[place]
-        heapq.heapreplace(heap, (load, place))
+    order: Sequence[int], slots: Sequence[tuple[_Slot, ...]], costs: Sequence[float]
+) -> Iterator[tuple[int, _Slot]]:
+    """For each matrix in turn the earliest of its candidates with the least load by then."""
+    ranks = {candidates: torch.tensor(candidates) for candidates in {*slots}}
+    loads = torch.zeros(1 + max(int(some.max()) for some in ranks.values()), dtype=torch.float64)
+    for index in order:
+        of_slots = loads[ranks[slots[index]]].amax(dim=1)
+        slot = slots[index][int(of_slots.argmin())]
+        loads[list(slot)] += costs[index]
+        yield index, slot
 
 
-def _greatest_load(chosen: Sequence[_Slot], costs: Sequence[float]) -> float:
-    loads: dict[int, float] = defaultdict(float)
-    for slot, cost in zip(chosen, costs, strict=True):
-        for rank in slot:
-            loads[rank] += cost
-    return max(loads.values(), default=0.0)
-
-
-def _jobs(index: int, matrix: MatrixLayout, slot: _Slot, owners: str) -> list[Job]:
+def _jobs(
+    chosen: Iterable[tuple[int, _Slot]], matrices: Sequence[MatrixLayout], owners: str
+) -> list[Job]:
+    """A job for each owner of each matrix, in the order of the matrices."""
     jobs: list[Job] = []
-    for position, owner in enumerate(slot):
-        sources = next(replica for replica in matrix.replicas if owner in replica)
-        targets = matrix.ranks if owners == "mesh" else sources
-        jobs.append(Job(index, owner, sources, targets, reports=position == 0))
+    for index, slot in sorted(chosen):
+        matrix = matrices[index]
+        for owner in slot:
+            sources = next(replica for replica in matrix.replicas if owner in replica)
+            targets = matrix.ranks if owners == "mesh" else sources
+            jobs.append(Job(index, owner, sources, targets, reports=owner == slot[0]))
     return jobs

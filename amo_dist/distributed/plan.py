@@ -11,7 +11,7 @@ import dataclasses
 import functools
 import hashlib
 from collections import Counter, defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
 from amo_dist.distributed.layout import MatrixLayout, Piece
@@ -107,10 +107,10 @@ Split: TypeAlias = Callable[[tuple[int, ...]], Sequence[tuple[int, ...]]]
 """Divides the matrices that a rank owns in a bucket into tasks."""
 
 
-def is_local(job: Job, matrix: MatrixLayout) -> bool:
+def _is_local(job: Job, matrix: MatrixLayout) -> bool:
     """Whether the owner has nothing to gather and nothing to deliver."""
     others = {*job.sources, *job.targets} - {job.owner}
-    return all(rank not in matrix.pieces_by_rank for rank in others)
+    return matrix.pieces_by_rank.keys().isdisjoint(others)
 
 
 def plan_exchange(
@@ -136,20 +136,19 @@ def plan_exchange(
         wide: Matrices that travel in the dtype of the momentum; they have buckets of their own.
         split: Which owned matrices of a bucket are computed together; None: all of them.
     """
-    moving: list[Job] = []
-    local: list[Job] = []
-    for job in jobs:
-        if not is_local(job, matrices[job.matrix]):
-            moving.append(job)
-        elif job.owner == rank:
-            local.append(job)
-    groups, own = (_group(some, bytes_by_matrix, bucket_bytes, wide) for some in (moving, local))
+    moving = [job for job in jobs if not _is_local(job, matrices[job.matrix])]
+    own = [job for job in jobs if job.owner == rank and _is_local(job, matrices[job.matrix])]
+    groups, local = (_group(some, bytes_by_matrix, bucket_bytes, wide) for some in (moving, own))
     make = functools.partial(_bucket, matrices, rank, peers, split)
+    told = [str(tuple(peers))]
+    for is_wide, some in groups:
+        told.append(f"bucket {is_wide}")
+        told += [f"{matrices[job.matrix].key} by {job.owner}" for job in some]
     return ExchangePlan(
         peers=tuple(peers),
         buckets=tuple(make(*group) for group in groups),
-        local=tuple(make(*group) for group in own),
-        digest=_digest(matrices, groups, peers),
+        local=tuple(make(*group) for group in local),
+        digest=hashlib.sha256("\n".join(told).encode()).hexdigest(),
     )
 
 
@@ -182,54 +181,42 @@ def _bucket(
     is_wide: bool,
     jobs: Sequence[Job],
 ) -> Bucket:
-    gather_send, gather_receive, deliver_send, deliver_receive = (
-        {peer: list[Part]() for peer in peers} for _ in range(4)
-    )
+    by_owner: dict[int, list[Job]] = defaultdict(list)
     for job in jobs:
-        pieces_by_rank = matrices[job.matrix].pieces_by_rank
-        if job.owner == rank:
-            for holders, side in ((job.sources, gather_receive), (job.targets, deliver_send)):
-                for holder in holders:
-                    pieces = pieces_by_rank.get(holder, ())
-                    side[holder] += [Part(job.matrix, piece) for piece in pieces]
-        else:
-            mine = [Part(job.matrix, piece) for piece in pieces_by_rank.get(rank, ())]
-            for holders, side in ((job.sources, gather_send), (job.targets, deliver_receive)):
-                side[job.owner] += mine if rank in holders else []
-    # An owner is a source and a target of its own matrices, but sends itself nothing.
-    kept, gather_receive[rank], deliver_send[rank] = gather_receive[rank], [], []
-    owned = [job for job in jobs if job.owner == rank]
+        by_owner[job.owner].append(job)
+
+    def parts(owner: int, holder: int, role: str) -> tuple[Part, ...]:
+        """What travels between an owner and a rank of its ``sources`` or ``targets``."""
+        # An owner is among both of its own matrices, but sends itself nothing.
+        found = by_owner[owner] if owner != holder else []
+        return _held(
+            matrices, [job.matrix for job in found if holder in getattr(job, role)], holder
+        )
+
+    owned = tuple(job.matrix for job in by_owner[rank])
+    reported = frozenset(job.matrix for job in by_owner[rank] if job.reports)
     return Bucket(
         wide=is_wide,
-        tasks=_tasks(owned, kept, split or (lambda indices: [indices])) if owned else (),
-        gather=_transfer(gather_send, gather_receive),
-        deliver=_transfer(deliver_send, deliver_receive),
+        tasks=tuple(
+            Task(task, reported.intersection(task), _held(matrices, task, rank))
+            for task in (split(owned) if split else [owned])
+            if task
+        ),
+        gather=Transfer(
+            send=tuple(parts(peer, rank, "sources") for peer in peers),
+            receive=tuple(parts(rank, peer, "sources") for peer in peers),
+        ),
+        deliver=Transfer(
+            send=tuple(parts(rank, peer, "targets") for peer in peers),
+            receive=tuple(parts(peer, rank, "targets") for peer in peers),
+        ),
     )
 
 
-def _tasks(jobs: Sequence[Job], kept: Sequence[Part], split: Split) -> tuple[Task, ...]:
-    reported = frozenset(job.matrix for job in jobs if job.reports)
-    return tuple(
-        Task(owned, reported.intersection(owned), tuple(p for p in kept if p.matrix in owned))
-        for owned in split(tuple(job.matrix for job in jobs))
-    )
-
-
-def _transfer(send: Mapping[int, list[Part]], receive: Mapping[int, list[Part]]) -> Transfer:
-    return Transfer(tuple(map(tuple, send.values())), tuple(map(tuple, receive.values())))
-
-
-def _digest(
-    matrices: Sequence[MatrixLayout],
-    groups: Sequence[tuple[bool, Sequence[Job]]],
-    peers: Sequence[int],
-) -> str:
-    digest = hashlib.sha256(repr(tuple(peers)).encode())
-    for wide, jobs in groups:
-        digest.update(f"bucket {wide}".encode())
-        for job in jobs:
-            digest.update(f"{matrices[job.matrix].key} by {job.owner}\n".encode())
-    return digest.hexdigest()
+def _held(matrices: Sequence[MatrixLayout], indices: Sequence[int], rank: int) -> tuple[Part, ...]:
+    """The parts that a rank holds of some matrices, matrix after matrix."""
+    pieces = ((index, matrices[index].pieces_by_rank.get(rank, ())) for index in indices)
+    return tuple(Part(index, piece) for index, found in pieces for piece in found)
 
 
 def count_elements(parts: Sequence[Part]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from amo_dist.distributed.layout import MatrixLayout, TensorLayout, layout_of, matrix_layout
-from amo_dist.operators import MatrixView
+from amo_dist.operators.views import MatrixView, require
 
 ALGORITHMS = ("muon", "adamw")
 
@@ -34,19 +35,6 @@ class Entry:
     group: int
     views: tuple[MatrixView, ...]
     layout: TensorLayout
-
-    def describe(self) -> dict[str, Any]:
-        """What must agree between the ranks that share this parameter, as JSON values."""
-        return {
-            "name": self.name,
-            "dtype": str(self.param.dtype),
-            "layout": self.layout.key,
-            "ranks": list(self.layout.ranks),
-            "matrices": [
-                [self.name + view.suffix, list(_view_shape(self.layout, view)), view.operator_type]
-                for view in self.views
-            ],
-        }
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -88,10 +76,9 @@ def gradient_is_misplaced(param: Tensor) -> bool:
     Under sequence parallelism the gradient of a norm is ``Partial``: its local tensor is one
     term of a sum, and training on it would be silently wrong.
     """
-    grad = param.grad
-    if not isinstance(grad, DTensor) or not isinstance(param, DTensor):
-        return False
-    return grad.placements != param.placements
+    if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
+        return param.grad.placements != param.placements
+    return False
 
 
 def local_gradient(param: Tensor) -> Tensor | None:
@@ -127,41 +114,35 @@ def describe_group(group: Mapping[str, Any], own: Iterable[str] = ()) -> str:
     return ", ".join(f"{key} {value}" for key, value in numbers.items())
 
 
-def check_groups(groups: object) -> list[dict[str, Any]]:
+def check_groups(groups: Any) -> list[dict[str, Any]]:
     """Reject parameters that do not come from `amo_dist.param_groups`.
 
     Raises:
         ValueError: With the remedy.
     """
-    remedy = "expected the groups that amo_dist.param_groups(model) returns, or splits of them"
-    if not isinstance(groups, Sequence) or not groups:
-        raise ValueError(f"params: found {type(groups).__name__}, {remedy}")
+    remedy = "the groups that amo_dist.param_groups(model) returns, or splits of them"
+    storage = (
+        "one with storage: call model.to_empty(device=...) and initialise before the optimizer is "
+        "built, since its state is made at once"
+    )
+    is_list = isinstance(groups, Sequence) and len(groups) > 0
+    require(is_list, "params", type(groups).__name__, remedy)
     for group in groups:
-        if not isinstance(group, Mapping) or "algorithm" not in group:
-            raise ValueError(f"params: found {type(group).__name__} without 'algorithm', {remedy}")
-        if group["algorithm"] not in ALGORITHMS:
-            raise ValueError(
-                f"algorithm: found {group['algorithm']!r}, expected one of {ALGORITHMS}"
-            )
-        named = all(isinstance(item, tuple) and len(item) == 2 for item in group["params"])
-        if not named or not group["params"]:
-            raise ValueError(f"params: found a group without (name, parameter) pairs, {remedy}")
-        _check_parameters(group)
+        is_group = isinstance(group, Mapping) and "algorithm" in group
+        require(is_group, "params", f"{type(group).__name__} without 'algorithm'", remedy)
+        algorithm = group["algorithm"]
+        require(algorithm in ALGORITHMS, "algorithm", repr(algorithm), f"one of {ALGORITHMS}")
+        params = group["params"]
+        is_named = all(isinstance(item, tuple) and len(item) == 2 for item in params)
+        found = "a group without (name, parameter) pairs"
+        require(is_named and len(params) > 0, "params", found, remedy)
+        for name, param in params:
+            require(not param.is_meta, name, "a meta tensor", storage)
+            found = f"dtype {param.dtype}"
+            require(param.is_floating_point(), name, found, "a floating dtype")
+            has_views = algorithm == "adamw" or bool(group.get("matrix_views", {}).get(name))
+            require(has_views, name, "no matrix view", "one in 'matrix_views'")
     return [dict(group) for group in groups]
-
-
-def _check_parameters(group: Mapping[str, Any]) -> None:
-    for name, param in group["params"]:
-        if param.is_meta:
-            raise ValueError(
-                f"{name}: found a meta tensor, expected one with storage: call "
-                "model.to_empty(device=...) and initialise before the optimizer is built, since "
-                "its state is made at once"
-            )
-        if not param.is_floating_point():
-            raise ValueError(f"{name}: found dtype {param.dtype}, expected a floating dtype")
-        if group["algorithm"] == "muon" and not group.get("matrix_views", {}).get(name):
-            raise ValueError(f"{name}: found no matrix view, expected one in 'matrix_views'")
 
 
 def resolve(
@@ -187,36 +168,21 @@ def resolve(
         for name, param in zip(names[index], group["params"], strict=True):
             layout = layout_of(param, name, replica_ranks)
             entries.append(Entry(name, param, index, tuple(views[index].get(name, ())), layout))
-    _check_unique([entry.name for entry in entries])
-    for entry in entries:
-        if entry.param.device != entries[0].param.device:
-            raise ValueError(
-                f"{entry.name}: found it on {entry.param.device}, expected all parameters on one "
-                f"device: {entries[0].name} is on {entries[0].param.device}"
-            )
+    for name, count in Counter(entry.name for entry in entries).items():
+        require(count == 1, "params", f"{name} more than once", "unique names")
+    first = entries[0]
     matrices: list[MatrixLayout] = []
     for tensor, entry in enumerate(entries):
+        expected = f"that of {first.name}, {first.param.device}"
+        is_there = entry.param.device == first.param.device
+        require(is_there, entry.name, f"device {entry.param.device}", expected)
         cut = [
             matrix_layout(entry.name + view.suffix, entry.layout, tensor, view.boxes, view.dim)
             for view in entry.views
         ]
-        if cut and sum(matrix.num_elements for matrix in cut) != math.prod(entry.layout.shape):
-            raise ValueError(
-                f"{entry.name}: found views of {sum(m.num_elements for m in cut)} elements, "
-                f"expected to cover all {math.prod(entry.layout.shape)}"
-            )
+        size, covered = math.prod(entry.layout.shape), sum(each.num_elements for each in cut)
+        found = f"views of {covered} elements"
+        require(not cut or covered == size, entry.name, found, f"to cover all {size}")
         matrices += cut
     types = tuple(view.operator_type for entry in entries for view in entry.views)
     return Parameters(tuple(entries), tuple(matrices), types)
-
-
-def _view_shape(layout: TensorLayout, view: MatrixView) -> tuple[int, int]:
-    return matrix_layout("", layout, 0, view.boxes, view.dim).shape
-
-
-def _check_unique(names: Sequence[str]) -> None:
-    repeated = sorted({name for name in names if names.count(name) > 1})
-    if repeated:
-        raise ValueError(
-            f"params: found {', '.join(repeated)} more than once, expected unique names"
-        )

@@ -55,23 +55,34 @@ def param_groups(
             unused expression, two parameters of one name, or FSDP1, which hides the matrices.
     """
     factors = lr_multipliers or {}
-    expressions = {"patterns": patterns or {}, "no_decay": no_decay, "lr_multipliers": factors}
-    _check_options(no_decay, factors)
+    # A bare string would be taken letter by letter.
+    require(not isinstance(no_decay, str), "no_decay", no_decay, "a list of expressions")
+    for pattern, factor in factors.items():
+        is_valid = math.isfinite(factor) and factor > 0
+        require(is_valid, f"lr_multipliers[{pattern!r}]", factor, "a number > 0")
     targets = check_patterns(patterns)
-    parts = [model] if isinstance(model, nn.Module) else list(model)
-    named, num_frozen = _named_parameters(parts)
-    require(bool(named), "model", f"{num_frozen} frozen parameters", "one to train, at least")
-    if not allow_unused:
-        _reject_unused(expressions, parts)
+    names = _names([model] if isinstance(model, nn.Module) else model)
+    expressions = {"patterns": targets, "no_decay": no_decay, "lr_multipliers": factors}
+    for field, some in expressions.items():
+        check_expressions(field, some)
+        for pattern in () if allow_unused else some:
+            is_used = any(re.fullmatch(pattern, name) for name in names.values())
+            expected = "one that matches the whole of a cleaned name (allow_unused=True accepts it)"
+            require(is_used, field, f"{pattern!r}, which matches no parameter", expected)
     groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
     reasons: dict[str, str] = {}
-    for name, parameter in named.items():
+    for parameter, name in names.items():
+        if not parameter.requires_grad:
+            continue
+        require(name not in reasons, "model", f"two parameters {name!r}", "distinct names")
         views, reasons[name] = classify_with_reason(name, tuple(parameter.shape), targets)
         key = (not views, _first_match(no_decay, name) >= 0, _first_match(factors, name))
         group = groups.setdefault(key, _new_group(*key, [*factors.values()]))
         group["params"].append((name, parameter))
         if views:
             group["matrix_views"][name] = views
+    num_frozen = len(names) - len(reasons)
+    require(bool(groups), "model", f"{num_frozen} frozen parameters", "one to train, at least")
     result = [groups[key] for key in sorted(groups)]
     if report:
         print(describe(result, reasons, num_frozen))
@@ -91,55 +102,29 @@ def describe(
         num_frozen: How many parameters were left out.
     """
     rows = [("parameter", "shape", "operator type")]
-    counts: Counter[str] = Counter()
-    entries: Counter[str] = Counter()
+    counts, entries = Counter[str](), Counter[str]()
     for group in groups:
+        notes = [f"{key} {group[key]}" for key in ("weight_decay", "lr_scale") if key in group]
         for name, parameter in group["params"]:
             views = group.get("matrix_views", {}).get(name, ())
-            kinds = [view.operator_type for view in views]
-            counts.update(kinds or [ADAMW])
+            kinds = [view.operator_type for view in views] or [ADAMW]
+            counts.update(kinds)
             entries["orthogonalized" if views else ADAMW] += parameter.numel()
-            kind = _kind(group, kinds, (reasons or {}).get(name, ""))
+            number = f"{len(views)} matrices" if len(views) > 1 else ""
+            told = "; ".join(filter(None, [number, (reasons or {}).get(name), *notes]))
+            kind = ", ".join(sort_operator_types(kinds)) + (f" ({told})" if told else "")
             rows.append((name, str(tuple(parameter.shape)), kind))
-    summary = [(kind, str(counts[kind])) for kind in sort_operator_types(set(counts) - {ADAMW})]
-    summary += [(ADAMW, str(counts[ADAMW]))] if ADAMW in counts else []
+    summary = [(kind, str(counts[kind])) for kind in sort_operator_types(counts)]
     totals = [f"{number:,} entries {kind}" for kind, number in entries.items()]
     totals += [f"{num_frozen} frozen parameters left out"] if num_frozen else []
     table = [*_align(rows), "", *_align([("operator type", "count"), *summary])]
     return "\n".join([*table, "", ", ".join(totals)])
 
 
-def _kind(group: Mapping[str, Any], kinds: Sequence[str], reason: str) -> str:
-    notes = [f"{len(kinds)} matrices"] if len(kinds) > 1 else []
-    notes += [reason] if reason else []
-    notes += [f"{key} {group[key]}" for key in ("weight_decay", "lr_scale") if key in group]
-    types = ", ".join(sort_operator_types(kinds)) or ADAMW
-    return types + (f" ({'; '.join(notes)})" if notes else "")
-
-
 def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
     widths = [max(len(cell) for cell in column) for column in zip(*rows, strict=True)]
     padded = [[cell.ljust(w) for cell, w in zip(row, widths, strict=True)] for row in rows]
     return ["  ".join(cells).rstrip() for cells in padded]
-
-
-def _check_options(no_decay: Sequence[str], lr_multipliers: Mapping[str, float]) -> None:
-    # A bare string would be taken letter by letter.
-    require(not isinstance(no_decay, str), "no_decay", no_decay, "a list of expressions")
-    check_expressions("no_decay", no_decay)
-    check_expressions("lr_multipliers", lr_multipliers)
-    for pattern, factor in lr_multipliers.items():
-        is_valid = math.isfinite(factor) and factor > 0
-        require(is_valid, f"lr_multipliers[{pattern!r}]", factor, "a number > 0")
-
-
-def _reject_unused(expressions: Mapping[str, Iterable[str]], parts: Sequence[nn.Module]) -> None:
-    names = [clean_name(name) for part in parts for name, _ in part.named_parameters()]
-    expected = "one that matches the whole of a cleaned name (allow_unused=True accepts it)"
-    for field, patterns in expressions.items():
-        for pattern in patterns:
-            is_used = any(re.fullmatch(pattern, name) for name in names)
-            require(is_used, field, f"{pattern!r}, which matches no parameter", expected)
 
 
 def _first_match(patterns: Iterable[str], name: str) -> int:
@@ -161,28 +146,14 @@ def _new_group(
     return group
 
 
-def _named_parameters(parts: Sequence[nn.Module]) -> tuple[dict[str, nn.Parameter], int]:
-    """Parameters to train by cleaned name, each once, and the number of frozen ones."""
-    named: dict[str, nn.Parameter] = {}
-    seen: set[int] = set()
-    num_frozen = 0
+def _names(parts: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
+    """The cleaned name of each parameter, the first one where it is tied."""
+    names: dict[nn.Parameter, str] = {}
     for part in parts:
-        _reject_fsdp1(part)
-        for raw_name, parameter in part.named_parameters():
-            if id(parameter) in seen:
-                continue
-            seen.add(id(parameter))
-            if not parameter.requires_grad:
-                num_frozen += 1
-                continue
-            name = clean_name(raw_name)
-            require(name not in named, "model", f"two parameters {name!r}", "distinct names")
-            named[name] = parameter
-    return named, num_frozen
-
-
-def _reject_fsdp1(part: nn.Module) -> None:
-    for name, module in part.named_modules():
-        is_fsdp1 = type(module).__name__ == "FullyShardedDataParallel"
-        found = f"FullyShardedDataParallel at {name!r}"
-        require(not is_fsdp1, "model", found, "fully_shard (FSDP1 flattens the matrices)")
+        for name, module in part.named_modules():
+            is_fsdp1 = type(module).__name__ == "FullyShardedDataParallel"
+            found = f"FullyShardedDataParallel at {name!r}"
+            require(not is_fsdp1, "model", found, "fully_shard (FSDP1 flattens the matrices)")
+        for name, parameter in part.named_parameters():
+            names.setdefault(parameter, clean_name(name))
+    return names

@@ -96,8 +96,7 @@ def classify(
         ValueError: a matrix inside a block that nothing matches; a pattern that does not fit the
             shape; a malformed pattern.
     """
-    views, _ = classify_with_reason(clean_name(name), tuple(shape), check_patterns(patterns))
-    return views
+    return classify_with_reason(clean_name(name), tuple(shape), check_patterns(patterns))[0]
 
 
 def classify_with_reason(
@@ -124,8 +123,7 @@ def classify_with_reason(
     built_in = _built_in(name, shape) if len(shape) <= 3 else None
     if built_in is not None:
         return cut_views(name, shape, built_in), ""
-    is_expert = len(shape) == 3 and "expert" in name
-    if _BLOCK.search(name) and (len(shape) == 2 or is_expert):
+    if _BLOCK.search(name) and (len(shape) == 2 or (len(shape) == 3 and "expert" in name)):
         raise _unknown_matrix(name, shape)
     return None, "outside of any block" if len(shape) == 2 else f"{len(shape)}-D"
 
@@ -136,8 +134,17 @@ def check_patterns(patterns: Patterns | None) -> Patterns:
     Raises:
         ValueError: An expression is malformed, or a value is none of the kinds in `Patterns`.
     """
-    check_expressions("patterns", patterns or {})
-    return {pattern: _check_target(pattern, target) for pattern, target in (patterns or {}).items()}
+    checked = dict(patterns or {})
+    check_expressions("patterns", checked)
+    for pattern, target in checked.items():
+        is_valid = target is None or isinstance(target, (str, Fused))
+        expected = "an operator type, 'adamw', None or Fused"
+        require(is_valid, f"patterns[{pattern!r}]", target, expected)
+        if isinstance(target, str) and target.casefold() == ADAMW:
+            checked[pattern] = None
+        elif isinstance(target, str):
+            check_operator_type(target)
+    return checked
 
 
 def check_expressions(field: str, patterns: Iterable[str]) -> None:
@@ -158,25 +165,12 @@ def _built_in(name: str, shape: tuple[int, ...]) -> Target:
     for tail, template in _BUILT_IN:
         if match := _ends_in(name, tail):
             return match.expand(template)
-    return _gpt2_qkv(shape) if _ends_in(name, _GPT2_QKV) else None
-
-
-def _gpt2_qkv(shape: tuple[int, ...]) -> Fused | None:
-    """GPT-2 keeps (in, 3 * out), nanoGPT (3 * out, in); both have out = in."""
     size = min(shape)
-    if shape not in ((3 * size, size), (size, 3 * size)):
-        return None
-    return Fused((("attn_q", size), ("attn_k", size), ("attn_v", size)), dim=int(shape[0] == size))
-
-
-def _check_target(pattern: str, target: Target) -> Target:
-    is_valid = target is None or isinstance(target, (str, Fused))
-    require(is_valid, f"patterns[{pattern!r}]", target, "an operator type, 'adamw', None or Fused")
-    if isinstance(target, str):
-        if target.casefold() == ADAMW:
-            return None
-        check_operator_type(target)
-    return target
+    if _ends_in(name, _GPT2_QKV) and sorted(shape) == [size, 3 * size]:
+        # GPT-2 keeps (in, 3 * out), nanoGPT (3 * out, in); both have out = in.
+        parts = (("attn_q", size), ("attn_k", size), ("attn_v", size))
+        return Fused(parts, dim=int(shape[0] == size))
+    return None
 
 
 def _unknown_matrix(name: str, shape: tuple[int, ...]) -> ValueError:

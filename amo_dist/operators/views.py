@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from amo_dist.config import Box
 
@@ -61,7 +61,6 @@ class Fused:
         for operator_type in types:
             check_operator_type(operator_type)
         require(self.dim in (0, 1), "Fused.dim", self.dim, "0 (rows) or 1 (columns)")
-        require(self.groups >= 1, "Fused.groups", self.groups, "an integer >= 1")
         unknown = sorted(set(self.heads) - set(types))
         require(not unknown, "Fused.heads", unknown, f"operator types among {types}")
         for operator_type, size in parts:
@@ -85,10 +84,10 @@ def cut_views(name: str, shape: tuple[int, ...], target: str | Fused) -> tuple[M
     """
     require(len(shape) in (2, 3), name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
     whole = ((0, shape[-2]), (0, shape[-1]))
-    if isinstance(target, Fused):
-        matrix = _fused_views(name, whole, target)
-    else:
+    if isinstance(target, str):
         matrix = [MatrixView("", target, None)]
+    else:
+        matrix = _fused_views(name, whole, target)
     if len(shape) == 2:
         return tuple(matrix)
     views = []
@@ -107,28 +106,21 @@ def _fused_views(name: str, whole: Box, fused: Fused) -> list[MatrixView]:
     labels = _labels([operator_type for operator_type, _ in fused.parts])
     views, offset = [], 0
     for (operator_type, size), label in zip(fused.parts, labels, strict=True):
-        share = size // fused.groups
-        stride = total // fused.groups
-        pieces = [(g * stride + offset, g * stride + offset + share) for g in range(fused.groups)]
-        offset += share
-        num_heads = fused.heads.get(operator_type)
-        for head in range(num_heads or 1):
-            length = size // (num_heads or 1)
-            ranges = _cut(pieces, head * length, (head + 1) * length)
-            suffix = f"[{label}]" if num_heads is None else f"[{label}.{head}]"
+        share, stride = size // fused.groups, total // fused.groups
+        num_heads = fused.heads.get(operator_type, 1)
+        for head in range(num_heads):
+            start, stop = head * size // num_heads, (head + 1) * size // num_heads
+            # Of each group what falls to the head, counted in the part, and how far to shift it.
+            found = [
+                (max(start, g * share), min(stop, (g + 1) * share), g * (stride - share) + offset)
+                for g in range(fused.groups)
+            ]
+            ranges = [(low + shift, high + shift) for low, high, shift in found if low < high]
             boxes = tuple((r, whole[1]) if fused.dim == 0 else (whole[0], r) for r in ranges)
+            suffix = f"[{label}.{head}]" if operator_type in fused.heads else f"[{label}]"
             views.append(MatrixView(suffix, operator_type, boxes, fused.dim))
+        offset += share
     return views
-
-
-def _cut(pieces: Sequence[tuple[int, int]], start: int, stop: int) -> Iterator[tuple[int, int]]:
-    """The ranges at positions ``start`` to ``stop`` of the concatenated pieces."""
-    position = 0
-    for low, high in pieces:
-        first, last = max(start, position), min(stop, position + high - low)
-        if first < last:
-            yield low + first - position, low + last - position
-        position += high - low
 
 
 def _labels(operator_types: Sequence[str]) -> list[str]:

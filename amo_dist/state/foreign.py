@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from amo_dist.operators import clean_name
+from amo_dist.operators.patterns import clean_name
 from amo_dist.state.load import Loadable, check_source, describe_origin
 
 

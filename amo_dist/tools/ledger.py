@@ -30,13 +30,14 @@ def sent_by_owner(
         lambda: torch.zeros((2, num_ranks), dtype=torch.int64)
     )
     for job in jobs:
-        elements = matrices[job.matrix].elements_by_rank
+        matrix = matrices[job.matrix]
         for count, ranks in zip(counts[job.owner], (job.sources, job.targets), strict=True):
             # By identity: matrices of one shape and layout share these objects.
-            held = known.get((id(elements), id(ranks)))
+            key = id(matrix.pieces_by_rank), id(ranks)
+            held = known.get(key)
             if held is None:
-                held = known[id(elements), id(ranks)] = torch.zeros(num_ranks, dtype=torch.int64)
-                held[list(ranks)] = torch.tensor([elements.get(rank, 0) for rank in ranks])
+                held = known[key] = torch.zeros(num_ranks, dtype=torch.int64)
+                held[list(ranks)] = torch.tensor([matrix.held_by(rank) for rank in ranks])
             count += held
     for owner, found in counts.items():
         found[:, owner] = 0  # what the owner holds itself goes nowhere

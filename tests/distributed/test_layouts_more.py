@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.distributed.layout import mesh_layout
 from amo_dist.kernels.interface import Orthogonalizer
-from amo_dist.operators import Fused, classify
+from amo_dist.operators.patterns import classify
+from amo_dist.operators.views import Fused
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.layouts import cut_view, local_tensor

@@ -48,8 +48,9 @@ def disagree(rank: int, world_size: int, fault: str) -> str:
     lr = 0.02 if rank == 1 and fault == "rate" else 0.01
     if rank == 1 and fault == "config":
         fields["seed"] = 43
-    groups = param_groups(model)
-    world = dist.group.WORLD
+    patterns = {WK: "attn_other"} if rank == 1 and fault == "type" else None
+    groups = param_groups(model, patterns=patterns)
+    world = None if rank == 1 and fault == "layout" else dist.group.WORLD
     if fault == "schedule":
         schedule = "you" if rank == 1 else "kj"
         optimizer = Muon(groups, schedule=schedule, config=MuonConfig(), process_group=world)
@@ -72,12 +73,14 @@ def disagree(rank: int, world_size: int, fault: str) -> str:
     [
         ("config", "RankMismatchError", ["rank(s) 1", "seed = 42", "seed = 43"]),
         ("name", "RankMismatchError", [f"rank 0 has {WK}", "rank 1 has layers.9.attention.wk"]),
-        ("missing", "RankMismatchError", [f"rank 0 has {WK} (and 0 more), rank 1 has not"]),
-        ("order", "RankMismatchError", ["on rank 0", "on rank 1", WQ]),
-        ("dtype", "RankMismatchError", [WK, "torch.float32", "torch.bfloat16", "on rank 1"]),
-        ("shape", "RankMismatchError", [WK, "(3, 8)", "(6, 8)", "on rank 1"]),
+        ("missing", "RankMismatchError", [f"rank 0 has {WK}", "rank 1 has nothing"]),
+        ("order", "RankMismatchError", [f"rank 0 has {WQ}", "rank 1 has "]),
+        ("dtype", "RankMismatchError", ["torch.float32", f"rank 1 has {WK}", "torch.bfloat16"]),
+        ("shape", "RankMismatchError", ["(3, 8)", f"rank 1 has {WK}", "(6, 8)"]),
+        ("type", "RankMismatchError", ["attn_k", f"rank 1 has {WK}", "attn_other"]),
+        ("layout", "RankMismatchError", [f"rank 0 has {WQ}", "rank 1 has nothing"]),
         ("schedule", "RankMismatchError", ["rank(s) 1 differ from rank 0"]),
-        ("rate", "RankMismatchError", ["lr 0.01", "lr 0.02", "on rank 1"]),
+        ("rate", "RankMismatchError", ["lr 0.01", "rank 1 has", "lr 0.02"]),
         # Ranks 0 and 2 have one; the greater is named.
         ("gradient", "MissingGradientError", [WK, "on rank 2 and none on rank 1"]),
         ("nan", "NonFiniteGradientError", [WK, "on rank 1"]),

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+from amo_dist.distributed import agreement
 from amo_dist.distributed.agreement import (
     RankMismatchError,
     broadcast_text,
@@ -15,21 +16,22 @@ from amo_dist.distributed.agreement import (
     control_device,
     gather_json,
     gather_text,
-    is_alike,
     max_over,
     sum_over,
 )
 from amo_dist.engine import world
 
 
-def entry(name: str, **fields: Any) -> dict[str, Any]:
-    found = {"dtype": "torch.float32", "layout": "L", "ranks": [0, 1], "matrices": []}
-    found["hyperparameters"] = "lr 0.5"
-    return {"name": name, **found, **fields}
+def parameter(name: str, *ranks: int, operator_type: str = "") -> tuple[Any, ...]:
+    matrices = [(name, (2, 3), operator_type)] if operator_type else []
+    return name, ranks, matrices
 
 
-def matrix(name: str, operator_type: str = "attn_q", **fields: Any) -> dict[str, Any]:
-    return entry(name, matrices=[[name, [2, 3], operator_type]], **fields)
+def compare(monkeypatch: pytest.MonkeyPatch, by_rank: list[Any]) -> None:
+    """Let ranks compare what they hold, without processes."""
+    gathered = [list(found.items()) for found in by_rank]
+    monkeypatch.setattr(agreement, "gather_json", lambda value, group: gathered)
+    check_alike_by_ranks("things", by_rank[0], None)
 
 
 def test_without_a_group_everything_is_the_identity() -> None:
@@ -38,7 +40,6 @@ def test_without_a_group_everything_is_the_identity() -> None:
     assert broadcast_text("grüße", None) == "grüße"
     assert gather_text("a", None) == ["a"]
     assert gather_json({"a": [1]}, None) == [{"a": [1]}]
-    assert is_alike("a", None)
     assert control_device(None) == torch.device("cpu")
     check_alike("anything", "text", None)
     check_alike_by_ranks("anything", {(0,): "text"}, None)
@@ -47,47 +48,57 @@ def test_without_a_group_everything_is_the_identity() -> None:
 @pytest.mark.parametrize(
     ("one", "two", "expected"),
     [
-        (["a", "b"], ["a"], ["rank 0 has b (and 0 more), rank 1 has not"]),
-        (["a"], ["a", "c", "d"], ["rank 1 has c (and 1 more), rank 0 has not"]),
-        (["a", "b"], ["a", "x"], ["rank 0 has b", "rank 1 has x"]),
-        (["a", "b"], ["b", "a"], ["number 0 is a (adamw", "on rank 0, b (adamw", "on rank 1"]),
+        ("a\nb\nd", "a\nd", "rank 0 has b; rank 1 has nothing"),
+        ("a", "a\nc\nd", "rank 0 has nothing; rank 1 has c"),
+        ("a\nb\nd", "a\nd\nx", "rank 0 has b; rank 1 has x"),
+        ("z\na\nb", "z\nb\na", "rank 0 has a; rank 1 has b"),
+        ("a\na", "a", "rank 0 has a; rank 1 has nothing"),
+        ("a", "", "rank 0 has a; rank 1 has "),
+        ("a", "a\n", "rank 0 has nothing; rank 1 has "),
     ],
 )
-def test_names_that_differ_are_told(one: list[str], two: list[str], expected: list[str]) -> None:
-    by_rank = [[entry(name) for name in names] for names in (one, two)]
+def test_lines_that_differ_are_told(
+    monkeypatch: pytest.MonkeyPatch, one: str, two: str, expected: str
+) -> None:
     with pytest.raises(RankMismatchError) as caught:
-        world._check_shared(by_rank)
-    for part in expected:
-        assert part in str(caught.value)
+        compare(monkeypatch, [{(0, 1): one}, {(0, 1): two}])
+    assert str(caught.value) == f"things: rank(s) 1 differ from rank 0; {expected}"
 
 
-@pytest.mark.parametrize(
-    ("field", "found", "shown"),
-    [
-        ("dtype", "torch.bfloat16", "torch.bfloat16"),
-        ("layout", "M", "M,"),
-        ("matrices", [["a", [2, 3], "attn_k"]], "attn_k"),
-        ("hyperparameters", "lr 0.25", "lr 0.25"),
-    ],
-)
-def test_a_field_that_differs_is_told(field: str, found: Any, shown: str) -> None:
-    by_rank = [[matrix("z"), matrix("a")], [matrix("z"), {**matrix("a"), field: found}]]
-    with pytest.raises(RankMismatchError, match=r"number 1 is a .* on rank 0, a .* on rank 1") as e:
-        world._check_shared(by_rank)
-    assert shown in str(e.value)
+def test_a_rank_that_does_not_know_of_a_set_it_belongs_to_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with pytest.raises(RankMismatchError) as caught:
+        compare(monkeypatch, [{(0, 2, 1): "a"}, {(1,): "a"}, {(0, 2, 1): "a"}])
+    expected = "rank(s) 1 differ from rank 0; rank 0 has a; rank 1 has nothing"
+    assert str(caught.value) == f"things: {expected}"
 
 
-def test_ranks_that_share_nothing_may_differ() -> None:
-    world._check_shared([[entry("a", ranks=[0])], [entry("b", ranks=[1])]])
+def test_all_ranks_of_a_set_that_differ_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    by_rank = [{(3, 1, 2): text} if text else {} for text in ("", "a", "b", "b")]
+    with pytest.raises(RankMismatchError, match=r"rank\(s\) 1 differ from rank 3; rank 3 has b"):
+        compare(monkeypatch, by_rank)
+
+
+def test_ranks_that_share_nothing_may_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    compare(monkeypatch, [{(0,): "a"}, {(1,): "b"}])
 
 
 def test_one_name_for_two_matrices_is_an_error() -> None:
-    by_rank = [[matrix("a", ranks=[0])], [matrix("a", "attn_k", ranks=[1])]]
+    by_rank = [
+        [parameter("a", 0, operator_type="attn_q")],
+        [parameter("a", 1, operator_type="attn_k")],
+    ]
     with pytest.raises(RankMismatchError, match=r"a: rank 0 has .*attn_q.*; rank 1 has .*attn_k"):
-        world._registry(by_rank)
+        world._survey(by_rank)
 
 
 def test_the_registry_holds_the_matrices_of_all_ranks_sorted() -> None:
-    by_rank = [[matrix("b", ranks=[0])], [matrix("a", ranks=[1]), entry("n", ranks=[1])]]
-    assert [info.name for info in world._registry(by_rank)] == ["a", "b"]
-    assert world._homes(by_rank) == {"b": (0,), "a": (1,)}
+    by_rank = [
+        [parameter("b", 0, operator_type="attn_q")],
+        [parameter("a", 1, operator_type="attn_q"), parameter("n", 1, 2)],
+    ]
+    registry, homes, slots = world._survey(by_rank)
+    assert [info.name for info in registry] == ["a", "b"]
+    assert homes == {"b": (0,), "a": (1,)}
+    assert slots == (("a", ()), ("b", ()), ("n", (1, 2)))

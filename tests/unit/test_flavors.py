@@ -15,7 +15,7 @@ from torch import nn
 
 import torchtitan_ext
 from amo_dist.config import OPERATOR_TYPES
-from amo_dist.operators import param_groups
+from amo_dist.operators.groups import param_groups
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them

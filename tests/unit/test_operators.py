@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import Box
-from amo_dist.operators import Fused, MatrixView, classify, clean_name
+from amo_dist.operators.patterns import classify, clean_name
+from amo_dist.operators.views import Fused, MatrixView
 
 
 def extract(parameter: Tensor, view: MatrixView) -> Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 
 from amo_dist.config import sort_operator_types
-from amo_dist.operators import MatrixView, describe, param_groups
+from amo_dist.operators.groups import describe, param_groups
+from amo_dist.operators.views import MatrixView
 
 with warnings.catch_warnings():
     # torchtitan compiles a function on import, which goes through deprecated parts of torch.

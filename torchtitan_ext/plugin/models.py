@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torchtitan.models.llama3 import TransformerModelArgs
 from torchtitan.models.qwen3 import Qwen3ModelArgs
 
-from amo_dist.operators import clean_name
+from amo_dist.operators.patterns import clean_name
 from amo_dist.tools.shapes import MODELS, DecoderShape
 
 INIT_STD = 0.02

@@ -14,7 +14,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from amo_dist.config import MuonConfig
-from amo_dist.operators import clean_name, param_groups
+from amo_dist.operators.groups import param_groups
+from amo_dist.operators.patterns import clean_name
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer

@@ -14,7 +14,7 @@ import torch
 
 import torchtitan_ext
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_layout
-from amo_dist.operators import param_groups
+from amo_dist.operators.groups import param_groups
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.types import MatrixInfo
