@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,8 @@ from torch import Tensor
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import broadcast_text
 from amo_dist.distributed.spans import span
-from amo_dist.engine.driver import AgreeOnText, Driver, agree_on_values
+from amo_dist.engine.driver import Driver, agree_on_values
+from amo_dist.engine.gradients import GradientCheck
 from amo_dist.engine.observer import Observer
 from amo_dist.engine.orders import Orders, Probe
 from amo_dist.engine.world import World
@@ -29,28 +30,24 @@ class AdaptiveDriver(Driver):
         super().__init__(policy, config, *counts)
         self._observer = Observer(in_background=policy.observes_in_background)
         self._under_way: Orders | None = None
-        self._agree_on_text: AgreeOnText | None = None
 
-    def connect(self, world: World, agree_on_text: AgreeOnText) -> None:
+    def connect(self, world: World) -> None:
         """As `Driver.connect`; then plans where that is due, as before the first step of ROOT."""
-        super().connect(world, agree_on_text)
+        super().connect(world)
         self._plan_where_due(self.steps_taken)
 
-    def resume(self, world: World, agree_on_text: AgreeOnText) -> None:
-        """As `Driver.resume`."""
-        super().resume(world, agree_on_text)
-        self._agree_on_text = agree_on_text
-
-    def begin(self) -> None:
+    def begin(self, check: GradientCheck | None) -> None:
         """Agree on what was observed, and plan where it is time to; a collective if there is one.
 
         Raises:
             RankMismatchError: On every rank, where an observation in the background failed on some.
         """
-        if self._under_way is None:
-            return
-        orders, self._under_way = self._under_way, None
-        found = self._collect(orders.step)
+        if self._under_way is not None:
+            assert check is not None
+            orders, self._under_way = self._under_way, None
+            self._take_in(orders, self._collect(orders.step, check))
+
+    def _take_in(self, orders: Orders, found: Mapping[str, Tensor]) -> None:
         self.observe_seconds = self._observer.reset_seconds()
         with span("amo::observe"):
             values = agree_on_values(found, orders.observed, self.world)
@@ -69,22 +66,20 @@ class AdaptiveDriver(Driver):
     def finish(self, orders: Orders, *, skipped: bool) -> None:
         """As `Driver.finish`; takes the observation in, unless it goes on in the background."""
         super().finish(orders, skipped=skipped)
-        if orders.observed:
+        if orders.observed and self._observer.in_background:
             self._under_way = orders
-            if not self._observer.in_background:
-                self.begin()
+        elif orders.observed:
+            self._take_in(orders, self._observer.collect())
 
     def discard(self) -> None:
         """Give up what is under way: another driver takes over."""
         self._observer.discard()
 
-    def _collect(self, step: int) -> dict[str, Tensor]:
-        """What this rank measured at a step; a collective in the background.
+    def _collect(self, step: int, check: GradientCheck) -> dict[str, Tensor]:
+        """What this rank measured in the background; a collective.
 
-        There a rank may have failed since, or know of no observation: then all raise.
+        A rank may have failed since, or know of no observation: then all raise.
         """
-        if not self._observer.in_background:
-            return self._observer.collect()
         found: dict[str, Tensor] = {}
         failure: Exception | None = None
         try:
@@ -92,8 +87,7 @@ class AdaptiveDriver(Driver):
         except Exception as error:
             failure = error
         outcome = "done" if failure is None else f"{type(failure).__name__}: {failure}"
-        assert self._agree_on_text is not None
-        self._agree_on_text(f"observation of step {step}: {outcome}")
+        check.agree_on_text(f"observation of step {step}: {outcome}")
         if failure is not None:
             raise failure
         return found

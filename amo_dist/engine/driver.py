@@ -6,13 +6,14 @@ import hashlib
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike, sum_over
 from amo_dist.distributed.spans import span
+from amo_dist.engine.gradients import GradientCheck
 from amo_dist.engine.orders import Orders, Probe
 from amo_dist.engine.world import World
 from amo_dist.kernels.geometry import ns_residual
@@ -20,9 +21,6 @@ from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 logger = logging.getLogger(__name__)
-
-AgreeOnText = Callable[[str], None]
-"""Raises on every rank where the ranks of the world pass unlike texts; a collective."""
 
 
 class Driver:
@@ -57,7 +55,7 @@ class Driver:
         assert self._world is not None
         return self._world
 
-    def connect(self, world: World, agree_on_text: AgreeOnText) -> None:
+    def connect(self, world: World) -> None:
         """Take the structure on which all ranks agreed; a collective over the world.
 
         Raises:
@@ -66,13 +64,13 @@ class Driver:
         """
         _check_state_alike(self.policy, self.steps_taken, world)
         self.policy.bind(world.registry)
-        self.resume(world, agree_on_text)
+        self.resume(world)
 
-    def resume(self, world: World, agree_on_text: AgreeOnText) -> None:
+    def resume(self, world: World) -> None:
         """Go on in a world that is known, with a policy that is bound; communicates nothing."""
         self._world = world
 
-    def begin(self) -> None:
+    def begin(self, check: GradientCheck | None) -> None:
         """What must be done before the next step, or before state is saved."""
 
     def orders(self, matrices: Sequence[str]) -> Orders:

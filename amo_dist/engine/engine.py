@@ -17,7 +17,7 @@ from amo_dist.distributed.spans import span
 from amo_dist.engine import adamw
 from amo_dist.engine.batches import Batches
 from amo_dist.engine.exchange_planning import plan_exchanges
-from amo_dist.engine.gradients import GradientCheck, Verdict
+from amo_dist.engine.gradients import GradientCheck
 from amo_dist.engine.orders import Orders
 from amo_dist.engine.parameters import Parameters, describe_group
 from amo_dist.engine.rule import UpdateRule
@@ -93,12 +93,7 @@ class Engine:
         self.world = world
         self.check = GradientCheck(world, self.parameters, self._config, self.kernels)
 
-    def agree_on_text(self, text: str) -> None:
-        """See `GradientCheck.agree_on_text`."""
-        assert self.check is not None
-        self.check.agree_on_text(text)
-
-    def agree(self, orders: Orders, intent: Sequence[str]) -> Verdict:
+    def agree(self, orders: Orders, intent: Sequence[str]) -> tuple[str, list[Tensor | None]]:
         """Agree on what a step is about to do and on its gradients; a collective over the world.
 
         Whether this rank plans an exchange is part of it: planning is a collective.
@@ -106,6 +101,9 @@ class Engine:
         Args:
             orders: Of the step.
             intent: Lines that must be alike on all ranks.
+
+        Returns:
+            As `GradientCheck.agree`.
 
         Raises:
             As `GradientCheck.agree`.
@@ -203,9 +201,8 @@ class Engine:
         return results
 
     def _step_adamw(self) -> None:
-        implementation = self._config.adamw_implementation
-        entries = self.parameters.entries
-        adamw.step_adamw(entries, self._grads, self._state, self._groups, implementation)
+        entries, how = self.parameters.entries, self._config.adamw_implementation
+        adamw.step_adamw(entries, self._grads, self._state, self._groups, how)
 
     # ---------------------------------------------------------------- exchange
 
@@ -241,9 +238,7 @@ class Engine:
             for matrix, schedule in zip(self.parameters.matrices, schedules, strict=True)
         )
         counts = {f"newton_schulz/{name}_matrices": float(backends[name]) for name in BACKENDS[1:]}
+        num_bytes = sum(exchange.sent_bytes.total() for exchange in self.exchanges)
         elements = sum(exchange.sent_elements.total() for exchange in self.exchanges)
-        return {
-            **counts,
-            "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
-            "exchange/sent_elements": float(elements),
-        }
+        sent = {"exchange/sent_bytes": float(num_bytes), "exchange/sent_elements": float(elements)}
+        return {**counts, **sent}

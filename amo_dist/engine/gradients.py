@@ -8,7 +8,6 @@ rank raises while the others wait for it.
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import logging
 import math
@@ -41,19 +40,6 @@ class NonFiniteUpdateError(FloatingPointError):
 
 class MissingGradientError(RuntimeError):
     """A parameter has a gradient on some of its ranks only."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Verdict:
-    """What the ranks agreed on.
-
-    Attributes:
-        reason: Why this step must leave parameters and state untouched; empty where it need not.
-        grads: This rank's part of each gradient, in its parameter's placements; None for none.
-    """
-
-    reason: str
-    grads: list[Tensor | None]
 
 
 def momentum_bound(dtype: torch.dtype, momentum: float) -> float:
@@ -129,12 +115,16 @@ class GradientCheck:
         numbers = self._numbers([None] * len(self._params))
         self._check_updates(max_over(numbers, self._world.group).tolist())
 
-    def agree(self, intent: str, *, skips: bool) -> Verdict:
+    def agree(self, intent: str, *, skips: bool) -> tuple[str, list[Tensor | None]]:
         """Agree on what a step is about to do and on its gradients; a collective over the world.
 
         Args:
             intent: What must be alike on all ranks, as text.
             skips: Whether an unusable gradient skips the step; else it is an error.
+
+        Returns:
+            Why this step must leave parameters and state untouched, or nothing; and this rank's
+            part of each gradient in its parameter's placements, None where there is none.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
@@ -168,7 +158,7 @@ class GradientCheck:
                 f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without "
                 "such steps"
             )
-        return Verdict(reason, grads)
+        return reason, grads
 
     def agree_on_text(self, text: str) -> None:
         """Compare a text in place of a coming step; a collective over the world.

@@ -146,9 +146,8 @@ class Updates:
         for part, value in updates:
             matrix = self._parameters.matrices[part.matrix]
             place = cut(self._params[matrix.tensor], part.piece.source)
-            scale = self._rule.scale(matrix.shape)
             by_group[self._parameters.entries[matrix.tensor].group].append(
-                (place, as_matrix(value), scale)
+                (place, as_matrix(value), self._rule.scale(matrix.shape))
             )
         with span("amo::update"):
             for index, members in by_group.items():

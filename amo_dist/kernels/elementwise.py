@@ -20,19 +20,14 @@ from torch import Tensor
 _WIDE = (torch.float32, torch.float64)
 
 
-def update_scale(shape: Sequence[int], factor: float = 0.2) -> float:
+def update_scale(shape: tuple[int, int], factor: float = 0.2) -> float:
     """``factor * sqrt(max(m, n))``, which gives an orthogonal update the RMS of an AdamW one.
 
     Args:
-        shape: ``(..., m, n)``: the whole matrix, not a shard of it.
+        shape: ``(m, n)`` of the whole matrix, not of a shard.
         factor: 0.2 in the AMO paper.
-
-    Raises:
-        ValueError: fewer than two dims.
     """
-    if len(shape) < 2:
-        raise ValueError(f"shape: found {tuple(shape)}, expected (..., m, n)")
-    return factor * math.sqrt(max(shape[-2:]))
+    return factor * math.sqrt(max(shape))
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist.config import AMOConfig
@@ -20,9 +19,7 @@ class AMO(Muon):
         lr: Learning rate of all groups.
         weight_decay: Decoupled.
         config: The controller's settings, beside those of `Muon`.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        process_group: As for `Muon`.
+        options: ``betas``, ``eps`` and ``process_group``, as for `Muon`.
     """
 
     def __init__(
@@ -32,18 +29,8 @@ class AMO(Muon):
         weight_decay: float = 0.1,
         *,
         config: AMOConfig | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
-        process_group: dist.ProcessGroup | None = None,
+        **options: Any,
     ) -> None:
         settings = AMOConfig() if config is None else config
-        super().__init__(
-            params,
-            lr,
-            weight_decay,
-            schedule=AMOPolicy(settings),
-            config=settings,
-            betas=betas,
-            eps=eps,
-            process_group=process_group,
-        )
+        policy = AMOPolicy(settings)
+        super().__init__(params, lr, weight_decay, schedule=policy, config=settings, **options)

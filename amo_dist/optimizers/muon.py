@@ -167,7 +167,7 @@ class Muon(torch.optim.Optimizer):
 
     def _step(self) -> None:
         engine, driver, world = self._engine, self._driver, self._connect()
-        driver.begin()
+        driver.begin(engine.check)
         orders = driver.orders(engine.parameters.matrix_names)
         tracker = self.tracker
         if tracker is not None and tracker.is_due(orders.step):
@@ -175,12 +175,12 @@ class Muon(torch.optim.Optimizer):
             orders = orders.with_probe(Probe(names, tracker.measure, is_wide=True))
         else:
             tracker = None
-        verdict = engine.agree(orders, driver.describe(orders))
-        if verdict.reason:
-            logger.warning("step %d skipped: %s", orders.step, verdict.reason)
+        fault, grads = engine.agree(orders, driver.describe(orders))
+        if fault:
+            logger.warning("step %d skipped: %s", orders.step, fault)
         else:
-            engine.run(orders, verdict.grads)
-        driver.finish(orders, skipped=bool(verdict.reason))
+            engine.run(orders, grads)
+        driver.finish(orders, skipped=bool(fault))
         if tracker is not None:
             tracker.collect(orders.step, world)
 
@@ -196,7 +196,7 @@ class Muon(torch.optim.Optimizer):
             groups = [describe_group(group, own) for group in self.param_groups]
             parameters = self._engine.parameters
             world = agree_on_world(parameters, groups, configuration, self._process_group)
-            self._driver.connect(world, self._engine.agree_on_text)
+            self._driver.connect(world)
             # Only now: after an error above all of it is done again.
             self._engine.connect(world)
         assert self._engine.world is not None
@@ -282,7 +282,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             RankMismatchError: On every rank, where an observation in the background failed on some.
         """
-        self._driver.begin()
+        self._driver.begin(self._engine.check)
         if self._engine.check is not None:
             self._engine.check.warn_of_updates()
         return controls.control_record(_control(self._driver))
@@ -304,7 +304,7 @@ class Muon(torch.optim.Optimizer):
         )
         if world is not None:
             engine.connect(world)
-            driver.resume(world, engine.agree_on_text)
+            driver.resume(world)
         self._driver.discard()
         self._engine, self._driver = engine, driver
         self._write_control()

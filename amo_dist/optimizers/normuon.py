@@ -37,7 +37,7 @@ class NorMuonRule(UpdateRule):
 
     def state(self, param: Tensor, dim: int) -> dict[str, Tensor]:
         """``neuron_moment``, float32: as the parameter, with size 1 along a neuron's inputs."""
-        return {"neuron_moment": zeros_per_slice(param, _inputs(dim))}
+        return {"neuron_moment": zeros_per_slice(param, -1 - dim)}
 
     def sums(self, matrix: MatrixLayout, dim: int) -> tuple[int, ...]:
         """Squares by neuron, where ranks hold parts of one; then the squared norm."""
@@ -68,11 +68,6 @@ class NorMuonRule(UpdateRule):
     def scale(self, shape: tuple[int, int]) -> float:
         """One: `finish` has scaled the update."""
         return 1.0
-
-
-def _inputs(dim: int) -> int:
-    """The dim of a parameter along which a neuron's inputs lie, its outputs lying along ``dim``."""
-    return -1 if dim == 0 else -2
 
 
 def _is_whole(matrix: MatrixLayout, dim: int) -> bool:

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from amo_dist.kernels import elementwise
 from amo_dist.kernels.cpu import kernels as cpu
-from amo_dist.kernels.elementwise import largest_entry, update_scale
-from amo_dist.kernels.interface import Kernels
+from amo_dist.kernels.elementwise import update_scale
 
 Tensors = Sequence[Tensor]
 kernels = cpu.CpuKernels(torch.bfloat16)
@@ -245,77 +244,8 @@ def test_empty_lists() -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "expected"), [((3, 4), 0.4), ((4, 3), 0.4), ((8, 3, 16), 0.8), ((1, 1), 0.2)]
+    ("shape", "expected"), [((3, 4), 0.4), ((4, 3), 0.4), ((3, 16), 0.8), ((1, 1), 0.2)]
 )
-def test_update_scale(shape: tuple[int, ...], expected: float) -> None:
+def test_update_scale(shape: tuple[int, int], expected: float) -> None:
     # One rounding of a product.
     assert update_scale(shape, 0.2) == pytest.approx(expected, rel=1e-15)
-
-
-def test_update_scale_wants_a_matrix() -> None:
-    with pytest.raises(ValueError, match=r"shape: found \(3,\)"):
-        update_scale((3,))
-
-
-def test_lengths_must_agree() -> None:
-    one, two = [torch.ones(1)], [torch.ones(1), torch.ones(1)]
-    refused = (ValueError, RuntimeError)  # by zip, or by foreach functions of torch
-    with pytest.raises(refused):
-        update_momentum(one, two, MOMENTUM)
-    with pytest.raises(refused):
-        nesterov(two, one, MOMENTUM)
-    with pytest.raises(refused):
-        apply_update(two, two, lr=1.0, weight_decay=0.0, scale=[1.0])
-    with pytest.raises(refused):
-        nesterov(two, two, MOMENTUM, out=one)
-    with pytest.raises(refused):
-        exceed(two, [1.0])
-    if form == "plain":
-        assert all(torch.equal(x, torch.ones(1)) for x in (*one, *two))
-
-
-def test_nonfinite_updates_are_dropped_matrix_by_matrix() -> None:
-    good = torch.randn(3, 4, 5)
-    for found in (Kernels(torch.float32), kernels):
-        updates = good.clone()
-        assert found.drop_nonfinite(updates) is None or found is not kernels
-        assert torch.equal(updates, good)
-        for index, bad in enumerate((math.nan, math.inf)):
-            updates[index, 3, 1] = bad
-        dropped = found.drop_nonfinite(updates)
-        assert dropped is not None
-        assert dropped.tolist() == [True, True, False]
-        assert updates[:2].count_nonzero() == 0
-        assert torch.equal(updates[2], good[2])
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
-@pytest.mark.parametrize("shape", [(1, 1), (5, 3), (2, 4, 7), (1, 3, 2, 6)])
-def test_largest_entry_is_the_infinity_norm(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(dtype)
-    for signed in (x, -x, x.abs(), -x.abs()):
-        expected = torch.linalg.vector_norm(signed, ord=math.inf, dim=(-2, -1), keepdim=True)
-        assert torch.equal(largest_entry(signed), expected)
-        largest = expected.max().item()
-        below = math.nextafter(largest, 0)
-        # Within the bound, beyond it by one bit, and far within, where the 2-norm suffices.
-        assert exceed([signed] * 3, [largest, below, 1e3 * largest]).tolist() == [
-            False,
-            True,
-            False,
-        ]
-
-
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_largest_entry_shows_what_is_not_finite(bad: float) -> None:
-    x = torch.ones(2, 3, 4)
-    x[1, 2, 3] = bad
-    assert torch.isfinite(largest_entry(x)).flatten().tolist() == [True, False]
-    assert not torch.isfinite(largest_entry(x[1]))
-    assert exceed([x, torch.ones(3), torch.tensor(2.0)], [9.0] * 3).tolist() == [True, False, False]
-
-
-def test_a_norm_that_overflows_is_no_entry_that_does() -> None:
-    for dtype in (torch.float32, torch.bfloat16):
-        x = torch.full((16, 16), torch.finfo(dtype).max, dtype=dtype)
-        assert exceed([x, x], [x[0, 0].item(), 1e38]).tolist() == [False, True]

@@ -141,9 +141,9 @@ def test_a_pool_that_all_graphs_have_left_is_not_used_again() -> None:
     pool = SharedPool(lambda: next(handles))
     first, second = Graph(), Graph()
     assert pool.handle() == "a"
-    pool.add(first)
+    pool.graphs.add(first)
     assert pool.handle() == "a"
-    pool.add(second)
+    pool.graphs.add(second)
     del first
     assert pool.handle() == "a"
     del second

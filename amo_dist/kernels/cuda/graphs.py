@@ -98,17 +98,14 @@ class SharedPool:
     def __init__(self, make: Callable[[], Any]) -> None:
         self._make = make
         self._handle: Any = None
-        self._graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        self.graphs: weakref.WeakSet[Any] = weakref.WeakSet()
+        """Those that have been captured into the handle."""
 
     def handle(self) -> Any:
         """What to capture into."""
-        if not self._graphs:
+        if not self.graphs:
             self._handle = self._make()
         return self._handle
-
-    def add(self, graph: Any) -> None:
-        """Tell of a graph that has been captured into the handle."""
-        self._graphs.add(graph)
 
 
 class CudaCapture:
@@ -138,7 +135,7 @@ class CudaCapture:
                 graph, pool=self._pool.handle(), stream=side, capture_error_mode="thread_local"
             ):
                 result = function(static)
-            self._pool.add(graph)
+            self._pool.graphs.add(graph)
 
         def replay(x: Tensor) -> Tensor:
             static.copy_(x)
