@@ -112,8 +112,9 @@ def _least_loaded(
     order: Sequence[int], slots: Sequence[tuple[_Slot, ...]], costs: Sequence[float]
 ) -> Iterator[tuple[int, _Slot]]:
     """For each matrix in turn the earliest of its candidates with the least load by then."""
-    ranks = {candidates: torch.tensor(candidates) for candidates in {*slots}}
-    loads = torch.zeros(1 + max(int(some.max()) for some in ranks.values()), dtype=torch.float64)
+    ranks = {each: torch.tensor(each, device="cpu") for each in {*slots}}
+    size = 1 + max(int(some.max()) for some in ranks.values())
+    loads = torch.zeros(size, dtype=torch.float64, device="cpu")
     for index in order:
         of_slots = loads[ranks[slots[index]]].amax(dim=1)
         slot = slots[index][int(of_slots.argmin())]

@@ -84,7 +84,8 @@ def calibration_set(shape: tuple[int, int], measured: Spectra = ()) -> Tensor:
     # Seeded alike for all shapes; random() is promised to stay the same between Python versions.
     generator = random.Random(0)
     log_uniform = [RANDOM_LEAST ** generator.random() for _ in range(NUM_VALUES // 2)]
-    return torch.tensor([*half[:NUM_VALUES], *gaussian, *log_uniform], dtype=torch.float64)
+    values = [*half[:NUM_VALUES], *gaussian, *log_uniform]
+    return torch.tensor(values, dtype=torch.float64, device="cpu")
 
 
 @functools.lru_cache(maxsize=256)
@@ -106,7 +107,7 @@ def fit(shape: tuple[int, int], measured: Spectra = ()) -> Triple:
 
 
 def _minimize(start: Triple, values: Tensor, first_step: float) -> Triple:
-    triple = torch.tensor(start, dtype=torch.float64, requires_grad=True)
+    triple = torch.tensor(start, dtype=torch.float64, device="cpu", requires_grad=True)
     optimizer = torch.optim.LBFGS(
         [triple],
         lr=first_step,
