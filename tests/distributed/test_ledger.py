@@ -40,10 +40,11 @@ def count(
         optimizer: Muon = AMO(groups, config=config, process_group=group)
     else:
         optimizer = Muon(groups, config=MuonConfig(**fields), process_group=group)
-    for step in (1, 2):  # counted anew at each step
-        models.set_gradients(model, 1, step)
-        optimizer.step()
-    drawn = set(optimizer.policy.sample(2))
+    models.set_gradients(model, 1, 1)
+    optimizer.step()
+    drawn = set(optimizer.policy.sample(2))  # before the plan, of which step 2 is the last step
+    models.set_gradients(model, 1, 2)
+    optimizer.step()  # counted anew
     wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in drawn)
     jobs = assign(matrices, [1.0] * len(matrices), owners=fields.get("owners", "mesh"))
     pairs = sent_by_pair(matrices, jobs, world_size, wide)
