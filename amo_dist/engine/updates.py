@@ -164,7 +164,7 @@ class Updates:
 
 def as_matrix(tensor: Tensor) -> Tensor:
     """Without the leading dims of a piece, which all have size 1."""
-    return tensor.view(tensor.shape[-2:])
+    return tensor if tensor.dim() == 2 else tensor.view(tensor.shape[-2:])
 
 
 def cut(local: Tensor, box: Box) -> Tensor:
