@@ -128,6 +128,12 @@ def make_model(layout: str, all_shapes: Mapping[str, tuple[int, ...]]) -> nn.Mod
     if layout == "tp_fsdp":
         mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("shard", "tp"))
         return _fully_shard(_tensor_parallel(all_shapes, mesh["tp"]), mesh["shard"])
+    if layout == "hsdp_tp":
+        # As torchtitan lays it out: tensor parallelism cuts first, FSDP what is left of that.
+        sizes, names = (2, world_size // 4, 2), ("replicate", "shard", "tp")
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        sharded = mesh["replicate", "shard"]
+        return _fully_shard(_tensor_parallel(all_shapes, mesh["tp"]), sharded)
     raise ValueError(f"layout: found {layout!r}")
 
 

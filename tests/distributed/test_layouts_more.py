@@ -243,10 +243,7 @@ def build_fsdp() -> nn.Module:
 
 
 def build_hsdp_tp() -> nn.Module:
-    """As torchtitan lays it out: tensor parallelism cuts first, FSDP what is left of that."""
-    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=("replicate", "shard", "tensor"))
-    model = models._tensor_parallel(models.shapes(models.EVEN_SHAPES), mesh["tensor"])
-    return models._fully_shard(model, mesh["replicate", "shard"])
+    return models.make_model("hsdp_tp", models.shapes(models.EVEN_SHAPES))
 
 
 def build_offloaded() -> nn.Module:
