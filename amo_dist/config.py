@@ -42,6 +42,7 @@ PRECONDITIONERS = ("frobenius", "aol")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
+_GRANULARITIES = ("operator_type", "layer_group", "shape", "matrix")
 _NS_BACKENDS = ("auto", "standard", "symmetric", "gram", "triton")
 
 
@@ -135,7 +136,8 @@ class MuonConfig:
 class AMOConfig(MuonConfig):
     """Adaptive Muon Orthogonalization: observe, plan, glide to the plan, lock.
 
-    Defaults are those of the AMO paper for Qwen3-0.6B and Llama-3.1-760M.
+    When to observe and how long to glide are by default what the AMO paper has for Qwen3-0.6B and
+    Llama-3.1-760M; how to plan is not, see `paper`.
     """
 
     observe_until: int = 1200
@@ -147,8 +149,13 @@ class AMOConfig(MuonConfig):
     observe_in_background: bool = False
     """Measure samples on a thread while training goes on; the values are taken in at the next step.
     Saving state in between is then a collective."""
+    objective: str = "measured"
+    """What a plan minimises: the ``measured`` mean squared residual of the sampled matrices, never
+    above the uniform schedule's where ``budget_ratio`` is at least 1; or the ``projected`` error at
+    the lower bound ``ell_target``, as in the AMO paper, which can starve a type."""
     shrinkage: float = 0.7
-    """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]."""
+    """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]. Only for
+    the ``projected`` objective."""
     transition_steps: int = 300
     """``Delta``: optimizer steps from the uniform schedule, or the plan before, to a plan; at least
     1."""
@@ -163,12 +170,14 @@ class AMOConfig(MuonConfig):
     max_steps: int = 7
     """Most steps a type may get (relaxed, and logged, only where the budget is infeasible)."""
     planner: str = "exact"
-    """``exact`` (dynamic programming) or ``greedy`` (the paper's add, remove, transfer)."""
-    budget_unit: str = "steps"
-    """What the budget counts: ``steps``, or ``flops`` weighted by the matrices' shapes."""
+    """``exact`` (dynamic programming) or ``greedy`` (the paper's add, remove, transfer; only for
+    the ``projected`` objective and a budget of steps)."""
+    budget_unit: str = "flops"
+    """What the budget counts: ``flops`` weighted by the matrices' shapes, or ``steps``."""
     granularity: str = "operator_type"
     """What shares a schedule: an ``operator_type``, a ``layer_group`` (type and third of the
-    depth), or nothing: one for each ``matrix``."""
+    depth), a ``shape`` (short side x long side, whatever the type), or nothing: one for each
+    ``matrix``."""
     observe_only: bool = False
     """Observe and record, but never plan: the uniform schedule stays for the whole run."""
     replan_every: int = 0
@@ -194,6 +203,7 @@ class AMOConfig(MuonConfig):
             f"a divisor of observe_until = {self.observe_until}",
         )
         _require_int("sample_size", self.sample_size, 1)
+        _require_choice("objective", self.objective, ("measured", "projected"))
         _require_real("shrinkage", self.shrinkage, "a number in [0, 1]", 0.0, 1.0)
         _require_int("transition_steps", self.transition_steps, 1)
         _require_int("base_steps", self.base_steps, 1)
@@ -203,13 +213,15 @@ class AMOConfig(MuonConfig):
         _require_int("max_steps", self.max_steps, self.min_steps)
         _require_choice("planner", self.planner, ("exact", "greedy"))
         _require_choice("budget_unit", self.budget_unit, ("steps", "flops"))
+        is_papers = (self.objective, self.budget_unit) == ("projected", "steps")
         _require(
-            not (self.planner == "greedy" and self.budget_unit == "flops"),
+            self.planner != "greedy" or is_papers,
             "planner",
             self.planner,
-            "'exact' with budget_unit = 'flops' (greedy knows only steps)",
+            "'exact', or objective = 'projected' and budget_unit = 'steps' with it, found "
+            f"{self.objective!r} and {self.budget_unit!r}",
         )
-        _require_choice("granularity", self.granularity, ("operator_type", "layer_group", "matrix"))
+        _require_choice("granularity", self.granularity, _GRANULARITIES)
         for field in ("observe_in_background", "observe_only", "ns_guard_fallback"):
             found = getattr(self, field)
             _require(isinstance(found, bool), field, found, "true or false")
@@ -232,6 +244,19 @@ class AMOConfig(MuonConfig):
             f"transition_steps = {self.transition_steps}",
         )
         _require(not self.observe_only, "replan_every", self.replan_every, "0 with observe_only")
+
+    @classmethod
+    def paper(cls, **changes: Any) -> AMOConfig:
+        """The settings with which plans are those of the AMO paper.
+
+        Args:
+            changes: Fields with other values.
+
+        Raises:
+            ValueError: As for the constructor.
+        """
+        how = {"objective": "projected", "planner": "greedy", "budget_unit": "steps"}
+        return cls(**{**how, **changes})
 
     @property
     def lock_step(self) -> int:

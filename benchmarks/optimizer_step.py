@@ -32,7 +32,8 @@ from torch.distributed.tensor import Shard, distribute_tensor
 
 from amo_dist import AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.schedule.grouping import matrices_by_group
-from amo_dist.schedule.plan import composed, costs_by_group, plan_allocation
+from amo_dist.schedule.planning import costs_by_group, plan_allocation
+from amo_dist.schedule.polar_express import composed
 from amo_dist.schedule.policies import TablePolicy
 from benchmarks.measure import paired, ratio, report
 from benchmarks.overhead import Matrices, set_gradients

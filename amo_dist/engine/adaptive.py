@@ -36,6 +36,14 @@ class AdaptiveDriver(Driver):
         super().connect(world)
         self._plan_where_due(self.steps_taken)
 
+    def resume(self, world: World) -> None:
+        """As `Driver.resume`."""
+        super().resume(world)
+        policy = self.policy
+        self._observer = Observer(
+            in_background=policy.observes_in_background, trials=policy.trials()
+        )
+
     def begin(self, check: GradientCheck | None) -> None:
         """Agree on what was observed, and plan where it is time to; a collective if there is one.
 
@@ -50,8 +58,10 @@ class AdaptiveDriver(Driver):
     def _take_in(self, orders: Orders, found: Mapping[str, Tensor]) -> None:
         self.observe_seconds = self._observer.reset_seconds()
         with span("amo::observe"):
-            values = agree_on_values(found, orders.observed, self.world)
-            self.policy.record(orders.step, values)
+            width = self._observer.num_values
+            values = agree_on_values(found, orders.observed, self.world, width)
+        ells = {name: found[0] for name, found in values.items()}
+        self.policy.record(orders.step, ells, {name: found[1:] for name, found in values.items()})
         self._plan_where_due(orders.step)
 
     def orders(self, matrices: Sequence[str]) -> Orders:

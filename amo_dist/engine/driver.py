@@ -7,6 +7,7 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from itertools import chain, islice
 
 from torch import Tensor
 
@@ -126,7 +127,7 @@ class Driver:
 
     def _check_residual(self, step: int, name: str) -> None:
         """Warn of a residual above the bound, and fall back where the policy does."""
-        (residual,) = agree_on_values(self._residuals, [name], self.world).values()
+        ((residual,),) = agree_on_values(self._residuals, [name], self.world).values()
         self._residuals = {}
         self.residual = 0.0 if math.isnan(residual) else residual
         if not residual > self.config.ns_guard_bound:
@@ -147,21 +148,30 @@ class Driver:
 
 
 def agree_on_values(
-    found: Mapping[str, Tensor], names: Sequence[str], world: World
-) -> dict[str, float]:
-    """The measured value of each matrix, on every rank; a collective over the world.
+    found: Mapping[str, Tensor], names: Sequence[str], world: World, width: int = 1
+) -> dict[str, list[float]]:
+    """What was measured of each matrix, on every rank; a collective over the world.
 
     Args:
-        found: By matrix name, 0-dim: what this rank measured.
-        names: Which values to agree on; the same on every rank.
-        world: Says which rank's value of a matrix counts.
+        found: By matrix name, `width` values: what this rank measured.
+        names: Of which matrices; the same on every rank.
+        world: Says which rank's values of a matrix count.
+        width: How many values there are of a matrix, on every rank.
 
     Returns:
-        By name; NaN where the value was NaN, zero, or not measured, as in a skipped step.
+        By name; the first value is NaN where it was NaN, zero, or not measured, as in a skipped
+        step.
     """
-    mine = {name: float(value) for name, value in found.items() if world.rank in world.homes[name]}
-    agreed = sum_over([mine.get(name, 0.0) for name in names], world.group)
-    return {name: value or math.nan for name, value in zip(names, agreed, strict=True)}
+    homes, nothing = world.homes, [0.0] * width
+    mine = {
+        name: value.reshape(-1).tolist()
+        for name, value in found.items()
+        if world.rank in homes[name]
+    }
+    sent = chain.from_iterable(mine.get(name, nothing) for name in names)
+    agreed = iter(sum_over(list(sent), world.group))
+    values = {name: list(islice(agreed, width)) for name in names}
+    return {name: [first or math.nan, *rest] for name, (first, *rest) in values.items()}
 
 
 def _matrix_to_check(registry: Sequence[MatrixInfo], step: int, every: int) -> str | None:

@@ -1,16 +1,18 @@
-"""Measures ``ell`` of sampled matrices: at once, or on a thread while training goes on."""
+"""Measures spectra of sampled matrices: at once, or on a thread while training goes on."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from amo_dist.distributed.spans import span
-from amo_dist.kernels.geometry import ell
+from amo_dist.kernels.spectra import observe
+from amo_dist.schedule.types import Schedule
 
 
 class Observer:
@@ -21,10 +23,14 @@ class Observer:
 
     Args:
         in_background: Whether `measure` returns before its value is known.
+        trials: Schedules whose errors are measured, all with the same scale of their input.
     """
 
-    def __init__(self, *, in_background: bool) -> None:
+    def __init__(self, *, in_background: bool, trials: Sequence[Schedule] = ()) -> None:
         self.in_background = in_background
+        self.num_values = 1 + 2 * len(trials)
+        """What a measurement gives."""
+        self._coefficients, self._norm_scale = _as_tensor(trials)
         self._seconds = 0.0
         self._values: dict[str, Tensor | Future[Tensor]] = {}
         self._thread: ThreadPoolExecutor | None = None
@@ -40,11 +46,12 @@ class Observer:
         """
         start = time.perf_counter()
         with span("amo::observe"):
-            self._values[name] = self._submit(matrix) if self.in_background else ell(matrix)
+            take = self._submit if self.in_background else self._observe
+            self._values[name] = take(matrix)
         self._seconds += time.perf_counter() - start
 
     def collect(self) -> dict[str, Tensor]:
-        """The ``ell`` of each matrix measured since the last time: float64, 0-dim, by name.
+        """What `observe` gives of each matrix measured since the last time, by name.
 
         Raises:
             Exception: Whatever a measurement raised on the thread; all are forgotten then.
@@ -94,4 +101,18 @@ class Observer:
                 stream.wait_event(ready)
                 # Else its memory could be given away while this stream still reads it.
                 sample.record_stream(stream)
-            return ell(sample).cpu() if ready is not None else ell(sample)
+            found = self._observe(sample)
+            return found.cpu() if ready is not None else found
+
+    def _observe(self, matrix: Tensor) -> Tensor:
+        return observe(matrix, self._coefficients, self._norm_scale)
+
+
+def _as_tensor(trials: Sequence[Schedule]) -> tuple[Tensor, float]:
+    """Coefficients ``(trials, steps, 3)``, float64 on the CPU, and the scale of their input."""
+    most = max((schedule.num_steps for schedule in trials), default=0)
+    stay = (1.0, 0.0, 0.0)
+    rows = [[*one.coefficients, *[stay] * (most - one.num_steps)] for one in trials]
+    coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu").view(len(rows), most, 3)
+    (scale,) = {schedule.norm_scale for schedule in trials} or {1.0}
+    return coefficients, scale

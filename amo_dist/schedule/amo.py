@@ -16,16 +16,18 @@ from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.fields import fail
 from amo_dist.schedule.grouping import matrices_by_group
 from amo_dist.schedule.observation import Observation, draw, effective_ell, robust_ells
-from amo_dist.schedule.plan import (
-    Plan,
-    StepsAndElls,
-    composed,
+from amo_dist.schedule.plan import Plan, StepsAndElls
+from amo_dist.schedule.plan_table import plan_table, starved
+from amo_dist.schedule.planning import (
     costs_by_group,
     plan_allocation,
     plan_inputs,
+    plan_measured,
     targets,
 )
+from amo_dist.schedule.polar_express import composed
 from amo_dist.schedule.policies import Policy, list_changes
+from amo_dist.schedule.trials import Errors, ErrorSums, Trials
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 logger = logging.getLogger(__name__)
@@ -129,27 +131,43 @@ class AMOPolicy(Policy):
             drawn += draw(self.config.seed, step, group, names, self.config.sample_size)
         return tuple(sorted(drawn))
 
-    def record(self, step: int, ell_by_name: Mapping[str, float]) -> None:
-        """Keep the medians of one observation; see ``Policy.record``."""
+    def trials(self) -> tuple[Schedule, ...]:
+        """Every number of steps that a plan may give, with every ``ell`` of a grid."""
+        return self._trials.schedules()
+
+    def record(
+        self,
+        step: int,
+        ell_by_name: Mapping[str, float],
+        errors_by_name: Mapping[str, Errors] | None = None,
+    ) -> None:
+        """Keep the medians of one observation, and add up the errors; see ``Policy.record``."""
         self._require_bound()
         due = self._next_observation()
         if step != due:
             fail("step", step, f"{due}, the next observation")
         if set(ell_by_name) != set(self.sample(step)):
             fail("ell_by_name", sorted(ell_by_name), f"the names {self.sample(step)}")
+        if errors_by_name is None and self.config.objective == "measured":
+            fail("errors_by_name", None, "the errors of all trials, for a measured objective")
         ell, num_sampled, num_invalid = {}, {}, {}
+        errors: dict[str, list[Errors]] = {}
         for group, members in self._members.items():
             names = [matrix.name for matrix in members if matrix.name in ell_by_name]
             values = {name: effective_ell(name, ell_by_name[name]) for name in names}
-            valid = [value for value in values.values() if value is not None]
-            ell[group] = statistics.median(valid) if valid else None
+            valid = {name: value for name, value in values.items() if value is not None}
+            ell[group] = statistics.median(valid.values()) if valid else None
             num_sampled[group] = len(values)
             num_invalid[group] = len(values) - len(valid)
+            errors[group] = [] if errors_by_name is None else [errors_by_name[n] for n in valid]
             if len(valid) < len(values):
-                invalid = ", ".join(name for name, value in values.items() if value is None)
+                invalid = ", ".join(name for name in values if name not in valid)
                 logger.warning("step %d: no valid ell for %s: left out", step, invalid)
         observation = Observation(step, ell, num_sampled, num_invalid)
-        self._memory = self._memory.with_pending((*self._memory.pending, observation))
+        sums = self._memory.error_sums
+        if errors_by_name is not None:
+            sums = (sums or ErrorSums.empty(self._members, self._trials)).plus(errors)
+        self._memory = self._memory.observed(observation, sums)
 
     # ---------------------------------------------------------------- plan
 
@@ -159,14 +177,29 @@ class AMOPolicy(Policy):
 
     def make_plan(self) -> str:
         """Plan from the observations; a pure function of them and of the configuration."""
-        by_group, ells = self._targets()
         for group, ell in robust_ells(self._memory.pending).items():
             if ell is None:
                 logger.warning(
                     "%s has no valid observation; it falls back to base_ell = %g",
                     *(group, self.config.base_ell),
                 )
-        return plan_allocation(self.config, by_group, ell_robust=ells, costs=self._costs).to_json()
+        seen = self._evidence()
+        names, costs = tuple(self._costs), self._costs
+        if self.config.objective == "measured":
+            plan = plan_measured(
+                self.config,
+                dict(zip(names, seen["measured"], strict=True)),
+                num_matrices=dict(zip(names, seen["num_matrices"], strict=True)),
+                ell_robust=seen["ell_robust"],
+                costs=costs,
+            )
+        else:
+            targeted = dict(zip(names, seen.pop("ell_target"), strict=True))
+            plan = plan_allocation(self.config, targeted, costs=costs, **seen)
+        logger.info("the plan, beside the uniform schedule:\n%s", plan_table(plan))
+        for line in starved(plan):
+            logger.warning("the plan starves a type: %s", line)
+        return plan.to_json()
 
     def adopt_plan(self, payload: str) -> None:
         """Commit to the plan that one rank made; see ``Policy.adopt_plan``."""
@@ -177,8 +210,10 @@ class AMOPolicy(Policy):
             if plan != before.plan:
                 fail("plan", plan, "the plan already adopted")
             return
-        by_group, ells = self._targets()
-        expected = {"ell_robust": ells, **plan_inputs(self.config, by_group, self._costs)}
+        expected = {
+            **self._evidence(),
+            **plan_inputs(self.config, tuple(self._costs), self._costs),
+        }
         for key, value in expected.items():
             if getattr(plan, key) != value:
                 fail(f"plan.{key}", getattr(plan, key), f"{value!r}, as this rank has recorded")
@@ -216,8 +251,8 @@ class AMOPolicy(Policy):
         (``momentum_dtype``, which is fixed at construction, must be the same). ``replan`` goes on
         with those of this run and, where one that AMO adds has changed, drops the plan: the uniform
         schedule returns until the plan, which comes with the first observation due at or after
-        ``observe_until`` of this run, at least one more being made. Earlier observations are kept,
-        unless ``granularity`` has changed.
+        ``observe_until`` of this run, at least one more being made. Earlier observations of ``ell``
+        are kept, unless ``granularity`` has changed; measured residuals are of the later ones.
         """
         memory = AMOState.from_dict(self._read(state), "state")
         rule = config.on_config_change if isinstance(config, AMOConfig) else "error"
@@ -263,6 +298,8 @@ class AMOPolicy(Policy):
         memory = AMOState.from_dict(state, "state")
         if self._registry is not None:
             memory.check_groups(tuple(self._costs), "state")
+            if memory.error_sums is not None:
+                memory.error_sums.check_trials(self._trials, "state.error_sums")
         self._memory, self._applied_key = memory, None
 
     def _check_progress(self, steps_taken: int) -> None:
@@ -310,9 +347,13 @@ class AMOPolicy(Policy):
             fail("registry", [], "at least one matrix")
         costs = costs_by_group(matrices_by_group)
         # An infeasible budget must not come to light at the last observation, hours into a run.
-        plan_inputs(self.config, dict.fromkeys(costs, self.config.base_ell), costs)
+        inputs = plan_inputs(self.config, tuple(costs), costs)
+        steps = range(inputs["min_steps"], inputs["max_steps"] + 1)
+        trials = Trials(steps, self.config.base_steps, self.config.base_ell)
         self._memory.check_groups(tuple(costs), "state")
-        self._costs = costs
+        if self._memory.error_sums is not None:
+            self._memory.error_sums.check_trials(trials, "state.error_sums")
+        self._costs, self._trials = costs, trials
 
     @property
     def _calendar(self) -> Calendar:
@@ -338,16 +379,27 @@ class AMOPolicy(Policy):
         pending, until = self._memory.pending, self._calendar.next_plan(self._memory.plan_step)
         return bool(pending) and until is not None and pending[-1].step >= until
 
-    def _targets(self) -> tuple[dict[str, float], tuple[float, ...]]:
-        """What the next plan composes for, by group, and the robust ``ell`` behind each."""
-        pending = self._memory.pending
+    def _evidence(self) -> dict[str, Any]:
+        """What the observations say: fields of the plan that is to be made of them."""
+        pending, sums = self._memory.pending, self._memory.error_sums
         if not self._is_complete():
             until = self._calendar.next_plan(self._memory.plan_step)
             found = [observation.step for observation in pending]
             fail("observations", found, f"observations up to step {until}")
         robust = robust_ells(pending)
         ells = tuple(self.config.base_ell if ell is None else ell for ell in robust.values())
-        return dict(zip(robust, targets(self.config, ells), strict=True)), ells
+        seen: dict[str, Any] = {
+            "ell_robust": ells,
+            "num_matrices": tuple(map(len, self._members.values())),
+        }
+        means = {group: None if sums is None else sums.mean(group) for group in self._costs}
+        if self.config.objective == "measured":
+            return seen | {"measured": tuple(map(self._trials.best, means.values()))}
+        seen["ell_target"] = targets(self.config, ells)
+        if sums is None:
+            return seen | {"measured": None}
+        pairs = zip(means.values(), seen["ell_target"], strict=True)
+        return seen | {"measured": tuple(self._trials.at(errors, ell) for errors, ell in pairs)}
 
 
 def _kept_settings(config: MuonConfig, changed: Mapping[str, Any]) -> MuonConfig:

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from amo_dist.schedule import fields
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.trials import ErrorSums
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -25,6 +26,9 @@ class AMOState(fields.Stored):
     The uniform schedule where None, as for every first plan."""
     observations_since_plan: tuple[Observation, ...] = ()
     """Those toward the next plan."""
+    error_sums: ErrorSums | None = None
+    """What trial schedules left of the spectra observed toward the next plan; None before the
+    first of them."""
     fallbacks: Mapping[str, fields.Count] = dataclasses.field(default_factory=dict)
     """Groups that fell back to the uniform schedule, and after which step."""
 
@@ -49,11 +53,17 @@ class AMOState(fields.Stored):
         made = [observation.step for observation in self.all_observations]
         return max([*made, *self.fallbacks.values(), self.replanned_at or 0])
 
-    def with_pending(self, pending: tuple[Observation, ...]) -> AMOState:
-        """The same with other observations toward the next plan."""
+    def observed(self, observation: Observation, error_sums: ErrorSums | None) -> AMOState:
+        """The same with one more observation toward the next plan.
+
+        Args:
+            observation: The medians.
+            error_sums: With those of this observation.
+        """
+        pending = (*self.pending, observation)
         if self.plan is None:
-            return dataclasses.replace(self, observations=pending)
-        return dataclasses.replace(self, observations_since_plan=pending)
+            return dataclasses.replace(self, observations=pending, error_sums=error_sums)
+        return dataclasses.replace(self, observations_since_plan=pending, error_sums=error_sums)
 
     def check_groups(self, groups: tuple[str, ...], field: str) -> None:
         """Refuse a state of other groups of matrices than these.
@@ -70,6 +80,8 @@ class AMOState(fields.Stored):
             found.append(("plan.operator_types", self.plan.operator_types))
         if self.transition_from is not None:
             found.append(("transition_from", tuple(self.transition_from)))
+        if self.error_sums is not None:
+            found.append(("error_sums.totals", tuple(self.error_sums.totals)))
         for part, names in found:
             if names != groups:
                 expected = f"the operator types {list(groups)}: is this another model's state?"

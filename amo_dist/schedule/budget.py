@@ -106,8 +106,13 @@ def relax_range(
 
 
 def objective(curves: Sequence[Curve], allocation: Sequence[int]) -> float:
-    """The summed projected error of an allocation, correctly rounded."""
+    """The summed error of an allocation, correctly rounded."""
     return math.fsum(curve[k] for curve, k in zip(curves, allocation, strict=True))
+
+
+def weighted_sum(errors: Sequence[float], weights: Sequence[int]) -> float:
+    """The sum of errors, each times its weight, correctly rounded."""
+    return math.fsum(error * weight for error, weight in zip(errors, weights, strict=True))
 
 
 def allocate(

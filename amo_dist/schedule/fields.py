@@ -6,11 +6,13 @@ field with a default may be missing, as in the file of an older version; an unkn
 
 from __future__ import annotations
 
+import base64
 import dataclasses
 import functools
 import json
 import math
 import reprlib
+import struct
 from collections.abc import Callable, Collection, Mapping
 from typing import (
     Annotated,
@@ -114,6 +116,28 @@ def read_ell(field: str, found: object) -> float:
     return value
 
 
+class Packed(tuple[float, ...]):
+    """Many floats, written as one text: base64 of their bits, little-endian."""
+
+    __slots__ = ()
+
+    def to_text(self) -> str:
+        """What `read_packed` reads."""
+        return base64.b64encode(struct.pack(f"<{len(self)}d", *self)).decode()
+
+
+def read_packed(field: str, found: object) -> Packed:
+    """Finite floats from the text of `Packed`."""
+    try:
+        data = base64.b64decode(found, validate=True) if isinstance(found, str) else b""
+        values = Packed(struct.unpack(f"<{len(data) // 8}d", data))
+    except (ValueError, struct.error):
+        values = Packed()
+    if not all(map(math.isfinite, values)) or values.to_text() != found:
+        fail(field, found, "base64 of finite float64 values")
+    return values
+
+
 def read_name(field: str, found: object) -> str:
     """A string that is not empty."""
     if not isinstance(found, str) or not found:
@@ -137,6 +161,7 @@ Steps: TypeAlias = Annotated[int, functools.partial(read_int, minimum=1, maximum
 """Newton-Schulz steps: no run takes more, and no damaged state may try to."""
 Float: TypeAlias = Annotated[float, read_float]
 Ell: TypeAlias = Annotated[float, read_ell]
+Floats: TypeAlias = Annotated[Packed, read_packed]
 
 
 class Stored:
@@ -204,6 +229,8 @@ def _write(value: Any) -> Any:
         return value.to_dict()
     if isinstance(value, float):
         return value.hex()
+    if isinstance(value, Packed):
+        return value.to_text()
     if isinstance(value, tuple):
         return [_write(one) for one in value]
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Which matrices share a schedule: those of a type, of a type and a depth, or none."""
+"""Which matrices share a schedule: those of a type, of a type and a depth, of a shape, or none."""
 
 from __future__ import annotations
 
@@ -34,7 +34,8 @@ def matrices_by_group(
         registry: Every matrix of the world.
         granularity: ``operator_type``; ``layer_group``, each type in the thirds of the layers
             (``attn_q/shallow``; layer ``i`` of ``L`` is in third ``floor(3 i / L)``, and a matrix
-            outside of all layers in a group of its type alone); or ``matrix``, each by itself.
+            outside of all layers in a group of its type alone); ``shape`` (``1024x3072``, short
+            side first); or ``matrix``, each by itself.
 
     Returns:
         Groups in the order of plans, the matrices of each in that of the registry.
@@ -43,6 +44,8 @@ def matrices_by_group(
         return collect(registry, lambda matrix: matrix.operator_type)
     if granularity == "matrix":
         return collect(registry, lambda matrix: matrix.name)
+    if granularity == "shape":
+        return collect(registry, lambda matrix: f"{min(matrix.shape)}x{max(matrix.shape)}")
     layers = {matrix.name: layer_index(matrix.name) for matrix in registry}
     num_layers = 1 + max((layer for layer in layers.values() if layer is not None), default=0)
 

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import logging
 import math
 import operator
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
-from typing import Annotated, Any, TypeAlias
+from typing import Annotated, TypeAlias
 
-from amo_dist.config import AMOConfig, sort_operator_types
 from amo_dist.schedule import budget as budgets
 from amo_dist.schedule import fields
-from amo_dist.schedule.polar_express import SAFETY, compose, error_curve
-from amo_dist.schedule.types import MatrixInfo, Schedule
-
-logger = logging.getLogger(__name__)
+from amo_dist.schedule.polar_express import composed, scaled
+from amo_dist.schedule.trials import Measured
+from amo_dist.schedule.types import Schedule
 
 StepsAndElls: TypeAlias = Mapping[str, tuple[int, float]]
 """Newton-Schulz steps and effective ``ell`` of each group of matrices."""
@@ -35,13 +32,15 @@ class Plan(fields.Stored):
     ell_robust: tuple[fields.Ell, ...]
     """Observed effective ``ell``: the median over observations of their medians."""
     ell_target: tuple[fields.Ell, ...]
-    """``ell_robust`` shrunk toward ``base_ell``; composed for at ``SAFETY`` times this."""
+    """Composed for at ``SAFETY`` times this. Where the residual is measured, the ``ell`` of least
+    residual at so many steps; else ``ell_robust``, shrunk toward ``base_ell``."""
     base_steps: fields.Steps
     base_ell: fields.Ell
     planner: Annotated[str, fields.choice("exact", "greedy")]
     budget_unit: Annotated[str, fields.choice("steps", "flops")]
     budget: fields.Count
-    """In ``steps``, their exact total; in ``flops``, the most one optimizer step may take."""
+    """The most ``flops`` that one optimizer step may take, or ``steps``; where a projected error
+    is minimised, the exact total of steps."""
     min_steps: fields.Steps
     """Fewest steps a group could get, relaxed where the budget needed it."""
     max_steps: fields.Steps
@@ -49,11 +48,53 @@ class Plan(fields.Stored):
     costs: tuple[fields.Count, ...] | None
     """Flops of one Newton-Schulz step of all matrices of each group; ``None`` if unknown."""
     curves: tuple[tuple[fields.Float, ...], ...]
-    """Projected error of each group at ``min_steps`` to ``max_steps`` steps."""
+    """Error of each group at ``min_steps`` to ``max_steps`` steps: as ``criterion`` has it."""
     allocation: tuple[fields.Steps, ...]
     """Planned steps of each group."""
     objective: fields.Float
-    """Summed projected error of the allocation."""
+    """The errors of the allocation, summed over groups, each times its ``weights``."""
+    criterion: Annotated[str, fields.choice("measured", "projected")] = "projected"
+    """What was minimised: the ``measured`` mean squared residual of the sampled matrices of a
+    group, or the ``projected`` error, that of a singular value at ``ell_target``."""
+    num_matrices: tuple[fields.Count, ...] | None = None
+    """Matrices of each group; None in the plan of an older version."""
+    measured: tuple[Measured, ...] | None = None
+    """What the spectra of each group say of its schedules; None where there are none."""
+
+    @property
+    def weights(self) -> tuple[int, ...]:
+        """What the error of each group counts in the objective."""
+        if self.criterion == "measured" and self.num_matrices is not None:
+            return self.num_matrices
+        return (1,) * len(self.operator_types)
+
+    @property
+    def errors(self) -> tuple[float, ...]:
+        """The error of each group under the plan."""
+        chosen = zip(self.curves, self.allocation, strict=True)
+        return tuple(curve[steps - self.min_steps] for curve, steps in chosen)
+
+    @property
+    def uniform_errors(self) -> tuple[float, ...]:
+        """The error of each group under the uniform schedule."""
+        if self.criterion == "measured" and self.measured is not None:
+            return tuple(one.uniform_residual for one in self.measured)
+        uniform = composed(self.base_ell, self.base_steps)
+        lowest = (scaled(min(ell, self.base_ell)) for ell in self.ell_target)
+        return tuple(1.0 - uniform.image(ell) for ell in lowest)
+
+    @property
+    def uniform_objective(self) -> float:
+        """The objective of the uniform schedule."""
+        return budgets.weighted_sum(self.uniform_errors, self.weights)
+
+    @property
+    def flops_ratio(self) -> float | None:
+        """Flops of the plan over those of the uniform schedule; None where costs are unknown."""
+        if self.costs is None:
+            return None
+        spent = sum(map(operator.mul, self.costs, self.allocation))
+        return float(spent / (self.base_steps * sum(self.costs)))
 
     def schedules(self) -> dict[str, Schedule]:
         """The planned schedule of each group."""
@@ -95,145 +136,17 @@ class Plan(fields.Stored):
 
     def _check(self, field: str) -> None:
         num_groups = len(self.operator_types)
-        for key in ("ell_robust", "ell_target", "curves", "allocation", "costs"):
+        names = ("ell_robust", "ell_target", "curves", "allocation", "costs", "num_matrices")
+        for key in (*names, "measured"):
             found = getattr(self, key)
             if found is not None and len(found) != num_groups:
                 fields.fail(f"{field}.{key}", found, f"one entry for each of {num_groups} groups")
-
-    def table(self) -> str:
-        """Lines of text: for each group its ``ell``, its steps before and after, and the flops."""
-        width = max(map(len, ("operator type", *self.operator_types)))
-        planned = zip(self.operator_types, self.ell_target, self.allocation, strict=True)
-        rows = [("operator type", "ell target", "steps before", "after")]
-        rows += [(name, f"{ell:.5e}", str(self.base_steps), str(k)) for name, ell, k in planned]
-        total = self.base_steps * len(self.operator_types)
-        rows.append(("total", "", str(total), str(sum(self.allocation))))
-        # Each column is as wide as its title, or as its numbers.
-        lines = [
-            f"{name:<{width}}  {ell:>11}  {before:>12}  {after:>5}"
-            for name, ell, before, after in rows
-        ]
-        if self.costs is not None:
-            more = [steps - self.base_steps for steps in self.allocation]
-            spent = list(map(operator.mul, more, self.costs))
-            told = ["NS Gflop/step", *(f"{flops / 1e9:+.4g}" for flops in (*spent, sum(spent)))]
-            lines = [f"{line}  {flops:>13}" for line, flops in zip(lines, told, strict=True)]
-        lines.append(
-            f"budget {self.budget} {self.budget_unit}, {self.min_steps} to {self.max_steps} steps "
-            f"a type, {self.planner} planner, projected error {self.objective:.5f}"
-        )
-        return "\n".join(lines)
-
-
-def composed(ell_effective: float, steps: int) -> Schedule:
-    """The schedule AMO runs for an effective ``ell``: composed at ``SAFETY`` times it.
-
-    Args:
-        ell_effective: Observed ``ell`` over ``SAFETY``, in (0, 1].
-        steps: Number of Newton-Schulz steps.
-    """
-    return Schedule(compose(_scaled(ell_effective), steps), norm_scale=SAFETY)
-
-
-def costs_by_group(matrices_by_group: Mapping[str, Sequence[MatrixInfo]]) -> dict[str, int]:
-    """Flops of one Newton-Schulz step of all matrices of each group."""
-    return {
-        group: sum(budgets.ns_step_flops(*matrix.shape) for matrix in matrices)
-        for group, matrices in matrices_by_group.items()
-    }
-
-
-def targets(config: AMOConfig, ell_robust: Sequence[float]) -> tuple[float, ...]:
-    """``shrinkage * ell + (1 - shrinkage) * base_ell`` for each, rounded once."""
-    alpha, base = Fraction(str(config.shrinkage)), Fraction(config.base_ell)
-    return tuple(float(alpha * Fraction(ell) + (1 - alpha) * base) for ell in ell_robust)
-
-
-def plan_inputs(
-    config: AMOConfig,
-    ell_target_by_type: Mapping[str, float],
-    costs: Mapping[str, int] | None = None,
-) -> dict[str, Any]:
-    """The fields of a plan that follow from its inputs without planning.
-
-    Args:
-        config: The budget, the range of steps and the planner.
-        ell_target_by_type: Target of each group, in (0, 1].
-        costs: Flops of one Newton-Schulz step of each group; needed for a budget of flops.
-
-    Raises:
-        ValueError: The budget is infeasible, or flops are asked for without costs.
-    """
-    names = sort_operator_types(ell_target_by_type)
-    cost_list = None if costs is None else tuple(costs[name] for name in names)
-    ratio, limits = config.budget_ratio, (config.min_steps, config.max_steps)
-    if config.budget_unit == "steps":
-        total, limited = budgets.step_budget(ratio, len(names), config.base_steps), None
-    elif cost_list is None:
-        fields.fail("budget_unit", "flops", "the shapes of the matrices of each group with it")
-    else:
-        total, limited = budgets.flop_budget(ratio, cost_list, config.base_steps), cost_list
-    low, high = budgets.relax_range(total, len(names), *limits, costs=limited)
-    return {
-        "operator_types": names,
-        "ell_target": tuple(float(ell_target_by_type[name]) for name in names),
-        "base_steps": config.base_steps,
-        "base_ell": float(config.base_ell),
-        "planner": config.planner,
-        "budget_unit": config.budget_unit,
-        "budget": total,
-        "min_steps": low,
-        "max_steps": high,
-        "costs": cost_list,
-    }
-
-
-def plan_allocation(
-    config: AMOConfig,
-    ell_target_by_type: Mapping[str, float],
-    *,
-    ell_robust: Sequence[float] | None = None,
-    costs: Mapping[str, int] | None = None,
-) -> Plan:
-    """Allocate the budget; a pure function of its arguments, the same bits on every machine.
-
-    Args:
-        config: The budget, the range of steps and the planner.
-        ell_target_by_type: Target of each group, in (0, 1].
-        ell_robust: What was observed, in the order of the plan's groups; the targets by default.
-        costs: Flops of one Newton-Schulz step of each group; needed for a budget of flops.
-
-    Raises:
-        ValueError: A target is out of range, the budget is infeasible, or costs are missing.
-    """
-    inputs = plan_inputs(config, ell_target_by_type, costs)
-    relaxed = inputs["min_steps"], inputs["max_steps"]
-    if relaxed != (config.min_steps, config.max_steps):
-        logger.warning(
-            "the budget is infeasible within %d to %d steps a type; the range becomes %d to %d",
-            *(config.min_steps, config.max_steps, *relaxed),
-        )
-    ks = range(inputs["min_steps"], inputs["max_steps"] + 1)
-    curves = [error_curve(_scaled(ell), ks) for ell in inputs["ell_target"]]
-    allocation = budgets.allocate(
-        curves,
-        inputs["budget"],
-        planner=config.planner,
-        base_steps=config.base_steps,
-        costs=inputs["costs"] if config.budget_unit == "flops" else None,
-    )
-    return Plan(
-        **inputs,
-        ell_robust=inputs["ell_target"] if ell_robust is None else tuple(ell_robust),
-        curves=tuple(tuple(curve[k] for k in ks) for curve in curves),
-        allocation=allocation,
-        objective=budgets.objective(curves, allocation),
-    )
-
-
-def _scaled(ell_effective: float) -> float:
-    # A single row has ell_raw = 1; dividing and multiplying by SAFETY may end just above it.
-    return min(SAFETY * ell_effective, 1.0) if ell_effective <= 1.0 else ell_effective
+        if self.criterion == "measured" and (self.measured is None or self.num_matrices is None):
+            fields.fail(f"{field}.criterion", self.criterion, "'projected' without measurements")
+        num_steps = self.max_steps - self.min_steps + 1
+        for i, (curve, steps) in enumerate(zip(self.curves, self.allocation, strict=True)):
+            fields.read_list(f"{field}.curves[{i}]", curve, num_steps)
+            fields.read_int(f"{field}.allocation[{i}]", steps, self.min_steps, self.max_steps)
 
 
 def _round_to_sum(values: Sequence[Fraction]) -> list[int]:

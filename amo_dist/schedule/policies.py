@@ -89,13 +89,25 @@ class Policy(abc.ABC):
         """Names of the matrices to observe at a step, sorted; ``()`` for none."""
         return ()
 
-    def record(self, step: int, ell_by_name: Mapping[str, float]) -> None:
+    def trials(self) -> tuple[Schedule, ...]:
+        """The schedules whose errors an observation measures; ``()`` for none."""
+        return ()
+
+    def record(
+        self,
+        step: int,
+        ell_by_name: Mapping[str, float],
+        errors_by_name: Mapping[str, Sequence[float]] | None = None,
+    ) -> None:
         """Keep an observation.
 
         Args:
             step: Optimizer step.
             ell_by_name: ``sigma_min / ||M||_F`` of each matrix of ``sample(step)``, not divided
                 by the safety factor; NaN for a matrix with a non-finite entry or zeros alone.
+            errors_by_name: Of each of them the mean squared residual that each of ``trials()``
+                leaves, then the mean squared distances to the polar factor. Not looked at for a
+                matrix whose ``ell`` is NaN.
 
         Raises:
             ValueError: No observation is due at this step, or the names are not those sampled.

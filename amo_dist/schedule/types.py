@@ -40,6 +40,13 @@ class Schedule:
         """The number of Newton-Schulz steps, ``T``."""
         return len(self.coefficients)
 
+    def image(self, x: float) -> float:
+        """What becomes of a singular value ``x``, once the matrix is scaled."""
+        for a, b, c in self.coefficients:
+            square = x * x
+            x *= a + square * (b + square * c)
+        return x
+
     def digest(self) -> str:
         """A hexadecimal SHA-256 of the exact bits: equal if and only if the schedules are."""
         words = [self.preconditioner, self.norm_scale.hex()]

@@ -9,7 +9,9 @@ from typing import Any
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.plan import Plan, plan_allocation
+from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.plan_table import plan_table
+from amo_dist.schedule.planning import plan_allocation
 from amo_dist.tools.command import Subparsers, read_pair
 
 _OPTIONS = {
@@ -71,7 +73,7 @@ def run_plan(args: argparse.Namespace) -> int:
     ells = _ells(args.ell)
     config = AMOConfig(**{field: getattr(args, field) for field in _OPTIONS})
     plan = plan_allocation(config, ells, costs=_costs(args.shape, ells))
-    print(json.dumps(_as_json(plan), indent=2) if args.json else plan.table())
+    print(json.dumps(_as_json(plan), indent=2) if args.json else plan_table(plan))
     return 0
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from amo_dist.config import OPERATOR_TYPES, AMOConfig
-from amo_dist.schedule.plan import plan_allocation
+from amo_dist.schedule.planning import plan_allocation
 from amo_dist.schedule.polar_express import SAFETY, compose
 
 TABLE: dict[str, dict[str, Any]] = json.loads(

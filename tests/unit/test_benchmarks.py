@@ -11,7 +11,7 @@ import torch.distributed as dist
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.grouping import matrices_by_group
-from amo_dist.schedule.plan import costs_by_group, plan_allocation
+from amo_dist.schedule.planning import costs_by_group, plan_allocation
 from amo_dist.tools.simulate import OWNERSHIPS, simulate
 from benchmarks import newton_schulz, optimizer_step, overhead, sigma_min
 from benchmarks.measure import paired, ratio, report, table

@@ -13,8 +13,10 @@ from hypothesis import strategies as st
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.observation import draw
-from amo_dist.schedule.plan import Plan, composed, plan_allocation
-from amo_dist.schedule.polar_express import SAFETY, compose
+from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.plan_table import plan_table
+from amo_dist.schedule.planning import plan_allocation
+from amo_dist.schedule.polar_express import SAFETY, compose, composed
 from tests.unit.controller_runs import CONFIG, ELL, TYPES, controller, observe, plan_of, planned
 
 # --- drawing
@@ -284,9 +286,9 @@ def test_a_plan_reads_back_bit_for_bit_and_prints() -> None:
     plan = planned().plan
     assert plan is not None
     assert Plan.from_json(plan.to_json()) == plan
-    lines = plan.table().splitlines()
+    lines = plan_table(plan).splitlines()
     assert lines[0].split()[:2] == ["operator", "type"]
     assert [line.split()[0] for line in lines[1:]] == [*TYPES, "total", "budget"]
     bare = plan_allocation(CONFIG, {"a": 1e-3})
-    assert "flop" not in bare.table()
+    assert "flop" not in plan_table(bare)
     assert Plan.from_json(bare.to_json()) == bare

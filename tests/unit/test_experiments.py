@@ -20,7 +20,7 @@ with warnings.catch_warnings():
     torchtitan_ext.register()
 
 from amo_dist.config import OPERATOR_TYPES, AMOConfig
-from amo_dist.schedule.plan import plan_allocation
+from amo_dist.schedule.planning import plan_allocation
 from torchtitan_ext import cli
 from torchtitan_ext.tools import experiments
 from torchtitan_ext.tools.experiments import command, gather, runner

@@ -15,6 +15,7 @@ from amo_dist.distributed.agreement import world_group
 from amo_dist.engine.timing import slowest
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import geometry, optimizers
@@ -164,7 +165,7 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     def _show_plan(self, plan: str | None) -> None:
         if self._files is not None and plan is not None and self._files.save_plan(plan):
-            progress.info("AMO's plan:\n%s", Plan.from_json(plan).table())
+            progress.info("AMO's plan:\n%s", plan_table(Plan.from_json(plan)))
 
 
 def build_metrics_processor(

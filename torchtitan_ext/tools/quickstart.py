@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext import train
 from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_records, require_unlocked
@@ -140,7 +141,7 @@ def _summarize(config: Any, checkpoints: Path) -> None:
     plan = folder / PLAN_FILE
     if plan.exists():
         print(f"\n{_plan_title(config)}:")
-        print(Plan.from_json(plan.read_text()).table())
+        print(plan_table(Plan.from_json(plan.read_text())))
     if records:
         first, last = records[0], records[-1]
         print(f"\nloss         {first['loss']:.4f} at step {first['step']}, ", end="")

@@ -1,0 +1,101 @@
+"""A plan beside the uniform schedule, as text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from amo_dist.schedule.plan import Plan
+
+_LIKE_COST = 1.25
+"""A group is of like cost as one that costs so many times less, or more."""
+
+
+def plan_table(plan: Plan) -> str:
+    """Lines of text: of each group its ``ell``, and steps, error and flops beside uniform's.
+
+    Errors are root mean square residuals where spectra were observed, else projected errors.
+    """
+    word = "projected error" if plan.measured is None else "residual"
+    before, after = errors_beside_uniform(plan)
+    groups = zip(plan.operator_types, plan.ell_target, plan.allocation, before, after, strict=True)
+    rows = [("operator type", "ell target", "steps before", "after", f"{word} before", "after")]
+    rows += [
+        (name, f"{ell:.5e}", f"{plan.base_steps}", f"{steps}", f"{old:.4f}", f"{new:.4f}")
+        for name, ell, steps, old, new in groups
+    ]
+    total = plan.base_steps * len(plan.operator_types)
+    rows.append(("total", "", f"{total}", f"{sum(plan.allocation)}", "", ""))
+    table = [list(row) for row in rows]
+    if plan.costs is not None:
+        more = [
+            (steps - plan.base_steps) * cost
+            for steps, cost in zip(plan.allocation, plan.costs, strict=True)
+        ]
+        told = ["NS Gflop/step", *(f"{flops / 1e9:+.4g}" for flops in (*more, sum(more)))]
+        for row, text in zip(table, told, strict=True):
+            row.append(text)
+    return "\n".join([*_aligned(table), *_summary(plan)])
+
+
+def errors_beside_uniform(plan: Plan) -> tuple[list[float], list[float]]:
+    """The error of each group under the uniform schedule, and under the plan.
+
+    Root mean square residuals of the sampled matrices, where there are any; else projected errors.
+    """
+    if plan.measured is None:
+        return list(plan.uniform_errors), list(plan.errors)
+    chosen = zip(plan.measured, plan.allocation, strict=True)
+    return (
+        [math.sqrt(one.uniform_residual) for one in plan.measured],
+        [math.sqrt(one.residuals[steps - plan.min_steps]) for one, steps in chosen],
+    )
+
+
+def starved(plan: Plan) -> list[str]:
+    """What a plan takes from its groups, a line each; a measured plan starves none.
+
+    A group is starved where it gets fewer steps than an easier one of like cost, or where its error
+    is above that under the uniform schedule.
+    """
+    if plan.criterion == "measured":
+        return []
+    lines = []
+    what = "projected error" if plan.measured is None else "residual"
+    for i, (old, new) in enumerate(zip(*errors_beside_uniform(plan), strict=True)):
+        told = []
+        easier = [j for j in range(len(plan.allocation)) if _is_favoured(plan, j, over=i)]
+        if easier:
+            names = ", ".join(f"{plan.operator_types[j]} ({plan.allocation[j]})" for j in easier)
+            told.append(f"fewer than easier types of like cost: {names}")
+        if new > old:
+            told.append(f"its {what} is {new:.4f}, {old:.4f} under the uniform schedule")
+        if told:
+            steps = f"{plan.operator_types[i]} gets {plan.allocation[i]} Newton-Schulz steps"
+            lines.append(f"{steps}; {'; '.join(told)}")
+    return lines
+
+
+def _is_favoured(plan: Plan, j: int, over: int) -> bool:
+    """Whether group j gets more steps than a harder group of like cost."""
+    costs = plan.costs if plan.budget_unit == "flops" else None
+    alike = costs is None or 1 / _LIKE_COST <= costs[j] / costs[over] <= _LIKE_COST
+    is_easier = plan.ell_target[j] > plan.ell_target[over]
+    return alike and is_easier and plan.allocation[j] > plan.allocation[over]
+
+
+def _summary(plan: Plan) -> list[str]:
+    kind = "measured objective" if plan.criterion == "measured" else "projected error"
+    flops = "" if plan.flops_ratio is None else f"; {plan.flops_ratio:.4f} of its flops"
+    limits = f"{plan.min_steps} to {plan.max_steps} steps a type"
+    return [
+        f"{kind} {plan.objective:.5f}, of uniform {plan.uniform_objective:.5f}{flops}",
+        f"budget {plan.budget} {plan.budget_unit}, {limits}, {plan.planner} planner",
+    ]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]
