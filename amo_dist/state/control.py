@@ -41,6 +41,9 @@ _FREE_FIELDS = frozenset(
 """Configuration that may change on resume: it says how the work is done, or what to do about a
 fault, and nothing that a plan was made of."""
 
+_BEFORE = {"objective": "projected"}
+"""Configuration that meant something else before there was a field for it."""
+
 _REQUIRED = ("format", "version", "steps_taken", "steps_skipped", "config", "policy")
 
 
@@ -103,7 +106,9 @@ def restore(
     fields.read_choice("control.policy", state.get("policy"), running.policy.name)
     known = type(running.config)().to_dict()
     fields.read_record("control.config", found["config"], [], known)
-    defaults = {name: value for name, value in known.items() if name not in _FREE_FIELDS}
+    defaults = {
+        name: _BEFORE.get(name, value) for name, value in known.items() if name not in _FREE_FIELDS
+    }
     saved = {**defaults, **found["config"]}
     policy, config = running.policy.resumed(
         state,
