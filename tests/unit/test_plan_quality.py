@@ -21,6 +21,7 @@ from benchmarks.plan_quality import data, report, score, train
 from benchmarks.plan_quality.model import ARCHITECTURES, Architecture, Decoder
 from benchmarks.plan_quality.settings import Settings
 from benchmarks.plan_quality.variants import VARIANTS, amo_config
+from tests.unit import measured_twin
 
 TINY = Architecture(num_heads=2, num_kv_heads=1, dim=16, ffn_dim=24, num_layers=2, head_dim=8)
 SHORT = Settings(
@@ -278,9 +279,8 @@ def test_scores_are_those_of_the_kernel() -> None:
     matrix = torch.randn(6, 9, generator=generator, dtype=torch.float64)
     values = torch.linalg.svdvals(matrix)
     schedule = score.uniform({}, REGISTRY)["a"]
-    result = orthogonalize(
-        matrix, schedule.coefficients, norm_scale=schedule.norm_scale, dtype=torch.float64
-    )
+    options = {"norm_scale": schedule.norm_scale, "dtype": torch.float64, "eps": 0.0}
+    result = orthogonalize(matrix, schedule.coefficients, **options)
     u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
     residual = (result @ result.mT - torch.eye(6)).square().sum() / 6
     distance = (result - u @ vh).square().sum() / 6
@@ -292,6 +292,31 @@ def test_plans_see_the_steps_of_observation_alone() -> None:
     spectra = {step: {} for step in (1, 2, 3, 4, 5, 6, 8)}
     seen, held_out = score.split(spectra, SHORT)
     assert ([*seen], [*held_out]) == ([2, 4], [5, 6, 8])
+
+
+@pytest.mark.parametrize("unit", ["steps", "flops"])
+def test_a_plan_by_measured_residuals_scores_its_objective(unit: str) -> None:
+    """On the very spectra it was made from; there it is no worse than uniform."""
+    spectra = made_up_spectra()
+    schedules, objective = measured_twin.plan(spectra, REGISTRY, unit=unit)
+    found = score.score(schedules, spectra, REGISTRY)
+    assert found["residual"] ** 2 * len(REGISTRY) == pytest.approx(objective)
+    uniform = score.score(score.uniform(spectra, REGISTRY), spectra, REGISTRY)
+    assert found["residual"] < uniform["residual"]
+    assert unit == "steps" or found["flops"] <= 1
+
+
+def made_up_spectra() -> dict[int, dict[str, torch.Tensor]]:
+    """A hard matrix and an easy one."""
+    generator = torch.Generator().manual_seed(0)
+    found = {}
+    for step in (2, 4):
+        values = {"a": torch.tensor([1.0, 1e-4]), "b": torch.tensor([1.0, 0.4])}
+        noise = {name: 1 + 0.2 * torch.rand(2, generator=generator) for name in values}
+        found[step] = {
+            name: (v * noise[name] / v.norm() / 1.2).double() for name, v in values.items()
+        }
+    return found
 
 
 def test_the_paper_s_plan_is_that_of_the_optimizer(root: Path, tmp_path: Path) -> None:
