@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import platform
 import time
 from collections.abc import Sequence
@@ -93,9 +94,23 @@ def run_path(output: Path, job: Job) -> Path:
     return output / "runs" / f"{architecture}-{seed}-{variant}.json"
 
 
+def is_done(path: Path, settings: Settings) -> bool:
+    """Whether there is a result.
+
+    Raises:
+        ValueError: It is one of other settings, which a report would mix with these.
+    """
+    if not path.exists():
+        return False
+    for field, found in json.loads(path.read_text())["settings"].items():
+        if found != (expected := getattr(settings, field)):
+            raise ValueError(f"{field}: found {found!r} in {path}, expected {expected!r}")
+    return True
+
+
 def train_all(jobs: Sequence[Job], options: argparse.Namespace, settings: Settings) -> None:
     """Run the jobs that have no result, one after the other."""
-    open_jobs = [job for job in jobs if not run_path(options.output, job).exists()]
+    open_jobs = [job for job in jobs if not is_done(run_path(options.output, job), settings)]
     print(f"{len(open_jobs)} of {len(jobs)} runs to do", flush=True)
     corpus, start = data.load(data.standard_library()), time.monotonic()
     for i, job in enumerate(open_jobs, start=1):

@@ -44,4 +44,4 @@ class Settings:
 
     def validates(self, step: int) -> bool:
         """Whether the validation loss is taken after a step."""
-        return step == self.steps or step % (self.steps // self.validations) == 0
+        return step == self.steps or step % max(self.steps // self.validations, 1) == 0

@@ -227,6 +227,8 @@ def test_a_study_goes_on_where_it_was_stopped(
         assert old.pop("seconds") >= 0 <= new.pop("seconds")
         assert old == new
     assert old["corpus"]["train_files"] > 0
+    with pytest.raises(ValueError, match=r"batch: found 2 in .*-muon-pe.json, expected 3"):
+        command.main([*arguments, "batch=3"])
 
 
 def test_a_failed_write_leaves_no_result(tmp_path: Path) -> None:
