@@ -1,9 +1,9 @@
 """Geometry of momentum matrices: the control signal, and the metrics of the pilot study.
 
-Everything is computed in float64, whatever the dtype of the input, and from all singular values
-except ``ell``, which needs only the smallest (see ``sigma_min``). A momentum matrix must come in as
-float32, never as a bf16 copy, whose rounding lifts the small singular values by orders of
-magnitude.
+Everything is computed in float64, whatever the dtype of the input. ``ell`` is part of what an
+observation finds (see ``spectra``); the metrics come from a singular value decomposition. A
+momentum matrix must come in as float32, never as a bf16 copy, whose rounding lifts the small
+singular values by orders of magnitude.
 
 The AMO paper reads its threshold ``tau`` in three ways, and so do the metrics:
 
@@ -19,15 +19,11 @@ entry it has no geometry: every metric answers NaN for it.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from amo_dist.kernels.elementwise import largest_entry
-from amo_dist.kernels.sigma_min import sigma_min
+from amo_dist.kernels.spectra import DEFAULT_TAU, ell_and_spectrum, no_geometry, validate
 
-DEFAULT_TAU = 1e-10
 ENERGY = 0.99
 """Share of the energy that ``effective_rank`` singular directions hold."""
 
@@ -63,26 +59,11 @@ def ell(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
     Raises:
         ValueError: fewer than two dims or a dtype that is not floating.
     """
-    _validate(x)
+    validate(x)
     if x.numel() == 0:
-        return _no_geometry(x)
-    found = [_ell(matrix, tau) for matrix in x.reshape(-1, *x.shape[-2:]).unbind()]
+        return no_geometry(x)
+    found = [ell_and_spectrum(one, tau)[0] for one in x.reshape(-1, *x.shape[-2:]).unbind()]
     return torch.stack(found).view(x.shape[:-2])
-
-
-def _ell(x: Tensor, tau: float) -> Tensor:
-    """``ell`` of one matrix, not empty."""
-    largest = largest_entry(x).item()
-    if not 0 < largest < math.inf:
-        return _no_geometry(x)
-    unit = x.to(torch.float64, copy=True).div_(largest)
-    norm = torch.linalg.vector_norm(unit)
-    # sigma_max lies between the largest entry and the norm: where tau does too, only the spectrum
-    # can tell.
-    if largest <= tau:
-        return ell_by_svd(x, tau=tau)
-    value: Tensor = sigma_min(unit).clamp(min=tau / largest) / norm
-    return value.clamp(max=1.0)
 
 
 def ell_by_svd(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
@@ -160,7 +141,7 @@ def spectrum(x: Tensor) -> Tensor:
     Raises:
         ValueError: not two dims or a dtype that is not floating.
     """
-    _validate(x, "(m, n)")
+    validate(x, "(m, n)")
     x = x.to(torch.float64)
     # LAPACK raises on NaN, and on matrices without rows.
     if x.numel() == 0 or not torch.isfinite(x).all():
@@ -182,23 +163,12 @@ def ns_residual(x: Tensor) -> Tensor:
     Raises:
         ValueError: fewer than two dims or a dtype that is not floating.
     """
-    _validate(x)
+    validate(x)
     if x.numel() == 0:
-        return _no_geometry(x)
+        return no_geometry(x)
     x = x.to(torch.float64)
     x = x.mT if x.shape[-2] > x.shape[-1] else x
     size = x.shape[-2]
     defect = x @ x.mT - torch.eye(size, dtype=x.dtype, device=x.device)
     residual: Tensor = torch.linalg.vector_norm(defect, dim=(-2, -1)) / size**0.5
     return residual.masked_fill(~torch.isfinite(residual), float("nan"))
-
-
-def _validate(x: Tensor, expected: str = "(..., m, n)") -> None:
-    if x.dim() < 2 or (x.dim() > 2 and expected == "(m, n)"):
-        raise ValueError(f"x: found shape {tuple(x.shape)}, expected {expected}")
-    if not x.is_floating_point():
-        raise ValueError(f"x.dtype: found {x.dtype}, expected a floating dtype")
-
-
-def _no_geometry(x: Tensor) -> Tensor:
-    return torch.full(x.shape[:-2], float("nan"), dtype=torch.float64, device=x.device)

@@ -74,7 +74,7 @@ def _lu(x: Tensor) -> Solve | None:
 
 
 def _cholesky(x: Tensor) -> Solve | None:
-    factor, info = torch.linalg.cholesky_ex(_lower_gram(x))
+    factor, info = torch.linalg.cholesky_ex(lower_gram(x))
     # Not cholesky_solve, which copies the factor at every call.
     return None if info.item() else _inverse(factor, lower=True)
 
@@ -87,7 +87,7 @@ def _inverse(factor: Tensor, *, lower: bool) -> Solve:
     return lambda v: solve(factor, solve(outer, v, upper=False), upper=True)
 
 
-def _lower_gram(x: Tensor, num_blocks: int = 8) -> Tensor:
+def lower_gram(x: Tensor, num_blocks: int = 8) -> Tensor:
     """``X X^T``, with anything above the blocks on the diagonal: Cholesky does not read it."""
     m = x.shape[0]
     gram = x.new_zeros(m, m)
