@@ -30,7 +30,7 @@ class Observer:
         self.in_background = in_background
         self.num_values = 1 + 2 * len(trials)
         """What a measurement gives."""
-        self._coefficients, self._norm_scale = _as_tensor(trials)
+        self._coefficients, self._norm_scale = trial_tensor(trials)
         self._seconds = 0.0
         self._values: dict[str, Tensor | Future[Tensor]] = {}
         self._thread: ThreadPoolExecutor | None = None
@@ -108,7 +108,7 @@ class Observer:
         return observe(matrix, self._coefficients, self._norm_scale)
 
 
-def _as_tensor(trials: Sequence[Schedule]) -> tuple[Tensor, float]:
+def trial_tensor(trials: Sequence[Schedule]) -> tuple[Tensor, float]:
     """Coefficients ``(trials, steps, 3)``, float64 on the CPU, and the scale of their input."""
     most = max((schedule.num_steps for schedule in trials), default=0)
     stay = (1.0, 0.0, 0.0)

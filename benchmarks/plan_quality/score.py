@@ -19,7 +19,15 @@ from amo_dist.config import AMOConfig, sort_operator_types
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.grouping import matrices_by_group
 from amo_dist.schedule.observation import effective_ell
-from amo_dist.schedule.plan import composed, costs_by_group, plan_allocation, targets
+from amo_dist.schedule.planning import (
+    costs_by_group,
+    plan_allocation,
+    plan_inputs,
+    plan_measured,
+    targets,
+)
+from amo_dist.schedule.polar_express import composed
+from amo_dist.schedule.trials import ErrorSums, Trials
 from amo_dist.schedule.types import MatrixInfo, Schedule
 from benchmarks.plan_quality.settings import Settings
 
@@ -105,13 +113,51 @@ def projected(planner: str, budget_unit: str, granularity: str = "operator_type"
         budget_unit: ``steps`` or ``flops``.
         granularity: What shares a schedule.
     """
-    config = AMOConfig(planner=planner, budget_unit=budget_unit, granularity=granularity)
+    config = AMOConfig(
+        objective="projected", planner=planner, budget_unit=budget_unit, granularity=granularity
+    )
 
     def plan(seen: Spectra, registry: Sequence[MatrixInfo]) -> dict[str, Schedule]:
         groups = matrices_by_group(registry, granularity)
         robust = [_robust_ell(seen, matrices) for matrices in groups.values()]
         by_group = dict(zip(groups, targets(config, robust), strict=True))
         found = plan_allocation(config, by_group, costs=costs_by_group(groups)).schedules()
+        return {matrix.name: found[group] for group, some in groups.items() for matrix in some}
+
+    return plan
+
+
+def measured(budget_unit: str, ratio: float = 1.0, granularity: str = "operator_type") -> Planner:
+    """The measured residuals, exactly.
+
+    Args:
+        budget_unit: ``steps`` or ``flops``.
+        ratio: Budget over that of uniform.
+        granularity: What shares a schedule.
+    """
+    config = AMOConfig(budget_unit=budget_unit, budget_ratio=ratio, granularity=granularity)
+
+    def plan(seen: Spectra, registry: Sequence[MatrixInfo]) -> dict[str, Schedule]:
+        groups = matrices_by_group(registry, granularity)
+        costs = costs_by_group(groups)
+        inputs = plan_inputs(config, tuple(groups), costs)
+        steps = range(inputs["min_steps"], inputs["max_steps"] + 1)
+        trials = Trials(steps, config.base_steps, config.base_ell)
+        tried = trials.schedules()
+        sums = ErrorSums.empty(groups, trials)
+        for spectra in seen.values():
+            pairs = {m.name: [errors(one, spectra[m.name]) for one in tried] for m in registry}
+            flat = {
+                name: [r for r, _ in found] + [d for _, d in found] for name, found in pairs.items()
+            }
+            sums = sums.plus({g: [flat[m.name] for m in some] for g, some in groups.items()})
+        found = plan_measured(
+            config,
+            {group: trials.best(sums.mean(group)) for group in groups},
+            num_matrices={group: len(some) for group, some in groups.items()},
+            ell_robust=[_robust_ell(seen, some) for some in groups.values()],
+            costs=costs,
+        ).schedules()
         return {matrix.name: found[group] for group, some in groups.items() for matrix in some}
 
     return plan
@@ -131,6 +177,11 @@ PLANNERS: Mapping[str, Planner] = {
     "uniform PE": uniform,
     "paper, steps": projected("greedy", "steps"),
     "paper, flops": projected("exact", "flops"),
+    "measured, steps": measured("steps"),
+    "measured, flops 1.0": measured("flops"),
+    "measured, flops 0.9": measured("flops", 0.9),
+    "measured, flops 0.8": measured("flops", 0.8),
+    "measured by shape, flops 1.0": measured("flops", granularity="shape"),
 }
 """What is scored; one line for each."""
 

@@ -11,7 +11,7 @@ import torch
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig
 from amo_dist.optimizers.named import make_optimizer
-from amo_dist.schedule.plan import composed
+from amo_dist.schedule.polar_express import composed
 from benchmarks.plan_quality.settings import Settings
 
 BASELINE = "muon-pe"
@@ -31,13 +31,24 @@ class Variant:
     """Of ``AMO``: fields of `AMOConfig`."""
 
 
+PAPER = {"objective": "projected", "planner": "greedy", "budget_unit": "steps"}
+MEASURED = {"objective": "measured", "planner": "exact", "budget_unit": "flops"}
+
 VARIANTS: Mapping[str, Variant] = MappingProxyType(
     {
         "muon-pe": Variant("Muon-PE, uniform", "Muon", "uniform"),
         "muon-kj": Variant("Muon-KJ", "Muon", "kj"),
         "adamw": Variant("AdamW", "AdamW"),
-        "paper": Variant(
-            "the paper's AMO", "AMO", plan={"planner": "greedy", "budget_unit": "steps"}
+        "paper": Variant("the paper's AMO", "AMO", plan=PAPER),
+        "measured-1.0": Variant("measured AMO, flops 1.0", "AMO", plan=MEASURED),
+        "measured-0.9": Variant(
+            "measured AMO, flops 0.9", "AMO", plan={**MEASURED, "budget_ratio": 0.9}
+        ),
+        "measured-0.8": Variant(
+            "measured AMO, flops 0.8", "AMO", plan={**MEASURED, "budget_ratio": 0.8}
+        ),
+        "shape": Variant(
+            "measured AMO by shape, flops 1.0", "AMO", plan={**MEASURED, "granularity": "shape"}
         ),
     }
 )
