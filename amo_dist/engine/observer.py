@@ -109,7 +109,11 @@ class Observer:
 
 
 def trial_tensor(trials: Sequence[Schedule]) -> tuple[Tensor, float]:
-    """Coefficients ``(trials, steps, 3)``, float64 on the CPU, and the scale of their input."""
+    """Schedules as `observe` takes them.
+
+    Returns:
+        Coefficients, float64 on the CPU, ``(trials, steps, 3)``, and the scale of their input.
+    """
     most = max((schedule.num_steps for schedule in trials), default=0)
     stay = (1.0, 0.0, 0.0)
     rows = [[*one.coefficients, *[stay] * (most - one.num_steps)] for one in trials]

@@ -16,6 +16,8 @@ from typing import Any, TypeAlias
 from torch import Tensor
 
 from amo_dist.config import AMOConfig, sort_operator_types
+from amo_dist.engine.observer import trial_tensor
+from amo_dist.kernels.spectra import schedule_errors
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.grouping import matrices_by_group
 from amo_dist.schedule.observation import effective_ell
@@ -143,14 +145,15 @@ def measured(budget_unit: str, ratio: float = 1.0, granularity: str = "operator_
         inputs = plan_inputs(config, tuple(groups), costs)
         steps = range(inputs["min_steps"], inputs["max_steps"] + 1)
         trials = Trials(steps, config.base_steps, config.base_ell)
-        tried = trials.schedules()
+        tried = trial_tensor(trials.schedules())
         sums = ErrorSums.empty(groups, trials)
         for spectra in seen.values():
-            pairs = {m.name: [errors(one, spectra[m.name]) for one in tried] for m in registry}
-            flat = {
-                name: [r for r, _ in found] + [d for _, d in found] for name, found in pairs.items()
-            }
-            sums = sums.plus({g: [flat[m.name] for m in some] for g, some in groups.items()})
+            sums = sums.plus(
+                {
+                    group: [tried_errors(spectra[m.name], *tried) for m in some]
+                    for group, some in groups.items()
+                }
+            )
         found = plan_measured(
             config,
             {group: trials.best(sums.mean(group)) for group in groups},
@@ -161,6 +164,12 @@ def measured(budget_unit: str, ratio: float = 1.0, granularity: str = "operator_
         return {matrix.name: found[group] for group, some in groups.items() for matrix in some}
 
     return plan
+
+
+def tried_errors(values: Tensor, coefficients: Tensor, norm_scale: float) -> list[float]:
+    """Errors of all trials on one matrix, as an observation measures them."""
+    found: list[float] = schedule_errors(values / norm_scale, coefficients).view(-1).tolist()
+    return found
 
 
 def _robust_ell(seen: Spectra, matrices: Sequence[MatrixInfo]) -> float:
