@@ -125,8 +125,8 @@ def _noise(squares: Tensor) -> Tensor:
 
     Measured on matrices with known null spaces, of 64 to 2048 rows, square and 1:3: flat, graded,
     log-spaced and spiked spectra, equal rows, all entries equal. It grows with the root of the
-    number of rows: eigenvalues that should be zero came out as 10 eps of the largest at 256
-    rows, 23 at 512, 28 at 1024, 22 at 2048. At 16384 rows the bound is 6e-14: a condition number of 1e6
+    number of rows: eigenvalues that should be zero came out as 10 eps of the largest at 256 rows,
+    23 at 512, 28 at 1024, 22 at 2048. At 16384 rows the bound is 6e-14: a condition number of 1e6
     is 18 times above.
     """
     return squares[0] * (2 * math.sqrt(squares.shape[0]) * torch.finfo(squares.dtype).eps)
