@@ -3,14 +3,14 @@
 A schedule acts on each singular value alone, so its residual and its distance to the polar factor
 follow from the spectrum, exactly, for as many schedules as one likes.
 
-The singular values are the roots of the eigenvalues of the Gram matrix of the short side, at a
-fourth of the time of a decomposition of a large square matrix, an eighth of an elongated one's. The
-price is at the small end: an eigenvalue is off by a few roundings of the *largest* one.
+The singular values are the roots of the eigenvalues of the Gram matrix of the short side, found in
+0.13 to 0.39 of the time of a decomposition in float32. The price is at the small end: an eigenvalue
+is off by a few roundings of the *largest* one.
 
 - Below `_noise` an eigenvalue says nothing, and counts as zero. That is a singular value of about
-  1e-7 of the largest, which a schedule leaves at zero too.
-- Errors of schedules hardly feel it: a step multiplies a small value by no more than 8.3, and a
-  mean runs over all directions.
+  1e-7 of the largest, which seven steps composed for 1e-5 lift to 0.005.
+- Above, errors of schedules hardly feel it: to 1e-6 the same as those from a decomposition up to a
+  condition number of 1e6.
 - ``ell`` is a relative matter, so where the least eigenvalue is not well above the noise,
   `sigma_min` finds it.
 """
@@ -102,7 +102,8 @@ def singular_values(x: Tensor) -> Tensor:
     """All singular values, right to about 1e-7 of the largest, and far better above that.
 
     The eigenvalues of the Gram matrix, ``sigma^2``, have an absolute error (see `_noise`), and
-    those that it hides are zero. Small matrices are decomposed, which takes no longer.
+    those that it hides are zero. Small matrices are decomposed: it takes little longer, and their
+    means average less error out.
 
     Args:
         x: One finite matrix, shape ``(m, n)``, float64, neither dim 0, entries of moderate size
@@ -124,7 +125,7 @@ def _noise(squares: Tensor) -> Tensor:
 
     Measured on matrices with known null spaces, of 64 to 2048 rows, square and 1:3: flat, graded,
     log-spaced and spiked spectra, equal rows, all entries equal. It grows with the root of the
-    number of rows: eigenvalues that should be zero came out as 7 eps of the largest at 256 rows,
+    number of rows: eigenvalues that should be zero came out as 10 eps of the largest at 256 rows,
     23 at 512, 28 at 1024, 22 at 2048. At 16384 rows the bound is 6e-14: a condition number of 1e6
     is 18 times above.
     """

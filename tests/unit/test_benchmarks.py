@@ -13,7 +13,7 @@ from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.grouping import matrices_by_group
 from amo_dist.schedule.planning import costs_by_group, plan_allocation
 from amo_dist.tools.simulate import OWNERSHIPS, simulate
-from benchmarks import newton_schulz, optimizer_step, overhead, sigma_min
+from benchmarks import newton_schulz, optimizer_step, overhead, spectra
 from benchmarks.measure import paired, ratio, report, table
 from benchmarks.shapes import ELL_BY_TYPE, MODELS
 
@@ -100,18 +100,24 @@ def test_newton_schulz_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "effective %" in capsys.readouterr().out
 
 
-def test_sigma_min_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "sigma.json"
-    monkeypatch.setattr(sigma_min, "ERROR_SHAPES", ((140, 140), (132, 150)))
+def test_spectra_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    output = tmp_path / "spectra.json"
+    monkeypatch.setattr(spectra, "ERROR_SHAPES", ((140, 140), (132, 150)))
     threads = str(torch.get_num_threads())
     arguments = ["--model", "Llama-3.1-75M", "--threads", threads, "--output", str(output)]
-    assert sigma_min.main(arguments) == 0
-    errors = rows_of(tmp_path / "sigma_errors.json")
-    # The promise of the method; its rivals may fail.
-    assert all(float(str(row["ours"])) < 1e-3 for row in errors)
+    assert spectra.main(arguments) == 0
+    errors = rows_of(tmp_path / "spectra_errors.json")
+    # The promises of the method; its rivals may fail.
+    assert {row["ell"] is None for row in errors if row["spectrum"] == "deficient"} == {True}
+    for row in errors:
+        assert row["ell"] is None or float(str(row["ell"])) < 1e-3
+        if float(str(row["kappa"])) <= 1e6:
+            assert float(str(row["residual"])) < 1e-6
+            assert float(str(row["distance"])) < 1e-6
     times = rows_of(output)
     # Eight of each of seven types.
     assert times[-1]["matrices"] == 56
+    assert spectra.trials().shape == (205, 7, 3)
 
 
 def test_overhead_runs(tmp_path: Path) -> None:

@@ -1,0 +1,183 @@
+"""One observation: all singular values and the errors of trial schedules, their exactness and time.
+
+``python -m benchmarks.spectra`` first lists errors on hard spectra, then times one observation of
+Qwen3-1.7B, with 205 trial schedules, against its smallest singular values alone and against
+``svdvals`` in float32, on the same matrices in the same rounds: one matrix of each distinct shape,
+weighted to the 56 of an observation (``--full`` runs all 56).
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import math
+import statistics
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from amo_dist.kernels.geometry import ell, ell_by_svd
+from amo_dist.kernels.sigma_min import sigma_min
+from amo_dist.kernels.spectra import observe, schedule_errors
+from amo_dist.schedule.polar_express import compose
+from benchmarks.measure import paired, ratio, report
+from benchmarks.shapes import MODELS
+
+SAMPLE_SIZE = 8
+NORM_SCALE = 1.01
+STEPS = range(3, 8)
+ERROR_SHAPES = ((64, 64), (256, 256), (256, 768), (512, 512))
+KAPPAS = (1e3, 1e5, 1e6, 1e7, 1e9)
+ROUNDING = 1e-14
+"""Of a polynomial near one: a root mean square below it has no correct digit in any method."""
+
+
+def main(args: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.spectra", description=__doc__)
+    parser.add_argument("--model", default="Qwen3-1.7B", choices=MODELS)
+    parser.add_argument("--full", action="store_true", help="all matrices of one observation")
+    parser.add_argument("--scale", type=int, default=1, help="divides every side of the model")
+    parser.add_argument("--kappa", type=float, default=1e5, help="of the timed matrices")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args(args)
+    torch.set_num_threads(options.threads)
+    errors = [
+        measure_errors(shape, kind, kappa)
+        for shape in ERROR_SHAPES
+        for kind in ("decaying", "clustered", "lonely", "deficient")
+        for kappa in KAPPAS
+    ]
+    report("spectra_errors", errors, None if options.output is None else _beside(options.output))
+    times = measure_times(options)
+    report("spectra", times, options.output, vars(options))
+    return 0
+
+
+def _beside(path: Path) -> Path:
+    return path.with_name(f"{path.stem}_errors{path.suffix}")
+
+
+@functools.cache
+def trials() -> Tensor:
+    """Schedules of 3 to 7 steps for ten bounds a decade: ``(205, 7, 3)``."""
+    found = []
+    for tenths in range(-50, -9):
+        for steps in STEPS:
+            padding = [(1.0, 0.0, 0.0)] * (STEPS[-1] - steps)
+            found.append([*compose(10 ** (tenths / 10), steps), *padding])
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def with_spectrum(sigma: Tensor, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    """``(m, n)`` with these singular values and random singular vectors."""
+    generator = torch.Generator().manual_seed(0)
+    m = sigma.numel()
+    left, right = (
+        torch.linalg.qr(torch.randn(size, m, generator=generator, dtype=dtype))[0]
+        for size in (m, n)
+    )
+    return left * sigma.to(dtype) @ right.mT
+
+
+def spectrum(kind: str, m: int, kappa: float) -> Tensor:
+    """Float64 ``(m,)``, descending from one; ``kappa`` is that of the values that are not zero."""
+    sigma = torch.ones(m, dtype=torch.float64)
+    if kind in ("decaying", "deficient"):
+        sigma = torch.logspace(0, -math.log10(kappa), m, dtype=torch.float64)
+    if kind == "deficient":
+        sigma[m - m // 4 :] = 0
+    elif kind == "clustered":  # half of them within a thousandth of the smallest
+        sigma[m // 2 :] = (1 + torch.linspace(1e-3, 0, m - m // 2, dtype=torch.float64)) / kappa
+    elif kind == "lonely":
+        sigma[-1] = 1 / kappa
+    return sigma
+
+
+METHODS: dict[str, Callable[[Tensor], float]] = {
+    "sigma_min": lambda x: sigma_min(x).item(),
+    "svd float64": lambda x: torch.linalg.svdvals(x)[-1].item(),
+    "svd float32": lambda x: torch.linalg.svdvals(x.float())[-1].item(),
+}
+
+
+def measure_errors(shape: tuple[int, int], kind: str, kappa: float) -> dict[str, object]:
+    """Greatest relative errors over all trial schedules, and those of the least singular value.
+
+    The first against the singular values of a decomposition in float64, the others against the
+    spectrum that the matrix was made with; ``nan`` where that ends with zero.
+    """
+    sigma = spectrum(kind, shape[0], kappa)
+    x = with_spectrum(sigma, shape[1])
+    found = observe(x, trials(), NORM_SCALE)
+    exact = torch.linalg.svdvals(x)
+    expected = schedule_errors(exact / (NORM_SCALE * torch.linalg.vector_norm(exact)), trials())
+    row: dict[str, object] = {"shape": f"{shape[0]}x{shape[1]}", "spectrum": kind, "kappa": kappa}
+    for name, mine, theirs in zip(
+        ("residual", "distance"), found[1:].view(2, -1).sqrt(), expected.sqrt(), strict=True
+    ):
+        beyond = ((mine - theirs).abs() - ROUNDING).clamp(min=0)
+        row[name] = 2 * (beyond / theirs).max().item()  # of the square
+    if kind == "deficient":
+        return row | dict.fromkeys(("ell", *METHODS), math.nan)
+    row["ell"] = abs(found[0].item() * torch.linalg.vector_norm(sigma).item() * kappa - 1)
+    return row | {name: abs(method(x) * kappa - 1) for name, method in METHODS.items()}
+
+
+def _smallest_only(x: Tensor) -> Tensor:
+    """``ell`` by factors of the matrix, without its other singular values."""
+    x = x.double()
+    return sigma_min(x) / torch.linalg.vector_norm(x)
+
+
+CONTENDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "observe": lambda x: observe(x, trials(), NORM_SCALE),
+    "sigma_min": _smallest_only,
+    "svdvals float32": torch.linalg.svdvals,
+}
+
+
+def _repeat(run: Callable[[Tensor], object], x: Tensor, times: int) -> None:
+    for _ in range(times):
+        run(x)
+
+
+def measure_times(options: argparse.Namespace) -> list[dict[str, object]]:
+    sides = [
+        tuple(sorted(size // options.scale for size in one.shape))
+        for one in MODELS[options.model].block()
+    ]
+    counts = Counter({shape: SAMPLE_SIZE * count for shape, count in Counter(sides).items()})
+    rows: list[dict[str, object]] = []
+    totals: Counter[str] = Counter()
+    trials()
+    for (m, n), count in counts.items():
+        repeats = count if options.full else 1
+        sigma = spectrum("decaying", m, options.kappa)
+        # float32, as momentum is: its rounding adds to the smallest values, on all methods alike.
+        x = with_spectrum(sigma, n, torch.float32)
+        runs = {
+            name: functools.partial(_repeat, run, x, repeats) for name, run in CONTENDERS.items()
+        }
+        seconds = paired(runs, options.rounds, clock=options.clock, warmup=0)
+        medians = {name: statistics.median(each) / repeats for name, each in seconds.items()}
+        for name, median in medians.items():
+            totals[name] += count * median
+        exact = ell_by_svd(x).item() if min(m, n) <= 1024 or options.full else math.nan
+        row: dict[str, object] = {"shape": f"{m}x{n}", "matrices": count}
+        row |= {f"{name} ms": 1e3 * median for name, median in medians.items()}
+        row |= {f"of {name}": ratio(seconds, "observe", name) for name in list(CONTENDERS)[1:]}
+        rows.append(row | {"ell": (found := ell(x).item()), "error": abs(found / exact - 1)})
+    total: dict[str, object] = {"shape": "observation", "matrices": sum(counts.values())}
+    total |= {f"{name} ms": 1e3 * seconds for name, seconds in totals.items()}
+    total |= {f"of {name}": totals["observe"] / totals[name] for name in list(CONTENDERS)[1:]}
+    return [*rows, total | {"ell": "", "error": ""}]
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
