@@ -402,7 +402,7 @@ def _add_seconds(
         method = costs.observation_method()
         by_method = {
             one: costs.observation_seconds(world, steps[0], samples, hardware, one)
-            for one in (costs.SVD, costs.LANCZOS)
+            for one in (costs.SVD, costs.EIGENVALUES)
         }
         report["observation"] = {
             "count": _num_observations(config),

@@ -20,8 +20,8 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from amo_dist.distributed.plan import Bucket, Transfer, count_elements, plan_exchange
-from amo_dist.kernels.geometry import ell
 from amo_dist.kernels.sigma_min import SMALL
+from amo_dist.kernels.spectra import ell_and_spectrum
 from amo_dist.schedule.schedule_file import read_toml
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.ledger import sent_by_rank
@@ -31,8 +31,10 @@ HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
 
 _LANCZOS_KERNELS = 16
 """Launched for an iteration beside its two solves, a read by the host included."""
+_TRIDIAGONAL_KERNELS = 4
+"""Launched for a column of the reduction to a tridiagonal matrix."""
 
-SVD, LANCZOS = "float64 SVD", "float64 factors and Lanczos"
+SVD, EIGENVALUES = "float64 SVD", "float64 eigenvalues of the Gram matrix"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,21 +74,27 @@ class Hardware:
         return self.bf16_tflops * 1e12 * self.ns_efficiency * share
 
     def observe_seconds(self, shape: tuple[int, int], method: str) -> float:
-        """Time to find the smallest singular value of one matrix.
+        """Time to find the singular values of one matrix.
 
-        By factors: LU or Cholesky with a Lanczos process that fails, as on a very ill-conditioned
-        matrix, and QR with one that does not. Most matrices need only the first.
+        By eigenvalues: of the Gram matrix, and then the smallest by factors, as on a very
+        ill-conditioned matrix: LU or Cholesky with a Lanczos process that fails, and QR with one
+        that does not. Most matrices need only the eigenvalues.
         """
         short, long = min(shape), max(shape)
         if method == SVD or short <= SMALL:
             flops = 60.0 * long * short * short
             return flops / (self.fp64_tflops * 1e12 * self.fp64_svd_efficiency)
-        # LU and Cholesky with its Gram matrix run at no less than the rate of QR.
+        # Each column of the reduction reads what is left of the matrix, 8 bytes an element.
+        read = 8 / 3 * short**3 / (self.hbm_tb_per_s * 1e12 * self.hbm_efficiency)
+        launches = _TRIDIAGONAL_KERNELS * short * self.kernel_us * 1e-6
+        # Products, LU and Cholesky run at no less than the rate of QR.
+        gram = 1.0 * short * short * long
         quick = short * short * (2 / 3 * short if short == long else long + short / 3)
         qr = 2.0 * short * short * (long - short / 3)
         solves = 2 * short * self.triangular_solve_us_per_row
         lanczos = 2 * self.lanczos_steps * (solves + _LANCZOS_KERNELS * self.kernel_us) * 1e-6
-        return (quick + qr) / (self.fp64_tflops * 1e12 * self.fp64_qr_efficiency) + lanczos
+        rate = self.fp64_tflops * 1e12 * self.fp64_qr_efficiency
+        return (gram + quick + qr) / rate + read + launches + lanczos
 
 
 def read_hardware(path: Path, name: str) -> Hardware:
@@ -121,10 +129,10 @@ class _Recorder(TorchDispatchMode):
 
 
 def observation_method() -> str:
-    """How the kernels find the smallest singular value: what they call for a matrix."""
+    """How the kernels find singular values: what they call for a matrix."""
     with _Recorder() as recorder:
-        ell(torch.eye(SMALL + 2, SMALL + 9))
-    return SVD if any("svd" in name for name in recorder.called) else LANCZOS
+        ell_and_spectrum(torch.eye(SMALL + 2, SMALL + 9))
+    return SVD if any("svd" in name for name in recorder.called) else EIGENVALUES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
