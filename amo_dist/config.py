@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, TypeAlias
 
 OPERATOR_TYPES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
@@ -132,6 +133,12 @@ class MuonConfig:
         return dataclasses.asdict(self)
 
 
+PAPERS_PLANS: Mapping[str, str] = MappingProxyType(
+    {"objective": "projected", "planner": "greedy", "budget_unit": "steps"}
+)
+"""Fields of ``AMOConfig`` with which plans are those of the AMO paper."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class AMOConfig(MuonConfig):
     """Adaptive Muon Orthogonalization: observe, plan, glide to the plan, lock.
@@ -213,9 +220,8 @@ class AMOConfig(MuonConfig):
         _require_int("max_steps", self.max_steps, self.min_steps)
         _require_choice("planner", self.planner, ("exact", "greedy"))
         _require_choice("budget_unit", self.budget_unit, ("steps", "flops"))
-        is_papers = (self.objective, self.budget_unit) == ("projected", "steps")
         _require(
-            self.planner != "greedy" or is_papers,
+            self.planner != "greedy" or self.plans_as_paper,
             "planner",
             self.planner,
             "'exact', or objective = 'projected' and budget_unit = 'steps' with it, found "
@@ -247,7 +253,7 @@ class AMOConfig(MuonConfig):
 
     @classmethod
     def paper(cls, **changes: Any) -> AMOConfig:
-        """The settings with which plans are those of the AMO paper.
+        """The settings with which plans are those of the AMO paper, ``PAPERS_PLANS``.
 
         Args:
             changes: Fields with other values.
@@ -255,8 +261,12 @@ class AMOConfig(MuonConfig):
         Raises:
             ValueError: As for the constructor.
         """
-        how = {"objective": "projected", "planner": "greedy", "budget_unit": "steps"}
-        return cls(**{**how, **changes})
+        return cls(**{**PAPERS_PLANS, **changes})
+
+    @property
+    def plans_as_paper(self) -> bool:
+        """Whether plans are those of the AMO paper."""
+        return all(getattr(self, field) == value for field, value in PAPERS_PLANS.items())
 
     @property
     def lock_step(self) -> int:

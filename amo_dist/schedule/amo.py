@@ -198,7 +198,7 @@ class AMOPolicy(Policy):
             plan = plan_allocation(self.config, targeted, costs=costs, **seen)
         logger.info("the plan, beside the uniform schedule:\n%s", plan_table(plan))
         for line in starved(plan):
-            logger.warning("the plan starves a type: %s", line)
+            logger.warning("%s", line)
         return plan.to_json()
 
     def adopt_plan(self, payload: str) -> None:

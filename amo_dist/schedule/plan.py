@@ -89,6 +89,11 @@ class Plan(fields.Stored):
         return budgets.weighted_sum(self.uniform_errors, self.weights)
 
     @property
+    def error_name(self) -> str:
+        """What reports tell of each group: its residual, where spectra were observed."""
+        return "projected error" if self.measured is None else "residual"
+
+    @property
     def flops_ratio(self) -> float | None:
         """Flops of the plan over those of the uniform schedule; None where costs are unknown."""
         if self.costs is None:
@@ -147,6 +152,8 @@ class Plan(fields.Stored):
         for i, (curve, steps) in enumerate(zip(self.curves, self.allocation, strict=True)):
             fields.read_list(f"{field}.curves[{i}]", curve, num_steps)
             fields.read_int(f"{field}.allocation[{i}]", steps, self.min_steps, self.max_steps)
+        for i, one in enumerate(self.measured or ()):
+            fields.read_list(f"{field}.measured[{i}].ells", one.ells, num_steps)
 
 
 def _round_to_sum(values: Sequence[Fraction]) -> list[int]:

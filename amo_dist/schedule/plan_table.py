@@ -10,13 +10,16 @@ from amo_dist.schedule.plan import Plan
 _LIKE_COST = 1.25
 """A group is of like cost as one that costs so many times less, or more."""
 
+_MOST_TOLD = 7
+"""Groups that a warning names; a plan may have hundreds."""
+
 
 def plan_table(plan: Plan) -> str:
     """Lines of text: of each group its ``ell``, and steps, error and flops beside uniform's.
 
     Errors are root mean square residuals where spectra were observed, else projected errors.
     """
-    word = "projected error" if plan.measured is None else "residual"
+    word = plan.error_name
     before, after = errors_beside_uniform(plan)
     groups = zip(plan.operator_types, plan.ell_target, plan.allocation, before, after, strict=True)
     rows = [("operator type", "ell target", "steps before", "after", f"{word} before", "after")]
@@ -55,24 +58,31 @@ def errors_beside_uniform(plan: Plan) -> tuple[list[float], list[float]]:
 def starved(plan: Plan) -> list[str]:
     """What a plan takes from its groups, a line each; a measured plan starves none.
 
-    A group is starved where it gets fewer steps than an easier one of like cost, or where its error
-    is above that under the uniform schedule.
+    A group is starved where it gets fewer steps than an easier one of like cost. One more line
+    names the others whose error is above that under the uniform schedule.
     """
     if plan.criterion == "measured":
         return []
-    lines = []
-    what = "projected error" if plan.measured is None else "residual"
-    for i, (old, new) in enumerate(zip(*errors_beside_uniform(plan), strict=True)):
-        told = []
-        easier = [j for j in range(len(plan.allocation)) if _is_favoured(plan, j, over=i)]
+    what = plan.error_name
+    errors = list(zip(*errors_beside_uniform(plan), strict=True))
+    groups, steps, lines, rising = range(len(errors)), plan.allocation, [], []
+    for i in sorted(groups, key=lambda i: errors[i][0] - errors[i][1]):
+        name, (old, new) = plan.operator_types[i], errors[i]
+        easier = [j for j in groups if _is_favoured(plan, j, over=i)]
         if easier:
-            names = ", ".join(f"{plan.operator_types[j]} ({plan.allocation[j]})" for j in easier)
-            told.append(f"fewer than easier types of like cost: {names}")
-        if new > old:
-            told.append(f"its {what} is {new:.4f}, {old:.4f} under the uniform schedule")
-        if told:
-            steps = f"{plan.operator_types[i]} gets {plan.allocation[i]} Newton-Schulz steps"
-            lines.append(f"{steps}; {'; '.join(told)}")
+            most = max(easier, key=lambda j: steps[j])
+            lines.append(
+                f"the plan starves {name}: {steps[i]} Newton-Schulz steps, where the easier "
+                f"{plan.operator_types[most]} gets {steps[most]}; {what} {new:.4f}, of uniform "
+                f"{old:.4f}"
+            )
+        elif new > old:
+            rising.append(f"{name} from {old:.4f} to {new:.4f}")
+    if lines[_MOST_TOLD:]:
+        lines[_MOST_TOLD:] = [f"the plan starves {len(lines) - _MOST_TOLD} more"]
+    if rising:
+        more = f" and of {len(rising) - _MOST_TOLD} more" if rising[_MOST_TOLD:] else ""
+        lines.append(f"the plan raises the {what} of {', '.join(rising[:_MOST_TOLD])}{more}")
     return lines
 
 

@@ -1,8 +1,9 @@
-"""The command ``plan``: what AMO would commit to for given ``ell`` targets."""
+"""The command ``plan``: what AMO would commit to, and what that gains over the uniform schedule."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,16 +11,17 @@ from typing import Any
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.plan_table import plan_table
-from amo_dist.schedule.planning import plan_allocation
+from amo_dist.schedule.plan_table import errors_beside_uniform, plan_table, starved
 from amo_dist.tools.command import Subparsers, read_pair
+from amo_dist.tools.plan_source import PLAN_FILE, Stored, Targets, read_plan
+from amo_dist.tools.plan_sweep import read_sweep, sweep, sweep_json, sweep_table
 
 _OPTIONS = {
     "budget_ratio": "planned work over the uniform one's",
     "base_steps": "steps of the uniform schedule",
     "min_steps": "fewest steps a type may get",
     "max_steps": "most steps a type may get",
-    "planner": "exact minimum, or the AMO paper's greedy passes",
+    "planner": "exact minimum, or the AMO paper's greedy passes; flops need exact",
     "budget_unit": "what the budget counts",
 }
 """Fields of the config that are options, and what their help says."""
@@ -28,20 +30,28 @@ _CHOICES = {"planner": ("exact", "greedy"), "budget_unit": ("steps", "flops")}
 
 
 def add_plan_command(subparsers: Subparsers) -> None:
-    """Register ``plan``: what AMO would commit to for given ``ell`` targets."""
+    """Register ``plan``."""
     parser = subparsers.add_parser(
         "plan",
-        help="allocate Newton-Schulz steps for given ell targets",
+        help="allocate Newton-Schulz steps for given ell targets, or show and redo a run's plan",
         description="Allocate Newton-Schulz steps to operator types and compose their "
-        "coefficients, as AMO does when its observations are complete.",
-        epilog="example: amo_dist plan --ell attn_q=3.0e-4 --ell attn_k=1.3e-3 --budget-ratio 0.9",
+        "coefficients: by projected errors for given targets, as the AMO paper does, or by what "
+        "the plan of a run holds. Each plan stands beside the uniform schedule.",
+        epilog="examples: amo_dist plan --ell attn_q=3.0e-4 --ell attn_k=1.3e-3 --budget-ratio "
+        "0.9; amo_dist plan --plan outputs/quickstart --sweep 0.7:1.2",
     )
-    parser.add_argument(
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
         "--ell",
         metavar="TYPE=VALUE",
         action="append",
-        required=True,
         help="ell target of an operator type, in (0, 1]; once for each type",
+    )
+    source.add_argument(
+        "--plan",
+        metavar="FILE",
+        help=f"{PLAN_FILE} of a run, or the run's folder: show its plan; with a budget, a range of "
+        "steps or --sweep, plan again from what was observed",
     )
     parser.add_argument(
         "--shape",
@@ -52,39 +62,85 @@ def add_plan_command(subparsers: Subparsers) -> None:
         "also for one type. Needed for a budget of flops; else it adds flops to the output",
     )
     for field, text in _OPTIONS.items():
-        default = getattr(AMOConfig(), field)
+        default = getattr(AMOConfig.paper(), field)
         parser.add_argument(
             f"--{field.replace('_', '-')}",
             type=type(default),
             choices=_CHOICES.get(field),
-            default=default,
-            help=f"{text} (default %(default)s)",
+            help=f"{text} (default {default}; with --plan the run's)",
         )
+    parser.add_argument(
+        "--sweep",
+        metavar="LOW:HIGH[:STEP]",
+        help="plan at each budget ratio of a range (by steps of 0.05), and name the least at which "
+        "the plan is no worse than uniform",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=run_plan)
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Print the plan for parsed arguments.
+    """Print the plan, or the sweep, for parsed arguments.
 
     Raises:
-        ValueError: An argument is malformed or the budget infeasible.
+        ValueError: An argument is malformed, a plan cannot be read, or a budget is infeasible.
     """
-    ells = _ells(args.ell)
-    config = AMOConfig(**{field: getattr(args, field) for field in _OPTIONS})
-    plan = plan_allocation(config, ells, costs=_costs(args.shape, ells))
-    print(json.dumps(_as_json(plan), indent=2) if args.json else plan_table(plan))
+    source = _source(args)
+    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    # Greedy knows only steps.
+    implied = {"planner": "exact"} if args.budget_unit == "flops" else {}
+    config = dataclasses.replace(source.settings, **{**implied, **given})
+    if args.sweep is not None:
+        _refuse("--budget-ratio", args.budget_ratio, "--sweep, which has a range of them")
+        ratios = read_sweep(args.sweep)
+        plans = sweep(source, config, ratios)
+        print(_text(sweep_json(ratios, plans)) if args.json else sweep_table(ratios, plans))
+        return 0
+    plan = source.found if isinstance(source, Stored) and not given else source.plan(config)
+    warnings = [f"warning: {line}" for line in starved(plan)]
+    print(_text(_as_json(plan)) if args.json else "\n".join([plan_table(plan), *warnings]))
     return 0
+
+
+def _source(args: argparse.Namespace) -> Targets | Stored:
+    """What is planned from."""
+    if args.plan is None:
+        ells = _ells(args.ell)
+        return Targets(ells, _costs(args.shape, ells))
+    _refuse("--base-steps", args.base_steps, "--plan: the uniform schedule is the run's")
+    _refuse("--shape", args.shape or None, "--plan: the shapes are the run's")
+    return Stored(read_plan(args.plan))
+
+
+def _refuse(flag: str, value: object, beside: str) -> None:
+    """Refuse an option that has nothing to say beside another."""
+    if value is not None:
+        raise ValueError(f"{flag}: found {value!r}, expected none with {beside}")
+
+
+def _text(values: Mapping[str, Any]) -> str:
+    return json.dumps(values, indent=2)
 
 
 def _as_json(plan: Plan) -> dict[str, Any]:
     """The plan for other programs; its numbers print and read back exactly."""
-    settings = ("budget", "budget_unit", "planner", "min_steps", "max_steps")
+    settings = ("criterion", "budget", "budget_unit", "planner", "min_steps", "max_steps")
+    before, after = errors_beside_uniform(plan)
+
+    def by_type(values: Sequence[Any]) -> dict[str, Any]:
+        return dict(zip(plan.operator_types, values, strict=True))
+
     return {
         **{name: getattr(plan, name) for name in settings},
-        "ell_target": dict(zip(plan.operator_types, plan.ell_target, strict=True)),
-        "allocation": dict(zip(plan.operator_types, plan.allocation, strict=True)),
+        "ell_target": by_type(plan.ell_target),
+        "allocation": by_type(plan.allocation),
         "objective": plan.objective,
+        "uniform_objective": plan.uniform_objective,
+        "flops_ratio": plan.flops_ratio,
+        "error": plan.error_name,
+        "errors_before": by_type(before),
+        "errors_after": by_type(after),
+        "warnings": starved(plan),
         "coefficients": {name: one.coefficients for name, one in plan.schedules().items()},
     }
 

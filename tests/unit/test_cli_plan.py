@@ -33,6 +33,7 @@ def test_the_papers_rows_come_out(
     found = json.loads(capsys.readouterr().out)
     assert found["budget"] == 35
     assert tuple(found["allocation"]) == OPERATOR_TYPES
+    assert (found["criterion"], found["planner"]) == ("projected", planner)
     for name, row in TABLE[model].items():
         assert found["allocation"][name] == row["steps"]
         # The paper prints five significant digits.
@@ -57,6 +58,45 @@ def test_budgets(ratio: str, budget: int, capsys: pytest.CaptureFixture[str]) ->
     assert found["budget"] == sum(found["allocation"].values()) == budget
 
 
+def test_json_stands_beside_uniform(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*TWO, *SHAPES, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["criterion"], found["error"]) == ("projected", "projected error")
+    assert tuple(found["errors_before"]) == tuple(found["errors_after"]) == ("attn_q", "attn_k")
+    assert sum(found["errors_after"].values()) == pytest.approx(found["objective"], rel=1e-15)
+    before = sum(found["errors_before"].values())
+    assert before == pytest.approx(found["uniform_objective"], rel=1e-15)
+    q, k = 4 * 2 * 64**2 * 192, 4 * 2 * 16**2 * 144
+    assert found["flops_ratio"] == (6 * q + 4 * k) / (5 * (q + k))
+    assert found["warnings"] == []
+    assert main([*TWO, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["flops_ratio"] is None
+
+
+def test_the_default_is_the_papers_planner(capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for planner in ([], ["--planner=greedy"], ["--planner=exact"]):
+        options = [*ell_options("Llama-3.1-760M"), "--budget-ratio=0.9", "--json", *planner]
+        assert main(["plan", *options]) == 0
+        found[tuple(planner)] = json.loads(capsys.readouterr().out)["allocation"]
+    default, greedy, exact = found.values()
+    assert default == greedy != exact
+    assert tuple(default.values()) == (6, 4, 4, 6, 4, 4, 4)
+
+
+def test_a_plan_that_starves_a_type_warns(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ["plan", *ell_options("Qwen3-1.7B"), "--budget-ratio=0.9143"]
+    assert main(options) == 0
+    *_, starved, rising = capsys.readouterr().out.splitlines()
+    assert starved.startswith("warning: the plan starves attn_o: 3 Newton-Schulz steps, where the ")
+    assert rising == (
+        "warning: the plan raises the projected error of mlp_gate from 0.1287 to 0.3282"
+    )
+    assert main([*options, "--json"]) == 0
+    warnings = json.loads(capsys.readouterr().out)["warnings"]
+    assert [f"warning: {line}" for line in warnings] == [starved, rising]
+
+
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(TWO) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -65,9 +105,12 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         "attn_q",
         "attn_k",
         "total",
+        "projected",
         "budget",
     ]
-    assert lines[1].split() == ["attn_q", "3.00000e-04", "5", "6"]
+    assert lines[1].split() == ["attn_q", "3.00000e-04", "5", "6", "0.6996", "0.0854"]
+    # Of the uniform schedule an easier type has the error at the bound that it is composed for.
+    assert lines[2].split() == ["attn_k", "1.00000e-02", "5", "4", "0.1287", "0.0145"]
     assert lines[3].split() == ["total", "10", "10"]
 
 
@@ -102,7 +145,8 @@ def test_shapes_of_one_type_add_up(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ([], "the following arguments are required: COMMAND"),
         (["nothing"], "invalid choice: 'nothing'"),
-        (["plan"], "the following arguments are required: --ell"),
+        (["plan"], "one of the arguments --ell --plan is required"),
+        ([*TWO, "--plan", "x"], "argument --plan: not allowed with argument --ell"),
         (["plan", "--ell", "q"], "--ell: found 'q', expected TYPE=VALUE, e.g. attn_q=3e-4"),
         (["plan", "--ell", "=1e-3"], "--ell: found '=1e-3', expected TYPE=VALUE"),
         (["plan", "--ell", "q=x"], "--ell: found 'q=x', expected TYPE=VALUE"),
@@ -149,7 +193,8 @@ def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "TYPE=MxN[xCOUNT]" in text
-    assert "planned work over the uniform one's (default 1.0)" in text
+    assert "planned work over the uniform one's (default 1.0; with --plan the run's)" in text
+    assert "(default greedy; with --plan the run's)" in text
 
 
 def test_another_front_door_can_offer_the_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -30,6 +30,7 @@ with warnings.catch_warnings():
 from torchtitan.components.lr_scheduler import build_lr_schedulers
 from torchtitan.protocols.train_spec import get_train_spec
 
+from amo_dist.config import PAPERS_PLANS, AMOConfig
 from amo_dist.kernels.geometry import SPECTRAL_METRICS
 from amo_dist.tools.tracker import WHAT
 from torchtitan_ext.job_config import Geometry
@@ -97,6 +98,25 @@ def test_no_config_is_without_a_test() -> None:
     small = {"quickstart", "debug_llama3", "debug_qwen3"}
     ours = {stem(*row) for row in RUN_TABLE} | {"cpt_qwen3_0.6b"}
     assert {path.stem for path in CONFIGS.glob("*.toml")} >= small | ours
+
+
+AMO_CONFIGS = sorted(p.stem for p in CONFIGS.glob("*.toml") if "[optimizer.amo]" in p.read_text())
+
+
+@pytest.mark.parametrize("name", AMO_CONFIGS)
+def test_plans_are_the_papers_but_in_small_configs(name: str) -> None:
+    is_small = name == "quickstart" or name.startswith("debug_")
+    amo, expected = parsed(name).optimizer.amo, AMOConfig() if is_small else AMOConfig.paper()
+    for field in PAPERS_PLANS:
+        assert getattr(amo, field) == getattr(expected, field)
+    assert amo.granularity == "operator_type"
+    # A change of the default leaves the paper's configs as they are.
+    assert all(f'\n{field} = "' in text(name) for field in PAPERS_PLANS) == (not is_small)
+
+
+def test_every_config_of_amo_is_of_the_paper_or_small() -> None:
+    papers = {stem(model, "muon") for model in SPECS} | {"cpt_qwen3_0.6b"}
+    assert {*AMO_CONFIGS} == papers | {"quickstart", "debug_llama3", "debug_qwen3"}
 
 
 @pytest.mark.parametrize("name", ["quickstart", "debug_llama3", "debug_qwen3"])

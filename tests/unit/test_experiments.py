@@ -178,7 +178,7 @@ def test_gathering_of_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     write_run(jobs[2], {1: 5.5})
     save(jobs[0])
     ells = dict.fromkeys(OPERATOR_TYPES, 1e-3)
-    plan = plan_allocation(AMOConfig(budget_ratio=0.8), ells)
+    plan = plan_allocation(AMOConfig.paper(budget_ratio=0.8), ells)
     (ROOT / jobs[0].folder / "plan.json").write_text(plan.to_json())
     record = {"model": "m", "optimizer": "o", "tasks": {"sciq": 80.0, "arc_easy": 60.0}}
     jobs[0].results(None).write_text(json.dumps(record))

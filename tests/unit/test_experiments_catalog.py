@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import warnings
 from collections import Counter
@@ -17,6 +18,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     torchtitan_ext.register()
 
+from amo_dist.config import PAPERS_PLANS
+from amo_dist.schedule.planning import plan_allocation, targets
 from torchtitan_ext import cli
 from torchtitan_ext.plugin import geometry, optimizers, settings
 from torchtitan_ext.tools.experiments.catalog import (
@@ -39,6 +42,7 @@ from torchtitan_ext.tools.experiments.resolve import (
 PAPER = Place()
 SMALL = Place(base=QUICKSTART, small=True)
 GOLDEN = ROOT / "tests" / "golden"
+PINS = dict(PAPERS_PLANS)
 
 MADE_BY_OTHER_RUNS = {"optimizer.muon.schedule_file"}
 """Options that name files which are not here before other runs have made them."""
@@ -184,6 +188,42 @@ def test_options_of_a_run(name: str, expected: dict[str, object]) -> None:
     assert {key: options.get(key) for key in expected} == expected
 
 
+@pytest.mark.parametrize("place", [PAPER, SMALL], ids=["paper", "small"])
+def test_every_run_of_amo_plans_as_the_paper(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchtitan.config.ConfigManager._validate_config", lambda _self: None)
+    runs = [run for run in ALL_RUNS.values() if run.options["optimizer.name"] == "AMO"]
+    assert len(runs) == 4 + 4 + 1 + (2 + 2 + 3 + 3) + 8
+    for run in runs:
+        assert parsed(resolve(run, place)).optimizer.amo.plans_as_paper, run.name
+
+
+@pytest.mark.parametrize("place", [PAPER, SMALL], ids=["paper", "small"])
+@pytest.mark.parametrize(
+    ("name", "allocation"),
+    [
+        ("llama-3.1-760m-amo-budget-0.9", (6, 4, 4, 6, 4, 4, 4)),
+        ("qwen3-0.6b-amo-shrinkage-1", (3, 6, 6, 3, 6, 6, 5)),
+    ],
+)
+def test_plans_are_those_of_the_papers_algorithm(
+    place: Place,
+    name: str,
+    allocation: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("torchtitan.config.ConfigManager._validate_config", lambda _self: None)
+    amo = parsed(resolve(ALL_RUNS[name], place)).optimizer.amo
+    # The paper prints no targets of Qwen3-0.6B: those of Llama-3.1-760M stand in.
+    rows = json.loads((GOLDEN / "locked_schedules.json").read_text())["Llama-3.1-760M"]
+    # What was observed there, where the shrinkage is 0.7.
+    robust = [(row["ell_target"] - 0.3 * 1e-3) / 0.7 for row in rows.values()]
+    found = dict(zip(rows, targets(amo, robust), strict=True))
+    assert plan_allocation(amo, found).allocation == allocation
+    # Exact planning has another answer.
+    exact = dataclasses.replace(amo, planner="exact")
+    assert plan_allocation(exact, found).allocation != allocation
+
+
 def test_curriculum_has_the_papers_steps() -> None:
     # Total steps, (warmup, stable), (warmup, stable, decay), (warmup, end of decay).
     table = {
@@ -275,10 +315,17 @@ def test_small_horizons_keep_the_papers_proportions() -> None:
             "2x",
         )
     }
-    assert amo_options(runs["observation-800-100"]) == {"observe_every": 7, "observe_until": 28}
-    assert amo_options(runs["observation-1600-200"]) == {"observe_every": 13, "observe_until": 52}
-    assert amo_options(runs["transition-1"]) == {"transition_steps": 1}
-    assert amo_options(runs["transition-600"]) == {"transition_steps": 60}
+    assert amo_options(resolve(ALL_RUNS["qwen3-0.6b-amo"], SMALL)) == PINS
+    assert amo_options(runs["observation-800-100"]) == PINS | {
+        "observe_every": 7,
+        "observe_until": 28,
+    }
+    assert amo_options(runs["observation-1600-200"]) == PINS | {
+        "observe_every": 13,
+        "observe_until": 52,
+    }
+    assert amo_options(runs["transition-1"]) == PINS | {"transition_steps": 1}
+    assert amo_options(runs["transition-600"]) == PINS | {"transition_steps": 60}
     options = runs["2x"].options
     assert (options["training.steps"], options["lr_scheduler.warmup_steps"]) == (240, 20)
     # The scaling law's exponent of tokens.

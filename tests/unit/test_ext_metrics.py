@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,13 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     torchtitan_ext.register()
 
+from amo_dist.config import AMOConfig
+from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.plan_table import plan_table
+from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.plugin import metrics, settings
+from torchtitan_ext.plugin.optimizers import Report
 from torchtitan_ext.plugin.run_files import read_records
 
 
@@ -93,3 +100,35 @@ def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) ->
     processor.now += 2.0
     assert processor.should_log(14)
     assert log(processor, 14)["seconds_per_step"] == 2.0
+
+
+def test_a_resumed_run_shows_its_plan_at_once_and_a_new_one_leaves_it_to_the_policy(
+    processor: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    policy = AMOPolicy(AMOConfig(observe_until=1, observe_every=1))
+    policy.bind([MatrixInfo("q", (8, 8), "attn_q")])
+    nothing = [0.0] * (2 * len(policy.trials()))
+    policy.record(1, {"q": 0.5}, {"q": nothing})
+    policy.adopt_plan(policy.make_plan())
+    assert policy.plan is not None
+    processor._optimizers = SimpleNamespace(optimizer=SimpleNamespace(policy=policy))
+    with caplog.at_level(logging.INFO, logger="torchtitan_ext.progress"):
+        processor.should_log(11)
+        processor.should_log(12)
+    shown = [record.getMessage() for record in caplog.records if record.name.endswith("progress")]
+    assert shown == [
+        "training resumes at step 11 of 99",
+        f"the plan of the checkpoint:\n{plan_table(policy.plan)}",
+    ]
+    assert Plan.from_json((tmp_path / "plan.json").read_text()) == policy.plan
+
+
+def test_a_plan_that_is_made_is_written_with_the_next_log(
+    processor: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processor.should_log(2)
+    assert not (tmp_path / "plan.json").exists()
+    monkeypatch.setattr(metrics.optimizers, "report", lambda _: Report(plan="{}"))
+    processor.now += 1.0
+    log(processor, 2)
+    assert (tmp_path / "plan.json").read_text() == "{}\n"

@@ -295,6 +295,12 @@ def test_the_plan_of_the_paper_a_given_one_and_none() -> None:
     unknown = report("qwen3_70m", 6)
     assert {one["steps_after"] for one in unknown["operator_types"].values()} == {5}
     assert "unknown" in unknown["plan_origin"]
+    # A config that plans otherwise than the paper does not get the paper's plan.
+    for change in ("objective=measured", "planner=exact"):
+        planner = "--optimizer.amo.planner=exact"
+        other = report("qwen3_1.7b", 32, "", planner, f"--optimizer.amo.{change}")
+        assert {one["steps_after"] for one in other["operator_types"].values()} == {5}
+        assert "unknown" in other["plan_origin"]
 
 
 def test_a_fixed_schedule_has_no_lock_and_no_observation() -> None:

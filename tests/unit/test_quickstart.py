@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from amo_dist import AMOConfig
+from amo_dist.schedule.plan_table import plan_table
+from amo_dist.schedule.planning import plan_allocation
 from torchtitan_ext.tools import quickstart
 
 
@@ -26,3 +29,21 @@ def test_a_later_plan_is_not_told_to_be_locked_where_the_first_was(
         optimizer=SimpleNamespace(amo=amo), training=SimpleNamespace(steps=steps)
     )
     assert quickstart._plan_title(config) == expected
+
+
+def test_the_summary_shows_what_the_plan_gains(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan = plan_allocation(AMOConfig.paper(), {"attn_q": 3e-4, "attn_k": 1e-2})
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    amo = AMOConfig(observe_until=4, observe_every=2, transition_steps=4)
+    config = SimpleNamespace(
+        job=SimpleNamespace(dump_folder=str(tmp_path)),
+        metrics=SimpleNamespace(enable_tensorboard=False),
+        optimizer=SimpleNamespace(amo=amo),
+        training=SimpleNamespace(steps=9),
+    )
+    quickstart._summarize(config, tmp_path / "checkpoint")
+    shown = capsys.readouterr().out
+    assert f"The plan, locked at step 8:\n{plan_table(plan)}\n" in shown
+    assert f"projected error {plan.objective:.5f}, of uniform {plan.uniform_objective:.5f}" in shown

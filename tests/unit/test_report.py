@@ -6,6 +6,7 @@ import argparse
 import html.parser
 import json
 import math
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +17,15 @@ from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.optimizers.root import ROOT
 from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.planning import plan_allocation, plan_measured
+from amo_dist.schedule.trials import Measured
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.tools.report import command as report
 from torchtitan_ext.tools.report import data
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+QWEN = json.loads((GOLDEN / "locked_schedules.json").read_text())["Qwen3-1.7B"]
 
 
 def metric(step: int, **changes: Any) -> dict[str, Any]:
@@ -262,8 +269,10 @@ def make(tmp_path: Path, *runs: Path, **options: Any) -> Page:
 @pytest.mark.slow
 def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
     run = write_run(tmp_path / "a&b", [metric(10), metric(20), metric(30)], geometry_log())
+    ells = {name: row["ell_target"] for name, row in QWEN.items()}
+    with_plan(run, plan_allocation(AMOConfig.paper(), ells))
     page = make(tmp_path, run, png=str(tmp_path / "png"))
-    names = ["ell", "f1", "f2", "f3", "f4", "loss", "schedule", "work"]
+    names = ["ell", "f1", "f2", "f3", "f4", "loss", "plan", "schedule", "work"]
     assert sorted(path.stem for path in (tmp_path / "png").iterdir()) == names
     assert page.tags.count("img") == len(names)
     assert "a&b" in page.text
@@ -272,11 +281,51 @@ def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
     assert "Hardest most often: mlp_down (3 of 3 tracked steps)" in page.text
 
 
+def with_plan(run: Path, plan: Plan, without: Sequence[str] = ()) -> Path:
+    fields = {name: value for name, value in plan.to_dict().items() if name not in without}
+    (run / "plan.json").write_text(json.dumps(fields))
+    return run
+
+
+def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
+    # Little is left of the directions of attn_q in 6 and 7 steps, and of attn_k in any.
+    hard = Measured((1e-4,) * 5, (1.0, 0.81, 0.49, 0.04, 0.01), (0.5,) * 5, 0.64, 0.5)
+    easy = Measured((1e-3,) * 5, (0.04, 0.01, 0.0, 0.0, 0.0), (0.0,) * 5, 0.01, 0.0)
+    measured = plan_measured(
+        AMOConfig(budget_unit="steps"),
+        {"attn_q": hard, "attn_k": easy},
+        num_matrices={"attn_q": 2, "attn_k": 1},
+        ell_robust=[1e-5, 1e-3],
+        costs={"attn_q": 3, "attn_k": 1},
+    )
+    assert measured.allocation == (7, 3)
+    ells = {name: row["ell_target"] for name, row in QWEN.items()}
+    starving = plan_allocation(AMOConfig.paper(budget_ratio=0.9143), ells)
+    older = ("criterion", "num_matrices", "measured")
+    page = make(
+        tmp_path,
+        with_plan(write_run(tmp_path / "new", [metric(10)], []), measured),
+        with_plan(write_run(tmp_path / "old", [metric(10)], []), starving, without=older),
+        write_run(tmp_path / "none", [metric(10)], []),
+        png=str(tmp_path / "png"),
+    )
+    assert {"plan_1.png", "plan_2.png"} <= {path.name for path in (tmp_path / "png").iterdir()}
+    objective, uniform = 2 * 0.01 + 0.04, 2 * 0.64 + 0.01
+    cells = ["new", "measured", f"{uniform:.5f}", f"{objective:.5f}", f"{objective / uniform:.3f}"]
+    assert "".join([*cells, "10", "10", f"{(7 * 3 + 3) / 20:.4f}"]) in page.text
+    assert "oldprojected2.220671.819300.8193532" in page.text  # and no flops: no costs
+    assert "Nothing to show for none: it made no plan." in page.text
+    assert "The residual of each operator type under" in page.text
+    assert "The projected error of each operator type under" in page.text
+    assert page.text.count("Note: the plan starves") == 1
+    assert "Note: the plan starves attn_o: 3 Newton-Schulz steps" in page.text
+
+
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     bare = metric(10, phase="", num_steps_by_type={}, optimizer={}, geometry_seconds=None)
     page = make(tmp_path, write_run(tmp_path / "adamw", [bare], []))
     assert page.tags.count("img") == 1  # the loss
-    assert page.text.count("Nothing to show") == 7
+    assert page.text.count("Nothing to show") == 8
     assert "[geometry] enable = true" in page.text
 
 

@@ -8,10 +8,12 @@ import sys
 from pathlib import Path
 
 _OURS = ("amo_dist", "torchtitan_ext")
+_PLANS = "amo_dist.schedule.amo"
+"""Tells of each plan, when it is made."""
 
 
 def brief(folder: Path) -> None:
-    """Show progress, errors and the project's warnings; everything else goes to a file.
+    """Show progress, plans, errors and the project's warnings; everything else goes to a file.
 
     Args:
         folder: Where ``log_rank<r>.txt`` is appended to; made where it is missing.
@@ -32,7 +34,7 @@ def _is_for_console(record: logging.LogRecord) -> bool:
         return True
     is_ours = record.name.split(".", 1)[0] in _OURS
     first = os.environ.get("RANK", "0") == "0"
-    return is_ours and first and record.levelno >= logging.WARNING
+    return is_ours and first and (record.levelno >= logging.WARNING or record.name == _PLANS)
 
 
 def duration(seconds: float) -> str:

@@ -14,7 +14,6 @@ import torchtitan.components.metrics as titan
 from amo_dist.distributed.agreement import world_group
 from amo_dist.engine.timing import slowest
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
@@ -76,6 +75,7 @@ class MetricsProcessor(titan.MetricsProcessor):
                 self._files.start(step, self._config.to_dict())
                 start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
                 progress.info("training %s of %d", start, self._num_steps)
+                self._show_plan()
         self._step_ended, self._tokens_at_end = time.perf_counter(), self.ntokens_since_last_log
         # The last step too: a run's final loss is what one looks for.
         return bool(super().should_log(step)) or step == self._num_steps
@@ -128,7 +128,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         if self._files is not None:
             self._files.append(record)
             progress.info("%s", progress_line(record, self._num_steps))
-            self._show_plan(report.plan)
+            if report.plan is not None:
+                self._files.save_plan(report.plan)
         self._logged_step = step
 
     def log_validation(
@@ -154,8 +155,8 @@ class MetricsProcessor(titan.MetricsProcessor):
 
         A collective over the world then: all ranks know of the same observations.
         """
-        policy = getattr(getattr(self.optimizers, "optimizer", None), "policy", None)
-        if not isinstance(policy, AMOPolicy) or not policy.observations:
+        policy = self._policy
+        if policy is None or not policy.observations:
             return None
         step = policy.observations[-1].step
         if step <= self._observed_step:
@@ -163,9 +164,18 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._observed_step = step
         return slowest(figures["optimizer/observe_seconds"], world_group())
 
-    def _show_plan(self, plan: str | None) -> None:
-        if self._files is not None and plan is not None and self._files.save_plan(plan):
-            progress.info("AMO's plan:\n%s", plan_table(Plan.from_json(plan)))
+    @property
+    def _policy(self) -> AMOPolicy | None:
+        """AMO's, where it is the optimizer."""
+        policy = getattr(getattr(self.optimizers, "optimizer", None), "policy", None)
+        return policy if isinstance(policy, AMOPolicy) else None
+
+    def _show_plan(self) -> None:
+        """The plan that a run resumes with; of a new one the policy itself tells."""
+        plan = None if self._policy is None else self._policy.plan
+        if self._files is not None and plan is not None:
+            self._files.save_plan(plan.to_json())
+            progress.info("the plan of the checkpoint:\n%s", plan_table(plan))
 
 
 def build_metrics_processor(

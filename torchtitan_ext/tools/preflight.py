@@ -44,7 +44,7 @@ def add_command(subparsers: Subparsers) -> None:
         metavar="TYPE=STEPS,...",
         default="",
         help="Newton-Schulz steps after the lock, e.g. attn_q=6,mlp_down=4 (default: the paper's "
-        "plan where it prints one for the model, else uniform)",
+        "plan where the config plans as it does and it prints one for the model, else uniform)",
     )
     parser.add_argument(
         "--hardware", type=Path, help="TOML file of figures (default: the project's)"

@@ -38,7 +38,7 @@ def steps(config: Any, registry: Sequence[MatrixInfo], plan: str) -> tuple[Steps
     before = dict.fromkeys(types, config.optimizer.amo.base_steps)
     if plan:
         return before, {**before, **read_steps("--plan", plan.split(","), types)}, "given by --plan"
-    known = PLANS.get(config.model.flavor, ())
+    known = PLANS.get(config.model.flavor, ()) if config.optimizer.amo.plans_as_paper else ()
     if len(types) == len(known):
         return before, dict(zip(types, known, strict=True)), "the paper's for this model"
     return before, before, "unknown before the run: uniform stands in"

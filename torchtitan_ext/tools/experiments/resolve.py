@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.config import PAPERS_PLANS, AMOConfig, MuonConfig
 from amo_dist.schedule.schedule_file import read_toml
 from torchtitan_ext import learning_rate
 from torchtitan_ext.plugin.run_files import GEOMETRY_FILE
@@ -229,7 +229,7 @@ def _stand_in(run: Run, values: Mapping[str, Any]) -> dict[str, Value]:
     """What the paper's configs say and a stand-in does not."""
     name = run.options["optimizer.name"]
     if name == "AMO":
-        return {}
+        return {f"optimizer.amo.{field}": value for field, value in PAPERS_PLANS.items()}
     if name == "AdamW":
         return dict(_WSD)
     shared = {field.name for field in dataclasses.fields(MuonConfig)}

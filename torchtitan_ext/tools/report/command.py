@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.schedule.plan_table import starved
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext.tools.report import data, figures, page, style
 from torchtitan_ext.tools.report.data import Run
@@ -68,6 +69,7 @@ def make_sections(runs: Sequence[Run]) -> list[Section]:
         Section("Runs", [_overview(runs)]),
         Section("Loss", [Picture("loss", figures.losses(runs), "Training loss, mean over ranks.")]),
         each("Schedule", "schedule", figures.timeline, _timeline_caption, NO_SCHEDULE),
+        _plan_section(runs, each("Plan", "plan", figures.plan, _plan_caption, "it made no plan")),
         each("Observed ell", "ell", figures.ells, _ell_caption, "it observes no ell (not AMO)"),
         each("F1: conditioning and residual", "f1", figures.scatter, _f1, NO_GEOMETRY),
         each("F2: operator types", "f2", figures.type_medians, _f2, NO_GEOMETRY),
@@ -152,6 +154,42 @@ def _timeline_caption(one: Run) -> str:
             f"{one.plan.base_steps * len(one.plan.operator_types)}."
         )
     return text
+
+
+def _plan_caption(one: Run) -> str:
+    assert one.plan is not None
+    text = f"The {one.plan.error_name} of each operator type under the uniform schedule (grey) and "
+    text += "under the last plan, with the Newton-Schulz steps of each."
+    return " ".join([text, *(f"Note: {line}." for line in starved(one.plan))])
+
+
+def _plan_section(runs: Sequence[Run], pictures: Section) -> Section:
+    """Pictures of the plans, below what they gain in all."""
+    rows = []
+    for one in runs:
+        plan = one.plan
+        if plan is not None:
+            uniform, flops = plan.uniform_objective, plan.flops_ratio
+            rows.append(
+                [
+                    one.label,
+                    plan.criterion,
+                    *(f"{uniform:.5f}", f"{plan.objective:.5f}"),
+                    f"{plan.objective / uniform:.3f}" if uniform else NONE,
+                    f"{plan.base_steps * len(plan.operator_types)}",
+                    f"{sum(plan.allocation)}",
+                    NONE if flops is None else f"{flops:.4f}",
+                ]
+            )
+    header = ["run", "objective", "of uniform", "of the plan", "ratio"]
+    header += ["steps of uniform", "of the plan", "flops over uniform's"]
+    note = (
+        "A measured objective is the squared residual of the sampled matrices, averaged over those "
+        "of an operator type and summed over all matrices; a projected one the error at the lower "
+        "bound of each type, summed over types."
+    )
+    table = [Table(header, rows, note)] if rows else []
+    return Section(pictures.title, [*table, *pictures.parts])
 
 
 def _ell_caption(one: Run) -> str:

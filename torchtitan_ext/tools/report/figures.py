@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from amo_dist.config import sort_operator_types
+from amo_dist.schedule.plan_table import errors_beside_uniform
 from torchtitan_ext.tools.report import data, style
 from torchtitan_ext.tools.report.data import Run
 
@@ -146,6 +147,35 @@ def _stretches(row: Sequence[int], edges: Sequence[int]) -> Iterator[tuple[int, 
         stop = start + len(list(stretch))
         yield value, edges[start], edges[stop]
         start = stop
+
+
+def plan(run: Run) -> Any:
+    """The error of each operator type under the uniform schedule and under the last plan."""
+    if run.plan is None:
+        return None
+    found, types = run.plan, run.plan.operator_types
+    before, after = errors_beside_uniform(found)
+    figure, axes = _new(8.0, 0.5 * len(types) + 1.2)
+    places = range(len(types))
+    axes.barh([y - 0.2 for y in places], before, height=0.36, color="#BBBBBB")
+    colors = [style.color(name, types) for name in types]
+    axes.barh([y + 0.2 for y in places], after, height=0.36, color=colors)
+    for y, old, new, steps in zip(places, before, after, found.allocation, strict=True):
+        for where, value, count in ((y - 0.2, old, found.base_steps), (y + 0.2, new, steps)):
+            axes.annotate(
+                f"{value:.3f}, {count} steps",
+                (value, where),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8.5,
+            )
+    axes.set_ylim(len(types) - 0.5, -0.5)
+    axes.set_yticks(places, types)
+    axes.set_xlim(0, 1.2 * max(*before, *after, 1e-3))
+    axes.set_xlabel(found.error_name)
+    axes.grid(False, axis="y")
+    return figure
 
 
 def ells(run: Run) -> Any:

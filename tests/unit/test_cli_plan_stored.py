@@ -1,0 +1,291 @@
+"""``amo plan`` of a run's plan, and over a range of budgets."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule.budget import flop_budget, ns_step_flops
+from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.plan_table import plan_table
+from amo_dist.schedule.planning import plan_allocation, plan_measured
+from amo_dist.schedule.trials import Trials
+from amo_dist.tools.cli import main
+from amo_dist.tools.plan_sweep import read_sweep
+
+# Hard, middling and easy; the hard type is dear, so that a plan has something to weigh.
+SPECTRA = {
+    "attn_q": [10.0 ** (-0.7 - 0.11 * j) for j in range(40)],
+    "attn_k": [10.0 ** (-0.7 - 0.03 * j) for j in range(40)],
+    "mlp_up": [10.0 ** (-0.7 - 0.015 * j) for j in range(40)],
+}
+COSTS = {name: 4 * ns_step_flops(64, n) for name, n in zip(SPECTRA, (64, 128, 256), strict=True)}
+NUM_MATRICES = dict.fromkeys(SPECTRA, 4)
+ELLS = {"attn_q": 3e-4, "attn_k": 1e-3, "mlp_up": 2e-3}
+
+
+def errors(trials: Trials, spectrum: list[float]) -> list[float]:
+    """Squared residuals of all trials, then squared distances, from their definitions."""
+    images = [[one.image(x / one.norm_scale) for x in spectrum] for one in trials.schedules()]
+    count = len(spectrum)
+    residuals = [sum((y * y - 1) ** 2 for y in ys) / count for ys in images]
+    return residuals + [sum((y - 1) ** 2 for y in ys) / count for ys in images]
+
+
+def measured_plan(steps: range = range(3, 8), **changes: Any) -> Plan:
+    """A plan as a run with the default objective makes it."""
+    trials = Trials(steps, 5, 1e-3)
+    return plan_measured(
+        AMOConfig(min_steps=steps[0], max_steps=steps[-1], **changes),
+        {name: trials.best(errors(trials, spectrum)) for name, spectrum in SPECTRA.items()},
+        num_matrices=NUM_MATRICES,
+        ell_robust=list(ELLS.values()),
+        costs=COSTS,
+    )
+
+
+def projected_plan(**changes: Any) -> Plan:
+    """A plan as a run with the paper's settings makes it."""
+    trials = Trials(range(3, 8), 5, 1e-3)
+    return plan_allocation(
+        AMOConfig.paper(**changes),
+        ELLS,
+        costs=COSTS,
+        num_matrices=list(NUM_MATRICES.values()),
+        measured=[trials.at(errors(trials, SPECTRA[name]), ELLS[name]) for name in SPECTRA],
+    )
+
+
+def older_plan() -> Plan:
+    """As before residuals were measured."""
+    return plan_allocation(AMOConfig.paper(), ELLS, costs=COSTS)
+
+
+def write(folder: Path, plan: Plan) -> str:
+    (folder / "plan.json").write_text(plan.to_json() + "\n")
+    return str(folder)
+
+
+def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["plan", *argv]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize("plan", [measured_plan(), projected_plan(), older_plan()])
+def test_a_run_s_plan_is_shown_as_it_is(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path, plan)
+    for path in (folder, f"{folder}/plan.json"):
+        assert output(capsys, "--plan", path).startswith(plan_table(plan) + "\n")
+    found = json.loads(output(capsys, "--plan", folder, "--json"))
+    assert tuple(found["allocation"].values()) == plan.allocation
+    assert (found["criterion"], found["objective"]) == (plan.criterion, plan.objective)
+    assert found["error"] == ("projected error" if plan.measured is None else "residual")
+
+
+def test_a_file_of_an_older_version_still_shows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    fields = older_plan().to_dict()
+    for name in ("criterion", "num_matrices", "measured"):
+        del fields[name]
+    (tmp_path / "plan.json").write_text(json.dumps(fields))
+    assert output(capsys, "--plan", str(tmp_path)) == output(
+        capsys, "--plan", write(tmp_path, older_plan())
+    )
+    assert "projected error" in output(capsys, "--plan", str(tmp_path), "--budget-ratio=0.9")
+
+
+@pytest.mark.parametrize(
+    ("plan", "option"),
+    [
+        (measured_plan(), "--budget-unit=flops"),
+        (measured_plan(budget_ratio=0.87), "--max-steps=7"),
+        (measured_plan(budget_ratio=1.13, budget_unit="steps"), "--min-steps=3"),
+        (projected_plan(budget_ratio=0.9), "--planner=greedy"),
+        (
+            projected_plan(planner="exact", budget_unit="flops", budget_ratio=0.87),
+            "--planner=exact",
+        ),
+        (older_plan(), "--budget-ratio=1.0"),
+    ],
+)
+def test_planning_again_as_the_run_did_gives_its_plan(
+    plan: Plan, option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path, plan)
+    assert output(capsys, "--plan", folder, option, "--json") == output(
+        capsys, "--plan", folder, "--json"
+    )
+
+
+@pytest.mark.parametrize("ratio", [0.83, 0.871, 1.0, 1.0 / 3.0 + 0.6])
+def test_a_budget_of_flops_is_kept_to_the_flop(
+    ratio: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path, measured_plan(budget_ratio=ratio))
+    found = json.loads(output(capsys, "--plan", folder, "--max-steps=7", "--json"))
+    assert found["budget"] == flop_budget(ratio, list(COSTS.values()), 5)
+
+
+@pytest.mark.parametrize("unit", ["flops", "steps"])
+@pytest.mark.parametrize("ratio", [0.8, 1.0, 1.2])
+def test_another_budget_gives_the_plan_that_the_run_would_have_made(
+    ratio: float, unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = [f"--budget-ratio={ratio}", f"--budget-unit={unit}"]
+    folder = write(tmp_path, measured_plan())
+    expected = measured_plan(budget_ratio=ratio, budget_unit=unit)
+    assert output(capsys, "--plan", folder, *options) == plan_table(expected) + "\n"
+    folder = write(tmp_path, projected_plan())
+    planner = "exact" if unit == "flops" else "greedy"  # which flops imply
+    paper = projected_plan(budget_ratio=ratio, budget_unit=unit, planner=planner)
+    assert output(capsys, "--plan", folder, *options).startswith(plan_table(paper) + "\n")
+
+
+def test_a_narrower_range_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, expected = write(tmp_path, measured_plan()), measured_plan(range(4, 7))
+    assert max(expected.allocation) < max(measured_plan().allocation)
+    found = output(capsys, "--plan", folder, "--min-steps=4", "--max-steps=6")
+    assert found == plan_table(expected) + "\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--budget-ratio=0.5"], "found measurements of 3 to 7 steps, expected 2 to 7, which"),
+        (["--max-steps=8"], "found measurements of 3 to 7 steps, expected 3 to 8, which"),
+        (["--budget-ratio=0.1"], "budget: found"),
+        (["--planner=greedy"], "planner: found 'greedy', expected 'exact', or"),
+        (["--base-steps=4"], "--base-steps: found 4, expected none with --plan: the uniform"),
+        (["--shape=attn_q=4x4"], "--shape: found ['attn_q=4x4'], expected none with --plan"),
+        (["--sweep=0.8:1", "--budget-ratio=1"], "--budget-ratio: found 1.0, expected none with"),
+        (["--sweep=0.1:1"], "--sweep: at a ratio of 0.1: budget: found"),
+        (["--sweep=0.4:1"], "--sweep: at a ratio of 0.4: --plan: found measurements of 3 to 7"),
+        *(
+            ([f"--sweep={text}"], f"--sweep: found {text!r}, expected LOW:HIGH or LOW:HIGH:STEP")
+            for text in ("1", "a:b", "1.2:0.7", "0:1", "-1:1", "nan:1", "1:inf", "1:2:0", "1:2:3:4")
+        ),
+        (["--sweep=0.7:1.2:1e-9"], "--sweep: found '0.7:1.2:1e-9', expected at most 1000 ratios"),
+        (["--sweep=1e-300:1e300"], "--sweep: found '1e-300:1e300', expected at most 1000 ratios"),
+    ],
+)
+def test_mistakes_are_one_line(
+    options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--plan", write(tmp_path, measured_plan()), *options]) == 2
+    found = capsys.readouterr()
+    assert found.out == ""
+    assert len(found.err.splitlines()) == 1
+    assert found.err.startswith("error: ")
+    assert message in found.err
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (None, "No such file or directory; expected the file plan.json of a run"),
+        ("{", "expected JSON text"),
+        ("{}", "plan.operator_types: found 'nothing'"),
+    ],
+)
+def test_plans_that_cannot_be_read(
+    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if text is not None:
+        (tmp_path / "plan.json").write_text(text)
+    assert main(["plan", "--plan", str(tmp_path)]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: --plan: {tmp_path}/plan.json: ")
+    assert message in error
+
+
+def test_measurements_of_too_few_steps_are_refused() -> None:
+    plan = measured_plan()
+    assert plan.measured is not None
+    short = dataclasses.replace(
+        plan.measured[1],
+        **{
+            name: getattr(plan.measured[1], name)[:2] for name in ("ells", "residuals", "distances")
+        },
+    )
+    damaged = dataclasses.replace(plan, measured=(plan.measured[0], short, plan.measured[2]))
+    with pytest.raises(ValueError, match=r"plan\.measured\[1\]\.ells: .* a list of 5"):
+        Plan.from_json(damaged.to_json())
+
+
+# ---------------------------------------------------------------- a range of budgets
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("0.7:1.2", [0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.0, 1.05, 1.1, 1.15, 1.2]),
+        ("0.7:1.2:0.25", [0.7, 0.95, 1.2]),
+        ("0.7:1.2:0.3", [0.7, 1.0]),
+        ("1:1", [1.0]),
+    ],
+)
+def test_ratios_are_as_written(text: str, expected: list[float]) -> None:
+    assert read_sweep(text) == expected
+
+
+@pytest.mark.parametrize("plan", [measured_plan(), projected_plan(), older_plan()])
+def test_a_sweep_is_the_plans_one_by_one(
+    plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = write(tmp_path, plan)
+    found = json.loads(output(capsys, "--plan", folder, "--sweep=0.6:1.1:0.1", "--json"))
+    assert [row["budget_ratio"] for row in found["sweep"]] == [0.6, 0.7, 0.8, 0.9, 1.0, 1.1]
+    assert found["uniform_objective"] == plan.uniform_objective
+    good_enough = []
+    for row in found["sweep"]:
+        ratio = f"--budget-ratio={row['budget_ratio']}"
+        one = json.loads(output(capsys, "--plan", folder, ratio, "--json"))
+        same = ("objective", "allocation", "flops_ratio")
+        assert [row[key] for key in same] == [one[key] for key in same]
+        assert row["steps"] == sum(one["allocation"].values())
+        assert row["objective_ratio"] == one["objective"] / one["uniform_objective"]
+        if one["objective"] <= one["uniform_objective"]:
+            good_enough.append(row["budget_ratio"])
+    assert found["least_budget_ratio"] == min(good_enough)
+    assert 0.6 < found["least_budget_ratio"] <= 1.0  # the verdict is not about an end
+
+
+def test_the_table_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, plan = write(tmp_path, measured_plan()), measured_plan(budget_ratio=0.9)
+    lines = output(capsys, "--plan", folder, "--sweep=0.8:1:0.1").splitlines()
+    assert lines[1].split() == [
+        "uniform",
+        f"{plan.uniform_objective:.5f}",
+        "1.0000",
+        "15",
+        "1.0000",
+    ]
+    assert lines[3].split() == [
+        "0.9",
+        f"{plan.objective:.5f}",
+        f"{plan.objective / plan.uniform_objective:.4f}",
+        f"{sum(plan.allocation)}",
+        f"{plan.flops_ratio:.4f}",
+    ]
+    assert lines[-2] == "budgets of flops, exact planner, measured objective"
+    found = json.loads(output(capsys, "--plan", folder, "--sweep=0.8:1:0.1", "--json"))
+    least = found["least_budget_ratio"]
+    assert lines[-1] == f"the least ratio whose plan is no worse than uniform: {least:g}"
+
+
+def test_a_range_may_hold_no_plan_as_good_as_uniform(capsys: pytest.CaptureFixture[str]) -> None:
+    ells = [f"--ell={name}=3e-4" for name in ELLS]
+    lines = output(capsys, *ells, "--sweep=0.6:0.7").splitlines()
+    assert lines[-1] == "no ratio from 0.6 to 0.7 gives a plan as good as uniform"
+    assert lines[2].split()[-1] == "-"  # no shapes, no flops
+    found = json.loads(output(capsys, *ells, "--sweep=0.6:0.7", "--json"))
+    assert found["least_budget_ratio"] is None
+    assert (found["planner"], found["budget_unit"]) == ("greedy", "steps")

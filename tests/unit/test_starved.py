@@ -1,0 +1,105 @@
+"""What a plan takes from operator types, in words."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.plan_table import starved
+from amo_dist.schedule.planning import plan_allocation, plan_measured
+from amo_dist.schedule.trials import Measured
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+TABLE: dict[str, dict[str, Any]] = json.loads((GOLDEN / "locked_schedules.json").read_text())
+
+
+def papers_plan(model: str, ratio: float = 1.0) -> Plan:
+    ells = {name: row["ell_target"] for name, row in TABLE[model].items()}
+    return plan_allocation(AMOConfig.paper(budget_ratio=ratio), ells)
+
+
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        ("Qwen3-1.7B", "the plan raises the projected error of mlp_gate from 0.1287 to 0.3282"),
+        (
+            "Llama-3.1-760M",
+            (
+                "the plan raises the projected error of attn_k from 0.1287 to 0.2044, mlp_down "
+                "from 0.1287 to 0.1508"
+            ),
+        ),
+    ],
+)
+def test_the_papers_plans_starve_no_type_but_take_from_easy_ones(model: str, line: str) -> None:
+    assert starved(papers_plan(model)) == [line]
+
+
+@pytest.mark.parametrize("model", TABLE)
+def test_a_plan_with_room_takes_nothing(model: str) -> None:
+    assert starved(papers_plan(model, 1.2)) == []
+
+
+def test_a_starved_type_is_named_with_the_easier_one_of_most_steps() -> None:
+    assert starved(papers_plan("Qwen3-1.7B", 0.9143)) == [
+        (
+            "the plan starves attn_o: 3 Newton-Schulz steps, where the easier attn_q gets 6; "
+            "projected error 0.9576, of uniform 0.6993"
+        ),
+        "the plan raises the projected error of mlp_gate from 0.1287 to 0.3282",
+    ]
+
+
+def test_the_worst_comes_first() -> None:
+    lines = starved(papers_plan("Llama-3.1-760M", 0.7))
+    assert [line.partition(":")[0].rpartition(" ")[2] for line in lines[:3]] == [
+        "attn_v",  # 0.13 to 0.78
+        "attn_o",  # 0.6987 to 0.9575
+        "attn_q",  # 0.6988 to 0.9575
+    ]
+    (rising,) = lines[3:]
+    assert rising.index("mlp_up") < rising.index("mlp_gate") < rising.index("attn_k")
+
+
+def test_types_of_other_cost_do_not_compare_under_flops() -> None:
+    ells = {"attn_q": 3e-4, "mlp_up": 1e-3}
+    config = AMOConfig(objective="projected", budget_unit="flops", budget_ratio=0.8)
+    dear, alike = (
+        plan_allocation(config, ells, costs={"attn_q": cost, "mlp_up": 4}) for cost in (40, 5)
+    )
+    assert dear.allocation[0] < dear.allocation[1]
+    assert not any("starves" in line for line in starved(dear))
+    assert alike.allocation[0] < alike.allocation[1]
+    assert [line.partition(":")[0] for line in starved(alike)] == ["the plan starves attn_q"]
+
+
+def test_of_hundreds_of_groups_a_few_are_named() -> None:
+    hard = {f"layers.{i}": 3e-4 * 1.01**i for i in range(60)}
+    lines = starved(plan_allocation(AMOConfig.paper(budget_ratio=0.7), hard))
+    assert len(lines) == 8
+    assert all(line.startswith("the plan starves layers.") for line in lines[:7])
+    count = lines[7].removeprefix("the plan starves ").removesuffix(" more")
+    assert 0 < int(count) <= 60 - 7
+    easy = {f"layers.{i}": 2e-3 * 1.01**i for i in range(60)}
+    (line,) = starved(plan_allocation(AMOConfig.paper(budget_ratio=0.9), easy))
+    assert line.startswith("the plan raises the projected error of layers.")
+    assert line.count(" from ") == 7
+    assert line.endswith(" more")
+
+
+def test_a_measured_plan_starves_none() -> None:
+    worse = Measured((1e-3,) * 5, (0.9, 0.5, 0.4, 0.3, 0.2), (0.5,) * 5, 0.4, 0.5)
+    better = Measured((1e-3,) * 5, (0.9, 0.9, 0.9, 0.0, 0.0), (0.5,) * 5, 0.9, 0.5)
+    plan = plan_measured(
+        AMOConfig(budget_unit="steps"),
+        {"attn_q": worse, "attn_k": better},
+        num_matrices={"attn_q": 1, "attn_k": 1},
+        ell_robust=[1e-4, 1e-3],
+    )
+    assert plan.allocation == (4, 6)  # the harder type has fewer, which was measured to be best
+    assert starved(plan) == []
