@@ -152,7 +152,7 @@ def _ours(name: str, module: nn.Module, model: DecoderShape, options: argparse.N
     schedules = {kind: composed(1e-3, 5) for kind in ELL_BY_TYPE}
     if name == "ours locked":
         costs = costs_by_group(matrices_by_group(model.matrices()))
-        plan = plan_allocation(AMOConfig(budget_unit="flops"), ELL_BY_TYPE, costs=costs)
+        plan = plan_allocation(AMOConfig(objective="projected"), ELL_BY_TYPE, costs=costs)
         schedules = plan.schedules()
     return Muon(
         param_groups(module),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import cProfile
+import math
 import pstats
 import statistics
 import time
@@ -20,10 +21,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig
+from amo_dist.engine.observer import trial_tensor
 from amo_dist.kernels.devices import make_kernels
+from amo_dist.kernels.spectra import schedule_errors
 from amo_dist.operators.groups import param_groups
 from amo_dist.schedule.amo import AMOPolicy
 from benchmarks.measure import CLOCKS, paired, report
@@ -66,7 +69,6 @@ def config(transition_steps: int, ns_dtype: str) -> AMOConfig:
         transition_steps=transition_steps,
         sample_size=1,
         ns_dtype=ns_dtype,
-        budget_unit="flops",
     )
 
 
@@ -170,7 +172,9 @@ def _transition(
     registry = model.matrices()
     policy.bind(registry)
     types = {info.name: info.operator_type for info in registry}
-    policy.record(1, {name: ELL_BY_TYPE[types[name]] for name in policy.sample(1)})
+    ells = {name: ELL_BY_TYPE[types[name]] for name in policy.sample(1)}
+    tried = trial_tensor(policy.trials())
+    policy.record(1, ells, {name: _errors(ell, *tried) for name, ell in ells.items()})
     start = now()
     policy.adopt_plan(policy.make_plan())
     plan_seconds = now() - start
@@ -181,6 +185,12 @@ def _transition(
         policy.digest(step)
 
     return plan_seconds, [_timed(lambda step=step: run(step), now) for step in steps]
+
+
+def _errors(ell: float, coefficients: Tensor, norm_scale: float) -> list[float]:
+    """Errors of all trials on a spectrum that falls evenly, in logarithms, to ``ell``."""
+    sigma = torch.logspace(math.log10(ell), -1, 64, dtype=torch.float64)
+    return schedule_errors(sigma / norm_scale, coefficients).view(-1).tolist()
 
 
 if __name__ == "__main__":

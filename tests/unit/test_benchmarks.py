@@ -45,7 +45,7 @@ def test_shapes_are_those_of_the_paper(name: str) -> None:
 def test_a_locked_step_costs_no_more_flops_than_a_uniform_one(
     name: str, scale: float, is_reversed: bool
 ) -> None:
-    config = AMOConfig(budget_unit="flops")
+    config = AMOConfig(objective="projected")
     registry = MODELS[name].matrices()
     values = list(ELL_BY_TYPE.values())
     ells = dict(zip(ELL_BY_TYPE, reversed(values) if is_reversed else values, strict=True))
