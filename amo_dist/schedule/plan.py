@@ -147,6 +147,8 @@ class Plan(fields.Stored):
         for i, (curve, steps) in enumerate(zip(self.curves, self.allocation, strict=True)):
             fields.read_list(f"{field}.curves[{i}]", curve, num_steps)
             fields.read_int(f"{field}.allocation[{i}]", steps, self.min_steps, self.max_steps)
+        for i, one in enumerate(self.measured or ()):
+            fields.read_list(f"{field}.measured[{i}].ells", one.ells, num_steps)
 
 
 def _round_to_sum(values: Sequence[Fraction]) -> list[int]:
