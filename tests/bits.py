@@ -59,47 +59,47 @@ CONTROL_FIELDS = {
 }
 """What is hashed of the control state, and of records below it; no names: all that is there."""
 
+
+def shapes(table: str) -> dict[str, tuple[int, ...]]:
+    """``name rows columns``, between commas."""
+    entries = [entry.split() for entry in table.split(",")]
+    return {name: tuple(map(int, sizes)) for name, *sizes in entries}
+
+
 # Grouped-query attention; tall, wide and square; rows that 3 ranks do not divide, fewer rows than
 # ranks, one row, and one shape in both layers, so that batches have more than one matrix.
-NORM, *MATRICES = (
-    *("attention_norm", "attention.wq", "attention.wk", "attention.wv", "attention.wo"),
-    *("feed_forward.w1", "feed_forward.w2", "feed_forward.w3"),
-)
-LAYERS: list[list[tuple[int, ...]]] = [
-    [(32,), (48, 32), (16, 32), (16, 32), (32, 48), (88, 32), (32, 88), (88, 32)],
-    [(31,), (31, 31), (2, 31), (1, 31), (31, 31), (88, 32), (32, 88), (67, 31)],
-]
-LLAMA: dict[str, tuple[int, ...]] = {
-    "tok_embeddings.weight": (50, 32),
-    **{
-        f"layers.{i}.{name}.weight": shape
-        for i, shapes in enumerate(LAYERS)
-        for name, shape in zip((NORM, *MATRICES), shapes, strict=True)
-    },
-    **{"norm.weight": (2,), "output.weight": (50, 32)},
-}
-GPT: dict[str, tuple[int, ...]] = {
-    **{"wte.weight": (40, 24), "wpe.weight": (16, 24)},
-    "h.0.ln_1.weight": (24,),
-    **{"h.0.attn.c_attn.weight": (72, 24), "h.0.attn.c_attn.bias": (72,)},
-    "h.0.attn.c_proj.weight": (24, 24),
-    **{"h.0.mlp.c_fc.weight": (96, 24), "h.0.mlp.c_proj.weight": (24, 96)},
-    **{"h.1.attn.c_attn.weight": (24, 80), "h.1.attn.c_proj.weight": (24, 48)},
-    **{"h.1.moe.experts.w1": (4, 20, 24), "h.1.moe.experts.w2": (4, 24, 20)},
-    "ln_f.weight": (24,),
-}
+LLAMA = shapes("""
+    tok_embeddings.weight 50 32, layers.0.attention_norm.weight 32,
+    layers.0.attention.wq.weight 48 32, layers.0.attention.wk.weight 16 32,
+    layers.0.attention.wv.weight 16 32, layers.0.attention.wo.weight 32 48,
+    layers.0.feed_forward.w1.weight 88 32, layers.0.feed_forward.w2.weight 32 88,
+    layers.0.feed_forward.w3.weight 88 32, layers.1.attention_norm.weight 31,
+    layers.1.attention.wq.weight 31 31, layers.1.attention.wk.weight 2 31,
+    layers.1.attention.wv.weight 1 31, layers.1.attention.wo.weight 31 31,
+    layers.1.feed_forward.w1.weight 88 32, layers.1.feed_forward.w2.weight 32 88,
+    layers.1.feed_forward.w3.weight 67 31, norm.weight 2, output.weight 50 32
+""")
+GPT = shapes("""
+    wte.weight 40 24, wpe.weight 16 24, h.0.ln_1.weight 24, h.0.attn.c_attn.weight 72 24,
+    h.0.attn.c_attn.bias 72, h.0.attn.c_proj.weight 24 24, h.0.mlp.c_fc.weight 96 24,
+    h.0.mlp.c_proj.weight 24 96, h.1.attn.c_attn.weight 24 80, h.1.attn.c_proj.weight 24 48,
+    h.1.moe.experts.w1 4 20 24, h.1.moe.experts.w2 4 24 20, ln_f.weight 24
+""")
 # Large enough that `auto` takes symmetric products, blocks and the Gram form.
-WIDE: dict[str, tuple[int, ...]] = {
-    f"layers.0.{name}.weight": (rows, columns)
-    for name, rows, columns in zip(
-        MATRICES, [512, 128, 128, 512, 1536, 512, 1536], [512] * 5 + [1536, 512], strict=True
-    )
-}
+WIDE = shapes("""
+    layers.0.attention.wq.weight 512 512, layers.0.attention.wk.weight 128 512,
+    layers.0.attention.wv.weight 128 512, layers.0.attention.wo.weight 512 512,
+    layers.0.feed_forward.w1.weight 1536 512, layers.0.feed_forward.w2.weight 512 1536,
+    layers.0.feed_forward.w3.weight 1536 512
+""")
 GROUPED_QUERY = Fused(
     (("attn_q", 48), ("attn_k", 16), ("attn_v", 16)), dim=1, groups=2, heads={"attn_q": 4}
 )
-PATTERNS: dict[str, dict[str, str | Fused | None]] = {"llama": {}, "wide": {}}
-PATTERNS["gpt"] = {r"h\.1\.attn\.c_attn\.weight": GROUPED_QUERY}
+PATTERNS: dict[str, dict[str, str | Fused | None]] = {
+    "llama": {},
+    "gpt": {r"h\.1\.attn\.c_attn\.weight": GROUPED_QUERY},
+    "wide": {},
+}
 SHAPES = {"llama": LLAMA, "gpt": GPT, "wide": WIDE}
 
 AMO_FIELDS = {
