@@ -187,11 +187,11 @@ def test_a_sample_is_cloned_and_measured_on_another_thread(
         threads.append(threading.get_ident())
         return observe(matrix, *trials)
 
-    monkeypatch.setattr(amo_dist.engine.observer, "observe", measured)
-    observer = Observer(in_background=True, trials=TRIALS)
     torch.manual_seed(0)
     matrices = {name: torch.randn(6, 4) for name in "ab"}
     expected = {name: at_once(matrix) for name, matrix in matrices.items()}
+    monkeypatch.setattr(amo_dist.engine.observer, "observe", measured)
+    observer = Observer(in_background=True, trials=TRIALS)
     for name, matrix in matrices.items():
         observer.measure(name, matrix)
         matrix.zero_()
