@@ -297,7 +297,7 @@ def _by_value(value: Any) -> Any:
         return {key: _by_value(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_by_value(one) for one in value]
-    if isinstance(value, str) and "0x" in value:
+    if isinstance(value, str) and value.startswith(("0x", "-0x")):  # not a group "20x24"
         return float.fromhex(value).hex()
     return value.hex() if isinstance(value, float) else value
 
