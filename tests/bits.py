@@ -59,54 +59,39 @@ CONTROL_FIELDS = {
 }
 """What is hashed of the control state, and of records below it; no names: all that is there."""
 
+
+def shapes(table: str) -> dict[str, tuple[int, ...]]:
+    """``name rows columns``, between commas."""
+    entries = [entry.split() for entry in table.split(",")]
+    return {name: tuple(map(int, sizes)) for name, *sizes in entries}
+
+
 # Grouped-query attention; tall, wide and square; rows that 3 ranks do not divide, fewer rows than
 # ranks, one row, and one shape in both layers, so that batches have more than one matrix.
-LLAMA: dict[str, tuple[int, ...]] = {
-    "tok_embeddings.weight": (50, 32),
-    "layers.0.attention_norm.weight": (32,),
-    "layers.0.attention.wq.weight": (48, 32),
-    "layers.0.attention.wk.weight": (16, 32),
-    "layers.0.attention.wv.weight": (16, 32),
-    "layers.0.attention.wo.weight": (32, 48),
-    "layers.0.feed_forward.w1.weight": (88, 32),
-    "layers.0.feed_forward.w2.weight": (32, 88),
-    "layers.0.feed_forward.w3.weight": (88, 32),
-    "layers.1.attention_norm.weight": (31,),
-    "layers.1.attention.wq.weight": (31, 31),
-    "layers.1.attention.wk.weight": (2, 31),
-    "layers.1.attention.wv.weight": (1, 31),
-    "layers.1.attention.wo.weight": (31, 31),
-    "layers.1.feed_forward.w1.weight": (88, 32),
-    "layers.1.feed_forward.w2.weight": (32, 88),
-    "layers.1.feed_forward.w3.weight": (67, 31),
-    "norm.weight": (2,),
-    "output.weight": (50, 32),
-}
-GPT: dict[str, tuple[int, ...]] = {
-    "wte.weight": (40, 24),
-    "wpe.weight": (16, 24),
-    "h.0.ln_1.weight": (24,),
-    "h.0.attn.c_attn.weight": (72, 24),
-    "h.0.attn.c_attn.bias": (72,),
-    "h.0.attn.c_proj.weight": (24, 24),
-    "h.0.mlp.c_fc.weight": (96, 24),
-    "h.0.mlp.c_proj.weight": (24, 96),
-    "h.1.attn.c_attn.weight": (24, 80),
-    "h.1.attn.c_proj.weight": (24, 48),
-    "h.1.moe.experts.w1": (4, 20, 24),
-    "h.1.moe.experts.w2": (4, 24, 20),
-    "ln_f.weight": (24,),
-}
+LLAMA = shapes("""
+    tok_embeddings.weight 50 32, layers.0.attention_norm.weight 32,
+    layers.0.attention.wq.weight 48 32, layers.0.attention.wk.weight 16 32,
+    layers.0.attention.wv.weight 16 32, layers.0.attention.wo.weight 32 48,
+    layers.0.feed_forward.w1.weight 88 32, layers.0.feed_forward.w2.weight 32 88,
+    layers.0.feed_forward.w3.weight 88 32, layers.1.attention_norm.weight 31,
+    layers.1.attention.wq.weight 31 31, layers.1.attention.wk.weight 2 31,
+    layers.1.attention.wv.weight 1 31, layers.1.attention.wo.weight 31 31,
+    layers.1.feed_forward.w1.weight 88 32, layers.1.feed_forward.w2.weight 32 88,
+    layers.1.feed_forward.w3.weight 67 31, norm.weight 2, output.weight 50 32
+""")
+GPT = shapes("""
+    wte.weight 40 24, wpe.weight 16 24, h.0.ln_1.weight 24, h.0.attn.c_attn.weight 72 24,
+    h.0.attn.c_attn.bias 72, h.0.attn.c_proj.weight 24 24, h.0.mlp.c_fc.weight 96 24,
+    h.0.mlp.c_proj.weight 24 96, h.1.attn.c_attn.weight 24 80, h.1.attn.c_proj.weight 24 48,
+    h.1.moe.experts.w1 4 20 24, h.1.moe.experts.w2 4 24 20, ln_f.weight 24
+""")
 # Large enough that `auto` takes symmetric products, blocks and the Gram form.
-WIDE: dict[str, tuple[int, ...]] = {
-    "layers.0.attention.wq.weight": (512, 512),
-    "layers.0.attention.wk.weight": (128, 512),
-    "layers.0.attention.wv.weight": (128, 512),
-    "layers.0.attention.wo.weight": (512, 512),
-    "layers.0.feed_forward.w1.weight": (1536, 512),
-    "layers.0.feed_forward.w2.weight": (512, 1536),
-    "layers.0.feed_forward.w3.weight": (1536, 512),
-}
+WIDE = shapes("""
+    layers.0.attention.wq.weight 512 512, layers.0.attention.wk.weight 128 512,
+    layers.0.attention.wv.weight 128 512, layers.0.attention.wo.weight 512 512,
+    layers.0.feed_forward.w1.weight 1536 512, layers.0.feed_forward.w2.weight 512 1536,
+    layers.0.feed_forward.w3.weight 1536 512
+""")
 GROUPED_QUERY = Fused(
     (("attn_q", 48), ("attn_k", 16), ("attn_v", 16)), dim=1, groups=2, heads={"attn_q": 4}
 )
@@ -192,6 +177,20 @@ RUNS: dict[str, Run] = {
     "llama adamuon bf16, ddp": Run("llama", "adamuon", "ddp"),
     "wide exact bf16, fsdp": amo("wide", "fsdp"),
 }
+STEPS, BY_SHAPE = {"budget_unit": "steps"}, {"granularity": "shape"}
+MEASURED = {
+    "llama measured bf16": amo("llama", objective="measured"),
+    "llama measured fp32, steps": amo("llama", objective="measured", **STEPS, **FP32),
+    "gpt measured fp32, by shape": amo("gpt", objective="measured", **BY_SHAPE, **FP32),
+    "llama measured bf16, fsdp": amo("llama", "fsdp", objective="measured", resumes_at=3),
+    "llama measured fp32, fsdp": amo("llama", "fsdp", objective="measured", **FP32),
+    "gpt measured bf16, by shape, steps, fsdp": amo(
+        "gpt", "fsdp", objective="measured", observe_in_background=True, **STEPS, **BY_SHAPE
+    ),
+}
+"""Runs of trees that have the objective."""
+if "objective" in AMOConfig.__dataclass_fields__:
+    RUNS |= MEASURED
 
 
 # ---------------------------------------------------------------- tensors
@@ -298,7 +297,7 @@ def _by_value(value: Any) -> Any:
         return {key: _by_value(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
         return [_by_value(one) for one in value]
-    if isinstance(value, str) and "0x" in value:
+    if isinstance(value, str) and value.startswith(("0x", "-0x")):  # not a group "20x24"
         return float.fromhex(value).hex()
     return value.hex() if isinstance(value, float) else value
 
@@ -315,7 +314,10 @@ def make_optimizer(run: Run, model: nn.Module) -> Muon:
     )
     ranks = {"process_group": dist.group.WORLD} if run.layout == "ddp" else {}
     if run.optimizer == "amo":
-        return AMO(groups, 1e-2, 0.1, config=AMOConfig(**run.fields), **ranks)
+        # Trees without a choice of objective have the paper's, in steps, and plan exactly.
+        papers = AMOConfig if "objective" in run.fields else getattr(AMOConfig, "paper", AMOConfig)
+        settings = papers(**{"planner": "exact", **run.fields})
+        return AMO(groups, 1e-2, 0.1, config=settings, **ranks)
     config = MuonConfig(**run.fields)
     if run.optimizer in ("adamuon", "root"):
         kind = AdaMuon if run.optimizer == "adamuon" else ROOT
@@ -404,7 +406,7 @@ def _prepare() -> None:
 
 def _show(name: str, found: Mapping[str, str], seconds: float) -> None:
     short = "  ".join(f"{field} {value}" for field, value in found.items())
-    print(f"{name:33s} {short}  {seconds:4.1f} s", flush=True)
+    print(f"{name:40s} {short}  {seconds:4.1f} s", flush=True)
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -432,10 +434,11 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def compare(before: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]]) -> int:
-    """Print what differs; 1 where anything does."""
+    """Print what differs; 1 where anything does. An older tree need not have measured."""
     differing = [
         f"{name}: {field} differs"
         for name in found
+        if name in before or name not in MEASURED
         for field in found[name]
         if found[name][field] != before.get(name, {}).get(field)
     ]

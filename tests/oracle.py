@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.kernels.geometry import ell
 from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.kernels.spectra import observe
 from amo_dist.schedule.polar_express import compose, simulate
 from amo_dist.schedule.types import Schedule
 
@@ -61,6 +61,7 @@ class Oracle:
         )
         self.step_number = 0
         self.observations: list[dict[str, float]] = []
+        self.residuals: list[dict[str, list[float]]] = []  # of all trials, by observation
         self.allocation: dict[str, int] = {}
         self.targets: dict[str, float] = {}
         self.planned_at: int | None = None
@@ -73,14 +74,14 @@ class Oracle:
         self.step_number += 1
         schedules = self._schedules()
         sample = self._sample()
-        ells: dict[str, list[float]] = {}
+        sampled: dict[str, Tensor] = {}
         for name, operator_type in self.types.items():
             grad = grads.get(name)
             if grad is None:
                 continue
             momentum = self._momentum(name, grad)
             if name in sample:
-                ells.setdefault(operator_type, []).append(float(ell(momentum)))
+                sampled[name] = momentum
             dtype = getattr(torch, self.config.ns_dtype)
             norm_scale = 1.0 if self.fixed else SAFETY
             schedule = self.schedules.get(name) or Schedule(schedules[operator_type], norm_scale)
@@ -97,7 +98,7 @@ class Oracle:
             param.copy_(new - update * (self.lr * scale))
         self._step_adamw(grads)
         if sample:
-            self._observe(ells)
+            self._observe(sampled)
 
     def _direction(self, momentum: Tensor) -> Tensor:
         return momentum
@@ -147,11 +148,34 @@ class Oracle:
             return step <= config.observe_until
         return bool(config.replan_every) and step >= self.planned_at + config.transition_steps
 
-    def _observe(self, ells: Mapping[str, list[float]]) -> None:
+    def _trials(self, config: AMOConfig) -> list[tuple[int, float]]:
+        """Every number of steps with every ell: ten a decade, to three digits, and the base."""
+        decades = {
+            float(f"{10 ** (i / 10):.3g}e{power}") for power in range(-5, -1) for i in range(10)
+        }
+        ells = sorted({*decades, 0.1, config.base_ell})
+        return [(k, ell) for k in range(config.min_steps, config.max_steps + 1) for ell in ells]
+
+    def _observe(self, sampled: Mapping[str, Tensor]) -> None:
         config = self.config
         assert isinstance(config, AMOConfig)
+        trials = self._trials(config)
+        table = torch.zeros(len(trials), config.max_steps, 3, dtype=torch.float64)
+        table[:, :, 0] = 1.0
+        for i, (k, ell) in enumerate(trials):
+            table[i, :k] = torch.tensor(compose(min(SAFETY * ell, 1.0), k), dtype=torch.float64)
+        by_type: dict[str, list[list[float]]] = {}
+        for name in sorted(sampled):
+            found = observe(sampled[name], table, SAFETY).tolist()
+            by_type.setdefault(self.types[name], []).append(found[: 1 + len(trials)])
         self.observations.append(
-            {kind: statistics.median(v / SAFETY for v in values) for kind, values in ells.items()}
+            {kind: statistics.median(v[0] / SAFETY for v in rows) for kind, rows in by_type.items()}
+        )
+        self.residuals.append(
+            {
+                kind: [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)][1:]
+                for kind, rows in by_type.items()
+            }
         )
         first, every = config.observe_until, config.replan_every
         if self.step_number < (first if self.planned_at is None else self.planned_at + every):
@@ -162,9 +186,55 @@ class Oracle:
             alpha = Fraction(str(config.shrinkage))  # exact, and rounded once
             target = alpha * Fraction(robust) + (1 - alpha) * Fraction(config.base_ell)
             self.targets[kind] = float(target)
-        budget = Fraction(str(config.budget_ratio)) * len(self.order) * config.base_steps
-        self.allocation = self._brute_force(math.floor(budget + Fraction(1, 2)))
-        self.planned_at, self.start, self.observations = self.step_number, start, []
+        if config.objective == "measured":
+            self.allocation, self.targets = self._brute_force_measured(config)
+        else:
+            budget = Fraction(str(config.budget_ratio)) * len(self.order) * config.base_steps
+            self.allocation = self._brute_force(math.floor(budget + Fraction(1, 2)))
+        self.planned_at, self.start = self.step_number, start
+        self.observations, self.residuals = [], []
+
+    def _brute_force_measured(self, config: AMOConfig) -> tuple[dict[str, int], dict[str, float]]:
+        """Of all allocations within the budget the best, and the best ell of each type."""
+        trials, best = self._trials(config), dict[str, dict[int, tuple[float, float]]]()
+        for kind in self.order:
+            sums = [0.0] * len(trials)
+            for found in self.residuals:  # in the order of steps: sums of floats depend on it
+                sums = [a + b for a, b in zip(sums, found[kind], strict=True)]
+            best[kind] = {}
+            for (k, ell), total in zip(trials, sums, strict=True):
+                pair = total / len(self.residuals), -ell  # of equal ones the greater ell
+                best[kind][k] = min(best[kind].get(k, pair), pair)
+        members = [[n for n, kind in self.types.items() if kind == one] for one in self.order]
+        costs = [1] * len(self.order)
+        if config.budget_unit == "flops":
+            costs = [sum(self._flops(name) for name in names) for names in members]
+        ceiling = Fraction(str(config.budget_ratio)) * config.base_steps * sum(costs)
+        if config.budget_unit == "steps":
+            ceiling += Fraction(1, 2)  # rounded half up
+        ranked: list[tuple[float, tuple[int, ...]]] = []
+        steps = range(config.min_steps, config.max_steps + 1)
+        losses = [
+            {k: len(names) * best[kind][k][0] for k in steps}
+            for kind, names in zip(self.order, members, strict=True)
+        ]
+        for choice in itertools.product(steps, repeat=len(self.order)):
+            if sum(k * cost for k, cost in zip(choice, costs, strict=True)) <= ceiling:
+                ranked.append((math.fsum(map(dict.__getitem__, losses, choice)), choice))
+        # Some differ by less than a rounded sum can tell.
+        best_loss = min(ranked)[0]
+        near = [choice for loss, choice in ranked if loss <= best_loss + 1e-12]
+
+        def exact(choice: tuple[int, ...]) -> Fraction:
+            return sum(map(Fraction, map(dict.__getitem__, losses, choice)), Fraction(0))
+
+        least = min(near, key=lambda choice: (exact(choice), choice))
+        allocation = dict(zip(self.order, least, strict=True))
+        return allocation, {kind: -best[kind][k][1] for kind, k in allocation.items()}
+
+    def _flops(self, name: str) -> int:
+        short, long = sorted(self.params[name].shape)
+        return 2 * short * short * (2 * long + short)
 
     def _brute_force(self, budget: int) -> dict[str, int]:
         """All allocations; the first of the best in lexicographic order."""

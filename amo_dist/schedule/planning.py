@@ -180,9 +180,14 @@ def plan_measured(
 
 
 def _tell_relaxed(config: AMOConfig, inputs: Mapping[str, Any]) -> None:
-    relaxed = inputs["min_steps"], inputs["max_steps"]
-    if relaxed != (config.min_steps, config.max_steps):
+    asked, relaxed = (
+        (config.min_steps, config.max_steps),
+        (inputs["min_steps"], inputs["max_steps"]),
+    )
+    if relaxed != asked:
+        why = "the budget is infeasible within"
+        if config.objective == "measured" and relaxed[1] > config.max_steps:
+            why = f"the {config.base_steps} steps of the uniform schedule are beyond"
         logger.warning(
-            "the budget is infeasible within %d to %d steps a type; the range becomes %d to %d",
-            *(config.min_steps, config.max_steps, *relaxed),
+            "%s %d to %d steps a type; the range becomes %d to %d", why, *asked, *relaxed
         )

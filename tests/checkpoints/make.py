@@ -49,6 +49,7 @@ FALLBACK = {
     "ns_guard_fallback": True,
 }
 FLOPS = {**FIELDS, "granularity": "layer_group", "budget_unit": "flops", "budget_ratio": 0.9}
+MEASURED = {**FIELDS, "objective": "measured", "budget_unit": "flops"}
 STEPS_AFTER = 6
 
 
@@ -71,6 +72,9 @@ CASES = {
     "fallback": Case("AMO", 6, FALLBACK),
     "observe_only": Case("AMO", 6, {**FIELDS, "observe_only": True}),
     "by_depth_and_flops": Case("AMO", 5, FLOPS),
+    "measured_observation": Case("AMO", 3, MEASURED),
+    "measured_transition": Case("AMO", 5, MEASURED),
+    "measured_again": Case("AMO", 15, {**AGAIN, **MEASURED}),
     "kj": Case("Muon-KJ", 2, {"ns_dtype": "float32"}),
     "table": Case("a2", 2, {"ns_dtype": "float32"}),
     "root": Case("ROOT", 2, {"ns_dtype": "float32"}),
@@ -91,11 +95,14 @@ def make(case: Case) -> tuple[nn.Module, Muon]:
         module.register_parameter(last, nn.Parameter(numbers(f"initial {name}", shape) / 8))
     groups = param_groups(model)
     if case.optimizer == "AMO":
-        return model, AMO(groups, lr=1e-2, config=AMOConfig(**case.fields))
-    config = MuonConfig(**case.fields)
+        # These were the defaults of the first version, which had no choice of objective.
+        configure = getattr(AMOConfig, "paper", AMOConfig)
+        config = configure(**{"planner": "exact", "budget_unit": "steps", **case.fields})
+        return model, AMO(groups, lr=1e-2, config=config)
+    settings = MuonConfig(**case.fields)
     if case.optimizer == "a2":
-        return model, Muon(groups, lr=1e-2, schedule="a2", config=config)
-    optimizer = make_optimizer(case.optimizer, groups, lr=1e-2, config=config)
+        return model, Muon(groups, lr=1e-2, schedule="a2", config=settings)
+    optimizer = make_optimizer(case.optimizer, groups, lr=1e-2, config=settings)
     assert isinstance(optimizer, Muon)
     return model, optimizer
 
@@ -141,13 +148,13 @@ def parameters(model: nn.Module) -> dict[str, Tensor]:
     return {name: param.detach().clone() for name, param in model.named_parameters()}
 
 
-def main() -> None:
-    """Write all cases to a folder."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("folder", type=Path)
-    folder: Path = parser.parse_args().folder
+def write(folder: Path) -> None:
+    """Write all cases to a folder; a version without a setting has not those that need it."""
+    known = {field.name for field in dataclasses.fields(AMOConfig)}
     folder.mkdir(parents=True, exist_ok=True)
     for name, case in CASES.items():
+        if not case.fields.keys() <= known:
+            continue
         model, optimizer = make(case)
         train(model, optimizer, case.saved_at)
         saved = {
@@ -159,6 +166,13 @@ def main() -> None:
         torch.save({**saved, "model_after": parameters(model)}, folder / f"{name}.pt")
         text = json.dumps({"control": control, "then": then}, separators=(",", ":"))
         (folder / f"{name}.json").write_text(text + "\n")
+
+
+def main() -> None:
+    """Write all cases to the folder that is named."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("folder", type=Path)
+    write(parser.parse_args().folder)
 
 
 if __name__ == "__main__":

@@ -24,9 +24,14 @@ from amo_dist.distributed.layout import local_tensor
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
-CONFIG = AMOConfig(
-    observe_until=4, observe_every=2, sample_size=2, transition_steps=3, bucket_bytes=256
-)
+FIELDS: dict[str, Any] = {
+    "observe_until": 4,
+    "observe_every": 2,
+    "sample_size": 2,
+    "transition_steps": 3,
+    "bucket_bytes": 256,
+}
+CONFIGS = {"measured": AMOConfig(**FIELDS), "projected": AMOConfig.paper(**FIELDS)}
 STEPS, SEED = 9, 3
 # Before an observation, between two, at the plan, in the transition, at the lock, after it.
 SAVED = (1, 3, 4, 5, 7, 8)
@@ -34,10 +39,13 @@ SHAPES = models.shapes(models.EVEN_SHAPES)  # FSDP over TP needs even dims
 WQ = "layers.0.attention.wq.weight"
 
 
-def make(layout: str, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, AMO]:
+def make(
+    layout: str, dtype: torch.dtype = torch.float32, objective: str = "measured"
+) -> tuple[nn.Module, AMO]:
     model = models.make_model(layout, SHAPES).to(dtype)
     group = dist.group.WORLD if layout == "plain" and dist.get_world_size() > 1 else None
-    return model, AMO(param_groups(model), lr=1e-2, config=CONFIG, process_group=group)
+    config = CONFIGS[objective]
+    return model, AMO(param_groups(model), lr=1e-2, config=config, process_group=group)
 
 
 def state_of(model: nn.Module, optimizer: AMO, flatten: bool) -> dict[str, Any]:
@@ -71,9 +79,14 @@ def go_on(
 
 
 def train_and_save(
-    rank: int, world_size: int, layout: str, folder: str, flatten: bool
+    rank: int,
+    world_size: int,
+    layout: str,
+    folder: str,
+    flatten: bool,
+    objective: str = "measured",
 ) -> tuple[dict[str, Any], list[str]]:
-    model, optimizer = make(layout)
+    model, optimizer = make(layout, objective=objective)
     keys = sorted(
         f"{name}.{key}"
         for name, values in get_optimizer_state_dict(model, optimizer)["state"].items()
@@ -84,11 +97,17 @@ def train_and_save(
 
 
 def resume(
-    rank: int, world_size: int, layout: str, folder: str, flatten: bool, steps: tuple[int, ...]
+    rank: int,
+    world_size: int,
+    layout: str,
+    folder: str,
+    flatten: bool,
+    steps: tuple[int, ...],
+    objective: str = "measured",
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     results = []
     for step in steps:
-        model, optimizer = make(layout)
+        model, optimizer = make(layout, objective=objective)
         state = state_of(model, optimizer, flatten)
         dcp.load(state, checkpoint_id=str(Path(folder, f"step-{step}")))
         set_model_state_dict(model, state["model"])
@@ -113,11 +132,24 @@ def check(reference: dict[str, Any], results: list[Any], steps: tuple[int, ...])
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-def test_fsdp_resumes_bit_for_bit(run_on: Ranks, tmp_path: Path, flatten: bool) -> None:
-    saved = run_on(2)(train_and_save, "fsdp", str(tmp_path), flatten)
+@pytest.mark.parametrize("objective", CONFIGS)
+def test_fsdp_resumes_bit_for_bit(
+    run_on: Ranks, tmp_path: Path, flatten: bool, objective: str
+) -> None:
+    saved = run_on(2)(train_and_save, "fsdp", str(tmp_path), flatten, objective)
     reference, keys = saved[0]
     assert all(keys == keys_of_rank for _, keys_of_rank in saved)
-    check(reference, run_on(2)(resume, "fsdp", str(tmp_path), flatten, SAVED), SAVED)
+    assert reference["controls"][3]["policy"]["error_sums"]["counts"]["attn_q"] == 1
+    assert reference["controls"][4]["policy"]["error_sums"] is None
+    assert reference["controls"][4]["policy"]["plan"]["criterion"] == objective
+    check(reference, run_on(2)(resume, "fsdp", str(tmp_path), flatten, SAVED, objective), SAVED)
+
+
+def test_two_ranks_go_on_as_three_in_the_middle_of_observation(
+    run_on: Ranks, tmp_path: Path
+) -> None:
+    reference, _ = run_on(2)(train_and_save, "fsdp", str(tmp_path), False)[0]
+    check(reference, run_on(3)(resume, "fsdp", str(tmp_path), False, (3,)), (3,))
 
 
 @pytest.mark.slow
@@ -183,7 +215,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         except ValueError as error:
             errors.append(str(error))
     plain = models.plain_model({WQ: SHAPES[WQ]})
-    foreign = torch.optim.Muon(plain.named_parameters(), momentum=CONFIG.momentum)
+    foreign = torch.optim.Muon(plain.named_parameters(), momentum=CONFIGS["measured"].momentum)
     models.set_gradients(plain, SEED, 1)
     foreign.step()
     report = import_state(optimizer, foreign.state_dict())

@@ -15,7 +15,8 @@ import torch.distributed as dist
 import amo_dist.engine.observer
 from amo_dist import AMO, AMOConfig, RankMismatchError, param_groups
 from amo_dist.engine.observer import Observer
-from amo_dist.kernels.geometry import ell
+from amo_dist.kernels.spectra import observe
+from amo_dist.schedule.polar_express import composed
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
@@ -30,14 +31,14 @@ FIELDS: dict[str, Any] = {
 
 
 def train(
-    rank: int, world_size: int, layout: str, in_background: bool, saves: bool
+    rank: int, world_size: int, layout: str, objective: str, in_background: bool, saves: bool
 ) -> tuple[dict[str, torch.Tensor], list[Any], list[int]]:
     """Parameters, control states, and how many observations the policy knew after each step."""
     model = models.make_model(layout, models.shapes())
     optimizer = AMO(
         param_groups(model),
         lr=3e-3,
-        config=AMOConfig(**FIELDS, observe_in_background=in_background),
+        config=AMOConfig(**FIELDS, objective=objective, observe_in_background=in_background),
         process_group=dist.group.WORLD if layout == "plain" and world_size > 1 else None,
     )
     controls, known = [], []
@@ -53,10 +54,13 @@ def train(
 
 
 @pytest.mark.parametrize(("layout", "world_size"), [("plain", 1), ("fsdp", 3), ("hsdp", 4)])
-def test_nothing_changes_but_when_it_is_known(run_on: Ranks, layout: str, world_size: int) -> None:
-    at_once = run_on(world_size)(train, layout, False, True)
-    later = run_on(world_size)(train, layout, True, False)
-    saved = run_on(world_size)(train, layout, True, True)
+@pytest.mark.parametrize("objective", ["measured", "projected"])
+def test_nothing_changes_but_when_it_is_known(
+    run_on: Ranks, layout: str, world_size: int, objective: str
+) -> None:
+    at_once = run_on(world_size)(train, layout, objective, False, True)
+    later = run_on(world_size)(train, layout, objective, True, False)
+    saved = run_on(world_size)(train, layout, objective, True, True)
     for before, after, drained in zip(at_once, later, saved, strict=True):
         assert all(torch.equal(before[0][name], after[0][name]) for name in before[0])
         assert all(torch.equal(before[0][name], drained[0][name]) for name in before[0])
@@ -128,7 +132,7 @@ def fail_on_one_rank(rank: int, world_size: int) -> str:
     optimizer = AMO(param_groups(model), lr=3e-3, config=config)
     told = ""
     error = RuntimeError("no convergence")
-    broken = mock.patch.object(amo_dist.engine.observer, "ell", side_effect=error)
+    broken = mock.patch.object(amo_dist.engine.observer, "observe", side_effect=error)
     with broken if rank == 1 else contextlib.nullcontext():
         for step in (1, 2):
             models.set_gradients(model, SEED, step)
@@ -146,22 +150,48 @@ def test_a_measurement_that_fails_on_one_rank_is_told_on_all(run_on: Ranks) -> N
     assert "rank 1 has observation of step 2: RuntimeError: no convergence" in found[0]
 
 
+TRIALS = [composed(ell, steps) for steps in (3, 5) for ell in (1e-4, 1e-3, 0.1)]
+
+
+def at_once(matrix: torch.Tensor) -> torch.Tensor:
+    observer = Observer(in_background=False, trials=TRIALS)
+    observer.measure("it", matrix)
+    (found,) = observer.collect().values()
+    assert found.shape == (observer.num_values,) == (13,)
+    return found
+
+
+def test_a_measurement_is_ell_and_what_each_trial_leaves() -> None:
+    """Trials of unlike length stand in one table."""
+    torch.manual_seed(0)
+    matrix = torch.randn(5, 8) * torch.logspace(0, -3, 5).unsqueeze(1)
+    sigmas = torch.linalg.svdvals(matrix.double())
+    norm = float(sigmas.norm())
+    expected = [float(sigmas[-1]) / norm]
+    images = [[trial.image(x / (1.01 * norm)) for x in sigmas.tolist()] for trial in TRIALS]
+    expected += [sum((y * y - 1) ** 2 for y in ys) / 5 for ys in images]
+    expected += [sum((y - 1) ** 2 for y in ys) / 5 for ys in images]
+    # Singular values come from a Gram matrix of float32 entries, some of them a thousandth.
+    assert at_once(matrix).tolist() == pytest.approx(expected, rel=1e-6)
+    assert Observer(in_background=False).num_values == 1
+
+
 def test_a_sample_is_cloned_and_measured_on_another_thread(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     threads: list[int] = []
     may_go_on = threading.Event()
 
-    def measured(matrix: torch.Tensor) -> torch.Tensor:
+    def measured(matrix: torch.Tensor, *trials: Any) -> torch.Tensor:
         assert may_go_on.wait(60)
         threads.append(threading.get_ident())
-        return ell(matrix)
+        return observe(matrix, *trials)
 
-    monkeypatch.setattr(amo_dist.engine.observer, "ell", measured)
-    observer = Observer(in_background=True)
     torch.manual_seed(0)
     matrices = {name: torch.randn(6, 4) for name in "ab"}
-    expected = {name: ell(matrix) for name, matrix in matrices.items()}
+    expected = {name: at_once(matrix) for name, matrix in matrices.items()}
+    monkeypatch.setattr(amo_dist.engine.observer, "observe", measured)
+    observer = Observer(in_background=True, trials=TRIALS)
     for name, matrix in matrices.items():
         observer.measure(name, matrix)
         matrix.zero_()
@@ -177,10 +207,10 @@ def test_a_sample_is_cloned_and_measured_on_another_thread(
 
 
 def test_a_failure_on_the_thread_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(matrix: torch.Tensor) -> torch.Tensor:
+    def failing(matrix: torch.Tensor, *trials: Any) -> torch.Tensor:
         raise RuntimeError("no convergence")
 
-    monkeypatch.setattr(amo_dist.engine.observer, "ell", failing)
+    monkeypatch.setattr(amo_dist.engine.observer, "observe", failing)
     observer = Observer(in_background=True)
     observer.measure("a", torch.ones(2, 2))
     with pytest.raises(RuntimeError, match="no convergence"):
@@ -192,19 +222,19 @@ def test_a_failure_on_the_thread_is_not_lost(monkeypatch: pytest.MonkeyPatch) ->
 def test_a_load_goes_on_from_a_failed_observation(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor does it wait for measurements, of which it has no use."""
 
-    def failing(matrix: torch.Tensor) -> torch.Tensor:
+    def failing(matrix: torch.Tensor, *trials: Any) -> torch.Tensor:
         raise RuntimeError("no convergence")
 
     model = models.make_model("plain", models.shapes())
     optimizer = AMO(param_groups(model), config=AMOConfig(**FIELDS, observe_in_background=True))
     earlier = copy.deepcopy(optimizer.state_dict())
-    monkeypatch.setattr(amo_dist.engine.observer, "ell", failing)
+    monkeypatch.setattr(amo_dist.engine.observer, "observe", failing)
     for step in (1, 2):
         models.set_gradients(model, SEED, step)
         optimizer.step()
     optimizer.load_state_dict(earlier)
     assert optimizer.num_steps_taken == 0
-    monkeypatch.setattr(amo_dist.engine.observer, "ell", ell)
+    monkeypatch.setattr(amo_dist.engine.observer, "observe", observe)
     for step in (1, 2, 3):
         models.set_gradients(model, SEED, step)
         optimizer.step()
@@ -214,11 +244,11 @@ def test_a_load_goes_on_from_a_failed_observation(monkeypatch: pytest.MonkeyPatc
 def test_what_is_discarded_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     may_go_on = threading.Event()
 
-    def slow(matrix: torch.Tensor) -> torch.Tensor:
+    def slow(matrix: torch.Tensor, *trials: Any) -> torch.Tensor:
         assert may_go_on.wait(60)
-        return ell(matrix)
+        return observe(matrix, *trials)
 
-    monkeypatch.setattr(amo_dist.engine.observer, "ell", slow)
+    monkeypatch.setattr(amo_dist.engine.observer, "observe", slow)
     for in_background in (True, False):
         observer = Observer(in_background=in_background)
         for name in "ab":
@@ -232,8 +262,8 @@ def test_what_is_discarded_does_not_come_back(monkeypatch: pytest.MonkeyPatch) -
 def test_a_stream_of_its_own_gives_the_same_bits() -> None:
     torch.manual_seed(0)
     matrices = {str(i): torch.randn(96, 64 + i, device="cuda") for i in range(8)}
-    expected = {name: ell(matrix).cpu() for name, matrix in matrices.items()}
-    observer = Observer(in_background=True)
+    expected = {name: at_once(matrix).cpu() for name, matrix in matrices.items()}
+    observer = Observer(in_background=True, trials=TRIALS)
     for name, matrix in matrices.items():
         observer.measure(name, matrix)
         matrix.zero_()

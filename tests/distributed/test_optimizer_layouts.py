@@ -15,6 +15,8 @@ from tests.distributed.harness import Ranks
 from tests.oracle import Oracle
 
 LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 20, 7
+PAPER: dict[str, Any] = {"objective": "projected", "budget_unit": "steps"}
+"""With the exact planner, which is that of the twin."""
 AMO_FIELDS: dict[str, Any] = {
     "observe_until": 8,
     "observe_every": 4,
@@ -90,14 +92,22 @@ CASES = [
 ]
 
 
+OBJECTIVES = [
+    pytest.param({}, id="measured"),
+    pytest.param({"budget_unit": "steps", "observe_in_background": True}, id="measured-steps"),
+    pytest.param(PAPER, id="projected"),
+]
+
+
 @pytest.mark.parametrize(("layout", "world_size"), CASES)
 @pytest.mark.parametrize("ns_dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_every_layout_equals_the_twin_bit_for_bit(
-    run_on: Ranks, layout: str, world_size: int, ns_dtype: str
+    run_on: Ranks, layout: str, world_size: int, ns_dtype: str, objective: dict[str, Any]
 ) -> None:
     # FSDP over TP needs dims that TP divides: torch pads nothing there.
     even = layout == "tp_fsdp"
     shapes = models.shapes(models.EVEN_SHAPES if even else models.SHAPES)
-    fields = {**AMO_FIELDS, "ns_dtype": ns_dtype}
+    fields = {**AMO_FIELDS, **objective, "ns_dtype": ns_dtype}
     results = run_on(world_size)(train, layout, shapes, fields)
     check_against_twin(results, shapes, fields)

@@ -25,6 +25,10 @@ REPLAN: dict[str, Any] = {
     "bucket_bytes": 256,
 }
 """Plans at steps 4, 10 and 16, the last of which locks at step 20."""
+OBJECTIVES = [
+    pytest.param({}, id="measured"),
+    pytest.param({"objective": "projected", "budget_unit": "steps"}, id="projected"),
+]
 LAYOUTS = [
     pytest.param("plain", 1, id="one-process"),
     pytest.param("plain", 2, id="ddp-2"),
@@ -69,12 +73,14 @@ def twin_of(fields: dict[str, Any], num_steps: int) -> tuple[Oracle, list[dict[s
 
 
 @pytest.mark.parametrize(("layout", "world_size"), LAYOUTS)
+@pytest.mark.parametrize("objective", OBJECTIVES)
 def test_planning_again_equals_the_twin_bit_for_bit(
-    run_on: Ranks, layout: str, world_size: int
+    run_on: Ranks, layout: str, world_size: int, objective: dict[str, Any]
 ) -> None:
     """Three plans, with the guard at every step, which changes nothing but what it says."""
-    results = run_on(world_size)(train, layout, {**REPLAN, "ns_guard_every": 1}, 20)
-    twin, expected = twin_of(REPLAN, 20)
+    fields = {**REPLAN, **objective}
+    results = run_on(world_size)(train, layout, {**fields, "ns_guard_every": 1}, 20)
+    twin, expected = twin_of(fields, 20)
     for params, controls, steps in results:
         assert all(torch.equal(params[name], twin.params[name]) for name in twin.params)
         assert steps == expected
@@ -117,9 +123,12 @@ def log_on_one_rank(rank: int, world_size: int) -> list[str]:
     guard = {"ns_guard_every": 1, "ns_guard_bound": 1e-9, "ns_guard_fallback": True}
     config = AMOConfig(**{**REPLAN, **fields, **guard})
     optimizer = AMO(param_groups(model), config=config)
-    constant = torch.tensor(0.01, dtype=torch.float64)
     fallen = []
-    with mock.patch("amo_dist.engine.observer.ell", return_value=constant):
+
+    def constant(matrix: Tensor, coefficients: Tensor, norm_scale: float) -> Tensor:
+        return torch.full((1 + 2 * len(coefficients),), 0.01, dtype=torch.float64)
+
+    with mock.patch("amo_dist.engine.observer.observe", constant):
         for step in range(1, 9):
             models.set_gradients(model, SEED, step)
             optimizer.step()

@@ -20,6 +20,7 @@ import torch
 from tests.faults.worker import STEPS, Kill, Run, main, newest_complete
 
 POINTS = ("before_step", "in_step", "in_save", "before_metadata")
+OBJECTIVES = ("measured", "projected")
 TIMEOUT = 120.0
 """Seconds for a run; a rank that waits for a dead one longer than that has hung."""
 GRACE = 5.0
@@ -49,9 +50,10 @@ def draw(rng: random.Random) -> Trial:
         ranks = (rng.randrange(before_size),)
     kill, replans = Kill(step, point, ranks), rng.random() < 0.5
     before, after = _layout(rng, before_size), _layout(rng, after_size)
+    objective = rng.choice(OBJECTIVES)
     return Trial(
-        Run(before_size, before, save_every, saves_async, kill, replans),
-        Run(after_size, after, save_every, saves_async, None, replans),
+        Run(before_size, before, save_every, saves_async, kill, replans, objective),
+        Run(after_size, after, save_every, saves_async, None, replans, objective),
     )
 
 
@@ -69,14 +71,18 @@ class Campaign:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.faults.worker"])
         self._number = 0
-        self.references = {replans: self._reference(replans) for replans in (False, True)}
+        self._references: dict[tuple[bool, str], dict[str, Any]] = {}
 
-    def _reference(self, replans: bool) -> dict[str, Any]:
-        """An undisturbed run on one rank."""
-        run = Run(1, "plain", STEPS + 1, False, replans=replans)
-        found = self.run(run, self._folder / f"reference{replans}")
-        assert found is not None
-        return found
+    def reference(self, replans: bool, objective: str) -> dict[str, Any]:
+        """An undisturbed run on one rank, made when first needed."""
+        key = replans, objective
+        if key not in self._references:
+            run = Run(1, "plain", STEPS + 1, False, replans=replans, objective=objective)
+            found = self.run(run, self._folder / f"reference{replans}{objective}")
+            assert found is not None
+            assert found["controls"][STEPS]["policy"]["plan"]["criterion"] == objective
+            self._references[key] = found
+        return self._references[key]
 
     def run(self, run: Run, checkpoints: Path) -> dict[str, Any] | None:
         """What rank 0 reported, or None where the run was to be killed."""
@@ -117,7 +123,8 @@ class Campaign:
         incomplete = [name for name in folders if not (checkpoints / name / ".metadata").exists()]
         found = self.run(trial.after, checkpoints)
         assert found is not None
-        self._compare(found, expected_first, self.references[trial.after.replans])
+        reference = self.reference(trial.after.replans, trial.after.objective)
+        self._compare(found, expected_first, reference)
         phase = "the start" if newest is None else _phase(expected_first, trial.after.replans)
         return f"{phase}{', past an incomplete one' if incomplete else ''}"
 

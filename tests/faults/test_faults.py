@@ -6,12 +6,16 @@ import random
 
 import pytest
 
-from tests.faults.campaign import POINTS, draw, run_trials
+from tests.faults.campaign import OBJECTIVES, POINTS, draw, run_trials
+
+SEED = 1
 
 
 @pytest.mark.slow
 def test_three_trials() -> None:
-    assert run_trials(3, seed=1).total() == 3
+    trials = [draw(random.Random(f"{SEED}/{number}")) for number in range(3)]
+    assert {trial.after.objective for trial in trials} == set(OBJECTIVES)
+    assert run_trials(3, seed=SEED).total() == 3
 
 
 def test_trials_cover_every_kind() -> None:
@@ -20,6 +24,8 @@ def test_trials_cover_every_kind() -> None:
     assert {kill.point for kill in kills if kill} == set(POINTS)
     for sizes in ({t.before.world_size for t in trials}, {t.after.world_size for t in trials}):
         assert sizes == {1, 2, 3, 4}
+    assert {trial.before.objective for trial in trials} == set(OBJECTIVES)
+    assert all(trial.before.objective == trial.after.objective for trial in trials)
     assert {trial.before.saves_async for trial in trials} == {True, False}
     assert {trial.before.layout for trial in trials} == {"plain", "fsdp", "hsdp"}
     assert {len(kill.ranks) for kill in kills if kill} >= {1, 2, 3, 4}

@@ -28,13 +28,20 @@ from amo_dist.kernels.interface import Orthogonalizer
 from tests.distributed import models
 
 STEPS, SEED = 12, 5
-CONFIG = AMOConfig(
-    observe_until=4, observe_every=2, sample_size=2, transition_steps=3, bucket_bytes=256
-)
+FIELDS: dict[str, Any] = {
+    "observe_until": 4,
+    "observe_every": 2,
+    "sample_size": 2,
+    "transition_steps": 3,
+    "bucket_bytes": 256,
+}
 # Plans at steps 4 and 8; between them types fall back, since no residual is below this bound.
-REPLANS = dataclasses.replace(
-    CONFIG, replan_every=4, ns_guard_every=1, ns_guard_bound=1e-9, ns_guard_fallback=True
-)
+REPLANS: dict[str, Any] = {
+    "replan_every": 4,
+    "ns_guard_every": 1,
+    "ns_guard_bound": 1e-9,
+    "ns_guard_fallback": True,
+}
 SHAPES = {
     "tok_embeddings.weight": (5, 8),
     "layers.0.attention.wq.weight": (12, 8),
@@ -71,6 +78,7 @@ class Run:
         saves_async: Whether a checkpoint is written while training goes on.
         kill: Where it ends, if not at the last step.
         replans: Whether a second plan is made, and types fall back to the uniform schedule.
+        objective: What plans minimise: ``measured`` or ``projected``.
     """
 
     world_size: int
@@ -79,6 +87,13 @@ class Run:
     saves_async: bool
     kill: Kill | None = None
     replans: bool = False
+    objective: str = "measured"
+
+    @property
+    def config(self) -> AMOConfig:
+        """Settings of the optimizer."""
+        again = REPLANS if self.replans else {}
+        return AMOConfig(objective=self.objective, **FIELDS, **again)
 
 
 def newest_complete(folder: Path) -> Path | None:
@@ -159,7 +174,7 @@ class _Saver:
 def train(rank: int, run: Run, folder: Path) -> dict[str, Any]:
     """From the newest complete checkpoint, or from the start, to the end."""
     model = models.make_model(run.layout, SHAPES)
-    optimizer = AMO(param_groups(model), lr=1e-2, config=REPLANS if run.replans else CONFIG)
+    optimizer = AMO(param_groups(model), lr=1e-2, config=run.config)
     checkpoint = newest_complete(folder)
     if checkpoint is not None:
         load(checkpoint, model, optimizer)

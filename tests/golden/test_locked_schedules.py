@@ -42,7 +42,7 @@ def test_rows_need_the_safety_factor_on_ell(model: str) -> None:
 @pytest.mark.parametrize("model", TABLE)
 def test_allocation_is_reproduced(model: str, planner: str) -> None:
     targets = {name: row["ell_target"] for name, row in TABLE[model].items()}
-    plan = plan_allocation(AMOConfig(planner=planner), targets)
+    plan = plan_allocation(AMOConfig.paper(planner=planner), targets)
     assert plan.budget == 35
     assert plan.allocation == tuple(row["steps"] for row in TABLE[model].values())
 
@@ -65,7 +65,9 @@ def test_greedy_is_not_optimal_on_the_papers_own_curves(
     """Budgets of 32 and 24 steps: curves of hard types are not convex."""
     targets = {name: row["ell_target"] for name, row in TABLE[model].items()}
     plans = {
-        planner: plan_allocation(AMOConfig(planner=planner, budget_ratio=budget_ratio), targets)
+        planner: plan_allocation(
+            AMOConfig.paper(planner=planner, budget_ratio=budget_ratio), targets
+        )
         for planner in ("greedy", "exact")
     }
     assert plans["greedy"].allocation == greedy

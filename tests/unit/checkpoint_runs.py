@@ -18,6 +18,7 @@ FIELDS: dict[str, Any] = {
     "sample_size": 2,
     "transition_steps": 3,
 }
+PAPER: dict[str, Any] = {"objective": "projected", "planner": "greedy", "budget_unit": "steps"}
 SHAPES = {
     "tok_embeddings.weight": (5, 8),
     "layers.0.attention.wq.weight": (12, 8),

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.types import MatrixInfo
+from tests import spectra
 
 TYPES = ("attn_q", "mlp_down", "expert")
 REGISTRY = [
@@ -13,7 +18,15 @@ REGISTRY = [
     for name, shape in zip(TYPES, [(8, 8), (4, 12), (6, 1)], strict=True)
     for layer in range(5)
 ]
-CONFIG = AMOConfig(observe_until=6, observe_every=2, transition_steps=4, sample_size=3)
+TIMES: dict[str, Any] = {
+    "observe_until": 6,
+    "observe_every": 2,
+    "transition_steps": 4,
+    "sample_size": 3,
+}
+CONFIG = AMOConfig.paper(planner="exact", **TIMES)
+MEASURED = AMOConfig(**TIMES)
+BOTH = [pytest.param(CONFIG, id="projected"), pytest.param(MEASURED, id="measured")]
 ELL = {"attn_q": 3e-5, "mlp_down": 2e-3, "expert": 0.04}
 
 
@@ -24,7 +37,8 @@ def controller(config: AMOConfig = CONFIG) -> AMOPolicy:
 
 
 def observe(target: AMOPolicy, step: int, ell: dict[str, float] = ELL) -> None:
-    target.record(step, {name: ell[name.rsplit(".", 1)[1]] for name in target.sample(step)})
+    ells = {name: ell[name.rsplit(".", 1)[1]] for name in target.sample(step)}
+    spectra.record(target, step, ells)
 
 
 def planned(config: AMOConfig = CONFIG, ell: dict[str, float] = ELL) -> AMOPolicy:

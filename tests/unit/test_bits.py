@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from amo_dist import AMOConfig
 from tests import bits
 
 RUN = bits.RUNS["llama exact bf16"]
@@ -57,6 +58,27 @@ def test_another_value_changes_the_hash_of_control(ell: str | None) -> None:
     other = copy.deepcopy(CONTROL)
     other["policy"]["observations"][0]["ell"]["attn_q"] = ell
     assert bits.hash_of_control(other) != bits.hash_of_control(CONTROL)
+
+
+def test_an_older_tree_need_not_have_measured(capsys: pytest.CaptureFixture[str]) -> None:
+    name = next(iter(bits.MEASURED))
+    found = {"a": {"control": "1"}, name: {"control": "2"}}
+    assert bits.compare({"a": {"control": "1"}}, found) == 0
+    assert bits.compare({**found, name: {"control": "3"}}, found) == 1
+    assert capsys.readouterr().out.splitlines()[-1] == f"{name}: control differs"
+
+
+def test_runs_plan_by_what_their_names_say() -> None:
+    for name, run in bits.RUNS.items():
+        if run.optimizer == "amo":
+            model = bits.make_model(run.model, run.param_dtype, "one")
+            alone = dataclasses.replace(run, layout="one")
+            config = bits.make_optimizer(alone, model).config
+            assert isinstance(config, AMOConfig)
+            word = "measured" if "measured" in name else config.planner
+            assert f" {word} " in name
+            assert (config.objective == "measured") == (word == "measured")
+            assert (config.granularity == "shape") == ("by shape" in name)
 
 
 def test_compare_names_what_differs(capsys: pytest.CaptureFixture[str]) -> None:

@@ -22,6 +22,7 @@ from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from tests.distributed import models
 from tests.unit.checkpoint_runs import (
     FIELDS,
+    PAPER,
     SHAPES,
     STEPS,
     WQ,
@@ -37,13 +38,16 @@ from tests.unit.checkpoint_runs import (
 # the lock, after it.
 @pytest.mark.parametrize("saved_at", [0, 1, 2, 3, 4, 5, 6, 7, 8])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_resuming_continues_bit_for_bit(saved_at: int, dtype: torch.dtype) -> None:
-    model, optimizer = make(dtype)
+@pytest.mark.parametrize("fields", [{}, PAPER], ids=["measured", "projected"])
+def test_resuming_continues_bit_for_bit(
+    saved_at: int, dtype: torch.dtype, fields: dict[str, Any]
+) -> None:
+    model, optimizer = make(dtype, **fields)
     train(model, optimizer, 1, saved_at)
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
     saved = models.through_a_file(state)
     train(model, optimizer, saved_at + 1, STEPS)
-    resumed, other = make(dtype)
+    resumed, other = make(dtype, **fields)
     other.load_state_dict(saved["optimizer"])
     resumed.load_state_dict(saved["model"])
     assert other.state[resumed.get_parameter(WQ)]["momentum_buffer"].dtype == torch.float32

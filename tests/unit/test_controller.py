@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import math
 from collections import Counter
@@ -17,7 +19,18 @@ from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.planning import plan_allocation
 from amo_dist.schedule.polar_express import SAFETY, compose, composed
-from tests.unit.controller_runs import CONFIG, ELL, TYPES, controller, observe, plan_of, planned
+from tests import spectra
+from tests.unit.controller_runs import (
+    BOTH,
+    CONFIG,
+    ELL,
+    MEASURED,
+    TYPES,
+    controller,
+    observe,
+    plan_of,
+    planned,
+)
 
 # --- drawing
 
@@ -78,8 +91,9 @@ def test_samples_come_at_the_interval_up_to_the_horizon() -> None:
 # --- observing
 
 
-def test_phases() -> None:
-    target = controller()
+@pytest.mark.parametrize("config", BOTH)
+def test_phases(config: AMOConfig) -> None:
+    target = controller(config)
     phases = [target.phase(step) for step in range(1, 13)]
     assert phases == ["observation"] * 6 + ["transition"] * 3 + ["locked"] * 3
     one = controller(AMOConfig(observe_until=2, observe_every=1, transition_steps=1))
@@ -92,7 +106,7 @@ def test_the_median_of_an_even_count_is_the_mean_of_the_middle_two() -> None:
     ells = dict.fromkeys(names, 0.5)
     mine = [name for name in names if name.endswith("attn_q")]
     ells.update(zip(mine, [0.5, 0.25, 0.125, 0.0625], strict=True))
-    target.record(2, ells)
+    spectra.record(target, 2, ells)
     (found,) = target.observations
     assert found.ell["attn_q"] == (0.25 / SAFETY + 0.125 / SAFETY) / 2
 
@@ -105,7 +119,7 @@ def test_invalid_matrices_are_left_out_counted_and_logged(
     mine = [name for name in ells if name.endswith("attn_q")]
     ells[mine[0]], ells[mine[1]], ells[mine[2]] = math.nan, math.inf, 0.25
     with caplog.at_level(logging.WARNING):
-        target.record(2, ells)
+        spectra.record(target, 2, ells)
     (found,) = target.observations
     assert found.ell["attn_q"] == 0.25 / SAFETY
     assert found.num_sampled == dict.fromkeys(TYPES, 3)
@@ -113,8 +127,11 @@ def test_invalid_matrices_are_left_out_counted_and_logged(
     assert f"step 2: no valid ell for {mine[0]}, {mine[1]}" in caplog.text
 
 
-def test_a_type_without_valid_observation_falls_back(caplog: pytest.LogCaptureFixture) -> None:
-    target = controller()
+@pytest.mark.parametrize("config", BOTH)
+def test_a_type_without_valid_observation_falls_back(
+    config: AMOConfig, caplog: pytest.LogCaptureFixture
+) -> None:
+    target = controller(config)
     for step in (2, 4, 6):
         observe(target, step, {**ELL, "expert": math.nan})
     caplog.clear()
@@ -137,10 +154,8 @@ def test_median_of_medians_passes_over_invalid_observations() -> None:
 
 
 def test_single_rows_have_ell_one() -> None:
-    config = AMOConfig(
-        observe_until=1, observe_every=1, transition_steps=1, sample_size=3, shrinkage=1.0
-    )
-    target = controller(config)
+    times = {"observe_until": 1, "observe_every": 1, "transition_steps": 1, "sample_size": 3}
+    target = controller(AMOConfig.paper(**times, shrinkage=1.0))
     observe(target, 1, {**ELL, "expert": 1 + 1e-9})
     target.adopt_plan(target.make_plan())
     steps, ell = target.state_at(2)["expert"]
@@ -153,7 +168,7 @@ def test_what_is_no_ell_is_refused(ell: Any) -> None:
     target = controller()
     ells = {**dict.fromkeys(target.sample(2), 0.5), target.sample(2)[0]: ell}
     with pytest.raises(ValueError, match=r"ell_by_name\.layers.*, expected a number in \(0, 1\]"):
-        target.record(2, ells)
+        spectra.record(target, 2, ells)
     assert target.observations == ()
 
 
@@ -166,14 +181,15 @@ def test_records_out_of_order_are_refused() -> None:
         observe(target, 2)
     for names in (target.sample(4)[1:], (*target.sample(4), "more"), ()):
         with pytest.raises(ValueError, match="ell_by_name: found"):
-            target.record(4, dict.fromkeys(names, 0.5))
+            spectra.record(target, 4, dict.fromkeys(names, 0.5))
 
 
 # --- planning and gliding
 
 
-def test_the_plan_is_due_after_the_last_observation_until_adopted() -> None:
-    target = controller()
+@pytest.mark.parametrize("config", BOTH)
+def test_the_plan_is_due_after_the_last_observation_until_adopted(config: AMOConfig) -> None:
+    target = controller(config)
     for step in (2, 4):
         observe(target, step)
         assert not target.plan_due(step)
@@ -188,12 +204,13 @@ def test_the_plan_is_due_after_the_last_observation_until_adopted() -> None:
     assert not target.plan_due(6)
 
 
-def test_adopting_twice_needs_the_same_plan() -> None:
-    target = planned()
+@pytest.mark.parametrize("config", BOTH)
+def test_adopting_twice_needs_the_same_plan(config: AMOConfig) -> None:
+    target = planned(config)
     assert target.plan is not None
     target.adopt_plan(target.plan.to_json())
     with pytest.raises(ValueError, match="expected the plan already adopted"):
-        target.adopt_plan(plan_of(ell={**ELL, "expert": 0.5}).to_json())
+        target.adopt_plan(plan_of(config, {**ELL, "expert": 0.5}).to_json())
 
 
 def test_a_plan_of_other_observations_or_configuration_is_refused() -> None:
@@ -206,11 +223,34 @@ def test_a_plan_of_other_observations_or_configuration_is_refused() -> None:
         target.adopt_plan(plan_of(AMOConfig(**{**CONFIG.to_dict(), "shrinkage": 0.5})).to_json())
     with pytest.raises(ValueError, match=r"plan\.budget: found 12, expected 15"):
         target.adopt_plan(plan_of(AMOConfig(**{**CONFIG.to_dict(), "budget_ratio": 0.8})).to_json())
+    with pytest.raises(ValueError, match=r"plan\.ell_target: found .*, as this rank has recorded"):
+        target.adopt_plan(plan_of(MEASURED).to_json())
     assert target.plan is None
 
 
-def test_the_glide_starts_at_the_uniform_schedule_and_ends_at_the_plan() -> None:
-    target = planned()
+def test_a_measured_plan_of_others_is_refused() -> None:
+    target = controller(MEASURED)
+    for step in (2, 4, 6):
+        observe(target, step)
+    plan = plan_of(MEASURED)
+    # The medians of a type stay, and one of its matrices is harder.
+    others = {**plan.to_dict(), "measured": [each.to_dict() for each in plan.measured or ()]}
+    others["measured"][0]["uniform_residual"] = (0.5).hex()
+    for payload, field in (
+        (json.dumps(others), "measured"),
+        (plan_of(CONFIG).to_json(), "measured"),
+        (json.dumps({**plan.to_dict(), "num_matrices": [5, 5, 4]}), "num_matrices"),
+        (json.dumps({**plan.to_dict(), "budget": 1}), "budget"),
+    ):
+        with pytest.raises(ValueError, match=rf"plan\.{field}: found .*, as this rank has record"):
+            target.adopt_plan(payload)
+    assert target.plan is None
+    target.adopt_plan(plan.to_json())
+
+
+@pytest.mark.parametrize("config", BOTH)
+def test_the_glide_starts_at_the_uniform_schedule_and_ends_at_the_plan(config: AMOConfig) -> None:
+    target = planned(config)
     plan = target.plan
     assert plan is not None
     uniform = dict.fromkeys(TYPES, (5, 1e-3))
@@ -238,7 +278,8 @@ def test_totals_advance_monotonically_and_counts_stay_near(
     ells: list[float], ratio: float, duration: int
 ) -> None:
     targets = {f"t{i}": ell for i, ell in enumerate(ells)}
-    plan = plan_allocation(AMOConfig(budget_ratio=ratio), targets)
+    config = AMOConfig.paper(planner="exact", budget_ratio=ratio)
+    plan = plan_allocation(config, targets)
     totals = [5 * len(ells)]
     for done in range(1, duration + 1):
         p = Fraction(done, duration)
@@ -254,7 +295,8 @@ def test_totals_advance_monotonically_and_counts_stay_near(
 
 
 def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
-    plan = plan_allocation(AMOConfig(), {"a": 1e-6, "b": 1e-6, "c": 0.5, "d": 0.5})
+    config = AMOConfig.paper(planner="exact")
+    plan = plan_allocation(config, {"a": 1e-6, "b": 1e-6, "c": 0.5, "d": 0.5})
     assert plan.allocation == (7, 7, 3, 3)
     # 5.5, 5.5, 4.5, 4.5 sum to 20: two of the four are rounded up.
     counts = [steps for steps, _ in plan.state_at(Fraction(1, 4)).values()]
@@ -263,15 +305,15 @@ def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
 
 def test_the_range_is_relaxed_and_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
-        plan = plan_allocation(AMOConfig(budget_ratio=0.4), {"a": 1e-3, "b": 1e-2})
+        plan = plan_allocation(AMOConfig.paper(budget_ratio=0.4), {"a": 1e-3, "b": 1e-2})
     assert (plan.min_steps, plan.max_steps, plan.budget) == (2, 7, 4)
     assert "infeasible within 3 to 7 steps a type; the range becomes 2 to 7" in caplog.text
     assert [len(curve) for curve in plan.curves] == [6, 6]
 
 
-def test_a_budget_of_flops_weighs_types_by_their_matrices() -> None:
-    config = AMOConfig(**{**CONFIG.to_dict(), "budget_unit": "flops"})
-    plan = planned(config).plan
+@pytest.mark.parametrize("config", BOTH)
+def test_a_budget_of_flops_weighs_types_by_their_matrices(config: AMOConfig) -> None:
+    plan = planned(dataclasses.replace(config, budget_unit="flops")).plan
     assert plan is not None
     costs = tuple(5 * ns_step_flops(*shape) for shape in [(8, 8), (4, 12), (6, 1)])
     assert plan.costs == costs
@@ -282,13 +324,16 @@ def test_a_budget_of_flops_weighs_types_by_their_matrices() -> None:
     assert [steps for steps, _ in end.values()] == list(plan.allocation)
 
 
-def test_a_plan_reads_back_bit_for_bit_and_prints() -> None:
-    plan = planned().plan
+@pytest.mark.parametrize("config", BOTH)
+def test_a_plan_reads_back_bit_for_bit_and_prints(config: AMOConfig) -> None:
+    plan = planned(config).plan
     assert plan is not None
     assert Plan.from_json(plan.to_json()) == plan
     lines = plan_table(plan).splitlines()
     assert lines[0].split()[:2] == ["operator", "type"]
-    assert [line.split()[0] for line in lines[1:]] == [*TYPES, "total", "budget"]
+    assert [line.split()[0] for line in lines[1:]] == [
+        *(*TYPES, "total", config.objective, "budget")
+    ]
     bare = plan_allocation(CONFIG, {"a": 1e-3})
     assert "flop" not in plan_table(bare)
     assert Plan.from_json(bare.to_json()) == bare

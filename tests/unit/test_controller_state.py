@@ -15,21 +15,33 @@ from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
 from amo_dist.state.control import Control, control_record, restore
-from tests.unit.controller_runs import CONFIG, ELL, REGISTRY, controller, observe, planned
+from tests import spectra
+from tests.unit.controller_runs import (
+    BOTH,
+    CONFIG,
+    ELL,
+    REGISTRY,
+    controller,
+    observe,
+    planned,
+)
 
 
+@pytest.mark.parametrize("config", BOTH)
 @settings(deadline=None, max_examples=40)
 @given(data=st.data(), num_observations=st.integers(0, 3), adopt=st.booleans())
-def test_state_round_trips_bit_for_bit(data: Any, num_observations: int, adopt: bool) -> None:
+def test_state_round_trips_bit_for_bit(
+    config: AMOConfig, data: Any, num_observations: int, adopt: bool
+) -> None:
     ell = st.one_of(st.floats(1e-12, 1.0), st.just(math.nan))
-    source = controller()
+    source = controller(config)
     for step in [2, 4, 6][:num_observations]:
-        source.record(step, {name: data.draw(ell) for name in source.sample(step)})
+        spectra.record(source, step, {name: data.draw(ell) for name in source.sample(step)})
     if source.plan_due(6) and adopt:
         source.adopt_plan(source.make_plan())
     state = json.loads(json.dumps(source.state_dict()))
     for bind_first in (True, False):
-        restored = AMOPolicy(CONFIG)
+        restored = AMOPolicy(config)
         if bind_first:
             restored.bind(REGISTRY)
         restored.load_state_dict(state)
@@ -48,9 +60,9 @@ AGAIN = dataclasses.replace(CONFIG, replan_every=6, ns_guard_fallback=True)
 """Plans at steps 6, 12 and 18, the second of which locks at step 16."""
 
 
-def planned_again() -> AMOPolicy:
+def planned_again(config: AMOConfig = AGAIN) -> AMOPolicy:
     """At its second plan, which a type has given up, with an observation toward the third."""
-    target = planned(AGAIN)
+    target = planned(config)
     for step, ell in ((10, 1.0), (12, 0.1), (16, 0.01)):
         observe(target, step, {name: value * ell for name, value in ELL.items()})
         if target.plan_due(step):
@@ -59,13 +71,24 @@ def planned_again() -> AMOPolicy:
     return target
 
 
-STATES = [(CONFIG, STATE), (AGAIN, planned_again().state_dict())]
+MEASURED_AGAIN = dataclasses.replace(AGAIN, objective="measured", budget_unit="flops")
+STATES = [
+    (CONFIG, STATE),
+    (AGAIN, planned_again().state_dict()),
+    (MEASURED_AGAIN, planned_again(MEASURED_AGAIN).state_dict()),
+]
+LATER = ["transition_from", "observations_since_plan", "fallbacks", "error_sums"]
 
 
-@pytest.mark.parametrize("field", ["transition_from", "observations_since_plan", "fallbacks"])
+@pytest.mark.parametrize("field", LATER)
 def test_every_field_is_among_the_states_that_are_corrupted(field: str) -> None:
     assert not STATES[0][1][field]
     assert STATES[1][1][field]
+    assert STATES[2][1][field]
+    assert STATES[2][1]["plan"]["criterion"] == "measured"
+
+
+PLAN_DEFAULTS = {"criterion": "projected", "num_matrices": None, "measured": None}
 
 
 def paths(node: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -129,7 +152,10 @@ def test_corrupted_state_raises_only_value_errors(
     else:
         # What is accepted is in force exactly, and saved again exactly; what lacks is at its
         # default.
-        assert target.state_dict() == {**AMOPolicy(config).state_dict(), **state}
+        whole = {**AMOPolicy(config).state_dict(), **state}
+        if whole["plan"] is not None:
+            whole["plan"] = {**PLAN_DEFAULTS, **whole["plan"]}
+        assert target.state_dict() == whole
         if bound and target.plan is not None:
             assert all(map(target.state_at, range(1, 30)))
 
@@ -194,6 +220,24 @@ def changed(**changes: Any) -> dict[str, Any]:
         ),
         ({"plan__curves": [["0x1.0p+1000"]] * 3}, r"plan\.curves\[0\]\[0\]: found .*, expected a"),
         ({"plan": "{}"}, "plan: found '{}', expected a mapping"),
+        ({"plan__max_steps": 2}, r"plan\.curves\[0\]: found .*, expected a list of 0"),
+        (
+            {"plan__allocation__2": 8},
+            r"plan\.allocation\[2\]: found 8, expected an integer >= 3 and <= 7",
+        ),
+        ({"plan__num_matrices": [5, 5]}, r"plan\.num_matrices: found \(5, 5\), expected one entry"),
+        ({"plan__measured": None, "plan__criterion": "measured"}, r"plan\.criterion: found 'meas"),
+        (
+            {"plan__measured__1__ells": [(0.5).hex()]},
+            r"plan\.measured\[1\]\.residuals: found .*, expected a list of 1",
+        ),
+        (
+            {
+                f"plan__measured__1__{key}": [(0.5).hex()]
+                for key in ("ells", "residuals", "distances")
+            },
+            r"plan\.measured\[1\]\.ells: found .*, expected a list of 5",
+        ),
         ({"version": 2}, r"state\.version: found 2, expected 1"),
     ],
 )
@@ -216,7 +260,9 @@ def test_each_corruption_is_named(changes: dict[str, Any], message: str) -> None
         {"plan__budget_unit": "flops"},
         {"plan__budget": 16},
         {"plan__allocation": [3, 5, 7]},
-        {"plan__max_steps": 2},
+        {"plan__criterion": "measured"},
+        {"plan__num_matrices__2": 4},
+        {"plan__measured__0__uniform_residual": (0.5).hex()},
         {"plan__base_steps": 6},
         {"plan__base_ell": (1e-4).hex()},
         {"plan__ell_target__0": (1e-4).hex()},

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Sequence
@@ -13,6 +14,7 @@ from amo_dist.schedule.budget import allocate
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.grouping import layer_index, matrices_by_group
 from amo_dist.schedule.types import MatrixInfo
+from tests import spectra
 
 TYPES = ("attn_q", "mlp_up", "router")
 REGISTRY = [MatrixInfo(f"layers.{i}.x.{t}", (8, 4 + i), t) for i in range(12) for t in TYPES]
@@ -22,6 +24,11 @@ FIELDS: dict[str, Any] = {
     "transition_steps": 3,
     "sample_size": 2,
 }
+PAPER = AMOConfig.paper(planner="exact", **FIELDS)
+MEASURED = AMOConfig(**FIELDS)
+both = pytest.mark.parametrize(
+    "config", [pytest.param(PAPER, id="projected"), pytest.param(MEASURED, id="measured")]
+)
 
 
 def ell_of(name: str) -> float:
@@ -30,13 +37,13 @@ def ell_of(name: str) -> float:
     return 0.3 ** (index / 2 + TYPES.index(operator_type) + 1)
 
 
-def run_to(step: int, **fields: Any) -> AMOPolicy:
-    policy = AMOPolicy(AMOConfig(**{**FIELDS, **fields}))
+def run_to(step: int, config: AMOConfig = MEASURED, **fields: Any) -> AMOPolicy:
+    policy = AMOPolicy(dataclasses.replace(config, **fields))
     policy.bind(REGISTRY)
     for now in range(1, step + 1):
         policy.schedules(now)
         if names := policy.sample(now):
-            policy.record(now, {name: ell_of(name) for name in names})
+            spectra.record(policy, now, {name: ell_of(name) for name in names})
         if policy.plan_due(now):
             policy.adopt_plan(policy.make_plan())
     return policy
@@ -94,15 +101,20 @@ def test_an_unknown_granularity_is_refused() -> None:
         AMOConfig(granularity="layer")
 
 
+@both
 @pytest.mark.parametrize(
     ("granularity", "num_groups"), [("operator_type", 3), ("layer_group", 9), ("matrix", 36)]
 )
-def test_a_finer_plan_is_a_plan_over_groups(granularity: str, num_groups: int) -> None:
-    policy = run_to(10, granularity=granularity)
+def test_a_finer_plan_is_a_plan_over_groups(
+    granularity: str, num_groups: int, config: AMOConfig
+) -> None:
+    policy = run_to(10, config, granularity=granularity, budget_unit="steps")
     plan = policy.plan
     assert plan is not None
     assert len(plan.operator_types) == num_groups
-    assert sum(plan.allocation) == 5 * num_groups
+    assert plan.budget == 5 * num_groups
+    assert sum(plan.allocation) <= plan.budget
+    assert sum(plan.allocation) == plan.budget or config is MEASURED
     schedules = policy.schedules(10)
     assert set(schedules) == {policy.group_of(matrix.name) for matrix in REGISTRY}
     assert policy.phase(10) == "locked"
@@ -111,16 +123,20 @@ def test_a_finer_plan_is_a_plan_over_groups(granularity: str, num_groups: int) -
     assert (steps[0] < steps[1]) == (granularity != "operator_type")
 
 
-def test_granularity_is_a_change_of_grouping_and_nothing_else() -> None:
+@both
+@pytest.mark.parametrize("granularity", ["layer_group", "shape", "matrix"])
+def test_granularity_is_a_change_of_grouping_and_nothing_else(
+    granularity: str, config: AMOConfig
+) -> None:
     """Types that are named like the groups give the same plan, at the default granularity."""
-    fine = run_to(8, granularity="layer_group")
-    relabelled = AMOPolicy(AMOConfig(**FIELDS))
-    names = names_of_groups(REGISTRY, "layer_group")
+    fine = run_to(8, config, granularity=granularity)
+    relabelled = AMOPolicy(config)
+    names = names_of_groups(REGISTRY, granularity)
     relabelled.bind([MatrixInfo(m.name, m.shape, names[m.name]) for m in REGISTRY])
     for step in (2, 4):
-        sampled = run_to(step - 1, granularity="layer_group").sample(step)
+        sampled = run_to(step - 1, config, granularity=granularity).sample(step)
         assert relabelled.sample(step) == sampled
-        relabelled.record(step, {name: ell_of(name) for name in sampled})
+        spectra.record(relabelled, step, {name: ell_of(name) for name in sampled})
     relabelled.adopt_plan(relabelled.make_plan())
     assert relabelled.plan == fine.plan
     assert all(relabelled.schedules(step) == fine.schedules(step) for step in range(1, 9))
@@ -130,13 +146,34 @@ def test_every_matrix_is_observed_where_each_is_a_group() -> None:
     assert run_to(1, granularity="matrix").sample(2) == tuple(sorted(m.name for m in REGISTRY))
 
 
-@pytest.mark.parametrize("granularity", ["layer_group", "matrix"])
-def test_a_finer_state_resumes(granularity: str) -> None:
-    policy = run_to(6, granularity=granularity)
+def test_a_shape_is_a_group_whatever_the_type_and_the_way_it_lies() -> None:
+    registry = [
+        MatrixInfo("layers.0.wq", (8, 16), "attn_q"),
+        MatrixInfo("layers.0.wo", (16, 8), "attn_o"),
+        MatrixInfo("layers.0.w1", (8, 8), "mlp_up"),
+    ]
+    found = {
+        group: [m.name for m in ms] for group, ms in matrices_by_group(registry, "shape").items()
+    }
+    assert found == {"8x16": ["layers.0.wq", "layers.0.wo"], "8x8": ["layers.0.w1"]}
+
+
+@both
+@pytest.mark.parametrize("stop", [2, 3, 4, 6])
+@pytest.mark.parametrize("granularity", ["layer_group", "shape", "matrix"])
+def test_a_finer_state_resumes(granularity: str, stop: int, config: AMOConfig) -> None:
+    policy = run_to(stop, config, granularity=granularity)
     resumed = AMOPolicy(policy.config)
     resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     resumed.bind(REGISTRY)
-    assert [resumed.digest(step) for step in (6, 7)] == [policy.digest(step) for step in (6, 7)]
+    for step in range(stop + 1, 8):
+        assert resumed.digest(step) == policy.digest(step)
+        for one in (policy, resumed):
+            if names := one.sample(step):
+                spectra.record(one, step, {name: ell_of(name) for name in names})
+            if one.plan_due(step):
+                one.adopt_plan(one.make_plan())
+    assert resumed.plan == policy.plan is not None
 
 
 @pytest.mark.parametrize("costs", [None, [3, 5, 7, 11] * 50])
@@ -158,8 +195,9 @@ def test_the_exact_planner_takes_two_hundred_groups(costs: list[int] | None) -> 
 # --- observation alone
 
 
-def test_observe_only_records_and_stays_uniform() -> None:
-    policy = run_to(12, observe_only=True)
+@both
+def test_observe_only_records_and_stays_uniform(config: AMOConfig) -> None:
+    policy = run_to(12, config, observe_only=True)
     assert len(policy.observations) == 2
     assert policy.plan is None
     assert [policy.phase(step) for step in (1, 4, 5, 12)] == [
@@ -174,8 +212,9 @@ def test_observe_only_records_and_stays_uniform() -> None:
     assert metrics["amo/ell/router"] < metrics["amo/ell/attn_q"]
 
 
-def test_observe_only_records_what_planning_would_have_used() -> None:
-    observed, planned = run_to(4, observe_only=True), run_to(4)
+@both
+def test_observe_only_records_what_planning_would_have_used(config: AMOConfig) -> None:
+    observed, planned = run_to(4, config, observe_only=True), run_to(4, config)
     assert observed.observations == planned.observations
     assert planned.plan is not None
     with pytest.raises(ValueError, match="observe_only never commits"):
@@ -189,7 +228,7 @@ def test_observe_only_resumes() -> None:
     resumed.bind(REGISTRY)
     names = resumed.sample(4)
     for one in (policy, resumed):
-        one.record(4, {name: ell_of(name) for name in names})
+        spectra.record(one, 4, {name: ell_of(name) for name in names})
     assert resumed.state_dict() == policy.state_dict()
     assert resumed.phase(5) == "uniform"
 
@@ -208,7 +247,8 @@ def test_fixed_schedules_group_by_type() -> None:
     assert policy.group_of("layers.2.x.router") == "router"
 
 
-def test_an_infeasible_budget_is_told_at_the_first_step() -> None:
-    config = AMOConfig(**FIELDS, budget_ratio=0.1, budget_unit="flops")
+@both
+def test_an_infeasible_budget_is_told_at_the_first_step(config: AMOConfig) -> None:
+    config = dataclasses.replace(config, budget_ratio=0.1, budget_unit="flops")
     with pytest.raises(ValueError, match=r"budget: found \d+, expected at least"):
         AMOPolicy(config).bind(REGISTRY)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import json
 import logging
 from collections.abc import Mapping
@@ -13,11 +14,14 @@ import pytest
 import torch
 
 from amo_dist.schedule.types import Schedule
-from tests.checkpoints.make import CASES, STEPS_AFTER, make, parameters, train
+from tests.checkpoints.make import CASES, FIELDS, STEPS_AFTER, make, parameters, train, write
 from tests.unit import test_checkpoint
 
 FOLDER = Path(__file__).parents[1] / "checkpoints"
 VERSIONS = sorted(path.name for path in FOLDER.iterdir() if (path / "locked.pt").exists())
+SAVED = [(path.parent.name, path.stem) for path in sorted(FOLDER.glob("*/*.pt"))]
+SINCE_THE_FIRST = {"measured_observation", "measured_transition", "measured_again"}
+"""Cases that need what the first version had not."""
 # A schedule composed for what was observed after the load: the last bits of a singular value are
 # those of the machine's LAPACK, and a coefficient moves no more than the bound it is composed for.
 OBSERVED = 1e-3
@@ -26,9 +30,18 @@ OBSERVED = 1e-3
 PARAMETERS = 1e-4
 
 
-def read(version: str, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
-    told = json.loads((FOLDER / version / f"{name}.json").read_text())
-    return torch.load(FOLDER / version / f"{name}.pt", weights_only=True), told
+def read(version: str, name: str, folder: Path = FOLDER) -> tuple[dict[str, Any], dict[str, Any]]:
+    told = json.loads((folder / version / f"{name}.json").read_text())
+    return torch.load(folder / version / f"{name}.pt", weights_only=True), told
+
+
+def holds(found: Any, before: Any) -> bool:
+    """Whether all that a version wrote is there: later ones add fields, and change none."""
+    if isinstance(before, Mapping):
+        return before.keys() <= found.keys() and all(holds(found[k], before[k]) for k in before)
+    if isinstance(before, list):
+        return len(found) == len(before) and all(map(holds, found, before))
+    return type(found) is type(before) and found == before
 
 
 def as_schedule(found: dict[str, Any]) -> Schedule:
@@ -52,22 +65,23 @@ def test_there_is_the_first_version() -> None:
     assert "0.1.0" in VERSIONS
     for version in VERSIONS:
         sizes = [path.stat().st_size for path in (FOLDER / version).iterdir()]
-        assert len(sizes) == 2 * len(CASES)
+        expected = CASES.keys() - SINCE_THE_FIRST if version == "0.1.0" else CASES.keys()
+        assert {name for at, name in SAVED if at == version} == expected
+        assert len(sizes) == 2 * len(expected)
         assert sum(sizes) < 300_000
 
 
-@pytest.mark.parametrize("version", VERSIONS)
-@pytest.mark.parametrize("name", CASES)
-def test_a_checkpoint_loads_and_goes_on(version: str, name: str) -> None:
-    saved, told = read(version, name)
-    case = CASES[name]
+def check_goes_on(saved: dict[str, Any], told: dict[str, Any], name: str, **fields: Any) -> None:
+    """As the version did that saved it, with the case's settings or others that keep them."""
+    case = dataclasses.replace(CASES[name], fields={**CASES[name].fields, **fields})
     model, optimizer = make(case)
     optimizer.load_state_dict(saved["optimizer"])
     model.load_state_dict(saved["model"])
     control, before = optimizer.control_state_dict(), told["control"]
-    # Later versions add fields, and change none.
-    assert {key: control[key] for key in before} == before
-    plan, is_exact, schedules = before["policy"].get("plan"), True, {}
+    assert holds({**control, "config": before["config"]}, before)
+    if not fields:
+        assert holds(control["config"], before["config"])
+    plan, is_exact, schedules = control["policy"].get("plan"), True, {}
     assert len(told["then"]) == STEPS_AFTER
     for expected in told["then"]:
         step, schedules = expected["step"], expected["schedules"] or schedules
@@ -78,6 +92,64 @@ def test_a_checkpoint_loads_and_goes_on(version: str, name: str) -> None:
         is_exact &= optimizer.control_state_dict()["policy"].get("plan") == plan
     for key, param in parameters(model).items():
         assert torch.allclose(param, saved["model_after"][key], rtol=0, atol=PARAMETERS), key
+
+
+@pytest.mark.parametrize(("version", "name"), SAVED)
+def test_a_checkpoint_loads_and_goes_on(version: str, name: str) -> None:
+    check_goes_on(*read(version, name), name)
+
+
+def test_the_checkpoints_of_this_version_load_and_go_on(tmp_path: Path) -> None:
+    write(tmp_path / "now")
+    assert {path.stem for path in tmp_path.glob("now/*.pt")} == CASES.keys()
+    for name in CASES:
+        check_goes_on(*read("now", name, tmp_path), name)
+    _, told = read("now", "measured_observation", tmp_path)
+    assert told["control"]["policy"]["error_sums"]["counts"] == dict.fromkeys(
+        ("attn_q", "attn_o", "mlp_down"), 1
+    )
+
+
+# ---------------------------------------------------------------- before there was an objective
+
+DEFAULTS = {"objective": "measured", "budget_unit": "flops"}
+PLANNING = sorted(name for _, name in SAVED if CASES[name].optimizer == "AMO")
+
+
+def test_a_checkpoint_before_objectives_is_one_of_projected_errors() -> None:
+    """With today's defaults it is another run, which the user is told."""
+    saved, _ = read("0.1.0", "observation")
+    _, optimizer = make(dataclasses.replace(CASES["observation"], fields={**FIELDS, **DEFAULTS}))
+    with pytest.raises(
+        ValueError,
+        match=r"control\.config: budget_unit: the checkpoint has 'steps', this run has 'flops'; "
+        r"objective: the checkpoint has 'projected', this run has 'measured'; set on_config_change",
+    ):
+        optimizer.load_state_dict(saved["optimizer"])
+    assert optimizer.num_steps_taken == 0
+
+
+@pytest.mark.parametrize("name", PLANNING)
+def test_keep_checkpoint_keeps_projected_errors(name: str) -> None:
+    check_goes_on(*read("0.1.0", name), name, **DEFAULTS, on_config_change="keep_checkpoint")
+
+
+@pytest.mark.parametrize("name", ["observation", "plan", "locked", "second_transition"])
+def test_replan_makes_a_measured_plan(name: str) -> None:
+    saved, _ = read("0.1.0", name)
+    fields = {**CASES[name].fields, **DEFAULTS, "on_config_change": "replan"}
+    model, optimizer = make(dataclasses.replace(CASES[name], fields=fields))
+    optimizer.load_state_dict(saved["optimizer"])
+    model.load_state_dict(saved["model"])
+    assert optimizer.phase == "observation"
+    # One more observation is made, whatever there was; it alone was measured.
+    train(model, optimizer, max(4, (CASES[name].saved_at // 2 + 1) * 2))
+    plan = optimizer.control_state_dict()["policy"]["plan"]
+    assert plan["criterion"] == "measured"
+    assert plan["budget_unit"] == "flops"
+    assert len(plan["measured"]) == 3
+    train(model, optimizer, optimizer.num_steps_taken + 3)
+    assert optimizer.phase == "locked"
 
 
 @pytest.mark.parametrize("version", VERSIONS)
@@ -91,8 +163,16 @@ def test_what_an_older_version_did_not_write_is_told(
         optimizer.load_state_dict(saved["optimizer"])
     told = [record.getMessage() for record in caplog.records]
     if version == "0.1.0":
-        assert told == [
-            "the checkpoint lacks fields that take their defaults: policy_digest = None"
+        (line,) = told
+        start, _, fields = line.partition("defaults: ")
+        assert start == "the checkpoint lacks fields that take their "
+        assert fields.split(", ") == [
+            "config.objective = 'projected'",
+            "policy.plan.criterion = 'projected'",
+            "policy.plan.num_matrices = None",
+            "policy.plan.measured = None",
+            "policy.error_sums = None",
+            "policy_digest = None",
         ]
     caplog.clear()
     with caplog.at_level(logging.INFO, "amo_dist.state.control"):

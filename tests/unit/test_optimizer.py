@@ -22,8 +22,8 @@ from amo_dist import (
     param_groups,
 )
 from amo_dist.kernels.cpu.kernels import CpuKernels
-from amo_dist.kernels.geometry import ell
 from amo_dist.kernels.interface import Orthogonalizer
+from amo_dist.kernels.spectra import observe
 from tests.distributed import models
 
 SHORT = {"observe_until": 4, "observe_every": 2, "sample_size": 2, "transition_steps": 3}
@@ -305,11 +305,11 @@ def test_bf16_momentum_is_observed_before_it_is_rounded_again() -> None:
     optimizer = amo(model, momentum_dtype="bfloat16")
     seen: list[Tensor] = []
 
-    def spy(matrix: Tensor) -> Tensor:
+    def spy(matrix: Tensor, *trials: Any) -> Tensor:
         seen.append(matrix.clone())
-        return ell(matrix)
+        return observe(matrix, *trials)
 
-    with mock.patch("amo_dist.engine.observer.ell", side_effect=spy):
+    with mock.patch("amo_dist.engine.observer.observe", side_effect=spy):
         train(model, optimizer, optimizer.config.observe_every)
     (matrix,) = seen
     assert matrix.dtype == torch.float32

@@ -14,12 +14,28 @@ from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.polar_express import SAFETY, compose
 from amo_dist.schedule.policies import Policy, TablePolicy, UniformPolicy, named_policy
 from amo_dist.schedule.types import MatrixInfo, Schedule
+from tests import spectra
 
 TYPES = ("attn_q", "attn_k", "mlp_up", "router")
 REGISTRY = [MatrixInfo(f"layers.{i}.{t}", (8, 4 + i), t) for t in TYPES for i in range(3)]
-CONFIG = AMOConfig(observe_until=4, observe_every=2, transition_steps=3, sample_size=2)
+TIMES: dict[str, Any] = {
+    "observe_until": 4,
+    "observe_every": 2,
+    "transition_steps": 3,
+    "sample_size": 2,
+}
+CONFIG = AMOConfig.paper(planner="exact", **TIMES)
+MEASURED = AMOConfig(**TIMES)
+both = pytest.mark.parametrize(
+    "config", [pytest.param(CONFIG, id="projected"), pytest.param(MEASURED, id="measured")]
+)
 ELL = {"attn_q": 3e-5, "attn_k": 2e-3, "mlp_up": 0.04, "router": 1e-3}
 KJ = named_schedule("kj").schedule
+
+
+def observe(policy: AMOPolicy, step: int) -> None:
+    ells = {name: ELL[name.rsplit(".", 1)[1]] for name in policy.sample(step)}
+    spectra.record(policy, step, ells)
 
 
 def run_to(step: int, config: AMOConfig = CONFIG) -> AMOPolicy:
@@ -28,15 +44,15 @@ def run_to(step: int, config: AMOConfig = CONFIG) -> AMOPolicy:
     policy.bind(REGISTRY)
     for now in range(1, step + 1):
         policy.schedules(now)
-        if names := policy.sample(now):
-            policy.record(now, {name: ELL[name.rsplit(".", 1)[1]] for name in names})
+        if policy.sample(now):
+            observe(policy, now)
         if policy.plan_due(now):
             policy.adopt_plan(policy.make_plan())
     return policy
 
 
 POLICIES = [*(lambda name=name: named_policy(name) for name in SCHEDULE_NAMES)]
-POLICIES += [lambda: AMOPolicy(CONFIG), lambda: UniformPolicy(KJ)]
+POLICIES += [lambda: AMOPolicy(CONFIG), lambda: AMOPolicy(MEASURED), lambda: UniformPolicy(KJ)]
 
 
 @pytest.mark.parametrize("make", POLICIES)
@@ -75,6 +91,11 @@ def test_mappings_are_read_only_and_stay_the_same(make: Any) -> None:
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
+def test_fixed_policies_try_nothing(name: str) -> None:
+    assert named_policy(name).trials() == ()
+
+
+@pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_fixed_policies_neither_observe_nor_plan(name: str) -> None:
     policy = named_policy(name)
     policy.bind(REGISTRY)
@@ -105,8 +126,9 @@ def test_a_table_without_default_names_the_type_it_lacks() -> None:
 # --- AMO
 
 
-def test_amo_from_the_first_step_to_the_lock() -> None:
-    policy = run_to(3)
+@both
+def test_amo_from_the_first_step_to_the_lock(config: AMOConfig) -> None:
+    policy = run_to(3, config)
     uniform = policy.schedules(1)
     expected = Schedule(compose(SAFETY * CONFIG.base_ell, 5), norm_scale=SAFETY)
     assert set(uniform.values()) == {expected}
@@ -114,7 +136,7 @@ def test_amo_from_the_first_step_to_the_lock() -> None:
     with pytest.raises(ValueError, match=r"step: found 5, expected at most 4 while no plan"):
         policy.schedules(5)
 
-    policy = run_to(12)
+    policy = run_to(12, config)
     plan = policy.plan
     assert plan is not None
     locked = policy.schedules(CONFIG.lock_step)
@@ -139,7 +161,7 @@ def test_the_glide_recomposes_at_every_step() -> None:
 
 def test_equal_schedules_keep_the_mapping_through_a_glide() -> None:
     """With no shrinkage toward the observations the plan may equal the start: no replanning."""
-    config = AMOConfig(
+    config = AMOConfig.paper(
         observe_until=1, observe_every=1, transition_steps=5, shrinkage=0.0, sample_size=1
     )
     policy = run_to(1, config)
@@ -147,25 +169,27 @@ def test_equal_schedules_keep_the_mapping_through_a_glide() -> None:
     assert all(policy.schedules(step) is first for step in range(2, 10))
 
 
-def test_steps_may_be_asked_for_in_any_order() -> None:
-    policy = run_to(4)
+@both
+def test_steps_may_be_asked_for_in_any_order(config: AMOConfig) -> None:
+    policy = run_to(4, config)
     forward = [dict(policy.schedules(step)) for step in range(1, 10)]
     backward = [dict(policy.schedules(step)) for step in range(9, 0, -1)]
     assert forward == backward[::-1]
 
 
+@both
 @pytest.mark.parametrize("saved_after", range(9))
-def test_resuming_at_any_step_continues_bit_for_bit(saved_after: int) -> None:
-    straight = run_to(saved_after)
+def test_resuming_at_any_step_continues_bit_for_bit(saved_after: int, config: AMOConfig) -> None:
+    straight = run_to(saved_after, config)
     state = json.loads(json.dumps(straight.state_dict()))
-    resumed = AMOPolicy(CONFIG)
+    resumed = AMOPolicy(config)
     resumed.load_state_dict(state)
     resumed.bind(REGISTRY)
     assert resumed.state_dict() == straight.state_dict()
     for now in range(saved_after + 1, 12):
         for policy in (straight, resumed):
-            if names := policy.sample(now):
-                policy.record(now, {name: ELL[name.rsplit(".", 1)[1]] for name in names})
+            if policy.sample(now):
+                observe(policy, now)
             if policy.plan_due(now):
                 policy.adopt_plan(policy.make_plan())
         assert resumed.digest(now) == straight.digest(now)
@@ -180,13 +204,13 @@ def test_a_state_restored_over_another_replaces_it() -> None:
     assert policy.schedules(2) == other.schedules(2)
 
 
-def test_every_rank_adopts_the_plan_of_one() -> None:
-    ranks = [AMOPolicy(CONFIG) for _ in range(3)]
+@both
+def test_every_rank_adopts_the_plan_of_one(config: AMOConfig) -> None:
+    ranks = [AMOPolicy(config) for _ in range(3)]
     for policy in ranks:
         policy.bind(REGISTRY)
         for now in (2, 4):
-            names = policy.sample(now)
-            policy.record(now, {name: ELL[name.rsplit(".", 1)[1]] for name in names})
+            observe(policy, now)
     payload = ranks[1].make_plan()
     for policy in ranks:
         policy.adopt_plan(payload)
@@ -200,20 +224,23 @@ def test_digests_tell_states_apart() -> None:
     one = run_to(3)
     other = AMOPolicy(CONFIG)
     other.bind(REGISTRY)
-    other.record(2, dict.fromkeys(other.sample(2), 0.5))
+    spectra.record(other, 2, dict.fromkeys(other.sample(2), 0.5))
     assert dict(one.schedules(3)) == dict(other.schedules(3))
     assert one.digest(3) != other.digest(3)
 
 
-def test_metrics_have_the_same_keys_at_every_step() -> None:
-    policy = AMOPolicy(CONFIG)
+@both
+def test_metrics_have_the_same_keys_at_every_step(config: AMOConfig) -> None:
+    policy = AMOPolicy(config)
     policy.bind(REGISTRY)
     before = policy.metrics(1)
     assert before["amo/ell/router"] == before["amo/ell_target/router"] == CONFIG.base_ell
     assert (before["amo/phase"], before["amo/observations"]) == (0.0, 0.0)
     names = policy.sample(2)
-    policy.record(2, {n: math.nan if n.endswith(("router", "q")) else 0.5 for n in names})
-    policy.record(4, {n: math.nan if n.endswith("router") else 0.25 for n in policy.sample(4)})
+    first = {n: math.nan if n.endswith(("router", "q")) else 0.5 for n in names}
+    spectra.record(policy, 2, first)
+    second = {n: math.nan if n.endswith("router") else 0.25 for n in policy.sample(4)}
+    spectra.record(policy, 4, second)
     policy.adopt_plan(policy.make_plan())
     after = policy.metrics(7)
     assert after.keys() == before.keys()

@@ -22,6 +22,7 @@ from torch import Tensor
 from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.state.control import Control, control_record, restore, to_text
+from tests import spectra
 from tests.unit.controller_runs import REGISTRY
 from tests.unit.test_ns_guard import Model
 
@@ -41,7 +42,8 @@ def configs(draw: st.DrawFn, **fields: Any) -> AMOConfig:
         "replan_every": plans_again * every * (-(-length // every) + draw(st.integers(0, 2))),
         "observe_only": not plans_again and draw(st.integers(0, 3)) == 0,
         "sample_size": draw(st.integers(1, 6)),
-        "granularity": draw(st.sampled_from(["operator_type", "layer_group", "matrix"])),
+        "granularity": draw(st.sampled_from(["operator_type", "layer_group", "shape", "matrix"])),
+        "objective": draw(st.sampled_from(["measured", "projected"])),
         "shrinkage": draw(st.sampled_from([0.0, 0.7, 1.0])),
         "budget_ratio": draw(st.sampled_from([0.8, 1.0, 1.2])),
         "budget_unit": draw(st.sampled_from(["steps", "flops"])),
@@ -69,7 +71,7 @@ def take(policy: AMOPolicy, step: int, fallen: str | None) -> tuple[Any, ...]:
     if fallen is not None:
         policy.fall_back(step, fallen)
     if sample:
-        policy.record(step, {name: observed(name, step) for name in sample})
+        spectra.record(policy, step, {name: observed(name, step) for name in sample})
     if policy.plan_due(step):
         policy.adopt_plan(policy.make_plan())
     return *applied, sample, policy.metrics(step)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from fractions import Fraction
 from typing import Any
 
@@ -14,13 +15,18 @@ from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.calendar import Calendar
 from tests.unit.controller_runs import ELL, REGISTRY, TYPES, controller, observe
 
-CONFIG = AMOConfig(
-    observe_until=6,
-    observe_every=2,
-    transition_steps=3,
-    sample_size=3,
-    replan_every=8,
-    ns_guard_fallback=True,
+TIMES: dict[str, Any] = {
+    "observe_until": 6,
+    "observe_every": 2,
+    "transition_steps": 3,
+    "sample_size": 3,
+    "replan_every": 8,
+    "ns_guard_fallback": True,
+}
+CONFIG = AMOConfig.paper(planner="exact", **TIMES)
+MEASURED = AMOConfig(**TIMES)
+both = pytest.mark.parametrize(
+    "config", [pytest.param(CONFIG, id="projected"), pytest.param(MEASURED, id="measured")]
 )
 HARDER = {**ELL, "expert": 1e-6, "attn_q": 0.3}
 ATTN_Q = "layers.1.attn_q"
@@ -42,9 +48,10 @@ def ran(until: int, config: AMOConfig = CONFIG) -> AMOPolicy:
     return target
 
 
-def test_observations_and_plans_come_when_the_calendar_says() -> None:
+@both
+def test_observations_and_plans_come_when_the_calendar_says(config: AMOConfig) -> None:
     """Plans at 6, 14 and 22, each after observations from the lock of the one before on."""
-    target = controller(CONFIG)
+    target = controller(config)
     observed, planned, phases = [], [], []
     for step in range(1, 27):
         phases.append(target.phase(step)[0])
@@ -66,8 +73,9 @@ def test_a_lock_that_is_itself_a_step_of_observation_is_observed() -> None:
     assert [step for step in range(5, 9) if Calendar(config).observes(step, 4)] == [8]
 
 
-def test_the_second_transition_starts_from_the_first_plan() -> None:
-    first, second = ran(13), ran(14)
+@both
+def test_the_second_transition_starts_from_the_first_plan(config: AMOConfig) -> None:
+    first, second = ran(13, config), ran(14, config)
     assert first.plan is not None
     assert second.plan is not None
     locked = first.state_at(13)
@@ -80,14 +88,17 @@ def test_the_second_transition_starts_from_the_first_plan() -> None:
     }
     assert second.plan.allocation != first.plan.allocation
     for step in (15, 16):
-        progress = Fraction(step - 14, 3)
+        progress, totals = Fraction(step - 14, 3), Fraction(0)
         for i, name in enumerate(TYPES):
             steps, ell = second.state_at(step)[name]
             exact = locked[name][0] + progress * (second.plan.allocation[i] - locked[name][0])
+            totals += exact
             assert abs(steps - exact) < 1
             start = Fraction(locked[name][1])
             assert ell == float(start + progress * (Fraction(second.plan.ell_target[i]) - start))
-        assert sum(steps for steps, _ in second.state_at(step).values()) == 15
+        found = sum(steps for steps, _ in second.state_at(step).values())
+        assert found == math.floor(totals + Fraction(1, 2))
+        assert found == 15 or config is MEASURED
     assert second.state_at(17) == {
         name: (steps, ell)
         for name, steps, ell in zip(
@@ -96,16 +107,29 @@ def test_the_second_transition_starts_from_the_first_plan() -> None:
     }
 
 
-def test_only_observations_since_the_lock_make_the_next_plan() -> None:
-    plan = ran(14).plan
+@both
+def test_only_observations_since_the_lock_make_the_next_plan(config: AMOConfig) -> None:
+    plan, alone = ran(14, config).plan, controller(config)
     assert plan is not None
+    for step in (2, 4, 6):
+        observe(alone, step, HARDER)
+    # As if nothing had been before, but for the rounding of means of three equal errors or two.
+    expected = json.loads(alone.make_plan())
+    found = json.loads(plan.to_json())
+    assert found["allocation"] == expected["allocation"]
+    for key in ("ells", "residuals", "distances"):
+        for mine, other in zip(found["measured"], expected["measured"], strict=True):
+            assert list(map(float.fromhex, mine[key])) == pytest.approx(
+                list(map(float.fromhex, other[key])), rel=1e-14
+            )
     # The medians of what HARDER gave alone; one observation of ELL would have no part in them.
     by_type = dict(zip(TYPES, plan.ell_robust, strict=True))
     assert by_type == {name: HARDER[name] / 1.01 for name in TYPES}
 
 
-def test_it_is_off_by_default() -> None:
-    target = ran(9, dataclasses.replace(CONFIG, replan_every=0))
+@both
+def test_it_is_off_by_default(config: AMOConfig) -> None:
+    target = ran(9, dataclasses.replace(config, replan_every=0))
     plan, phases = target.plan, {target.phase(step) for step in range(9, 500)}
     assert phases == {"locked"}
     assert not any(target.sample(step) for step in range(7, 500))
@@ -113,11 +137,12 @@ def test_it_is_off_by_default() -> None:
     assert target.plan is plan
 
 
+@both
 @pytest.mark.parametrize("stop", range(24))
-def test_a_run_resumes_at_every_step(stop: int) -> None:
-    whole = ran(26)
-    state = json.loads(json.dumps(ran(stop).state_dict(), sort_keys=True))
-    resumed = restored(state, stop)
+def test_a_run_resumes_at_every_step(stop: int, config: AMOConfig) -> None:
+    whole = ran(26, config)
+    state = json.loads(json.dumps(ran(stop, config).state_dict(), sort_keys=True))
+    resumed = restored(state, stop, config)
     run(resumed, stop + 1, 26)
     assert resumed.state_dict() == whole.state_dict()
     assert all(resumed.state_at(step) == whole.state_at(step) for step in range(22, 40))
@@ -133,9 +158,9 @@ def test_a_state_of_another_step_is_refused(stop: int) -> None:
         restored(state, late)
 
 
-def restored(state: dict[str, Any], steps_taken: int) -> AMOPolicy:
-    fresh = AMOPolicy(CONFIG)
-    target, _ = fresh.resumed(state, steps_taken=steps_taken, config=CONFIG, changed={})
+def restored(state: dict[str, Any], steps_taken: int, config: AMOConfig = CONFIG) -> AMOPolicy:
+    fresh = AMOPolicy(config)
+    target, _ = fresh.resumed(state, steps_taken=steps_taken, config=config, changed={})
     assert isinstance(target, AMOPolicy)
     target.bind(REGISTRY)
     return target
@@ -211,8 +236,11 @@ def test_a_bad_interval_is_refused(changes: dict[str, Any], message: str) -> Non
 # --- fall back
 
 
-def test_a_type_that_falls_back_runs_the_uniform_schedule_until_the_next_plan() -> None:
-    target = ran(11)
+@both
+def test_a_type_that_falls_back_runs_the_uniform_schedule_until_the_next_plan(
+    config: AMOConfig,
+) -> None:
+    target = ran(11, config)
     before = target.state_at(11)
     assert before["attn_q"] != UNIFORM
     assert target.fall_back(11, ATTN_Q)
@@ -249,7 +277,7 @@ def test_the_policy_serves_the_schedules_of_a_fall_back_at_once() -> None:
     policy = AMOPolicy(CONFIG)
     policy.bind(REGISTRY)
     for step in (2, 4, 6):
-        policy.record(step, {n: ELL[n.rsplit(".", 1)[1]] for n in policy.sample(step)})
+        observe(policy, step)
     policy.adopt_plan(policy.make_plan())
     uniform, locked, digest = policy.schedules(1), policy.schedules(9), policy.digest(9)
     assert policy.schedules(10) is locked

@@ -1,0 +1,70 @@
+"""Made-up spectra and what schedules leave of them: for tests of policies, without tensors."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from amo_dist.schedule.policies import Policy
+from amo_dist.schedule.types import Schedule
+
+SIZE = 6
+
+
+def spectrum(ell: float) -> list[float]:
+    """Singular values from 1 down to about ``ell`` of their norm, evenly on a logarithmic scale."""
+    return [ell ** (i / (SIZE - 1)) for i in range(SIZE)]
+
+
+def errors_left(trials: Sequence[Schedule], sigmas: Sequence[float]) -> list[float]:
+    """Mean squared residuals by schedule, then mean squared distances to the polar factor."""
+    coefficients, norm_scale = _as_tensor(tuple(trials))
+    y = torch.tensor(sigmas, dtype=torch.float64)
+    y = (y / (norm_scale * torch.linalg.vector_norm(y))).expand(len(trials), -1)
+    for a, b, c in coefficients:
+        square = y * y
+        y = y * (a + square * (b + square * c))
+    found: list[float] = torch.cat(
+        [(y * y - 1).square().mean(1), (y - 1).square().mean(1)]
+    ).tolist()
+    return found
+
+
+def errors_by_name(policy: Policy, ell_by_name: Mapping[str, Any]) -> dict[str, list[float]]:
+    """What the trials of a policy leave of matrices of which only ``ell`` is known."""
+    trials = policy.trials()
+    return {name: _of_ell(trials, ell) for name, ell in ell_by_name.items()}
+
+
+def record(policy: Policy, step: int, ell_by_name: Mapping[str, Any]) -> None:
+    """An observation of such matrices; an ``ell`` that is none comes with NaN, as from a kernel."""
+    policy.record(step, ell_by_name, errors_by_name(policy, ell_by_name))
+
+
+def _of_ell(trials: tuple[Schedule, ...], ell: Any) -> list[float]:
+    if type(ell) is not float or not 0 < ell < math.inf:
+        return [math.nan] * (2 * len(trials))
+    return _left_of(trials, ell)
+
+
+@functools.lru_cache(maxsize=4096)
+def _left_of(trials: tuple[Schedule, ...], ell: float) -> list[float]:
+    return errors_left(trials, spectrum(min(ell, 1.0)))
+
+
+@functools.lru_cache
+def _as_tensor(trials: tuple[Schedule, ...]) -> tuple[Tensor, float]:
+    """Coefficients ``(steps, 3, trials, 1)``; short schedules end in steps that change nothing."""
+    most = max(schedule.num_steps for schedule in trials)
+    rows = [
+        [*schedule.coefficients, *[(1.0, 0.0, 0.0)] * (most - schedule.num_steps)]
+        for schedule in trials
+    ]
+    (norm_scale,) = {schedule.norm_scale for schedule in trials}
+    table = torch.tensor(rows, dtype=torch.float64)
+    return table.permute(1, 2, 0).unsqueeze(-1), norm_scale

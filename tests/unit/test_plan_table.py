@@ -1,0 +1,88 @@
+"""A plan beside the uniform schedule, and what it takes from its types."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+
+import pytest
+
+from amo_dist.config import AMOConfig
+from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.plan_table import plan_table, starved
+from amo_dist.schedule.planning import plan_allocation
+from amo_dist.schedule.types import MatrixInfo
+from tests import spectra
+from tests.unit.test_measured_plan import ALIKE, HARD_AND_EASY, TIMES, plan_of
+
+
+def test_the_table_stands_beside_uniform() -> None:
+    plan = plan_of(AMOConfig(), HARD_AND_EASY, ALIKE)
+    head, *rows, total, objective, budget = plan_table(plan).splitlines()
+    for words in ("ell target", "steps before", "residual before", "NS Gflop/step"):
+        assert words in head
+    assert [row.split()[0] for row in rows] == list(HARD_AND_EASY)
+    assert plan.measured is not None
+    for row, one, error, steps in zip(
+        rows, plan.measured, plan.errors, plan.allocation, strict=True
+    ):
+        _, _, *cells, _ = row.split()
+        expected = [f"{math.sqrt(value):.4f}" for value in (one.uniform_residual, error)]
+        assert cells == ["5", str(steps), *expected]
+    assert total.split()[:3] == ["total", "10", str(sum(plan.allocation))]
+    assert objective.startswith(f"measured objective {plan.objective:.5f}, of uniform ")
+    assert f"of uniform {plan.uniform_objective:.5f}; {plan.flops_ratio:.4f} of its flops" in (
+        objective
+    )
+    assert budget == "budget 100 flops, 3 to 7 steps a type, exact planner"
+
+
+STARVING = {"attn_v": 2.5e-4, "mlp_up": 5e-4, "mlp_down": 5e-4}
+"""So hard, as the shrunken bound has it, that steps are better spent on the others."""
+
+
+def test_a_projected_plan_that_starves_warns_and_names_the_type(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    registry = [MatrixInfo(f"layers.0.{kind}", (4, 4), kind) for kind in STARVING]
+    lines = {}
+    for name, config in (
+        ("projected", AMOConfig.paper(**TIMES, planner="exact", shrinkage=1.0)),
+        ("measured", AMOConfig(**TIMES)),
+    ):
+        policy = AMOPolicy(config)
+        policy.bind(registry)
+        for step in (1, 2):
+            ells = {m: STARVING[m.rpartition(".")[2]] for m in policy.sample(step)}
+            spectra.record(policy, step, ells)
+        caplog.clear()
+        with caplog.at_level(logging.WARNING):
+            plan = Plan.from_json(policy.make_plan())
+        lines[name] = starved(plan)
+        told = [record.getMessage() for record in caplog.records]
+        assert told == [f"the plan starves a type: {line}" for line in lines[name]]
+    assert lines["measured"] == []
+    (line,) = lines["projected"]
+    assert line.startswith("attn_v gets 3 Newton-Schulz steps; fewer than easier types of like ")
+    assert "mlp_up (6), mlp_down (6)" in line
+    assert "its residual is " in line
+
+
+def test_starving_without_spectra_is_told_by_projected_errors() -> None:
+    config = AMOConfig.paper(planner="exact")
+    (line,) = starved(plan_allocation(config, STARVING))
+    assert line.startswith("attn_v gets 3 Newton-Schulz steps; fewer than easier types of like ")
+    assert "its projected error is " in line
+    assert not starved(plan_allocation(config, dict.fromkeys(STARVING, 1e-3)))
+    # That a harder type has more starves none.
+    plan = plan_allocation(config, {"attn_q": 5e-3, "mlp_up": 5e-2})
+    assert plan.allocation[0] > plan.allocation[1]
+    assert not starved(plan)
+    # Of unlike cost, under flops, no type is called easier; its error is told all the same.
+    flops_config = dataclasses.replace(config, budget_unit="flops")
+    dear = plan_allocation(
+        flops_config, STARVING, costs={"attn_v": 100, "mlp_up": 10, "mlp_down": 10}
+    )
+    assert not any("easier" in line for line in starved(dear))
