@@ -88,8 +88,9 @@ def restore(
 ) -> Control:
     """A control that goes on from a record; the running one stays as it is.
 
-    Fields that an older version did not write take their defaults, and one line of the log names
-    them. Where settings differ, the policy decides: see ``Policy.resumed``.
+    Fields that an older version did not write take their defaults, or stand for what was done
+    before there was a choice; one line of the log names them. Where settings differ, the policy
+    decides: see ``Policy.resumed``.
 
     Args:
         record: What `control_record` returned.
@@ -123,7 +124,7 @@ def restore(
         fields.fail("control.policy_digest", found["policy_digest"], expected)
     read = {"config": defaults, "policy": policy.state_dict(), "policy_digest": None}
     if filled := dict.fromkeys(_filled(found, read)):
-        logger.info("the checkpoint lacks fields that take their defaults: %s", ", ".join(filled))
+        logger.info("the checkpoint lacks fields, which are taken to be: %s", ", ".join(filled))
     return Control(found["steps_taken"], found["steps_skipped"], config, policy)
 
 

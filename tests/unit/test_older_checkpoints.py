@@ -211,7 +211,7 @@ def test_fields_that_a_checkpoint_lacks_take_their_defaults_and_are_told(
     with caplog.at_level(logging.INFO, "amo_dist.state.control"):
         optimizer.load_state_dict(older)
     (told,) = [record.getMessage() for record in caplog.records]
-    assert told.startswith("the checkpoint lacks fields that take their defaults: ")
+    assert told.startswith("the checkpoint lacks fields, which are taken to be: ")
     assert set(told.partition("defaults: ")[2].split(", ")) == {
         "config.seed = 42",
         "policy.fallbacks = {}",
