@@ -164,8 +164,8 @@ def test_what_an_older_version_did_not_write_is_told(
     told = [record.getMessage() for record in caplog.records]
     if version == "0.1.0":
         (line,) = told
-        start, _, fields = line.partition("defaults: ")
-        assert start == "the checkpoint lacks fields that take their "
+        start, _, fields = line.partition("to be: ")
+        assert start == "the checkpoint lacks fields, which are taken "
         assert fields.split(", ") == [
             "config.objective = 'projected'",
             "policy.plan.criterion = 'projected'",
@@ -212,7 +212,7 @@ def test_fields_that_a_checkpoint_lacks_take_their_defaults_and_are_told(
         optimizer.load_state_dict(older)
     (told,) = [record.getMessage() for record in caplog.records]
     assert told.startswith("the checkpoint lacks fields, which are taken to be: ")
-    assert set(told.partition("defaults: ")[2].split(", ")) == {
+    assert set(told.partition("to be: ")[2].split(", ")) == {
         "config.seed = 42",
         "policy.fallbacks = {}",
         "policy.transition_from = None",
