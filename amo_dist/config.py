@@ -37,6 +37,9 @@ Triple: TypeAlias = tuple[float, float, float]
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """A region of a tensor: half-open ``(start, stop)`` for each of its dims."""
 
+MOST_STEPS = 100
+"""Newton-Schulz steps that a type may get: the error is down to rounding long before."""
+
 PRECONDITIONERS = ("frobenius", "aol")
 """How a matrix is scaled before the first step."""
 
@@ -56,9 +59,11 @@ def _require_choice(field: str, found: object, choices: Sequence[str]) -> None:
     _require(found in choices, field, found, f"one of {', '.join(map(repr, choices))}")
 
 
-def _require_int(field: str, found: object, minimum: int) -> None:
+def _require_int(field: str, found: object, minimum: int, maximum: int | None = None) -> None:
     is_int = isinstance(found, int) and not isinstance(found, bool)
-    _require(is_int and found >= minimum, field, found, f"an integer >= {minimum}")  # type: ignore[operator]
+    is_within = is_int and minimum <= found and (maximum is None or found <= maximum)  # type: ignore[operator]
+    most = "" if maximum is None else f" and <= {maximum}"
+    _require(is_within, field, found, f"an integer >= {minimum}{most}")
 
 
 def _require_real(field: str, found: object, expected: str, low: float, high: float) -> None:
@@ -213,11 +218,11 @@ class AMOConfig(MuonConfig):
         _require_choice("objective", self.objective, ("measured", "projected"))
         _require_real("shrinkage", self.shrinkage, "a number in [0, 1]", 0.0, 1.0)
         _require_int("transition_steps", self.transition_steps, 1)
-        _require_int("base_steps", self.base_steps, 1)
+        _require_int("base_steps", self.base_steps, 1, MOST_STEPS)
         _require_real("base_ell", self.base_ell, "a number in (0, 0.99]", 5e-324, 0.99)
         _require_real("budget_ratio", self.budget_ratio, "a number > 0", 5e-324, math.inf)
-        _require_int("min_steps", self.min_steps, 1)
-        _require_int("max_steps", self.max_steps, self.min_steps)
+        _require_int("min_steps", self.min_steps, 1, MOST_STEPS)
+        _require_int("max_steps", self.max_steps, self.min_steps, MOST_STEPS)
         _require_choice("planner", self.planner, ("exact", "greedy"))
         _require_choice("budget_unit", self.budget_unit, ("steps", "flops"))
         _require(

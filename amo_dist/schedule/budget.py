@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from typing import TypeAlias
 
+from amo_dist.config import MOST_STEPS
 from amo_dist.schedule.exact import least_error
 from amo_dist.schedule.fields import fail
 
@@ -20,9 +21,6 @@ Curve: TypeAlias = Mapping[int, float]
 
 _GAIN = 1e-12
 """A transfer must gain more (float noise could cycle); closer costs than this count as equal."""
-
-_MOST_STEPS = 100
-"""No budget relaxes the range beyond this: the error is down to rounding long before."""
 
 
 def ns_step_flops(m: int, n: int) -> int:
@@ -97,8 +95,8 @@ def relax_range(
     one_step_each = num_types if costs is None else sum(costs)
     if budget < one_step_each:
         fail("budget", budget, f"at least {one_step_each}, one step of every operator type")
-    if costs is None and budget > max(max_steps, _MOST_STEPS) * num_types:
-        fail("budget", budget, f"at most {_MOST_STEPS} steps of each of {num_types} operator types")
+    if costs is None and budget > max(max_steps, MOST_STEPS) * num_types:
+        fail("budget", budget, f"at most {MOST_STEPS} steps of each of {num_types} operator types")
     low = min(min_steps, budget // one_step_each)
     # A budget of flops is a ceiling, so only the fewest steps can be infeasible.
     high = max(max_steps, -(-budget // num_types)) if costs is None else max_steps
