@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from functools import lru_cache
 
 from amo_dist.config import Triple
-from amo_dist.schedule.types import Schedule
+from amo_dist.schedule.types import Schedule, evaluate
 
 SAFETY = 1.01
 """``s``: each step but the last is composed as if its input were this much larger."""
@@ -129,18 +129,12 @@ def _step(lower: float, upper: float, *, is_last: bool) -> tuple[Triple, float]:
     a, b, c = _best_quintic(max(lower, floor), upper)
     if floor > lower:
         # Fitted above the floor only, p is too small below it: centre its range on one again.
-        rescale = 2.0 / (_evaluate((a, b, c), lower) + _evaluate((a, b, c), upper))
+        rescale = 2.0 / (evaluate((a, b, c), lower) + evaluate((a, b, c), upper))
         a, b, c = a * rescale, b * rescale, c * rescale
     if not is_last:
         s = SAFETY
         a, b, c = a / s, b / (s * s * s), c / (s * s * s * s * s)
-    return (a, b, c), _evaluate((a, b, c), lower)
-
-
-def _evaluate(triple: Triple, x: float) -> float:
-    a, b, c = triple
-    square = x * x
-    return x * (a + square * (b + square * c))
+    return (a, b, c), evaluate((a, b, c), lower)
 
 
 def _best_quintic(lower: float, upper: float) -> Triple:

@@ -9,6 +9,13 @@ import math
 from amo_dist.config import PRECONDITIONERS, Triple
 
 
+def evaluate(triple: Triple, x: float) -> float:
+    """What one Newton-Schulz step makes of a singular value."""
+    a, b, c = triple
+    square = x * x
+    return x * (a + square * (b + square * c))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Schedule:
     """How matrices of one operator type are orthogonalized.
@@ -42,9 +49,8 @@ class Schedule:
 
     def image(self, x: float) -> float:
         """What becomes of a singular value ``x``, once the matrix is scaled."""
-        for a, b, c in self.coefficients:
-            square = x * x
-            x *= a + square * (b + square * c)
+        for triple in self.coefficients:
+            x = evaluate(triple, x)
         return x
 
     def digest(self) -> str:

@@ -57,11 +57,8 @@ def errors(schedule: Schedule, values: Tensor) -> tuple[float, float]:
         schedule: Scaled by the Frobenius norm.
         values: Singular values over the Frobenius norm, float64, of the short side.
     """
-    x = values / schedule.norm_scale
-    for a, b, c in schedule.coefficients:
-        square = x * x
-        x = x * (a + square * (b + square * c))
-    return ((x * x - 1) ** 2).mean().item(), ((x - 1) ** 2).mean().item()
+    residual, distance = tried_errors(values, *trial_tensor([schedule]))
+    return residual, distance
 
 
 def score(
