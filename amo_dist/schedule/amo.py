@@ -297,9 +297,7 @@ class AMOPolicy(Policy):
     def _restore(self, state: Mapping[str, Any]) -> None:
         memory = AMOState.from_dict(state, "state")
         if self._registry is not None:
-            memory.check_groups(tuple(self._costs), "state")
-            if memory.error_sums is not None:
-                memory.error_sums.check_trials(self._trials, "state.error_sums")
+            memory.check_fits(tuple(self._costs), self._trials, "state")
         self._memory, self._applied_key = memory, None
 
     def _check_progress(self, steps_taken: int) -> None:
@@ -350,9 +348,7 @@ class AMOPolicy(Policy):
         inputs = plan_inputs(self.config, tuple(costs), costs)
         steps = range(inputs["min_steps"], inputs["max_steps"] + 1)
         trials = Trials(steps, self.config.base_steps, self.config.base_ell)
-        self._memory.check_groups(tuple(costs), "state")
-        if self._memory.error_sums is not None:
-            self._memory.error_sums.check_trials(trials, "state.error_sums")
+        self._memory.check_fits(tuple(costs), trials, "state")
         self._costs, self._trials = costs, trials
 
     @property

@@ -13,9 +13,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from amo_dist.tools.plan_source import PLAN_FILE
+
 METRICS_FILE = "metrics.jsonl"
 GEOMETRY_FILE = "geometry.jsonl"
-PLAN_FILE = "plan.json"
 RUN_FILE = "run.json"
 """The config of the run."""
 LOCK_FILE = "lock"

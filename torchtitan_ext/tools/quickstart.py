@@ -14,8 +14,9 @@ from typing import Any
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.command import Subparsers
+from amo_dist.tools.plan_source import PLAN_FILE
 from torchtitan_ext import train
-from torchtitan_ext.plugin.run_files import METRICS_FILE, PLAN_FILE, read_records, require_unlocked
+from torchtitan_ext.plugin.run_files import METRICS_FILE, read_records, require_unlocked
 from torchtitan_ext.tools import runs
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.plan import Plan
-from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, METRICS_FILE, PLAN_FILE, read_records
+from amo_dist.tools.plan_source import PLAN_FILE
+from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, METRICS_FILE, read_records
 from torchtitan_ext.tools import costs
 from torchtitan_ext.tools.costs import Records
 from torchtitan_ext.tools.experiments import runner

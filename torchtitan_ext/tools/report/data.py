@@ -14,10 +14,10 @@ from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.grouping import matrices_by_group
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.types import MatrixInfo
+from amo_dist.tools.plan_source import PLAN_FILE
 from torchtitan_ext.plugin.run_files import (
     GEOMETRY_FILE,
     METRICS_FILE,
-    PLAN_FILE,
     read_config,
     read_records,
 )
