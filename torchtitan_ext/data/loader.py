@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 import json
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Annotated, Any, Literal, Protocol
 
 import torch
+import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets import text_datasets as titan
+from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
 
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.data.buffered import BufferedStream
@@ -63,7 +66,7 @@ Make = Callable[[int], AnyStream]
 """Makes the stream of a number."""
 
 
-class StreamLoader(BaseDataLoader):
+class Streams(BaseDataLoader):
     """Draws each sequence from the least advanced of its streams, and stacks them into batches.
 
     The streams of the world are dealt to the data-parallel ranks, and so each global batch takes
@@ -76,6 +79,80 @@ class StreamLoader(BaseDataLoader):
         batch_size: Sequences of a batch.
         source: What the positions refer to; a resume must find the same.
     """
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(HuggingFaceTextDataLoader.Config):
+        """``[data]``, and the dataset of ``[training]``."""
+
+        dataset: str = "c4_test"
+        """One of :data:`DATASETS`, or a name that torchtitan knows."""
+
+        dataset_path: str | None = None
+        """Folder, file or glob of the dataset, or its name on the hub."""
+
+        pattern: str = "**/*.txt"
+        """Files taken from ``dataset_path`` when that is a folder (``dataset = "text"``)."""
+
+        num_streams: int = 96
+        """
+        Streams into which the documents are dealt. A multiple of the data-parallel degree; a
+        checkpoint holds the position of each, so that the degree may change on resume.
+        """
+
+        seed: int = 42
+        """Seeds the order of documents."""
+
+        undecodable: Literal["error", "skip"] = "error"
+        """What to do with a file that cannot be read or is not UTF-8: stop, or leave it out."""
+
+        positions: Annotated[bool, tyro.conf.Suppress] = False
+        """
+        Tell the model each token's place in its document, which keeps documents from seeing each
+        other. Follows from ``model.attention``.
+        """
+
+        # From here on: dataset = "documents", "fineweb_edu", "slimpajama" or "pool".
+
+        bad_rows: Literal["error", "skip"] = "error"
+        """
+        What to do with a row whose text is missing, not text, not UTF-8 or empty: stop and name
+        it, or count it and leave it out.
+        """
+
+        text_field: str = "text"
+        """Field of a row that holds the text."""
+
+        shuffle_buffer: int = 10_000
+        """
+        Documents that each stream reads, shuffles and draws before it reads on. One of them is
+        about five kilobytes of web text, and a rank has ``num_streams`` over its number of ranks
+        of these.
+        """
+
+        order: Literal["uniform", "ascend", "descend"] = "uniform"
+        """
+        Order of ``dataset = "pool"``: shuffled as a whole in each epoch, or by ``score_field``
+        from the lowest or the highest on.
+        """
+
+        score_field: str = ""
+        """
+        Field of a row of ``dataset = "pool"`` that holds a finite number to order by; ``score`` by
+        default with the orders that need one. Where it is named a row without is a bad one in the
+        order ``uniform`` too, so that all orders draw the same documents.
+        """
+
+        hub_config: str = ""
+        """Subset of a dataset on the hub, such as ``sample-100BT``; by default that of the hub."""
+
+        split: str = "train"
+        """Split of a dataset on the hub."""
+
+        revision: str = ""
+        """
+        Commit of a dataset on the hub; by default the latest. A resume refuses another one than
+        that of the checkpoint.
+        """
 
     def __init__(
         self, streams: Sequence[AnyStream], batch_size: int, source: Mapping[str, object]
@@ -169,7 +246,7 @@ def build_dataloader(
         "seed": data.seed,
         "tokenizer": identity(tokenizer),
     }
-    return StreamLoader(streams, training.local_batch_size, source)
+    return Streams(streams, training.local_batch_size, source)
 
 
 def validate(config: Any) -> None:

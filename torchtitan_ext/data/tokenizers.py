@@ -9,7 +9,7 @@ import hashlib
 import unicodedata
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Literal
 
 import tiktoken
 from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
@@ -17,6 +17,38 @@ from torchtitan.components.tokenizer import BaseTokenizer, HuggingFaceTokenizer
 EOS = "<|eos|>"
 BYTE_VOCAB_SIZE = 257
 """256 bytes and the end of a document."""
+
+
+class Tokenizer(BaseTokenizer):
+    """A tokenizer of the config."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(BaseTokenizer.Config):
+        """``tokenizer``: which one, and where its files are."""
+
+        kind: Literal["hf", "byte", "tiktoken"] = "hf"
+        """
+        ``hf`` reads ``tokenizer.json``, ``tiktoken`` Llama's ``tokenizer.model`` or Qwen's
+        ``qwen.tiktoken``; ``byte`` (one token a byte) is built in code.
+        """
+
+        path: str = ""
+        """Folder or file of the tokenizer; by default ``hf_assets_path``."""
+
+        eos_token: str = ""
+        """
+        The token after each document, such as ``<|endoftext|>``. By default the one that
+        ``tokenizer_config.json`` names (``hf``; for a chat model that is the end of a turn), or
+        that of the family's pre-training (``tiktoken``).
+        """
+
+        def build(self, *, tokenizer_path: str) -> BaseTokenizer:
+            """The tokenizer; ``tokenizer_path`` is where its files are unless ``path`` says.
+
+            Raises:
+                ValueError: If its files do not make one.
+            """
+            return make_tokenizer(self.kind, self.path or tokenizer_path, self.eos_token)
 
 
 class _TiktokenTokenizer(BaseTokenizer):
@@ -198,11 +230,11 @@ class HFTokenizer(HuggingFaceTokenizer):
         folder = Path(path).expanduser()
         folder = folder.parent if folder.is_file() else folder
         try:
-            super().__init__(str(folder))
+            super().__init__(tokenizer_path=str(folder))
         except FileNotFoundError as error:
             raise ValueError(f"data.tokenizer_path: {error}") from None
         # torchtitan overlooks an end token that is the begin token too.
-        named = eos_token or self._get_token_from_config(self.config or {}, "eos_token")
+        named = eos_token or self._get_token_from_config(self._hf_config or {}, "eos_token")
         self.eos_token = named
         eos_id = self.tokenizer.token_to_id(named) if named else None
         if eos_id is None:
@@ -258,14 +290,3 @@ def make_tokenizer(name: str, path: str, eos_token: str = "") -> BaseTokenizer:
     if name == "byte":
         return ByteTokenizer()
     return (TiktokenTokenizer if name == "tiktoken" else HFTokenizer)(path, eos_token)
-
-
-def build_tokenizer(job_config: Any) -> BaseTokenizer:
-    """The tokenizer that ``[data] tokenizer`` names.
-
-    Raises:
-        ValueError: If its files do not make one.
-    """
-    data = job_config.data
-    path = data.tokenizer_path or job_config.model.hf_assets_path
-    return make_tokenizer(data.tokenizer, path, data.eos_token)
