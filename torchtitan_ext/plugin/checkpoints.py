@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
 import torch.distributed as dist
-import torchtitan.components.checkpoint as titan
+import torchtitan.components.checkpointer as titan
 from torch.distributed.checkpoint.api import CheckpointException
 
 from torchtitan_ext.plugin.optimizers import check_last_update
@@ -34,6 +35,10 @@ class CheckpointManager(titan.CheckpointManager):
     over is incomplete until it is whole again. A failed save is told in one line, on every rank.
     Copies that run beside training begin when the optimizer's step has ended on the device.
     """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.CheckpointManager.Config):
+        """``[checkpoint]``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

@@ -11,8 +11,9 @@ for a value that is not finite.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from amo_dist.tools.tracker import WHAT, GeometryTracker, Record
 from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, append_records, drop_from
@@ -20,6 +21,23 @@ from torchtitan_ext.plugin.sections import STOCK
 
 _FAMILIES = {"llama3": "Llama-3.1", "qwen3": "Qwen3"}
 """Names that the AMO paper gives to torchtitan's models."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Geometry:
+    """``[geometry]``: what momentum looks like, and what Newton-Schulz makes of it."""
+
+    enable: bool = False
+    """Write ``geometry.jsonl`` into the dump folder; training goes on as without, bit for bit."""
+
+    interval: int = 10
+    """Steps from one measurement of all matrices to the next."""
+
+    what: Literal["momentum", "residual", "both"] = "both"
+    """
+    Spectrum of momentum alone; with the residual of the orthogonalized result; or with the
+    result's spectrum too, which costs a second decomposition.
+    """
 
 
 class GeometryLog:

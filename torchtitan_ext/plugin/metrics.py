@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torchtitan.components.metrics as titan
@@ -34,6 +35,16 @@ class MetricsProcessor(titan.MetricsProcessor):
     AMO's latest plan once there is one, and ``run.json`` the config from the first step of a start
     on. TensorBoard and W&B get the same figures.
     """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.MetricsProcessor.Config):
+        """``[metrics]``."""
+
+        console: Literal["full", "brief"] = "full"
+        """
+        ``brief`` shows progress and warnings of the logging rank alone; everything else goes to
+        ``log_rank<r>.txt`` in the dump folder.
+        """
 
     _optimizers: Any = None
     _tracker: GeometryTracker | None = None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 from unittest import mock
 
 import torch
@@ -12,8 +12,9 @@ import torch.distributed as dist
 import torchtitan.components.optimizer as titan
 from torch import nn
 from torch.optim import Optimizer
+from torchtitan.config import Configurable
 
-from amo_dist.config import MuonConfig
+from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.operators.groups import param_groups
 from amo_dist.operators.patterns import clean_name
 from amo_dist.optimizers.amo import AMO
@@ -22,10 +23,36 @@ from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext import learning_rate
+from torchtitan_ext.learning_rate import TITAN_DEFAULT
 from torchtitan_ext.plugin import hyperparameters, sections
 from torchtitan_ext.plugin.step_clock import StepClock
 
 Groups = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MuonSection(MuonConfig):
+    """``[optimizer.muon]``: fields of :class:`amo_dist.config.MuonConfig`, and the schedule."""
+
+    schedule: str = "kj"
+    """Named table of Newton-Schulz coefficients that ``name = "Muon"`` applies to every matrix."""
+
+    schedule_file: str = ""
+    """
+    TOML file with a schedule for each operator type, in place of ``schedule``: from
+    ``amo static-schedule``, or one of ``configs/schedules``.
+    """
+
+
+@dataclass(kw_only=True, slots=True)
+class ScalingLaw:
+    """``[optimizer.scaling_law]``: what the peak learning rate is computed from."""
+
+    params_b: float = 0.0
+    """Nominal size of the model in billions: 0.6 for Qwen3-0.6B."""
+
+    tokens_b: float = 0.0
+    """Tokens of the training run in billions."""
 
 
 def _common(config: Any) -> dict[str, Any]:
@@ -120,6 +147,61 @@ class OptimizersContainer(titan.OptimizersContainer):
         config: torchtitan's ``[optimizer]`` section.
         process_group: Ranks over which plain tensors are replicas, as under DDP.
     """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Configurable.Config):
+        """``[optimizer]``."""
+
+        name: str = "AdamW"
+        """One of :data:`OPTIMIZERS`."""
+
+        lr: float = TITAN_DEFAULT
+        """Peak learning rate."""
+
+        beta1: float = 0.9
+        """AdamW's decay of the first moment."""
+
+        beta2: float = 0.95
+        """AdamW's decay of the second moment."""
+
+        eps: float = 1e-8
+        """What AdamW adds to the denominator."""
+
+        weight_decay: float = 0.1
+        """Decoupled weight decay, of all parameters."""
+
+        implementation: Literal["for-loop", "foreach", "fused"] = "fused"
+        """PyTorch's implementation of AdamW."""
+
+        lr_from: Literal["value", "scaling_law"] = "value"
+        """
+        ``value`` takes ``lr``; ``scaling_law`` computes it, see
+        :func:`torchtitan_ext.learning_rate.scaling_law_lr`.
+        """
+
+        scaling_law: ScalingLaw = field(default_factory=ScalingLaw)
+        """Read with ``lr_from = "scaling_law"``."""
+
+        allow_unlocked: bool = False
+        """Accept a run that ends before AMO's plan is locked (otherwise an error at start)."""
+
+        on_config_change: Literal["error", "keep_checkpoint", "use_config"] = "error"
+        """
+        Where a checkpoint has another ``lr``, ``weight_decay``, ``beta1``, ``beta2`` or ``eps``:
+        stop, go on with those of the checkpoint, or with those of the config. With ``error`` and
+        ``name = "AMO"`` the field of the same name in ``[optimizer.amo]`` decides about these too
+        (``replan`` takes over the config's). Changes of ``[lr_scheduler]`` and of
+        ``training.steps`` always hold.
+        """
+
+        muon: MuonSection = field(default_factory=MuonSection)
+        """
+        Read by every ``name`` of the Muon family but ``"AMO"``. What is left open here and named in
+        ``[optimizer.amo]`` is taken from there, so that ``name`` can be changed alone.
+        """
+
+        amo: AMOConfig = field(default_factory=AMOConfig)
+        """Read by ``name = "AMO"``."""
 
     def __init__(
         self,
@@ -301,7 +383,7 @@ def build_optimizers_with_moe_load_balancing(
         )
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True)
 class Report:
     """What the optimizer tells a logger about its latest step.
 
@@ -314,8 +396,8 @@ class Report:
     """
 
     phase: str = ""
-    num_steps_by_type: dict[str, int] = dataclasses.field(default_factory=dict)
-    metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    num_steps_by_type: dict[str, int] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
     plan: str | None = None
 
 
