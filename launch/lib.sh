@@ -2,7 +2,7 @@
 # Shared by the scripts of this folder: a Python environment with the project in it.
 # Source it, then:
 #
-#   amo_activate              # or with extras: amo_activate dev
+#   amo_activate titan        # extras of pyproject.toml, e.g. dev
 #
 # An active virtual environment (or conda environment) is used as it is; otherwise `.venv` in the
 # repository root is created and activated. An installed torch is kept, whatever its build. The
@@ -30,11 +30,16 @@ _amo_quietly() {
   fi
 }
 
+# torchtitan needs it; an older one would pass it by in silence.
+_amo_require_version() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
+    amo_die "$1 is $("$1" --version), Python >= 3.11 is needed; $2"
+}
+
 _amo_create_venv() {
   local python="${AMO_PYTHON:-python3}" options=()
-  command -v "$python" >/dev/null || amo_die "no $python found; set AMO_PYTHON to Python >= 3.10"
-  "$python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-    amo_die "$("$python" --version) is too old, Python >= 3.10 is needed; set AMO_PYTHON"
+  command -v "$python" >/dev/null || amo_die "no $python found; set AMO_PYTHON to Python >= 3.11"
+  _amo_require_version "$python" "set AMO_PYTHON"
   # A machine with an accelerator often has its torch in the system's Python: let .venv see it.
   if "$python" -c 'import torch' >/dev/null 2>&1; then
     options+=(--system-site-packages)
@@ -68,21 +73,22 @@ _amo_install() {
   # Read from its metadata: importing a torch without NumPy warns.
   python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
     >"$constraints"
-  amo_say "installing the project${extras:+ with $extras} (minutes the first time; log: $log)"
-  _amo_quietly "$log" python -m pip install -c "$constraints" -e "$AMO_ROOT${extras:+[$extras]}"
+  amo_say "installing the project with $extras (minutes the first time; log: $log)"
+  _amo_quietly "$log" python -m pip install -c "$constraints" -e "${AMO_ROOT}[$extras]"
   rm -f "$constraints"
 }
 
-# amo_activate [EXTRAS]: activates an environment with the project and its extras in it.
+# amo_activate EXTRAS: activates an environment with the project and these extras in it.
 amo_activate() {
-  local extras="${1:-}" prefix stamp fingerprint
+  local extras="$1" prefix stamp fingerprint
   if [[ -z "${VIRTUAL_ENV:-}" && -z "${CONDA_PREFIX:-}" ]]; then
     [[ -x "$AMO_ROOT/.venv/bin/python" ]] || _amo_create_venv
     # shellcheck disable=SC1091
     source "$AMO_ROOT/.venv/bin/activate"
   fi
+  _amo_require_version python "delete .venv, or leave this environment"
   prefix="$(python -c 'import sys; print(sys.prefix)')"
-  stamp="$prefix/.amo-installed${extras:+-${extras//,/-}}"
+  stamp="$prefix/.amo-installed-${extras//,/-}"
   fingerprint="$(_amo_fingerprint "$extras")"
   if [[ ! -f "$stamp" || "$(cat "$stamp")" != "$fingerprint" ]]; then
     _amo_install "$extras" "$prefix/amo-install.log"

@@ -9,6 +9,6 @@ set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-amo_activate
+amo_activate titan
 cd "$AMO_ROOT" # a relative dump folder lies in the repository, wherever the call came from
 exec python -m torchtitan_ext quickstart "$@"
