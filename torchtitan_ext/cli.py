@@ -19,8 +19,12 @@ from torchtitan_ext.tools import (
     report,
     static_schedule,
     tokenize,
+    train,
     watch,
 )
+
+TITAN = ("torchtitan", "torchdata", "tiktoken")
+"""Packages of the extra ``titan``; commands that plan, simulate, watch or report do without."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     tools: Sequence[Any] = (
-        *(quickstart, compare, evaluate, experiments, export),
+        *(quickstart, train, compare, evaluate, experiments, export),
         *(preflight, static_schedule, tokenize, report, watch),
     )
     for tool in tools:
@@ -46,9 +50,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; those of the process by default.
 
     Returns:
-        The exit status: 0, 2 for a mistake of the user's (told in one line), or the command's own.
+        The exit status: 0, 2 for a mistake of the user's or a missing extra (told in one line), or
+        the command's own.
     """
-    return run_command(build_parser(), argv)
+    try:
+        return run_command(build_parser(), argv)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in TITAN:
+            raise
+        print(
+            f"error: {missing} is not installed, expected it for this command; "
+            "pip install 'amo-dist[titan]' (Python 3.11 or later)",
+            file=sys.stderr,
+        )
+        return 2
 
 
 if __name__ == "__main__":
