@@ -1,8 +1,7 @@
-"""Model shapes: the eight of the AMO paper, and small ones for laptops.
+"""The ``[model]`` section; model shapes: the eight of the AMO paper, and small ones for laptops.
 
-torchtitan keeps shapes in Python; ``[model] flavor`` names one. The paper's flavors carry the name
-of their family, and so none of torchtitan's is shadowed: its ``0.6B`` has the same shape as
-``Qwen3-0.6B``, but starts from other weights.
+The paper's flavors carry the name of their family, and so none of torchtitan's is shadowed: its
+``0.6B`` has the same shape as ``Qwen3-0.6B``, but starts from other weights.
 """
 
 from __future__ import annotations
@@ -10,131 +9,241 @@ from __future__ import annotations
 import dataclasses
 import functools
 import hashlib
-from typing import Any
+import importlib
+from dataclasses import dataclass
+from typing import Literal, cast
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torchtitan.models.llama3 import TransformerModelArgs
-from torchtitan.models.qwen3 import Qwen3ModelArgs
+from torchtitan.models import _supported_models
+from torchtitan.models.common.attention import (
+    BaseAttention,
+    FusedQKVLinear,
+    ScaledDotProductAttention,
+)
+from torchtitan.models.common.config_utils import make_ffn_config, make_gqa_config
+from torchtitan.models.common.decoder import Decoder
+from torchtitan.models.common.param_init import skip_param_init
+from torchtitan.models.llama3 import Llama3Model
+from torchtitan.models.qwen3 import Qwen3Model
+from torchtitan.protocols.model_spec import ModelSpec
 
 from amo_dist.operators.patterns import clean_name
 from amo_dist.tools.shapes import MODELS, DecoderShape
+from torchtitan_ext.plugin.parallelize import parallelize
 
 INIT_STD = 0.02
-"""Standard deviation of all linear and embedding weights in the AMO paper; biases start at 0."""
+"""Standard deviation of all linear and embedding weights in the AMO paper."""
+
+NAMES = sorted(_supported_models - {"flux"})
+"""torchtitan's language models, under any of which a ``[model]`` section may ask for a size."""
 
 _BYTE_VOCAB = 320
 """257 byte tokens, rounded up so that two to eight ranks can split the head evenly."""
 
+_MAX_SEQ_LEN = 131072
+"""Bound on ``training.seq_len``; rotary tables are cut to it."""
 
-@dataclasses.dataclass
-class LlamaArgs(TransformerModelArgs):
-    """Llama arguments with the standard deviation of the first weights (``None``: torchtitan's)."""
-
-    init_std: float | None = None
-
-
-@dataclasses.dataclass
-class QwenArgs(Qwen3ModelArgs):
-    """Qwen3 arguments with the standard deviation of the first weights (``None``: torchtitan's)."""
-
-    init_std: float | None = None
-
-
-def _sizes(shape: DecoderShape) -> dict[str, Any]:
-    return {
-        "dim": shape.dim,
-        "n_layers": shape.layers,
-        "n_heads": shape.heads,
-        "n_kv_heads": shape.kv_heads,
-        "init_std": INIT_STD,
-    }
+FLAVORS: dict[str, dict[str, tuple[DecoderShape, int]]] = {
+    "llama3": {
+        **{name: (shape, 128256) for name, shape in MODELS.items() if name.startswith("Llama")},
+        # Bytes as tokens. Grouped queries and an uneven feed-forward: every type has its own shape.
+        "quickstart": (DecoderShape(4, 192, 576, 6, 2), _BYTE_VOCAB),
+        "tiny": (DecoderShape(2, 48, 144, 6, 2), _BYTE_VOCAB),
+    },
+    "qwen3": {
+        **{name: (shape, 151936) for name, shape in MODELS.items() if name.startswith("Qwen")},
+        "tiny": (DecoderShape(2, 48, 96, 4, 2, 4 / 3), _BYTE_VOCAB),
+    },
+}
+"""Shape and vocabulary size of the project's flavors, by model and flavor."""
 
 
-def _llama(shape: DecoderShape, vocab_size: int = 128256) -> LlamaArgs:
-    """Llama-3.1 with a stated feed-forward width.
+@dataclass(kw_only=True, slots=True)
+class Model:
+    """The ``[model]`` section."""
 
-    torchtitan computes the width, ``2/3 * 4 * dim`` rounded up to a multiple of ``multiple_of``
-    (times a factor that is 1 here): a multiple that is the width itself, where that is not less
-    than ``2/3 * 4 * dim``, is rounded up to exactly once.
+    name: str = "llama3"
+    """A model of torchtitan: ``llama3``, ``qwen3``, ``deepseek_v3``, ``gpt_oss`` and others."""
+
+    flavor: str = "debugmodel"
+    """Its size: one of :data:`FLAVORS`, or of torchtitan's own."""
+
+    attention: Literal["sdpa", "flex", "varlen"] = "sdpa"
+    """How attention is computed.
+
+    ``sdpa`` attends to all that comes before in the row, other documents as well; it is the only
+    one that trains on a CPU. ``flex`` and ``varlen`` stay within a document.
     """
-    assert shape.ffn_dim >= 8 * shape.dim // 3
-    return LlamaArgs(
-        **_sizes(shape), multiple_of=shape.ffn_dim, vocab_size=vocab_size, rope_theta=500000
+
+    fuse_qkv: bool = False
+    """Whether queries, keys and values of the project's flavors are one matrix multiplication.
+
+    torchtitan's own flavors fuse them as torchtitan does. Checkpoints hold the model's three
+    matrices either way.
+    """
+
+
+def spec(model: Model) -> ModelSpec:
+    """What torchtitan asks to know of a model, for the device at hand.
+
+    Raises:
+        ValueError: For a name, a flavor or an attention that there is not.
+    """
+    if model.name not in NAMES:
+        raise ValueError(f"model.name: found {model.name!r}, expected one of {', '.join(NAMES)}")
+    module = importlib.import_module(f"torchtitan.models.{model.name}")
+    ours = FLAVORS.get(model.name, {})
+    theirs = next(
+        found
+        for name, found in vars(module).items()
+        if name.endswith("_configs") and isinstance(found, dict)
+    )
+    if model.flavor not in {*ours, *theirs}:
+        raise ValueError(
+            f"model.flavor: found {model.flavor!r}, expected one of {', '.join([*ours, *theirs])}"
+        )
+    stock: ModelSpec = module.model_registry(
+        "debugmodel" if model.flavor in ours else model.flavor,
+        # torchtitan's language models know no SDPA by name, but take it in their configs.
+        attn_backend="flex" if model.attention == "sdpa" else model.attention,
+    )
+    config = cast(Decoder.Config, stock.model)
+    if model.flavor in ours:
+        config = _resized(config, *ours[model.flavor], fuse_qkv=model.fuse_qkv)
+    if model.attention == "sdpa":
+        # A model with masks of its own has sliding windows or sinks, of which SDPA knows nothing.
+        if _class_of(config).get_attention_masks is not Decoder.get_attention_masks:
+            raise ValueError(
+                f"model.attention: found 'sdpa', expected 'flex' or 'varlen' for {model.name}"
+            )
+        for _, attention, _, _ in config.traverse(BaseAttention.Config):
+            attention.inner_attention = ScaledDotProductAttention.Config()
+    return dataclasses.replace(
+        stock,
+        flavor=model.flavor,
+        model=config,
+        parallelize_fn=functools.partial(parallelize, stock.parallelize_fn),
     )
 
 
-def _qwen(shape: DecoderShape, vocab_size: int = 151936) -> QwenArgs:
-    """Qwen3 with tied embeddings."""
-    return QwenArgs(
-        **_sizes(shape),
-        hidden_dim=shape.ffn_dim,
-        head_dim=shape.head_dim,
-        enable_weight_tying=True,
+def _class_of(config: Decoder.Config) -> type[Decoder]:
+    return cast("type[Decoder]", config._owner)
+
+
+def _resized(
+    stock: Decoder.Config, shape: DecoderShape, vocab_size: int, *, fuse_qkv: bool
+) -> Decoder.Config:
+    """A dense model of torchtitan in another size, with the first weights of the AMO paper."""
+    init = {"weight": skip_param_init}  # drawn by :class:`_Drawn`
+    layer = stock.layers[0]
+    attention = layer.attention
+    norm = dataclasses.replace(stock.norm, normalized_shape=shape.dim)
+    rope = dataclasses.replace(attention.rope, dim=shape.head_dim, max_seq_len=_MAX_SEQ_LEN)
+    layers = [
+        dataclasses.replace(
+            layer,
+            attention_norm=dataclasses.replace(norm),
+            ffn_norm=dataclasses.replace(norm),
+            attention=make_gqa_config(
+                dim=shape.dim,
+                n_heads=shape.heads,
+                n_kv_heads=shape.kv_heads,
+                head_dim=attention.head_dim and shape.head_dim,
+                wqkv_param_init=init,
+                wo_param_init=init,
+                inner_attention=dataclasses.replace(attention.inner_attention),
+                rope=rope,
+                fuse_qkv=fuse_qkv,
+                qk_norm=attention.qk_norm
+                and dataclasses.replace(attention.qk_norm, normalized_shape=shape.head_dim),
+            ),
+            feed_forward=make_ffn_config(
+                dim=shape.dim,
+                hidden_dim=shape.ffn_dim,
+                w1_param_init=init,
+                w2w3_param_init=init,
+            ),
+        )
+        for _ in range(shape.layers)
+    ]
+    config_class = {Llama3Model.Config: Llama.Config, Qwen3Model.Config: Qwen.Config}[type(stock)]
+    return config_class(
+        dim=shape.dim,
         vocab_size=vocab_size,
-        rope_theta=1000000,
+        tok_embeddings=dataclasses.replace(
+            stock.tok_embeddings,
+            num_embeddings=vocab_size,
+            embedding_dim=shape.dim,
+            param_init=init,
+        ),
+        norm=norm,
+        lm_head=dataclasses.replace(
+            stock.lm_head, in_features=shape.dim, out_features=vocab_size, param_init=init
+        ),
+        layers=layers,
+        enable_weight_tying=stock.enable_weight_tying,
     )
 
 
-_LLAMA = {
-    **{name: _llama(shape) for name, shape in MODELS.items() if name.startswith("Llama")},
-    # Bytes as tokens. Grouped queries and an uneven feed-forward: every type has its own shape.
-    "quickstart": _llama(DecoderShape(4, 192, 576, 6, 2), _BYTE_VOCAB),
-    "tiny": _llama(DecoderShape(2, 48, 144, 6, 2), _BYTE_VOCAB),
-}
+class _Drawn(Decoder):
+    """A model whose matrices start as ``N(0, INIT_STD^2)``, the same in every layout."""
 
-_QWEN = {
-    **{name: _qwen(shape) for name, shape in MODELS.items() if name.startswith("Qwen3")},
-    "tiny": _qwen(DecoderShape(2, 48, 96, 4, 2, 4 / 3), _BYTE_VOCAB),
-}
-
-_FLAVORS: dict[str, dict[str, Any]] = {"llama3": _LLAMA, "qwen3": _QWEN}
-
-
-def flavors(name: str) -> dict[str, Any]:
-    """The project's flavors of model ``name``, by name; fresh, as torchtitan edits them."""
-    return {flavor: dataclasses.replace(args) for flavor, args in _FLAVORS.get(name, {}).items()}
+    def init_states(self, *, buffer_device: torch.device | None = None) -> None:
+        super().init_states(buffer_device=buffer_device)
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                if module.weight.device.type != "cpu":
+                    nn.init.normal_(module.weight, std=INIT_STD)
+                elif not name.endswith(".wqkv"):
+                    _put(module.weight, _numbers(name, module.weight.shape))
+            elif isinstance(module, FusedQKVLinear) and module.wqkv.weight.device.type == "cpu":
+                _put(module.wqkv.weight, _fused(name, module))
 
 
-def _draw(name: str, weight: torch.Tensor, std: float) -> None:
-    """Fill a weight with ``N(0, std^2)``.
+class Llama(_Drawn, Llama3Model):
+    """Llama with the first weights of the AMO paper."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Llama3Model.Config):
+        """torchtitan's."""
+
+
+class Qwen(_Drawn, Qwen3Model):
+    """Qwen3 with the first weights of the AMO paper."""
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(Qwen3Model.Config):
+        """torchtitan's."""
+
+
+def _numbers(name: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+    """The whole weight of module ``name``, from a seed of its own.
 
     DTensor draws one sequence for a tensor of the world on accelerators alone. On CPU each rank
-    would draw the same numbers for its own shard, and a matrix would repeat its rows; so every rank
-    draws the whole and keeps its shard, from a seed of its own for each name. Plain tensors get the
-    same numbers: one process and DDP start from the weights of FSDP2.
+    would draw the same numbers for its own shard, and a matrix would repeat its rows.
     """
-    if weight.device.type != "cpu":
-        nn.init.normal_(weight, mean=0.0, std=std)
-        return
-    text = f"{torch.initial_seed()} {name}".encode()
+    # Names as torchtitan 0.2.2 had them: runs that started there can be repeated.
+    name = clean_name(name).replace("qkv_linear.", "").replace("lm_head", "output")
+    text = f"{torch.initial_seed()} {name}.weight".encode()
     seed = int.from_bytes(hashlib.sha256(text).digest()[:8], "little", signed=True)
-    generator = torch.Generator().manual_seed(seed)
-    whole = torch.empty(weight.shape, dtype=weight.dtype)
-    whole.normal_(0.0, std, generator=generator)
+    return torch.empty(shape).normal_(0.0, INIT_STD, generator=torch.Generator().manual_seed(seed))
+
+
+def _fused(name: str, module: FusedQKVLinear) -> torch.Tensor:
+    """What the three weights start as, in the order of the fused one: by KV head."""
+    rows, dim = module.wqkv.weight.shape
+    head_dim, num_kv = module.head_dim, rows // (module.r_dim * module.head_dim)
+    parts = [
+        _numbers(f"{name}.{part}", (num_kv * heads * head_dim, dim)).view(num_kv, -1, dim)
+        for part, heads in (("wq", module.heads_per_kv), ("wk", 1), ("wv", 1))
+    ]
+    return torch.cat(parts, dim=1).view(rows, dim)
+
+
+def _put(weight: torch.Tensor, whole: torch.Tensor) -> None:
     if isinstance(weight, DTensor):
         mesh, placements = weight.device_mesh, weight.placements
         whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)
     weight.copy_(whole)
-
-
-@functools.cache
-def with_init(model_cls: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of a torchtitan model that follows ``init_std`` of its arguments."""
-
-    class Model(model_cls):  # type: ignore[misc, valid-type]
-        def init_weights(self, buffer_device: torch.device | None = None) -> None:
-            super().init_weights(buffer_device=buffer_device)
-            std = getattr(self.model_args, "init_std", None)
-            if std is None:
-                return
-            for name, module in self.named_modules():
-                if isinstance(module, (nn.Linear, nn.Embedding)):
-                    _draw(clean_name(f"{name}.weight"), module.weight, std)
-                    bias = getattr(module, "bias", None)
-                    if bias is not None:
-                        nn.init.zeros_(bias)
-
-    Model.__name__ = Model.__qualname__ = model_cls.__name__
-    return Model

@@ -1,8 +1,7 @@
-"""Lets torchtitan run on a machine without an accelerator.
+"""What a machine or an older PyTorch lacks of what torchtitan asks for.
 
-torchtitan 0.2.2 asks PyTorch for an accelerator while ``torchtitan.tools.utils`` is imported, falls
-back to "cuda" where there is none, and dies at start. :func:`install` answers "cpu" for the time of
-that one import. It changes nothing where there is an accelerator.
+Without an accelerator torchtitan falls back to "cuda", and dies at start; :func:`install` names the
+CPU instead. It changes nothing where there is an accelerator and PyTorch is 2.14 or later.
 """
 
 from __future__ import annotations
@@ -13,12 +12,13 @@ import platform
 import resource
 import sys
 import types
-from typing import Any
+from typing import Any, Literal
 
 import torch
-import torch._utils
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
-_UTILS = "torchtitan.tools.utils"
+_IS_OLD = torch.__version__ < "2.14"
 
 
 def cpu_is_needed() -> bool:
@@ -31,30 +31,29 @@ def cpu_is_needed() -> bool:
     return device_type in (None, "mps") or os.environ.get("AMO_DEVICE") == "cpu"
 
 
-def install() -> None:
-    """Make torchtitan use the CPU where :func:`cpu_is_needed`; a no-op otherwise and when repeated.
+def spmd_backend() -> Literal["partial_dtensor", "spmd_types"]:
+    """The default for ``[parallelism] spmd_backend``: torchtitan's, where PyTorch allows it.
 
-    Raises:
-        ValueError: If torchtitan was imported before, and has chosen a device that is not there.
+    Before 2.14 ``fully_shard`` takes no plain tensors that are annotated with how they are spread.
     """
+    return "partial_dtensor" if _IS_OLD else "spmd_types"
+
+
+def install() -> None:
+    """Add what is missing here; a no-op when repeated."""
+    if _IS_OLD and not hasattr(dist, "set_timeout"):
+        # torchtitan calls it by this name after the first step; its name before PyTorch 2.14.
+        dist.set_timeout = distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
     if not cpu_is_needed():
         return
-    if _UTILS in sys.modules:
-        found = sys.modules[_UTILS].device_type
-        if found != "cpu":
-            raise ValueError(
-                f"torchtitan: found device type {found!r}, expected 'cpu' on this machine; "
-                "torchtitan was imported first: start training with `-m torchtitan_ext.train`"
-            )
-        return
-    module = _cpu_module()
-    saved = torch._utils._get_available_device_type, torch._utils._get_device_module
-    torch._utils._get_available_device_type = lambda: "cpu"
-    torch._utils._get_device_module = lambda _device_type: module  # type: ignore[assignment]
-    try:
-        importlib.import_module(_UTILS)
-    finally:
-        torch._utils._get_available_device_type, torch._utils._get_device_module = saved
+    importlib.import_module("torchtitan.tools.utils")
+
+    # No setting of torchtitan names the device: it is a global, which modules loaded later take
+    # from there, and those loaded before (by torchtitan's own entry point) hold as their own.
+    device = {"device_type": "cpu", "device_module": _cpu_module()}
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torchtitan."):
+            vars(module).update({key: device[key] for key in device.keys() & vars(module).keys()})
 
 
 def _cpu_module() -> types.ModuleType:
