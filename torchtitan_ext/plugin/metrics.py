@@ -20,7 +20,7 @@ from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import geometry, optimizers
 from torchtitan_ext.plugin.console import duration
-from torchtitan_ext.plugin.cpu import resident_peak
+from torchtitan_ext.plugin.machine import resident_peak
 from torchtitan_ext.plugin.run_files import RunFiles
 
 progress = logging.getLogger("torchtitan_ext.progress")
