@@ -1,0 +1,124 @@
+"""Runs of the debug models whose numbers are kept, to hold a later version of torchtitan against.
+
+``python -m tests.integration.titan_golden FOLDER`` records them: ``runs.json``, and one archive for
+each checkpoint of :data:`SAVED`. ``tests/golden/torchtitan_0.2.2`` says how its files were made.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.integration.titan_ranks import ROOT, Job, Run, Server, server
+
+GOLDEN = ROOT / "tests" / "golden" / "torchtitan_0.2.2"
+
+STEPS = 20
+LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
+    "one": (1, ()),
+    "fsdp2": (2, ()),
+    "tp2_fsdp2": (4, ("--parallelism.tensor_parallel_degree=2",)),
+    "hsdp": (4, ("--parallelism.data_parallel_replicate_degree=2",)),
+}
+MODELS = ("llama3", "qwen3")
+NS_DTYPES = ("bfloat16", "float32")
+
+SAVED = {"llama3": (4, 12, 16), "qwen3": (12,)}
+"""Steps of the checkpoints of FSDP2 on two ranks: observation, transition, locked."""
+
+NUM_SAMPLES = 8
+
+
+def job(model: str, layout: str, ns_dtype: str, folder: Path, *more: str) -> Job:
+    """One run: AMO observes until step 8, and is locked from step 14 on."""
+    world_size, degrees = LAYOUTS[layout]
+    arguments = (
+        "--training.dataset=text",
+        f"--training.dataset_path={GOLDEN / 'corpus'}",
+        *("--training.seq_len=64", f"--training.steps={STEPS}"),
+        *("--training.global_batch_size=4", "--training.local_batch_size=1"),
+        *("--optimizer.amo.observe_every=2", "--optimizer.amo.observe_until=8"),
+        *("--optimizer.amo.transition_steps=6", f"--optimizer.amo.ns_dtype={ns_dtype}"),
+        *("--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0"),
+        "--checkpoint.no-last_save_model_only",
+        *degrees,
+    )
+    config = str(ROOT / "configs" / f"debug_{model}.toml")
+    return Job(world_size, str(folder), (*arguments, *more), config)
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """What is kept of a run, as JSON values; floats in full.
+
+    Of each tensor of the state at the end: a digest of its bits, its norm and a few of its
+    elements, evenly spaced.
+    """
+    records, state = run.records(), run.state(STEPS)
+    (control,) = {value for key, value in state.items() if key.endswith("control")}
+    return {
+        "losses": [record["loss"] for record in records],
+        "grad_norms": [record["grad_norm"] for record in records],
+        # Of the coefficients of each step; the control state holds the plan itself.
+        "schedules": [_digest(json.dumps(one["schedules"]).encode()) for one in run.traces()[0]],
+        "control": control,
+        "tensors": {
+            key: _tensor(value)
+            for key, value in sorted(state.items())
+            if torch.is_tensor(value) and value.is_floating_point()
+        },
+    }
+
+
+def _tensor(value: torch.Tensor) -> dict[str, Any]:
+    flat = value.detach().float().flatten().contiguous()
+    stride = max(1, flat.numel() // NUM_SAMPLES)
+    return {
+        "sha256": _digest(flat.numpy().tobytes()),
+        "norm": flat.double().norm().item(),
+        "samples": flat[::stride][:NUM_SAMPLES].tolist(),
+    }
+
+
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def machine() -> list[str]:
+    """What the last bits of a sum depend on."""
+    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.__version__]
+
+
+def main(folder: Path) -> None:
+    """Record everything."""
+    runs = {}
+    with server() as titan, tempfile.TemporaryDirectory() as scratch:
+        for model in MODELS:
+            for layout in LAYOUTS:
+                for ns_dtype in NS_DTYPES:
+                    name = f"{model}-{layout}-{ns_dtype}"
+                    run = titan.run(job(model, layout, ns_dtype, Path(scratch, name)))
+                    runs[name] = summary(run)
+                    print(name, runs[name]["losses"][-1], flush=True)
+                    if (layout, ns_dtype) == ("fsdp2", "bfloat16"):
+                        _keep(run, model, folder)
+    lines = [f"{json.dumps(name)}: {json.dumps(run)}" for name, run in runs.items()]
+    head = f'"machine": {json.dumps(machine())}'
+    (folder / "runs.json").write_text("{\n" + ",\n".join([head, *lines]) + "\n}\n")
+
+
+def _keep(run: Run, model: str, folder: Path) -> None:
+    for step in SAVED[model]:
+        archive = str(folder / f"{model}-step-{step}")
+        shutil.make_archive(archive, "xztar", run.folder / "checkpoint", f"step-{step}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
