@@ -16,8 +16,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import torchtitan_ext
-
 logger = logging.getLogger(__name__)
 
 USER_ERROR = 2
@@ -39,7 +37,9 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    torchtitan_ext.register()
+    from torchtitan_ext.plugin import machine
+
+    machine.install()  # before modules of torchtitan take the device from one another
     from torchtitan.tools.logging import init_logger
 
     from torchtitan_ext.plugin import console, settings
@@ -54,7 +54,7 @@ def main(args: Sequence[str] | None = None) -> int:
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
     if config.metrics.console == "brief":
-        console.brief(Path(config.job.dump_folder))
+        console.brief(Path(config.dump_folder))
     try:
         train(config)
     except CheckpointError as error:
@@ -85,16 +85,21 @@ def train(config: Any) -> None:
         CheckpointError: On every rank, where one cannot write its part of a checkpoint.
     """
     import torch
+    from torchtitan.observability import structured_logger
 
-    from torchtitan_ext.plugin.trainer import Trainer
-
+    structured_logger.init_structured_logger(
+        source="training",
+        output_dir=config.dump_folder,
+        enable=config.debug.enable_structured_logging,
+    )
     trainer = None
     try:
-        trainer = Trainer(config)
         if config.checkpoint.create_seed_checkpoint:
             _require_one_rank(config)
+            trainer = config.build()
             trainer.checkpointer.save(curr_step=0, last_step=True)
         elif config.comm.mode != "local_tensor":  # whose models are never initialized
+            trainer = config.build()
             trainer.train()
             _tell_if_complete(trainer)
     finally:
@@ -110,11 +115,11 @@ def _tell_if_complete(trainer: Any) -> None:
 
     from torchtitan_ext.plugin.metrics import progress
 
-    steps = trainer.job_config.training.steps
-    if not trainer._has_trained and trainer.step >= steps and torch.distributed.get_rank() == 0:
+    steps = trainer.config.training.steps
+    if not trainer.has_trained and trainer.step >= steps and torch.distributed.get_rank() == 0:
         progress.info(
             "the run in %s is complete (its checkpoint is of step %d of %d): nothing was trained",
-            trainer.job_config.job.dump_folder,
+            trainer.config.dump_folder,
             trainer.step,
             steps,
         )

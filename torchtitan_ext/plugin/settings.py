@@ -1,59 +1,86 @@
-"""The job config: read, checked value by value, and as a whole."""
+"""The config: read from a command line, settled, and checked as a whole."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import difflib
 import io
 import os
-import types
-import typing
+import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torchtitan.config import ConfigManager
+import tyro
+from torchtitan.config.manager import ConfigManager, custom_registry
 
 from amo_dist.schedule.schedule_file import read_toml
 from torchtitan_ext import learning_rate
 from torchtitan_ext.data import loader
-from torchtitan_ext.plugin import geometry, optimizers, sections
+from torchtitan_ext.plugin import geometry, models, optimizers, sections
 
-_DEFAULTS = {
-    "job.custom_config_module": "torchtitan_ext.job_config",
-    "experimental.custom_import": "torchtitan_ext",
-}
-
-WITHOUT_VALIDATOR = ("deepseek_v3",)
-"""Models that torchtitan cannot validate: it would stop at an assertion."""
+if TYPE_CHECKING:
+    from torchtitan_ext.plugin.trainer import Trainer
 
 
-def parse(args: Sequence[str]) -> Any:
-    """The job config of a command line, as torchtitan's ``JobConfig`` with the project's fields.
-
-    Names ``torchtitan_ext`` as config module and import where neither the command line nor the
-    file does, so that a config written for plain torchtitan works too.
+def parse(args: Sequence[str]) -> Trainer.Config:
+    """The config of a command line.
 
     Args:
-        args: torchtitan's arguments, such as ``["--job.config_file", "x.toml"]``.
+        args: Such as ``["--job.config_file", "x.toml", "--training.steps", "5"]``. Names of fields
+            may be those of files: ``--training.dataset`` for ``--dataloader.dataset``.
 
     Raises:
         ValueError: For a file that cannot be read, an unknown field, a value of a wrong type or a
             combination that cannot work.
         SystemExit: For a mistake among the arguments, already explained on standard error.
     """
-    manager = Manager()
-    # torchtitan logs the traceback of a config file that it cannot read; the error says it all.
-    path = argument(args, "job.config_file")
-    values = {} if path is None else read_toml("job.config_file", path)
-    with _quiet_unless_first():
-        config = manager.parse_args([*args, *missing_defaults(args, values)])
-    learning_rate.resolve(config.optimizer)  # now, so that a logged config shows the rate
+    config, problems = load(args)
+    if problems:
+        raise ValueError(problems[0])
+    settle(config)
     validate(config)
     return config
 
 
-def validate(config: Any) -> None:
+def load(args: Sequence[str]) -> tuple[Trainer.Config, list[str]]:
+    """The config of a command line as it stands there, and one line for each mistake in its file.
+
+    Args:
+        args: As for :func:`parse`.
+
+    Raises:
+        ValueError: If there is no file of that name, or it is not TOML.
+        SystemExit: For a mistake among the arguments, already explained on standard error.
+    """
+    from torchtitan_ext.plugin import toml_config  # it needs the trainer, which needs this
+
+    path = argument(args, "job.config_file")
+    values = {} if path is None else read_toml("job.config_file", path)
+    config, problems = toml_config.read(values, args)
+    ConfigManager()  # which makes torchtitan's rules for the types of arguments known
+    with _quiet_unless_first():
+        config = tyro.cli(
+            type(config), args=_renamed(args), default=config, registry=custom_registry
+        )
+    return config, problems
+
+
+def settle(config: Trainer.Config) -> None:
+    """Fill in what follows from other fields; idempotent.
+
+    Raises:
+        ValueError: For a learning rate or a model that cannot be told.
+    """
+    sections.settle(config.optimizer, config.given)
+    learning_rate.resolve(config.optimizer)
+    if config.model_spec is None:
+        config.model_spec = models.spec(config.model)
+    if config.loss.global_vocab_size is None:
+        config.loss.global_vocab_size = config.model_spec.model.vocab_size
+    for dataloader in (config.dataloader, config.validator.dataloader):
+        dataloader.positions = config.model.attention != "sdpa"
+
+
+def validate(config: Trainer.Config) -> None:
     """Check the fields that depend on one another.
 
     Raises:
@@ -63,9 +90,6 @@ def validate(config: Any) -> None:
     geometry.validate(config)
     _check_sizes(config.training)
     loader.validate(config)
-    _check_validator(config)
-    if config.fault_tolerance.enable:
-        raise ValueError("fault_tolerance.enable: found true, torchft is not supported")
     if config.optimizer.name != "AMO" or config.optimizer.allow_unlocked:
         return
     if config.optimizer.amo.observe_only:  # which has no plan to lock
@@ -76,14 +100,6 @@ def validate(config: Any) -> None:
             f"training.steps: found {steps}, expected at least observe_until + transition_steps = "
             f"{lock_step} of [optimizer.amo], where the plan locks "
             "(or optimizer.allow_unlocked = true)"
-        )
-
-
-def _check_validator(config: Any) -> None:
-    if config.validation.enable and config.model.name in WITHOUT_VALIDATOR:
-        raise ValueError(
-            "validation.enable: found true, expected false: torchtitan has no validator for "
-            f"model.name = {config.model.name!r}"
         )
 
 
@@ -100,81 +116,6 @@ def _check_sizes(training: Any) -> None:
         )
 
 
-def check_values(cls: type, data: dict[str, Any], section: str = "") -> None:
-    """Check names and types of TOML values against a config dataclass, sections included.
-
-    Raises:
-        ValueError: For the first unknown field (with the nearest known one) or wrong type.
-    """
-    hints = typing.get_type_hints(cls)
-    known = {field.name: hints[field.name] for field in dataclasses.fields(cls)}
-    for name, value in data.items():
-        where = f"{section}.{name}" if section else name
-        if name not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
-            raise ValueError(f"{where}: unknown field; {hint}")
-        expected = known[name]
-        if dataclasses.is_dataclass(expected) and isinstance(value, dict):
-            check_values(typing.cast(type, expected), value, where)
-        elif not _matches(value, expected):
-            raise ValueError(f"{where}: found {value!r}, expected {_describe(expected)}")
-
-
-def _matches(value: object, expected: Any) -> bool:
-    origin, parameters = typing.get_origin(expected), typing.get_args(expected)
-    if origin in (typing.Union, types.UnionType):
-        return any(_matches(value, one) for one in parameters)
-    if origin is typing.Literal:
-        return value in parameters
-    if origin is list:
-        return isinstance(value, list) and all(_matches(one, parameters[0]) for one in value)
-    if expected is float:
-        return isinstance(value, (int, float)) and not isinstance(value, bool)
-    if expected is int:
-        return isinstance(value, int) and not isinstance(value, bool)
-    return not isinstance(expected, type) or isinstance(value, expected)
-
-
-def _describe(expected: Any) -> str:
-    if typing.get_origin(expected) is typing.Literal:
-        return f"one of {', '.join(map(repr, typing.get_args(expected)))}"
-    if dataclasses.is_dataclass(expected):
-        return "a section"
-    names = {int: "an integer", float: "a number", bool: "true or false", str: "a string"}
-    return names.get(expected, str(expected))
-
-
-class Manager(ConfigManager):
-    """torchtitan's parser with readable errors, and with sections that agree."""
-
-    def parse_args(self, args: Sequence[str] = ()) -> Any:
-        """The job config of arguments and file."""
-        config: Any = super().parse_args([*args])
-        given = sections.given_fields(args, self._maybe_load_toml([*args]) or {})
-        sections.settle(config.optimizer, given)
-        return config
-
-    def _dict_to_dataclass(self, cls: type, data: dict[str, Any]) -> Any:
-        if cls.__name__.endswith("JobConfig"):  # the root; sections follow by recursion
-            check_values(cls, data)
-        try:
-            return super()._dict_to_dataclass(cls, data)
-        except ValueError as error:
-            # A section that checks itself names its field, but not where it stands.
-            raise ValueError(f"{_section_of(cls)}{error}") from None
-
-    def _validate_config(self) -> None:
-        # torchtitan looks for tokenizer files here, of which the byte tokenizer has none.
-        if self.config.data.tokenizer != "byte":
-            super()._validate_config()
-
-
-def _section_of(cls: type) -> str:
-    name = {"AMOConfig": "optimizer.amo", "MuonSection": "optimizer.muon"}.get(cls.__name__)
-    return f"[{name}] " if name else ""
-
-
 def argument(args: Sequence[str], name: str) -> str | None:
     """The value of ``--name value`` or ``--name=value``, with either ``_`` or ``-``."""
     for index, arg in enumerate(args):
@@ -184,13 +125,33 @@ def argument(args: Sequence[str], name: str) -> str | None:
     return None
 
 
-def missing_defaults(args: Sequence[str], values: dict[str, Any]) -> list[str]:
-    """Arguments that name ``torchtitan_ext`` where the arguments and the file name nothing."""
-    found = []
-    for name, default in _DEFAULTS.items():
-        section, field = name.split(".")
-        if not (argument(args, name) or values.get(section, {}).get(field)):
-            found.append(f"--{name}={default}")
+def _renamed(args: Sequence[str]) -> list[str]:
+    """Arguments by the names of the config, without those that name its file or mean nothing.
+
+    The first rank tells of each that has another name now.
+    """
+    from torchtitan_ext.plugin.toml_config import IGNORED, moved
+
+    found: list[str] = []
+    rest = iter(args)
+    for arg in rest:
+        option, equals, value = arg.partition("=")
+        name = option.removeprefix("--").replace("-", "_")
+        if not option.startswith("--"):
+            found.append(arg)
+        elif name in ("job.config_file", *IGNORED):
+            if not equals:
+                next(rest, None)
+        else:
+            section, dot, field = name.rpartition(".")
+            is_off = field.startswith("no_")
+            new = moved(section + dot + field.removeprefix("no_"))
+            if is_off:
+                section, dot, field = new.rpartition(".")
+                new = f"{section}{dot}no_{field}"
+            if new != name and os.environ.get("RANK", "0") == "0":
+                print(f"note: --{name} is --{new} now", file=sys.stderr, flush=True)
+            found.append(f"--{new}{equals}{value}" if new != name else arg)
     return found
 
 

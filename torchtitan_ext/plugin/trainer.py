@@ -8,18 +8,23 @@ import signal
 import socket
 import threading
 from collections.abc import Iterator
-from datetime import timedelta
-from typing import Any
-from unittest import mock
+from dataclasses import dataclass, field
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import torchtitan.train as titan
-from torchtitan.distributed import utils as titan_distributed
+import torchtitan.trainer as titan
+import tyro
+from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
+from torchtitan_ext.data.loader import Streams
+from torchtitan_ext.data.tokenizers import Tokenizer
+from torchtitan_ext.plugin import machine, models, settings
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
-from torchtitan_ext.plugin.metrics import progress
-from torchtitan_ext.plugin.optimizers import check_last_update
+from torchtitan_ext.plugin.geometry import Geometry
+from torchtitan_ext.plugin.metrics import MetricsProcessor, progress
+from torchtitan_ext.plugin.optimizers import OptimizersContainer, check_last_update
 from torchtitan_ext.plugin.restarts import own_store
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -107,22 +112,57 @@ class StopVote:
 
 
 class Trainer(titan.Trainer):
-    """torchtitan's trainer, with the project's checkpoints.
+    """torchtitan's trainer, with the project's parts.
 
     SIGTERM or SIGINT on any rank ends training at the next step, after a checkpoint of it, on all
-    ranks alike. The short timeout of collectives holds from the second step of every start on,
-    where torchtitan waits for step 1 and so never sets it in a resumed run.
+    ranks alike.
+
+    Raises:
+        ValueError: For a config that cannot work.
     """
 
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.Trainer.Config):
+        """All sections."""
+
+        description: str = ""
+        """A line about the run."""
+
+        model: models.Model = field(default_factory=models.Model)
+        geometry: Geometry = field(default_factory=Geometry)
+        tokenizer: Tokenizer.Config = field(default_factory=Tokenizer.Config)
+        dataloader: Streams.Config = field(default_factory=Streams.Config)
+        optimizer: OptimizersContainer.Config = field(default_factory=OptimizersContainer.Config)
+        metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
+        checkpoint: CheckpointManager.Config = field(default_factory=CheckpointManager.Config)
+        # CUDA graphs: a step under capture cannot leave out a parameter without a gradient.
+        training: TrainingConfig = field(
+            default_factory=lambda: TrainingConfig(disable_cuda_graphs=True)
+        )
+        parallelism: ParallelismConfig = field(
+            default_factory=lambda: ParallelismConfig(spmd_backend=machine.spmd_backend())
+        )
+        loss: CrossEntropyLoss.Config = field(default_factory=CrossEntropyLoss.Config)
+        # Several lines a step and rank; ``metrics.jsonl`` holds what the project's tools read.
+        debug: DebugConfig = field(
+            default_factory=lambda: DebugConfig(enable_structured_logging=False)
+        )
+        given: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
+        """Fields of ``[optimizer]`` that somebody set, see :mod:`.sections`."""
+
+    config: Config
     checkpointer: CheckpointManager
 
-    def __init__(self, job_config: Any) -> None:
-        with mock.patch.object(titan, "CheckpointManager", CheckpointManager):
-            super().__init__(job_config)
-        self._request = StopRequest(grace=float(job_config.comm.init_timeout_seconds))
+    def __init__(self, config: Config) -> None:
+        # Here, where both come by: our own entry point, and torchtitan's with its command line.
+        settings.settle(config)
+        settings.validate(config)
+        super().__init__(config)
+        self._request = StopRequest(grace=float(config.comm.init_timeout_seconds))
         self._vote = StopVote(self.device)
         self._stops = False
-        self._has_trained = False
+        self.has_trained = False
+        """Whether this process made a step."""
 
     def init_distributed(self) -> Any:
         """Meet the other ranks of this start."""
@@ -133,9 +173,9 @@ class Trainer(titan.Trainer):
         """Train to the end, or until told to stop."""
         with self._request.listening():
             super().train()
-            self.checkpointer.wait()
+            self.checkpointer.maybe_wait_for_saving()
             check_last_update(self.optimizers)  # which no further step tells of
-            if self._stops and self.step < self.job_config.training.steps:
+            if self._stops and self.step < self.config.training.steps:
                 saves = self.checkpointer.enable and not self.checkpointer.load_only
                 what = "saved" if saves else "not saved: checkpoints are off"
                 progress.info("stopped at step %d, which is %s", self.step, what)
@@ -146,10 +186,7 @@ class Trainer(titan.Trainer):
         self._vote.ask(self._request.is_made())
         super().train_step(data_iterator)
         self._stops = self._vote.answer()
-        if not self._has_trained and self.step > 1:  # torchtitan does so itself after step 1
-            seconds = self.job_config.comm.train_timeout_seconds
-            titan_distributed.set_pg_timeouts(timedelta(seconds=seconds), self.parallel_dims)
-        self._has_trained = True
+        self.has_trained = True
 
     def should_continue_training(self) -> bool:
         """Whether there is a next step; where training stops before its end, after a save."""
