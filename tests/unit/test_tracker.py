@@ -134,7 +134,7 @@ def config(**changes: Any) -> SimpleNamespace:
         geometry=SimpleNamespace(**{k: values[k] for k in ("enable", "interval", "what")}),
         optimizer=SimpleNamespace(name=values["name"]),
         model=SimpleNamespace(name="llama3", flavor=values.get("flavor", "tiny")),
-        job=SimpleNamespace(dump_folder=values.get("folder", "unused")),
+        dump_folder=values.get("folder", "unused"),
     )
 
 

@@ -8,13 +8,14 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import torch
 import torch.distributed as dist
 import torchtitan.components.checkpointer as titan
 from torch.distributed.checkpoint.api import CheckpointException
+from torchtitan.tools.filesystem import is_remote
 
+from torchtitan_ext.plugin import hyperparameters
 from torchtitan_ext.plugin.optimizers import check_last_update
 from torchtitan_ext.plugin.run_files import COMPLETE_FILES, checkpoints, complete_steps
 
@@ -26,75 +27,83 @@ class CheckpointError(RuntimeError):
 
 
 class CheckpointManager(titan.CheckpointManager):
-    """torchtitan's manager, with five corrections.
+    """torchtitan's manager, with corrections.
 
-    A run starts from what ``initial_load_path`` or ``initial_load_in_hf`` name until it has a
-    complete checkpoint of its own, and not from random weights as soon as there is a folder for
-    one. Only complete checkpoints count for ``keep_latest_k``: what a killed save left behind would
-    otherwise take the place of the one checkpoint that can be loaded. A checkpoint that is written
-    over is incomplete until it is whole again. A failed save is told in one line, on every rank.
-    Copies that run beside training begin when the optimizer's step has ended on the device.
+    All ranks load what the first one sees. Only complete checkpoints count for ``keep_latest_k``:
+    what a killed save left behind would otherwise take the place of the one checkpoint that can be
+    loaded. A checkpoint that is written over is incomplete until it is whole again. A failed save
+    is told in one line, on every rank. Copies that run beside training begin when the optimizer's
+    step has ended on the device. Schedules go on from the peak rate that ``[optimizer]`` decides
+    for.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.CheckpointManager.Config):
         """``[checkpoint]``."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+        initial_load_model_only: bool = True
+        """Whether what ``initial_load_path`` names gives weights alone."""
+
+        def __post_init__(self) -> None:
+            """Check the fields.
+
+            Raises:
+                ValueError: For a value out of range, or fields that contradict each other.
+            """
+            if is_remote(self.folder):
+                raise ValueError(
+                    f"checkpoint.folder: found {self.folder!r}, expected a folder of a file system"
+                )
+            given = self.initial_load_model_only
+            if not (self.initial_load_path or self.initial_load_in_hf):
+                self.initial_load_model_only = False  # torchtitan warns of its own default
+            titan.CheckpointManager.Config.__post_init__(self)
+            self.initial_load_model_only = given
+
+    def __init__(self, config: Config, **parts: Any) -> None:
+        super().__init__(config, **parts)
+        self._latest_step = -1
         self._step_under_way = -1
         self._saved_step = -1
 
-    def load(self, step: int = -1) -> bool:
+    def _load(self, step: int = -1) -> bool:
         """Load the checkpoint of ``step``, by default the latest complete one, or initial weights.
-
-        Without a complete checkpoint the run starts as if its folder were empty. The first rank
-        looks, and all go by what it found.
 
         Raises:
             ValueError: If a rank does not see the checkpoint that the first one found.
         """
-        if not self.enable or step != -1:
-            return bool(super().load(step))
-        latest = self._latest_step()
-        if latest == -1:
-            # torchtitan looks for initial weights only while there is no such folder.
-            with mock.patch.object(self, "folder", ""):
-                return bool(super().load())
-        if not Path(self._create_checkpoint_id(latest)).is_dir():
+        if step == -1:
+            self._latest_step = self._agree_on_latest_step()
+        has_loaded: bool = super()._load(step)
+        if has_loaded:
+            hyperparameters.follow(self.states[titan.LR_SCHEDULER])
+        return has_loaded
+
+    def _find_load_step(self, folder: str = "") -> int:
+        return self._latest_step
+
+    def _agree_on_latest_step(self) -> int:
+        """The latest complete step that the first rank sees; -1 where there is none."""
+        found = [max(self._complete_steps(), default=-1)]
+        dist.broadcast_object_list(found, src=0)
+        latest = found[0]
+        incomplete = checkpoints(Path(self.folder))
+        if latest == -1 and incomplete and dist.get_rank() == 0:
+            logger.warning(
+                "no checkpoint in %s is complete (a save was cut short: %s); the run starts anew",
+                self.folder,
+                ", ".join(f"step-{step}" for step in incomplete),
+            )
+        if latest != -1 and not Path(self._create_checkpoint_id(latest)).is_dir():
             raise ValueError(
                 f"checkpoint.folder: found no step-{latest} in {self.folder} on rank "
                 f"{dist.get_rank()}, expected what the first rank sees there: checkpoints belong "
                 "on a file system that all ranks share"
             )
-        return bool(super().load(latest))
+        return latest
 
-    def _latest_step(self) -> int:
-        """The latest complete step that the first rank sees; -1 where there is none."""
-        found = [-1]
-        if dist.get_rank() == 0:
-            found = [max(self._complete_steps(), default=-1)]
-            incomplete = checkpoints(Path(self.folder))
-            if found == [-1] and incomplete:
-                logger.warning(
-                    "no checkpoint in %s is complete (a save was cut short: %s); the run starts "
-                    "anew from %s",
-                    self.folder,
-                    ", ".join(f"step-{step}" for step in incomplete),
-                    self._origin(),
-                )
-        dist.broadcast_object_list(found, src=0)
-        return found[0]
-
-    def _origin(self) -> str:
-        if self.initial_load_path:
-            return f"checkpoint.initial_load_path = {self.initial_load_path}"
-        if self.initial_load_in_hf:
-            return "the weights in model.hf_assets_path"
-        return "freshly drawn weights"
-
-    def save(self, curr_step: int, last_step: bool = False) -> None:
-        """Save where torchtitan would.
+    def _save(self, curr_step: int, last_step: bool = False) -> bool:
+        """Save where torchtitan would; returns whether it did.
 
         Raises:
             CheckpointError: On every rank, if a rank could not write its part of this checkpoint
@@ -103,29 +112,30 @@ class CheckpointManager(titan.CheckpointManager):
                 out an update that was NaN or inf.
         """
         if not self._should_save(curr_step, last_step):
-            return
+            return False
         check_last_update(self.states[titan.OPTIMIZER])
-        self._async_wait()  # of the last checkpoint, whose step an error names
+        self.maybe_wait_for_saving()  # of the last checkpoint, whose step an error names
         self._step_under_way = curr_step
         if dist.get_rank() == 0:
             # The coordinator, which hands out the work: nobody writes before.
             for name in COMPLETE_FILES:
                 Path(self._create_checkpoint_id(curr_step), name).unlink(missing_ok=True)
-        if self.enable_staging:
+        if self.async_mode == titan.AsyncMode.ASYNC_WITH_PINNED_MEM:
             # PyTorch copies on a stream of its own, which waits for no other: it would read
             # parameters and state that the last kernels of the step have yet to write.
             torch.accelerator.synchronize()
         try:
-            super().save(curr_step, last_step)
+            super()._save(curr_step, last_step)
         except (CheckpointException, OSError) as error:
             raise self._explained(error) from error
         self._saved_step = curr_step
+        return True
 
     def save_and_wait(self, step: int) -> None:
         """Save everything that a resume needs, unless ``step`` is saved, and wait for the disk.
 
         Raises:
-            CheckpointError: As for :meth:`save`.
+            CheckpointError: As for a save.
         """
         if not self.enable or self.load_only:
             return
@@ -133,20 +143,11 @@ class CheckpointManager(titan.CheckpointManager):
             # The last step of a run may save less, in another format.
             self.last_save_model_only = self.last_save_in_hf = False
             self.save(step, last_step=True)
-        self.wait()
+        self.maybe_wait_for_saving()
 
-    def wait(self) -> None:
-        """Wait until the last checkpoint is on disk.
-
-        Raises:
-            CheckpointError: As for :meth:`save`.
-        """
-        if self.enable and not self.load_only:
-            self._async_wait()
-
-    def _async_wait(self) -> None:
+    def _wait_for_saving(self) -> None:
         try:
-            super()._async_wait()
+            super()._wait_for_saving()
         except (CheckpointException, OSError) as error:
             raise self._explained(error) from error
 
@@ -162,7 +163,7 @@ class CheckpointManager(titan.CheckpointManager):
         return complete_steps(Path(self.folder))
 
     def _purge_stale_checkpoints(self) -> None:
-        if not (self.keep_latest_k > 0 and dist.get_rank() == 0):
+        if not self._should_purge():
             return
         current = self._step_under_way
         older = [step for step in self._complete_steps() if step < current]

@@ -79,7 +79,10 @@ def validate(config: Any) -> None:
     """
     section = config.geometry
     if section.enable and config.optimizer.name in STOCK:
-        raise ValueError(_no_matrices(config))
+        raise ValueError(
+            f"geometry.enable: found true with optimizer.name = {config.optimizer.name!r}, which "
+            "orthogonalizes nothing; expected a name of the Muon family"
+        )
     if section.interval < 1:
         raise ValueError(f"geometry.interval: found {section.interval!r}, expected an integer >= 1")
     if section.what not in WHAT:
@@ -93,35 +96,20 @@ def install(container: Any, config: Any) -> GeometryTracker | None:
 
     Args:
         container: The optimizers, before the first step.
-        config: The job config.
+        config: As :func:`validate` accepts it.
 
     Returns:
         The tracker; ``None`` where none is asked for.
-
-    Raises:
-        ValueError: For what :func:`validate` finds, and for an optimizer without matrices.
     """
-    section = getattr(config, "geometry", None)
-    if section is None or not section.enable:
+    section = config.geometry
+    if not section.enable:
         return None
-    validate(config)
-    optimizer: Any = getattr(container, "optimizer", None)
-    if not hasattr(optimizer, "tracker"):
-        raise ValueError(_no_matrices(config))
     tracker = GeometryTracker(section.interval, section.what)
-    log = GeometryLog(
-        Path(config.job.dump_folder), model=model_label(config), family=family_label(config)
-    )
+    folder = Path(config.dump_folder)
+    log = GeometryLog(folder, model=model_label(config), family=family_label(config))
     tracker.sink = lambda _, records: log.append(records, tracker.first_step or 1)
-    optimizer.tracker = tracker
+    container.optimizer.tracker = tracker
     return tracker
-
-
-def _no_matrices(config: Any) -> str:
-    return (
-        f"geometry.enable: found true with optimizer.name = {config.optimizer.name!r}, which "
-        "orthogonalizes nothing; expected a name of the Muon family"
-    )
 
 
 def model_label(config: Any) -> str:

@@ -1,7 +1,7 @@
 """Learning rate, weight decay, betas and eps of a resumed run: the checkpoint's, or the config's.
 
-A checkpoint brings its own, and PyTorch takes them without a word: a rate that was changed for the
-rest of a run would be logged, and not be used. How the rate develops (``[lr_scheduler]``,
+A checkpoint brings its own, and PyTorch takes them without a word: a weight decay that was changed
+for the rest of a run would be logged, and not be used. How the rate develops (``[lr_scheduler]``,
 ``training.steps``) is no part of a checkpoint and always that of the config.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -38,80 +38,68 @@ def install(container: Any, config: Any) -> None:
     """Have the rule of ``[optimizer]`` decide when the container's optimizers load a state.
 
     Args:
-        container: Of any class; its ``on_config_change`` tells the rule to schedulers.
-        config: torchtitan's ``[optimizer]`` section, with the project's fields.
+        container: Of any class.
+        config: The section.
     """
-    container.on_config_change = rule_of(config)
-    hook = functools.partial(_resolve_groups, container.on_config_change)
     for optimizer in container.optimizers:
-        optimizer.register_load_state_dict_pre_hook(hook)
+        optimizer.register_load_state_dict_pre_hook(functools.partial(_resolve, rule_of(config)))
 
 
-def resolve(rule: str, differing: Mapping[str, tuple[Any, Any]]) -> bool:
-    """Whether the config's values replace those of the checkpoint, where some differ.
+def follow(schedulers: Iterable[Any]) -> None:
+    """Have schedules go on from the peak rates that their optimizers loaded or kept.
+
+    torchtitan's would leave the checkpoint's rate in force for one step, and then take the config's
+    peak whatever the rule says.
 
     Args:
-        rule: ``error``, ``keep_checkpoint`` or ``use_config``.
-        differing: Field -> the values of the checkpoint and of the config.
-
-    Raises:
-        ValueError: With the rule ``error``.
+        schedulers: PyTorch's ``LambdaLR``, after a load.
     """
-    if not differing:
-        return False
-    changes = "; ".join(
-        f"{field}: found {found!r} in the checkpoint, expected {expected!r} as in this config"
-        for field, (found, expected) in differing.items()
-    )
-    if rule == "error":
-        raise ValueError(
-            f"{changes}; optimizer.on_config_change = 'keep_checkpoint' or 'use_config' goes on "
-            "with one of them"
-        )
-    kept = "config" if rule == "use_config" else "checkpoint"
-    logger.warning("the values of the %s are in force: %s", kept, changes)
-    return rule == "use_config"
+    for scheduler in schedulers:
+        groups = scheduler.optimizer.param_groups
+        scheduler.base_lrs = [group["initial_lr"] for group in groups]
+        for group, factor in zip(groups, scheduler.lr_lambdas, strict=True):
+            group["lr"] = group["initial_lr"] * factor(scheduler.last_epoch)
+        scheduler._last_lr = [group["lr"] for group in groups]
 
 
-def _resolve_groups(
+def _resolve(
     rule: str, optimizer: Optimizer, state_dict: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """A load hook: the state with the values that go on, or ``None`` to take it as it is."""
     found, groups = state_dict.get("param_groups"), optimizer.param_groups
     if not isinstance(found, list) or len(found) != len(groups):
         return None  # which the optimizer itself refuses
-    differing: dict[str, tuple[Any, Any]] = {}
-    for saved, group in zip(found, groups, strict=True):
-        differing |= dict(_differing(saved, group))
-    if not resolve(rule, differing):
+    pairs = [*zip(found, groups, strict=True)]
+    changes = dict.fromkeys(change for pair in pairs for change in _differing(*pair))
+    if not changes:
         return None
-    replaced = [_with_own(saved, group) for saved, group in zip(found, groups, strict=True)]
-    return {**state_dict, "param_groups": replaced}
+    told = "; ".join(changes)
+    if rule == "error":
+        raise ValueError(
+            f"{told}; optimizer.on_config_change = 'keep_checkpoint' or 'use_config' goes on "
+            "with one of them"
+        )
+    kept = "config" if rule == "use_config" else "checkpoint"
+    logger.warning("the values of the %s are in force: %s", kept, told)
+    if rule != "use_config":
+        return None
+    taken = [
+        {**saved, **{key: group[key] for key in _FIELDS if key in saved and key in group}}
+        for saved, group in pairs
+    ]
+    return {**state_dict, "param_groups": taken}
 
 
-def _differing(
-    saved: Mapping[str, Any], group: Mapping[str, Any]
-) -> Iterator[tuple[str, tuple[Any, Any]]]:
+def _differing(saved: Mapping[str, Any], group: Mapping[str, Any]) -> Iterator[str]:
     for key, fields in _FIELDS.items():
         if key not in saved or key not in group:
             continue
-        pairs = zip(fields, _several(saved[key]), _several(group[key]), strict=True)
-        yield from ((field, (old, new)) for field, old, new in pairs if old != new)
+        for field, old, new in zip(fields, _several(saved[key]), _several(group[key]), strict=True):
+            if old != new:
+                yield (
+                    f"{field}: found {old!r} in the checkpoint, expected {new!r} as in this config"
+                )
 
 
 def _several(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (tuple, list)) else (value,)
-
-
-def _with_own(saved: Mapping[str, Any], group: Mapping[str, Any]) -> dict[str, Any]:
-    own = {key: group[key] for key in _FIELDS if key in saved and key in group}
-    if "initial_lr" in own:
-        own["lr"] = moved(saved["lr"], saved["initial_lr"], own["initial_lr"])
-    return {**saved, **own}
-
-
-def moved(rate: float, peak: float, new_peak: float) -> float:
-    """A rate of a schedule with another peak; to the last bit where the peak stays."""
-    if peak == new_peak or peak == 0:
-        return rate if peak == new_peak else new_peak
-    return rate / peak * new_peak

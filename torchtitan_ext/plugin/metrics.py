@@ -7,6 +7,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
@@ -49,19 +50,29 @@ class MetricsProcessor(titan.MetricsProcessor):
     _optimizers: Any = None
     _tracker: GeometryTracker | None = None
 
-    def __init__(self, job_config: Any, parallel_dims: Any, tag: str | None = None) -> None:
-        super().__init__(job_config, parallel_dims, tag)
-        writes = torch.distributed.get_rank() == titan._get_metrics_rank(parallel_dims, job_config)
-        folder = Path(job_config.job.dump_folder)
-        self._files = RunFiles(folder) if writes else None
-        self._num_steps = job_config.training.steps
-        self._config = job_config
-        optimizer = job_config.optimizer
-        plans = optimizer.name == "AMO" and not optimizer.amo.observe_only
-        self._lock_step = optimizer.amo.lock_step if plans else None
+    def __init__(
+        self,
+        config: Config,
+        *,
+        parallel_dims: Any,
+        dump_folder: str,
+        pp_schedule: str,
+        config_dict: dict[str, Any],
+        **options: Any,
+    ) -> None:
+        shared = {"parallel_dims": parallel_dims, "pp_schedule": pp_schedule}
+        super().__init__(
+            config, dump_folder=dump_folder, config_dict=config_dict, **shared, **options
+        )
+        # The section says which model it is; all of its modules would take thousands of lines.
+        self._config_dict = {k: v for k, v in config_dict.items() if k != "model_spec"}
+        writes = torch.distributed.get_rank() == titan._get_metrics_rank(**shared)
+        self._files = RunFiles(Path(dump_folder)) if writes else None
+        self._config = _sections(config_dict)
+        self._num_steps = int(self._config.training.steps)
+        self._tokens_per_step = tokens_per_step(self._config.training, parallel_dims)
         self._first_step: int | None = None
         self._logged_step = 0
-        self._tokens_per_step = tokens_per_step(job_config.training, parallel_dims)
         self._step_ended = self.time_last_log
         self._tokens_at_end = 0
         self._observed_step = 0
@@ -83,7 +94,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             self._first_step, self._logged_step = step, step - 1
             self._observed_step = step - 1
             if self._files is not None:
-                self._files.start(step, self._config.to_dict())
+                self._files.start(step, self._config_dict)
                 start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
                 progress.info("training %s of %d", start, self._num_steps)
                 self._show_plan()
@@ -110,14 +121,16 @@ class MetricsProcessor(titan.MetricsProcessor):
         # one, and counts a sequence once for each of the ranks that share it.
         num_tokens = step * self._tokens_per_step
         extra_metrics = {**(extra_metrics or {}), "n_tokens_seen": num_tokens}
+        rates = (rate for name, rate in extra_metrics.items() if name.startswith("lr/"))
+        amo = None if self._policy is None else self._policy.config
         record = {
             "step": step,
             "training_steps": self._num_steps,
-            "lock_step": self._lock_step,
+            "lock_step": None if amo is None or amo.observe_only else amo.lock_step,
             "loss": global_avg_loss,
             "max_loss": global_max_loss,
             "grad_norm": grad_norm,
-            "lr": extra_metrics.get("lr"),
+            "lr": next(rates, None),  # one of all groups
             "num_tokens": num_tokens,
             "tokens_per_second": num_steps * self._tokens_per_step / seconds,
             "seconds_per_step": seconds / num_steps,
@@ -189,11 +202,11 @@ class MetricsProcessor(titan.MetricsProcessor):
             progress.info("the plan of the checkpoint:\n%s", plan_table(plan))
 
 
-def build_metrics_processor(
-    job_config: Any, parallel_dims: Any, model_args: Any = None, tag: str | None = None
-) -> MetricsProcessor:
-    """The processor of a run, for torchtitan's train spec."""
-    return MetricsProcessor(job_config, parallel_dims, tag)
+def _sections(values: Mapping[str, Any]) -> SimpleNamespace:
+    """A config as a dict, with fields and sections as attributes again."""
+    return SimpleNamespace(
+        **{k: SimpleNamespace(**v) if isinstance(v, dict) else v for k, v in values.items()}
+    )
 
 
 def tokens_per_step(training: Any, parallel_dims: Any) -> int:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from unittest import mock
 
-import torch
-import torch.distributed as dist
 import torchtitan.components.optimizer as titan
 from torch import nn
 from torch.optim import Optimizer
 from torchtitan.config import Configurable
+from torchtitan.models.common.attention import FusedQKVLinear
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.operators.groups import param_groups
 from amo_dist.operators.patterns import clean_name
+from amo_dist.operators.views import Fused
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
@@ -26,8 +26,6 @@ from torchtitan_ext import learning_rate
 from torchtitan_ext.learning_rate import TITAN_DEFAULT
 from torchtitan_ext.plugin import hyperparameters, sections
 from torchtitan_ext.plugin.step_clock import StepClock
-
-Groups = list[dict[str, Any]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,9 +62,9 @@ def _common(config: Any) -> dict[str, Any]:
     }
 
 
-def _make(groups: Groups, config: Any, process_group: dist.ProcessGroup | None) -> Optimizer:
-    """An optimizer of the Muon family over groups, from torchtitan's ``[optimizer]`` section."""
-    options = {**_common(config), "process_group": process_group}
+def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
+    """An optimizer of the Muon family over groups."""
+    options = _common(config)
     if config.name == "AMO":
         return AMO(groups, config=config.amo, **options)
     muon = MuonConfig(**{field: getattr(config.muon, field) for field in sections.SHARED})
@@ -76,6 +74,16 @@ def _make(groups: Groups, config: Any, process_group: dist.ProcessGroup | None) 
     if config.muon.schedule_file:
         schedule = load_schedule_file(config.muon.schedule_file)
     return Muon(groups, schedule=schedule, config=muon, **options)
+
+
+def _stock(config: Any) -> titan.OptimizersContainer.Config:
+    """The section of torchtitan for one optimizer over all parameters."""
+    group = titan.ParamGroupConfig(
+        pattern=".*", optimizer_name=config.name, optimizer_kwargs=_common(config)
+    )
+    return titan.OptimizersContainer.Config(
+        param_groups=[group], implementation=config.implementation
+    )
 
 
 OPTIMIZERS = (
@@ -98,11 +106,6 @@ def validate(config: Any) -> None:
         raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
     if config.name in sections.STOCK:
         return
-    if config.early_step_in_backward:
-        raise ValueError(
-            f"optimizer.early_step_in_backward: found true, expected false: {config.name} "
-            "orthogonalizes whole matrices, after the backward and after clipping"
-        )
     _check_schedule(config)
     if config.name == "AMO" and config.muon != type(config.muon)():
         # Otherwise `[optimizer.muon] momentum = 0.9` would be ignored without a word.
@@ -143,9 +146,8 @@ class OptimizersContainer(titan.OptimizersContainer):
     model; pipeline stages of any layout can load it.
 
     Args:
+        config: Names an optimizer of the Muon family.
         model_parts: On their final device, with their final placements.
-        config: torchtitan's ``[optimizer]`` section.
-        process_group: Ranks over which plain tensors are replicas, as under DDP.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -203,19 +205,35 @@ class OptimizersContainer(titan.OptimizersContainer):
         amo: AMOConfig = field(default_factory=AMOConfig)
         """Read by ``name = "AMO"``."""
 
-    def __init__(
-        self,
-        model_parts: list[nn.Module],
-        config: Any,
-        process_group: dist.ProcessGroup | None = None,
-    ) -> None:
+        def build(self, *, model_parts: list[nn.Module]) -> titan.OptimizersContainer:
+            """The container of the named optimizer, which is torchtitan's for its own names.
+
+            Raises:
+                ValueError: For what :func:`validate` finds.
+            """
+            # Again, where torchtitan's own entry point read the config.
+            validate(self)
+            sections.settle(self)
+            learning_rate.resolve(self)
+            if self.name in sections.STOCK:
+                container = _stock(self).build(model_parts=model_parts)
+            else:
+                container = OptimizersContainer(self, model_parts=model_parts)
+            hyperparameters.install(container, self)
+            parameter = next(p for part in model_parts for p in part.parameters())
+            container.clock = StepClock(parameter.device)
+            container.register_step_pre_hook(container.clock.start)
+            container.register_step_post_hook(container.clock.stop)
+            return container
+
+    def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self.model_parts = model_parts
         # A part may lack what a user's expression names: another pipeline stage has it.
-        groups = param_groups(model_parts, allow_unused=True)
-        self.optimizers = [_make(groups, config, process_group)]
-        groups = self.optimizer.param_groups
-        self._names = _names_by_parameter(model_parts)
-        self._post_init([p for group in groups for p in group["params"]], _common(config))
+        groups = param_groups(model_parts, patterns=_fused(model_parts), allow_unused=True)
+        self.optimizers = [_make(groups, config)]
+        named = (pair for part in model_parts for pair in part.named_parameters())
+        self._names = {parameter: clean_name(name) for name, parameter in named}
+        self._post_init([p for group in self.optimizer.param_groups for p in group["params"]])
 
     @property
     def optimizer(self) -> Any:
@@ -265,12 +283,21 @@ class OptimizersContainer(titan.OptimizersContainer):
         ]
 
 
-def _names_by_parameter(model_parts: Sequence[nn.Module]) -> dict[torch.Tensor, str]:
-    names: dict[torch.Tensor, str] = {}
+def _fused(model_parts: Sequence[nn.Module]) -> dict[str, Fused]:
+    """A pattern for each projection that holds query, key and value by KV group.
+
+    The module knows the sizes, which no shape tells.
+    """
+    patterns = {}
     for part in model_parts:
-        for name, parameter in part.named_parameters():
-            names[parameter] = clean_name(name)
-    return names
+        for name, module in part.named_modules():
+            if isinstance(module, FusedQKVLinear):
+                num_groups = module.wqkv.weight.shape[0] // (module.r_dim * module.head_dim)
+                size = num_groups * module.head_dim  # of key and of value
+                sizes = (("attn_q", size * module.heads_per_kv), ("attn_k", size), ("attn_v", size))
+                pattern = re.escape(clean_name(f"{name}.wqkv.weight"))
+                patterns[pattern] = Fused(sizes, groups=num_groups)
+    return patterns
 
 
 def _plain_keys(group: Mapping[str, Any]) -> list[str]:
@@ -308,31 +335,6 @@ def _tuple(value: Any) -> Any:
     return tuple(value) if isinstance(value, list) else value
 
 
-def build_optimizers(
-    model_parts: list[nn.Module],
-    optimizer_config: Any,
-    parallel_dims: Any,
-    ft_manager: Any = None,
-) -> titan.OptimizersContainer:
-    """The optimizers of a run, by ``optimizer.name``; see :data:`OPTIMIZERS`.
-
-    Raises:
-        ValueError: For what :func:`validate` finds, and for torchft.
-    """
-    validate(optimizer_config)
-    sections.settle(optimizer_config)  # again, where torchtitan's own entry point read the config
-    learning_rate.resolve(optimizer_config)
-    if ft_manager is not None and ft_manager.enabled:
-        raise ValueError("fault_tolerance.enable: found true, torchft is not supported")
-    if optimizer_config.name in sections.STOCK:
-        container = titan.build_optimizers(model_parts, optimizer_config, parallel_dims)
-    else:
-        container = OptimizersContainer(model_parts, optimizer_config, _replicas(parallel_dims))
-    hyperparameters.install(container, optimizer_config)
-    _time_steps(container)
-    return container
-
-
 def check_last_update(container: Any) -> None:
     """Look for updates that were left out in the last step; a collective over the world.
 
@@ -345,42 +347,6 @@ def check_last_update(container: Any) -> None:
     for optimizer in container.optimizers:
         if isinstance(optimizer, Muon):
             optimizer.check_last_update()
-
-
-def _replicas(parallel_dims: Any) -> dist.ProcessGroup | None:
-    """The group of DDP, whose parameters are plain tensors; FSDP's know their replicas."""
-    if not parallel_dims.dp_replicate_enabled or parallel_dims.fsdp_enabled:
-        return None
-    group: dist.ProcessGroup = parallel_dims.get_mesh("dp_replicate").get_group()
-    return group
-
-
-def _time_steps(container: titan.OptimizersContainer) -> None:
-    """Give any container a ``clock`` of its steps."""
-    (parameter, *_) = (p for part in container.model_parts for p in part.parameters())
-    container.clock = StepClock(parameter.device)
-    container.register_step_pre_hook(container.clock.start)
-    container.register_step_post_hook(container.clock.stop)
-
-
-def build_optimizers_with_moe_load_balancing(
-    model_parts: list[nn.Module],
-    optimizer_config: Any,
-    parallel_dims: Any,
-    ft_manager: Any = None,
-) -> titan.OptimizersContainer:
-    """:func:`build_optimizers`, with torchtitan's hook that balances the load of experts."""
-    # torchtitan's function builds the container itself, through the name in its own module.
-    stock = titan.build_optimizers
-
-    def build(**kwargs: Any) -> titan.OptimizersContainer:
-        with mock.patch.object(titan, "build_optimizers", stock):
-            return build_optimizers(**kwargs)
-
-    with mock.patch.object(titan, "build_optimizers", build):
-        return titan.build_optimizers_with_moe_load_balancing(
-            model_parts, optimizer_config, parallel_dims, ft_manager
-        )
 
 
 @dataclass(frozen=True, slots=True)
