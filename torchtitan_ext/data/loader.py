@@ -5,42 +5,27 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import json
-import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
 import torch
+import torch.distributed as dist
 import tyro
 from torchtitan.components.dataloader import BaseDataLoader
+from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import TrainingConfig
 from torchtitan.hf_datasets import text_datasets as titan
-from torchtitan.hf_datasets.text_datasets import HuggingFaceTextDataLoader
+from torchtitan.tools import utils
 
 from torchtitan_ext.batch import sequences_per_step
-from torchtitan_ext.data.buffered import BufferedStream
-from torchtitan_ext.data.documents import Documents, standard_library, text_files
-from torchtitan_ext.data.files import Hub, find_files
-from torchtitan_ext.data.packed import PackedSequences, PackedStream
-from torchtitan_ext.data.pool import Pool
-from torchtitan_ext.data.streams import Order, ShuffledOrder, SortedOrder, Stream
-from torchtitan_ext.data.tokenizers import identity
+from torchtitan_ext.data import sources
+from torchtitan_ext.data.sources import check, check_streams
 from torchtitan_ext.differences import differences
 
-logger = logging.getLogger(__name__)
+__all__ = ["Streams", "build", "check_streams", "document_positions", "settle", "validate"]
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-
-HUB_NAMES = {
-    "fineweb_edu": "HuggingFaceFW/fineweb-edu",
-    "slimpajama": "cerebras/SlimPajama-627B",
-}
-"""Where a dataset comes from unless ``training.dataset_path`` names a folder or another copy."""
-
-DATASETS = ("text", "stdlib", "documents", "pool", "packed", *HUB_NAMES)
-"""Values of ``training.dataset`` read here; torchtitan's own loader reads those that it knows.
-
-What it reads is tokenized as here, without begin tokens, and packed as there: documents follow in
-the order of the files, and a resume needs the same number of ranks."""
 
 
 class AnyStream(Protocol):
@@ -62,10 +47,6 @@ class AnyStream(Protocol):
         """Go to a position."""
 
 
-Make = Callable[[int], AnyStream]
-"""Makes the stream of a number."""
-
-
 class Streams(BaseDataLoader):
     """Draws each sequence from the least advanced of its streams, and stacks them into batches.
 
@@ -74,18 +55,23 @@ class Streams(BaseDataLoader):
     entry for each stream of the world: a resume with another number of ranks deals them anew, and
     the same sequences follow, batch for batch.
 
+    Finite streams end together on all ranks, with the first rank that cannot fill a batch.
+
     Args:
         streams: The rank's streams, in the order of their numbers.
         batch_size: Sequences of a batch.
         source: What the positions refer to; a resume must find the same.
+        eos_id: The token that ends a document, to tell documents apart; ``None`` lets them see
+            each other.
+        infinite: Whether the streams never end.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(HuggingFaceTextDataLoader.Config):
+    class Config(titan.HuggingFaceTextDataLoader.Config):
         """``[data]``, and the dataset of ``[training]``."""
 
         dataset: str = "c4_test"
-        """One of :data:`DATASETS`, or a name that torchtitan knows."""
+        """One of :data:`sources.DATASETS`, or a name that torchtitan knows."""
 
         dataset_path: str | None = None
         """Folder, file or glob of the dataset, or its name on the hub."""
@@ -108,8 +94,11 @@ class Streams(BaseDataLoader):
         positions: Annotated[bool, tyro.conf.Suppress] = False
         """
         Tell the model each token's place in its document, which keeps documents from seeing each
-        other. Follows from ``model.attention``.
+        other, and leave the first token of each out of the loss. Follows from ``model.attention``.
         """
+
+        _training: Annotated[TrainingConfig | None, tyro.conf.Suppress] = None
+        """The run that a pool is compared with, see :func:`settle`."""
 
         # From here on: dataset = "documents", "fineweb_edu", "slimpajama" or "pool".
 
@@ -154,30 +143,52 @@ class Streams(BaseDataLoader):
         that of the checkpoint.
         """
 
+        def build(self, **options: Any) -> BaseDataLoader:
+            """The loader, see :func:`build`."""
+            return build(self, **options)
+
     def __init__(
-        self, streams: Sequence[AnyStream], batch_size: int, source: Mapping[str, object]
+        self,
+        streams: Sequence[AnyStream],
+        batch_size: int,
+        source: Mapping[str, object],
+        eos_id: int | None = None,
+        infinite: bool = True,
     ) -> None:
         self._streams = list(streams)
         self._make_heap()
         self._batch_size = batch_size
         self._source = dict(source)
+        self._eos_id = eos_id
+        self._infinite = infinite
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches ``({"input": (B, S) int64}, labels (B, S) int64)``, until a stream ends."""
-        while True:
-            try:
-                rows = [self._next_row() for _ in range(self._batch_size)]
-            except StopIteration:
-                return
-            tokens = torch.tensor(rows, dtype=torch.int64)
-            yield {"input": tokens[:, :-1].contiguous()}, tokens[:, 1:].contiguous()
+        """Batches ``({"input": (B, S) int64}, labels (B, S) int64)``, until the streams end.
 
-    def _next_row(self) -> Sequence[int]:
-        """The next sequence of the least advanced stream."""
-        _, number, stream = self._heap[0]
-        row = next(stream)
-        heapq.heapreplace(self._heap, (stream.num_sequences, number, stream))
-        return row
+        With ``eos_id`` the inputs have ``positions`` too, (B, S) int64 that restart after it, and
+        the label of an end token is ignored.
+        """
+        while rows := self._next_rows():
+            tokens = torch.tensor(rows, dtype=torch.int64)
+            inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+            batch = {"input": inputs}
+            if self._eos_id is not None:
+                batch["positions"] = document_positions(inputs, self._eos_id)
+                labels[inputs == self._eos_id] = IGNORE_INDEX
+            yield batch, labels
+
+    def _next_rows(self) -> list[Sequence[int]]:
+        """The next sequences, each of the least advanced stream; none where streams have ended."""
+        rows: list[Sequence[int]] = []
+        while self._heap and len(rows) < self._batch_size:
+            _, number, stream = self._heap[0]
+            if (row := next(stream, None)) is None:
+                heapq.heappop(self._heap)
+            else:
+                heapq.heapreplace(self._heap, (stream.num_sequences, number, stream))
+                rows.append(row)
+        complete = len(rows) == self._batch_size
+        return rows if self._infinite or _on_all_ranks(complete) else []
 
     def _make_heap(self) -> None:
         self._heap = [(stream.num_sequences, stream.number, stream) for stream in self._streams]
@@ -212,200 +223,100 @@ class Streams(BaseDataLoader):
             )
 
 
-def build_dataloader(
+def document_positions(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
+    """The place of each token in its document, from 0 on.
+
+    A document ends with ``eos_id``; one that began in the sequence before counts from here.
+
+    Args:
+        tokens: (B, S) int64.
+        eos_id: The token that ends a document.
+
+    Returns:
+        (B, S) int64.
+    """
+    places = torch.arange(tokens.shape[1])
+    starts = torch.zeros_like(tokens)
+    starts[:, 1:] = torch.where(tokens[:, :-1] == eos_id, places[1:], 0)
+    return places - starts.cummax(dim=1).values
+
+
+def _on_all_ranks(found: bool) -> bool:
+    """Whether all ranks ``found``: one that draws on alone waits for the others for ever."""
+    if dist.is_initialized():
+        flag = torch.tensor(float(found), device=utils.device_type)
+        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
+        found = bool(flag)
+    return found
+
+
+class _Stock(titan.HuggingFaceTextDataLoader):
+    """torchtitan's own datasets; where documents see each other their tokens count on."""
+
+    def __init__(self, config: Streams.Config, **options: Any) -> None:
+        super().__init__(config, **options)
+        self._keep_positions = config.positions
+
+    def __iter__(self) -> Iterator[Batch]:
+        for inputs, labels in super().__iter__():
+            if not self._keep_positions:
+                inputs.pop("positions")
+            yield inputs, labels
+
+
+def build(
+    config: Streams.Config,
+    *,
     dp_world_size: int,
     dp_rank: int,
     tokenizer: BaseTokenizer,
-    job_config: Any,
-    infinite: bool = True,
+    seq_len: int,
+    local_batch_size: int,
+    **others: Any,
 ) -> BaseDataLoader:
-    """The loader for ``training.dataset``: one of :data:`DATASETS`, or torchtitan's own.
+    """The loader of a data-parallel rank: :class:`Streams`, or for its own datasets torchtitan's.
 
     Raises:
         ValueError: For an unknown dataset, or fields that cannot work together, naming them.
     """
-    training, data = job_config.training, job_config.data
-    _require_known("training.dataset", training.dataset, DATASETS)
-    if training.dataset not in DATASETS:
-        return titan.build_text_dataloader(dp_world_size, dp_rank, tokenizer, job_config, infinite)
-    _validate(training, data, dp_world_size)
-    options = {
-        "num_streams": data.num_streams,
-        "length": training.seq_len + 1,
-        "infinite": infinite,
-    }
-    if training.dataset in ("text", "stdlib", "pool"):
-        make, source = _indexed(training, data, tokenizer, options, dp_world_size, dp_rank)
-    elif training.dataset == "packed":
-        make, source = _packed(training, data, tokenizer, options)
-    else:
-        make, source = _buffered(training, data, tokenizer, options)
-    streams = [make(number) for number in range(dp_rank, data.num_streams, dp_world_size)]
-    source |= {
-        "num_streams": data.num_streams,
-        "seed": data.seed,
-        "tokenizer": identity(tokenizer),
-    }
-    return Streams(streams, training.local_batch_size, source)
+    check(config, dp_world_size)
+    if config.dataset not in sources.DATASETS:
+        return _Stock(
+            config,
+            dp_world_size=dp_world_size,
+            dp_rank=dp_rank,
+            tokenizer=tokenizer,
+            seq_len=seq_len,
+            local_batch_size=local_batch_size,
+            **others,
+        )
+    training = config._training
+    num_drawn = 0  # one rank tells
+    if training is not None and dp_rank == 0:
+        num_drawn = training.steps * sequences_per_step(training, dp_world_size) * seq_len
+    make, source = sources.open_source(config, tokenizer, seq_len + 1, num_drawn)
+    numbers = range(dp_rank, config.num_streams, dp_world_size)
+    streams = [make(number=number) for number in numbers]
+    eos_id = tokenizer.eos_id if config.positions else None
+    return Streams(streams, local_batch_size, source, eos_id, config.infinite)
+
+
+def settle(config: Any) -> None:
+    """Tell the loaders of a whole config what its other sections say about them."""
+    config.dataloader._training = config.training
+    for one in (config.dataloader, config.validator.dataloader):
+        one.positions = config.model.attention != "sdpa"
 
 
 def validate(config: Any) -> None:
-    """Check what ``[training]``, ``[validation]`` and ``[data]`` say about data, reading none.
+    """Check what a whole config says about data, reading none.
 
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
-    training = config.training
-    # Another module may bring datasets of its own when training imports it.
-    if config.experimental.custom_import == "torchtitan_ext":
-        _require_known("training.dataset", training.dataset, DATASETS)
-        if config.validation.enable:  # which torchtitan reads
-            _require_known("validation.dataset", config.validation.dataset, ())
-    if training.dataset in DATASETS:
-        _validate(training, config.data)
-
-
-def _require_known(field: str, found: str, ours: Sequence[str]) -> None:
-    """Without this a typo is told by torchtitan, which knows its own datasets alone."""
-    if found not in ours and found.lower() not in titan.DATASETS:
-        known = ", ".join(map(repr, (*ours, *titan.DATASETS)))
-        raise ValueError(f"{field}: found {found!r}, expected one of {known}")
-
-
-def check_streams(data: Any, dp_world_size: int) -> None:
-    """Check that streams can be dealt to data-parallel ranks.
-
-    Raises:
-        ValueError: For a number of streams that is no multiple of theirs.
-    """
-    if data.num_streams < 1 or data.num_streams % dp_world_size:
-        raise ValueError(
-            f"data.num_streams: found {data.num_streams}, expected a multiple of the "
-            f"data-parallel degree {dp_world_size}"
-        )
-
-
-def _require_enough(data: Any, size: int, items: str) -> None:
-    if size < data.num_streams:
-        raise ValueError(
-            f"data.num_streams: found {data.num_streams}, expected at most the number of "
-            f"{items}, {size}"
-        )
-
-
-def _validate(training: Any, data: Any, dp_world_size: int = 1) -> None:
-    check_streams(data, dp_world_size)
-    if training.dataloader.num_workers:
-        raise ValueError(
-            f"training.dataloader.num_workers: found {training.dataloader.num_workers}, expected "
-            f"0: dataset {training.dataset!r} is read in the training process"
-        )
-    if training.dataset not in ("stdlib", *HUB_NAMES) and not training.dataset_path:
-        raise ValueError(
-            "training.dataset_path: found none, expected a folder, file or glob for dataset "
-            f"{training.dataset!r}"
-        )
-    if data.order != "uniform" and training.dataset != "pool":
-        raise ValueError(
-            f"data.order: found {data.order!r}, expected 'uniform' for dataset "
-            f"{training.dataset!r}; only 'pool' is ordered by score"
-        )
-    is_buffered = training.dataset in ("documents", *HUB_NAMES)
-    if is_buffered and data.shuffle_buffer < 1:
-        raise ValueError(f"data.shuffle_buffer: found {data.shuffle_buffer}, expected at least 1")
-
-
-def _indexed(
-    training: Any,
-    data: Any,
-    tokenizer: BaseTokenizer,
-    options: Mapping[str, Any],
-    dp_world_size: int,
-    dp_rank: int,
-) -> tuple[Make, dict[str, object]]:
-    """Documents in random access, in one order."""
-    documents: Documents
-    source: dict[str, object] = {}
-    if training.dataset == "pool":
-        documents, order = _pool(training, data)
-        source |= {"order": data.order, "text_field": data.text_field}
-        if (score_field := _score_field(data)) is not None:
-            source["score_field"] = score_field
-            if dp_rank == 0:
-                _warn_of_length(documents, tokenizer, training, dp_world_size)
-    else:
-        documents = (
-            standard_library()
-            if training.dataset == "stdlib"
-            else text_files(training.dataset_path, data.pattern, data.undecodable)
-        )
-        order = ShuffledOrder(len(documents), data.seed)
-    _require_enough(data, len(documents), "documents")
-    source["documents"] = documents.digest()
-    return lambda number: Stream(documents, order, tokenizer, number=number, **options), source
-
-
-def _score_field(data: Any) -> str | None:
-    """The field of scores that every row of a pool must have, whatever the order."""
-    return data.score_field or (None if data.order == "uniform" else "score")
-
-
-def _pool(training: Any, data: Any) -> tuple[Pool, Order]:
-    files = find_files(training.dataset_path, _hub(data))
-    pool = Pool(files, data.text_field, _score_field(data), data.bad_rows)
-    if data.order == "uniform":
-        return pool, ShuffledOrder(len(pool), data.seed)
-    return pool, SortedOrder(pool.scores(), descend=data.order == "descend")
-
-
-def _warn_of_length(
-    pool: Pool, tokenizer: BaseTokenizer, training: Any, dp_world_size: int
-) -> None:
-    """Tell where a run draws much less of a pool than there is, or much more."""
-    batch = sequences_per_step(training, dp_world_size)
-    drawn, held = training.steps * batch * training.seq_len, pool.num_tokens(tokenizer)
-    if not 0.9 * held <= drawn <= 1.1 * held:
-        what = (
-            "documents at the end of the order are never drawn"
-            if drawn < held
-            else "documents are drawn again, from the beginning of the order"
-        )
-        logger.warning(
-            "training.steps: %d steps draw %.3g tokens of a pool of about %.3g: %s",
-            training.steps,
-            drawn,
-            held,
-            what,
-        )
-
-
-def _buffered(
-    training: Any, data: Any, tokenizer: BaseTokenizer, options: Mapping[str, Any]
-) -> tuple[Make, dict[str, object]]:
-    """Documents of any number of files, each stream with a shuffle buffer of its own."""
-    files = find_files(training.dataset_path or HUB_NAMES[training.dataset], _hub(data))
-    source: dict[str, object] = {
-        "documents": files.digest,
-        "shuffle_buffer": data.shuffle_buffer,
-        "text_field": data.text_field,
-    }
-    fields = ("text_field", "shuffle_buffer", "seed", "bad_rows")
-    settings = {**options, **{name: getattr(data, name) for name in fields}}
-    return lambda number: BufferedStream(files, tokenizer, number=number, **settings), source
-
-
-def _hub(data: Any) -> Hub:
-    return Hub(data.hub_config, data.split, data.revision)
-
-
-def _packed(
-    training: Any, data: Any, tokenizer: BaseTokenizer, options: Mapping[str, Any]
-) -> tuple[Make, dict[str, object]]:
-    """Sequences that were tokenized and packed beforehand."""
-    sequences = PackedSequences(training.dataset_path)
-    sequences.check(training.seq_len + 1, identity(tokenizer))
-    _require_enough(data, len(sequences), "sequences")
-    order = ShuffledOrder(len(sequences), data.seed)
-    num_streams, infinite = options["num_streams"], options["infinite"]
-    source: dict[str, object] = {"documents": sequences.digest()}
-    return lambda number: PackedStream(sequences, order, number, num_streams, infinite), source
+    check(config.dataloader)
+    if config.validator.enable:
+        try:
+            check(config.validator.dataloader)
+        except ValueError as error:
+            raise ValueError(f"[validation] {error}") from None

@@ -76,8 +76,7 @@ def settle(config: Trainer.Config) -> None:
         config.model_spec = models.spec(config.model)
     if config.loss.global_vocab_size is None:
         config.loss.global_vocab_size = config.model_spec.model.vocab_size
-    for dataloader in (config.dataloader, config.validator.dataloader):
-        dataloader.positions = config.model.attention != "sdpa"
+    loader.settle(config)
 
 
 def validate(config: Trainer.Config) -> None:

@@ -1,0 +1,185 @@
+"""What ``training.dataset`` may name: where streams come from, and what tells sources apart."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.hf_datasets import text_datasets as titan
+
+from torchtitan_ext.data.buffered import BufferedStream
+from torchtitan_ext.data.documents import Documents, standard_library, text_files
+from torchtitan_ext.data.files import Hub, find_files
+from torchtitan_ext.data.packed import PackedSequences, PackedStream
+from torchtitan_ext.data.pool import Pool
+from torchtitan_ext.data.streams import Order, ShuffledOrder, SortedOrder, Stream
+from torchtitan_ext.data.tokenizers import identity
+
+if TYPE_CHECKING:
+    from torchtitan_ext.data.loader import AnyStream, Streams
+
+logger = logging.getLogger(__name__)
+
+HUB_NAMES = {
+    "fineweb_edu": "HuggingFaceFW/fineweb-edu",
+    "slimpajama": "cerebras/SlimPajama-627B",
+}
+"""Where a dataset comes from unless ``training.dataset_path`` names a folder or another copy."""
+
+DATASETS = ("text", "stdlib", "documents", "pool", "packed", *HUB_NAMES)
+"""Values of ``training.dataset`` read here; torchtitan's own loader reads those that it knows.
+
+What it reads is tokenized as here, without begin tokens, and packed as there: documents follow in
+the order of the files, the end token of each is a label alone, and a resume needs the same number
+of ranks."""
+
+Source = tuple[Callable[..., "AnyStream"], dict[str, object]]
+"""What makes the stream of a ``number``, and what the positions of streams refer to."""
+
+
+def check_streams(config: Streams.Config, dp_world_size: int) -> None:
+    """Check that streams can be dealt to data-parallel ranks.
+
+    Raises:
+        ValueError: For a number of streams that is no multiple of theirs.
+    """
+    if config.num_streams < 1 or config.num_streams % dp_world_size:
+        raise ValueError(
+            f"data.num_streams: found {config.num_streams}, expected a multiple of the "
+            f"data-parallel degree {dp_world_size}"
+        )
+
+
+def check(config: Streams.Config, dp_world_size: int = 1) -> None:
+    """Check what a config says about data, reading none.
+
+    Raises:
+        ValueError: Naming the field, what was found and what was expected.
+    """
+    if config.dataset not in DATASETS:
+        # Without this a typo is told by torchtitan, which knows its own datasets alone.
+        if config.dataset.lower() not in titan.DATASETS:
+            known = ", ".join(map(repr, (*DATASETS, *titan.DATASETS)))
+            raise ValueError(f"training.dataset: found {config.dataset!r}, expected one of {known}")
+        return
+    check_streams(config, dp_world_size)
+    dataset = f"dataset {config.dataset!r}"
+    if config.num_workers:
+        raise ValueError(
+            f"training.dataloader.num_workers: found {config.num_workers}, expected 0: {dataset} "
+            "is read in the training process"
+        )
+    if config.dataset not in ("stdlib", *HUB_NAMES) and not config.dataset_path:
+        raise ValueError(
+            f"training.dataset_path: found none, expected a folder, file or glob for {dataset}"
+        )
+    if config.order != "uniform" and config.dataset != "pool":
+        raise ValueError(
+            f"data.order: found {config.order!r}, expected 'uniform' for {dataset}; only 'pool' "
+            "is ordered by score"
+        )
+    if config.dataset in ("documents", *HUB_NAMES) and config.shuffle_buffer < 1:
+        raise ValueError(f"data.shuffle_buffer: found {config.shuffle_buffer}, expected at least 1")
+
+
+def open_source(
+    config: Streams.Config, tokenizer: BaseTokenizer, length: int, num_drawn: int = 0
+) -> Source:
+    """The streams of one of :data:`DATASETS`, and what their positions refer to.
+
+    Args:
+        config: The dataset.
+        tokenizer: What turns text into tokens.
+        length: Tokens of a sequence, labels included.
+        num_drawn: Tokens that the run draws, to be compared with a pool; 0 for no comparison.
+
+    Raises:
+        ValueError: For a source that cannot be read, or does not fit.
+    """
+    make: Callable[..., AnyStream]
+    order: Order
+    source: dict[str, object]
+    shared: dict[str, Any] = {"num_streams": config.num_streams, "infinite": config.infinite}
+    if config.dataset == "packed":
+        sequences = PackedSequences(str(config.dataset_path))
+        sequences.check(length, identity(tokenizer))
+        _require_enough(config, len(sequences), "sequences")
+        order = ShuffledOrder(len(sequences), config.seed)
+        make = functools.partial(PackedStream, sequences, order, **shared)
+        source = {"documents": sequences.digest()}
+    elif config.dataset in ("documents", *HUB_NAMES):
+        files = find_files(config.dataset_path or HUB_NAMES[config.dataset], _hub(config))
+        fields = ("text_field", "shuffle_buffer", "seed", "bad_rows")
+        shared |= {name: getattr(config, name) for name in fields}
+        make = functools.partial(BufferedStream, files, tokenizer, length=length, **shared)
+        source = {
+            "documents": files.digest,
+            "shuffle_buffer": config.shuffle_buffer,
+            "text_field": config.text_field,
+        }
+    else:
+        documents, order, source = _documents(config)
+        _require_enough(config, len(documents), "documents")
+        if num_drawn and isinstance(documents, Pool) and "score_field" in source:
+            _warn_of_length(documents.num_tokens(tokenizer), num_drawn)
+        make = functools.partial(Stream, documents, order, tokenizer, length=length, **shared)
+        source["documents"] = documents.digest()
+    return make, {
+        **source,
+        "num_streams": config.num_streams,
+        "seed": config.seed,
+        "tokenizer": identity(tokenizer),
+    }
+
+
+def _require_enough(config: Streams.Config, size: int, items: str) -> None:
+    if size < config.num_streams:
+        raise ValueError(
+            f"data.num_streams: found {config.num_streams}, expected at most the number of "
+            f"{items}, {size}"
+        )
+
+
+def _documents(config: Streams.Config) -> tuple[Documents, Order, dict[str, object]]:
+    """Documents in random access, their order, and what is special about them."""
+    documents: Documents
+    if config.dataset != "pool":
+        documents = (
+            standard_library()
+            if config.dataset == "stdlib"
+            else text_files(str(config.dataset_path), config.pattern, config.undecodable)
+        )
+        return documents, ShuffledOrder(len(documents), config.seed), {}
+    # The field that every row must have, whatever the order.
+    score_field = config.score_field or (None if config.order == "uniform" else "score")
+    files = find_files(str(config.dataset_path), _hub(config))
+    pool = Pool(files, config.text_field, score_field, config.bad_rows)
+    source: dict[str, object] = {"order": config.order, "text_field": config.text_field}
+    if score_field is not None:
+        source["score_field"] = score_field
+    if config.order == "uniform":
+        return pool, ShuffledOrder(len(pool), config.seed), source
+    return pool, SortedOrder(pool.scores(), descend=config.order == "descend"), source
+
+
+def _hub(config: Streams.Config) -> Hub:
+    return Hub(config.hub_config, config.split, config.revision)
+
+
+def _warn_of_length(held: int, drawn: int) -> None:
+    """Tell where a run draws much less of a pool than there is, or much more."""
+    if not 0.9 * held <= drawn <= 1.1 * held:
+        what = (
+            "documents at the end of the order are never drawn"
+            if drawn < held
+            else "documents are drawn again, from the beginning of the order"
+        )
+        logger.warning(
+            "training.steps: the run draws %.3g tokens of a pool of about %.3g: %s",
+            drawn,
+            held,
+            what,
+        )
