@@ -43,9 +43,6 @@ def read(path: Path) -> Any:
         ValueError: For a mistake in it.
     """
     # Here, as torchtitan takes an error at the import of this module for a module that is missing.
-    from torchtitan_ext.plugin import machine
-
-    machine.install()
     from torchtitan_ext.plugin import toml_config
 
     config, problems = toml_config.read(read_toml("--config", str(path)), sys.argv[1:])

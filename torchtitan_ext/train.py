@@ -37,9 +37,6 @@ def main(args: Sequence[str] | None = None) -> int:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
-    from torchtitan_ext.plugin import machine
-
-    machine.install()  # before modules of torchtitan take the device from one another
     from torchtitan.tools.logging import init_logger
 
     from torchtitan_ext.plugin import console, settings
@@ -87,11 +84,8 @@ def train(config: Any) -> None:
     import torch
     from torchtitan.observability import structured_logger
 
-    structured_logger.init_structured_logger(
-        source="training",
-        output_dir=config.dump_folder,
-        enable=config.debug.enable_structured_logging,
-    )
+    if config.debug.enable_structured_logging:
+        structured_logger.init_structured_logger(source="training", output_dir=config.dump_folder)
     trainer = None
     try:
         if config.checkpoint.create_seed_checkpoint:

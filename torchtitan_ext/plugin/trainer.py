@@ -16,6 +16,7 @@ import torch.distributed as dist
 import torchtitan.trainer as titan
 import tyro
 from torchtitan.components.loss import CrossEntropyLoss
+from torchtitan.components.validate import Validator
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
 from torchtitan_ext.data.loader import Streams
@@ -143,6 +144,11 @@ class Trainer(titan.Trainer):
             default_factory=lambda: ParallelismConfig(spmd_backend=machine.spmd_backend())
         )
         loss: CrossEntropyLoss.Config = field(default_factory=CrossEntropyLoss.Config)
+        validator: Validator.Config = field(
+            default_factory=lambda: Validator.Config(
+                dataloader=Streams.Config(dataset="c4_validation", infinite=False)
+            )
+        )
         # Several lines a step and rank; ``metrics.jsonl`` holds what the project's tools read.
         debug: DebugConfig = field(
             default_factory=lambda: DebugConfig(enable_structured_logging=False)
@@ -155,6 +161,7 @@ class Trainer(titan.Trainer):
 
     def __init__(self, config: Config) -> None:
         # Here, where both come by: our own entry point, and torchtitan's with its command line.
+        machine.install()
         settings.settle(config)
         settings.validate(config)
         super().__init__(config)
