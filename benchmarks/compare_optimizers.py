@@ -56,7 +56,7 @@ def run(name: str, arguments: Sequence[str], num_ranks: int) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         own = [
             f"--optimizer.name={name}",
-            f"--job.dump_folder={folder}",
+            f"--dump_folder={folder}",
             "--checkpoint.no_enable",
             "--metrics.no_enable_tensorboard",
             "--metrics.log_freq=5",
@@ -133,15 +133,8 @@ def state(name: str, last: dict[str, Any], arguments: Sequence[str]) -> dict[str
 def quickstart_model(arguments: Sequence[str]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-        import torchtitan_ext
-
-        torchtitan_ext.register()
-        from torchtitan.protocols.train_spec import get_train_spec
-
         from torchtitan_ext.plugin import settings
-    config = settings.parse([*arguments, "--optimizer.name=Muon"])
-    spec = get_train_spec(config.model.name)
-    return spec.model_cls(spec.model_args[config.model.flavor])
+    return settings.parse([*arguments, "--optimizer.name=Muon"]).model_spec.model.build()
 
 
 def row(name: str, result: dict[str, Any]) -> str:

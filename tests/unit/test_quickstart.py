@@ -38,7 +38,7 @@ def test_the_summary_shows_what_the_plan_gains(
     (tmp_path / "plan.json").write_text(plan.to_json())
     amo = AMOConfig(observe_until=4, observe_every=2, transition_steps=4)
     config = SimpleNamespace(
-        job=SimpleNamespace(dump_folder=str(tmp_path)),
+        dump_folder=str(tmp_path),
         metrics=SimpleNamespace(enable_tensorboard=False),
         optimizer=SimpleNamespace(amo=amo),
         training=SimpleNamespace(steps=9),

@@ -40,13 +40,13 @@ class Source:
     flavor: str
     """``model.flavor``."""
     tokenizer: str
-    """``data.tokenizer``: ``hf``, ``tiktoken`` or ``byte``."""
+    """``tokenizer.kind``: ``hf``, ``tiktoken`` or ``byte``."""
     assets: str
-    """``data.tokenizer_path``, else ``model.hf_assets_path``: folder or file of the tokenizer."""
+    """``tokenizer.path``, else ``hf_assets_path``: folder or file of the tokenizer."""
     optimizer: str
     """``optimizer.name`` of the run."""
     eos_token: str = ""
-    """``data.eos_token``, the token after each document; empty for the tokenizer's own."""
+    """``tokenizer.eos_token``, the token after each document; empty for the tokenizer's own."""
 
 
 def find_source(checkpoint: Path, config: str | None = None) -> Source:
@@ -70,14 +70,14 @@ def find_source(checkpoint: Path, config: str | None = None) -> Source:
 
 
 def _source(config: Mapping[str, Any]) -> Source:
-    model, data = config["model"], config["data"]
+    fields = runs.flat(config)
     return Source(
-        name=model["name"],
-        flavor=model["flavor"],
-        tokenizer=data["tokenizer"],
-        assets=data.get("tokenizer_path") or model["hf_assets_path"],
-        optimizer=config["optimizer"]["name"],
-        eos_token=data.get("eos_token", ""),
+        name=fields["model.name"],
+        flavor=fields["model.flavor"],
+        tokenizer=fields["tokenizer.kind"],
+        assets=fields.get("tokenizer.path") or fields["hf_assets_path"],
+        optimizer=fields["optimizer.name"],
+        eos_token=fields.get("tokenizer.eos_token", ""),
     )
 
 
@@ -130,7 +130,7 @@ def _tokenizer_folder(assets: str) -> Path:
     folder = path.parent if path.is_file() else path
     if not any((folder / name).is_file() for name in ("tokenizer.json", "vocab.json")):
         raise ValueError(
-            f"data.tokenizer_path or model.hf_assets_path: found no tokenizer in {folder} that "
+            f"tokenizer.path or hf_assets_path: found no tokenizer in {folder} that "
             "transformers reads, expected tokenizer.json"
         )
     return folder
@@ -147,7 +147,7 @@ def load(checkpoint: Path, source: Source, dtype: str = "float32") -> Any:
     import torch
 
     args, adapter, weights = _weights(checkpoint, source)
-    config = hf_config(source.name, args, weights)
+    config = hf_config(source.name, args)
     with torch.device("meta"):
         model = require_transformers().AutoModelForCausalLM.from_config(config)
     kind = getattr(torch, dtype)
@@ -162,33 +162,28 @@ def load(checkpoint: Path, source: Source, dtype: str = "float32") -> Any:
 
 
 def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]]:
-    """Model arguments, state-dict adapter and the weights, under torchtitan's names."""
+    """Model config, state-dict adapter and the weights, under torchtitan's names."""
     import torch
     from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
-    import torchtitan_ext
+    from torchtitan_ext.plugin import models
 
-    torchtitan_ext.register()
-    from torchtitan.protocols.train_spec import get_train_spec
-
-    spec = get_train_spec(source.name)
-    if source.name not in ("llama3", "qwen3") or source.flavor not in spec.model_args:
-        known = ", ".join(spec.model_args)
-        raise ValueError(f"model.flavor: found {source.flavor!r}, {source.name} has {known}")
-    args = spec.model_args[source.flavor]
+    if source.name not in ("llama3", "qwen3"):
+        raise ValueError(f"model.name: found {source.name!r}, expected 'llama3' or 'qwen3'")
+    spec = models.spec(models.Model(name=source.name, flavor=source.flavor))
     with torch.device("meta"):
-        model = spec.model_cls(args)
+        model = spec.model.build()
     weights = {
         name: torch.empty(weight.shape, dtype=torch.float32)
         for name, weight in model.state_dict().items()
     }
-    if getattr(args, "enable_weight_tying", False):
-        weights.pop("output.weight", None)
+    if spec.model.enable_weight_tying:
+        weights.pop("lm_head.weight", None)
     _require_weights(checkpoint, weights)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
         load_checkpoint(weights, checkpoint_id=str(checkpoint), no_dist=True)
-    return args, spec.state_dict_adapter(args, None), weights
+    return spec.model, spec.state_dict_adapter(spec.model, None), weights
 
 
 def _require_weights(checkpoint: Path, weights: Mapping[str, Any]) -> None:
@@ -210,44 +205,42 @@ def _require_weights(checkpoint: Path, weights: Mapping[str, Any]) -> None:
             )
 
 
-def hf_config(name: str, args: Any, weights: Mapping[str, Any]) -> Any:
+def hf_config(name: str, config: Any) -> Any:
     """The ``transformers`` config of a torchtitan model.
 
     Args:
         name: ``llama3`` or ``qwen3``.
-        args: torchtitan's model arguments.
-        weights: Under torchtitan's names; they know the width of the feed-forward.
+        config: torchtitan's config of the model.
     """
     transformers = require_transformers()
-    num_kv_heads = args.n_kv_heads if args.n_kv_heads is not None else args.n_heads
+    layer = config.layers[0]
+    attention, rope = layer.attention, layer.attention.rope
     common: dict[str, Any] = {
-        "vocab_size": args.vocab_size,
-        "hidden_size": args.dim,
-        "intermediate_size": weights["layers.0.feed_forward.w1.weight"].shape[0],
-        "num_hidden_layers": args.n_layers,
-        "num_attention_heads": args.n_heads,
-        "num_key_value_heads": num_kv_heads,
-        "max_position_embeddings": args.max_seq_len,
-        "rms_norm_eps": args.norm_eps,
-        "rope_theta": float(args.rope_theta),
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.dim,
+        "intermediate_size": layer.feed_forward.w1.out_features,
+        "num_hidden_layers": len(config.layers),
+        "num_attention_heads": attention.n_heads,
+        "num_key_value_heads": attention.n_kv_heads or attention.n_heads,
+        "head_dim": attention.head_dim or config.dim // attention.n_heads,
+        "max_position_embeddings": rope.max_seq_len,
+        "rms_norm_eps": config.norm.eps,
+        "rope_theta": float(rope.theta),
+        "tie_word_embeddings": config.enable_weight_tying,
         "attention_bias": False,
         "bos_token_id": None,
         "eos_token_id": None,
     }
     if name == "qwen3":
-        tied = bool(args.enable_weight_tying)
-        return transformers.Qwen3Config(**common, head_dim=args.head_dim, tie_word_embeddings=tied)
-    scaling = args.rope_scaling_args
+        return transformers.Qwen3Config(**common)
     return transformers.LlamaConfig(
         **common,
-        head_dim=args.dim // args.n_heads,
-        tie_word_embeddings=False,
         rope_scaling={
             "rope_type": "llama3",
-            "factor": scaling.scaling_factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_position_embeddings,
+            "factor": rope.scaling_factor,
+            "low_freq_factor": rope.low_freq_factor,
+            "high_freq_factor": rope.high_freq_factor,
+            "original_max_position_embeddings": rope.original_max_position_embeddings,
         },
     )
 

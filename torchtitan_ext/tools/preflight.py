@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-import torchtitan_ext
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_layout
 from amo_dist.operators.groups import param_groups
 from amo_dist.schedule.amo import AMOPolicy
@@ -66,7 +65,6 @@ def run(args: argparse.Namespace) -> int:
     for name, found in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
         if found < 1:
             raise ValueError(f"{name}: found {found}, expected an integer >= 1")
-    torchtitan_ext.register()
     from torchtitan_ext.tools import preflight_checks
 
     hardware = costs.read_hardware(args.hardware or costs.HARDWARE_FILE, args.gpu)
@@ -80,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
             print("\n".join(f"error: {problem}" for problem in problems))
         return 2
     report = build(config, args.world, args.gpus_per_node, args.plan, hardware)
+    report["config"]["file"] = preflight_checks.config_file(args.overrides)
     report["assumptions"] = {"gpu": args.gpu, **dataclasses.asdict(hardware)}
     print(json.dumps(report, indent=2) if args.json else preflight_report.text(report))
     return 0
@@ -104,14 +103,13 @@ def build(
     from torchtitan_ext.tools import preflight_checks
 
     degrees = preflight_checks.degrees(config, world_size)
-    model_args, model = _meta_model(config)
+    model = _meta_model(config)
     groups = _groups(model, config)
     before, after, origin = preflight_schedule.steps(config, _registry(groups), plan)
     report: dict[str, Any] = {
         "problems": [],
         "notes": preflight_checks.notes(config),
         "config": {
-            "file": config.job.config_file,
             "model": config.model.flavor,
             "optimizer": config.optimizer.name,
         },
@@ -127,7 +125,7 @@ def build(
         "run": _run(config, degrees, groups),
         "timeline": _timeline(config),
     }
-    num_flops = _flops_per_token(model_args, model, config.training.seq_len)
+    num_flops = _flops_per_token(model, config.training.seq_len)
     _add_costs(report, config, degrees, groups, (before, after), num_flops, hardware)
     return report
 
@@ -135,15 +133,11 @@ def build(
 # ------------------------------------------------------------------ the model
 
 
-def _meta_model(config: Any) -> tuple[Any, Any]:
-    from torchtitan.protocols.train_spec import get_train_spec
+def _meta_model(config: Any) -> Any:
+    from torchtitan_ext.plugin import models
 
-    spec = get_train_spec(config.model.name)
-    # A copy: torchtitan's arguments belong to the whole process.
-    args = dataclasses.replace(spec.model_args[config.model.flavor])
-    args.update_from_config(config)
     with torch.device("meta"):
-        return args, spec.model_cls(args)
+        return models.spec(config.model).model.build()
 
 
 def _groups(model: Any, config: Any) -> list[dict[str, Any]]:
@@ -199,16 +193,19 @@ def _operator_types(
     return found
 
 
-def _flops_per_token(args: Any, model: Any, seq_len: int) -> float:
+def _flops_per_token(model: Any, seq_len: int) -> float:
     """Of forward and backward: six for each weight of a product, and the attention scores.
 
     The head counts, tied or not (torchtitan's own count leaves a tied one out).
     """
+    config = model.config
     weights = sum(parameter.numel() for parameter in model.parameters())
-    if not getattr(args, "enable_weight_tying", False):
+    if not config.enable_weight_tying:
         weights -= model.tok_embeddings.weight.numel()
-    head_dim = getattr(args, "head_dim", None) or args.dim // args.n_heads
-    return float(6 * weights + 12 * args.n_layers * args.n_heads * head_dim * seq_len)
+    heads = [layer.attention for layer in config.layers if layer.attention is not None]
+    # Of all heads together; latent attention has no head_dim.
+    widths = [a.n_heads * (getattr(a, "head_dim", None) or config.dim // a.n_heads) for a in heads]
+    return float(6 * weights + 12 * sum(widths) * seq_len)
 
 
 # ------------------------------------------------------------------ the schedule

@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     arguments = [f"--job.config_file={CONFIG}", *args.overrides]
     config = runs.parse(arguments)  # before any rank starts: one error, told once
     num_ranks = runs.num_ranks(args.ranks, most=2)  # more would need a larger global batch
-    folder = runs.RunFolder(Path(config.job.dump_folder), config.checkpoint.folder)
+    folder = runs.RunFolder(Path(config.dump_folder), config.checkpoint.folder)
     require_unlocked(folder.path)
     if args.fresh:
         folder.delete()
@@ -137,7 +137,7 @@ def _explain(errors: Path) -> None:
 
 
 def _summarize(config: Any, checkpoints: Path) -> None:
-    folder = Path(config.job.dump_folder)
+    folder = Path(config.dump_folder)
     records = read_records(folder / METRICS_FILE)
     plan = folder / PLAN_FILE
     if plan.exists():

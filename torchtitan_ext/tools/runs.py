@@ -9,22 +9,22 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torchtitan_ext
 from torchtitan_ext.differences import differences
 from torchtitan_ext.plugin.run_files import RUN_FILE, complete_steps, read_config, save_config
 
 _NOT_COMPARED = (
-    *("job", "metrics", "geometry", "profiling", "comm", "checkpoint", "experimental"),
-    "validation",
+    *("description", "dump_folder", "metrics", "geometry", "profiler", "comm", "checkpoint"),
+    *("validator", "debug.print_config", "debug.save_config_file"),
+    "model_spec",  # made from [model], with functions whose text is never the same
 )
-"""Sections that may change between two starts of one run: they leave the training as it is."""
+"""What may change between two starts of one run: it leaves the training as it is."""
 
 
 class RunFolder:
     """The dump folder of a run, marked by a file that holds the config of its latest start.
 
     Args:
-        path: ``job.dump_folder``; need not exist.
+        path: ``dump_folder``; need not exist.
         checkpoints: ``checkpoint.folder``, within it.
     """
 
@@ -73,7 +73,7 @@ class RunFolder:
         if changed := changes(saved, config):
             raise ValueError(
                 f"{self.path} holds a run with another config ({'; '.join(changed)}); "
-                "use its values, another job.dump_folder, or --fresh to delete it"
+                "use its values, another dump_folder, or --fresh to delete it"
             )
 
     def latest_step(self) -> int:
@@ -83,35 +83,45 @@ class RunFolder:
     def _require_ours(self) -> None:
         if self.path.exists() and not self._marker.exists() and any(self.path.iterdir()):
             raise ValueError(
-                f"job.dump_folder: {self.path} holds files, but none of a run of this command; "
+                f"dump_folder: {self.path} holds files, but none of a run of this command; "
                 "expected a new or empty folder"
             )
 
 
 def changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Fields that differ between two configs and matter for training, as readable text."""
-    return differences(_flat(saved), _flat(config))
+    """Fields that differ between two configs and matter for training, as readable text.
+
+    Of a config that torchtitan 0.2.2 left, the fields that there still are.
+    """
+    before, now = flat(saved), flat(config)
+    if "job" in saved:
+        before = {name: before.get(name, value) for name, value in now.items()}
+    return [line for line in differences(before, now) if not _is_free(line.partition(": ")[0])]
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _is_free(name: str) -> bool:
+    return any(f"{name}.".startswith(f"{free}.") for free in _NOT_COMPARED)
+
+
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """The fields of a config by dotted name, those of torchtitan 0.2.2 by today's."""
+    from torchtitan_ext.plugin.toml_config import moved
+
+    found: dict[str, Any] = {}
     for name, value in values.items():
-        if not prefix and name in _NOT_COMPARED:
-            continue
         if isinstance(value, Mapping):
-            flat.update(_flat(value, f"{prefix}{name}."))
+            found |= flat(value, f"{prefix}{name}.")
         else:
-            flat[f"{prefix}{name}"] = value
-    return flat
+            found[moved(f"{prefix}{name}")] = value
+    return found
 
 
 def parse(arguments: Sequence[str]) -> Any:
-    """The job config of torchtitan's arguments, which loads torchtitan: that takes seconds.
+    """The config of torchtitan's arguments, which loads torchtitan: that takes seconds.
 
     Raises:
         ValueError: As :func:`torchtitan_ext.plugin.settings.parse`.
     """
-    torchtitan_ext.register()
     from torchtitan_ext.plugin import settings
 
     return settings.parse(arguments)

@@ -175,9 +175,6 @@ def add_command(subparsers: Subparsers) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
-    import torchtitan_ext
-
-    torchtitan_ext.register()  # before torchtitan's tokenizers are imported
     from torchtitan_ext.data.tokenizers import make_tokenizer
 
     progress_bar: Any = importlib.import_module("tqdm").tqdm  # which has no types

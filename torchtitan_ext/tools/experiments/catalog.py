@@ -324,7 +324,7 @@ SCHEDULERS: Mapping[str, Mapping[str, Mapping[str, Value]]] = {
 
 
 POOL = "data/pool"
-"""Folder with the one pool of scored documents; ``--training.dataset_path`` names another."""
+"""Folder with the one pool of scored documents; ``--dataloader.dataset_path`` names another."""
 
 
 def _curriculum() -> Experiment:
@@ -338,11 +338,11 @@ def _curriculum() -> Experiment:
             options = {
                 "optimizer.name": optimizer,
                 **SCHEDULERS[model][scheduler],
-                "training.dataset": "pool",
-                "training.dataset_path": POOL,
-                "data.order": order.lower(),
+                "dataloader.dataset": "pool",
+                "dataloader.dataset_path": POOL,
+                "dataloader.order": order.lower(),
                 # Read by the uniform order too, which leaves out rows without: one pool for all.
-                "data.score_field": "score",
+                "dataloader.score_field": "score",
             }
             name = f"{model} curriculum {label}".lower().replace(" ", "-")
             rows.append(Row(model, label, Run(name, model, "adamw", options)))

@@ -64,7 +64,7 @@ class Job:
     options: Mapping[str, Value]
     """torchtitan's options on top of it."""
     folder: Path
-    """``job.dump_folder``, relative to the repository or absolute."""
+    """``dump_folder``, relative to the repository or absolute."""
     steps: int
     """Length of the run."""
     step_ratio: Fraction
@@ -78,7 +78,7 @@ class Job:
 
     def arguments(self) -> list[str]:
         """Options of torchtitan as arguments, without the config file."""
-        options = {"job.dump_folder": str(self.folder), **self.options}
+        options = {"dump_folder": str(self.folder), **self.options}
         # Flags take no value.
         return [
             f"--{name}" if value is True else f"--{name}={value}" for name, value in options.items()
