@@ -2,9 +2,10 @@
 
 A matrix of a block is orthogonalized with the schedule of its operator type; everything else
 (embeddings, heads, norms, biases, routers, LoRA adapters, convolutions) goes to AdamW. The table
-knows torchtitan's llama3, llama4, qwen3 and deepseek_v3, the Hugging Face decoders that share
-Llama's names (llama, qwen2, qwen3, mistral, gemma; mixtral's and deepseek's experts where each is a
-module), GPT-2 and nanoGPT. A matrix inside a block that no pattern knows is an error.
+knows torchtitan's language models with their vision towers (llama3, llama4, qwen3, qwen3_5,
+deepseek_v3, gpt_oss, kimi_k2_7, muse_glimmer), the Hugging Face decoders that share Llama's names
+(llama, qwen2, qwen3, mistral, gemma; mixtral's and deepseek's experts where each is a module),
+GPT-2 and nanoGPT. A matrix inside a block that no pattern knows is an error.
 """
 
 from __future__ import annotations
@@ -31,15 +32,23 @@ _BLOCK = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h)\.\d+\.")
 
 # The end of a name, preceded by its start or by a dot, and the operator type (a template).
 _BUILT_IN: tuple[tuple[str, str], ...] = (
-    # torchtitan
-    (r"attention\.w([qkvo])\.weight", r"attn_\1"),
+    # torchtitan: attention, also where it is linear (in_proj_*, z gates what comes out of it)
+    (r"att(?:ention|n)\.(?:qkv_linear\.)?w([qkvo])\.weight", r"attn_\1"),
     (r"attention\.w(q|kv)_([ab])\.weight", r"mla_\1_\2"),
+    (r"attn\.in_proj_([qkv])\.weight", r"attn_\1"),
+    (r"(?:attention\.o_gate|attn\.in_proj_z)\.weight", "attn_gate"),
+    (r"attn\.(?:out_)?proj\.weight", "attn_o"),
+    # its feed-forwards; E, F, D: experts, hidden and model dimension
     (r"feed_forward\.w1\.weight", "mlp_gate"),
     (r"feed_forward\.w3\.weight", "mlp_up"),
     (r"feed_forward\.w2\.weight", "mlp_down"),
-    (r"moe\.(shared_)?experts\.w1(?:\.weight)?", r"\1expert_gate"),
-    (r"moe\.(shared_)?experts\.w3(?:\.weight)?", r"\1expert_up"),
-    (r"moe\.(shared_)?experts\.w2(?:\.weight)?", r"\1expert_down"),
+    (r"mlp\.linear_fc1\.weight", "mlp_up"),
+    (r"mlp\.linear_fc2\.weight", "mlp_down"),
+    (r"moe\.(?:routed_experts\.inner_)?(shared_)?experts\.w1(?:_EFD|\.weight)?", r"\1expert_gate"),
+    (r"moe\.(?:routed_experts\.inner_)?(shared_)?experts\.w3(?:_EFD|\.weight)?", r"\1expert_up"),
+    (r"moe\.(?:routed_experts\.inner_)?(shared_)?experts\.w2(?:_EDF|\.weight)?", r"\1expert_down"),
+    (r"inner_experts\.mlp2_weight_EDF", "expert_down"),
+    (r"eh_proj\.weight", "mtp_proj"),
     # Hugging Face
     (r"self_attn\.([qkvo])_proj\.weight", r"attn_\1"),
     (r"self_attn\.(q|kv)_([ab])_proj(?:_with_mqa)?\.weight", r"mla_\1_\2"),
@@ -55,14 +64,16 @@ _BUILT_IN: tuple[tuple[str, str], ...] = (
     (r"mlp\.c_proj\.weight", "mlp_down"),
 )
 _GPT2_QKV = r"attn\.c_attn\.weight"
+_GATE_UP = r"inner_experts\.mlp1_weight_EGD"  # rows of gate and up in turn
 
 # What goes to AdamW by the end of its name, even as a matrix inside a block.
 _ADAMW_NAMES: tuple[tuple[str, str], ...] = (
     (r"lora_(?:A|B|embedding_A|embedding_B)(?:\..*)?", "LoRA adapter"),
-    (r"(?:.*_)?bias", "bias"),
+    (r"(?:.*_)?bias(?:_[A-Z]+)?", "bias"),
     (r"(?:\w*embed\w*|wte|wpe)(?:\.weight)?", "embedding"),
-    (r"(?:moe\.router|block_sparse_moe)\.gate\.weight", "router"),
+    (r"(?:moe\.router|moe\.shared_experts|block_sparse_moe)\.gate\.weight", "router"),
     (r"mlp\.shared_expert_gate\.weight", "router"),
+    (r"attn\.in_proj_[ab]\.weight", "one row a head"),
 )
 # A router in Hugging Face's mixtures, (num_experts, dim). A gate of a dense MLP, which the name
 # fits too, has more rows than columns, and is not to fall to AdamW in silence.
@@ -170,6 +181,9 @@ def _built_in(name: str, shape: tuple[int, ...]) -> Target:
         # GPT-2 keeps (in, 3 * out), nanoGPT (3 * out, in); both have out = in.
         parts = (("attn_q", size), ("attn_k", size), ("attn_v", size))
         return Fused(parts, dim=int(shape[0] == size))
+    if _ends_in(name, _GATE_UP):
+        rows = shape[-2] // 2
+        return Fused((("expert_gate", rows), ("expert_up", rows)), groups=rows)
     return None
 
 
@@ -180,6 +194,7 @@ def _unknown_matrix(name: str, shape: tuple[int, ...]) -> ValueError:
         f"{name}: found a matrix of shape {shape} inside a block that no pattern knows; "
         f"expected one of the built-in patterns (the end of a name)\n{known}\n"
         f"  {_GPT2_QKV} -> attn_q, attn_k, attn_v (of equal sizes)\n"
+        f"  {_GATE_UP} -> expert_gate, expert_up (in turn)\n"
         f"or one of yours. To orthogonalize it, pass patterns={{{exact!r}: 'attn_q'}} (any "
         "operator type, new ones too), or Fused(...) where it holds several matrices side by side; "
         f"to leave it to AdamW, pass patterns={{{exact!r}: 'adamw'}}."

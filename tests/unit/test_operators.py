@@ -63,6 +63,13 @@ def assert_covers(shape: tuple[int, ...], views: tuple[MatrixView, ...]) -> None
         ("layers.0.attention.wk.weight", (1, 8), "attn_k"),
         ("_orig_mod.layers.0._checkpoint_wrapped_module.attention.wq.weight", (8, 8), "attn_q"),
         ("module._orig_mod.layers.0.attention.wq.weight", (8, 8), "attn_q"),
+        # linear attention, vision towers, and the block of a multi-token prediction
+        ("layers.0.attn.in_proj_v.weight", (8, 8), "attn_v"),
+        ("layers.0.attn.out_proj.weight", (8, 8), "attn_o"),
+        ("layers.0.attention.o_gate.weight", (8, 8), "attn_gate"),
+        ("vision_encoder.layers.0.attn.proj.weight", (8, 8), "attn_o"),
+        ("vision_encoder.layers.0.mlp.linear_fc1.weight", (24, 8), "mlp_up"),
+        ("mtp_layers.0.eh_proj.weight", (8, 16), "mtp_proj"),
         # AdamW
         ("tok_embeddings.weight", (100, 8), None),
         ("model.embed_tokens.weight", (100, 8), None),
@@ -74,6 +81,9 @@ def assert_covers(shape: tuple[int, ...], views: tuple[MatrixView, ...]) -> None
         ("layers.0.attention_norm.weight", (8,), None),
         ("layers.0.attention.wq.bias", (8,), None),
         ("layers.0.moe.experts.mlp1_bias", (4, 8), None),
+        ("layers.0.moe.routed_experts.inner_experts.mlp1_bias_EG", (4, 8), None),
+        ("layers.0.moe.shared_experts.gate.weight", (1, 8), None),
+        ("layers.0.attn.in_proj_a.weight", (4, 8), None),
         ("layers.0.moe.router.gate.weight", (4, 8), None),
         ("layers.0.self_attn.q_proj.lora_A.default.weight", (4, 8), None),
         ("layers.0.self_attn.q_proj.lora_B.weight", (8, 4), None),
@@ -94,7 +104,7 @@ def test_names(name: str, shape: tuple[int, ...], expected: str | None) -> None:
         ("model.layers.0.self_attn.qkv_proj.weight", (24, 8)),
         ("model.layers.0.mlp.gate_up_proj.weight", (24, 8)),
         ("gpt_neox.layers.0.attention.query_key_value.weight", (24, 8)),
-        ("blocks.0.attn.proj.weight", (8, 8)),
+        ("blocks.0.attn.qkv.weight", (24, 8)),
         ("encoder.decoder_layers.0.fc1.weight", (8, 8)),
         # Not three equal parts.
         ("transformer.h.0.attn.c_attn.weight", (12, 8)),

@@ -284,9 +284,10 @@ class OptimizersContainer(titan.OptimizersContainer):
 
 
 def _fused(model_parts: Sequence[nn.Module]) -> dict[str, Fused]:
-    """A pattern for each projection that holds query, key and value by KV group.
+    """A pattern for each projection that holds several matrices in turn.
 
-    The module knows the sizes, which no shape tells.
+    Those are query, key and value by KV group, or query and its gate by head (qwen3_5). The module
+    knows the sizes, which no shape tells.
     """
     patterns = {}
     for part in model_parts:
@@ -297,6 +298,11 @@ def _fused(model_parts: Sequence[nn.Module]) -> dict[str, Fused]:
                 sizes = (("attn_q", size * module.heads_per_kv), ("attn_k", size), ("attn_v", size))
                 pattern = re.escape(clean_name(f"{name}.wqkv.weight"))
                 patterns[pattern] = Fused(sizes, groups=num_groups)
+            heads, size = getattr(module, "n_heads", 0), getattr(module, "head_dim", 0)
+            query = getattr(module, "wq", None)
+            if query is not None and query.weight.shape[0] == 2 * heads * size:
+                pattern, rows = re.escape(clean_name(f"{name}.wq.weight")), heads * size
+                patterns[pattern] = Fused((("attn_q", rows), ("attn_gate", rows)), groups=heads)
     return patterns
 
 
