@@ -1,0 +1,155 @@
+"""torchtitan's own models: the operator type of every parameter, by its name."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections import Counter
+from types import ModuleType
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from torch import nn
+
+pytest.importorskip("torchtitan")
+
+from amo_dist.operators.groups import param_groups
+from amo_dist.operators.patterns import classify
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    from torchtitan_ext.plugin import models, optimizers
+
+ATTENTION = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_o"), 1)
+DENSE = dict.fromkeys(("mlp_gate", "mlp_up", "mlp_down"), 1)
+EXPERTS = dict.fromkeys(("expert_gate", "expert_up", "expert_down"), 8)
+SHARED = dict.fromkeys(("shared_expert_gate", "shared_expert_up", "shared_expert_down"), 1)
+VISION = ATTENTION | {"mlp_up": 1, "mlp_down": 1}
+MLA = dict.fromkeys(("attn_q", "mla_kv_a", "mla_kv_b", "attn_o"), 1)
+
+
+def times(number: int, types: dict[str, int]) -> Counter[str]:
+    return Counter({name: number * count for name, count in types.items()})
+
+
+def build(name: str, flavor: str) -> nn.Module:
+    spec = models.spec(models.Model(name=name, flavor=flavor, attention="varlen"))
+    with torch.device("meta"):
+        model: nn.Module = spec.model.build()
+    return model
+
+
+def check(model: nn.Module, types: Counter[str], by_adamw: set[str]) -> None:
+    """The model's matrices by type, and the names of matrices and experts' biases of AdamW."""
+    patterns = optimizers._fused([model])
+    muon, adamw = param_groups(model, patterns=patterns)
+    assert types == Counter(v.operator_type for vs in muon["matrix_views"].values() for v in vs)
+    assert by_adamw == {name for name, parameter in adamw["params"] if parameter.dim() > 1}
+
+
+ENDS = {"tok_embeddings.weight", "lm_head.weight"}
+
+
+def gates(layers: range, name: str = "moe.router.gate.weight") -> set[str]:
+    return {f"layers.{n}.{name}" for n in layers}
+
+
+@pytest.mark.parametrize(
+    ("name", "flavor", "types", "by_adamw"),
+    [
+        ("llama3", "debugmodel", times(6, ATTENTION | DENSE), ENDS),
+        ("qwen3", "debugmodel", times(8, ATTENTION | DENSE), {"tok_embeddings.weight"}),
+        (
+            "qwen3",
+            "debugmodel_moe",
+            times(8, ATTENTION) + times(64, EXPERTS),
+            ENDS | gates(range(8)),
+        ),
+        (
+            "deepseek_v3",
+            "debugmodel",
+            times(6, MLA) + times(1, DENSE) + times(5, EXPERTS | SHARED),
+            ENDS | gates(range(1, 6)),
+        ),
+        (
+            "gpt_oss",
+            "debugmodel",
+            times(4, ATTENTION | EXPERTS),
+            ENDS
+            | gates(range(4))
+            | gates(range(4), "moe.routed_experts.inner_experts.mlp1_bias_EG")
+            | gates(range(4), "moe.routed_experts.inner_experts.mlp2_bias_ED"),
+        ),
+        (
+            "kimi_k2_7",
+            "debugmodel",
+            times(6, MLA) + times(1, DENSE) + times(5, EXPERTS | SHARED) + times(4, VISION),
+            ENDS
+            | gates(range(1, 6))
+            | {"vision_encoder.pos_embed", "vision_encoder.patch_embed.weight"}
+            | {f"vision_encoder.projector.linear_{n}.weight" for n in (1, 2)},
+        ),
+        (
+            "muse_glimmer",
+            "debugmodel_mm",
+            times(8, ATTENTION | DENSE | {"attn_gate": 1}) + times(3, VISION),
+            {"tok_embeddings.embedding.weight", "lm_head.weight", "vision_projection.weight"}
+            | {f"vision_adapter.{name}.weight" for name in ("c_fc", "c_proj")}
+            | {"vision_encoder.positional_embedding_vlm", "vision_encoder.conv1_linear.weight"},
+        ),
+    ],
+)
+def test_models(name: str, flavor: str, types: Counter[str], by_adamw: set[str]) -> None:
+    check(build(name, flavor), types, by_adamw)
+
+
+class _AnyModule(MagicMock, ModuleType):
+    """Kernels of a GPU that this machine has not; a model is built, and not run."""
+
+    __path__ = ()  # a package
+
+
+def test_qwen3_5(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (
+        "fla",
+        "fla.modules",
+        "fla.modules.conv",
+        "fla.modules.conv.triton",
+        "fla.modules.conv.triton.ops",
+        "fla.modules.conv.causal_conv1d",
+        "fla.ops",
+        "fla.ops.gated_delta_rule",
+        "fla.ops.gated_delta_rule.chunk",
+        "fla.ops.gated_delta_rule.fused_recurrent",
+    ):
+        monkeypatch.setitem(sys.modules, name, _AnyModule())
+    found = set(sys.modules)
+    try:
+        model = build("qwen3_5", "debugmodel_moe")
+    finally:
+        for name in set(sys.modules) - found:
+            if name.startswith("torchtitan.models.qwen3_5"):
+                del sys.modules[name]
+    # Three layers are linear, and one has a gate in the matrix of its queries.
+    types = times(4, ATTENTION | EXPERTS | SHARED | {"attn_gate": 1}) + times(2, VISION)
+    convolutions = {f"layers.{n}.attn.conv_{part}.weight" for n in range(3) for part in "qkv"}
+    by_head = {f"layers.{n}.attn.in_proj_{part}.weight" for n in range(3) for part in "ab"}
+    check(
+        model,
+        types,
+        ENDS
+        | gates(range(4))
+        | gates(range(4), "moe.shared_experts.gate.weight")
+        | convolutions
+        | by_head
+        | {"vision_encoder.pos_embed", "vision_encoder.patch_embed.weight"}
+        | {f"vision_encoder.merger.linear_fc{n}.weight" for n in (1, 2)},
+    )
+
+
+def test_gate_and_up_of_gpt_oss_are_alternate_rows() -> None:
+    views = classify("layers.0.moe.routed_experts.inner_experts.mlp1_weight_EGD", (2, 6, 4))
+    assert views is not None
+    assert [view.suffix for view in views] == ["[0.gate]", "[0.up]", "[1.gate]", "[1.up]"]
+    assert views[3].boxes == tuple(((1, 2), (row, row + 1), (0, 4)) for row in (1, 3, 5))
