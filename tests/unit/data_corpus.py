@@ -6,8 +6,10 @@ import gzip
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
+
+from torchtitan_ext.data.loader import Streams
+from torchtitan_ext.data.tokenizers import ByteTokenizer
 
 Rows = Sequence[dict[str, Any]]
 
@@ -36,27 +38,20 @@ def write_arrow(path: Path, rows: Rows, stream: bool = True) -> Path:
     return path
 
 
-def job_config(path: Path, dataset: str, **data: Any) -> SimpleNamespace:
-    """The part of a job config that the loader reads."""
-    defaults = {
-        "num_streams": 4,
-        "seed": 1,
-        "bad_rows": "error",
-        "text_field": "text",
-        "shuffle_buffer": 5,
-        "order": "uniform",
-        "score_field": "",
-        "hub_config": "",
-        "split": "train",
-        "revision": "",
-    }
-    training = SimpleNamespace(
-        dataset=dataset,
-        dataset_path=str(path),
-        seq_len=8,
-        local_batch_size=2,
-        global_batch_size=-1,
-        steps=12,
-        dataloader=SimpleNamespace(num_workers=0),
+def dataset(path: Path, name: str, **fields: Any) -> Streams.Config:
+    """A config of few and small streams."""
+    few: dict[str, Any] = {"num_streams": 4, "seed": 1, "shuffle_buffer": 5}
+    return Streams.Config(dataset=name, dataset_path=str(path), **{**few, **fields})
+
+
+def build(
+    config: Streams.Config, world: int = 1, rank: int = 0, batch: int = 2, seq_len: int = 8
+) -> Any:
+    """The loader of a rank, over bytes."""
+    return config.build(
+        dp_world_size=world,
+        dp_rank=rank,
+        tokenizer=ByteTokenizer(),
+        seq_len=seq_len,
+        local_batch_size=batch,
     )
-    return SimpleNamespace(training=training, data=SimpleNamespace(**{**defaults, **data}))

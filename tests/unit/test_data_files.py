@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import warnings
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -12,12 +11,6 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-import torchtitan_ext
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
 
 from tests.unit.data_corpus import write_arrow, write_jsonl, write_parquet
 from torchtitan_ext.data.files import Hub, find_files, format_of, hub_files

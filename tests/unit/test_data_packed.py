@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -11,15 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-import torchtitan_ext
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
-
-from tests.unit.data_corpus import job_config, write_jsonl, write_parquet
+from tests.unit.data_corpus import build, dataset, write_jsonl, write_parquet
 from torchtitan_ext import cli
-from torchtitan_ext.data.loader import build_dataloader
 from torchtitan_ext.data.packed import PackedSequences
 from torchtitan_ext.data.tokenizers import ByteTokenizer
 from torchtitan_ext.tools import tokenize
@@ -147,9 +139,8 @@ def test_a_damaged_shard_or_index_is_named(corpus: Path, tmp_path: Path) -> None
 
 
 def loaders(output: Path, world: int, saved: dict[str, Any]) -> list[Any]:
-    config = job_config(output, "packed")
-    config.training.local_batch_size = 4 // world
-    made = [build_dataloader(world, r, ByteTokenizer(), config) for r in range(world)]
+    config = dataset(output, "packed")
+    made = [build(config, world, r, batch=4 // world) for r in range(world)]
     for one in made:
         one.load_state_dict(saved)
     return made
@@ -189,15 +180,13 @@ def test_training_reads_each_sequence_once_an_epoch_and_moves_to_another_world(
 def test_training_refuses_another_length_or_tokenizer(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "packed"
     run(corpus, output)
-    config = job_config(output, "packed")
-    config.training.seq_len = 9
     with pytest.raises(ValueError, match=r"training\.seq_len: found 9, expected 8"):
-        build_dataloader(1, 0, ByteTokenizer(), config)
+        build(dataset(output, "packed"), seq_len=9)
     sequences = PackedSequences(str(output))
     with pytest.raises(ValueError, match=r"data\.tokenizer: found Other-3, expected ByteTokenizer"):
         sequences.check(LENGTH, "Other-3")
     with pytest.raises(ValueError, match="expected at most the number of sequences"):
-        build_dataloader(1, 0, ByteTokenizer(), job_config(output, "packed", num_streams=999))
+        build(dataset(output, "packed", num_streams=999))
 
 
 @pytest.mark.parametrize("text", ["1", "1/1", "-1/2", "a/b", "1/", "/2"])

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torchtitan.config import TrainingConfig
 
-import torchtitan_ext
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
-
-from tests.unit.data_corpus import job_config, write_arrow, write_jsonl, write_parquet
+from tests.unit.data_corpus import build, dataset, write_arrow, write_jsonl, write_parquet
 from torchtitan_ext.data.files import find_files
-from torchtitan_ext.data.loader import build_dataloader
 from torchtitan_ext.data.pool import Pool
 from torchtitan_ext.data.streams import SortedOrder
-from torchtitan_ext.data.tokenizers import ByteTokenizer
 
 NUM = 24
 SCORES = [(7 * i) % NUM // 2 * 0.25 for i in range(NUM)]  # each twice
@@ -76,9 +68,8 @@ def test_sorted_orders_are_stable_both_ways(scores: list[float]) -> None:
 
 def drawn(folder: Path, world: int, num: int, **data: Any) -> list[str]:
     """The letters of each global batch: a sequence holds one document and its end token."""
-    config = job_config(folder, "pool", **data)
-    config.training.local_batch_size = 4 // world
-    loaders = [build_dataloader(world, r, ByteTokenizer(), config) for r in range(world)]
+    config = dataset(folder, "pool", **data)
+    loaders = [build(config, world, r, batch=4 // world) for r in range(world)]
     iterators = [iter(one) for one in loaders]
     batches = []
     for _ in range(num):
@@ -122,9 +113,8 @@ def test_all_orders_leave_out_the_rows_without_a_score(
 
 
 def test_the_field_of_scores_is_part_of_the_source(corpus: Path) -> None:
-    config = job_config(corpus, "pool", score_field="score")
-    scored = build_dataloader(1, 0, ByteTokenizer(), config)
-    other = build_dataloader(1, 0, ByteTokenizer(), job_config(corpus, "pool"))
+    scored = build(dataset(corpus, "pool", score_field="score"))
+    other = build(dataset(corpus, "pool"))
     with pytest.raises(ValueError, match="score_field: was 'score', is None"):
         other.load_state_dict(scored.state_dict())
 
@@ -134,26 +124,30 @@ def test_the_field_of_scores_is_part_of_the_source(corpus: Path) -> None:
     [
         # 24 documents of nine tokens: 216, or 13.5 steps of a rank with two sequences of eight.
         (13, -1, ""),
-        (12, -1, "12 steps draw 192 tokens of a pool of about 216: documents at the end of"),
-        (16, -1, "16 steps draw 256 tokens of a pool of about 216: documents are drawn again"),
-        (16, 8, "draw 1.02e+03 tokens"),
+        (12, -1, "draws 192 tokens of a pool of about 216: documents at the end of"),
+        (16, -1, "draws 256 tokens of a pool of about 216: documents are drawn again"),
+        (16, 8, "draws 1.02e+03 tokens"),
     ],
 )
 def test_a_run_that_does_not_fit_its_scored_pool_is_told(
     steps: int, batch: int, told: str, corpus: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    config = job_config(corpus, "pool", order="ascend")
-    config.training.steps, config.training.global_batch_size = steps, batch
-    build_dataloader(1, 0, ByteTokenizer(), config)
+    config = dataset(corpus, "pool", order="ascend")
+    build(config)
+    assert not caplog.text  # of a loader for itself
+    config._training = TrainingConfig(
+        steps=steps, global_batch_size=batch, local_batch_size=2, seq_len=8
+    )
+    build(config)
     assert told in caplog.text
     assert bool(told) == ("training.steps" in caplog.text)
     caplog.clear()
-    build_dataloader(2, 1, ByteTokenizer(), config)  # another rank has told
+    build(config, 2, 1)  # another rank has told
     assert not caplog.text
 
 
 def test_a_resume_refuses_another_order(corpus: Path) -> None:
-    one = build_dataloader(1, 0, ByteTokenizer(), job_config(corpus, "pool", order="ascend"))
-    other = build_dataloader(1, 0, ByteTokenizer(), job_config(corpus, "pool", order="descend"))
+    one = build(dataset(corpus, "pool", order="ascend"))
+    other = build(dataset(corpus, "pool", order="descend"))
     with pytest.raises(ValueError, match="order: was 'ascend', is 'descend'"):
         other.load_state_dict(one.state_dict())

@@ -1,52 +1,57 @@
-"""torchtitan's own datasets, read by its own loaders with the tokenizers of the project."""
+"""torchtitan's own datasets, read by its own loader with the tokenizers of the project."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
-import torchtitan_ext
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
-
-from torchtitan.hf_datasets.text_datasets import build_text_validation_dataloader
-
-from tests.unit.data_corpus import write_jsonl
-from torchtitan_ext.data.loader import build_dataloader
-from torchtitan_ext.data.tokenizers import ByteTokenizer
-from torchtitan_ext.plugin import settings
+from tests.unit.data_corpus import build, write_jsonl
+from torchtitan_ext.data import loader
+from torchtitan_ext.data.loader import Streams
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torch's DataLoader
-@pytest.mark.parametrize("build", [build_dataloader, build_text_validation_dataloader])
-def test_documents_follow_with_end_tokens_alone(
-    build: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("positions", [False, True])
+def test_documents_follow_without_begin_tokens(
+    positions: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     folder = tmp_path / "corpus"
     folder.mkdir()
     write_jsonl(folder / "data.jsonl", [{"text": letter * 3} for letter in "abcdefgh"])
-    options = ["--validation.enable", "--data.tokenizer=byte"]
-    for section in ("training", "validation"):
-        options += [f"--{section}.{option}" for option in ("dataset=c4_test", "seq_len=7")]
-        options += [f"--{section}.dataset_path={folder}", f"--{section}.local_batch_size=1"]
-    tokenizer = ByteTokenizer()
-    inputs, labels = next(iter(build(1, 0, tokenizer, settings.parse(options))))
-    eos = tokenizer.eos_id
-    assert inputs["input"].tolist() == [[*b"aaa", eos, *b"bbb"]]
-    assert labels.tolist() == [[*b"aa", eos, *b"bbb", eos]]
+    config = Streams.Config(dataset="c4_test", dataset_path=str(folder), positions=positions)
+    one = build(config, batch=1, seq_len=6)
+    inputs, labels = next(iter(one))
+    assert inputs["input"].tolist() == [[*b"aaabbb"]]
+    assert labels.tolist() == [[*b"aa", 256, *b"bb", 256]]
+    # Where documents see each other, so does the order of their tokens.
+    assert inputs.get("positions", labels).tolist() == (
+        [[0, 1, 2, 0, 1, 2]] if positions else labels.tolist()
+    )
+    other = build(config, batch=1, seq_len=6)
+    other.load_state_dict(one.state_dict())
+    assert next(iter(other))[0]["input"].tolist() == [[*b"cccddd"]]
 
 
-def test_an_unknown_dataset_is_named_where_it_is_read(tmp_path: Path) -> None:
-    config = settings.parse(["--training.dataset=c4_test", "--data.tokenizer=byte"])
-    config.training.dataset = "fineweb-edu"
-    with pytest.raises(
-        ValueError, match=r"training\.dataset: found 'fineweb-edu', expected one of"
-    ):
-        build_dataloader(1, 0, ByteTokenizer(), config)
+@pytest.mark.parametrize(
+    ("training", "validation", "freq", "message"),
+    [
+        ("fineweb-edu", "stdlib", 1, r"^training\.dataset: found 'fineweb-edu', expected one of"),
+        ("stdlib", "c4-val", 1, r"^validation\.dataset: found 'c4-val', expected one of"),
+        ("stdlib", "documents", 1, r"^validation\.dataset_path: found none"),
+        ("stdlib", "stdlib", 0, r"^validation\.freq: found 0"),
+    ],
+)
+def test_what_cannot_be_read_is_named(
+    training: str, validation: str, freq: int, message: str
+) -> None:
+    validator = SimpleNamespace(
+        enable=True, freq=freq, dataloader=Streams.Config(dataset=validation)
+    )
+    config = SimpleNamespace(dataloader=Streams.Config(dataset=training), validator=validator)
+    with pytest.raises(ValueError, match=message):
+        loader.validate(config)
+    config.dataloader.dataset, validator.enable = "stdlib", False
+    loader.validate(config)

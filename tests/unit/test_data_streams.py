@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import tempfile
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,16 +15,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import torchtitan_ext
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
-
-from tests.unit.data_corpus import job_config, write_jsonl, write_parquet
+from tests.unit.data_corpus import build, dataset, write_jsonl, write_parquet
 from torchtitan_ext.data.buffered import BufferedStream
 from torchtitan_ext.data.files import Files, find_files
-from torchtitan_ext.data.loader import StreamLoader, build_dataloader
+from torchtitan_ext.data.loader import Streams
 from torchtitan_ext.data.streams import PackedDocuments, ShuffledOrder, Stream
 from torchtitan_ext.data.tokenizers import ByteTokenizer
 
@@ -113,7 +106,7 @@ def ranks(make: Any, world: int, seen: Counter[tuple[int, int]], saved: dict[str
                 recorder.stream.load_state(saved[f"stream_{number}"])
                 recorder.pause = False
             dealt[-1].append(recorder.stream)
-    return [StreamLoader(streams, NUM_STREAMS // world, {}) for streams in dealt]
+    return [Streams(streams, NUM_STREAMS // world, {}) for streams in dealt]
 
 
 def run_epoch(make: Any, worlds: Sequence[tuple[int, int]]) -> Counter[int]:
@@ -249,9 +242,8 @@ def test_a_config_builds_streams_that_move_to_another_world(tmp_path: Path) -> N
     small_corpus(tmp_path)
 
     def batches(world: int, num: int, saved: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-        config = job_config(tmp_path, "documents", bad_rows="skip")
-        config.training.local_batch_size = 4 // world
-        loaders = [build_dataloader(world, r, ByteTokenizer(), config) for r in range(world)]
+        config = dataset(tmp_path, "documents", bad_rows="skip")
+        loaders = [build(config, world, r, batch=4 // world) for r in range(world)]
         for one in loaders:
             one.load_state_dict(saved)
         iterators = [iter(one) for one in loaders]
@@ -269,7 +261,7 @@ def test_a_config_builds_streams_that_move_to_another_world(tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("dataset", "data", "message"),
+    ("name", "fields", "message"),
     [
         ("documents", {"order": "ascend"}, r"data\.order: found 'ascend', expected 'uniform'"),
         ("documents", {"shuffle_buffer": 0}, r"data\.shuffle_buffer: found 0"),
@@ -279,11 +271,11 @@ def test_a_config_builds_streams_that_move_to_another_world(tmp_path: Path) -> N
     ],
 )
 def test_a_config_that_cannot_work_is_refused(
-    dataset: str, data: dict[str, Any], message: str, tmp_path: Path, monkeypatch: Any
+    name: str, fields: dict[str, Any], message: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     small_corpus(tmp_path)
-    bad_rows = "error" if "text_field" in data else "skip"
-    config = job_config(tmp_path, dataset, **{"bad_rows": bad_rows, **data})
+    bad_rows = "error" if "text_field" in fields else "skip"
+    config = dataset(tmp_path, name, **{"bad_rows": bad_rows, **fields})
     with pytest.raises(ValueError, match=message):
-        next(iter(build_dataloader(2, 0, ByteTokenizer(), config)))
+        next(iter(build(config, 2)))

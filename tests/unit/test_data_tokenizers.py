@@ -6,18 +6,12 @@ import base64
 import functools
 import json
 import tempfile
-import warnings
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import torchtitan_ext
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
 
 from torchtitan_ext.data.documents import standard_library
 from torchtitan_ext.data.tokenizers import (
@@ -25,10 +19,9 @@ from torchtitan_ext.data.tokenizers import (
     ByteTokenizer,
     HFTokenizer,
     TiktokenTokenizer,
-    build_tokenizer,
+    Tokenizer,
     identity,
 )
-from torchtitan_ext.plugin import settings as config_settings
 
 NAMES = list(FAMILIES)
 NUM_RANKS = 600
@@ -181,13 +174,9 @@ def test_files_that_make_no_tokenizer_are_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["hf", "tiktoken", "byte"])
-def test_a_config_selects_the_tokenizer(kind: str, tmp_path: Path) -> None:
-    path = tmp_path / "config.toml"
-    folder = assets("tokenizer.model")
-    path.write_text(
-        f'[model]\nname = "llama3"\nflavor = "tiny"\nhf_assets_path = "{folder}"\n'
-        f'[data]\ntokenizer = "{kind}"\n[optimizer]\nallow_unlocked = true\n'
-    )
-    tokenizer = build_tokenizer(config_settings.parse([f"--job.config_file={path}"]))
+def test_a_config_selects_the_tokenizer(kind: Any, tmp_path: Path) -> None:
+    folder = str(assets("tokenizer.model"))
     classes = {"hf": HFTokenizer, "tiktoken": TiktokenTokenizer, "byte": ByteTokenizer}
-    assert type(tokenizer) is classes[kind]
+    for path, assets_path in (("", folder), (folder, str(tmp_path))):
+        config = Tokenizer.Config(kind=kind, path=path)
+        assert type(config.build(tokenizer_path=assets_path)) is classes[kind]

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import warnings
+import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torchtitan.components.loss import IGNORE_INDEX
 
-import torchtitan_ext
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
-
+from tests.unit.data_corpus import build, dataset
 from torchtitan_ext.data import streams
 from torchtitan_ext.data.documents import TextFiles, standard_library, text_files
-from torchtitan_ext.data.loader import StreamLoader, build_dataloader
+from torchtitan_ext.data.loader import Streams, document_positions
 from torchtitan_ext.data.streams import ShuffledOrder, Stream
 from torchtitan_ext.data.tokenizers import EOS, ByteTokenizer
 
@@ -58,7 +54,7 @@ def loader(
         Stream(documents, order, TOKENIZER, number=i, num_streams=num_streams, length=9)
         for i in range(rank, num_streams, world)
     ]
-    return StreamLoader(mine, batch // world, {"documents": documents.digest()})
+    return Streams(mine, batch // world, {"documents": documents.digest()})
 
 
 def sequences(batch: Any) -> list[tuple[int, ...]]:
@@ -250,34 +246,21 @@ def test_the_standard_library_is_real_text() -> None:
     assert library.digest() == standard_library().digest()
 
 
-def job_config(tmp_path: Path, **data: Any) -> SimpleNamespace:
+@pytest.fixture
+def eight(tmp_path: Path) -> Path:
     for i in range(8):
         (tmp_path / f"{i}.txt").write_text(str(i) * 50)
-    defaults = {
-        "pattern": "*.txt",
-        "num_streams": 4,
-        "seed": 1,
-        "undecodable": "error",
-        "order": "uniform",
-    }
-    training = SimpleNamespace(
-        dataset="text",
-        dataset_path=str(tmp_path),
-        seq_len=6,
-        local_batch_size=3,
-        dataloader=SimpleNamespace(num_workers=0),
-    )
-    return SimpleNamespace(training=training, data=SimpleNamespace(**{**defaults, **data}))
+    return tmp_path
 
 
-def test_build_dataloader_deals_streams_to_ranks(tmp_path: Path) -> None:
-    config = job_config(tmp_path)
-    keys = [build_dataloader(2, r, TOKENIZER, config).state_dict().keys() for r in range(2)]
-    assert [sorted(k) for k in keys] == [
+def test_a_config_deals_streams_to_ranks(eight: Path) -> None:
+    ranks = [build(dataset(eight, "text"), 2, rank, batch=3, seq_len=6) for rank in range(2)]
+    assert [sorted(one.state_dict()) for one in ranks] == [
         ["source", "stream_0", "stream_2"],
         ["source", "stream_1", "stream_3"],
     ]
-    inputs, labels = next(iter(build_dataloader(2, 0, TOKENIZER, config)))
+    inputs, labels = next(iter(ranks[0]))
+    assert inputs.keys() == {"input"}
     assert inputs["input"].shape == labels.shape == (3, 6)
 
 
@@ -287,21 +270,53 @@ def test_build_dataloader_deals_streams_to_ranks(tmp_path: Path) -> None:
         ({"num_streams": 5}, "data.num_streams: found 5, expected a multiple of"),
         ({"num_streams": 0}, "data.num_streams: found 0"),
         ({"num_streams": 10}, "expected at most the number of documents, 8"),
+        ({"dataset_path": None}, r"training\.dataset_path: found none"),
+        ({"num_workers": 2}, "num_workers: found 2, expected 0"),
     ],
 )
-def test_build_dataloader_refuses_streams_that_cannot_be_dealt(
-    tmp_path: Path, change: dict[str, int], message: str
+def test_a_config_that_cannot_work_is_refused(
+    eight: Path, change: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(ValueError, match=message):
-        build_dataloader(2, 0, TOKENIZER, job_config(tmp_path, **change))
+        build(dataclasses.replace(dataset(eight, "text"), **change), 2)
 
 
-def test_build_dataloader_names_missing_path_and_workers(tmp_path: Path) -> None:
-    config = job_config(tmp_path)
-    config.training.dataset_path = None
-    with pytest.raises(ValueError, match=r"training\.dataset_path: found none"):
-        build_dataloader(2, 0, TOKENIZER, config)
-    config = job_config(tmp_path)
-    config.training.dataloader.num_workers = 2
-    with pytest.raises(ValueError, match="num_workers: found 2, expected 0"):
-        build_dataloader(2, 0, TOKENIZER, config)
+@pytest.mark.parametrize("world", [1, 2])
+def test_finite_streams_are_read_to_their_end(world: int, eight: Path) -> None:
+    # Four streams of two documents: 102 tokens, or eleven sequences of nine.
+    config = dataset(eight, "text", infinite=False)
+    loaders = [build(config, world, rank, batch=3) for rank in range(world)]
+    counts = [len(list(one)) for one in loaders]
+    assert counts == [44 // world // 3] * world
+
+
+def test_documents_that_do_not_see_each_other_have_places_of_their_own(eight: Path) -> None:
+    config = dataset(eight, "text", positions=True, num_streams=1)
+    batches = iter(build(config, batch=1, seq_len=30))
+    eos = TOKENIZER.eos_id
+    rows, places, labels = [], [], []
+    for inputs, expected in itertools.islice(batches, 10):
+        rows += inputs["input"].tolist()
+        places += inputs["positions"].tolist()
+        labels += expected.tolist()
+    # Documents of 51 tokens in sequences of 31, of which the model sees 30.
+    assert places[0] == list(range(30))
+    assert places[1] == [*range(20), *range(10)]
+    for row, place, label in zip(rows, places, labels, strict=True):
+        starts = [0, *(i + 1 for i in range(29) if row[i] == eos)]
+        assert [i for i, one in enumerate(place) if one == 0] == starts
+        assert [i for i, one in enumerate(label) if one == IGNORE_INDEX] == [
+            i for i, token in enumerate(row) if token == eos
+        ]
+
+
+@given(st.lists(st.lists(st.integers(0, 2), min_size=7, max_size=7), min_size=1, max_size=3))
+def test_positions_count_from_the_last_end_token(rows: list[list[int]]) -> None:
+    expected = []
+    for row in rows:
+        places, place = [], 0
+        for token in row:
+            places.append(place)
+            place = 0 if token == 1 else place + 1
+        expected.append(places)
+    assert document_positions(torch.tensor(rows), eos_id=1).tolist() == expected

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import json
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any, Literal, Protocol
 
@@ -316,7 +317,12 @@ def validate(config: Any) -> None:
     """
     check(config.dataloader)
     if config.validator.enable:
+        if config.validator.freq < 1:
+            raise ValueError(
+                f"validation.freq: found {config.validator.freq}, expected an integer >= 1"
+            )
         try:
             check(config.validator.dataloader)
         except ValueError as error:
-            raise ValueError(f"[validation] {error}") from None
+            message = re.sub("^data", "validation.dataloader", str(error))
+            raise ValueError(re.sub("^training", "validation", message)) from None
