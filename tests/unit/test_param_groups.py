@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 
 import pytest
@@ -10,15 +9,6 @@ from torch import nn
 from amo_dist.config import sort_operator_types
 from amo_dist.operators.groups import describe, param_groups
 from amo_dist.operators.views import MatrixView
-
-with warnings.catch_warnings():
-    # torchtitan compiles a function on import, which goes through deprecated parts of torch.
-    warnings.simplefilter("ignore")
-    from torchtitan.models.deepseek_v3.model.args import DeepSeekV3ModelArgs
-    from torchtitan.models.deepseek_v3.model.model import Attention
-    from torchtitan.models.llama3 import get_train_spec as llama3
-    from torchtitan.models.llama4 import get_train_spec as llama4
-    from torchtitan.models.qwen3 import get_train_spec as qwen3
 
 
 def module_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
@@ -46,97 +36,47 @@ def types_by_name(groups: list[dict[str, object]]) -> dict[str, str]:
     return found
 
 
-DENSE = {
-    "attention.wq.weight": "attn_q",
-    "attention.wk.weight": "attn_k",
-    "attention.wv.weight": "attn_v",
-    "attention.wo.weight": "attn_o",
-    "feed_forward.w1.weight": "mlp_gate",
-    "feed_forward.w3.weight": "mlp_up",
-    "feed_forward.w2.weight": "mlp_down",
-}
-
-
-@pytest.mark.parametrize("get_train_spec", [llama3, qwen3], ids=["llama3", "qwen3"])
-def test_dense_torchtitan_models(get_train_spec: object) -> None:
-    assert callable(get_train_spec)
-    spec = get_train_spec()
-    args = spec.model_args["debugmodel"]
-    with torch.device("meta"):
-        model = spec.model_cls(args)
-    muon, adamw = param_groups(model)
-    expected = {
-        f"layers.{layer}.{tail}": kind
-        for layer in range(args.n_layers)
-        for tail, kind in DENSE.items()
+def test_groups_of_a_decoder() -> None:
+    types = {
+        "attention.qkv_linear.wq.weight": "attn_q",
+        "attention.wo.weight": "attn_o",
+        "feed_forward.w1.weight": "mlp_gate",
     }
+    expected = {f"layers.{n}.{tail}": kind for n in range(2) for tail, kind in types.items()}
+    shapes = {"tok_embeddings.weight": (10, 4), **dict.fromkeys(expected, (4, 4)), "norm": (4,)}
+    muon, adamw = param_groups(module_of(shapes))
     assert types_by_name([muon]) == expected
     assert [name for name, _ in muon["params"]] == list(muon["matrix_views"])
-    assert {name for name, _ in muon["params"] + adamw["params"]} == dict(
-        model.named_parameters()
-    ).keys()
+    assert {name for name, _ in muon["params"] + adamw["params"]} == shapes.keys()
     assert muon.keys() == {"params", "algorithm", "matrix_views"}
     assert adamw.keys() == {"params", "algorithm"}
     assert (muon["algorithm"], adamw["algorithm"]) == ("muon", "adamw")
-    assert muon["matrix_views"]["layers.0.attention.wq.weight"] == (MatrixView("", "attn_q", None),)
+    assert muon["matrix_views"]["layers.0.attention.wo.weight"] == (MatrixView("", "attn_o", None),)
 
 
-EXPERTS = {"w1": "expert_gate", "w3": "expert_up", "w2": "expert_down"}
-
-
-@pytest.mark.parametrize(
-    ("get_train_spec", "flavor"), [(qwen3, "debugmodel_moe"), (llama4, "debugmodel")]
-)
-def test_mixtures_of_torchtitan(get_train_spec: object, flavor: str) -> None:
-    assert callable(get_train_spec)
-    spec = get_train_spec()
-    with torch.device("meta"):
-        model = spec.model_cls(spec.model_args[flavor])
-    groups = param_groups(model)
-    found = types_by_name(groups)
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    num_mixtures = 0
-    for name, shape in shapes.items():
-        if ".moe.experts." in name:
-            num_mixtures += 1
-            assert found[name] == EXPERTS[name.rpartition(".")[2]]
-            views = groups[0]["matrix_views"][name]
-            assert len(views) == shape[0]
-            assert views[1].suffix == "[1]"
-            assert views[1].boxes == (((1, 2), (0, shape[1]), (0, shape[2])),)
-        elif ".shared_experts." in name:
-            assert found[name] == "shared_" + EXPERTS[name.split(".")[-2]]
-        elif "router" in name or "embed" in name or name == "output.weight" or len(shape) == 1:
-            assert name not in found
-        else:
-            assert found[name].startswith(("attn_", "mlp_"))
-    assert num_mixtures > 0
-
-
-def test_latent_attention_of_torchtitan() -> None:
-    def types(q_lora_rank: int) -> dict[str, str]:
-        args = DeepSeekV3ModelArgs(
-            dim=64, n_heads=2, q_lora_rank=q_lora_rank, kv_lora_rank=16, max_seq_len=32
-        )
-        with torch.device("meta"):
-            attention = Attention(args)
-        shapes = {
-            f"layers.0.attention.{name}": tuple(p.shape) for name, p in attention.named_parameters()
-        }
-        return types_by_name(param_groups(module_of(shapes)))
-
-    prefix = "layers.0.attention."
-    latent = {
-        f"{prefix}wkv_a.weight": "mla_kv_a",
-        f"{prefix}wkv_b.weight": "mla_kv_b",
-        f"{prefix}wo.weight": "attn_o",
+@pytest.mark.parametrize("name", ["experts.w2", "routed_experts.inner_experts.w2_EDF"])
+def test_each_expert_is_a_matrix(name: str) -> None:
+    name = f"layers.0.moe.{name}"
+    shapes = {
+        name: (3, 4, 8),
+        "layers.0.moe.shared_experts.w2.weight": (4, 8),
+        "layers.0.moe.router.gate.weight": (3, 4),
     }
-    assert types(0) == {f"{prefix}wq.weight": "attn_q", **latent}
-    assert types(24) == {
-        f"{prefix}wq_a.weight": "mla_q_a",
-        f"{prefix}wq_b.weight": "mla_q_b",
-        **latent,
+    muon, adamw = param_groups(module_of(shapes))
+    assert types_by_name([muon]) == {
+        name: "expert_down",
+        "layers.0.moe.shared_experts.w2.weight": "shared_expert_down",
     }
+    assert [found for found, _ in adamw["params"]] == ["layers.0.moe.router.gate.weight"]
+    views = muon["matrix_views"][name]
+    assert [view.suffix for view in views] == ["[0]", "[1]", "[2]"]
+    assert views[1].boxes == (((1, 2), (0, 4), (0, 8)),)
+
+
+def test_latent_attention() -> None:
+    types = {"wq_a": "mla_q_a", "wq_b": "mla_q_b", "wkv_a": "mla_kv_a", "wkv_b": "mla_kv_b"}
+    expected = {f"layers.0.attention.{name}.weight": kind for name, kind in types.items()}
+    assert types_by_name(param_groups(module_of(dict.fromkeys(expected, (4, 4))))) == expected
 
 
 BLOCK = {
