@@ -4,27 +4,21 @@ from __future__ import annotations
 
 import copy
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
+    from torchtitan_ext.plugin.optimizers import OptimizersContainer
 
-from torchtitan.config import JobConfig
-from torchtitan.config.manager import ConfigManager
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.components.optimizer import LRSchedulersContainer
 
 from amo_dist import AMOConfig
-from torchtitan_ext import job_config
+from torchtitan_ext.plugin import hyperparameters
 
-CONFIG = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
 NAMES = ["AMO", "Muon", "AdamW"]
 OLD = {"lr": 4e-3}
 NEW = {"lr": 1e-3, "weight_decay": 0.5, "beta1": 0.8, "beta2": 0.9, "eps": 1e-6}
@@ -35,23 +29,19 @@ class Run:
     """A model, its optimizers and schedulers, as torchtitan builds them, in the midst of warmup."""
 
     def __init__(self, name: str, steps: int = 0, amo: str = "error", **fields: Any) -> None:
-        config = CONFIG()
-        section = config.optimizer
-        section.amo = AMOConfig(
+        section = AMOConfig(
             observe_until=8, observe_every=4, ns_dtype="float32", on_config_change=amo
         )
-        for key, value in {"name": name, "implementation": "foreach", **OLD, **fields}.items():
-            setattr(section, key, value)
-        config.lr_scheduler.warmup_steps = 4
-        dims = SimpleNamespace(ep_enabled=False, pp_enabled=False, dp_replicate_enabled=False)
+        values = {"implementation": "foreach", "amo": section, **OLD, **fields}
+        config = OptimizersContainer.Config(name=name, **values)
+        schedule = LRSchedulersContainer.Config(warmup_steps=4)
         torch.manual_seed(0)
         self.model = nn.Module()
         self.model.layers = nn.ModuleDict({"0": nn.Module()})
         self.model.layers["0"].attention = nn.Module()
         self.model.layers["0"].attention.wq = nn.Linear(6, 4)
-        spec = get_train_spec("llama3")
-        self.optimizers: Any = spec.build_optimizers_fn([self.model], section, dims)
-        self.schedulers: Any = spec.build_lr_schedulers_fn(self.optimizers, config.lr_scheduler, 9)
+        self.optimizers: Any = config.build(model_parts=[self.model])
+        self.schedulers: Any = schedule.build(optimizers=self.optimizers, training_steps=9)
         for _ in range(steps):
             self.step()
 
@@ -63,8 +53,11 @@ class Run:
 
     def resume(self, other: Run) -> None:
         # In the order in which distributed checkpoints load them.
-        self.schedulers.load_state_dict(copy.deepcopy(other.schedulers.state_dict()))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of a rate that torchtitan asks a schedule for
+            self.schedulers.load_state_dict(copy.deepcopy(other.schedulers.state_dict()))
         self.optimizers.load_state_dict(copy.deepcopy(other.optimizers.state_dict()))
+        hyperparameters.follow(self.schedulers)
 
     def rates(self) -> set[float]:
         groups = self.optimizers.optimizers[0].param_groups

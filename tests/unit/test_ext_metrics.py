@@ -10,18 +10,15 @@ from typing import Any
 
 import pytest
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
+    from torchtitan_ext.plugin import metrics, settings
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.types import MatrixInfo
-from torchtitan_ext.plugin import metrics, settings
 from torchtitan_ext.plugin.optimizers import Report
 from torchtitan_ext.plugin.run_files import read_records
 
@@ -51,9 +48,15 @@ def test_tokens_of_a_step(batch: int, degrees: dict[str, int], expected: int) ->
 def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Of a run of 256 tokens a step; ``now`` is what its clock shows."""
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
-    options = [f"--job.dump_folder={tmp_path}", "--data.tokenizer=byte", "--training.steps=99"]
+    options = [f"--dump_folder={tmp_path}", "--tokenizer.kind=byte", "--training.steps=99"]
     options += ["--training.global_batch_size=4", "--training.seq_len=64", "--metrics.log_freq=2"]
-    made = metrics.MetricsProcessor(settings.parse(options), dims(shard=4, cp=2))
+    config = settings.parse(options)
+    made: Any = config.metrics.build(
+        parallel_dims=dims(shard=4, cp=2),
+        dump_folder=config.dump_folder,
+        pp_schedule="1F1B",
+        config_dict=config.to_dict(),
+    )
     made.num_flops_per_token, made.data_loading_times = 1, [0.0]
     made.now = made.time_last_log = 100.0
     monkeypatch.setattr("time.perf_counter", lambda: made.now)
@@ -64,7 +67,7 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 def log(processor: Any, step: int) -> dict[str, Any]:
     processor.data_loading_times = [0.0]
     # What torchtitan adds up after a resume on other ranks, with sequences of context twice.
-    processor.log(step, 1.0, 1.0, 1.0, {"n_tokens_seen": 12345, "lr": 0.1})
+    processor.log(step, 1.0, 1.0, 1.0, {"n_tokens_seen": 12345, "lr/AMO/0": 0.1})
     return read_records(processor._files._metrics)[-1]
 
 
@@ -82,6 +85,7 @@ def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> N
     # Two steps since the start: not the average since step 1.
     assert record["tokens_per_second"] * record["seconds_per_step"] == pytest.approx(256)
     assert record["seconds_per_step"] == 5.0
+    assert record["lr"] == 0.1
 
 
 def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) -> None:

@@ -2,19 +2,11 @@
 
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch import nn
-
-import torchtitan_ext
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
 
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES
 from amo_dist.schedule.coefficients import named_schedule
@@ -29,8 +21,7 @@ def parse(*args: str) -> Any:
 
 
 def build(config: Any, root: nn.Module) -> Any:
-    dims = SimpleNamespace(ep_enabled=False, pp_enabled=False, dp_replicate_enabled=False)
-    return optimizers.build_optimizers([root], config.optimizer, dims)
+    return config.optimizer.build(model_parts=[root])
 
 
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)

@@ -9,14 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
+    from torchtitan_ext.plugin import metrics
 
 from amo_dist import AMO, AMOConfig, Muon, param_groups
-from torchtitan_ext.plugin import metrics
 
 
 def groups() -> Any:
@@ -25,11 +22,11 @@ def groups() -> Any:
 
 
 def processor(optimizer: Any, log_freq: int) -> metrics.MetricsProcessor:
-    """A processor before its first step, without loggers, files and a job config's rest."""
+    """A processor before its first step, without loggers and files."""
     made = metrics.MetricsProcessor.__new__(metrics.MetricsProcessor)
     made._files, made._first_step, made._num_steps = None, None, 12
     made.ntokens_since_last_log = 0
-    made.job_config = SimpleNamespace(metrics=SimpleNamespace(log_freq=log_freq))
+    made.config = metrics.MetricsProcessor.Config(log_freq=log_freq)
     made._optimizers = SimpleNamespace(optimizer=optimizer)
     return made
 

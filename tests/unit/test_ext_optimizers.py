@@ -14,33 +14,24 @@ import torch
 from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
+    from torchtitan_ext.plugin import optimizers
 
 import torchtitan.components.optimizer as titan
-from torchtitan.config import JobConfig
-from torchtitan.config.manager import ConfigManager
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.models.common.attention import FusedQKVLinear
+from torchtitan.models.common.linear import Linear
 
 from amo_dist import AMOConfig
-from torchtitan_ext import job_config
-from torchtitan_ext.plugin import optimizers
+from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
 
-CONFIG = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)
 AMO_FIELDS = AMOConfig(observe_every=1, observe_until=2, transition_steps=2, ns_dtype="float32")
 
 
-def config(name: str = "AMO", **fields: Any) -> Any:
-    section = CONFIG().optimizer
-    section.amo = AMO_FIELDS
+def config(name: str = "AMO", **fields: Any) -> OptimizersContainer.Config:
     # Fused AdamW would differ between a whole model and its parts by its vector lanes.
-    section.implementation = "foreach"
-    for key, value in {"name": name, "lr": 1e-2, **fields}.items():
-        setattr(section, key, value)
-    return section
+    values = {"lr": 1e-2, "implementation": "foreach", "amo": AMO_FIELDS, **fields}
+    return OptimizersContainer.Config(name=name, **values)
 
 
 class Block(nn.Module):
@@ -67,8 +58,7 @@ def parts(whole: nn.Module) -> list[nn.Module]:
 
 
 def build(model_parts: list[nn.Module], section: Any = None) -> Any:
-    dims = SimpleNamespace(ep_enabled=False, pp_enabled=False, dp_replicate_enabled=False)
-    return optimizers.build_optimizers(model_parts, section or config(), dims)
+    return (section or config()).build(model_parts=model_parts)
 
 
 def train(container: Any, num_steps: int, first: int = 0) -> None:
@@ -173,12 +163,11 @@ def test_the_report_tells_phase_steps_and_plan() -> None:
     ("fields", "message"),
     [
         ({"name": "adamw"}, r"optimizer.name: found 'adamw', expected one of 'AMO', 'Muon'"),
-        ({"early_step_in_backward": True}, "early_step_in_backward: found true, expected false"),
         (
-            {"muon": job_config.MuonSection(momentum=0.9)},
+            {"muon": MuonSection(momentum=0.9)},
             r"\[optimizer.muon\].*reads \[optimizer.amo\]",
         ),
-        ({"name": "Muon", "muon": job_config.MuonSection(schedule="kjj")}, "kjj"),
+        ({"name": "Muon", "muon": MuonSection(schedule="kjj")}, "kjj"),
     ],
 )
 def test_refusals_name_what_was_found(fields: dict[str, Any], message: str) -> None:
@@ -186,15 +175,8 @@ def test_refusals_name_what_was_found(fields: dict[str, Any], message: str) -> N
         build([model()], config(**fields))
 
 
-def test_torchft_is_refused() -> None:
-    with pytest.raises(ValueError, match="torchft is not supported"):
-        optimizers.build_optimizers(
-            [model()], config(), SimpleNamespace(), SimpleNamespace(enabled=True)
-        )
-
-
 def test_muon_section_mirrors_the_config_of_the_optimizer() -> None:
-    names = {field.name for field in dataclasses.fields(job_config.MuonSection)}
+    names = {field.name for field in dataclasses.fields(MuonSection)}
     assert names == {field.name for field in dataclasses.fields(optimizers.MuonConfig)} | {
         "schedule",
         "schedule_file",
@@ -208,8 +190,8 @@ class MoEBlock(Block):
         super().__init__()
         self.moe = nn.Module()
         self.moe.load_balance_coeff = 0.1
-        self.moe.register_buffer("tokens_per_expert", torch.tensor([3.0, 1.0]))
-        self.moe.register_buffer("expert_bias", torch.zeros(2))
+        self.moe.register_buffer("tokens_per_expert_E", torch.tensor([3.0, 1.0]))
+        self.moe.register_buffer("expert_bias_E", torch.zeros(2))
 
 
 @pytest.mark.parametrize("name", ["AMO", "AdamW"])
@@ -217,31 +199,59 @@ def test_the_load_balancing_hook_survives(name: str) -> None:
     torch.manual_seed(0)
     root = nn.Module()
     root.layers = nn.ModuleDict({"0": MoEBlock()})
-    dims = SimpleNamespace(
-        ep_enabled=False,
-        pp_enabled=False,
-        dp_replicate_enabled=False,
-        get_optional_mesh=lambda _name: None,
-    )
-    container = optimizers.build_optimizers_with_moe_load_balancing([root], config(name), dims)
+    dims = SimpleNamespace(ep_enabled=False, get_optional_mesh=lambda _name: None)
+    container = build([root], config(name))
+    titan.register_moe_load_balancing_hook(container, [root], dims)  # as specs of mixtures do
     train(container, 1)
     # The busier expert becomes less attractive.
-    assert root.layers["0"].moe.expert_bias.tolist() == pytest.approx([-0.1, 0.1])
-    assert titan.build_optimizers.__module__ == titan.__name__  # the name is put back
+    assert root.layers["0"].moe.expert_bias_E.tolist() == pytest.approx([-0.1, 0.1])
 
 
-def test_specs_keep_the_hook_where_torchtitan_has_it() -> None:
-    assert get_train_spec("qwen3").build_optimizers_fn is optimizers.build_optimizers
-    for name in ("llama4", "deepseek_v3"):
-        balanced = get_train_spec(name).build_optimizers_fn
-        assert balanced is optimizers.build_optimizers_with_moe_load_balancing
+def fused_model(num_heads: int = 4, num_kv_heads: int = 2, head_dim: int = 3) -> nn.Module:
+    torch.manual_seed(0)
+    root = nn.Module()
+    root.layers = nn.ModuleDict({"0": nn.Module()})
+    root.layers["0"].attention = nn.Module()
+    width = (num_heads + 2 * num_kv_heads) * head_dim
+    root.layers["0"].attention.qkv_linear = FusedQKVLinear.Config(
+        head_dim=head_dim,
+        n_heads=num_heads,
+        n_kv_heads=num_kv_heads,
+        wqkv=Linear.Config(in_features=6, out_features=width, bias=False),
+    ).build()
+    for parameter in root.parameters():
+        nn.init.normal_(parameter)
+    return root
+
+
+def test_a_fused_projection_is_stepped_as_the_three_it_holds() -> None:
+    fused, apart = fused_model(), nn.Module()
+    apart.layers = nn.ModuleDict({"0": nn.Module()})
+    attention = apart.layers["0"].attention = nn.Module()
+    names = {key.rpartition("qkv_linear.")[2]: key for key in fused.state_dict()}
+    assert [*names] == ["wq.weight", "wk.weight", "wv.weight"]
+    for name, key in names.items():
+        weight = fused.state_dict()[key].clone()
+        linear = nn.Linear(*reversed(weight.shape), bias=False)
+        linear.weight = nn.Parameter(weight)
+        setattr(attention, name.removesuffix(".weight"), linear)
+    containers = [build([part], config("Muon")) for part in (fused, apart)]
+    for container, part in zip(containers, (fused, apart), strict=True):
+        for parameter in part.parameters():
+            parameter.grad = parameter.detach().clone()
+        container.step()
+    types = optimizers.report(containers[0]).num_steps_by_type
+    assert types.keys() == {"attn_q", "attn_k", "attn_v"}
+    for name, key in names.items():
+        expected = apart.state_dict()[f"layers.0.attention.{name}"]
+        assert torch.equal(fused.state_dict()[key], expected), name
 
 
 A2 = str(Path(__file__).parents[2] / "configs" / "schedules" / "a2.toml")
 
 
 def muon(**fields: Any) -> Any:
-    return job_config.MuonSection(**fields)
+    return MuonSection(**fields)
 
 
 def test_a_schedule_file_sets_the_steps_of_each_type() -> None:

@@ -11,14 +11,11 @@ from typing import Any
 
 import pytest
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
+    from torchtitan_ext.plugin.metrics import progress_line
 
 from torchtitan_ext import cli
-from torchtitan_ext.plugin.metrics import progress_line
 from torchtitan_ext.plugin.run_files import RunFiles, read_records, require_unlocked
 from torchtitan_ext.tools import quickstart
 from torchtitan_ext.tools.runs import RunFolder, changes
