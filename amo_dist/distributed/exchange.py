@@ -256,6 +256,10 @@ class _TaskRun:
         parts, self._arrived = arriving.of(task)
         self._places = _in_matrices(whole, parts)
         self._leaving, self._packed = leaving.of(task)
+        # Views of results, kept for as long as these come in the same memory.
+        self._known: object = None
+        self._packs: list[Tensor] = []
+        self._stays: list[Tensor] = []
 
     def run(self, read: Read, compute: Compute, write: Write) -> None:
         """Put the matrices together, compute, pack what leaves, write what stays."""
@@ -263,13 +267,20 @@ class _TaskRun:
             read(self._task.kept, self._kept)
         if self._arrived:
             torch._foreach_copy_(self._places, self._arrived)
-        results = compute(self._task, self._matrices)
-        whole = dict(zip(self._task.owned, results, strict=True))
+        self._cut(compute(self._task, self._matrices))
         if self._leaving:
             with span("amo::scatter"):
-                torch._foreach_copy_(self._packed, _in_matrices(whole, self._leaving))
+                torch._foreach_copy_(self._packed, self._packs)
         if self._kept:
-            write(self._task.kept, _as_local(whole, self._task.kept))
+            write(self._task.kept, self._stays)
+
+    def _cut(self, results: Sequence[Tensor]) -> None:
+        found = [(each.data_ptr(), each.stride(), each.dtype) for each in results]
+        if found != self._known:
+            whole = dict(zip(self._task.owned, results, strict=True))
+            self._packs = _in_matrices(whole, self._leaving)
+            self._stays = _as_local(whole, self._task.kept)
+            self._known = found
 
 
 @dataclasses.dataclass(slots=True)

@@ -31,6 +31,7 @@ def make_state(param: Tensor, implementation: str) -> dict[str, Tensor]:
 
 def step_adamw(
     entries: Sequence[Entry],
+    params: Sequence[Tensor],
     grads: Sequence[Tensor | None],
     states: Mapping[Tensor, Mapping[str, Tensor]],
     groups: Sequence[Mapping[str, Any]],
@@ -40,26 +41,27 @@ def step_adamw(
 
     Args:
         entries: All parameters of the process.
+        params: Their local tensors.
         grads: Their local gradients; None for a parameter to skip.
         states: By parameter, what `make_state` made.
         groups: Parameter groups with ``lr``, ``lr_scale``, ``betas``, ``eps``, ``weight_decay``.
         implementation: ``foreach``, ``fused`` or ``for-loop``.
     """
-    by_group: dict[int, list[tuple[Entry, Tensor]]] = defaultdict(list)
-    for entry, grad in zip(entries, grads, strict=True):
+    by_group: dict[int, list[tuple[Entry, Tensor, Tensor]]] = defaultdict(list)
+    for entry, param, grad in zip(entries, params, grads, strict=True):
         if not entry.views and grad is not None:
-            by_group[entry.group].append((entry, grad))
+            by_group[entry.group].append((entry, param, grad))
     for index, members in by_group.items():
         group = groups[index]
-        held = [states[entry.param] for entry, _ in members]
+        held = [states[entry.param] for entry, _, _ in members]
         beta1, beta2 = group["betas"]
         lr = group["lr"] * group["lr_scale"]
         if isinstance(lr, Tensor) and implementation == "foreach":
             # PyTorch refuses a tensor here. Reading it waits for the device only if it lies there.
             lr = lr.item()
         adamw(
-            [local_tensor(entry.param) for entry, _ in members],
-            [grad.to(entry.param.dtype) for entry, grad in members],
+            [param for _, param, _ in members],
+            [grad.to(param.dtype) for _, param, grad in members],
             [local_tensor(state["exp_avg"]) for state in held],
             [local_tensor(state["exp_avg_sq"]) for state in held],
             [],

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.exchange import Exchange
-from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.plan import Part, Task
 from amo_dist.distributed.spans import span
 from amo_dist.engine import adamw
@@ -21,7 +20,7 @@ from amo_dist.engine.gradients import GradientCheck
 from amo_dist.engine.orders import Orders
 from amo_dist.engine.parameters import Parameters, describe_group
 from amo_dist.engine.rule import UpdateRule
-from amo_dist.engine.updates import Updates, as_matrix, cut
+from amo_dist.engine.updates import Cuts, Locals, Updates, as_matrix, cut
 from amo_dist.engine.world import World
 from amo_dist.kernels.devices import BACKENDS, make_kernels
 from amo_dist.kernels.elementwise import wide_dtype
@@ -70,7 +69,10 @@ class Engine:
         self._updates = Updates(parameters, groups, state, rule, self.kernels)
         self._orders: Orders | None = None
         self._grads: Sequence[Tensor | None] = ()
-        self._buffers: Mapping[int, Tensor] = {}
+        self._local_params, self._local_buffers = Locals(), Locals()
+        self._params: Sequence[Tensor] = ()
+        self._buffers: Sequence[Tensor] = ()
+        self._cuts = Cuts(parameters)
         self._exchange_key: object = None
         self._wide_dtype = wide_dtype(getattr(torch, config.momentum_dtype))
         self._prepares = type(rule).prepare is not UpdateRule.prepare
@@ -138,23 +140,26 @@ class Engine:
             self._updates.finish(self.world)
         finally:
             # Gradients would live on, past the user's zero_grad().
-            self._grads, self._buffers = (), {}
+            self._grads = ()
             self._updates.end()
         self.check.report_updates(self._batches.take_nonfinite())
 
     def _begin(self, orders: Orders, grads: Sequence[Tensor | None]) -> None:
         """Take this rank's gradients into the momentum."""
-        entries = self.parameters.entries
+        entries, state = self.parameters.entries, self._state
+        self._params = self._local_params.take([entry.param for entry in entries])
+        # Of a parameter without momentum, which nobody asks for, the parameter.
+        self._buffers = self._local_buffers.take(
+            [state[e.param]["momentum_buffer"] if e.views else e.param for e in entries]
+        )
         moving = [i for i, entry in enumerate(entries) if entry.views and grads[i] is not None]
-        buffers = [local_tensor(self._state[entries[i].param]["momentum_buffer"]) for i in moving]
+        self.kernels.begin_step()
         with span("amo::momentum"):
-            found = [grads[i] for i in moving]
+            buffers, found = [self._buffers[i] for i in moving], [grads[i] for i in moving]
             self.kernels.update_momentum(buffers, found, self._config.momentum)  # type: ignore[arg-type]
         self._orders, self._grads = orders, grads
-        self._buffers = dict(zip(moving, buffers, strict=True))
-        self.kernels.begin_step()
         self._batches.begin_step(orders.schedules)
-        self._updates.begin(grads)
+        self._updates.begin(self._params, grads)
 
     def _read(self, parts: Sequence[Part], places: Sequence[Tensor]) -> None:
         """Write the momentum to orthogonalize; zeros where a parameter has no gradient.
@@ -162,13 +167,13 @@ class Engine:
         What travels must not depend on which gradients exist: sizes were agreed before.
         """
         buffers, grads, found, held = [], [], [], []
-        for part, place in zip(parts, places, strict=True):
-            tensor = self.parameters.matrices[part.matrix].tensor
-            grad = self._grads[tensor]
+        matrices, of_parts = self.parameters.matrices, self._cuts.take(self._buffers, parts)
+        for part, place, buffer in zip(parts, places, of_parts, strict=True):
+            grad = self._grads[matrices[part.matrix].tensor]
             if grad is None:
                 place.zero_()
                 continue
-            buffers.append(cut(self._buffers[tensor], part.piece.source))
+            buffers.append(buffer)
             grads.append(cut(grad, part.piece.source))
             found.append(as_matrix(place))
             held.append(part)
@@ -202,7 +207,7 @@ class Engine:
 
     def _step_adamw(self) -> None:
         entries, how = self.parameters.entries, self._config.adamw_implementation
-        adamw.step_adamw(entries, self._grads, self._state, self._groups, how)
+        adamw.step_adamw(entries, self._params, self._grads, self._state, self._groups, how)
 
     # ---------------------------------------------------------------- exchange
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from amo_dist.config import Box
 from amo_dist.distributed.layout import local_tensor
@@ -48,17 +49,19 @@ class Updates:
         ]
         self._params: Sequence[Tensor] = ()
         self._grads: Sequence[Tensor | None] = ()
+        self._cuts = Cuts(parameters)
+        self._scales = [rule.scale(matrix.shape) for matrix in parameters.matrices]
         # Results whose rule waits for a sum over the matrix, each with this rank's share of it.
         self._pending: list[tuple[Part, Finish, Tensor]] = []
 
-    def begin(self, grads: Sequence[Tensor | None]) -> None:
+    def begin(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
         """Begin a step.
 
         Args:
+            params: Local tensors of the parameters.
             grads: By parameter; None for one that is skipped on all ranks.
         """
-        self._params = [local_tensor(entry.param) for entry in self._parameters.entries]
-        self._grads = grads
+        self._params, self._grads = params, grads
 
     def end(self) -> None:
         """Forget all that belongs to a step."""
@@ -78,19 +81,19 @@ class Updates:
 
     def take(self, parts: Sequence[Part], values: Sequence[Tensor]) -> None:
         """Results for pieces of this rank; lent, so that they are used up here."""
-        matrices = self._parameters.matrices
-        arrived = [
-            (part, value)
-            for part, value in zip(parts, values, strict=True)
-            if self._grads[matrices[part.matrix].tensor] is not None
-        ]
-        if self._finishes:
-            with span("amo::finish"):
-                arrived = self._advance(
-                    (part, self._rule.finish(as_matrix(value), self.piece(part)), None)
-                    for part, value in arrived
-                )
-        self._apply(arrived)
+        if not self._finishes:
+            self._apply(parts, values)
+            return
+        with span("amo::finish"):
+            done = self._advance(
+                (part, self._rule.finish(as_matrix(value), self.piece(part)), None)
+                for part, value in zip(parts, values, strict=True)
+                if self._has_gradient(part)
+            )
+        self._apply(*done)
+
+    def _has_gradient(self, part: Part) -> bool:
+        return self._grads[self._parameters.matrices[part.matrix].tensor] is not None
 
     def finish(self, world: World) -> None:
         """Add up the sums that rules wait for, and write the rest; a collective if there are any.
@@ -102,21 +105,23 @@ class Updates:
                 totals = self._add_up(number, world)
                 pending, self._pending = self._pending, []
                 done = self._advance((part, each, totals[part.matrix]) for part, each, _ in pending)
-            self._apply(done)
+            self._apply(*done)
 
     def _advance(
         self, waiting: Iterable[tuple[Part, Finish, Tensor | None]]
-    ) -> list[tuple[Part, Tensor]]:
+    ) -> tuple[list[Part], list[Tensor]]:
         """Send each generator its sum; those that return are done, the others wait for the next."""
-        done: list[tuple[Part, Tensor]] = []
+        parts: list[Part] = []
+        updates: list[Tensor] = []
         for part, finish, total in waiting:
             try:
                 share = finish.send(total)  # type: ignore[arg-type]
             except StopIteration as stop:
-                done.append((part, stop.value))
+                parts.append(part)
+                updates.append(stop.value)
             else:
                 self._pending.append((part, finish, share))
-        return done
+        return parts, updates
 
     def _add_up(self, number: int, world: World) -> dict[int, Tensor]:
         """The totals of the ``number``-th sum, by matrix, over all of its ranks."""
@@ -140,26 +145,77 @@ class Updates:
                 totals.update(zip(here, parts, strict=True))
         return totals
 
-    def _apply(self, updates: Sequence[tuple[Part, Tensor]]) -> None:
+    def _apply(self, parts: Sequence[Part], updates: Sequence[Tensor]) -> None:
         """Decay the pieces of the parameters, and subtract their scaled updates."""
-        by_group: dict[int, list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
-        for part, value in updates:
-            matrix = self._parameters.matrices[part.matrix]
-            place = cut(self._params[matrix.tensor], part.piece.source)
-            by_group[self._parameters.entries[matrix.tensor].group].append(
-                (place, as_matrix(value), self._rule.scale(matrix.shape))
-            )
+        places = self._cuts.take(self._params, parts)
+        by_group: dict[int, list[int]] = defaultdict(list)
+        matrices, entries = self._parameters.matrices, self._parameters.entries
+        for position, part in enumerate(parts):
+            tensor = matrices[part.matrix].tensor
+            if self._grads[tensor] is not None:
+                by_group[entries[tensor].group].append(position)
         with span("amo::update"):
             for index, members in by_group.items():
                 group = self._groups[index]
-                places, values, scales = map(list, zip(*members, strict=True))
                 self._kernels.apply_update(
-                    places,
-                    values,
+                    [places[position] for position in members],
+                    [as_matrix(updates[position]) for position in members],
                     lr=group["lr"] * group["lr_scale"],
                     weight_decay=group["weight_decay"],
-                    scale=scales,
+                    scale=[self._scales[parts[position].matrix] for position in members],
                 )
+
+
+class Cuts:
+    """Pieces of local tensors, kept for as long as the tensors stay where they are.
+
+    Args:
+        parameters: Of this process.
+    """
+
+    def __init__(self, parameters: Parameters) -> None:
+        self._matrices = parameters.matrices
+        self._tensors: object = None
+        # By the identity of parts, which live here: to hash them takes longer than to cut.
+        self._known: dict[int, tuple[Sequence[Part], list[Tensor]]] = {}
+
+    def take(self, tensors: Sequence[Tensor], parts: Sequence[Part]) -> list[Tensor]:
+        """The piece of each part, as a matrix; shares memory.
+
+        Args:
+            tensors: Local tensors by parameter; the same list for as long as they stay.
+            parts: A tuple for those of a plan, which come again.
+        """
+        if tensors is not self._tensors:
+            self._tensors, self._known = tensors, {}
+        if id(parts) in self._known:
+            return self._known[id(parts)][1]
+        found = [cut(tensors[self._matrices[p.matrix].tensor], p.piece.source) for p in parts]
+        if isinstance(parts, tuple):
+            self._known[id(parts)] = parts, found
+        return found
+
+
+class Locals:
+    """Local tensors, as one list for as long as they stay where they are."""
+
+    def __init__(self) -> None:
+        self._places: list[int] = []
+        self._held: list[Tensor] = []
+
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of parameters or of state, which share their memory.
+
+        Args:
+            tensors: The same ones each time, though each may have come to lie elsewhere.
+        """
+        places = [
+            (each._local_tensor if isinstance(each, DTensor) else each).data_ptr()
+            for each in tensors
+        ]
+        if places != self._places:
+            self._places, self._held = places, [local_tensor(each) for each in tensors]
+        return self._held
 
 
 def as_matrix(tensor: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ name, and graphs where ``cuda_graphs`` is set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -37,7 +37,7 @@ class CudaKernels(Kernels):
             self.graphs.begin_step()
 
     def _lay_out(self, shape: Sequence[int], recipe: Recipe, slot: int) -> Orthogonalizer:
-        return CudaOrthogonalizer(recipe, self.graphs)
+        return CudaOrthogonalizer(recipe, self._keeper(slot), self.graphs)
 
 
 class CudaOrthogonalizer(Orthogonalizer):
@@ -45,11 +45,14 @@ class CudaOrthogonalizer(Orthogonalizer):
 
     Args:
         recipe: What is done to each matrix.
+        keep: As for `Orthogonalizer`.
         graphs: As for `CudaKernels`.
     """
 
-    def __init__(self, recipe: Recipe, graphs: GraphCache | None) -> None:
-        super().__init__(recipe)
+    def __init__(
+        self, recipe: Recipe, keep: Callable[[Tensor], Tensor], graphs: GraphCache | None
+    ) -> None:
+        super().__init__(recipe, keep)
         self._graphs = graphs
 
     def _orthogonalize(self, x: Tensor) -> Tensor:
