@@ -36,6 +36,7 @@ def step_adamw(
     states: Mapping[Tensor, Mapping[str, Tensor]],
     groups: Sequence[Mapping[str, Any]],
     implementation: str,
+    bad: Tensor | None = None,
 ) -> None:
     """Update the parameters without matrices, in place; the bits are those of whole tensors.
 
@@ -46,6 +47,7 @@ def step_adamw(
         states: By parameter, what `make_state` made.
         groups: Parameter groups with ``lr``, ``lr_scale``, ``betas``, ``eps``, ``weight_decay``.
         implementation: ``foreach``, ``fused`` or ``for-loop``.
+        bad: 0-dim, boolean, on the device: where true, nothing changes. Only for ``fused``.
     """
     by_group: dict[int, list[tuple[Entry, Tensor, Tensor]]] = defaultdict(list)
     for entry, param, grad in zip(entries, params, grads, strict=True):
@@ -68,6 +70,7 @@ def step_adamw(
             [state["step"] for state in held],
             foreach=implementation == "foreach",
             fused=implementation == "fused",
+            found_inf=None if bad is None else bad.to(torch.float32),
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

@@ -92,9 +92,16 @@ def local_gradient(param: Tensor) -> Tensor | None:
         assert isinstance(param, DTensor)
         if gradient_is_misplaced(param):
             grad = grad.redistribute(placements=param.placements)
-        local: Tensor = grad.to_local()
-        return local.wait() if hasattr(local, "wait") else local
+        return raw_gradient(grad)
     return grad
+
+
+def raw_gradient(grad: Tensor) -> Tensor:
+    """This rank's part of a gradient as it is; of a misplaced one that is no part of the sum."""
+    if not isinstance(grad, DTensor):
+        return grad
+    local: Tensor = grad._local_tensor
+    return local.wait() if hasattr(local, "wait") else local
 
 
 def describe_group(group: Mapping[str, Any], own: Iterable[str] = ()) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -49,23 +50,27 @@ class Updates:
         ]
         self._params: Sequence[Tensor] = ()
         self._grads: Sequence[Tensor | None] = ()
+        self._bad: Tensor | None = None
         self._cuts = Cuts(parameters)
         self._scales = [rule.scale(matrix.shape) for matrix in parameters.matrices]
         # Results whose rule waits for a sum over the matrix, each with this rank's share of it.
         self._pending: list[tuple[Part, Finish, Tensor]] = []
 
-    def begin(self, params: Sequence[Tensor], grads: Sequence[Tensor | None]) -> None:
+    def begin(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor | None], bad: Tensor | None
+    ) -> None:
         """Begin a step.
 
         Args:
             params: Local tensors of the parameters.
             grads: By parameter; None for one that is skipped on all ranks.
+            bad: As for `Kernels.begin_step`; state of the rule's own stays as it is, too.
         """
-        self._params, self._grads = params, grads
+        self._params, self._grads, self._bad = params, grads, bad
 
     def end(self) -> None:
         """Forget all that belongs to a step."""
-        self._params, self._grads, self._pending = (), (), []
+        self._params, self._grads, self._pending, self._bad = (), (), [], None
 
     def piece(self, part: Part) -> MatrixPiece:
         """What a rule is told of a piece."""
@@ -114,14 +119,27 @@ class Updates:
         parts: list[Part] = []
         updates: list[Tensor] = []
         for part, finish, total in waiting:
-            try:
-                share = finish.send(total)  # type: ignore[arg-type]
-            except StopIteration as stop:
-                parts.append(part)
-                updates.append(stop.value)
-            else:
-                self._pending.append((part, finish, share))
+            with self._guarded(part):
+                try:
+                    share = finish.send(total)  # type: ignore[arg-type]
+                except StopIteration as stop:
+                    parts.append(part)
+                    updates.append(stop.value)
+                else:
+                    self._pending.append((part, finish, share))
         return parts, updates
+
+    @contextlib.contextmanager
+    def _guarded(self, part: Part) -> Iterator[None]:
+        """Take back what the body does to state of the rule's own, where the step is bad."""
+        if self._bad is None:
+            yield
+            return
+        own = [value for name, value in self.piece(part).state.items() if name != "momentum_buffer"]
+        before = [value.clone() for value in own]
+        yield
+        for value, old in zip(own, before, strict=True):
+            value.copy_(torch.where(self._bad, old, value))
 
     def _add_up(self, number: int, world: World) -> dict[int, Tensor]:
         """The totals of the ``number``-th sum, by matrix, over all of its ranks."""

@@ -79,6 +79,8 @@ class Kernels:
         ns_backend: How its steps are run; see `amo_dist.kernels.devices.BACKENDS`.
     """
 
+    is_asynchronous = True
+    """Whether calls return before their work is done, so that reading a value waits for it."""
     task_elements: int | None = None
     """How many elements to orthogonalize together, so that caches hold them; None for all."""
     _auto = "standard"
@@ -88,13 +90,32 @@ class Kernels:
         self.ns_dtype = ns_dtype
         self.ns_backend = ns_backend
         self._scratch = Scratch()
+        self.bad: Tensor | None = None
+        """As told to `begin_step`."""
 
-    def begin_step(self) -> None:
-        """Tell that an optimizer step begins."""
+    def begin_step(self, bad: Tensor | None = None) -> None:
+        """Tell that an optimizer step begins.
+
+        Args:
+            bad: 0-dim, boolean, on the device: where true, momentum and parameters stay as they
+                are, whatever comes in. Only where `is_asynchronous`.
+        """
+        self.bad = bad
+
+    def fetch(self, values: Tensor) -> Callable[[], list[int]]:
+        """Begin to bring a small vector to the host.
+
+        Args:
+            values: 1-D, of integers; may change after this returns.
+
+        Returns:
+            What waits until it is there, and returns it.
+        """
+        return values.clone().tolist
 
     def update_momentum(self, buffers: Tensors, grads: Tensors, momentum: float) -> None:
         """See `elementwise.update_momentum`."""
-        elementwise.update_momentum(buffers, grads, momentum, scratch=self._scratch)
+        elementwise.update_momentum(buffers, grads, momentum, bad=self.bad, scratch=self._scratch)
 
     def nesterov(self, buffers: Tensors, grads: Tensors, momentum: float, out: Tensors) -> None:
         """See `elementwise.nesterov`."""
@@ -116,10 +137,11 @@ class Kernels:
             lr=lr,
             weight_decay=weight_decay,
             scale=scale,
+            bad=self.bad,
             scratch=self._scratch,
         )
 
-    def exceed(self, tensors: Tensors, bounds: Sequence[float]) -> Tensor:
+    def exceed(self, tensors: Tensors, bounds: Sequence[float] | Tensor) -> Tensor:
         """See `elementwise.exceed`."""
         return elementwise.exceed(tensors, bounds)
 
