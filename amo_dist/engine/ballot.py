@@ -13,15 +13,11 @@ from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import control_device, max_over, text_mark
-from amo_dist.engine.parameters import (
-    Parameters,
-    gradient_is_foreign,
-    gradient_is_misplaced,
-    raw_gradient,
-)
+from amo_dist.engine.parameters import Parameters, gradient_is_foreign, raw_gradient
 from amo_dist.engine.world import World, slot_of
 from amo_dist.kernels.interface import Kernels
 
@@ -242,11 +238,17 @@ def _kind(param: Tensor | None) -> tuple[int, Tensor | None]:
     """What kind of gradient a parameter has, and this rank's part of it."""
     if param is None or param.grad is None:
         return _ABSENT, None
-    if gradient_is_foreign(param):
+    grad = param.grad
+    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        # As `gradient_is_misplaced` and `raw_gradient`, which take longer, for hundreds.
+        kind = 0 if grad._spec.placements == param._spec.placements else _MISPLACED
+        local = grad._local_tensor
+        grad = local if type(local) is Tensor else raw_gradient(grad)
+    elif gradient_is_foreign(param):
         return _FOREIGN, None
-    grad = raw_gradient(param.grad)
-    kind = _PRESENT if grad.numel() else _EMPTY
-    return kind + _MISPLACED * gradient_is_misplaced(param), grad
+    else:
+        kind = 0
+    return kind + (_PRESENT if grad.numel() else _EMPTY), grad
 
 
 def _set(marks: Sequence[int]) -> dict[int, int]:

@@ -19,8 +19,9 @@ from amo_dist.engine.exchange_planning import plan_exchanges
 from amo_dist.engine.gradients import Agreement, GradientCheck
 from amo_dist.engine.orders import Orders
 from amo_dist.engine.parameters import Parameters, describe_group
+from amo_dist.engine.pieces import Cuts, Locals, as_matrix, cut
 from amo_dist.engine.rule import UpdateRule
-from amo_dist.engine.updates import Cuts, Locals, Updates, as_matrix, cut
+from amo_dist.engine.updates import Updates
 from amo_dist.engine.world import World
 from amo_dist.kernels.devices import BACKENDS, make_kernels
 from amo_dist.kernels.elementwise import wide_dtype
@@ -65,9 +66,10 @@ class Engine:
             ns_backend=config.ns_backend,
             cuda_graphs=config.cuda_graphs,
         )
-        self._adamw = config.adamw_implementation
-        if self._adamw == "auto":
-            self._adamw = "fused" if self.kernels.is_asynchronous else "foreach"
+        how = config.adamw_implementation
+        if how == "auto":
+            how = "fused" if self.kernels.is_asynchronous else "foreach"
+        self._adamw = adamw.AdamW(parameters.entries, state, groups, how)
         self._batches = Batches(parameters, self.kernels)
         self._updates = Updates(parameters, groups, state, rule, self.kernels)
         self._orders: Orders | None = None
@@ -88,7 +90,7 @@ class Engine:
                 own = self._rule.state(entry.param, entry.views[0].dim)
                 state = {"momentum_buffer": torch.zeros_like(entry.param, dtype=dtype), **own}
             else:
-                state = adamw.make_state(entry.param, self._adamw)
+                state = adamw.make_state(entry.param, self._adamw.implementation)
             for value in state.values():
                 value.requires_grad_(False)
             self._state[entry.param] = state
@@ -113,10 +115,10 @@ class Engine:
         assert self.world is not None
         assert self.check is not None
         plans = self._key(orders) != self._exchange_key
-        # What is measured of a step that may be none would have to be forgotten, and planning is
-        # a collective that reads. PyTorch's other AdamWs cannot leave out a step by themselves.
+        # What is measured of a step that may be none would have to be forgotten, planning is a
+        # collective that reads, and not every AdamW of PyTorch's leaves out a step by itself.
         goes_on = self.kernels.is_asynchronous and not plans and not orders.probes
-        waits = not (goes_on and self._adamw == "fused")
+        waits = not (goes_on and self._adamw.can_leave_out)
         # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
         groups = self._groups if self.world.shares_all else []
         lines = [*intent, f"{'a new' if plans else 'the last'} exchange plan"]
@@ -175,12 +177,14 @@ class Engine:
         buffers, grads, found, held = [], [], [], []
         matrices, of_parts = self.parameters.matrices, self._cuts.take(self._buffers, parts)
         for part, place, buffer in zip(parts, places, of_parts, strict=True):
-            grad = self._grads[matrices[part.matrix].tensor]
+            tensor = matrices[part.matrix].tensor
+            grad = self._grads[tensor]
             if grad is None:
                 place.zero_()
                 continue
             buffers.append(buffer)
-            grads.append(cut(grad, part.piece.source))
+            is_whole = buffer is self._buffers[tensor]
+            grads.append(grad if is_whole else cut(grad, part.piece.source))
             found.append(as_matrix(place))
             held.append(part)
         if not self._prepares:
@@ -212,15 +216,7 @@ class Engine:
         return results
 
     def _step_adamw(self) -> None:
-        adamw.step_adamw(
-            self.parameters.entries,
-            self._params,
-            self._grads,
-            self._state,
-            self._groups,
-            self._adamw,
-            self.kernels.bad,
-        )
+        self._adamw.step(self._params, self._grads, self.kernels.bad)
 
     # ---------------------------------------------------------------- exchange
 

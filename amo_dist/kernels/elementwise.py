@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -226,18 +227,21 @@ def _alike(
     Raises:
         ValueError: lists of different lengths.
     """
-    parts: dict[object, list[int]] = {}
-    filled = 0
-    for index, tensor in enumerate(tensors):
-        filled += tensor.numel()
-        dtypes = tuple(each[index].dtype for each in (tensors, *others[:1]) if index < len(each))
-        parts.setdefault((filled // _TOGETHER, *dtypes), []).append(index)
-    lengths = {len(each) for each in (tensors, *others)}
+    lists = [list(each) for each in (tensors, *others)]
+    lengths = {len(each) for each in lists}
     if len(lengths) > 1:
         raise ValueError(f"tensors: found lists of {sorted(lengths)}, expected as many in each")
+    dtypes = [(each.dtype, other.dtype) for each, other in zip(*lists[:2], strict=True)]
+    filled = list(accumulate([each.numel() for each in tensors]))
+    if len(set(dtypes)) == 1 and filled[-1] <= _TOGETHER:
+        yield wide_dtype(dtypes[0][0]), lists
+        return
+    parts: dict[object, list[int]] = {}
+    for index, size in enumerate(filled):
+        parts.setdefault((size // _TOGETHER, dtypes[index]), []).append(index)
     for indices in parts.values():
-        dtype = wide_dtype(tensors[indices[0]].dtype)
-        yield dtype, [[each[index] for index in indices] for each in (tensors, *others)]
+        dtype = wide_dtype(dtypes[indices[0]][0])
+        yield dtype, [[each[index] for index in indices] for each in lists]
 
 
 def _widen(tensors: list[Tensor], dtype: torch.dtype, scratch: Scratch) -> list[Tensor]:

@@ -38,7 +38,7 @@ class Scratch:
             A flat tensor; and a contiguous view of it in the shape of each tensor.
         """
         device = like[0].device
-        key = (use, dtype, device, tuple(each.shape for each in like))
+        key = (use, dtype, device, tuple([each.shape for each in like]))
         if key not in self._known:
             if len(self._known) >= _MOST_LISTS:
                 self._known.clear()
