@@ -167,12 +167,10 @@ class Ballot:
         *_, gradients, matrices = self._parts
         if pattern.held:
             is_bad = self._kernels.exceed([grads[i] for i in pattern.held], pattern.bounds)  # type: ignore[misc]
-            marks = is_bad.to(self._device, torch.int64).mul_(self._mark)
-            gradients.index_copy_(0, pattern.slots, marks)
+            gradients.index_copy_(0, pattern.slots, self._marks(is_bad))
         if updates is not None:
             names, flags = updates
-            marks = flags.to(self._device, torch.int64).mul_(self._mark)
-            matrices.index_copy_(0, self._places_of(names), marks)
+            matrices.index_copy_(0, self._places_of(names), self._marks(flags))
         vector = max_over(self._vector, self._group)
         return Cast(vector, grads, any(kind & _MISPLACED for kind in kinds))
 
@@ -195,6 +193,11 @@ class Ballot:
             gradients=_set(gradients),
             updates=_set(updates),
         )
+
+    def _marks(self, flags: Tensor) -> Tensor:
+        """This rank's mark where a flag is set, else 0."""
+        marks = flags.to(torch.int64).mul_(self._mark)
+        return marks if self._is_far else marks.to(self._device)
 
     def _pattern(self, waits: bool, kinds: bytes) -> _Pattern:
         found = self._patterns.get((waits, kinds))

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import RankMismatchError, check_alike
-from amo_dist.engine.ballot import Ballot, Marks
+from amo_dist.engine.ballot import Ballot, Cast, Marks
 from amo_dist.engine.parameters import Parameters, gradient_is_misplaced, local_gradient
 from amo_dist.engine.world import World
 from amo_dist.kernels.interface import Kernels
@@ -125,7 +125,7 @@ class GradientCheck:
                 or inf. The next `agree` raises it again.
         """
         cast = self._ballot.cast("", [None] * len(self._params), self._updates, waits=True)
-        self._check_updates(self._ballot.count(cast.vector.tolist()))
+        self._check_updates(self._ballot.count(self._read(cast)))
 
     def agree(self, step: int, intent: str, *, waits: bool) -> Agreement:
         """Agree on what a step is about to do and on its gradients; a collective over the world.
@@ -147,14 +147,14 @@ class GradientCheck:
         cast = self._ballot.cast(intent, self._params, self._updates, waits=waits)
         self._updates = None
         if waits:
-            fault = self._judge(cast.vector.tolist(), intent, step)
+            fault = self._judge(self._read(cast), intent, step)
             return Agreement(fault, [] if fault else self._placed(cast.grads))
         self._pending = _Pending(step, intent, self._kernels.fetch(cast.vector))
         grads, bad = cast.grads, self._ballot.is_bad(cast.vector)
         if cast.is_misplaced:
             # To bring a gradient to its placements is a collective that hangs where a rank has
             # none: this waits, for the backward pass too, until it is known that all have one.
-            marks = self._ballot.count(cast.vector.tolist())
+            marks = self._ballot.count(self._read(cast))
             if not marks.clashes:
                 grads = self._placed(grads)
         return Agreement("", grads, bad)
@@ -197,7 +197,11 @@ class GradientCheck:
             RankMismatchError: On every rank; names the ranks and the line that differs.
         """
         cast = self._ballot.cast(text, [None] * len(self._params), None, waits=True)
-        self._compare(self._ballot.count(cast.vector.tolist()), text)
+        self._compare(self._ballot.count(self._read(cast)), text)
+
+    def _read(self, cast: Cast) -> list[int]:
+        """The vector, waited for."""
+        return self._kernels.fetch(cast.vector)()
 
     def _placed(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Local gradients in the placements of their parameters; a collective where one moves."""
