@@ -10,6 +10,7 @@ its own; a ratio is the median over rounds.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import json
 import os
@@ -55,12 +56,13 @@ def main(args: Sequence[str] | None = None) -> int:
     from benchmarks.measure import ratio, report
 
     roots = {"now": ROOT} | ({"before": options.before.resolve()} if options.before else {})
-    workers = {name: start(root, options) for name, root in roots.items()}
-    counts = {name: ask(worker, "count") for name, worker in workers.items()}
-    seconds: dict[str, list[float]] = {name: [] for name in workers}
-    for _ in range(options.rounds):
-        for name, worker in workers.items():
-            seconds[name].append(ask(worker, "step"))
+    with contextlib.ExitStack() as stack:
+        workers = {name: stack.enter_context(start(root, options)) for name, root in roots.items()}
+        counts = {name: ask(worker, "count") for name, worker in workers.items()}
+        seconds: dict[str, list[float]] = {name: [] for name in workers}
+        for _ in range(options.rounds):
+            for name, worker in workers.items():
+                seconds[name].append(ask(worker, "step"))
     rows = [
         {
             "code": name,
@@ -71,10 +73,7 @@ def main(args: Sequence[str] | None = None) -> int:
         }
         for name in workers
     ]
-    for name, worker in workers.items():
-        assert worker.stdin is not None
-        worker.stdin.close()
-        worker.wait()
+    for name in workers:
         print(f"{name}: {dict(Counter(counts[name]).most_common(12))}")
     report("launches", rows, options.output, vars(options))
     return 0

@@ -28,7 +28,7 @@ _HEAD = 4
 """The mark of the text and its negative, whether a rank waits for the verdict, whether one does
 not."""
 _MOST_PATTERNS = 64
-"""Patterns of gradients, of existing and missing ones, whose tensors are kept."""
+"""Patterns of gradients, existing and missing, and lists of matrices whose tensors are kept."""
 
 
 def momentum_bound(dtype: torch.dtype, momentum: float) -> float:
@@ -231,6 +231,8 @@ class Ballot:
     def _places_of(self, names: tuple[str, ...]) -> Tensor:
         places = self._places.get(names)
         if places is None:
+            if len(self._places) >= _MOST_PATTERNS:
+                self._places.clear()
             found = [self._place_by_matrix[name] for name in names]
             places = torch.tensor(found, dtype=torch.int64, device=self._device)
             self._places[names] = places

@@ -121,6 +121,13 @@ def describe_group(group: Mapping[str, Any], own: Iterable[str] = ()) -> str:
     return ", ".join(f"{key} {value}" for key, value in numbers.items())
 
 
+def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
+    """That of a group, with its factor: a tensor only where it lies on a device."""
+    rate: float | Tensor = group["lr"] * group["lr_scale"]
+    is_near = isinstance(rate, Tensor) and rate.device.type == "cpu"
+    return float(rate) if is_near else rate
+
+
 def check_groups(groups: Any) -> list[dict[str, Any]]:
     """Reject parameters that do not come from `amo_dist.param_groups`.
 

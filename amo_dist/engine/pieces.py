@@ -17,6 +17,10 @@ from amo_dist.distributed.plan import Part
 from amo_dist.engine.parameters import Parameters
 
 
+_MOST_LISTS = 4096
+"""Lists of parts whose pieces are kept: a plan has some for each bucket, and plans pass."""
+
+
 class Cuts:
     """Pieces of local tensors, kept for as long as the tensors stay where they are.
 
@@ -37,7 +41,7 @@ class Cuts:
             tensors: Local tensors by parameter; the same list for as long as they stay.
             parts: A tuple for those of a plan, which come again.
         """
-        if tensors is not self._tensors:
+        if tensors is not self._tensors or len(self._known) >= _MOST_LISTS:
             self._tensors, self._known = tensors, {}
         if id(parts) in self._known:
             return self._known[id(parts)][1]

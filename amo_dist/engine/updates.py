@@ -14,7 +14,7 @@ from torch import Tensor
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.plan import Part
 from amo_dist.distributed.spans import span
-from amo_dist.engine.parameters import Parameters
+from amo_dist.engine.parameters import Parameters, learning_rate
 from amo_dist.engine.pieces import Cuts, as_matrix, cut, cut_like
 from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
 from amo_dist.engine.world import World
@@ -178,7 +178,7 @@ class Updates:
                 self._kernels.apply_update(
                     [places[position] for position in members],
                     [values[position] for position in members],
-                    lr=group["lr"] * group["lr_scale"],
+                    lr=learning_rate(group),
                     weight_decay=group["weight_decay"],
                     scale=[self._scales[parts[position].matrix] for position in members],
                 )

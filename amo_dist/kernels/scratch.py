@@ -9,8 +9,9 @@ from torch import Tensor
 
 _ALIGNMENT = 64
 """Elements at whose multiples a view starts: kernels read aligned memory in wider pieces."""
-_MOST_LISTS = 256
-"""Lists whose views are kept; a training step has a few for each bucket."""
+_MOST_LISTS = 4096
+"""Lists whose views are kept; a training step has a few for each bucket, of which plans that are
+past leave some."""
 
 
 class Scratch:

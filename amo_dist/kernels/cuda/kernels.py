@@ -47,7 +47,7 @@ class CudaKernels(Kernels):
             self._landing = torch.empty_like(values, device="cpu", pin_memory=True)
         landing, event = self._landing, torch.cuda.Event()
         landing.copy_(values, non_blocking=True)
-        event.record()
+        event.record(torch.cuda.current_stream(values.device))
 
         def read() -> list[int]:
             event.synchronize()
