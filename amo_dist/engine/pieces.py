@@ -16,7 +16,6 @@ from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.plan import Part
 from amo_dist.engine.parameters import Parameters
 
-
 _MOST_LISTS = 4096
 """Lists of parts whose pieces are kept: a plan has some for each bucket, and plans pass."""
 
