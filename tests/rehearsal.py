@@ -50,7 +50,11 @@ class HostError(AssertionError):
 
 
 class Steps(contextlib.ExitStack):
-    """Counts the operations of the steps taken inside, and raises `HostError`."""
+    """Counts the operations of the steps taken inside, and raises `HostError`.
+
+    What is made without a device lies elsewhere than parameters: PyTorch refuses to compute with
+    both, and `nccl` to send it.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -58,6 +62,7 @@ class Steps(contextlib.ExitStack):
 
     def __enter__(self) -> Steps:
         super().__enter__()
+        self.enter_context(torch.device("meta"))
         self.enter_context(_Operations(self.operations))
         self.enter_context(_Calls())
         return self
@@ -183,9 +188,11 @@ class Nccl:
             raise NcclError(f"{name}: two threads use one communicator")
         tensors = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor)]
         for tensor in tensors:
+            if tensor.is_meta:
+                raise NcclError(f"{name}: a tensor that is not on the device")
             if not tensor.is_contiguous():
                 raise NcclError(f"{name}: a tensor that is not contiguous")
-        with aside():
+        with aside(), torch.device("cpu"):
             self._check_alike(name, tensors, args, kwargs)
         found = collective(*args, **kwargs)
         if kwargs.get("async_op"):
