@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
@@ -228,3 +229,30 @@ def test_gradients_are_summed_where_all_have_them(run_on: Ranks) -> None:
         torch.testing.assert_close(second, torch.full((4,), 0.38))
         assert torch.equal(third, second)
         assert error.startswith("norm.weight: found a gradient on rank 0 and none on rank 1")
+
+
+def mixed(rank: int, world_size: int) -> list[str]:
+    """One rank has loaded state, which makes it wait, and the other one has not."""
+    param = nn.Parameter(torch.ones(4))
+    groups = param_groups(models.build({"norm.bias": param}))
+    errors = []
+    with rehearsal.on_devices(), rehearsal.nccl():
+        made = Muon(groups, lr=0.5, process_group=dist.group.WORLD)
+        for step in range(1, 5):
+            param.grad = torch.ones(4)
+            if (rank, step) == (1, 3):
+                made.load_control_state_dict(made.control_state_dict())
+            try:
+                made.step()
+                errors.append("")
+            except RankMismatchError as error:
+                return [*errors, str(error)]
+    return errors
+
+
+def test_ranks_that_wait_meet_ranks_that_do_not(run_on: Ranks) -> None:
+    goes_on, waits = run_on(2)(mixed)
+    assert (goes_on[:-1], waits[:-1]) == (["", "", ""], ["", ""])
+    for error, line in ((goes_on[-1], "does not wait for"), (waits[-1], "waits for")):
+        assert "ranks are about to do different things" in error
+        assert f"\n{line} the verdict\n" in error
