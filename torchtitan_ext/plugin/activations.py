@@ -56,4 +56,5 @@ class Activations(ActivationCheckpointing):
             policy = FullAC.Config(**common).build()
         else:
             return module
-        return policy._wrap_block(module, base_fqn=base_fqn)
+        wrapped: nn.Module = policy._wrap_block(module, base_fqn=base_fqn)
+        return wrapped

@@ -22,6 +22,7 @@ from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingCo
 from torchtitan_ext.data.loader import Streams
 from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.plugin import machine, models, settings
+from torchtitan_ext.plugin.activations import Activations
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.geometry import Geometry
 from torchtitan_ext.plugin.metrics import MetricsProcessor, progress
@@ -136,6 +137,7 @@ class Trainer(titan.Trainer):
         optimizer: OptimizersContainer.Config = field(default_factory=OptimizersContainer.Config)
         metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
         checkpoint: CheckpointManager.Config = field(default_factory=CheckpointManager.Config)
+        activation_checkpoint: Activations.Config = field(default_factory=Activations.Config)
         # CUDA graphs: a step under capture cannot leave out a parameter without a gradient.
         training: TrainingConfig = field(
             default_factory=lambda: TrainingConfig(disable_cuda_graphs=True)
