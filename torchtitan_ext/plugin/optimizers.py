@@ -23,7 +23,6 @@ from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext import learning_rate
-from torchtitan_ext.learning_rate import TITAN_DEFAULT
 from torchtitan_ext.plugin import hyperparameters, sections
 from torchtitan_ext.plugin.step_clock import StepClock
 
@@ -157,7 +156,7 @@ class OptimizersContainer(titan.OptimizersContainer):
         name: str = "AdamW"
         """One of :data:`OPTIMIZERS`."""
 
-        lr: float = TITAN_DEFAULT
+        lr: float = learning_rate.TITAN_DEFAULT
         """Peak learning rate."""
 
         beta1: float = 0.9
@@ -259,20 +258,15 @@ class OptimizersContainer(titan.OptimizersContainer):
         """
         plain = self.optimizer.state_dict()
         _require_same_keys(self.state_dict(), state_dict)
-        loaded: dict[str, Any] = {
-            "state": {},
-            "param_groups": [dict(group) for group in plain["param_groups"]],
-        }
-        values_by_group: dict[int, dict[str, Any]] = {}
+        state: dict[int, dict[str, Any]] = {}
+        groups: dict[int, dict[str, Any]] = {}
         for name, index, group in self._entries(plain):
-            loaded["state"][index] = {
-                key: state_dict[f"state.{name}.{key}"] for key in plain["state"].get(index, {})
-            }
+            keys = plain["state"].get(index, {})
+            state[index] = {key: state_dict[f"state.{name}.{key}"] for key in keys}
             values = {key: state_dict[f"param_groups.{name}.{key}"] for key in _plain_keys(group)}
-            _require_same_values(name, values_by_group.setdefault(id(group), values), values)
-        for group, target in zip(plain["param_groups"], loaded["param_groups"], strict=True):
-            target.update(values_by_group[id(group)])
-        self.optimizer.load_state_dict(loaded)
+            _require_same_values(name, groups.setdefault(id(group), {**group, **values}), values)
+        loaded = [groups[id(group)] for group in plain["param_groups"]]
+        self.optimizer.load_state_dict({"state": state, "param_groups": loaded})
 
     def _entries(self, plain: Mapping[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
         """``(name, index, group)`` of each parameter in an optimizer's own state dict."""
@@ -330,15 +324,12 @@ def _require_same_keys(expected: Mapping[str, Any], found: Mapping[str, Any]) ->
 def _require_same_values(name: str, first: dict[str, Any], values: dict[str, Any]) -> None:
     for key, value in values.items():
         # A checkpoint may bring a tuple back as a list.
-        if _tuple(value) != _tuple(first[key]):
+        found, expected = (tuple(v) if isinstance(v, list) else v for v in (value, first[key]))
+        if found != expected:
             raise ValueError(
-                f"optimizer state: param_groups.{name}.{key}: found {value!r}, "
-                f"expected {first[key]!r} as for the rest of its group"
+                f"optimizer state: param_groups.{name}.{key}: found {found!r}, "
+                f"expected {expected!r} as for the rest of its group"
             )
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def check_last_update(container: Any) -> None:
