@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
-
     from torchtitan_ext.plugin import trainer
 
 
@@ -25,7 +21,6 @@ def test_the_vote_is_asked_before_a_step_and_heard_after_it(
     calls: list[str] = []
     made: Any = object.__new__(trainer.Trainer)
     made._request = SimpleNamespace(is_made=lambda: stops)
-    made._has_trained, made.step = True, 3
 
     def answer() -> bool:
         calls.append("answer")
