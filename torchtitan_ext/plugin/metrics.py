@@ -165,6 +165,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         """
         seconds = self._step_ended - self.time_last_log
         super().log_validation(loss, step, extra_metrics)
+        if self._files is not None:
+            progress.info("validation after step %d/%d  loss %.4f", step, self._num_steps, loss)
         self.time_last_log -= seconds
         self.ntokens_since_last_log = self._tokens_at_end
 
