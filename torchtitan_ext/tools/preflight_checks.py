@@ -62,7 +62,6 @@ def check(config: Any, world_size: int) -> list[str]:
             config.dataloader, num_data_ranks(degrees(config, world_size))
         ),
         lambda: _check_schedule(config),
-        lambda: _check_checkpoint(config),
     ]
     problems: list[str] = []
     for one in checks:
@@ -139,13 +138,4 @@ def _check_schedule(config: Any) -> None:
         raise ValueError(
             f"lr_scheduler.warmup_steps: found {schedule.warmup_steps}, expected at most the "
             f"{total} steps of the schedule"
-        )
-
-
-def _check_checkpoint(config: Any) -> None:
-    checkpoint = config.checkpoint
-    if checkpoint.enable and checkpoint.keep_latest_k == 1:
-        raise ValueError(
-            "checkpoint.keep_latest_k: found 1, expected 0 (all) or at least 2: the last one may "
-            "be incomplete"
         )
