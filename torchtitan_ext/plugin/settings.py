@@ -15,7 +15,7 @@ from torchtitan.config.manager import ConfigManager, custom_registry
 from amo_dist.schedule.schedule_file import read_toml
 from torchtitan_ext import learning_rate
 from torchtitan_ext.data import loader
-from torchtitan_ext.plugin import geometry, models, optimizers, sections
+from torchtitan_ext.plugin import geometry, losses, models, optimizers, sections
 
 if TYPE_CHECKING:
     from torchtitan_ext.plugin.trainer import Trainer
@@ -89,6 +89,7 @@ def validate(config: Trainer.Config) -> None:
     geometry.validate(config)
     _check_sizes(config.training)
     loader.validate(config)
+    losses.validate(config)
     if config.optimizer.name != "AMO" or config.optimizer.allow_unlocked:
         return
     if config.optimizer.amo.observe_only:  # which has no plan to lock

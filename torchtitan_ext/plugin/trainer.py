@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 import torchtitan.trainer as titan
 import tyro
-from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.validate import Validator
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
@@ -25,6 +24,7 @@ from torchtitan_ext.plugin import machine, models, settings
 from torchtitan_ext.plugin.activations import Activations
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.geometry import Geometry
+from torchtitan_ext.plugin.losses import Loss
 from torchtitan_ext.plugin.metrics import MetricsProcessor, progress
 from torchtitan_ext.plugin.optimizers import OptimizersContainer, check_last_update
 from torchtitan_ext.plugin.restarts import own_store
@@ -145,7 +145,7 @@ class Trainer(titan.Trainer):
         parallelism: ParallelismConfig = field(
             default_factory=lambda: ParallelismConfig(spmd_backend=machine.spmd_backend())
         )
-        loss: CrossEntropyLoss.Config = field(default_factory=CrossEntropyLoss.Config)
+        loss: Loss.Config = field(default_factory=Loss.Config)
         validator: Validator.Config = field(
             default_factory=lambda: Validator.Config(
                 dataloader=Streams.Config(dataset="c4_validation", infinite=False)
