@@ -41,6 +41,9 @@ class CheckpointManager(titan.CheckpointManager):
     class Config(titan.CheckpointManager.Config):
         """``[checkpoint]``."""
 
+        initial_load_path: str | None = None
+        """Checkpoint to start from where there is no complete one in ``folder``."""
+
         initial_load_model_only: bool = True
         """Whether what ``initial_load_path`` names gives weights alone."""
 
@@ -54,6 +57,8 @@ class CheckpointManager(titan.CheckpointManager):
                 raise ValueError(
                     f"checkpoint.folder: found {self.folder!r}, expected a folder of a file system"
                 )
+            if self.initial_load_path and not is_remote(self.initial_load_path):
+                self.initial_load_path = str(Path(self.initial_load_path).absolute())
             given = self.initial_load_model_only
             if not (self.initial_load_path or self.initial_load_in_hf):
                 self.initial_load_model_only = False  # torchtitan warns of its own default
