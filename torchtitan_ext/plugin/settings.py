@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import tyro
@@ -57,10 +55,13 @@ def load(args: Sequence[str]) -> tuple[Trainer.Config, list[str]]:
     values = {} if path is None else read_toml("job.config_file", path)
     config, problems = toml_config.read(values, args)
     ConfigManager()  # which makes torchtitan's rules for the types of arguments known
-    with _quiet_unless_first():
-        config = tyro.cli(
-            type(config), args=_renamed(args), default=config, registry=custom_registry
-        )
+    config = tyro.cli(
+        type(config),
+        args=_renamed(args),
+        default=config,
+        registry=custom_registry,
+        console_outputs=_is_first_rank(),  # all read the same command line
+    )
     return config, problems
 
 
@@ -149,17 +150,11 @@ def _renamed(args: Sequence[str]) -> list[str]:
             if is_off:
                 section, dot, field = new.rpartition(".")
                 new = f"{section}{dot}no_{field}"
-            if new != name and os.environ.get("RANK", "0") == "0":
+            if new != name and _is_first_rank():
                 print(f"note: --{name} is --{new} now", file=sys.stderr, flush=True)
             found.append(f"--{new}{equals}{value}" if new != name else arg)
     return found
 
 
-@contextlib.contextmanager
-def _quiet_unless_first() -> Iterator[None]:
-    """Drop what is printed by all ranks but the first: they all read the same command line."""
-    if os.environ.get("RANK", "0") == "0":
-        yield
-        return
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        yield
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"
