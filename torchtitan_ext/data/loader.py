@@ -20,6 +20,7 @@ from torchtitan.tools import utils
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.data import sources
 from torchtitan_ext.data.sources import check, check_streams
+from torchtitan_ext.data.streams import DealtStream
 from torchtitan_ext.differences import differences
 
 __all__ = ["Streams", "build", "check_streams", "document_positions", "settle", "validate"]
@@ -56,7 +57,7 @@ class Streams(BaseDataLoader):
 
     def __init__(
         self,
-        streams: Sequence[sources.AnyStream],
+        streams: Sequence[DealtStream],
         batch_size: int,
         source: Mapping[str, object],
         eos_id: int | None = None,

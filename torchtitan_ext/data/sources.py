@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import logging
-from collections.abc import Callable, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from collections.abc import Callable
+from typing import Annotated, Any, Literal
 
 import tyro
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -18,7 +18,7 @@ from torchtitan_ext.data.documents import Documents, standard_library, text_file
 from torchtitan_ext.data.files import Hub, find_files
 from torchtitan_ext.data.packed import PackedSequences, PackedStream
 from torchtitan_ext.data.pool import Pool
-from torchtitan_ext.data.streams import Order, ShuffledOrder, SortedOrder, Stream
+from torchtitan_ext.data.streams import DealtStream, Order, ShuffledOrder, SortedOrder, Stream
 from torchtitan_ext.data.tokenizers import identity
 
 logger = logging.getLogger(__name__)
@@ -115,26 +115,7 @@ class Dataset(titan.HuggingFaceTextDataLoader.Config):
     """
 
 
-class AnyStream(Protocol):
-    """What the loader asks of a stream."""
-
-    number: int
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences drawn since the start of training."""
-
-    def __next__(self) -> Sequence[int]:
-        """The next sequence of tokens."""
-
-    def state(self) -> str:
-        """The position."""
-
-    def load_state(self, state: str) -> None:
-        """Go to a position."""
-
-
-Source = tuple[Callable[..., AnyStream], dict[str, object]]
+Source = tuple[Callable[..., DealtStream], dict[str, object]]
 """What makes the stream of a ``number``, and what the positions of streams refer to."""
 
 
@@ -197,7 +178,7 @@ def open_source(
     Raises:
         ValueError: For a source that cannot be read, or does not fit.
     """
-    make: Callable[..., AnyStream]
+    make: Callable[..., DealtStream]
     order: Order
     source: dict[str, object]
     shared: dict[str, Any] = {"num_streams": config.num_streams, "infinite": config.infinite}
