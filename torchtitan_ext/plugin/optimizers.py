@@ -20,6 +20,7 @@ from amo_dist.operators.views import Fused
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
+from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext import learning_rate
@@ -134,6 +135,8 @@ def _check_schedule(config: Any) -> None:
         )
     if config.name == "Muon" and config.muon.schedule_file:
         load_schedule_file(config.muon.schedule_file)
+    elif config.name == "Muon":
+        named_schedule(config.muon.schedule)
 
 
 class OptimizersContainer(titan.OptimizersContainer):
@@ -208,7 +211,7 @@ class OptimizersContainer(titan.OptimizersContainer):
             Raises:
                 ValueError: For what :func:`validate` finds.
             """
-            # Again, where torchtitan's own entry point read the config.
+            # For a program that makes its own config; the trainer's is settled.
             validate(self)
             sections.settle(self)
             learning_rate.resolve(self)
