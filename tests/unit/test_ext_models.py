@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
-from typing import cast
+from typing import Literal, cast
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ with warnings.catch_warnings():
 
     from torchtitan_ext.plugin import machine, models
     from torchtitan_ext.plugin.activations import Activations
+    from torchtitan_ext.plugin.parallelize import parallelize
 
 
 def build(name: str, flavor: str, *, fuse_qkv: bool = False) -> Decoder:
@@ -97,6 +98,17 @@ def test_sdpa_is_in_every_block(flavor: str) -> None:
 def test_mistakes(values: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         models.spec(models.Model(**values))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+@pytest.mark.parametrize("attention", ["flex", "varlen"])
+def test_attention_that_does_not_train_on_a_cpu(attention: Literal["flex", "varlen"]) -> None:
+    machine.install()
+    spec = models.spec(models.Model(flavor="tiny", attention=attention))
+    with torch.device("meta"):
+        model = spec.model.build()
+    with pytest.raises(ValueError, match=r"model.attention: found .*, expected 'sdpa' on a CPU"):
+        parallelize(lambda model: model, model)
 
 
 @pytest.mark.parametrize(
