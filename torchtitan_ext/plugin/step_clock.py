@@ -35,7 +35,7 @@ class StepClock:
         if self._events:
             self._events[-1].synchronize()
         pairs = zip(self._events[::2], self._events[1::2], strict=True)
-        seconds = self._seconds + sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+        seconds: float = self._seconds + sum(begin.elapsed_time(end) for begin, end in pairs) / 1e3
         self._events, self._seconds = [], 0.0
         return seconds
 
