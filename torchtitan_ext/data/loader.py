@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import json
@@ -53,7 +54,8 @@ class Streams(BaseDataLoader):
 
         def build(self, **options: Any) -> BaseDataLoader:
             """The loader, see :func:`build`."""
-            return build(self, **options)
+            with _named_for(self._validates):
+                return build(self, **options)
 
     def __init__(
         self,
@@ -212,6 +214,7 @@ def build(
 def settle(config: Any) -> None:
     """Tell the loaders of a whole config what its other sections say about them."""
     config.dataloader._training = config.training
+    config.validator.dataloader._validates = True
     for one in (config.dataloader, config.validator.dataloader):
         one.positions = config.model.attention != "sdpa"
 
@@ -228,8 +231,18 @@ def validate(config: Any) -> None:
             raise ValueError(
                 f"validation.freq: found {config.validator.freq}, expected an integer >= 1"
             )
-        try:
+        with _named_for(validation=True):
             check(config.validator.dataloader)
-        except ValueError as error:
-            message = re.sub("^data", "validation.dataloader", str(error))
-            raise ValueError(re.sub("^training", "validation", message)) from None
+
+
+@contextlib.contextmanager
+def _named_for(validation: bool) -> Iterator[None]:
+    """Name the fields in errors as a file names those of ``[validation]``, where it is meant."""
+    try:
+        yield
+    except ValueError as error:
+        if not validation:
+            raise
+        # The tokenizer and the length of sequences are those of training.
+        message = re.sub(r"^data(?!\.tokenizer)", "validation.dataloader", str(error))
+        raise ValueError(re.sub(r"^training(?=\.data)", "validation", message)) from None

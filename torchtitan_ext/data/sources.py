@@ -71,6 +71,9 @@ class Dataset(titan.HuggingFaceTextDataLoader.Config):
     _training: Annotated[TrainingConfig | None, tyro.conf.Suppress] = None
     """The run that a pool is compared with, see :func:`torchtitan_ext.data.loader.settle`."""
 
+    _validates: Annotated[bool, tyro.conf.Suppress] = False
+    """Whether this is ``[validation]``, for names in errors."""
+
     # From here on: dataset = "documents", "fineweb_edu", "slimpajama" or "pool".
 
     bad_rows: Literal["error", "skip"] = "error"
