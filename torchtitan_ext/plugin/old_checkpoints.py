@@ -71,6 +71,11 @@ class _Planner(DefaultLoadPlanner):
 
 def _why(missing: list[str], saved: Iterable[str]) -> str:
     lacks = f"lacks {len(missing)} of the keys that this run needs, such as {missing[0]}"
+    if not any(key.startswith("optimizer.") for key in saved):
+        return (
+            f"{lacks}: it holds weights alone; expected a run with checkpoint.last_save_model_only "
+            "= false (or its weights, by checkpoint.initial_load_path)"
+        )
     if any(".wqkv." in key for key in missing) and any(".wq." in key for key in saved):
         return (
             f"{lacks}: its optimizer kept queries, keys and values apart, where this model fuses "
