@@ -75,7 +75,8 @@ def test_names_of_files_are_options_too_and_the_first_rank_tells_the_new_ones(
         AMO + BYTE + "[validation]\nenable = true\n",
         *("--job.dump_folder", "here", "--data.seed=7", "--data.num-streams", "8"),
         *("--validation.no-enable", "--job.print-config", "--model.flavor", "tiny"),
-        *("--job.custom_config_module", "mine", "--experimental.custom_import=mine"),
+        *("--job.custom_config_module", "torchtitan_ext.job_config"),
+        "--experimental.custom_import=torchtitan_ext",
     )
     assert (config.dump_folder, config.dataloader.seed, config.dataloader.num_streams) == (
         *("here", 7, 8),
@@ -140,6 +141,7 @@ def test_every_config_of_the_project_is_valid(file: Path) -> None:
         ),
         ("[training]\nseq_len = 0\n", "training.seq_len: found 0, expected an integer >= 1"),
         ("[fault_tolerance]\nenable = true\n", "fault_tolerance.enable: unknown field"),
+        ("[experimental]\ncustom_import = 'mine'\n", "experimental.custom_import: unknown field"),
         ("[data]\nnum_stream = 3\n", "data.num_stream: unknown field; .* 'data.num_streams'"),
         ("[validation]\nsteps = 0\n", r"\[validator\] validation steps must be positive"),
         ("[data\n", "is not TOML"),

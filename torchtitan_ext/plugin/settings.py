@@ -71,7 +71,7 @@ def settle(config: Trainer.Config) -> None:
     Raises:
         ValueError: For a learning rate or a model that cannot be told.
     """
-    sections.settle(config.optimizer, config.given)
+    sections.settle(config.optimizer, config.given or None)
     learning_rate.resolve(config.optimizer)
     if config.model_spec is None:
         config.model_spec = models.spec(config.model)
@@ -138,21 +138,20 @@ def _renamed(args: Sequence[str]) -> list[str]:
     for arg in rest:
         option, equals, value = arg.partition("=")
         name = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--"):
-            found.append(arg)
-        elif name in ("job.config_file", *IGNORED):
-            if not equals:
-                next(rest, None)
-        else:
-            section, dot, field = name.rpartition(".")
-            is_off = field.startswith("no_")
-            new = moved(section + dot + field.removeprefix("no_"))
-            if is_off:
-                section, dot, field = new.rpartition(".")
-                new = f"{section}{dot}no_{field}"
-            if new != name and _is_first_rank():
+        section, dot, field = name.rpartition(".")
+        off = "no_" if field.startswith("no_") else ""
+        head, dot, tail = moved(section + dot + field.removeprefix(off)).rpartition(".")
+        new = f"{head}{dot}{off}{tail}"
+        if name == "job.config_file" or name in IGNORED:
+            value = value if equals else next(rest, "")
+            if name in IGNORED and value != IGNORED[name]:
+                found += [option, value]
+        elif option.startswith("--") and new != name:
+            if _is_first_rank():
                 print(f"note: --{name} is --{new} now", file=sys.stderr, flush=True)
-            found.append(f"--{new}{equals}{value}" if new != name else arg)
+            found.append(f"--{new}{equals}{value}")
+        else:
+            found.append(arg)
     return found
 
 

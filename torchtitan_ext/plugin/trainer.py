@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
@@ -20,7 +21,7 @@ from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingCo
 
 from torchtitan_ext.data.loader import Streams
 from torchtitan_ext.data.tokenizers import Tokenizer
-from torchtitan_ext.plugin import machine, models, settings
+from torchtitan_ext.plugin import console, machine, models, settings
 from torchtitan_ext.plugin.activations import Activations
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.geometry import Geometry
@@ -138,7 +139,7 @@ class Trainer(titan.Trainer):
         metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
         checkpoint: CheckpointManager.Config = field(default_factory=CheckpointManager.Config)
         activation_checkpoint: Activations.Config = field(default_factory=Activations.Config)
-        # CUDA graphs: a step under capture cannot leave out a parameter without a gradient.
+        # In a CUDA graph every gradient is there, if zero: none tells of a parameter out of use.
         training: TrainingConfig = field(
             default_factory=lambda: TrainingConfig(disable_cuda_graphs=True)
         )
@@ -166,6 +167,8 @@ class Trainer(titan.Trainer):
         machine.install()
         settings.settle(config)
         settings.validate(config)
+        if config.metrics.console == "brief":
+            console.brief(Path(config.dump_folder))
         super().__init__(config)
         self._request = StopRequest(grace=float(config.comm.init_timeout_seconds))
         self._vote = StopVote(self.device)
