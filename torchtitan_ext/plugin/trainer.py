@@ -21,7 +21,7 @@ from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingCo
 
 from torchtitan_ext.data.loader import Streams
 from torchtitan_ext.data.tokenizers import Tokenizer
-from torchtitan_ext.plugin import console, machine, models, settings
+from torchtitan_ext.plugin import checks, console, machine, models
 from torchtitan_ext.plugin.activations import Activations
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.geometry import Geometry
@@ -165,8 +165,8 @@ class Trainer(titan.Trainer):
     def __init__(self, config: Config) -> None:
         # Here, where both come by: our own entry point, and torchtitan's with its command line.
         machine.install()
-        settings.settle(config)
-        settings.validate(config)
+        checks.settle(config)
+        checks.validate(config)
         if config.metrics.console == "brief":
             console.brief(Path(config.dump_folder))
         super().__init__(config)
