@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.data import loader
-from torchtitan_ext.plugin import models, settings
+from torchtitan_ext.plugin import checks, models, settings
 
 
 def config_file(args: Sequence[str]) -> str:
@@ -51,9 +51,9 @@ def check(config: Any, world_size: int) -> list[str]:
     Returns:
         One line for each mistake.
     """
-    checks: list[Callable[[], object]] = [
-        lambda: settings.settle(config),
-        lambda: settings.validate(config),
+    each: list[Callable[[], object]] = [
+        lambda: checks.settle(config),
+        lambda: checks.validate(config),
         # What follows from the model alone: a rate that cannot be told hides no unknown flavor.
         lambda: models.spec(config.model),
         # Where the degrees do not fit, each of these two tells so: once is enough.
@@ -64,7 +64,7 @@ def check(config: Any, world_size: int) -> list[str]:
         lambda: _check_schedule(config),
     ]
     problems: list[str] = []
-    for one in checks:
+    for one in each:
         try:
             one()
         except ValueError as error:
