@@ -143,7 +143,7 @@ def test_every_config_of_the_project_is_valid(file: Path) -> None:
         ("[fault_tolerance]\nenable = true\n", "fault_tolerance.enable: unknown field"),
         ("[experimental]\ncustom_import = 'mine'\n", "experimental.custom_import: unknown field"),
         ("[data]\nnum_stream = 3\n", "data.num_stream: unknown field; .* 'data.num_streams'"),
-        ("[validation]\nsteps = 0\n", r"\[validator\] validation steps must be positive"),
+        ("[validation]\nsteps = 0\n", r"\[validation\] validation steps must be positive"),
         ("[data\n", "is not TOML"),
     ],
 )

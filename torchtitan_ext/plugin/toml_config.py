@@ -141,7 +141,8 @@ def _replaced(section: Any, values: Mapping[str, Any], where: str, problems: lis
         try:
             return dataclasses.replace(section, **changes)
         except (ValueError, AssertionError) as error:
-            problems.append(f"[{where}] {error}" if where else str(error))
+            in_files = {new: old for old, new in MOVED.items() if "." not in old}
+            problems.append(f"[{in_files.get(where, where)}] {error}" if where else str(error))
             field = str(error).partition(":")[0]
             if field not in changes:  # at odds with a default: nothing to drop
                 return section
