@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -105,22 +106,20 @@ def test_train_is_the_only_rank_unless_it_is_one(
     monkeypatch: pytest.MonkeyPatch, is_rank: bool
 ) -> None:
     given = {"RANK": "1", "WORLD_SIZE": "2"} if is_rank else {"MASTER_ADDR": "here"}
-    for name in command.ALONE:
-        monkeypatch.delenv(name, raising=False)
-    for name, value in given.items():
-        monkeypatch.setenv(name, value)
     seen: dict[str, str] = {}
     asked: list[str] = []
 
     def train(arguments: list[str]) -> int:
         asked.extend(arguments)
         seen.update({name: os.environ[name] for name in command.ALONE if name in os.environ})
-        for name in command.ALONE:
-            monkeypatch.delenv(name, raising=False)
         return 7
 
     monkeypatch.setattr(command.train, "main", train)
-    assert cli.main(["train", "x.toml", "--training.steps", "5", "--geometry.enable"]) == 7
+    with mock.patch.dict(os.environ):  # what the command sets is gone afterwards
+        for name in command.ALONE:
+            os.environ.pop(name, None)
+        os.environ.update(given)
+        assert cli.main(["train", "x.toml", "--training.steps", "5", "--geometry.enable"]) == 7
     assert asked == ["--job.config_file", "x.toml", "--training.steps", "5", "--geometry.enable"]
     assert seen == (given if is_rank else {**command.ALONE, **given})
 
