@@ -60,7 +60,12 @@ def test_both_names_are_found(tmp_path: Path) -> None:
             "layers.1.moe.routed_experts.inner_experts.w1_EFD",
             "mixtures of experts of torchtitan 0.2.2",
         ),
-        ("norm.weight", "optimizer.state.norm.weight.exp_avg", "another model, optimizer"),
+        ("norm.weight", "optimizer.state.norm.weight.exp_avg", "it holds weights alone"),
+        (
+            "optimizer.state.norm.weight.momentum_buffer",
+            "optimizer.state.norm.weight.exp_avg",
+            "another model, optimizer",
+        ),
     ],
 )
 def test_what_cannot_be_taken_on_is_told(tmp_path: Path, then: str, now: str, told: str) -> None:

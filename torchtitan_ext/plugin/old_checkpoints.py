@@ -71,7 +71,10 @@ class _Planner(DefaultLoadPlanner):
 
 def _why(missing: list[str], saved: Iterable[str]) -> str:
     lacks = f"lacks {len(missing)} of the keys that this run needs, such as {missing[0]}"
-    if not any(key.startswith("optimizer.") for key in saved):
+    moe, optimizer = ([key for key in missing if part in key] for part in (".moe.", "optimizer."))
+    if moe and any(".moe.experts." in key for key in saved):
+        return f"{lacks}: mixtures of experts of torchtitan 0.2.2 cannot be taken on"
+    if optimizer and not any(key.startswith("optimizer.") for key in saved):
         return (
             f"{lacks}: it holds weights alone; expected a run with checkpoint.last_save_model_only "
             "= false (or its weights, by checkpoint.initial_load_path)"
@@ -82,6 +85,4 @@ def _why(missing: list[str], saved: Iterable[str]) -> str:
             "them; expected model.fuse_qkv = false with a flavor of the project (or its weights "
             "alone, by checkpoint.initial_load_path)"
         )
-    if any(".moe." in key for key in missing) and any(".moe.experts." in key for key in saved):
-        return f"{lacks}: mixtures of experts of torchtitan 0.2.2 cannot be taken on"
     return f"{lacks}: it was saved with another model, optimizer or number of streams"
