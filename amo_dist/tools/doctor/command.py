@@ -68,8 +68,8 @@ def run_doctor(args: argparse.Namespace) -> int:
         raise ValueError(f"--seconds: found {args.seconds}, expected a number > 0")
     # Here, so that other commands start without them.
     from amo_dist.tools.doctor import hardware, optimizer
-    from amo_dist.tools.doctor.examination import Examination, Fault, Verdict
-    from amo_dist.tools.doctor.site import join
+    from amo_dist.tools.doctor.examination import Examination, Verdict
+    from amo_dist.tools.doctor.site import Fault, join
 
     is_first = os.environ.get("RANK", "0") == "0"
     say = functools.partial(print, flush=True) if is_first else _say_nothing
@@ -80,9 +80,7 @@ def run_doctor(args: argparse.Namespace) -> int:
         say(lost)
         return _report(args.json if is_first else None, "", [lost])
     say(f"amo doctor: {site}")
-    examination = Examination(
-        site.control, site.device, seconds=args.seconds, deadline=args.seconds / 4, say=say
-    )
+    examination = Examination(site, seconds=args.seconds, deadline=args.seconds / 4, say=say)
     # By this signal a launcher that has lost a rank ends the others.
     before = signal.signal(signal.SIGTERM, examination.stop)
     model = {name.lower(): name for name in MODELS}.get(args.model, "")

@@ -1,14 +1,12 @@
 """Checks on all ranks at once, none of which can hang the others.
 
-A check runs on a thread of its own. When it ends, or its time is up, all ranks tell how it went
-them over a group of their own, on the CPU: ranks that do not answer there are named.
+A check runs on a thread of its own. When it ends, or its time is up, ranks sign a store, which
+names those that do not, and tell how it went over a group on the CPU that no check uses.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import datetime
-import re
 import threading
 import time
 import traceback
@@ -16,18 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from amo_dist.distributed.agreement import gather_json
+from amo_dist.tools.doctor.site import Fault, Site, name_ranks
 
 GRACE = 10.0
 """Seconds to answer, once a check has ended on this rank, or its time is up."""
 MOST_CHARACTERS = 400
 """Of an error in a line; the JSON holds all of it."""
-
-
-class Fault(RuntimeError):
-    """What a check measured is wrong; raised where no collective is under way."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -78,8 +72,7 @@ class Examination:
     in) the rest is skipped.
 
     Args:
-        control: Process group of all ranks on the CPU that no check uses; None on one rank.
-        device: Of this rank.
+        site: The ranks.
         seconds: For all checks.
         deadline: Seconds for one check.
         say: Called with each verdict, on every rank.
@@ -87,8 +80,7 @@ class Examination:
 
     def __init__(
         self,
-        control: dist.ProcessGroup | None,
-        device: torch.device,
+        site: Site,
         *,
         seconds: float,
         deadline: float,
@@ -97,11 +89,11 @@ class Examination:
         self.verdicts: list[Verdict] = []
         self.is_stuck = False
         """Whether a check still runs on some rank: a process must then end by ``os._exit``."""
-        self._control, self._device, self._say = control, device, say
+        self._site, self._say = site, say
         self._end, self._deadline = time.monotonic() + seconds, deadline
         self._why_not = ""
         self._wake = threading.Event()
-        self._is_told_to_stop = False
+        self._stopped_at = 0.0
 
     def run(self, checks: Sequence[Check]) -> None:
         """Run checks, and keep their verdicts."""
@@ -113,19 +105,19 @@ class Examination:
 
     def stop(self, *_: object) -> None:
         """End the check under way now, as if its time were up; may be called by a signal."""
-        self._is_told_to_stop = True
+        self._stopped_at = self._stopped_at or time.monotonic()
         self._wake.set()
 
     def _examine(self, check: Check) -> Verdict:
         most = min(self._deadline, self._end - time.monotonic())
         outcome = self._measure(check, most)
-        left = 0.0 if self._is_told_to_stop else max(0.0, self._end - time.monotonic())
+        left = max(0.0, self._end - time.monotonic())
         try:
             outcomes = self._gather(outcome, GRACE + min(left, self._deadline))
-        except RuntimeError as error:
+        except Fault as fault:
             self.is_stuck = True
             self._why_not = f"after {check.name} ranks are missing"
-            return Verdict(check.name, "FAIL", _missing(str(error)))
+            return Verdict(check.name, "FAIL", str(fault))
         states = [one["state"] for one in outcomes]
         self.is_stuck = "stuck" in states
         is_torn = check.is_collective and 0 < states.count("broke") < len(states)
@@ -141,8 +133,8 @@ class Examination:
         self._wake.clear()
 
         def work() -> None:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a new thread is on device 0
+            if self._site.is_cuda:
+                torch.cuda.set_device(self._site.device)  # a new thread is on device 0
             try:
                 found: dict[str, Any] = {"state": "ended", "values": check.measure()}
             except Exception as error:
@@ -153,20 +145,30 @@ class Examination:
             outcome.update(found)
             self._wake.set()
 
-        if not self._is_told_to_stop:
+        if not self._stopped_at:
             threading.Thread(target=work, daemon=True, name=check.name).start()
             self._wake.wait(seconds)
         left = {"left": self._end - time.monotonic()}
         if outcome:
             return {**outcome, **left}
-        why = "stopped from outside" if self._is_told_to_stop else f"no end within {seconds:.0f} s"
+        why = "stopped from outside" if self._stopped_at else f"no end within {seconds:.0f} s"
         return {"state": "stuck", "error": why, **left}
 
     def _gather(self, outcome: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-        if self._control is not None:
-            timeout = datetime.timedelta(seconds=seconds)
-            dist.monitored_barrier(self._control, timeout, wait_all_ranks=True)
-        outcomes: list[dict[str, Any]] = gather_json(outcome, self._control)
+        """How the check went on all ranks; raises `Fault` where some do not answer."""
+        end = time.monotonic() + seconds
+        while True:
+            # In parts: a signal that comes meanwhile is seen only in between.
+            try:
+                self._site.sign(f"check {len(self.verdicts)}", 2.0)
+                break
+            except Fault:
+                if time.monotonic() >= (self._stopped_at + GRACE if self._stopped_at else end):
+                    raise
+        try:
+            outcomes: list[dict[str, Any]] = gather_json(outcome, self._site.control)
+        except RuntimeError as error:
+            raise Fault(f"a rank was lost: {error}") from error
         return outcomes
 
 
@@ -193,19 +195,6 @@ def _by_rank(errors: Mapping[int, str], outcomes: Sequence[Mapping[str, Any]]) -
         short = " ".join(text.split())[:MOST_CHARACTERS]
         told.append(short if len(outcomes) == 1 else f"{where}: {short}")
     return "; ".join(told)
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 1, 3``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def _missing(error: str) -> str:
-    """Who did not answer, as rank 0 learns it from the barrier."""
-    found = re.search(r"Ranks ([\d, ]+) failed to pass", error)
-    if found is None:
-        return f"the ranks did not meet: {' '.join(error.split())[:MOST_CHARACTERS]}"
-    return f"no answer from {name_ranks([int(rank) for rank in found[1].split(',')])}"
 
 
 def alike(values: Sequence[Mapping[str, Any]]) -> None:

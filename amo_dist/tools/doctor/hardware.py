@@ -22,8 +22,8 @@ from amo_dist.kernels.devices import BACKENDS, make_kernels
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import composed
-from amo_dist.tools.doctor.examination import Check, Fault, alike
-from amo_dist.tools.doctor.site import Site, local_index
+from amo_dist.tools.doctor.examination import Check, alike
+from amo_dist.tools.doctor.site import Fault, Site, local_index
 
 ROUNDS = 5
 """Of which the median is taken."""
@@ -363,8 +363,11 @@ def newton_schulz(site: Site) -> dict[str, Any]:
         rows = by_shape[f"{m} x {n}"] = {}
         for name in ("auto", *_backends(x, coefficients)):
             run = functools.partial(orthogonalize, x, coefficients, backend=name)
-            error = (run().double() - exact).norm() / exact.norm()
-            milliseconds = 1e3 * median_seconds(run, site.device, rounds=3)
+            try:
+                error = (run().double() - exact).norm() / exact.norm()
+                milliseconds = 1e3 * median_seconds(run, site.device, rounds=3)
+            except Exception as cause:  # a compiler's, too
+                raise Fault(f"{name} at {m} x {n}: {type(cause).__name__}: {cause}") from cause
             rows[name] = {"ms": milliseconds, "error": error.item()}
         rates.append(1e-9 * NS_STEPS * ns_step_flops(m, n) / rows["auto"]["ms"])
     return {"shapes": by_shape, **_fit((side // 4, side), rates)}

@@ -27,7 +27,7 @@ from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
 from amo_dist.schedule.polar_express import composed
 from amo_dist.schedule.trials import Trials
-from amo_dist.tools.doctor.examination import Check, Fault, alike
+from amo_dist.tools.doctor.examination import Check, alike
 from amo_dist.tools.doctor.hardware import median_seconds, synchronize
 from amo_dist.tools.doctor.models import (
     build,
@@ -38,7 +38,7 @@ from amo_dist.tools.doctor.models import (
     shard,
     train,
 )
-from amo_dist.tools.doctor.site import Site
+from amo_dist.tools.doctor.site import Fault, Site
 from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
 
 CONFIG = AMOConfig(

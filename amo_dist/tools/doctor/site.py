@@ -7,7 +7,6 @@ import datetime
 import json
 import os
 import socket
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -16,10 +15,13 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 from amo_dist.distributed.agreement import gather_json
-from amo_dist.tools.doctor.examination import Fault, name_ranks
 
 MEETING_SECONDS = 60.0
 """For all ranks to be there."""
+
+
+class Fault(RuntimeError):
+    """What a check measured is wrong; raised where no collective is under way."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,13 +33,15 @@ class Site:
         nodes: The ranks of each node.
         device: Of this rank: ``cuda`` with its index, or ``cpu``.
         control: Group of all ranks on the CPU that checks leave alone; None on one rank.
+        store: Of all ranks, used by nothing else; None on one rank.
         share: Seconds that a figure may take to be measured on larger sizes; 0 for the least.
     """
 
     rank: int
     nodes: tuple[tuple[int, ...], ...]
     device: torch.device
-    control: dist.ProcessGroup | None
+    control: dist.ProcessGroup | None = None
+    store: Any = None
     share: float = 0.0
 
     @property
@@ -49,6 +53,15 @@ class Site:
     def is_cuda(self) -> bool:
         """Whether the ranks have a CUDA device each."""
         return self.device.type == "cuda"
+
+    def sign(self, key: str, seconds: float) -> None:
+        """Meet the other ranks; a key serves once.
+
+        Raises:
+            Fault: Names the ranks that have not come within so many seconds.
+        """
+        if self.store is not None:
+            sign(self.store, key, self.rank, self.world_size, seconds)
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
@@ -74,7 +87,7 @@ def join(seconds: float, share: float) -> Site:
     if world_size == 1:
         if problem:
             raise Fault(problem)
-        return Site(0, ((0,),), device, None, share)
+        return Site(0, ((0,),), device, share=share)
     timeout = datetime.timedelta(seconds=MEETING_SECONDS)
     try:
         store, rank, world_size = next(rendezvous("env://", timeout=timeout))
@@ -84,25 +97,27 @@ def join(seconds: float, share: float) -> Site:
     backend = "nccl" if device.type == "cuda" else "gloo"
     slow = datetime.timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=slow)
-    return make_site(device, node=os.environ.get("GROUP_RANK", socket.gethostname()), share=share)
+    node = os.environ.get("GROUP_RANK", socket.gethostname())
+    # A copy: a thread that waits in the store holds back all others that use the same object.
+    return make_site(device, store.clone(), node=node, share=share)
 
 
-def make_site(device: torch.device, *, node: str, share: float = 0.0) -> Site:
+def make_site(device: torch.device, store: Any, *, node: str, share: float = 0.0) -> Site:
     """The site of the default process group; a collective over it.
 
     Args:
         device: Of this rank.
+        store: Of the site.
         node: A name that ranks of one node share.
         share: Of the site.
     """
-    if not dist.is_initialized():
-        return Site(0, ((0,),), device, None, share)
-    control = dist.new_group(backend="gloo", timeout=datetime.timedelta(seconds=MEETING_SECONDS))
+    timeout = datetime.timedelta(seconds=MEETING_SECONDS)
+    control = dist.new_group(backend="gloo", timeout=timeout)
     ranks_by_node: dict[str, list[int]] = {}
     for rank, name in enumerate(gather_json(node, control)):
         ranks_by_node.setdefault(name, []).append(rank)
     nodes = tuple(tuple(ranks) for ranks in ranks_by_node.values())
-    return Site(dist.get_rank(), nodes, device, control, share)
+    return Site(dist.get_rank(), nodes, device, control, store, share)
 
 
 def _take_device() -> tuple[torch.device, str]:
@@ -118,25 +133,35 @@ def _take_device() -> tuple[torch.device, str]:
     return device, ""
 
 
+def sign(store: Any, key: str, rank: int, world_size: int, seconds: float, text: str = "") -> None:
+    """Leave a text under a key of this rank, and wait for the other ranks.
+
+    Raises:
+        Fault: Names the ranks that have not come within so many seconds.
+    """
+    keys = [f"doctor/{key}/{other}" for other in range(world_size)]
+    store.set(keys[rank], text)
+    try:
+        store.wait(keys, datetime.timedelta(seconds=seconds))
+    except RuntimeError:
+        missing = [other for other, name in enumerate(keys) if not store.check([name])]
+        raise Fault(f"no answer from {name_ranks(missing)}") from None
+
+
 def _call_roll(store: Any, rank: int, world_size: int, mine: Mapping[str, str]) -> None:
     """Have every rank tell its device, before any group is made that could wait for it."""
-    store.set(f"doctor/{rank}", json.dumps(mine))
-    end = time.monotonic() + MEETING_SECONDS
-    found, missing = {}, []
-    for other in range(world_size):
-        left = datetime.timedelta(seconds=max(0.1, end - time.monotonic()))
-        try:
-            store.wait([f"doctor/{other}"], left)
-            found[other] = json.loads(store.get(f"doctor/{other}"))
-        except RuntimeError:
-            missing.append(other)
-    if missing:
-        raise Fault(f"no answer from {name_ranks(missing)} within {MEETING_SECONDS:.0f} s")
-    for other, told in found.items():
+    sign(store, "device", rank, world_size, MEETING_SECONDS, json.dumps(mine))
+    found = [json.loads(store.get(f"doctor/device/{other}")) for other in range(world_size)]
+    for other, told in enumerate(found):
         if told["problem"]:
             raise Fault(f"{name_ranks([other])}: {told['problem']}")
         if told["device"] != found[0]["device"]:
             raise Fault(f"device: rank 0 has {found[0]['device']}, rank {other} {told['device']}")
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    """``rank 3``, or ``ranks 1, 3``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def local_index(nodes: Sequence[Sequence[int]], index: int) -> list[int]:
