@@ -133,9 +133,9 @@ class Examination:
         self._wake.clear()
 
         def work() -> None:
-            if self._site.is_cuda:
-                torch.cuda.set_device(self._site.device)  # a new thread is on device 0
             try:
+                if self._site.is_cuda:
+                    torch.cuda.set_device(self._site.device)  # a new thread is on device 0
                 found: dict[str, Any] = {"state": "ended", "values": check.measure()}
             except Exception as error:
                 state = "ended" if isinstance(error, Fault) else "broke"
@@ -160,7 +160,7 @@ class Examination:
         while True:
             # In parts: a signal that comes meanwhile is seen only in between.
             try:
-                self._site.sign(f"check {len(self.verdicts)}", 2.0)
+                self._site.sign(f"check {len(self.verdicts)}", 5.0)
                 break
             except Fault:
                 if time.monotonic() >= (self._stopped_at + GRACE if self._stopped_at else end):

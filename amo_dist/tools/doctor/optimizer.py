@@ -125,7 +125,7 @@ def layouts(
     found = []
     for layout, least in least_by_layout.items():
         skip = f"needs {least} ranks" if size < least else ""
-        if least == 4 and size % 2:
+        if size > least == 4 and size % 2:
             skip = "needs an even number of ranks"
         run = functools.partial(against_twin, site, layout, make, config, twin)
         tell = functools.partial(tell_layout, exact=not site.is_cuda)
