@@ -202,7 +202,8 @@ class Engine:
 
     def _step_adamw(self) -> None:
         entries, how = self.parameters.entries, self._config.adamw_implementation
-        adamw.step_adamw(entries, self._grads, self._state, self._groups, how)
+        with span("amo::adamw"):
+            adamw.step_adamw(entries, self._grads, self._state, self._groups, how)
 
     # ---------------------------------------------------------------- exchange
 
