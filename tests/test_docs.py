@@ -155,7 +155,9 @@ def test_printed_commands_are_found() -> None:
     assert front_door_commands(text) == [["simulate", "--x"], ["plan", "--json"]]
 
 
-@pytest.mark.parametrize("document", [*DOCUMENTS, "configs/README.md", "benchmarks/README.md"])
+@pytest.mark.parametrize(
+    "document", [*DOCUMENTS, *(f"{each}/README.md" for each in ("benchmarks", "configs", "launch"))]
+)
 def test_printed_commands_parse(document: str) -> None:
     for arguments in front_door_commands((ROOT / document).read_text()):
         args, rest = build_parser().parse_known_args(arguments)

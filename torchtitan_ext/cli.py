@@ -23,8 +23,8 @@ from torchtitan_ext.tools import (
     watch,
 )
 
-TITAN = ("torchtitan", "torchdata", "tiktoken")
-"""Packages of the extra ``titan``; commands that plan, simulate, watch or report do without."""
+TITAN = ("torchtitan", "torchdata", "tiktoken", "tyro")
+"""What comes with the extra ``titan``; commands that plan, simulate, watch or report do without."""
 
 
 def build_parser() -> argparse.ArgumentParser:

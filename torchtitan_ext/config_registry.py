@@ -23,12 +23,14 @@ def __getattr__(name: str) -> Callable[[], Any]:
     """A function that reads the file of a name or path.
 
     Raises:
-        ValueError: If there is none.
+        ValueError: If no file has the name.
     """
     if name.startswith("__"):
         raise AttributeError(name)
-    for path in (Path(name), *(folder / f"{name}.toml" for folder in FOLDERS)):
-        if path.suffix == ".toml" and path.is_file():
+    if name.endswith(".toml"):
+        return functools.partial(read, Path(name))
+    for path in (folder / f"{name}.toml" for folder in FOLDERS):
+        if path.is_file():
             return functools.partial(read, path)
     known = {file.stem for folder in FOLDERS for file in folder.glob("*.toml")}
     near = difflib.get_close_matches(name, known, n=1)

@@ -8,7 +8,7 @@ from typing import Any
 FACTOR, PARAMS_EXPONENT, TOKENS_EXPONENT = 38.4588e-4, -0.2219, -0.3509
 
 TITAN_DEFAULT = 8e-4
-"""``optimizer.lr`` of torchtitan where nobody sets it."""
+"""``optimizer.lr`` where nobody sets it, as torchtitan had it."""
 
 
 def scaling_law_lr(params_b: float, tokens_b: float) -> float:
@@ -37,7 +37,7 @@ def resolve(optimizer: Any) -> None:
     """Set ``lr`` of an ``[optimizer]`` section where its ``lr_from`` asks for that; idempotent.
 
     Args:
-        optimizer: torchtitan's section, with the project's fields.
+        optimizer: The section.
 
     Raises:
         ValueError: If the law lacks a number, or ``lr`` is set to another value beside it.

@@ -39,7 +39,7 @@ def main(args: Sequence[str] | None = None) -> int:
         end_with_parent()
     from torchtitan.tools.logging import init_logger
 
-    from torchtitan_ext.plugin import console, settings
+    from torchtitan_ext.plugin import settings
     from torchtitan_ext.plugin.checkpoints import CheckpointError
 
     init_logger()
@@ -50,8 +50,6 @@ def main(args: Sequence[str] | None = None) -> int:
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
-    if config.metrics.console == "brief":
-        console.brief(Path(config.dump_folder))
     try:
         train(config)
     except CheckpointError as error:

@@ -216,7 +216,8 @@ class Engine:
         return results
 
     def _step_adamw(self) -> None:
-        self._adamw.step(self._params, self._grads, self.kernels.bad)
+        with span("amo::adamw"):
+            self._adamw.step(self._params, self._grads, self.kernels.bad)
 
     # ---------------------------------------------------------------- exchange
 

@@ -47,6 +47,8 @@ _BUILT_IN: tuple[tuple[str, str], ...] = (
     (r"moe\.(?:routed_experts\.inner_)?(shared_)?experts\.w1(?:_EFD|\.weight)?", r"\1expert_gate"),
     (r"moe\.(?:routed_experts\.inner_)?(shared_)?experts\.w3(?:_EFD|\.weight)?", r"\1expert_up"),
     (r"moe\.(?:routed_experts\.inner_)?(shared_)?experts\.w2(?:_EDF|\.weight)?", r"\1expert_down"),
+    # gpt_oss: rows of gate and up in turn, as one matrix, for in two each row would be a piece.
+    (r"inner_experts\.mlp1_weight_EGD", "expert_gate_up"),
     (r"inner_experts\.mlp2_weight_EDF", "expert_down"),
     (r"eh_proj\.weight", "mtp_proj"),
     # Hugging Face
@@ -64,7 +66,6 @@ _BUILT_IN: tuple[tuple[str, str], ...] = (
     (r"mlp\.c_proj\.weight", "mlp_down"),
 )
 _GPT2_QKV = r"attn\.c_attn\.weight"
-_GATE_UP = r"inner_experts\.mlp1_weight_EGD"  # rows of gate and up in turn
 
 # What goes to AdamW by the end of its name, even as a matrix inside a block.
 _ADAMW_NAMES: tuple[tuple[str, str], ...] = (
@@ -181,9 +182,6 @@ def _built_in(name: str, shape: tuple[int, ...]) -> Target:
         # GPT-2 keeps (in, 3 * out), nanoGPT (3 * out, in); both have out = in.
         parts = (("attn_q", size), ("attn_k", size), ("attn_v", size))
         return Fused(parts, dim=int(shape[0] == size))
-    if _ends_in(name, _GATE_UP):
-        rows = shape[-2] // 2
-        return Fused((("expert_gate", rows), ("expert_up", rows)), groups=rows)
     return None
 
 
@@ -194,7 +192,6 @@ def _unknown_matrix(name: str, shape: tuple[int, ...]) -> ValueError:
         f"{name}: found a matrix of shape {shape} inside a block that no pattern knows; "
         f"expected one of the built-in patterns (the end of a name)\n{known}\n"
         f"  {_GPT2_QKV} -> attn_q, attn_k, attn_v (of equal sizes)\n"
-        f"  {_GATE_UP} -> expert_gate, expert_up (in turn)\n"
         f"or one of yours. To orthogonalize it, pass patterns={{{exact!r}: 'attn_q'}} (any "
         "operator type, new ones too), or Fused(...) where it holds several matrices side by side; "
         f"to leave it to AdamW, pass patterns={{{exact!r}: 'adamw'}}."

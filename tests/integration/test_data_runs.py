@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -104,3 +105,36 @@ def test_continued_pretraining_starts_from_the_weights_alone(
     positions = [json.loads(v) for k, v in state.items() if "/stream_" in k]
     assert len(positions) == 8
     assert sum(one["num_sequences"] for one in positions) == 4 * STEPS
+
+
+def test_validation_reads_all_of_its_data_and_leaves_training_alone(
+    ranks: titan_ranks.Server, tmp_path: Path
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    library = standard_library()
+    for i in range(7):  # of unlike lengths, so that one rank has more than the other
+        (texts / f"{i}.txt").write_text((library.text(i) or "")[: 700 * (i + 1)])
+    plain = (f"--training.steps={STEPS}", "--training.global_batch_size=4")
+    validating = (
+        "--validation.enable",
+        "--validation.freq=5",
+        "--validation.steps=-1",
+        "--validation.dataset=text",
+        f"--validation.dataset_path={texts}",
+        "--validation.dataloader.num_streams=4",
+    )
+    batch = "--training.local_batch_size=2"
+    unseen = ranks.run(titan_ranks.Job(2, str(tmp_path / "plain"), (*plain, batch)))
+    found = {}
+    for world in (1, 2):
+        folder = tmp_path / str(world)
+        batch = f"--training.local_batch_size={4 // world}"
+        run = ranks.run(titan_ranks.Job(world, str(folder), (*plain, *validating, batch)))
+        found[world] = re.findall(r"validation after step (\d+)/10  loss ([\d.]+)", run.output())
+    assert run.losses() == unseen.losses()
+    assert [step for step, _ in found[2]] == ["1", "5", "10"]
+    losses = [float(loss) for _, loss in found[2]]
+    assert losses == sorted(losses, reverse=True)
+    # Of all the data, but for a batch at most that a rank could not fill.
+    assert losses == pytest.approx([float(loss) for _, loss in found[1]], abs=0.02)

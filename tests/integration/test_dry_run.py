@@ -26,27 +26,25 @@ SMALL = sorted(CONFIGS / f"{name}.toml" for name in ("quickstart", "debug_llama3
 # One process takes the step of one config after the other: the imports cost more than the step.
 PROGRAM = """
 import dataclasses, gc, json, os, sys, time, types
-import torchtitan_ext
-torchtitan_ext.register()
+from torchtitan_ext.plugin import machine
+machine.install()
 import torch
-from torchtitan.protocols.train_spec import get_train_spec
+import torchtitan.trainer
 from torchtitan_ext import train
-from torchtitan_ext.plugin import settings
-import torchtitan.train
+from torchtitan_ext.plugin import models, settings
 
 # The first rank waits for the others at its end: two seconds a config.
-torchtitan.train.time = types.SimpleNamespace(sleep=id, perf_counter=time.perf_counter)
+torchtitan.trainer.time = types.SimpleNamespace(sleep=id, perf_counter=time.perf_counter)
 
-for name in ("llama3", "qwen3"):
-    flavors = get_train_spec(name).model_args
-    for flavor, args in list(flavors.items()):
+for flavors in models.FLAVORS.values():
+    for flavor, (shape, _) in list(flavors.items()):
         if "-" in flavor:
-            flavors[flavor] = dataclasses.replace(args, n_layers=1, vocab_size=4096)
+            flavors[flavor] = dataclasses.replace(shape, layers=1), 4096
 
 for path, world_size, folder in json.loads(sys.argv[1]):
     # What `torchtitan_ext.train` does, but for the batch, which is only cut once it was checked.
     os.environ["NGPU"] = os.environ["WORLD_SIZE"] = str(world_size)
-    arguments = [f"--job.config_file={path}", f"--job.dump_folder={folder}", *sys.argv[2:]]
+    arguments = [f"--job.config_file={path}", f"--dump_folder={folder}", *sys.argv[2:]]
     config = settings.parse(arguments)
     batch = config.training.local_batch_size * world_size
     assert config.training.global_batch_size in (-1, *range(batch, 10**6, batch))
@@ -60,8 +58,8 @@ OVERRIDES = (
     "--comm.mode=fake_backend",
     "--training.steps=1",
     "--training.seq_len=64",
-    "--training.dataset=stdlib",
-    "--data.tokenizer=byte",
+    "--dataloader.dataset=stdlib",
+    "--tokenizer.kind=byte",
     "--optimizer.allow_unlocked",
     "--checkpoint.no-enable",
     "--metrics.no-enable-tensorboard",

@@ -15,16 +15,15 @@ from typing import Any
 import pytest
 import torch
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
+    import torchtitan_ext.plugin.trainer  # noqa: F401
 
 import torch.distributed.checkpoint as dcp
-from torchtitan.protocols.train_spec import get_train_spec
 
 from torchtitan_ext.data.tokenizers import ByteTokenizer
+from torchtitan_ext.plugin import models
+from torchtitan_ext.plugin.old_checkpoints import old_name
 from torchtitan_ext.tools import evaluate, export
 from torchtitan_ext.tools.results import PAPER_TASKS, read_results
 
@@ -46,27 +45,43 @@ def _offline(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def tiny_model(name: str) -> Any:
+def tiny_model(name: str, *, fuse_qkv: bool = False) -> Any:
     """Weights far larger than the first ones, so that every one of them shows in the logits."""
-    spec = get_train_spec(name)
     torch.manual_seed(0)
-    model = spec.model_cls(spec.model_args["tiny"])
+    spec = models.spec(models.Model(name=name, flavor="tiny", fuse_qkv=fuse_qkv))
+    model: Any = spec.model.build()
     with torch.no_grad():
-        model.init_weights()
+        model.init_states()
         for parameter in model.parameters():
             noise = 0.3 * torch.randn_like(parameter)
             parameter.copy_(noise if parameter.dim() > 1 else 1 + noise)
     return model
 
 
-def save(model: Any, folder: Path, name: str, assets: str = "", **data: str) -> Path:
+def save(model: Any, folder: Path, name: str, assets: str = "", **tokenizer: str) -> Path:
     """A checkpoint in a run's folder, among other state, as torchtitan leaves it."""
     checkpoint = folder / "checkpoint" / "step-7"
     state = {**model.state_dict(), "train_state": {"step": torch.tensor(7)}}
     dcp.save(state, checkpoint_id=str(checkpoint), no_dist=True)
     config = {
-        "model": {"name": name, "flavor": "tiny", "hf_assets_path": assets},
-        "data": {"tokenizer": "byte", **data},
+        "hf_assets_path": assets,
+        "model": {"name": name, "flavor": "tiny"},
+        "tokenizer": {"kind": "byte", **tokenizer},
+        "optimizer": {"name": "AMO"},
+    }
+    (folder / "run.json").write_text(json.dumps(config))
+    return checkpoint
+
+
+def save_as_before(model: Any, folder: Path, name: str) -> Path:
+    """As torchtitan 0.2.2 left it."""
+    checkpoint = folder / "checkpoint" / "step-7"
+    state = {old_name(key): weight for key, weight in model.state_dict().items()}
+    dcp.save(state, checkpoint_id=str(checkpoint), no_dist=True)
+    config = {
+        "job": {"dump_folder": str(folder)},
+        "model": {"name": name, "flavor": "tiny", "hf_assets_path": ""},
+        "data": {"tokenizer": "byte", "tokenizer_path": "", "eos_token": ""},
         "optimizer": {"name": "AMO"},
     }
     (folder / "run.json").write_text(json.dumps(config))
@@ -80,11 +95,12 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
 
 
 @needs_transformers
+@pytest.mark.parametrize("fuse_qkv", [False, True])
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_logits_survive_the_export(tmp_path: Path, name: str) -> None:
+def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) -> None:
     import transformers
 
-    model = tiny_model(name)
+    model = tiny_model(name, fuse_qkv=fuse_qkv)
     checkpoint = save(model, tmp_path, name)
     export.export(checkpoint, tmp_path / "hf", export.find_source(checkpoint))
     exported = transformers.AutoModelForCausalLM.from_pretrained(
@@ -101,6 +117,17 @@ def test_logits_survive_the_export(tmp_path: Path, name: str) -> None:
     # The tolerance would notice a rotary embedding of another base.
     exported.model.rotary_emb.inv_freq.mul_(1.001)
     assert (logits(exported, tokens) - expected).abs().max() > 1e-3
+
+
+@needs_transformers
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_a_checkpoint_of_before_is_exported_alike(tmp_path: Path, name: str) -> None:
+    model = tiny_model(name)
+    weights = []
+    for saved in (save, save_as_before):
+        checkpoint = saved(model, tmp_path / saved.__name__, name)
+        weights.append(export.load(checkpoint, export.find_source(checkpoint)).state_dict())
+    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
 
 
 @needs_transformers
@@ -127,13 +154,11 @@ def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, kind: str, is_file:
     found = []
     # By its own path; without one in the folder of the assets; with an end token of the run's.
     for assets, data in (
-        ("nowhere", {"tokenizer_path": path}),
+        ("nowhere", {"path": path}),
         (path, {}),
-        ("nowhere", {"tokenizer_path": path, "eos_token": "z"}),
+        ("nowhere", {"path": path, "eos_token": "z"}),
     ):
-        checkpoint = save(
-            model, tmp_path / str(len(found)), "llama3", assets, tokenizer=kind, **data
-        )
+        checkpoint = save(model, tmp_path / str(len(found)), "llama3", assets, kind=kind, **data)
         output = tmp_path / str(len(found)) / "hf"
         export.export(checkpoint, output, export.find_source(checkpoint))
         tokens = transformers.AutoTokenizer.from_pretrained(output).encode("naïve")
@@ -145,7 +170,7 @@ def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, kind: str, is_file:
 @needs_transformers
 def test_a_tokenizer_that_transformers_cannot_read_is_named(tmp_path: Path) -> None:
     (tmp_path / "qwen.tiktoken").write_text("YQ== 0\n")
-    data = {"tokenizer": "tiktoken", "tokenizer_path": str(tmp_path / "qwen.tiktoken")}
+    data = {"kind": "tiktoken", "path": str(tmp_path / "qwen.tiktoken")}
     checkpoint = save(tiny_model("qwen3"), tmp_path, "qwen3", **data)
     with pytest.raises(ValueError, match=r"found no tokenizer in .* expected tokenizer\.json"):
         export.export(checkpoint, tmp_path / "hf", export.find_source(checkpoint))

@@ -15,6 +15,10 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    import torchtitan_ext.plugin.trainer  # noqa: F401
+
 from torchtitan_ext.tools.export import find_source
 from torchtitan_ext.tools.static_schedule import read_pool
 
@@ -49,7 +53,7 @@ def train(folder: Path, *options: str) -> str:
         f"--job.config_file={CONFIG}",
     ]
     done = subprocess.run(
-        [*command, "--job.dump_folder", str(folder), *OPTIONS, *options],
+        [*command, "--dump_folder", str(folder), *OPTIONS, *options],
         env={**environment, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,

@@ -38,7 +38,7 @@ pytestmark = pytest.mark.slow
 
 def command(folder: Path, *options: str) -> list[str]:
     start = [sys.executable, "-m", "torchtitan_ext", "quickstart", "--ranks", "2"]
-    return [*start, "--job.dump_folder", str(folder), *OPTIONS, *options]
+    return [*start, "--dump_folder", str(folder), *OPTIONS, *options]
 
 
 def quickstart(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:

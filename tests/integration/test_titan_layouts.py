@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
 from tests.integration.titan_ranks import CONFIG, Job, Run, Server
 
@@ -63,6 +64,11 @@ def assert_trained(run: Run, phases: list[str]) -> None:
 PHASES = ["observation"] * 4 + ["transition"] * 3 + ["locked"] * 3
 SHORT_PHASES = ["observation"] * 2 + ["transition"] + ["locked"] * 3
 
+needs_pipelines = pytest.mark.skipif(
+    torch.__version__ < "2.14",
+    reason="torchtitan 0.3.0 hands over lists of micro batches, as PyTorch takes them from 2.14 on",
+)
+
 
 @pytest.fixture(scope="module")
 def fsdp(titan: Server, tmp_path_factory: pytest.TempPathFactory) -> Run:
@@ -118,6 +124,7 @@ def test_layout(
     assert num_sent(run) == sent * NUM_ELEMENTS
 
 
+@needs_pipelines
 def test_pipeline(titan: Server, fsdp: Run, tmp_path: Path) -> None:
     """Stages have seeds of their own, so weights come from a seed checkpoint."""
     seed = seed_checkpoint(titan, tmp_path / "seed")
@@ -130,10 +137,11 @@ def test_pipeline(titan: Server, fsdp: Run, tmp_path: Path) -> None:
     assert num_sent(run) == NUM_ELEMENTS
 
 
+@needs_pipelines
 def test_a_stage_without_matrices_resumes(titan: Server, tmp_path: Path) -> None:
     """It has one parameter group where the other stage has two, and they share one saved rate."""
     config = tmp_path / "config.toml"
-    stages = '[["tok_embeddings"], ["layers.0", "layers.1", "norm", "output"]]'
+    stages = '[["tok_embeddings"], ["layers.0", "layers.1", "norm", "lm_head"]]'
     config.write_text(
         Path(CONFIG).read_text() + f"\n[parallelism]\nmodule_fqns_per_model_part = {stages}\n"
     )
@@ -173,14 +181,14 @@ def test_activation_checkpointing_changes_no_bit(titan: Server, tmp_path: Path, 
         assert run.losses() == runs[0].losses()
 
 
-@pytest.mark.parametrize(
-    ("name", "flavor"), [("deepseek_v3", "cut"), ("qwen3", "cut_moe"), ("llama4", "cut")]
-)
+@pytest.mark.parametrize(("name", "flavor"), [("deepseek_v3", "cut"), ("qwen3", "cut_moe")])
 def test_experts(titan: Server, tmp_path: Path, name: str, flavor: str) -> None:
     """Mixtures of experts under FSDP2, and with expert parallelism beside it."""
     options = (*model(name, flavor), *SHORT)
     seed = seed_checkpoint(titan, tmp_path / "seed", *options)
-    layouts = {"fsdp": (2, ()), "ep": (4, degrees(ep=2))}
+    # Under the default of PyTorch 2.14 on, `spmd_types`, gloo refuses to exchange tokens.
+    ep = (*degrees(ep=2), "--parallelism.spmd_backend=partial_dtensor")
+    layouts: dict[str, tuple[int, tuple[str, ...]]] = {"fsdp": (2, ()), "ep": (4, ep)}
     runs = [
         titan.run(Job(world_size, str(tmp_path / key), (*options, *seed, *more)))
         for key, (world_size, more) in layouts.items()
@@ -189,9 +197,9 @@ def test_experts(titan: Server, tmp_path: Path, name: str, flavor: str) -> None:
         assert_trained(run, SHORT_PHASES)
         assert {"expert_gate", "expert_up", "expert_down"} <= {*run.traces()[0][0]["types"]}
         biases = run.traces()[0][-1]["expert_bias"]
+        # torchtitan balances the load of experts by a hook on the optimizers.
         assert biases
-        # torchtitan balances the load of experts through the optimizers; of qwen3's it does not.
-        assert {bias > 0 for bias in biases} == {name != "qwen3"}
+        assert min(biases) > 0
     found, expected = (run.losses() for run in reversed(runs))
     assert found[1] == pytest.approx(expected[1], rel=1e-6)
     # A token between two experts goes to the other one for a rounding error.

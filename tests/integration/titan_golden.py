@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tests.integration.titan_ranks import ROOT, Job, Run, Server, server
+from tests.integration.titan_ranks import ROOT, Job, Run, server
 
 GOLDEN = ROOT / "tests" / "golden" / "torchtitan_0.2.2"
 

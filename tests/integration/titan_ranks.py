@@ -193,11 +193,9 @@ def server() -> Iterator[Server]:
 
 def serve() -> None:
     """Answer requests until the input ends."""
-    import torchtitan_ext
+    from torchtitan_ext.plugin import machine
 
-    torchtitan_ext.register()
-    import torchtitan.train  # noqa: F401
-
+    machine.install()
     from torchtitan_ext.plugin import trainer  # noqa: F401
 
     _cut_debug_models()
@@ -215,15 +213,33 @@ def serve() -> None:
 
 def _cut_debug_models() -> None:
     """torchtitan's debug models with fewer layers and experts, as ``cut``: width is kept."""
-    from torchtitan.protocols.train_spec import get_train_spec
+    from torchtitan.models import deepseek_v3, llama3, qwen3
 
-    for name in ("llama3", "qwen3", "llama4", "deepseek_v3"):
-        flavors = get_train_spec(name).model_args
-        flavors["cut"] = dataclasses.replace(flavors["debugmodel"], n_layers=2)
-    flavors = get_train_spec("qwen3").model_args
-    moe = flavors["debugmodel_moe"]
-    few = dataclasses.replace(moe.moe_args, num_experts=8, top_k=2)
-    flavors["cut_moe"] = dataclasses.replace(moe, n_layers=2, moe_args=few, moe_inter_dim=96)
+    all_flavors: list[Any] = [
+        llama3.llama3_configs,
+        qwen3.qwen3_configs,
+        deepseek_v3.deepseekv3_configs,
+    ]
+    for flavors in all_flavors:
+        flavors["cut"] = functools.partial(_first_layers, flavors["debugmodel"])
+    all_flavors[1]["cut_moe"] = functools.partial(_few_experts, all_flavors[1]["debugmodel_moe"])
+
+
+def _first_layers(stock: Any, **options: Any) -> Any:
+    config = stock(**options)
+    return dataclasses.replace(config, layers=config.layers[:2])
+
+
+def _few_experts(stock: Any, **options: Any) -> Any:
+    """Eight in place of 64, of two for each token, narrower."""
+    config = _first_layers(stock, **options)
+    for layer in config.layers:
+        moe, experts = layer.moe, layer.moe.routed_experts
+        moe.num_experts = moe.router.num_experts = moe.router.gate.out_features = 8
+        experts.inner_experts.num_experts = experts.token_dispatcher.num_experts = 8
+        moe.router.top_k = experts.token_dispatcher.top_k = 2
+        experts.inner_experts.hidden_dim = 96
+    return config
 
 
 _number = 0
@@ -273,7 +289,7 @@ def _reap(processes: list[int], timeout: float) -> list[int | None]:
 
 def _rank(job: Job, rank: int, store: Path) -> int:
     import torch
-    import torchtitan.train
+    import torchtitan.trainer
 
     folder = Path(job.folder)
     output = os.open(folder / f"rank{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -288,7 +304,7 @@ def _rank(job: Job, rank: int, store: Path) -> int:
     )
     # torchtitan's first rank waits two seconds at the end, for stores that live in it.
     clock = types.SimpleNamespace(perf_counter=time.perf_counter, sleep=lambda _seconds: None)
-    setattr(torchtitan.train, "time", clock)  # noqa: B010
+    setattr(torchtitan.trainer, "time", clock)  # noqa: B010
     return _train(job, rank)
 
 
@@ -296,12 +312,12 @@ def _train(job: Job, rank: int) -> int:
     import torch
 
     from torchtitan_ext import train
-    from torchtitan_ext.plugin import trainer
+    from torchtitan_ext.plugin.trainer import Trainer
 
     torch.set_num_threads(1)
     folder = Path(job.folder)
-    traced = _traced(trainer.Trainer, folder / f"trace{rank}.jsonl", job, rank)
-    setattr(trainer, "Trainer", traced)  # noqa: B010
+    traced = _traced(Trainer, folder / f"trace{rank}.jsonl", job, rank)
+    Trainer.Config._owner = traced  # what a config builds
     if job.die_at is not None and job.die_at[0] == rank and job.die_at[2] in _SAVE_METHODS:
         _die_in_save(job.die_at[1], job.die_at[2])
     if job.disk_full_at is not None and rank == 1:
@@ -337,7 +353,7 @@ def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
                     value.abs().max().item()
                     for part in self.model_parts
                     for name, value in part.named_buffers()
-                    if name.endswith("expert_bias")
+                    if name.endswith("expert_bias_E")
                 ],
             }
             with path.open("a") as file:
@@ -391,9 +407,9 @@ def _fill_disk(step: int) -> None:
 
 def serve_torchrun(path: str) -> int:
     """One rank under torchrun: reads one job for each restart from a file."""
-    import torchtitan_ext
+    from torchtitan_ext.plugin import machine
 
-    torchtitan_ext.register()
+    machine.install()
     jobs = json.loads(Path(path).read_text())
     job = Job(**jobs[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
     return _train(job, int(os.environ["RANK"]))

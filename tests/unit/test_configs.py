@@ -7,35 +7,29 @@ import functools
 import json
 import math
 import re
-import sys
 import warnings
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tomllib
 import torch
 
 import torchtitan_ext
 
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
+    import torchtitan_ext.plugin.trainer  # noqa: F401
 
-from torchtitan.components.lr_scheduler import build_lr_schedulers
-from torchtitan.protocols.train_spec import get_train_spec
+from torchtitan.components.optimizer import LRSchedulersContainer
 
 from amo_dist.config import PAPERS_PLANS, AMOConfig
 from amo_dist.kernels.geometry import SPECTRAL_METRICS
 from amo_dist.tools.tracker import WHAT
-from torchtitan_ext.job_config import Geometry
 from torchtitan_ext.learning_rate import scaling_law_lr
-from torchtitan_ext.plugin import settings
+from torchtitan_ext.plugin import models, settings
+from torchtitan_ext.plugin.geometry import Geometry
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -142,17 +136,17 @@ def test_batch_and_steps_follow_the_run_table(model: str, family: str) -> None:
 @pytest.mark.parametrize(("model", "family"), RUN_TABLE)
 def test_streams_suit_the_ranks_and_the_batch(model: str, family: str) -> None:
     config = parsed(stem(model, family))
-    assert config.data.num_streams % RUNS[family][model]["gpus"] == 0
-    assert config.training.global_batch_size % config.data.num_streams == 0
+    assert config.dataloader.num_streams % RUNS[family][model]["gpus"] == 0
+    assert config.training.global_batch_size % config.dataloader.num_streams == 0
 
 
 @pytest.mark.parametrize(("model", "family"), RUN_TABLE)
 def test_model_and_seeds(model: str, family: str) -> None:
     config = parsed(stem(model, family))
     assert config.model.flavor == model
-    assert config.model.flavor in get_train_spec(config.model.name).model_args
-    assert config.debug.seed == config.data.seed == 42
-    assert config.training.dataset == "fineweb_edu"
+    assert config.model.flavor in models.FLAVORS[config.model.name]
+    assert config.debug.seed == config.dataloader.seed == 42
+    assert config.dataloader.dataset == "fineweb_edu"
 
 
 @pytest.mark.parametrize(("model", "family"), RUN_TABLE)
@@ -244,7 +238,7 @@ def test_continual_pretraining() -> None:
     assert training.steps == 8580
     assert tokens_b == pytest.approx(36, abs=0.02)  # 8580 whole steps
     assert f"# {tokens_b:.2f} billion tokens\n" in text("cpt_qwen3_0.6b")
-    assert training.dataset == "slimpajama"
+    assert config.dataloader.dataset == "slimpajama"
     assert config.optimizer.lr == scaling_law_lr(0.6, 36.0)
     assert f'"scaling_law"  # {config.optimizer.lr:.3e}\n' in text("cpt_qwen3_0.6b")
     assert config.optimizer.amo == base.optimizer.amo
@@ -285,12 +279,12 @@ def toml_block(heading: str) -> dict[str, Any]:
 
 def factors(heading: str, steps: int, **changes: Any) -> list[float]:
     """Rate of each step over the peak, from torchtitan's scheduler."""
-    from torchtitan.config.job_config import LRScheduler
-
     fields = {**toml_block(heading)["lr_scheduler"], **changes}
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter], lr=1.0)
-    schedulers = build_lr_schedulers([optimizer], LRScheduler(**fields), steps)
+    schedulers = LRSchedulersContainer.Config(**fields).build(
+        optimizers=[optimizer], training_steps=steps
+    )
     found = []
     for _ in range(steps):
         found.append(schedulers.schedulers[0].get_last_lr()[0])

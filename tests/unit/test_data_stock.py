@@ -55,3 +55,18 @@ def test_what_cannot_be_read_is_named(
         loader.validate(config)
     config.dataloader.dataset, validator.enable = "stdlib", False
     loader.validate(config)
+
+
+def test_an_error_of_validation_names_its_fields() -> None:
+    one = Streams.Config(dataset="stdlib", num_streams=3)
+    config = SimpleNamespace(
+        dataloader=Streams.Config(),
+        validator=SimpleNamespace(dataloader=one),
+        training=None,
+        model=SimpleNamespace(attention="sdpa"),
+    )
+    with pytest.raises(ValueError, match=r"^data\.num_streams: found 3"):
+        build(one, world=2)
+    loader.settle(config)
+    with pytest.raises(ValueError, match=r"^validation\.dataloader\.num_streams: found 3"):
+        build(one, world=2)

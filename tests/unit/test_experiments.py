@@ -13,11 +13,9 @@ from pathlib import Path
 
 import pytest
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
+    import torchtitan_ext.plugin.trainer  # noqa: F401
 
 from amo_dist.config import OPERATOR_TYPES, AMOConfig
 from amo_dist.schedule.planning import plan_allocation
@@ -52,7 +50,7 @@ def test_dry_run_passes_options_on(capsys: pytest.CaptureFixture[str], tmp_path:
     assert all(line.endswith(" --training.steps=9") for line in lines)
     words = shlex.split(lines[0])
     assert words[:2] == ["launch/train_node.sh", "configs/qwen3_0.6b.toml"]
-    assert f"--job.dump_folder={tmp_path}/qwen3-0.6b-amo-budget-0.8" in words
+    assert f"--dump_folder={tmp_path}/qwen3-0.6b-amo-budget-0.8" in words
     assert list(tmp_path.iterdir()) == []
 
 

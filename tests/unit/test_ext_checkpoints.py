@@ -180,3 +180,13 @@ def test_a_config_is_checked_without_a_word_about_its_defaults(
     assert not caplog.records
     with pytest.raises(ValueError, match=r"checkpoint.folder: found 'gs://a/b', expected"):
         checkpoints.CheckpointManager.Config(folder="gs://a/b")
+
+
+def test_schedules_go_on_from_the_peak_that_was_loaded(loading: Any) -> None:
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 0.5)
+    optimizer.param_groups[0]["initial_lr"] = 4.0  # as a checkpoint may bring it
+    loading.states["lr_scheduler"] = [schedule]
+    assert loading.load()
+    assert (schedule.base_lrs, schedule.get_last_lr()) == ([4.0], [2.0])
+    assert optimizer.param_groups[0]["lr"] == 2.0

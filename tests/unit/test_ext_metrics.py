@@ -12,7 +12,7 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import metrics, settings
+    from torchtitan_ext.plugin import machine, metrics, settings
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
@@ -50,6 +50,7 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     options = [f"--dump_folder={tmp_path}", "--tokenizer.kind=byte", "--training.steps=99"]
     options += ["--training.global_batch_size=4", "--training.seq_len=64", "--metrics.log_freq=2"]
+    machine.install()
     config = settings.parse(options)
     made: Any = config.metrics.build(
         parallel_dims=dims(shard=4, cp=2),
@@ -96,7 +97,7 @@ def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) ->
     processor.log_validation(1.0, 12)  # right after a log
     processor.now += 2.0
     processor.ntokens_since_last_log = 7
-    assert not processor.should_log(13)
+    processor._end_step()  # of step 13, which is not logged
     processor.now += 50.0
     processor.ntokens_since_last_log += 1000
     processor.log_validation(1.0, 13)

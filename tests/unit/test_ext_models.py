@@ -1,84 +1,154 @@
-"""First weights, tied weights, and torchtitan on CPU."""
+"""Models of a config: their first weights and attention, and torchtitan on CPU."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
 import warnings
-from types import SimpleNamespace
+from typing import Literal, cast
 
 import pytest
 import torch
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
+    from torchtitan.models.common.attention import ScaledDotProductAttention
+    from torchtitan.models.common.decoder import Decoder
+    from torchtitan.tools import utils
 
-from torchtitan.protocols.train_spec import get_train_spec
-from torchtitan.tools import utils
+    from torchtitan_ext.plugin import machine, models
+    from torchtitan_ext.plugin.activations import Activations
+    from torchtitan_ext.plugin.parallelize import parallelize
 
-from torchtitan_ext.plugin import models
+
+def build(name: str, flavor: str, *, fuse_qkv: bool = False) -> Decoder:
+    spec = models.spec(models.Model(name=name, flavor=flavor, fuse_qkv=fuse_qkv))
+    return cast(Decoder, spec.model.build())
 
 
-def build(name: str, flavor: str, device: str) -> torch.nn.Module:
-    spec = get_train_spec(name)
-    with torch.device(device):
-        model: torch.nn.Module = spec.model_cls(spec.model_args[flavor])
-    return model
+def start(model: Decoder, seed: int = 1) -> dict[str, torch.Tensor]:
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        model.init_weights()
+    return dict(model.state_dict())
 
 
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
 def test_first_weights_have_the_papers_deviation(name: str) -> None:
-    model = build(name, "tiny", "cpu")
-    torch.manual_seed(1)
-    with torch.no_grad():
-        model.init_weights()  # type: ignore[operator]
+    model = build(name, "tiny")
+    start(model)
     for key, weight in model.named_parameters():
         if weight.dim() == 2:
             # Five standard errors of the estimate from this many draws.
             tolerance = 5 * 0.02 / (2 * weight.numel()) ** 0.5
             assert weight.std().item() == pytest.approx(0.02, abs=tolerance), key
     if name == "qwen3":
-        assert model.output.weight is model.tok_embeddings.weight
+        assert model.lm_head.weight is model.tok_embeddings.weight
+
+
+def test_first_weights_are_those_of_earlier_runs() -> None:
+    # Drawn from names that torchtitan had before 0.3.0; a change would end all comparisons.
+    found = start(build("llama3", "tiny"), seed=42)
+    for name, expected in {
+        "layers.1.attention.qkv_linear.wk.weight": [0.0260078069, 0.0215195976, 0.0084796632],
+        "lm_head.weight": [0.0062356102, 0.0019128791, 0.0041444905],
+    }.items():
+        assert found[name][0, :3].tolist() == pytest.approx(expected, rel=1e-6), name
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])
+def test_a_fused_projection_starts_as_three(name: str) -> None:
+    apart, fused = build(name, "tiny"), build(name, "tiny", fuse_qkv=True)
+    expected, found = start(apart), start(fused)
+    assert "layers.0.attention.qkv_linear.wqkv.weight" in dict(fused.named_parameters())
+    assert found.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(found[key], value), key
+    tokens = torch.arange(12).view(2, 6)
+    torch.testing.assert_close(fused(tokens), apart(tokens))
 
 
 def test_torchtitans_own_flavors_keep_their_first_weights() -> None:
-    model = build("qwen3", "debugmodel", "meta")
-    assert getattr(model.model_args, "init_std", None) is None
-    assert model.model_args.vocab_size == 2048
+    model = build("qwen3", "debugmodel")
+    assert not isinstance(model, models.Qwen)
+    assert model.config.vocab_size == 2048
 
 
-def test_flavors_are_fresh() -> None:
-    models.flavors("llama3")["tiny"].dim = 1
-    assert models.flavors("llama3")["tiny"].dim == 48
+def test_a_spec_is_fresh() -> None:
+    model = models.Model(flavor="tiny")
+    cast(Decoder.Config, models.spec(model).model).dim = 1
+    assert cast(Decoder.Config, models.spec(model).model).dim == 48
+
+
+@pytest.mark.parametrize("flavor", ["tiny", "debugmodel"])
+def test_sdpa_is_in_every_block(flavor: str) -> None:
+    config = cast(Decoder.Config, models.spec(models.Model(name="qwen3", flavor=flavor)).model)
+    inner = [layer.attention.inner_attention for layer in config.layers]
+    assert all(isinstance(one, ScaledDotProductAttention.Config) for one in inner)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"name": "llama5"}, "model.name: found 'llama5', expected one of deepseek_v3, "),
+        ({"flavor": "9B"}, "model.flavor: found '9B', expected one of .*tiny.*, 8B, "),
+        ({"name": "gpt_oss"}, "model.attention: found 'sdpa', expected 'flex' or 'varlen' for gpt"),
+    ],
+)
+def test_mistakes(values: dict[str, str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        models.spec(models.Model(**values))  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+@pytest.mark.parametrize("attention", ["flex", "varlen"])
+def test_attention_that_does_not_train_on_a_cpu(attention: Literal["flex", "varlen"]) -> None:
+    machine.install()
+    spec = models.spec(models.Model(flavor="tiny", attention=attention))
+    with torch.device("meta"):
+        model = spec.model.build()
+    with pytest.raises(ValueError, match=r"model.attention: found .*, expected 'sdpa' on a CPU"):
+        parallelize(lambda model: model, model)
+
+
+@pytest.mark.parametrize(
+    ("mode", "option", "expected"),
+    [
+        ("none", "op", []),
+        ("full", "op", [0, 1, 2, 3]),
+        ("selective", "op", [0, 1, 2, 3]),
+        ("selective", "3", [2]),
+    ],
+)
+def test_blocks_whose_activations_are_computed_again(
+    mode: str, option: str, expected: list[int]
+) -> None:
+    with torch.device("meta"):
+        model = build("llama3", "quickstart")
+    config = Activations.Config(mode=mode, selective_ac_option=option)  # type: ignore[arg-type]
+    config.build(dump_folder="").apply(model)
+    names = [name for name, _ in model.named_modules() if name.endswith("_wrapped_module")]
+    assert names == [f"layers.{block}._checkpoint_wrapped_module" for block in expected]
+
+
+@pytest.mark.parametrize("option", ["0", "two", "-1"])
+def test_mistakes_in_activation_checkpointing(option: str) -> None:
+    with pytest.raises(ValueError, match=f"selective_ac_option: found '{option}', expected 'op'"):
+        Activations.Config(selective_ac_option=option)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
 def test_torchtitan_runs_on_cpu_without_an_accelerator() -> None:
-    assert utils.device_type == "cpu"
+    import torchtitan.distributed.parallel_dims as loaded_before
+
+    machine.install()
+    assert utils.device_type == loaded_before.device_type == "cpu"
     module = utils.device_module
     assert module.get_device_properties(None).total_memory > 0
     assert module.memory_stats(None)["active_bytes.all.peak"] > 0
-    # What torchtitan was told for the time of its import is not told to anybody else.
+    # What torchtitan is told is not told to anybody else.
     assert torch._utils._get_available_device_type() is None
     assert torch._utils._get_device_module("cpu") is torch.cpu
-
-
-@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
-def test_torchtitan_imported_first_is_an_error_with_the_remedy() -> None:
-    program = "import torchtitan.tools.utils, torchtitan_ext; torchtitan_ext.register()"
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, check=False
-    )
-    assert "start training with `-m torchtitan_ext.train`" in done.stderr
-
-
-def test_registering_twice_is_harmless() -> None:
-    before = get_train_spec("llama3")
-    torchtitan_ext.register()
-    assert get_train_spec("llama3") is before
 
 
 def test_importing_the_package_alone_is_cheap() -> None:
@@ -89,24 +159,3 @@ def test_importing_the_package_alone_is_cheap() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     assert done.stdout == "False\n"
-
-
-def test_tied_weights_are_one_fsdp_group() -> None:
-    from torchtitan_ext.plugin import parallelize
-
-    model = SimpleNamespace(enable_weight_tying=True, tok_embeddings=object(), output=object())
-    norm, calls = object(), []
-    module = parallelize._llama4_parallelize()
-    stock = module.fully_shard
-    module.fully_shard = lambda found, **kwargs: calls.append((found, kwargs))
-    try:
-        with parallelize._tied_weights_in_one_group(model):  # type: ignore[arg-type]
-            module.fully_shard(model.tok_embeddings, reshard_after_forward=True)
-            module.fully_shard([norm, model.output], reshard_after_forward=False)
-            module.fully_shard(model, mesh=1)
-    finally:
-        module.fully_shard = stock
-    assert calls == [
-        ([model.tok_embeddings, norm, model.output], {"reshard_after_forward": False}),
-        (model, {"mesh": 1}),
-    ]

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
@@ -79,19 +78,18 @@ def weights(container: Any) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("name", ["AMO", "Muon"])
-def test_the_flat_state_is_that_of_distributed_checkpoint(name: str) -> None:
+def test_the_state_is_flat_and_by_name(name: str) -> None:
     container = build([model()], config(name))
     train(container, 1)
     flat = container.state_dict()
-    stock = get_optimizer_state_dict(
-        container.model_parts[0],
-        container.optimizer,
-        options=StateDictOptions(flatten_optimizer_state_dict=True),
-    )
-    assert flat.keys() == stock.keys()
-    assert isinstance(flat["param_groups.layers.0.attention.wq.weight.control"], str)
-    for key, value in stock.items():
-        assert torch.equal(flat[key], value) if torch.is_tensor(value) else flat[key] == value
+    wq, norm = "layers.0.attention.wq.weight", "layers.1.norm.weight"
+    own = container.optimizer.state[container.model_parts[0].get_parameter(wq)]
+    assert torch.equal(flat[f"state.{wq}.momentum_buffer"], own["momentum_buffer"])
+    assert flat[f"param_groups.{wq}.algorithm"] == "muon"
+    assert flat[f"param_groups.{norm}.algorithm"] == "adamw"
+    assert isinstance(flat[f"param_groups.{wq}.control"], str)
+    plain = (torch.Tensor, int, float, str, tuple, type(None))
+    assert all(isinstance(value, plain) for value in flat.values())
 
 
 def test_parts_of_a_model_share_one_optimizer_and_one_controller() -> None:
@@ -121,18 +119,13 @@ def test_a_loaded_state_goes_on_bit_for_bit(stop: int) -> None:
     assert second.optimizer.control_state_dict() == expected.optimizer.control_state_dict()
 
 
-def test_a_state_with_missing_unknown_or_contradicting_entries_is_refused() -> None:
+def test_a_state_that_lacks_an_entry_is_refused() -> None:
     container = build([model()])
     train(container, 1)
     state = container.state_dict()
-    control = "param_groups.layers.0.attention.wq.weight.control"
     momentum = "state.layers.1.attention.wq.weight.momentum_buffer"
-    with pytest.raises(ValueError, match=rf"1 keys missing \['{momentum}'\]"):
+    with pytest.raises(ValueError, match=r"layers\.1\.attention\.wq\.weight"):
         container.load_state_dict({k: v for k, v in state.items() if k != momentum})
-    with pytest.raises(ValueError, match=r"1 unknown \['state\.x\.y'\]"):
-        container.load_state_dict({**state, "state.x.y": 1})
-    with pytest.raises(ValueError, match=r"control: found .*as for the rest of its group"):
-        container.load_state_dict({**state, control: "{}"})
     container.load_state_dict(state)
 
 
@@ -172,7 +165,7 @@ def test_the_report_tells_phase_steps_and_plan() -> None:
 )
 def test_refusals_name_what_was_found(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
-        build([model()], config(**fields))
+        optimizers.validate(config(**fields))
 
 
 def test_muon_section_mirrors_the_config_of_the_optimizer() -> None:

@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-import torchtitan_ext
+from tests.distributed import models
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
+    from torchtitan.config import ConfigManager
 
-from torchtitan.config.manager import ConfigManager
+    from torchtitan_ext.plugin import sections, settings
 
-from tests.distributed import models
-from torchtitan_ext.plugin import optimizers, sections, settings
 from torchtitan_ext.tools import preflight_checks
 
 CONFIG = f"--job.config_file={Path(__file__).parents[2] / 'configs' / 'quickstart.toml'}"
@@ -30,9 +27,8 @@ def parse(name: str, *args: str) -> Any:
 
 def built(config: Any) -> Any:
     """The configuration of the optimizer that comes of a config."""
-    dims = SimpleNamespace(ep_enabled=False, pp_enabled=False, dp_replicate_enabled=False)
     root = models.plain_model(models.shapes())
-    return optimizers.build_optimizers([root], config.optimizer, dims).optimizer.config
+    return config.optimizer.build(model_parts=[root]).optimizer.config
 
 
 @pytest.mark.parametrize("name", ["Muon", "AdaMuon"])
@@ -82,15 +78,23 @@ def test_a_default_implementation_that_nobody_names_changes_nothing(tmp_path: Pa
     file.write_text("[optimizer]\nname = 'Muon'\n[data]\ntokenizer = 'byte'\n")
     config = settings.parse([f"--job.config_file={file}"])
     assert config.optimizer.implementation == "fused"
-    assert built(config).adamw_implementation == "foreach"
+    assert built(config).adamw_implementation == "auto"
 
 
-def test_torchtitans_own_entry_point_and_the_preflight_do_the_same() -> None:
-    arguments = [CONFIG, "--optimizer.name=Muon", "--optimizer.implementation=for-loop"]
-    found = built(ConfigManager().parse_args(arguments))
+def test_torchtitans_own_entry_point_and_the_preflight_do_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = ["--optimizer.name=Muon", "--optimizer.implementation=for-loop"]
+    arguments = ["--module=torchtitan_ext", "--config=quickstart", *options]
+    monkeypatch.setattr("sys.argv", ["train", *arguments])
+    config = ConfigManager().parse_args()
+    settings.settle(config)
+    found = built(config)
     assert (found.ns_dtype, found.adamw_implementation) == ("float32", "for-loop")
-    config, problems = preflight_checks.load(arguments)
-    assert (config.optimizer.muon.ns_dtype, problems) == ("float32", [])
+    config, problems = preflight_checks.load([CONFIG, *options])
+    assert problems == []
+    assert preflight_checks.check(config, 2) == []
+    assert config.optimizer.muon.ns_dtype == "float32"
 
 
 def test_fields_are_found_in_either_spelling() -> None:

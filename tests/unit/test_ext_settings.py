@@ -11,17 +11,11 @@ from typing import Any
 
 import pytest
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
-
-from torchtitan.protocols.train_spec import get_train_spec
+    from torchtitan_ext.plugin import settings
 
 from torchtitan_ext import train
-from torchtitan_ext.plugin import settings
-from torchtitan_ext.plugin.registration import MODELS
 
 ROOT = Path(__file__).resolve().parents[2]
 AMO = "[optimizer]\nname = 'AMO'\n[optimizer.amo]\nobserve_until = 8\nobserve_every = 4\n"
@@ -39,21 +33,81 @@ def test_fields_of_the_project_come_from_file_and_command_line(tmp_path: Path) -
     assert config.optimizer.amo.observe_until == 8
     assert config.optimizer.amo.budget_ratio == 0.9
     assert config.optimizer.amo.shrinkage == 0.7  # default of the dataclass
-    assert config.data.tokenizer == "byte"
-    # A plain torchtitan config needs no mention of the project.
-    assert config.experimental.custom_import == "torchtitan_ext"
+    assert config.tokenizer.kind == "byte"
+
+
+def test_what_stands_elsewhere_in_a_file_finds_its_place(tmp_path: Path) -> None:
+    toml = """
+    [job]
+    dump_folder = "here"
+    description = "a run"
+    custom_config_module = "torchtitan_ext.job_config"
+    [experimental]
+    custom_import = "torchtitan_ext"
+    [model]
+    hf_assets_path = "there"
+    [data]
+    tokenizer = "byte"
+    seed = 7
+    [training]
+    dataset = "stdlib"
+    [validation]
+    enable = true
+    dataset = "c4_test"
+    [profiling]
+    profile_freq = 3
+    """
+    config = parse(tmp_path, AMO + toml)
+    assert (config.dump_folder, config.description, config.hf_assets_path) == (
+        *("here", "a run", "there"),
+    )
+    assert (config.tokenizer.kind, config.dataloader.seed) == ("byte", 7)
+    assert (config.dataloader.dataset, config.validator.dataloader.dataset) == ("stdlib", "c4_test")
+    assert config.validator.enable
+    assert config.profiler.profile_freq == 3
+
+
+def test_names_of_files_are_options_too_and_the_first_rank_tells_the_new_ones(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = parse(
+        tmp_path,
+        AMO + BYTE + "[validation]\nenable = true\n",
+        *("--job.dump_folder", "here", "--data.seed=7", "--data.num-streams", "8"),
+        *("--validation.no-enable", "--job.print-config", "--model.flavor", "tiny"),
+        *("--job.custom_config_module", "torchtitan_ext.job_config"),
+        "--experimental.custom_import=torchtitan_ext",
+    )
+    assert (config.dump_folder, config.dataloader.seed, config.dataloader.num_streams) == (
+        *("here", 7, 8),
+    )
+    assert (config.validator.enable, config.debug.print_config) == (False, True)
+    told = capsys.readouterr().err.splitlines()
+    assert "note: --job.dump_folder is --dump_folder now" in told
+    assert "note: --validation.no_enable is --validator.no_enable now" in told
+    assert len(told) == 5
+
+
+def test_what_follows_from_other_fields_is_settled_once_for_all(tmp_path: Path) -> None:
+    config = parse(tmp_path, AMO + BYTE + "[model]\nname = 'llama3'\nflavor = 'tiny'\n")
+    assert (config.model_spec.name, config.model_spec.flavor) == ("llama3", "tiny")
+    assert config.loss.global_vocab_size == 320
+    assert config.training.disable_cuda_graphs
+    settled = config.to_dict()
+    settings.settle(config)
+    assert config.to_dict() == settled
 
 
 @pytest.mark.parametrize("file", sorted((ROOT / "configs").glob("*.toml")), ids=lambda f: f.stem)
 def test_every_config_of_the_project_is_valid(file: Path) -> None:
-    assert settings.parse([f"--job.config_file={file}"]).job.config_file == str(file)
+    assert settings.parse([f"--job.config_file={file}"]).description
 
 
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
         ("[optimizer.amo]\nobserv_every = 3\n", "optimizer.amo.observ_every: unknown field; did "),
-        ("[optimiser]\nlr = 1\n", "optimiser: unknown field; did you mean 'optimizer'"),
+        ("[optimiser]\nlr = 1\n", "optimiser.lr: unknown field; did you mean 'optimizer.lr'"),
         ("[optimizer]\nlr = 'fast'\n", "optimizer.lr: found 'fast', expected a number"),
         ("[optimizer]\nlr = true\n", "optimizer.lr: found True, expected a number"),
         # A way that means no adjustment at all would train at another rate than was asked for.
@@ -68,13 +122,10 @@ def test_every_config_of_the_project_is_valid(file: Path) -> None:
         ("[optimizer]\nname = 'amo'\n", "optimizer.name: found 'amo', expected one of 'AMO'"),
         ("[training]\ndataset = 'fineweb-edu'\n", "training.dataset: found 'fineweb-edu', expect"),
         (
-            "[training]\ndataset = 'stdlib'\n[validation]\nenable = true\ndataset = 'stdlib'\n",
-            "validation.dataset: found 'stdlib', expected one of 'c4', 'c4_test', 'c4_validation'",
+            "[training]\ndataset = 'stdlib'\n[validation]\nenable = true\ndataset = 'stdlb'\n",
+            "validation.dataset: found 'stdlb', expected one of 'text', ",
         ),
-        (
-            "[model]\nname = 'deepseek_v3'\n[validation]\nenable = true\n",
-            "validation.enable: found true, expected false: torchtitan has no validator for",
-        ),
+        ("[model]\nname = 'llama2'\n", "model.name: found 'llama2', expected one of "),
         ("[training]\ndataset = 'pool'\n", "training.dataset_path: found none, expected a folder"),
         (
             "[training]\ndataset = 'stdlib'\n[data]\nnum_streams = 0\n",
@@ -89,24 +140,16 @@ def test_every_config_of_the_project_is_valid(file: Path) -> None:
             "training.global_batch_size: found 0, expected an integer >= 1, or -1 for",
         ),
         ("[training]\nseq_len = 0\n", "training.seq_len: found 0, expected an integer >= 1"),
-        ("[fault_tolerance]\nenable = true\n", "fault_tolerance.enable: found true"),
+        ("[fault_tolerance]\nenable = true\n", "fault_tolerance.enable: unknown field"),
+        ("[experimental]\ncustom_import = 'mine'\n", "experimental.custom_import: unknown field"),
+        ("[data]\nnum_stream = 3\n", "data.num_stream: unknown field; .* 'data.num_streams'"),
+        ("[validation]\nsteps = 0\n", r"\[validation\] validation steps must be positive"),
         ("[data\n", "is not TOML"),
     ],
 )
 def test_a_mistake_in_the_file_is_named(tmp_path: Path, toml: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(tmp_path, toml)
-
-
-def test_datasets_of_torchtitan_and_of_other_imports_are_known(tmp_path: Path) -> None:
-    assert parse(tmp_path, "[training]\ndataset = 'c4'\n[validation]\nenable = true\n")
-    # It may register a dataset when training imports it.
-    assert parse(tmp_path, "[experimental]\ncustom_import = 'mine'\n[training]\ndataset = 'x'\n")
-
-
-def test_torchtitan_has_validators_for_the_other_models() -> None:
-    without = [name for name in MODELS if get_train_spec(name).build_validator_fn is None]
-    assert tuple(without) == settings.WITHOUT_VALIDATOR
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:

@@ -28,16 +28,13 @@ class Event:
         Event.num_recorded += 1
         self.passes_at = float(Event.num_recorded)
 
-    def query(self) -> bool:
-        return self.passes_at <= Event.device_time
-
     def synchronize(self) -> None:
         Event.waits.append(self.passes_at)
         Event.device_time = max(Event.device_time, self.passes_at)
 
     def elapsed_time(self, end: Event) -> float:
         assert self.enable_timing
-        assert end.query()
+        assert end.passes_at <= Event.device_time
         return 1e3 * (end.passes_at - self.passes_at)
 
 
@@ -60,12 +57,10 @@ def test_on_a_cpu_the_seconds_of_steps_add_up() -> None:
 
 def test_on_cuda_the_device_is_asked_and_waited_for_once() -> None:
     clock = StepClock(torch.device("cuda"))
-    for step in range(5):
+    for _ in range(5):
         clock.start()
         clock.stop()
-        Event.device_time = 2.0 * max(0, step - 1)  # the device lags behind
     assert Event.waits == []
-    assert len(clock._pairs) < 5  # what has passed is not kept
     assert clock.take() == 5.0
     assert Event.waits == [10.0]
     assert clock.take() == 0.0

@@ -9,12 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
-
     from torchtitan_ext.plugin import trainer
 
 
@@ -25,7 +21,6 @@ def test_the_vote_is_asked_before_a_step_and_heard_after_it(
     calls: list[str] = []
     made: Any = object.__new__(trainer.Trainer)
     made._request = SimpleNamespace(is_made=lambda: stops)
-    made._has_trained, made.step = True, 3
 
     def answer() -> bool:
         calls.append("answer")
@@ -64,3 +59,23 @@ def test_asking_does_not_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) ->
     finally:
         torch.cuda.set_sync_debug_mode("default")
     assert vote.answer()
+
+
+def test_a_config_is_settled_and_checked_where_the_trainer_is_made(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[Any] = []
+    monkeypatch.setattr(
+        trainer.titan.Trainer, "__init__", lambda _self, config: seen.append(config)
+    )
+    config = trainer.Trainer.Config()
+    config.model.flavor, config.tokenizer.kind = "tiny", "byte"
+    config.training.steps = 0
+    with pytest.raises(ValueError, match=r"training.steps: found 0, expected an integer >= 1"):
+        config.build()
+    assert seen == []
+    config.training.steps = 1
+    with pytest.raises(AttributeError, match="device"):  # which torchtitan's would have set
+        config.build()
+    assert seen[0].model_spec.flavor == "tiny"
+    assert seen[0].loss.global_vocab_size == 320

@@ -4,20 +4,13 @@ import types
 import warnings
 
 import pytest
+import torch
 
-import torchtitan_ext
+from torchtitan_ext.learning_rate import TITAN_DEFAULT, resolve, scaling_law_lr
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
-
-from torchtitan.config import JobConfig
-from torchtitan.config.manager import ConfigManager
-from torchtitan.protocols.train_spec import get_train_spec
-
-from torchtitan_ext import job_config
-from torchtitan_ext.learning_rate import TITAN_DEFAULT, resolve, scaling_law_lr
-from torchtitan_ext.plugin import optimizers
+    from torchtitan_ext.plugin import models, optimizers
 
 
 def section(lr: float = TITAN_DEFAULT, lr_from: str = "scaling_law", **law: float) -> object:
@@ -61,18 +54,19 @@ def test_a_plain_rate_is_left_alone_whatever_the_law_says() -> None:
     assert optimizer.lr == 1e-3
 
 
-def test_torchtitans_default_is_what_the_project_takes_it_for() -> None:
-    assert JobConfig().optimizer.lr == TITAN_DEFAULT
+def test_the_default_of_the_section_is_what_the_law_takes_for_none() -> None:
+    assert optimizers.OptimizersContainer.Config().lr == TITAN_DEFAULT
 
 
 def test_the_optimizer_gets_the_resolved_rate() -> None:
-    # Without `settings.parse`, as when torchtitan's own entry point reads the config.
-    config = ConfigManager._merge_configs(JobConfig, job_config.JobConfig)().optimizer
-    config.name, config.implementation, config.lr_from = "AMO", "foreach", "scaling_law"
-    config.scaling_law = job_config.ScalingLaw(params_b=0.76, tokens_b=15.2)
-    spec = get_train_spec("qwen3")
-    model = spec.model_cls(spec.model_args["tiny"])
-    no_replicas = types.SimpleNamespace(dp_replicate_enabled=False)
-    container = optimizers.build_optimizers([model], config, no_replicas)
+    # Without `settings.parse`, as when a program makes its own config.
+    config = optimizers.OptimizersContainer.Config(
+        name="AMO",
+        lr_from="scaling_law",
+        scaling_law=optimizers.ScalingLaw(params_b=0.76, tokens_b=15.2),
+    )
+    with torch.device("cpu"):
+        model = models.spec(models.Model(name="qwen3", flavor="tiny")).model.build()
+    container = config.build(model_parts=[model])
     rates = {group["lr"] for optimizer in container for group in optimizer.param_groups}
     assert rates == {scaling_law_lr(0.76, 15.2)}

@@ -12,11 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-import torchtitan_ext
-
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    torchtitan_ext.register()
+    import torchtitan_ext.plugin.trainer  # noqa: F401
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
@@ -86,9 +84,9 @@ def test_every_mistake_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
     assert main(["preflight", "--job.config_file", str(path), "--world", "4"]) == 2
     lines = capsys.readouterr().out.splitlines()
     expected = [
-        "training.stepz: unknown field; did you mean 'steps'?",
+        "training.stepz: unknown field; did you mean 'training.steps'?",
         "training.seq_len: found 'long', expected an integer",
-        "optimizer.amo.observe_evry: unknown field; did you mean 'observe_every'?",
+        "optimizer.amo.observe_evry: unknown field; did you mean 'optimizer.amo.observe_every'?",
         "[optimizer.amo] shrinkage: found 1.5",
         "[optimizer.amo] sample_size: found 0",
         "optimizer.scaling_law.params_b: found 0.0",
@@ -97,7 +95,7 @@ def test_every_mistake_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
         "training.global_batch_size: found 10, expected a multiple of 12",
         "data.num_streams: found 7, expected a multiple of the data-parallel degree 4",
         "lr_scheduler.warmup_steps: found 500, expected at most the 100 steps",
-        "checkpoint.keep_latest_k: found 1",
+        "[checkpoint] We need to maintain at least 2 checkpoint replicas",
     ]
     for one in expected:
         assert sum(line.startswith(f"error: {one}") for line in lines) == 1, one
@@ -122,12 +120,12 @@ def test_a_world_that_the_degrees_do_not_make(capsys: pytest.CaptureFixture[str]
 def test_a_tokenizer_that_is_not_here_is_noted(tmp_path: Path, kind: str) -> None:
     def notes(*overrides: str) -> list[str]:
         file = f"--job.config_file={CONFIGS / 'qwen3_0.6b.toml'}"
-        config, problems = preflight_checks.load([file, f"--data.tokenizer={kind}", *overrides])
+        config, problems = preflight_checks.load([file, f"--tokenizer.kind={kind}", *overrides])
         assert not problems
         return preflight_checks.notes(config)
 
-    here, gone = f"--data.tokenizer_path={tmp_path}", "--data.tokenizer_path=nowhere/tokenizer.json"
-    assets, no_assets = f"--model.hf_assets_path={tmp_path}", "--model.hf_assets_path=nowhere"
+    here, gone = f"--tokenizer.path={tmp_path}", "--tokenizer.path=nowhere/tokenizer.json"
+    assets, no_assets = f"--hf_assets_path={tmp_path}", "--hf_assets_path=nowhere"
     assert notes(no_assets, here) == []
     assert notes(assets) == []
     # The path of the tokenizer comes before that of the assets, also where only the latter exists.
@@ -136,8 +134,8 @@ def test_a_tokenizer_that_is_not_here_is_noted(tmp_path: Path, kind: str) -> Non
         []
         if kind == "byte"
         else [
-            "data.tokenizer_path: no tokenizer in nowhere/tokenizer.json on this machine",
-            "model.hf_assets_path: no tokenizer in nowhere on this machine",
+            "tokenizer.path: no tokenizer in nowhere/tokenizer.json on this machine",
+            "hf_assets_path: no tokenizer in nowhere on this machine",
         ]
     )
 
@@ -424,7 +422,7 @@ def test_the_text_tells_figures_and_assumptions(capsys: pytest.CaptureFixture[st
     text = capsys.readouterr().out
     for one in (
         "1,720,574,976",
-        "layers.*.attention.wq.weight",
+        "layers.*.attention.qkv_linear.wq.weight",
         "attn_q",
         "tok_embeddings.weight",
         "33.97 billion tokens",

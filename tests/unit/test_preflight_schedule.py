@@ -55,6 +55,7 @@ def test_fixed_schedules_are_those_of_the_optimizer(
 
 
 def text_of(found: dict[str, Any]) -> str:
+    found = {**found, "config": {**found["config"], "file": "x.toml"}}
     return preflight_report.text({**found, "assumptions": dataclasses.asdict(hardware())})
 
 

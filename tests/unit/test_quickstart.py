@@ -1,15 +1,20 @@
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    import torchtitan_ext.plugin.trainer  # noqa: F401
+
 from amo_dist import AMOConfig
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.planning import plan_allocation
-from torchtitan_ext.tools import quickstart
+from torchtitan_ext.tools import quickstart, runs
 
 
 @pytest.mark.parametrize(
@@ -47,3 +52,37 @@ def test_the_summary_shows_what_the_plan_gains(
     shown = capsys.readouterr().out
     assert f"The plan, locked at step 8:\n{plan_table(plan)}\n" in shown
     assert f"projected error {plan.objective:.5f}, of uniform {plan.uniform_objective:.5f}" in shown
+
+
+def test_a_run_goes_on_with_the_config_that_it_had() -> None:
+    config = {
+        "dump_folder": "a",
+        "dataloader": {"dataset": "stdlib", "seed": 42},
+        "model_spec": {"at": "0x1"},
+        "training": {"steps": 5},
+    }
+    moved = {**config, "dump_folder": "b", "model_spec": {"at": "0x2"}}
+    assert runs.changes(config, moved) == []
+    longer = {**config, "training": {"steps": 6}}
+    assert runs.changes(config, longer) == ["training.steps: was 5, is 6"]
+
+
+def test_a_run_of_torchtitan_0_2_2_goes_on() -> None:
+    saved = {
+        "job": {"dump_folder": "a", "config_file": "x.toml"},
+        "experimental": {"custom_import": "torchtitan_ext"},
+        "model": {"name": "llama3", "hf_assets_path": "assets"},
+        "training": {"dataset": "stdlib", "steps": 5},
+        "data": {"tokenizer": "byte", "seed": 42},
+    }
+    config = {
+        "dump_folder": "a",
+        "hf_assets_path": "assets",
+        "model": {"name": "llama3", "fuse_qkv": False},
+        "training": {"steps": 5},
+        "tokenizer": {"kind": "byte"},
+        "dataloader": {"dataset": "stdlib", "seed": 42},
+    }
+    assert runs.changes(saved, config) == []
+    saved["data"]["seed"] = 43
+    assert runs.changes(saved, config) == ["dataloader.seed: was 43, is 42"]

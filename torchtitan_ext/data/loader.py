@@ -2,50 +2,31 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import heapq
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Annotated, Any, Literal, Protocol
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import TrainingConfig
 from torchtitan.hf_datasets import text_datasets as titan
 from torchtitan.tools import utils
 
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.data import sources
 from torchtitan_ext.data.sources import check, check_streams
+from torchtitan_ext.data.streams import DealtStream
 from torchtitan_ext.differences import differences
 
 __all__ = ["Streams", "build", "check_streams", "document_positions", "settle", "validate"]
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-
-
-class AnyStream(Protocol):
-    """What the loader asks of a stream."""
-
-    number: int
-
-    @property
-    def num_sequences(self) -> int:
-        """Sequences drawn since the start of training."""
-
-    def __next__(self) -> Sequence[int]:
-        """The next sequence of tokens."""
-
-    def state(self) -> str:
-        """The position."""
-
-    def load_state(self, state: str) -> None:
-        """Go to a position."""
 
 
 class Streams(BaseDataLoader):
@@ -68,89 +49,17 @@ class Streams(BaseDataLoader):
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(titan.HuggingFaceTextDataLoader.Config):
+    class Config(sources.Dataset):
         """``[data]``, and the dataset of ``[training]``."""
-
-        dataset: str = "c4_test"
-        """One of :data:`sources.DATASETS`, or a name that torchtitan knows."""
-
-        dataset_path: str | None = None
-        """Folder, file or glob of the dataset, or its name on the hub."""
-
-        pattern: str = "**/*.txt"
-        """Files taken from ``dataset_path`` when that is a folder (``dataset = "text"``)."""
-
-        num_streams: int = 96
-        """
-        Streams into which the documents are dealt. A multiple of the data-parallel degree; a
-        checkpoint holds the position of each, so that the degree may change on resume.
-        """
-
-        seed: int = 42
-        """Seeds the order of documents."""
-
-        undecodable: Literal["error", "skip"] = "error"
-        """What to do with a file that cannot be read or is not UTF-8: stop, or leave it out."""
-
-        positions: Annotated[bool, tyro.conf.Suppress] = False
-        """
-        Tell the model each token's place in its document, which keeps documents from seeing each
-        other, and leave the first token of each out of the loss. Follows from ``model.attention``.
-        """
-
-        _training: Annotated[TrainingConfig | None, tyro.conf.Suppress] = None
-        """The run that a pool is compared with, see :func:`settle`."""
-
-        # From here on: dataset = "documents", "fineweb_edu", "slimpajama" or "pool".
-
-        bad_rows: Literal["error", "skip"] = "error"
-        """
-        What to do with a row whose text is missing, not text, not UTF-8 or empty: stop and name
-        it, or count it and leave it out.
-        """
-
-        text_field: str = "text"
-        """Field of a row that holds the text."""
-
-        shuffle_buffer: int = 10_000
-        """
-        Documents that each stream reads, shuffles and draws before it reads on. One of them is
-        about five kilobytes of web text, and a rank has ``num_streams`` over its number of ranks
-        of these.
-        """
-
-        order: Literal["uniform", "ascend", "descend"] = "uniform"
-        """
-        Order of ``dataset = "pool"``: shuffled as a whole in each epoch, or by ``score_field``
-        from the lowest or the highest on.
-        """
-
-        score_field: str = ""
-        """
-        Field of a row of ``dataset = "pool"`` that holds a finite number to order by; ``score`` by
-        default with the orders that need one. Where it is named a row without is a bad one in the
-        order ``uniform`` too, so that all orders draw the same documents.
-        """
-
-        hub_config: str = ""
-        """Subset of a dataset on the hub, such as ``sample-100BT``; by default that of the hub."""
-
-        split: str = "train"
-        """Split of a dataset on the hub."""
-
-        revision: str = ""
-        """
-        Commit of a dataset on the hub; by default the latest. A resume refuses another one than
-        that of the checkpoint.
-        """
 
         def build(self, **options: Any) -> BaseDataLoader:
             """The loader, see :func:`build`."""
-            return build(self, **options)
+            with _named_for(self._validates):
+                return build(self, **options)
 
     def __init__(
         self,
-        streams: Sequence[AnyStream],
+        streams: Sequence[DealtStream],
         batch_size: int,
         source: Mapping[str, object],
         eos_id: int | None = None,
@@ -305,6 +214,7 @@ def build(
 def settle(config: Any) -> None:
     """Tell the loaders of a whole config what its other sections say about them."""
     config.dataloader._training = config.training
+    config.validator.dataloader._validates = True
     for one in (config.dataloader, config.validator.dataloader):
         one.positions = config.model.attention != "sdpa"
 
@@ -321,8 +231,18 @@ def validate(config: Any) -> None:
             raise ValueError(
                 f"validation.freq: found {config.validator.freq}, expected an integer >= 1"
             )
-        try:
+        with _named_for(validation=True):
             check(config.validator.dataloader)
-        except ValueError as error:
-            message = re.sub("^data", "validation.dataloader", str(error))
-            raise ValueError(re.sub("^training", "validation", message)) from None
+
+
+@contextlib.contextmanager
+def _named_for(validation: bool) -> Iterator[None]:
+    """Name the fields in errors as a file names those of ``[validation]``, where it is meant."""
+    try:
+        yield
+    except ValueError as error:
+        if not validation:
+            raise
+        # The tokenizer and the length of sequences are those of training.
+        message = re.sub(r"^data(?!\.tokenizer)", "validation.dataloader", str(error))
+        raise ValueError(re.sub(r"^training(?=\.data)", "validation", message)) from None

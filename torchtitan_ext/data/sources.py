@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Annotated, Any, Literal
 
+import tyro
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import TrainingConfig
 from torchtitan.hf_datasets import text_datasets as titan
 
 from torchtitan_ext.data.buffered import BufferedStream
@@ -15,11 +18,8 @@ from torchtitan_ext.data.documents import Documents, standard_library, text_file
 from torchtitan_ext.data.files import Hub, find_files
 from torchtitan_ext.data.packed import PackedSequences, PackedStream
 from torchtitan_ext.data.pool import Pool
-from torchtitan_ext.data.streams import Order, ShuffledOrder, SortedOrder, Stream
+from torchtitan_ext.data.streams import DealtStream, Order, ShuffledOrder, SortedOrder, Stream
 from torchtitan_ext.data.tokenizers import identity
-
-if TYPE_CHECKING:
-    from torchtitan_ext.data.loader import AnyStream, Streams
 
 logger = logging.getLogger(__name__)
 
@@ -36,11 +36,93 @@ What it reads is tokenized as here, without begin tokens, and packed as there: d
 the order of the files, the end token of each is a label alone, and a resume needs the same number
 of ranks."""
 
-Source = tuple[Callable[..., "AnyStream"], dict[str, object]]
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Dataset(titan.HuggingFaceTextDataLoader.Config):
+    """What to read, and how."""
+
+    dataset: str = "c4_test"
+    """One of :data:`DATASETS`, or a name that torchtitan knows."""
+
+    dataset_path: str | None = None
+    """Folder, file or glob of the dataset, or its name on the hub."""
+
+    pattern: str = "**/*.txt"
+    """Files taken from ``dataset_path`` when that is a folder (``dataset = "text"``)."""
+
+    num_streams: int = 96
+    """
+    Streams into which the documents are dealt. A multiple of the data-parallel degree; a
+    checkpoint holds the position of each, so that the degree may change on resume.
+    """
+
+    seed: int = 42
+    """Seeds the order of documents."""
+
+    undecodable: Literal["error", "skip"] = "error"
+    """What to do with a file that cannot be read or is not UTF-8: stop, or leave it out."""
+
+    positions: Annotated[bool, tyro.conf.Suppress] = False
+    """
+    Tell the model each token's place in its document, which keeps documents from seeing each
+    other, and leave the first token of each out of the loss. Follows from ``model.attention``.
+    """
+
+    _training: Annotated[TrainingConfig | None, tyro.conf.Suppress] = None
+    """The run that a pool is compared with, see :func:`torchtitan_ext.data.loader.settle`."""
+
+    _validates: Annotated[bool, tyro.conf.Suppress] = False
+    """Whether this is ``[validation]``, for names in errors."""
+
+    # From here on: dataset = "documents", "fineweb_edu", "slimpajama" or "pool".
+
+    bad_rows: Literal["error", "skip"] = "error"
+    """
+    What to do with a row whose text is missing, not text, not UTF-8 or empty: stop and name
+    it, or count it and leave it out.
+    """
+
+    text_field: str = "text"
+    """Field of a row that holds the text."""
+
+    shuffle_buffer: int = 10_000
+    """
+    Documents that each stream reads, shuffles and draws before it reads on. One of them is
+    about five kilobytes of web text, and a rank has ``num_streams`` over its number of ranks
+    of these.
+    """
+
+    order: Literal["uniform", "ascend", "descend"] = "uniform"
+    """
+    Order of ``dataset = "pool"``: shuffled as a whole in each epoch, or by ``score_field``
+    from the lowest or the highest on.
+    """
+
+    score_field: str = ""
+    """
+    Field of a row of ``dataset = "pool"`` that holds a finite number to order by; ``score`` by
+    default with the orders that need one. Where it is named a row without is a bad one in the
+    order ``uniform`` too, so that all orders draw the same documents.
+    """
+
+    hub_config: str = ""
+    """Subset of a dataset on the hub, such as ``sample-100BT``; by default that of the hub."""
+
+    split: str = "train"
+    """Split of a dataset on the hub."""
+
+    revision: str = ""
+    """
+    Commit of a dataset on the hub; by default the latest. A resume refuses another one than
+    that of the checkpoint.
+    """
+
+
+Source = tuple[Callable[..., DealtStream], dict[str, object]]
 """What makes the stream of a ``number``, and what the positions of streams refer to."""
 
 
-def check_streams(config: Streams.Config, dp_world_size: int) -> None:
+def check_streams(config: Dataset, dp_world_size: int) -> None:
     """Check that streams can be dealt to data-parallel ranks.
 
     Raises:
@@ -53,7 +135,7 @@ def check_streams(config: Streams.Config, dp_world_size: int) -> None:
         )
 
 
-def check(config: Streams.Config, dp_world_size: int = 1) -> None:
+def check(config: Dataset, dp_world_size: int = 1) -> None:
     """Check what a config says about data, reading none.
 
     Raises:
@@ -86,7 +168,7 @@ def check(config: Streams.Config, dp_world_size: int = 1) -> None:
 
 
 def open_source(
-    config: Streams.Config, tokenizer: BaseTokenizer, length: int, num_drawn: int = 0
+    config: Dataset, tokenizer: BaseTokenizer, length: int, num_drawn: int = 0
 ) -> Source:
     """The streams of one of :data:`DATASETS`, and what their positions refer to.
 
@@ -99,7 +181,7 @@ def open_source(
     Raises:
         ValueError: For a source that cannot be read, or does not fit.
     """
-    make: Callable[..., AnyStream]
+    make: Callable[..., DealtStream]
     order: Order
     source: dict[str, object]
     shared: dict[str, Any] = {"num_streams": config.num_streams, "infinite": config.infinite}
@@ -135,7 +217,7 @@ def open_source(
     }
 
 
-def _require_enough(config: Streams.Config, size: int, items: str) -> None:
+def _require_enough(config: Dataset, size: int, items: str) -> None:
     if size < config.num_streams:
         raise ValueError(
             f"data.num_streams: found {config.num_streams}, expected at most the number of "
@@ -143,7 +225,7 @@ def _require_enough(config: Streams.Config, size: int, items: str) -> None:
         )
 
 
-def _documents(config: Streams.Config) -> tuple[Documents, Order, dict[str, object]]:
+def _documents(config: Dataset) -> tuple[Documents, Order, dict[str, object]]:
     """Documents in random access, their order, and what is special about them."""
     documents: Documents
     if config.dataset != "pool":
@@ -165,7 +247,7 @@ def _documents(config: Streams.Config) -> tuple[Documents, Order, dict[str, obje
     return pool, SortedOrder(pool.scores(), descend=config.order == "descend"), source
 
 
-def _hub(config: Streams.Config) -> Hub:
+def _hub(config: Dataset) -> Hub:
     return Hub(config.hub_config, config.split, config.revision)
 
 

@@ -109,6 +109,14 @@ class DealtStream(abc.ABC):
         self._num_streams = num_streams
         self._infinite = infinite
 
+    @abc.abstractmethod
+    def __next__(self) -> Sequence[int]:
+        """The next sequence of tokens.
+
+        Raises:
+            StopIteration: At the end of a finite stream.
+        """
+
     @property
     def num_sequences(self) -> int:
         """Sequences drawn since the start of training."""

@@ -15,7 +15,7 @@ import torchtitan.components.checkpointer as titan
 from torch.distributed.checkpoint.api import CheckpointException
 from torchtitan.tools.filesystem import is_remote
 
-from torchtitan_ext.plugin import hyperparameters
+from torchtitan_ext.plugin import hyperparameters, old_checkpoints
 from torchtitan_ext.plugin.optimizers import check_last_update
 from torchtitan_ext.plugin.run_files import COMPLETE_FILES, checkpoints, complete_steps
 
@@ -41,6 +41,9 @@ class CheckpointManager(titan.CheckpointManager):
     class Config(titan.CheckpointManager.Config):
         """``[checkpoint]``."""
 
+        initial_load_path: str | None = None
+        """Checkpoint to start from where there is no complete one in ``folder``."""
+
         initial_load_model_only: bool = True
         """Whether what ``initial_load_path`` names gives weights alone."""
 
@@ -54,6 +57,8 @@ class CheckpointManager(titan.CheckpointManager):
                 raise ValueError(
                     f"checkpoint.folder: found {self.folder!r}, expected a folder of a file system"
                 )
+            if self.initial_load_path and not is_remote(self.initial_load_path):
+                self.initial_load_path = str(Path(self.initial_load_path).absolute())
             given = self.initial_load_model_only
             if not (self.initial_load_path or self.initial_load_in_hf):
                 self.initial_load_model_only = False  # torchtitan warns of its own default
@@ -78,6 +83,20 @@ class CheckpointManager(titan.CheckpointManager):
         if has_loaded:
             hyperparameters.follow(self.states[titan.LR_SCHEDULER])
         return has_loaded
+
+    def dcp_load(
+        self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
+    ) -> None:
+        """Load what a checkpoint holds, and one of torchtitan 0.2.2 by its names.
+
+        Raises:
+            ValueError: If it lacks something.
+        """
+        if from_hf:
+            super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
+            return
+        old_checkpoints.load(state_dict, checkpoint_id)
+        self.states[titan.MODEL].load_state_dict(state_dict)
 
     def _find_load_step(self, folder: str = "") -> int:
         return self._latest_step

@@ -53,21 +53,18 @@ class GeometryLog:
         self._labels = labels
         self._has_started = False
 
-    def start(self, step: int) -> None:
-        """Drop what earlier runs wrote for ``step`` and later ones."""
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        drop_from(self._path, step)
-        self._has_started = True
-
     def append(self, records: Sequence[Record], first_step: int) -> None:
         """Append the records of one step.
 
         Args:
             records: Of all matrices.
-            first_step: Where this process began; told at the first call, it ends what was before.
+            first_step: Where this process began; the first call drops what earlier runs wrote for
+                it and for later steps.
         """
         if not self._has_started:
-            self.start(first_step)
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            drop_from(self._path, first_step)
+            self._has_started = True
         append_records(self._path, [{**record, **self._labels} for record in records])
 
 

@@ -25,15 +25,6 @@ _FIELDS = {
 """Keys of a parameter group, and the fields of the config that their values come from."""
 
 
-def rule_of(config: Any) -> str:
-    """``error``, ``keep_checkpoint`` or ``use_config``, from ``[optimizer]``."""
-    rule: str = config.on_config_change
-    if rule == "error" and config.name == "AMO":
-        # Who takes over AMO's settings, or keeps them, means these too.
-        rule = config.amo.on_config_change
-    return "use_config" if rule == "replan" else rule
-
-
 def install(container: Any, config: Any) -> None:
     """Have the rule of ``[optimizer]`` decide when the container's optimizers load a state.
 
@@ -41,8 +32,12 @@ def install(container: Any, config: Any) -> None:
         container: Of any class.
         config: The section.
     """
+    rule = config.on_config_change
+    if rule == "error" and config.name == "AMO":
+        # Who takes over AMO's settings (``replan``), or keeps them, means these too.
+        rule = config.amo.on_config_change
     for optimizer in container.optimizers:
-        optimizer.register_load_state_dict_pre_hook(functools.partial(_resolve, rule_of(config)))
+        optimizer.register_load_state_dict_pre_hook(functools.partial(_resolve, rule))
 
 
 def follow(schedulers: Iterable[Any]) -> None:
@@ -79,9 +74,9 @@ def _resolve(
             f"{told}; optimizer.on_config_change = 'keep_checkpoint' or 'use_config' goes on "
             "with one of them"
         )
-    kept = "config" if rule == "use_config" else "checkpoint"
+    kept = "checkpoint" if rule == "keep_checkpoint" else "config"
     logger.warning("the values of the %s are in force: %s", kept, told)
-    if rule != "use_config":
+    if kept == "checkpoint":
         return None
     taken = [
         {**saved, **{key: group[key] for key in _FIELDS if key in saved and key in group}}

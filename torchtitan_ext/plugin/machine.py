@@ -56,32 +56,20 @@ def install() -> None:
             vars(module).update({key: device[key] for key in device.keys() & vars(module).keys()})
 
 
-def _cpu_module() -> types.ModuleType:
+def _cpu_module() -> types.SimpleNamespace:
     """``torch.cpu`` with what torchtitan further asks of a device module."""
-    module = types.ModuleType("torchtitan_ext.plugin.cpu_device")
-    for name in dir(torch.cpu):
-        if not name.startswith("__"):
-            setattr(module, name, getattr(torch.cpu, name))
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     extra: dict[str, Any] = {
         "current_device": lambda: 0,
         "empty_cache": lambda: None,
         "get_device_name": lambda _device=None: platform.processor() or platform.machine(),
-        "get_device_properties": lambda _device=None: types.SimpleNamespace(
-            total_memory=_total_memory()
-        ),
+        "get_device_properties": lambda _device=None: types.SimpleNamespace(total_memory=memory),
         "memory_stats": lambda _device=None: dict.fromkeys(
             ("active_bytes.all.peak", "reserved_bytes.all.peak"), resident_peak()
         ),
         "reset_peak_memory_stats": lambda _device=None: None,
     }
-    for name, value in extra.items():
-        setattr(module, name, value)
-    return module
-
-
-def _total_memory() -> int:
-    """Memory of the machine, in bytes."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return types.SimpleNamespace(**{**vars(torch.cpu), **extra})
 
 
 def resident_peak() -> int:

@@ -66,9 +66,13 @@ class MetricsProcessor(titan.MetricsProcessor):
         )
         # The section says which model it is; all of its modules would take thousands of lines.
         self._config_dict = {k: v for k, v in config_dict.items() if k != "model_spec"}
+        # Sections as attributes again.
+        self._config = SimpleNamespace(
+            **{k: SimpleNamespace(**v) for k, v in config_dict.items() if isinstance(v, dict)},
+            dump_folder=dump_folder,
+        )
         writes = torch.distributed.get_rank() == titan._get_metrics_rank(**shared)
         self._files = RunFiles(Path(dump_folder)) if writes else None
-        self._config = _sections(config_dict)
         self._num_steps = int(self._config.training.steps)
         self._tokens_per_step = tokens_per_step(self._config.training, parallel_dims)
         self._first_step: int | None = None
@@ -87,6 +91,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._optimizers = container
         if container is not None:
             self._tracker = geometry.install(container, self._config)
+            container.register_step_post_hook(self._end_step)
 
     def should_log(self, step: int) -> bool:
         """Whether torchtitan logs this step; the first call tells where the run starts."""
@@ -98,7 +103,6 @@ class MetricsProcessor(titan.MetricsProcessor):
                 start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
                 progress.info("training %s of %d", start, self._num_steps)
                 self._show_plan()
-        self._step_ended, self._tokens_at_end = time.perf_counter(), self.ntokens_since_last_log
         # The last step too: a run's final loss is what one looks for.
         return bool(super().should_log(step)) or step == self._num_steps
 
@@ -118,7 +122,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         # torchtitan has read the loss, which comes after the step: there is nothing to wait for.
         optimizer_seconds = 0.0 if clock is None else clock.take() / num_steps
         # torchtitan adds up what the ranks have seen, each with its own number in the checkpoint of
-        # one, and counts a sequence once for each of the ranks that share it.
+        # one: another number of ranks would go on from another sum.
         num_tokens = step * self._tokens_per_step
         extra_metrics = {**(extra_metrics or {}), "n_tokens_seen": num_tokens}
         rates = (rate for name, rate in extra_metrics.items() if name.startswith("lr/"))
@@ -142,12 +146,9 @@ class MetricsProcessor(titan.MetricsProcessor):
             "num_steps_by_type": report.num_steps_by_type,
             "optimizer": report.metrics,
         }
-        extra = {
-            **extra_metrics,
-            "optimizer/seconds_per_step": optimizer_seconds,
-            **report.metrics,
-        }
-        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra)
+        extra_metrics["optimizer/seconds_per_step"] = optimizer_seconds
+        extra_metrics |= report.metrics
+        super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         self._step_ended, self._tokens_at_end = self.time_last_log, 0
         if self._files is not None:
             self._files.append(record)
@@ -165,6 +166,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         """
         seconds = self._step_ended - self.time_last_log
         super().log_validation(loss, step, extra_metrics)
+        if self._files is not None:
+            progress.info("validation after step %d/%d  loss %.4f", step, self._num_steps, loss)
         self.time_last_log -= seconds
         self.ntokens_since_last_log = self._tokens_at_end
 
@@ -173,6 +176,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         super().close()
         if self._files is not None:
             self._files.close()
+
+    def _end_step(self, *_: object) -> None:
+        self._step_ended, self._tokens_at_end = time.perf_counter(), self.ntokens_since_last_log
 
     def _observe_seconds(self, figures: Mapping[str, float]) -> float | None:
         """Seconds of the slowest rank in the latest observation, if it was made since the last log.
@@ -200,13 +206,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         if self._files is not None and plan is not None:
             self._files.save_plan(plan.to_json())
             progress.info("the plan of the checkpoint:\n%s", plan_table(plan))
-
-
-def _sections(values: Mapping[str, Any]) -> SimpleNamespace:
-    """A config as a dict, with fields and sections as attributes again."""
-    return SimpleNamespace(
-        **{k: SimpleNamespace(**v) if isinstance(v, dict) else v for k, v in values.items()}
-    )
 
 
 def tokens_per_step(training: Any, parallel_dims: Any) -> int:

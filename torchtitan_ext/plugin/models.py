@@ -6,11 +6,10 @@ The paper's flavors carry the name of their family, and so none of torchtitan's 
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import importlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
@@ -114,13 +113,13 @@ def spec(model: Model) -> ModelSpec:
         config = _resized(config, *ours[model.flavor], fuse_qkv=model.fuse_qkv)
     if model.attention == "sdpa":
         # A model with masks of its own has sliding windows or sinks, of which SDPA knows nothing.
-        if _class_of(config).get_attention_masks is not Decoder.get_attention_masks:
+        if getattr(config._owner, "get_attention_masks", 0) is not Decoder.get_attention_masks:
             raise ValueError(
                 f"model.attention: found 'sdpa', expected 'flex' or 'varlen' for {model.name}"
             )
         for _, attention, _, _ in config.traverse(BaseAttention.Config):
             attention.inner_attention = ScaledDotProductAttention.Config()
-    return dataclasses.replace(
+    return replace(
         stock,
         flavor=model.flavor,
         model=config,
@@ -128,24 +127,21 @@ def spec(model: Model) -> ModelSpec:
     )
 
 
-def _class_of(config: Decoder.Config) -> type[Decoder]:
-    return cast("type[Decoder]", config._owner)
-
-
 def _resized(
     stock: Decoder.Config, shape: DecoderShape, vocab_size: int, *, fuse_qkv: bool
 ) -> Decoder.Config:
     """A dense model of torchtitan in another size, with the first weights of the AMO paper."""
     init = {"weight": skip_param_init}  # drawn by :class:`_Drawn`
-    layer = stock.layers[0]
+    embeddings, head, layer = stock.tok_embeddings, stock.lm_head, stock.layers[0]
     attention = layer.attention
-    norm = dataclasses.replace(stock.norm, normalized_shape=shape.dim)
-    rope = dataclasses.replace(attention.rope, dim=shape.head_dim, max_seq_len=_MAX_SEQ_LEN)
+    norm = replace(stock.norm, normalized_shape=shape.dim)
+    rope = replace(attention.rope, dim=shape.head_dim, max_seq_len=_MAX_SEQ_LEN)
+    qk_norm = attention.qk_norm and replace(attention.qk_norm, normalized_shape=shape.head_dim)
     layers = [
-        dataclasses.replace(
+        replace(
             layer,
-            attention_norm=dataclasses.replace(norm),
-            ffn_norm=dataclasses.replace(norm),
+            attention_norm=replace(norm),
+            ffn_norm=replace(norm),
             attention=make_gqa_config(
                 dim=shape.dim,
                 n_heads=shape.heads,
@@ -153,17 +149,13 @@ def _resized(
                 head_dim=attention.head_dim and shape.head_dim,
                 wqkv_param_init=init,
                 wo_param_init=init,
-                inner_attention=dataclasses.replace(attention.inner_attention),
+                inner_attention=replace(attention.inner_attention),
                 rope=rope,
                 fuse_qkv=fuse_qkv,
-                qk_norm=attention.qk_norm
-                and dataclasses.replace(attention.qk_norm, normalized_shape=shape.head_dim),
+                qk_norm=qk_norm,
             ),
             feed_forward=make_ffn_config(
-                dim=shape.dim,
-                hidden_dim=shape.ffn_dim,
-                w1_param_init=init,
-                w2w3_param_init=init,
+                dim=shape.dim, hidden_dim=shape.ffn_dim, w1_param_init=init, w2w3_param_init=init
             ),
         )
         for _ in range(shape.layers)
@@ -172,16 +164,11 @@ def _resized(
     return config_class(
         dim=shape.dim,
         vocab_size=vocab_size,
-        tok_embeddings=dataclasses.replace(
-            stock.tok_embeddings,
-            num_embeddings=vocab_size,
-            embedding_dim=shape.dim,
-            param_init=init,
+        tok_embeddings=replace(
+            embeddings, num_embeddings=vocab_size, embedding_dim=shape.dim, param_init=init
         ),
         norm=norm,
-        lm_head=dataclasses.replace(
-            stock.lm_head, in_features=shape.dim, out_features=vocab_size, param_init=init
-        ),
+        lm_head=replace(head, in_features=shape.dim, out_features=vocab_size, param_init=init),
         layers=layers,
         enable_weight_tying=stock.enable_weight_tying,
     )

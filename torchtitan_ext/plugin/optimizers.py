@@ -20,10 +20,10 @@ from amo_dist.operators.views import Fused
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
+from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext import learning_rate
-from torchtitan_ext.learning_rate import TITAN_DEFAULT
 from torchtitan_ext.plugin import hyperparameters, sections
 from torchtitan_ext.plugin.step_clock import StepClock
 
@@ -135,15 +135,15 @@ def _check_schedule(config: Any) -> None:
         )
     if config.name == "Muon" and config.muon.schedule_file:
         load_schedule_file(config.muon.schedule_file)
+    elif config.name == "Muon":
+        named_schedule(config.muon.schedule)
 
 
 class OptimizersContainer(titan.OptimizersContainer):
     """One optimizer over all model parts of this process.
 
     One controller per process needs one optimizer, where torchtitan's container has one for each
-    part. The state dict is flat, in the form that ``torch.distributed.checkpoint`` gives it:
-    ``state.<name>.<key>`` and ``param_groups.<name>.<key>``, with the parameter's name in the
-    model; pipeline stages of any layout can load it.
+    part.
 
     Args:
         config: Names an optimizer of the Muon family.
@@ -157,7 +157,7 @@ class OptimizersContainer(titan.OptimizersContainer):
         name: str = "AdamW"
         """One of :data:`OPTIMIZERS`."""
 
-        lr: float = TITAN_DEFAULT
+        lr: float = learning_rate.TITAN_DEFAULT
         """Peak learning rate."""
 
         beta1: float = 0.9
@@ -211,7 +211,7 @@ class OptimizersContainer(titan.OptimizersContainer):
             Raises:
                 ValueError: For what :func:`validate` finds.
             """
-            # Again, where torchtitan's own entry point read the config.
+            # For a program that makes its own config; the trainer's is settled.
             validate(self)
             sections.settle(self)
             learning_rate.resolve(self)
@@ -232,55 +232,15 @@ class OptimizersContainer(titan.OptimizersContainer):
         groups = param_groups(model_parts, patterns=_fused(model_parts), allow_unused=True)
         self.optimizers = [_make(groups, config)]
         named = (pair for part in model_parts for pair in part.named_parameters())
-        self._names = {parameter: clean_name(name) for name, parameter in named}
-        self._post_init([p for group in self.optimizer.param_groups for p in group["params"]])
+        names = {parameter: clean_name(name) for name, parameter in named}
+        for group in self.optimizer.param_groups:  # torchtitan's flat state goes by these
+            group["param_names"] = [names[parameter] for parameter in group["params"]]
+        self._post_init([*names])
 
     @property
     def optimizer(self) -> Any:
         """The one optimizer."""
         return self.optimizers[0]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Flat state; tensors are those of the optimizer, not copies."""
-        plain, flat = self.optimizer.state_dict(), {}
-        for name, index, group in self._entries(plain):
-            for key, value in plain["state"].get(index, {}).items():
-                flat[f"state.{name}.{key}"] = value
-            for key in _plain_keys(group):
-                flat[f"param_groups.{name}.{key}"] = group[key]
-        return flat
-
-    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Load a flat state.
-
-        Raises:
-            ValueError: If keys are missing or unknown, if parameters of one group bring different
-                values for it, or if the optimizer refuses its state.
-        """
-        plain = self.optimizer.state_dict()
-        _require_same_keys(self.state_dict(), state_dict)
-        loaded: dict[str, Any] = {
-            "state": {},
-            "param_groups": [dict(group) for group in plain["param_groups"]],
-        }
-        values_by_group: dict[int, dict[str, Any]] = {}
-        for name, index, group in self._entries(plain):
-            loaded["state"][index] = {
-                key: state_dict[f"state.{name}.{key}"] for key in plain["state"].get(index, {})
-            }
-            values = {key: state_dict[f"param_groups.{name}.{key}"] for key in _plain_keys(group)}
-            _require_same_values(name, values_by_group.setdefault(id(group), values), values)
-        for group, target in zip(plain["param_groups"], loaded["param_groups"], strict=True):
-            target.update(values_by_group[id(group)])
-        self.optimizer.load_state_dict(loaded)
-
-    def _entries(self, plain: Mapping[str, Any]) -> list[tuple[str, int, dict[str, Any]]]:
-        """``(name, index, group)`` of each parameter in an optimizer's own state dict."""
-        return [
-            (self._names[parameter], index, saved)
-            for group, saved in zip(self.optimizer.param_groups, plain["param_groups"], strict=True)
-            for parameter, index in zip(group["params"], saved["params"], strict=True)
-        ]
 
 
 def _fused(model_parts: Sequence[nn.Module]) -> dict[str, Fused]:
@@ -304,41 +264,6 @@ def _fused(model_parts: Sequence[nn.Module]) -> dict[str, Fused]:
                 pattern, rows = re.escape(clean_name(f"{name}.wq.weight")), heads * size
                 patterns[pattern] = Fused((("attn_q", rows), ("attn_gate", rows)), groups=heads)
     return patterns
-
-
-def _plain_keys(group: Mapping[str, Any]) -> list[str]:
-    """Keys of a group whose values a checkpoint can hold as they are."""
-    plain = (int, float, bool, str, type(None))
-    return [
-        key
-        for key, value in group.items()
-        if isinstance(value, plain)
-        or (isinstance(value, tuple) and all(isinstance(one, plain) for one in value))
-    ]
-
-
-def _require_same_keys(expected: Mapping[str, Any], found: Mapping[str, Any]) -> None:
-    missing = sorted(expected.keys() - found.keys())
-    unknown = sorted(found.keys() - expected.keys())
-    if missing or unknown:
-        raise ValueError(
-            f"optimizer state: {len(missing)} keys missing {missing[:3]}, "
-            f"{len(unknown)} unknown {unknown[:3]}; it was saved by another optimizer or model"
-        )
-
-
-def _require_same_values(name: str, first: dict[str, Any], values: dict[str, Any]) -> None:
-    for key, value in values.items():
-        # A checkpoint may bring a tuple back as a list.
-        if _tuple(value) != _tuple(first[key]):
-            raise ValueError(
-                f"optimizer state: param_groups.{name}.{key}: found {value!r}, "
-                f"expected {first[key]!r} as for the rest of its group"
-            )
-
-
-def _tuple(value: Any) -> Any:
-    return tuple(value) if isinstance(value, list) else value
 
 
 def check_last_update(container: Any) -> None:

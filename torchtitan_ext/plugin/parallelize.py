@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from torchtitan.models.common.attention import FlexAttention, VarlenAttention
 from torchtitan.tools import utils
 
 
@@ -20,11 +21,17 @@ def parallelize(stock: Callable[..., nn.Module], model: nn.Module, **settings: A
 
     Returns:
         The parallelized model.
+
+    Raises:
+        ValueError: On a CPU, for an attention that has no backward pass there.
     """
     model = stock(model, **settings)
     if utils.device_type == "cpu":
-        # Scale gradients outside the collective: gloo has no PREMUL_SUM.
         for module in model.modules():
+            if isinstance(module, (FlexAttention, VarlenAttention)):
+                found = type(module).__name__
+                raise ValueError(f"model.attention: found {found}, expected 'sdpa' on a CPU")
             if isinstance(module, FSDPModule):
+                # Scale gradients outside the collective: gloo has no PREMUL_SUM.
                 module.set_force_sum_reduction_for_comms(True)
     return model

@@ -42,5 +42,6 @@ def own_store() -> Iterator[None]:
         rank=int(os.environ["RANK"]),
         world_size=int(os.environ["WORLD_SIZE"]),
     )
+    # torchtitan calls it with arguments of its own alone, and takes no store to hand on.
     with mock.patch.object(dist, "init_process_group", init):
         yield

@@ -48,7 +48,7 @@ def lock(folder: Path) -> TextIO:
         if error.errno in (errno.EAGAIN, errno.EACCES):
             file.close()
             raise ValueError(
-                f"job.dump_folder: {folder} is being written by process {holder}; wait for it, "
+                f"dump_folder: {folder} is being written by process {holder}; wait for it, "
                 "end it, or use another folder"
             ) from None
         # Some network file systems know no locks: then there is no guard.

@@ -23,7 +23,7 @@ def given_fields(args: Sequence[str], values: Mapping[str, Any]) -> set[str]:
     """Fields of ``[optimizer]`` that arguments or a file name, such as ``amo.ns_dtype``.
 
     Args:
-        args: torchtitan's arguments.
+        args: Of the command line.
         values: Sections of the file.
     """
     found: set[str] = set()
@@ -41,11 +41,11 @@ def settle(config: Any, given: Collection[str] | None = None) -> None:
     """Have the section of the named optimizer say what other fields say about it; idempotent.
 
     An optimizer of the Muon family takes from ``[optimizer.amo]`` what both sections have and
-    ``[optimizer.muon]`` leaves open. ``implementation``, torchtitan's field, is that of AdamW for
-    the rest of the parameters where ``adamw_implementation`` is left open.
+    ``[optimizer.muon]`` leaves open. ``implementation`` is that of AdamW for the rest of
+    the parameters where ``adamw_implementation`` is left open.
 
     Args:
-        config: torchtitan's ``[optimizer]`` section, with the project's fields.
+        config: The ``[optimizer]`` section.
         given: See :func:`given_fields`; by default the fields that do not have their default value.
     """
     if config.name in STOCK:

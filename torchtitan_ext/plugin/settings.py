@@ -1,24 +1,20 @@
-"""The config: read from a command line, settled, and checked as a whole."""
+"""Configs from a command line."""
 
 from __future__ import annotations
 
-import contextlib
-import io
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
 
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
 from amo_dist.schedule.schedule_file import read_toml
-from torchtitan_ext import learning_rate
-from torchtitan_ext.data import loader
-from torchtitan_ext.plugin import geometry, models, optimizers, sections
+from torchtitan_ext.plugin import toml_config
+from torchtitan_ext.plugin.checks import settle, validate
+from torchtitan_ext.plugin.trainer import Trainer
 
-if TYPE_CHECKING:
-    from torchtitan_ext.plugin.trainer import Trainer
+__all__ = ["argument", "load", "parse", "settle", "validate"]
 
 
 def parse(args: Sequence[str]) -> Trainer.Config:
@@ -51,68 +47,18 @@ def load(args: Sequence[str]) -> tuple[Trainer.Config, list[str]]:
         ValueError: If there is no file of that name, or it is not TOML.
         SystemExit: For a mistake among the arguments, already explained on standard error.
     """
-    from torchtitan_ext.plugin import toml_config  # it needs the trainer, which needs this
-
     path = argument(args, "job.config_file")
     values = {} if path is None else read_toml("job.config_file", path)
     config, problems = toml_config.read(values, args)
     ConfigManager()  # which makes torchtitan's rules for the types of arguments known
-    with _quiet_unless_first():
-        config = tyro.cli(
-            type(config), args=_renamed(args), default=config, registry=custom_registry
-        )
+    config = tyro.cli(
+        type(config),
+        args=_renamed(args),
+        default=config,
+        registry=custom_registry,
+        console_outputs=_is_first_rank(),  # all read the same command line
+    )
     return config, problems
-
-
-def settle(config: Trainer.Config) -> None:
-    """Fill in what follows from other fields; idempotent.
-
-    Raises:
-        ValueError: For a learning rate or a model that cannot be told.
-    """
-    sections.settle(config.optimizer, config.given)
-    learning_rate.resolve(config.optimizer)
-    if config.model_spec is None:
-        config.model_spec = models.spec(config.model)
-    if config.loss.global_vocab_size is None:
-        config.loss.global_vocab_size = config.model_spec.model.vocab_size
-    loader.settle(config)
-
-
-def validate(config: Trainer.Config) -> None:
-    """Check the fields that depend on one another.
-
-    Raises:
-        ValueError: Naming the field, what was found and what was expected.
-    """
-    optimizers.validate(config.optimizer)
-    geometry.validate(config)
-    _check_sizes(config.training)
-    loader.validate(config)
-    if config.optimizer.name != "AMO" or config.optimizer.allow_unlocked:
-        return
-    if config.optimizer.amo.observe_only:  # which has no plan to lock
-        return
-    lock_step, steps = config.optimizer.amo.lock_step, config.training.steps
-    if steps < lock_step:
-        raise ValueError(
-            f"training.steps: found {steps}, expected at least observe_until + transition_steps = "
-            f"{lock_step} of [optimizer.amo], where the plan locks "
-            "(or optimizer.allow_unlocked = true)"
-        )
-
-
-def _check_sizes(training: Any) -> None:
-    for field in ("steps", "seq_len", "local_batch_size"):
-        found = getattr(training, field)
-        if found < 1:
-            raise ValueError(f"training.{field}: found {found}, expected an integer >= 1")
-    found = training.global_batch_size
-    if found < 1 and found != -1:
-        raise ValueError(
-            f"training.global_batch_size: found {found}, expected an integer >= 1, or -1 for "
-            "local_batch_size times the data-parallel degree"
-        )
 
 
 def argument(args: Sequence[str], name: str) -> str | None:
@@ -129,36 +75,27 @@ def _renamed(args: Sequence[str]) -> list[str]:
 
     The first rank tells of each that has another name now.
     """
-    from torchtitan_ext.plugin.toml_config import IGNORED, moved
-
     found: list[str] = []
     rest = iter(args)
     for arg in rest:
         option, equals, value = arg.partition("=")
         name = option.removeprefix("--").replace("-", "_")
-        if not option.startswith("--"):
-            found.append(arg)
-        elif name in ("job.config_file", *IGNORED):
-            if not equals:
-                next(rest, None)
-        else:
-            section, dot, field = name.rpartition(".")
-            is_off = field.startswith("no_")
-            new = moved(section + dot + field.removeprefix("no_"))
-            if is_off:
-                section, dot, field = new.rpartition(".")
-                new = f"{section}{dot}no_{field}"
-            if new != name and os.environ.get("RANK", "0") == "0":
+        section, dot, field = name.rpartition(".")
+        off = "no_" if field.startswith("no_") else ""
+        head, dot, tail = toml_config.moved(section + dot + field.removeprefix(off)).rpartition(".")
+        new = f"{head}{dot}{off}{tail}"
+        if name == "job.config_file" or name in toml_config.IGNORED:
+            value = value if equals else next(rest, "")
+            if name in toml_config.IGNORED and value != toml_config.IGNORED[name]:
+                found += [option, value]
+        elif option.startswith("--") and new != name:
+            if _is_first_rank():
                 print(f"note: --{name} is --{new} now", file=sys.stderr, flush=True)
-            found.append(f"--{new}{equals}{value}" if new != name else arg)
+            found.append(f"--{new}{equals}{value}")
+        else:
+            found.append(arg)
     return found
 
 
-@contextlib.contextmanager
-def _quiet_unless_first() -> Iterator[None]:
-    """Drop what is printed by all ranks but the first: they all read the same command line."""
-    if os.environ.get("RANK", "0") == "0":
-        yield
-        return
-    with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
-        yield
+def _is_first_rank() -> bool:
+    return os.environ.get("RANK", "0") == "0"

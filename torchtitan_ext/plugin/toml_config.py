@@ -33,8 +33,11 @@ MOVED = {
 }
 """Where fields of a file, and whole sections, stand in the trainer's config."""
 
-IGNORED = ("job.custom_config_module", "experimental.custom_import")
-"""Accepted without effect: a config needs no mention of this package."""
+IGNORED = {
+    "job.custom_config_module": "torchtitan_ext.job_config",
+    "experimental.custom_import": "torchtitan_ext",
+}
+"""Values without effect: a config needs no mention of this package. Of others it is unknown."""
 
 
 def moved(key: str) -> str:
@@ -64,7 +67,7 @@ def read(values: Mapping[str, Any], args: Sequence[str] = ()) -> tuple[Trainer.C
     config, problems = Trainer.Config(given=given), list[str]()
     tree: dict[str, Any] = {}
     for key, value in _leaves(values):
-        if key in IGNORED:
+        if key in IGNORED and value == IGNORED[key]:
             continue
         try:
             _check(config, key, value)
@@ -138,7 +141,8 @@ def _replaced(section: Any, values: Mapping[str, Any], where: str, problems: lis
         try:
             return dataclasses.replace(section, **changes)
         except (ValueError, AssertionError) as error:
-            problems.append(f"[{where}] {error}" if where else str(error))
+            in_files = {new: old for old, new in MOVED.items() if "." not in old}
+            problems.append(f"[{in_files.get(where, where)}] {error}" if where else str(error))
             field = str(error).partition(":")[0]
             if field not in changes:  # at odds with a default: nothing to drop
                 return section

@@ -9,21 +9,23 @@ import socket
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
 import torchtitan.trainer as titan
 import tyro
-from torchtitan.components.loss import CrossEntropyLoss
 from torchtitan.components.validate import Validator
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
 from torchtitan_ext.data.loader import Streams
 from torchtitan_ext.data.tokenizers import Tokenizer
-from torchtitan_ext.plugin import machine, models, settings
+from torchtitan_ext.plugin import checks, console, machine, models
+from torchtitan_ext.plugin.activations import Activations
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.geometry import Geometry
+from torchtitan_ext.plugin.losses import Loss
 from torchtitan_ext.plugin.metrics import MetricsProcessor, progress
 from torchtitan_ext.plugin.optimizers import OptimizersContainer, check_last_update
 from torchtitan_ext.plugin.restarts import own_store
@@ -136,14 +138,15 @@ class Trainer(titan.Trainer):
         optimizer: OptimizersContainer.Config = field(default_factory=OptimizersContainer.Config)
         metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
         checkpoint: CheckpointManager.Config = field(default_factory=CheckpointManager.Config)
-        # CUDA graphs: a step under capture cannot leave out a parameter without a gradient.
+        activation_checkpoint: Activations.Config = field(default_factory=Activations.Config)
+        # In a CUDA graph every gradient is there, if zero: none tells of a parameter out of use.
         training: TrainingConfig = field(
             default_factory=lambda: TrainingConfig(disable_cuda_graphs=True)
         )
         parallelism: ParallelismConfig = field(
             default_factory=lambda: ParallelismConfig(spmd_backend=machine.spmd_backend())
         )
-        loss: CrossEntropyLoss.Config = field(default_factory=CrossEntropyLoss.Config)
+        loss: Loss.Config = field(default_factory=Loss.Config)
         validator: Validator.Config = field(
             default_factory=lambda: Validator.Config(
                 dataloader=Streams.Config(dataset="c4_validation", infinite=False)
@@ -162,8 +165,10 @@ class Trainer(titan.Trainer):
     def __init__(self, config: Config) -> None:
         # Here, where both come by: our own entry point, and torchtitan's with its command line.
         machine.install()
-        settings.settle(config)
-        settings.validate(config)
+        checks.settle(config)
+        checks.validate(config)
+        if config.metrics.console == "brief":
+            console.brief(Path(config.dump_folder))
         super().__init__(config)
         self._request = StopRequest(grace=float(config.comm.init_timeout_seconds))
         self._vote = StopVote(self.device)

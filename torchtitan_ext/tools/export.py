@@ -179,30 +179,35 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
     }
     if spec.model.enable_weight_tying:
         weights.pop("lm_head.weight", None)
-    _require_weights(checkpoint, weights)
+    saved = _saved(checkpoint, weights)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
-        load_checkpoint(weights, checkpoint_id=str(checkpoint), no_dist=True)
+        load_checkpoint(saved, checkpoint_id=str(checkpoint), no_dist=True)
     return spec.model, spec.state_dict_adapter(spec.model, None), weights
 
 
-def _require_weights(checkpoint: Path, weights: Mapping[str, Any]) -> None:
+def _saved(checkpoint: Path, weights: Mapping[str, Any]) -> dict[str, Any]:
+    """The weights, under the names that they have in the checkpoint."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
+
+    from torchtitan_ext.plugin.old_checkpoints import old_name
 
     if not (checkpoint / ".metadata").is_file():
         raise ValueError(f"checkpoint: found no .metadata in {checkpoint}, expected step-<n>")
     saved = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
-    if missing := sorted(set(weights) - set(saved)):
+    found = {name if name in saved else old_name(name): one for name, one in weights.items()}
+    if missing := sorted(set(found) - set(saved)):
         raise ValueError(
             f"checkpoint: {checkpoint} lacks {len(missing)} weights of the model, such as "
             f"{missing[0]}; expected one of its config"
         )
-    for name, weight in weights.items():
-        found = getattr(saved[name], "size", None)
-        if found != weight.shape:
+    for name, weight in found.items():
+        size = getattr(saved[name], "size", None)
+        if size != weight.shape:
             raise ValueError(
-                f"checkpoint: {name} has shape {found}, expected {weight.shape} of its config"
+                f"checkpoint: {name} has shape {size}, expected {weight.shape} of its config"
             )
+    return found
 
 
 def hf_config(name: str, config: Any) -> Any:

@@ -46,7 +46,9 @@ def add_command(subparsers: Subparsers) -> None:
         "plan where the config plans as it does and it prints one for the model, else uniform)",
     )
     parser.add_argument(
-        "--hardware", type=Path, help="TOML file of figures (default: the project's)"
+        "--hardware",
+        type=Path,
+        help="figures: TOML, or `amo doctor`'s JSON (default: the project's)",
     )
     parser.add_argument("--gpu", default="h100", help="table of that file (default h100)")
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.data import loader
-from torchtitan_ext.plugin import models, settings
+from torchtitan_ext.plugin import checks, models, settings
 
 
 def config_file(args: Sequence[str]) -> str:
@@ -51,9 +51,9 @@ def check(config: Any, world_size: int) -> list[str]:
     Returns:
         One line for each mistake.
     """
-    checks: list[Callable[[], object]] = [
-        lambda: settings.settle(config),
-        lambda: settings.validate(config),
+    each: list[Callable[[], object]] = [
+        lambda: checks.settle(config),
+        lambda: checks.validate(config),
         # What follows from the model alone: a rate that cannot be told hides no unknown flavor.
         lambda: models.spec(config.model),
         # Where the degrees do not fit, each of these two tells so: once is enough.
@@ -62,10 +62,9 @@ def check(config: Any, world_size: int) -> list[str]:
             config.dataloader, num_data_ranks(degrees(config, world_size))
         ),
         lambda: _check_schedule(config),
-        lambda: _check_checkpoint(config),
     ]
     problems: list[str] = []
-    for one in checks:
+    for one in each:
         try:
             one()
         except ValueError as error:
@@ -139,13 +138,4 @@ def _check_schedule(config: Any) -> None:
         raise ValueError(
             f"lr_scheduler.warmup_steps: found {schedule.warmup_steps}, expected at most the "
             f"{total} steps of the schedule"
-        )
-
-
-def _check_checkpoint(config: Any) -> None:
-    checkpoint = config.checkpoint
-    if checkpoint.enable and checkpoint.keep_latest_k == 1:
-        raise ValueError(
-            "checkpoint.keep_latest_k: found 1, expected 0 (all) or at least 2: the last one may "
-            "be incomplete"
         )

@@ -7,6 +7,7 @@ from the stated figures of a :class:`Hardware`; nothing here was measured.
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -98,14 +99,19 @@ class Hardware:
 
 
 def read_hardware(path: Path, name: str) -> Hardware:
-    """One table of a hardware file.
+    """One table of a hardware file; or the project's, with what ``amo doctor --json`` measured.
 
     Raises:
-        ValueError: If the file is no TOML, lacks the table, or a figure is missing or not > 0.
+        ValueError: If the file is no TOML (or, named ``.json``, not the doctor's), lacks the table,
+            or a figure is missing or not > 0.
     """
+    measured: dict[str, Any] = {}
+    if path.suffix == ".json":
+        measured, path = _read_doctor(path), HARDWARE_FILE
     tables = read_toml("--hardware", path)
     if name not in tables:
         raise ValueError(f"--gpu: found {name!r}, expected one of {', '.join(tables)}")
+    tables[name] |= measured
     known = {field.name for field in dataclasses.fields(Hardware)}
     for what, names in (
         ("missing", known - set(tables[name])),
@@ -114,6 +120,16 @@ def read_hardware(path: Path, name: str) -> Hardware:
         if names:
             raise ValueError(f"hardware: {path}, [{name}]: {what} {', '.join(sorted(names))}")
     return Hardware(**tables[name])
+
+
+def _read_doctor(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = dict(json.loads(path.read_text())["hardware"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--hardware: found {path} ({error!r}), expected the JSON of `amo doctor --json`"
+        ) from None
+    return found
 
 
 class _Recorder(TorchDispatchMode):

@@ -14,8 +14,9 @@ from torchtitan_ext.plugin.run_files import RUN_FILE, complete_steps, read_confi
 
 _NOT_COMPARED = (
     *("description", "dump_folder", "metrics", "geometry", "profiler", "comm", "checkpoint"),
-    *("validator", "debug.print_config", "debug.save_config_file"),
-    "model_spec",  # made from [model], with functions whose text is never the same
+    *("activation_checkpoint", "validator", "debug.print_config", "debug.save_config_file"),
+    # Made from other fields, with functions whose text is never the same; and by PyTorch's version.
+    *("model_spec", "given", "parallelism.spmd_backend"),
 )
 """What may change between two starts of one run: it leaves the training as it is."""
 

@@ -1,0 +1,1 @@
+"""``doctor``: whether this machine, or this cluster, runs the optimizer, and how fast."""

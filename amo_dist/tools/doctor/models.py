@@ -1,0 +1,136 @@
+"""A small model in every layout, and gradients that all ranks find alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from amo_dist.distributed.agreement import text_mark
+from amo_dist.distributed.layout import layout_of
+from amo_dist.optimizers.muon import Muon
+from amo_dist.tools.doctor.site import Site
+from amo_dist.tools.shapes import DecoderShape
+
+SMALL = DecoderShape(layers=2, dim=32, ffn_dim=64, heads=4, kv_heads=2)
+
+
+def shapes_of(shape: DecoderShape, vocabulary: int) -> dict[str, tuple[int, ...]]:
+    """Every parameter of a decoder with tied embeddings, as torchtitan names them."""
+    found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, shape.dim)}
+    for layer in range(shape.layers):
+        found |= {f"layers.{layer}.{info.name}": info.shape for info in shape.block()}
+        found[f"layers.{layer}.attention_norm.weight"] = (shape.dim,)
+    return found | {"norm.weight": (shape.dim,)}
+
+
+def build(shapes: Mapping[str, tuple[int, ...]], make: Callable[[str], Tensor]) -> nn.Module:
+    """A tree of modules with parameters of these names."""
+    root = nn.Module()
+    for name in shapes:
+        *path, leaf = name.split(".")
+        module = root
+        for part in path:
+            if not hasattr(module, part):
+                module.add_module(part, nn.Module())
+            module = module.get_submodule(part)
+        module.register_parameter(leaf, nn.Parameter(make(name)))
+    return root
+
+
+def normal(key: str, shape: Sequence[int]) -> Tensor:
+    """Normal entries that any rank, and any device, finds alike from the key."""
+    generator = torch.Generator("cpu").manual_seed(text_mark(key))
+    return torch.randn(tuple(shape), generator=generator, device="cpu")
+
+
+def gradient(step: int, name: str, shape: Sequence[int]) -> Tensor:
+    """A gradient whose matrices are the worse conditioned the later their name is in the model."""
+    found = normal(f"gradient {step} {name}", shape)
+    if len(shape) < 2:
+        return found
+    decay = (1 + text_mark(name) % 8) / 16
+    return found * torch.exp(-decay * torch.arange(shape[0], device="cpu")).unsqueeze(-1)
+
+
+def place_like(tensor: Tensor, param: Tensor) -> Tensor:
+    """A whole tensor that every rank has, in the device, dtype and placements of a parameter."""
+    tensor = tensor.to(param.device, param.dtype)
+    if not isinstance(param, DTensor):
+        return tensor
+    # Cut by hand: distribute_tensor communicates, and does not know FSDP over TP.
+    layout = layout_of(param, "tensor", [])
+    mesh = param.device_mesh
+    for dim, intervals in enumerate(layout.intervals_by_rank[mesh.get_rank()]):
+        parts = [tensor.narrow(dim, start, stop - start) for start, stop in intervals]
+        tensor = torch.cat(parts or [tensor.narrow(dim, 0, 0)], dim)
+    return DTensor.from_local(
+        tensor.contiguous(),
+        mesh,
+        param.placements,
+        run_check=False,
+        shape=param.shape,
+        stride=param.stride(),
+    )
+
+
+def make_model(site: Site, layout: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """The small model, laid out over the world.
+
+    Args:
+        site: Where.
+        layout: ``one``, ``replicate``, ``fsdp``, ``hsdp`` or ``tp x fsdp``.
+        dtype: Of the parameters.
+    """
+    shapes = shapes_of(SMALL, 48)
+
+    def initial(name: str) -> Tensor:
+        return (0.1 * normal(name, shapes[name])).to(site.device, dtype)
+
+    kind, size = site.device.type, site.world_size
+    if layout in ("one", "replicate"):
+        return build(shapes, initial)
+    if layout == "tp x fsdp":
+        mesh = init_device_mesh(kind, (size // 2, 2), mesh_dim_names=("shard", "tp"))
+        model = build(shapes, lambda name: _tensor_parallel(name, initial(name), mesh["tp"]))
+        return shard(model, mesh["shard"])
+    if layout == "hsdp":
+        replicas = len(site.nodes) if _nodes_are_replicas(site) else 2
+        names = ("replicate", "shard")
+        mesh = init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=names)
+        return shard(build(shapes, initial), mesh)
+    return shard(build(shapes, initial), init_device_mesh(kind, (size,)))
+
+
+def _nodes_are_replicas(site: Site) -> bool:
+    """Whether nodes are of one size, of consecutive ranks."""
+    ranks = [rank for node in site.nodes for rank in node]
+    return len(site.nodes) > 1 and len({*map(len, site.nodes)}) == 1 and ranks == sorted(ranks)
+
+
+def _tensor_parallel(name: str, tensor: Tensor, mesh: Any) -> Tensor:
+    rows = name.endswith(("wo.weight", "w2.weight"))
+    columns = not rows and name.startswith("layers.") and "norm" not in name
+    placement = Shard(1) if rows else Shard(0) if columns else Replicate()
+    return distribute_tensor(tensor, mesh, [placement])
+
+
+def shard(model: nn.Module, mesh: Any) -> nn.Module:
+    """FSDP2, each block by itself."""
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def train(model: nn.Module, optimizer: Muon, steps: range) -> None:
+    """Take steps, with the gradients of their numbers."""
+    for step in steps:
+        for name, param in model.named_parameters():
+            param.grad = place_like(gradient(step, name, param.shape), param)
+        optimizer.step()

@@ -1,0 +1,207 @@
+"""The doctor on real ranks: all is well, and planted faults each give a failing line."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from amo_dist.distributed.ownership import Job, assign
+from amo_dist.engine import exchange_planning
+from amo_dist.tools.doctor import examination, hardware, optimizer
+from amo_dist.tools.doctor.examination import Check, Examination, Verdict
+from amo_dist.tools.doctor.models import make_model
+from amo_dist.tools.doctor.site import Fault, Site, make_site
+from tests.distributed.harness import Ranks
+
+CPU = torch.device("cpu")
+LEAST_RANKS = {"one": 1, "replicate": 2, "fsdp": 2, "hsdp": 4, "tp x fsdp": 4}
+Lines = dict[str, tuple[str, str]]
+
+
+def site_of(path: str, ranks_per_node: int = 8) -> Site:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    store = dist.FileStore(path, world_size)
+    return make_site(CPU, store, node=f"node {rank // ranks_per_node}")
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> str:
+    return str(tmp_path / "store")
+
+
+def examine(site: Site, checks: Sequence[Check], deadline: float = 60.0) -> Lines:
+    """Verdict and figure of each check, as this rank knows them."""
+    said: list[Verdict] = []
+    Examination(site, seconds=10 * deadline, deadline=deadline, say=said.append).run(checks)
+    return {one.name: (one.verdict, one.figure) for one in said}
+
+
+def failures(lines: Lines) -> dict[str, str]:
+    return {name: figure for name, (verdict, figure) in lines.items() if verdict == "FAIL"}
+
+
+# ------------------------------------------------------------------ a sound world
+
+
+def everything(rank: int, world_size: int, path: str) -> Lines:
+    # Two nodes where there are four ranks.
+    site = site_of(path, 2)
+    return examine(site, [*hardware.checks(site), *optimizer.checks(site)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+def test_every_check_passes(run_on: Ranks, path: str, world_size: int) -> None:
+    first, *others = run_on(world_size)(everything, path)
+    assert all(found == first for found in others)
+    assert failures(first) == {}
+    needed = {f"layout {name}": least for name, least in LEAST_RANKS.items()}
+    needed |= {"bandwidth within a node": 2, "bandwidth of the world": 4}
+    needed |= {"bandwidth across nodes": 4, "resume": 1, "locked step": 1, "observation": 1}
+    for name, least in needed.items():
+        assert first[name][0] == ("ok" if world_size >= least else "skip"), name
+    for name in LEAST_RANKS:
+        verdict, figure = first[f"layout {name}"]
+        assert verdict == "skip" or "the bits of one process" in figure
+
+
+# ------------------------------------------------------------------ planted faults
+
+
+def make_in_other_dtype(site: Site, layout: str) -> Any:
+    return make_model(site, layout, torch.bfloat16 if site.rank == 1 else torch.float32)
+
+
+def with_other_dtype(rank: int, world_size: int, path: str) -> Lines:
+    site = site_of(path)
+    return examine(site, optimizer.layouts(site, make_in_other_dtype)[:2])
+
+
+def test_a_rank_of_another_dtype(run_on: Ranks, path: str) -> None:
+    found = run_on(2)(with_other_dtype, path)
+    assert found[0] == found[1]
+    told = failures(found[0])
+    # Alone each trains in its own dtype, and the twins differ; together they do not begin.
+    assert told.keys() == {"layout one", "layout replicate"}
+    assert told["layout one"].startswith("twin: rank 0 has")
+    assert "all ranks: RankMismatchError: parameters: rank(s) 1 differ" in told["layout replicate"]
+    assert "torch.float32" in told["layout replicate"]
+
+
+def deal_otherwise(*args: Any, **options: Any) -> tuple[Job, ...]:
+    """As `assign`, but the first matrix goes to the other of two ranks."""
+    first, *rest = assign(*args, **options)
+    return dataclasses.replace(first, owner=1 - first.owner), *rest
+
+
+def with_wrong_owner(rank: int, world_size: int, path: str) -> Lines:
+    site = site_of(path)
+    one, replicate, fsdp = optimizer.layouts(site)[:3]
+    lines = examine(site, [one])
+    deal = deal_otherwise if rank == 1 else assign
+    with mock.patch.object(exchange_planning, "assign", deal):
+        lines |= examine(site, [replicate])
+    return lines | examine(site, [fsdp])
+
+
+def test_a_wrong_owner(run_on: Ranks, path: str) -> None:
+    found = run_on(2)(with_wrong_owner, path)
+    assert found[0] == found[1]
+    told = failures(found[0])
+    # Told before anything is exchanged, so that the layouts after it run.
+    assert told.keys() == {"layout replicate"}
+    assert "RankMismatchError: exchange plan: rank(s) 1 differ" in told["layout replicate"]
+
+
+def with_wrong_bits(rank: int, world_size: int, path: str) -> Lines:
+    site = site_of(path)
+
+    def make(site: Site, layout: str) -> Any:
+        model = make_model(site, layout)
+        if layout == "replicate" and rank == 1:
+            next(model.parameters()).data[0, 0] += 1
+        return model
+
+    return examine(site, optimizer.layouts(site, make)[:2])
+
+
+def test_a_rank_with_other_values(run_on: Ranks, path: str) -> None:
+    found = run_on(2)(with_wrong_bits, path)
+    assert found[0] == found[1]
+    told = failures(found[0])
+    assert told.keys() == {"layout replicate"}
+    assert told["layout replicate"].startswith("parameters differ from one process's by")
+
+
+def meet() -> dict[str, Any]:
+    dist.barrier()
+    return {}
+
+
+def with_missing_rank(rank: int, world_size: int, path: str) -> Lines:
+    site = site_of(path)
+    if rank == 1:
+        time.sleep(3)  # there, but it does not answer
+        os._exit(0)
+    with mock.patch.object(examination, "GRACE", 0.5):
+        return examine(site, [Check("meet", meet), Check("later")], deadline=0.5)
+
+
+def test_a_missing_rank(run_on: Ranks, path: str) -> None:
+    found = run_on(3, fresh=True)(with_missing_rank, path)
+    assert found[0] == found[2]
+    assert found[0]["meet"] == ("FAIL", "no answer from rank 1")
+    assert found[0]["later"] == ("skip", "after meet ranks are missing")
+
+
+def with_torn_ranks(rank: int, world_size: int, path: str) -> Lines:
+    site = site_of(path)
+
+    def tear() -> dict[str, Any]:
+        if rank == 1:
+            raise MemoryError("no room")
+        return meet()
+
+    def refuse() -> None:
+        if rank == 1:
+            raise ValueError("odd")
+
+    alone = Check("alone", refuse, is_collective=False)
+    lines = examine(site, [alone, Check("torn", tear), Check("later")], deadline=2.0)
+    if rank == 1:
+        os._exit(0)  # else the harness would have the ranks meet, of which one is stuck
+    return lines
+
+
+def test_a_rank_that_leaves_a_collective(run_on: Ranks, path: str) -> None:
+    found = run_on(2, fresh=True)(with_torn_ranks, path)
+    # A check in which no rank waits for another stops nothing.
+    assert found[0]["alone"] == ("FAIL", "rank 1: ValueError: odd")
+    assert found[0]["torn"] == ("FAIL", "rank 1: MemoryError: no room; rank 0: no end within 2 s")
+    assert found[0]["later"] == ("skip", "after torn ranks may be out of step")
+
+
+def with_fault_of_one(rank: int, world_size: int, path: str) -> Lines:
+    site = site_of(path)
+
+    def find() -> dict[str, Any]:
+        dist.barrier()
+        if rank == 1:
+            raise Fault("three, expected four")
+        return {}
+
+    return examine(site, [Check("find", find), Check("later", meet, lambda _: "met")])
+
+
+def test_a_fault_of_one_rank_stops_nothing(run_on: Ranks, path: str) -> None:
+    found = run_on(2)(with_fault_of_one, path)
+    assert found == 2 * [{"find": ("FAIL", "rank 1: three, expected four"), "later": ("ok", "met")}]

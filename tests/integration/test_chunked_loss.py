@@ -1,0 +1,41 @@
+"""Training with the logits of a part of each sequence at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.integration import titan_ranks
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def ranks() -> Iterator[titan_ranks.Server]:
+    with titan_ranks.server() as server:
+        yield server
+
+
+@pytest.mark.parametrize("name", ["llama3", "qwen3"])  # whose head is tied to its embedding
+def test_parts_train_as_the_whole(name: str, ranks: titan_ranks.Server, tmp_path: Path) -> None:
+    arguments = (
+        f"--model.name={name}",
+        "--optimizer.name=Muon",
+        "--training.steps=5",
+        "--training.global_batch_size=4",
+        "--training.local_batch_size=2",
+        "--validation.enable",
+        "--validation.dataset=stdlib",
+        "--validation.steps=1",
+    )
+    runs = []
+    for num_chunks in (1, 4):
+        folder = str(tmp_path / str(num_chunks))
+        more = (*arguments, f"--loss.num_chunks={num_chunks}")
+        runs.append(ranks.run(titan_ranks.Job(2, folder, more)))
+    whole, parts = runs
+    assert parts.losses() == pytest.approx(whole.losses(), abs=1e-4)
+    norms = [[record["grad_norm"] for record in run.records()] for run in runs]
+    assert norms[1] == pytest.approx(norms[0], rel=1e-3)

@@ -1,0 +1,61 @@
+"""What the fields of a config say about one another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torchtitan_ext import learning_rate
+from torchtitan_ext.data import loader
+from torchtitan_ext.plugin import geometry, losses, models, optimizers, sections
+
+
+def settle(config: Any) -> None:
+    """Fill in what follows from other fields; idempotent.
+
+    Raises:
+        ValueError: For a learning rate or a model that cannot be told.
+    """
+    sections.settle(config.optimizer, config.given or None)
+    learning_rate.resolve(config.optimizer)
+    if config.model_spec is None:
+        config.model_spec = models.spec(config.model)
+    if config.loss.global_vocab_size is None:
+        config.loss.global_vocab_size = config.model_spec.model.vocab_size
+    loader.settle(config)
+
+
+def validate(config: Any) -> None:
+    """Check the fields that depend on one another.
+
+    Raises:
+        ValueError: Naming the field, what was found and what was expected.
+    """
+    optimizers.validate(config.optimizer)
+    geometry.validate(config)
+    _check_sizes(config.training)
+    loader.validate(config)
+    losses.validate(config)
+    if config.optimizer.name != "AMO" or config.optimizer.allow_unlocked:
+        return
+    if config.optimizer.amo.observe_only:  # which has no plan to lock
+        return
+    lock_step, steps = config.optimizer.amo.lock_step, config.training.steps
+    if steps < lock_step:
+        raise ValueError(
+            f"training.steps: found {steps}, expected at least observe_until + transition_steps = "
+            f"{lock_step} of [optimizer.amo], where the plan locks "
+            "(or optimizer.allow_unlocked = true)"
+        )
+
+
+def _check_sizes(training: Any) -> None:
+    for field in ("steps", "seq_len", "local_batch_size"):
+        found = getattr(training, field)
+        if found < 1:
+            raise ValueError(f"training.{field}: found {found}, expected an integer >= 1")
+    found = training.global_batch_size
+    if found < 1 and found != -1:
+        raise ValueError(
+            f"training.global_batch_size: found {found}, expected an integer >= 1, or -1 for "
+            "local_batch_size times the data-parallel degree"
+        )
