@@ -110,8 +110,9 @@ class MuonConfig:
     ns_guard_bound: float = 1.1
     """A residual ``||X X^T - I||_F / sqrt(min(m, n))`` above this is warned of; > 0. Singular
     values below ``sqrt(2)`` leave at most 1."""
-    adamw_implementation: str = "foreach"
-    """PyTorch's AdamW for the rest of the parameters: ``foreach``, ``fused`` or ``for-loop``."""
+    adamw_implementation: str = "auto"
+    """PyTorch's AdamW for the rest of the parameters: ``auto`` (``foreach`` on CPU, else
+    ``fused``), ``foreach``, ``fused`` or ``for-loop``."""
 
     def __post_init__(self) -> None:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
@@ -127,7 +128,9 @@ class MuonConfig:
         _require_real("ns_guard_bound", self.ns_guard_bound, "a number > 0", 5e-324, math.inf)
         _require_choice("nonfinite", self.nonfinite, ("error", "skip_step"))
         _require_choice(
-            "adamw_implementation", self.adamw_implementation, ("foreach", "fused", "for-loop")
+            "adamw_implementation",
+            self.adamw_implementation,
+            ("auto", "foreach", "fused", "for-loop"),
         )
         for field in ("nesterov", "cuda_graphs"):
             found = getattr(self, field)

@@ -256,6 +256,8 @@ class _TaskRun:
         parts, self._arrived = arriving.of(task)
         self._places = _in_matrices(whole, parts)
         self._leaving, self._packed = leaving.of(task)
+        self._known: object = None
+        self._held: tuple[list[Tensor], list[Tensor]] | None = None
 
     def run(self, read: Read, compute: Compute, write: Write) -> None:
         """Put the matrices together, compute, pack what leaves, write what stays."""
@@ -263,13 +265,24 @@ class _TaskRun:
             read(self._task.kept, self._kept)
         if self._arrived:
             torch._foreach_copy_(self._places, self._arrived)
-        results = compute(self._task, self._matrices)
-        whole = dict(zip(self._task.owned, results, strict=True))
-        if self._leaving:
+        leaving, kept = self._cut(compute(self._task, self._matrices))
+        if leaving:
             with span("amo::scatter"):
-                torch._foreach_copy_(self._packed, _in_matrices(whole, self._leaving))
-        if self._kept:
-            write(self._task.kept, _as_local(whole, self._task.kept))
+                torch._foreach_copy_(self._packed, leaving)
+        if kept:
+            write(self._task.kept, kept)
+
+    def _cut(self, results: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """The parts of results that leave, and those that stay."""
+        place = [(each.data_ptr(), each.stride(), each.dtype) for each in results]
+        if self._held is None or place != self._known:
+            whole = dict(zip(self._task.owned, results, strict=True))
+            found = _in_matrices(whole, self._leaving), _as_local(whole, self._task.kept)
+            # Views keep memory: only of results that come where they came the last time.
+            self._held = found if place == self._known else None
+            self._known = place
+            return found
+        return self._held
 
 
 @dataclasses.dataclass(slots=True)

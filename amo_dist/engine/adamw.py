@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from amo_dist.distributed.layout import local_tensor
 from amo_dist.engine.parameters import Entry
+from amo_dist.engine.pieces import Locals
 
 
 def make_state(param: Tensor, implementation: str) -> dict[str, Tensor]:
@@ -29,43 +29,81 @@ def make_state(param: Tensor, implementation: str) -> dict[str, Tensor]:
     }
 
 
-def step_adamw(
-    entries: Sequence[Entry],
-    grads: Sequence[Tensor | None],
-    states: Mapping[Tensor, Mapping[str, Tensor]],
-    groups: Sequence[Mapping[str, Any]],
-    implementation: str,
-) -> None:
-    """Update the parameters without matrices, in place; the bits are those of whole tensors.
+class AdamW:
+    """Updates the parameters without matrices, in place; the bits are those of whole tensors.
 
     Args:
         entries: All parameters of the process.
-        grads: Their local gradients; None for a parameter to skip.
         states: By parameter, what `make_state` made.
-        groups: Parameter groups with ``lr``, ``lr_scale``, ``betas``, ``eps``, ``weight_decay``.
+        groups: Parameter groups with ``lr``, ``lr_scale``, ``betas``, ``eps``, ``weight_decay``;
+            read at every step.
         implementation: ``foreach``, ``fused`` or ``for-loop``.
     """
-    by_group: dict[int, list[tuple[Entry, Tensor]]] = defaultdict(list)
-    for entry, grad in zip(entries, grads, strict=True):
-        if not entry.views and grad is not None:
-            by_group[entry.group].append((entry, grad))
-    for index, members in by_group.items():
-        group = groups[index]
-        held = [states[entry.param] for entry, _ in members]
+
+    def __init__(
+        self,
+        entries: Sequence[Entry],
+        states: Mapping[Tensor, Mapping[str, Tensor]],
+        groups: Sequence[Mapping[str, Any]],
+        implementation: str,
+    ) -> None:
+        self.implementation = implementation
+        self._states, self._groups = states, groups
+        self._own = [(index, e) for index, e in enumerate(entries) if not e.views]
+        self._means, self._squares = Locals(), Locals()
+
+    @property
+    def can_leave_out(self) -> bool:
+        """Whether `step` takes ``bad``."""
+        return self.implementation == "fused" or not self._own
+
+    def step(
+        self,
+        params: Sequence[Tensor],
+        grads: Sequence[Tensor | None],
+        bad: Tensor | None = None,
+    ) -> None:
+        """Take a step.
+
+        Args:
+            params: Local tensors of all parameters of the process.
+            grads: Their local gradients; None for a parameter to skip.
+            bad: 0-dim, boolean, on the device: where true, nothing changes.
+        """
+        held = [self._states[entry.param] for _, entry in self._own]
+        means = self._means.take([state["exp_avg"] for state in held])
+        squares = self._squares.take([state["exp_avg_sq"] for state in held])
+        by_group: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
+        for (index, entry), state, *moments in zip(self._own, held, means, squares, strict=True):
+            param, grad = params[index], grads[index]
+            if grad is not None:
+                by_group[entry.group].append((param, grad.to(param.dtype), *moments, state["step"]))
+        found_inf = None if bad is None else bad.to(torch.float32)
+        for index, members in by_group.items():
+            self._step(self._groups[index], members, found_inf)
+
+    def _step(
+        self,
+        group: Mapping[str, Any],
+        members: Sequence[tuple[Tensor, ...]],
+        found_inf: Tensor | None,
+    ) -> None:
         beta1, beta2 = group["betas"]
         lr = group["lr"] * group["lr_scale"]
-        if isinstance(lr, Tensor) and implementation == "foreach":
+        if isinstance(lr, Tensor) and self.implementation == "foreach":
             # PyTorch refuses a tensor here. Reading it waits for the device only if it lies there.
             lr = lr.item()
+        params, grads, means, squares, steps = map(list, zip(*members, strict=True))
         adamw(
-            [local_tensor(entry.param) for entry, _ in members],
-            [grad.to(entry.param.dtype) for entry, grad in members],
-            [local_tensor(state["exp_avg"]) for state in held],
-            [local_tensor(state["exp_avg_sq"]) for state in held],
+            params,
+            grads,
+            means,
+            squares,
             [],
-            [state["step"] for state in held],
-            foreach=implementation == "foreach",
-            fused=implementation == "fused",
+            steps,
+            foreach=self.implementation == "foreach",
+            fused=self.implementation == "fused",
+            found_inf=found_inf,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,

@@ -44,12 +44,13 @@ class AdaptiveDriver(Driver):
             in_background=policy.observes_in_background, trials=policy.trials()
         )
 
-    def begin(self, check: GradientCheck | None) -> None:
+    def begin(self, check: GradientCheck | None, *, saving: bool = False) -> None:
         """Agree on what was observed, and plan where it is time to; a collective if there is one.
 
         Raises:
             RankMismatchError: On every rank, where an observation in the background failed on some.
         """
+        super().begin(check, saving=saving)
         if self._under_way is not None:
             assert check is not None
             orders, self._under_way = self._under_way, None

@@ -71,8 +71,30 @@ class Driver:
         """Go on in a world that is known, with a policy that is bound; communicates nothing."""
         self._world = world
 
-    def begin(self, check: GradientCheck | None) -> None:
-        """What must be done before the next step, or before state is saved."""
+    def settle(self, check: GradientCheck | None, *, saving: bool = False) -> None:
+        """Look at the verdict of the last step, where nobody waited for it.
+
+        Args:
+            check: Which knows it; None before the first step.
+            saving: As for `GradientCheck.settle`.
+
+        Raises:
+            As `GradientCheck.agree`, of that step, which then counts as not taken.
+        """
+        if check is None or not check.is_pending:
+            return
+        try:
+            fault = check.settle(saving=saving)
+        except Exception:
+            self.steps_taken -= not check.is_pending
+            raise
+        if fault:
+            self.steps_skipped += 1
+            logger.warning("step %d skipped: %s", self.steps_taken, fault)
+
+    def begin(self, check: GradientCheck | None, *, saving: bool = False) -> None:
+        """What must be done before the next step, or before state is saved; see `settle`."""
+        self.settle(check, saving=saving)
 
     def orders(self, matrices: Sequence[str]) -> Orders:
         """What the next step does.

@@ -11,17 +11,17 @@ from torch import Tensor
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.exchange import Exchange
-from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.plan import Part, Task
 from amo_dist.distributed.spans import span
 from amo_dist.engine import adamw
 from amo_dist.engine.batches import Batches
 from amo_dist.engine.exchange_planning import plan_exchanges
-from amo_dist.engine.gradients import GradientCheck
+from amo_dist.engine.gradients import Agreement, GradientCheck
 from amo_dist.engine.orders import Orders
 from amo_dist.engine.parameters import Parameters, describe_group
+from amo_dist.engine.pieces import Cuts, Locals, as_matrix, cut
 from amo_dist.engine.rule import UpdateRule
-from amo_dist.engine.updates import Updates, as_matrix, cut
+from amo_dist.engine.updates import Updates
 from amo_dist.engine.world import World
 from amo_dist.kernels.devices import BACKENDS, make_kernels
 from amo_dist.kernels.elementwise import wide_dtype
@@ -66,11 +66,18 @@ class Engine:
             ns_backend=config.ns_backend,
             cuda_graphs=config.cuda_graphs,
         )
+        how = config.adamw_implementation
+        if how == "auto":
+            how = "fused" if self.kernels.is_asynchronous else "foreach"
+        self._adamw = adamw.AdamW(parameters.entries, state, groups, how)
         self._batches = Batches(parameters, self.kernels)
         self._updates = Updates(parameters, groups, state, rule, self.kernels)
         self._orders: Orders | None = None
         self._grads: Sequence[Tensor | None] = ()
-        self._buffers: Mapping[int, Tensor] = {}
+        self._local_params, self._local_buffers = Locals(), Locals()
+        self._params: Sequence[Tensor] = ()
+        self._buffers: Sequence[Tensor] = ()
+        self._cuts = Cuts(parameters)
         self._exchange_key: object = None
         self._wide_dtype = wide_dtype(getattr(torch, config.momentum_dtype))
         self._prepares = type(rule).prepare is not UpdateRule.prepare
@@ -83,7 +90,7 @@ class Engine:
                 own = self._rule.state(entry.param, entry.views[0].dim)
                 state = {"momentum_buffer": torch.zeros_like(entry.param, dtype=dtype), **own}
             else:
-                state = adamw.make_state(entry.param, self._config.adamw_implementation)
+                state = adamw.make_state(entry.param, self._adamw.implementation)
             for value in state.values():
                 value.requires_grad_(False)
             self._state[entry.param] = state
@@ -93,7 +100,7 @@ class Engine:
         self.world = world
         self.check = GradientCheck(world, self.parameters, self._config, self.kernels)
 
-    def agree(self, orders: Orders, intent: Sequence[str]) -> tuple[str, list[Tensor | None]]:
+    def agree(self, orders: Orders, intent: Sequence[str]) -> Agreement:
         """Agree on what a step is about to do and on its gradients; a collective over the world.
 
         Whether this rank plans an exchange is part of it: planning is a collective.
@@ -102,32 +109,34 @@ class Engine:
             orders: Of the step.
             intent: Lines that must be alike on all ranks.
 
-        Returns:
-            As `GradientCheck.agree`.
-
         Raises:
             As `GradientCheck.agree`.
         """
         assert self.world is not None
         assert self.check is not None
         plans = self._key(orders) != self._exchange_key
+        # What is measured of a step that may be none would have to be forgotten, planning is a
+        # collective that reads, and not every AdamW of PyTorch's leaves out a step by itself.
+        goes_on = self.kernels.is_asynchronous and not plans and not orders.probes
+        waits = not (goes_on and self._adamw.can_leave_out)
         # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
         groups = self._groups if self.world.shares_all else []
         lines = [*intent, f"{'a new' if plans else 'the last'} exchange plan"]
+        lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         for index, group in enumerate(groups):
             lines.append(f"group {index}: {describe_group(group, self._rule.defaults)}")
-        return self.check.agree("\n".join(lines), skips=self._config.nonfinite == "skip_step")
+        return self.check.agree(orders.step, "\n".join(lines), waits=waits)
 
-    def run(self, orders: Orders, grads: Sequence[Tensor | None]) -> None:
+    def run(self, orders: Orders, agreed: Agreement) -> None:
         """Update every parameter; a collective over the ranks that share parameters.
 
         Args:
             orders: As all ranks have agreed on them.
-            grads: This rank's part of each gradient; None where no rank has one.
+            agreed: What `agree` returned.
         """
         assert self.world is not None
         assert self.check is not None
-        self._begin(orders, grads)
+        self._begin(orders, agreed)
         try:
             self._plan_exchanges(orders)
             for index, exchange in enumerate(self.exchanges):
@@ -138,23 +147,27 @@ class Engine:
             self._updates.finish(self.world)
         finally:
             # Gradients would live on, past the user's zero_grad().
-            self._grads, self._buffers = (), {}
+            self._grads = ()
             self._updates.end()
-        self.check.report_updates(self._batches.take_nonfinite())
+        self.check.report_updates(self._batches.take_nonfinite(), agreed.bad)
 
-    def _begin(self, orders: Orders, grads: Sequence[Tensor | None]) -> None:
+    def _begin(self, orders: Orders, agreed: Agreement) -> None:
         """Take this rank's gradients into the momentum."""
-        entries = self.parameters.entries
+        entries, state = self.parameters.entries, self._state
+        self._params = self._local_params.take([entry.param for entry in entries])
+        # Of a parameter without momentum, which nobody asks for, the parameter.
+        self._buffers = self._local_buffers.take(
+            [state[e.param]["momentum_buffer"] if e.views else e.param for e in entries]
+        )
+        grads = agreed.grads
         moving = [i for i, entry in enumerate(entries) if entry.views and grads[i] is not None]
-        buffers = [local_tensor(self._state[entries[i].param]["momentum_buffer"]) for i in moving]
+        self.kernels.begin_step(agreed.bad)
         with span("amo::momentum"):
-            found = [grads[i] for i in moving]
+            buffers, found = [self._buffers[i] for i in moving], [grads[i] for i in moving]
             self.kernels.update_momentum(buffers, found, self._config.momentum)  # type: ignore[arg-type]
         self._orders, self._grads = orders, grads
-        self._buffers = dict(zip(moving, buffers, strict=True))
-        self.kernels.begin_step()
         self._batches.begin_step(orders.schedules)
-        self._updates.begin(grads)
+        self._updates.begin(self._params, grads, agreed.bad)
 
     def _read(self, parts: Sequence[Part], places: Sequence[Tensor]) -> None:
         """Write the momentum to orthogonalize; zeros where a parameter has no gradient.
@@ -162,14 +175,16 @@ class Engine:
         What travels must not depend on which gradients exist: sizes were agreed before.
         """
         buffers, grads, found, held = [], [], [], []
-        for part, place in zip(parts, places, strict=True):
-            tensor = self.parameters.matrices[part.matrix].tensor
+        matrices, of_parts = self.parameters.matrices, self._cuts.take(self._buffers, parts)
+        for part, place, buffer in zip(parts, places, of_parts, strict=True):
+            tensor = matrices[part.matrix].tensor
             grad = self._grads[tensor]
             if grad is None:
                 place.zero_()
                 continue
-            buffers.append(cut(self._buffers[tensor], part.piece.source))
-            grads.append(cut(grad, part.piece.source))
+            buffers.append(buffer)
+            is_whole = buffer is self._buffers[tensor]
+            grads.append(grad if is_whole else cut(grad, part.piece.source))
             found.append(as_matrix(place))
             held.append(part)
         if not self._prepares:
@@ -201,9 +216,8 @@ class Engine:
         return results
 
     def _step_adamw(self) -> None:
-        entries, how = self.parameters.entries, self._config.adamw_implementation
         with span("amo::adamw"):
-            adamw.step_adamw(entries, self._grads, self._state, self._groups, how)
+            self._adamw.step(self._params, self._grads, self.kernels.bad)
 
     # ---------------------------------------------------------------- exchange
 

@@ -92,9 +92,16 @@ def local_gradient(param: Tensor) -> Tensor | None:
         assert isinstance(param, DTensor)
         if gradient_is_misplaced(param):
             grad = grad.redistribute(placements=param.placements)
-        local: Tensor = grad.to_local()
-        return local.wait() if hasattr(local, "wait") else local
+        return raw_gradient(grad)
     return grad
+
+
+def raw_gradient(grad: Tensor) -> Tensor:
+    """This rank's part of a gradient as it is; of a misplaced one that is no part of the sum."""
+    if not isinstance(grad, DTensor):
+        return grad
+    local: Tensor = grad._local_tensor
+    return local.wait() if hasattr(local, "wait") else local
 
 
 def describe_group(group: Mapping[str, Any], own: Iterable[str] = ()) -> str:
@@ -112,6 +119,13 @@ def describe_group(group: Mapping[str, Any], own: Iterable[str] = ()) -> str:
     numbers |= {key: float(group[key]) for key in ("lr_scale", "weight_decay", "eps", *own)}
     numbers["betas"] = tuple(float(beta) for beta in group["betas"])
     return ", ".join(f"{key} {value}" for key, value in numbers.items())
+
+
+def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
+    """That of a group, with its factor: a tensor only where it lies on a device."""
+    rate: float | Tensor = group["lr"] * group["lr_scale"]
+    is_near = isinstance(rate, Tensor) and rate.device.type == "cpu"
+    return float(rate) if is_near else rate
 
 
 def check_groups(groups: Any) -> list[dict[str, Any]]:

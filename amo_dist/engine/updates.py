@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.config import Box
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.plan import Part
 from amo_dist.distributed.spans import span
-from amo_dist.engine.parameters import Parameters
+from amo_dist.engine.parameters import Parameters, learning_rate
+from amo_dist.engine.pieces import Cuts, as_matrix, cut, cut_like
 from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
 from amo_dist.engine.world import World
 from amo_dist.kernels.interface import Kernels
@@ -48,21 +49,27 @@ class Updates:
         ]
         self._params: Sequence[Tensor] = ()
         self._grads: Sequence[Tensor | None] = ()
+        self._bad: Tensor | None = None
+        self._cuts = Cuts(parameters)
+        self._scales = [rule.scale(matrix.shape) for matrix in parameters.matrices]
         # Results whose rule waits for a sum over the matrix, each with this rank's share of it.
         self._pending: list[tuple[Part, Finish, Tensor]] = []
 
-    def begin(self, grads: Sequence[Tensor | None]) -> None:
+    def begin(
+        self, params: Sequence[Tensor], grads: Sequence[Tensor | None], bad: Tensor | None
+    ) -> None:
         """Begin a step.
 
         Args:
+            params: Local tensors of the parameters.
             grads: By parameter; None for one that is skipped on all ranks.
+            bad: As for `Kernels.begin_step`; state of the rule's own stays as it is, too.
         """
-        self._params = [local_tensor(entry.param) for entry in self._parameters.entries]
-        self._grads = grads
+        self._params, self._grads, self._bad = params, grads, bad
 
     def end(self) -> None:
         """Forget all that belongs to a step."""
-        self._params, self._grads, self._pending = (), (), []
+        self._params, self._grads, self._pending, self._bad = (), (), [], None
 
     def piece(self, part: Part) -> MatrixPiece:
         """What a rule is told of a piece."""
@@ -70,7 +77,7 @@ class Updates:
         entry = self._parameters.entries[matrix.tensor]
         param, box = self._params[matrix.tensor], part.piece.source
         state = {
-            name: _cut_like(local_tensor(value), box, param.shape)
+            name: cut_like(local_tensor(value), box, param.shape)
             for name, value in self._state[entry.param].items()
         }
         dim, group = entry.views[0].dim, self._groups[entry.group]
@@ -78,19 +85,19 @@ class Updates:
 
     def take(self, parts: Sequence[Part], values: Sequence[Tensor]) -> None:
         """Results for pieces of this rank; lent, so that they are used up here."""
-        matrices = self._parameters.matrices
-        arrived = [
-            (part, value)
-            for part, value in zip(parts, values, strict=True)
-            if self._grads[matrices[part.matrix].tensor] is not None
-        ]
-        if self._finishes:
-            with span("amo::finish"):
-                arrived = self._advance(
-                    (part, self._rule.finish(as_matrix(value), self.piece(part)), None)
-                    for part, value in arrived
-                )
-        self._apply(arrived)
+        if not self._finishes:
+            self._apply(parts, values)
+            return
+        with span("amo::finish"):
+            done = self._advance(
+                (part, self._rule.finish(as_matrix(value), self.piece(part)), None)
+                for part, value in zip(parts, values, strict=True)
+                if self._has_gradient(part)
+            )
+        self._apply(*done)
+
+    def _has_gradient(self, part: Part) -> bool:
+        return self._grads[self._parameters.matrices[part.matrix].tensor] is not None
 
     def finish(self, world: World) -> None:
         """Add up the sums that rules wait for, and write the rest; a collective if there are any.
@@ -102,21 +109,36 @@ class Updates:
                 totals = self._add_up(number, world)
                 pending, self._pending = self._pending, []
                 done = self._advance((part, each, totals[part.matrix]) for part, each, _ in pending)
-            self._apply(done)
+            self._apply(*done)
 
     def _advance(
         self, waiting: Iterable[tuple[Part, Finish, Tensor | None]]
-    ) -> list[tuple[Part, Tensor]]:
+    ) -> tuple[list[Part], list[Tensor]]:
         """Send each generator its sum; those that return are done, the others wait for the next."""
-        done: list[tuple[Part, Tensor]] = []
+        parts: list[Part] = []
+        updates: list[Tensor] = []
         for part, finish, total in waiting:
-            try:
-                share = finish.send(total)  # type: ignore[arg-type]
-            except StopIteration as stop:
-                done.append((part, stop.value))
-            else:
-                self._pending.append((part, finish, share))
-        return done
+            with self._guarded(part):
+                try:
+                    share = finish.send(total)  # type: ignore[arg-type]
+                except StopIteration as stop:
+                    parts.append(part)
+                    updates.append(stop.value)
+                else:
+                    self._pending.append((part, finish, share))
+        return parts, updates
+
+    @contextlib.contextmanager
+    def _guarded(self, part: Part) -> Iterator[None]:
+        """Take back what the body does to state of the rule's own, where the step is bad."""
+        if self._bad is None:
+            yield
+            return
+        own = [value for name, value in self.piece(part).state.items() if name != "momentum_buffer"]
+        before = [value.clone() for value in own]
+        yield
+        for value, old in zip(own, before, strict=True):
+            value.copy_(torch.where(self._bad, old, value))
 
     def _add_up(self, number: int, world: World) -> dict[int, Tensor]:
         """The totals of the ``number``-th sum, by matrix, over all of its ranks."""
@@ -140,41 +162,23 @@ class Updates:
                 totals.update(zip(here, parts, strict=True))
         return totals
 
-    def _apply(self, updates: Sequence[tuple[Part, Tensor]]) -> None:
+    def _apply(self, parts: Sequence[Part], updates: Sequence[Tensor]) -> None:
         """Decay the pieces of the parameters, and subtract their scaled updates."""
-        by_group: dict[int, list[tuple[Tensor, Tensor, float]]] = defaultdict(list)
-        for part, value in updates:
-            matrix = self._parameters.matrices[part.matrix]
-            place = cut(self._params[matrix.tensor], part.piece.source)
-            by_group[self._parameters.entries[matrix.tensor].group].append(
-                (place, as_matrix(value), self._rule.scale(matrix.shape))
-            )
+        places = self._cuts.take(self._params, parts)
+        values = [each if each.dim() == 2 else as_matrix(each) for each in updates]
+        by_group: dict[int, list[int]] = defaultdict(list)
+        matrices, entries = self._parameters.matrices, self._parameters.entries
+        for position, part in enumerate(parts):
+            tensor = matrices[part.matrix].tensor
+            if self._grads[tensor] is not None:
+                by_group[entries[tensor].group].append(position)
         with span("amo::update"):
             for index, members in by_group.items():
                 group = self._groups[index]
-                places, values, scales = map(list, zip(*members, strict=True))
                 self._kernels.apply_update(
-                    places,
-                    values,
-                    lr=group["lr"] * group["lr_scale"],
+                    [places[position] for position in members],
+                    [values[position] for position in members],
+                    lr=learning_rate(group),
                     weight_decay=group["weight_decay"],
-                    scale=scales,
+                    scale=[self._scales[parts[position].matrix] for position in members],
                 )
-
-
-def as_matrix(tensor: Tensor) -> Tensor:
-    """Without the leading dims of a piece, which all have size 1."""
-    return tensor if tensor.dim() == 2 else tensor.view(tensor.shape[-2:])
-
-
-def cut(local: Tensor, box: Box) -> Tensor:
-    """The box of a local tensor, as a matrix; shares memory."""
-    if all(stop - start == size for (start, stop), size in zip(box, local.shape, strict=True)):
-        return as_matrix(local)
-    return as_matrix(local[tuple(slice(start, stop) for start, stop in box)])
-
-
-def _cut_like(value: Tensor, box: Box, shape: torch.Size) -> Tensor:
-    """The box of a tensor in this shape, or with size 1 where the shape has another."""
-    pairs = zip(box, value.shape, shape, strict=True)
-    return cut(value, tuple(each if size == whole else (0, 1) for each, size, whole in pairs))

@@ -7,7 +7,7 @@ beside it, and an override in ``cpu/kernels.py`` or ``cuda/kernels.py``.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from amo_dist.kernels.cpu.backends import Backend, choose_backend
 from amo_dist.kernels.cpu.program import Program
 from amo_dist.kernels.cpu.workspace import Workspace
 from amo_dist.kernels.plain import Recipe, first_iterate, iterate
+from amo_dist.kernels.scratch import Scratch
 
 Tensors = Sequence[Tensor]
 
@@ -27,10 +28,12 @@ class Orthogonalizer:
 
     Args:
         recipe: What is done to each matrix.
+        keep: Puts results where they are found again at the next run; None leaves them.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, recipe: Recipe, keep: Callable[[Tensor], Tensor] | None = None) -> None:
         self.recipe = recipe
+        self._keep = keep
 
     def __call__(self, matrices: Tensors) -> Tensor:
         """Orthogonalize as training does: whatever arrives is first rounded to the dtype.
@@ -49,7 +52,8 @@ class Orthogonalizer:
     def run(self, matrices: Tensors) -> Tensor:
         """The same without rounding first: norms are those of the matrices as they come."""
         x = matrices[0] if len(matrices) == 1 else torch.stack(list(matrices))
-        return self._orthogonalize(x).view(len(matrices), *x.shape[-2:])
+        found = self._orthogonalize(x).view(len(matrices), *x.shape[-2:])
+        return found if self._keep is None else self._keep(found)
 
     def _orthogonalize(self, x: Tensor) -> Tensor:
         """One matrix ``(m, n)`` or one batch ``(b, m, n)``."""
@@ -75,6 +79,8 @@ class Kernels:
         ns_backend: How its steps are run; see `amo_dist.kernels.devices.BACKENDS`.
     """
 
+    is_asynchronous = True
+    """Whether calls return before their work is done, so that reading a value waits for it."""
     task_elements: int | None = None
     """How many elements to orthogonalize together, so that caches hold them; None for all."""
     _auto = "standard"
@@ -83,17 +89,37 @@ class Kernels:
     def __init__(self, ns_dtype: torch.dtype, ns_backend: str = "auto") -> None:
         self.ns_dtype = ns_dtype
         self.ns_backend = ns_backend
+        self._scratch = Scratch()
+        self.bad: Tensor | None = None
+        """As told to `begin_step`."""
 
-    def begin_step(self) -> None:
-        """Tell that an optimizer step begins."""
+    def begin_step(self, bad: Tensor | None = None) -> None:
+        """Tell that an optimizer step begins.
+
+        Args:
+            bad: 0-dim, boolean, on the device: where true, momentum and parameters stay as they
+                are, whatever comes in. Only where `is_asynchronous`.
+        """
+        self.bad = bad
+
+    def fetch(self, values: Tensor) -> Callable[[], list[int]]:
+        """Begin to bring a small vector to the host.
+
+        Args:
+            values: 1-D, of integers; may change after this returns.
+
+        Returns:
+            What waits until it is there, and returns it.
+        """
+        return values.clone().tolist
 
     def update_momentum(self, buffers: Tensors, grads: Tensors, momentum: float) -> None:
         """See `elementwise.update_momentum`."""
-        elementwise.update_momentum(buffers, grads, momentum)
+        elementwise.update_momentum(buffers, grads, momentum, bad=self.bad, scratch=self._scratch)
 
     def nesterov(self, buffers: Tensors, grads: Tensors, momentum: float, out: Tensors) -> None:
         """See `elementwise.nesterov`."""
-        elementwise.nesterov(buffers, grads, momentum, out)
+        elementwise.nesterov(buffers, grads, momentum, out, scratch=self._scratch)
 
     def apply_update(
         self,
@@ -105,9 +131,17 @@ class Kernels:
         scale: Sequence[float],
     ) -> None:
         """See `elementwise.apply_update`; one scale for each parameter."""
-        elementwise.apply_update(params, updates, lr=lr, weight_decay=weight_decay, scale=scale)
+        elementwise.apply_update(
+            params,
+            updates,
+            lr=lr,
+            weight_decay=weight_decay,
+            scale=scale,
+            bad=self.bad,
+            scratch=self._scratch,
+        )
 
-    def exceed(self, tensors: Tensors, bounds: Sequence[float]) -> Tensor:
+    def exceed(self, tensors: Tensors, bounds: Sequence[float] | Tensor) -> Tensor:
         """See `elementwise.exceed`."""
         return elementwise.exceed(tensors, bounds)
 
@@ -164,4 +198,13 @@ class Kernels:
         return self._lay_out((count, *shape), recipe, slot)
 
     def _lay_out(self, shape: Sequence[int], recipe: Recipe, slot: int) -> Orthogonalizer:
-        return Orthogonalizer(recipe)
+        return Orthogonalizer(recipe, self._keeper(slot))
+
+    def _keeper(self, slot: int) -> Callable[[Tensor], Tensor]:
+        """Copies results to memory that stays, so that views of them need not be made anew."""
+
+        def keep(found: Tensor) -> Tensor:
+            _, (kept,) = self._scratch.take(f"result {slot}", [found], found.dtype)
+            return kept.copy_(found)
+
+        return keep

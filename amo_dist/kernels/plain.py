@@ -98,7 +98,10 @@ def symmetric_product(
     x: Tensor, added: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
 ) -> Tensor:
     """``beta * added + alpha * x x^T``, or ``x x^T`` alone."""
-    return x @ x.mT if added is None else fused(added, x, x.mT, beta, alpha)
+    if added is not None:
+        return fused(added, x, x.mT, beta, alpha)
+    # `@` of batches reshapes six times on the way to the same product.
+    return torch.mm(x, x.mT) if x.dim() == 2 else torch.bmm(x, x.mT)
 
 
 def iterate(

@@ -156,6 +156,11 @@ class Muon(torch.optim.Optimizer):
                 ranks only.
             RankMismatchError: On every rank, where ranks hold different structures, schedules or
                 hyperparameters.
+
+        On devices nothing here waits for the device in most steps: what is wrong with a step
+        leaves parameters and state as they were, and is raised by the next one, or when state is
+        saved. Steps wait that observe, measure a residual, deal matrices anew, or bring gradients
+        to the placements of their parameters.
         """
         loss = None
         if closure is not None:
@@ -175,12 +180,12 @@ class Muon(torch.optim.Optimizer):
             orders = orders.with_probe(Probe(names, tracker.measure, is_wide=True))
         else:
             tracker = None
-        fault, grads = engine.agree(orders, driver.describe(orders))
-        if fault:
-            logger.warning("step %d skipped: %s", orders.step, fault)
+        agreed = engine.agree(orders, driver.describe(orders))
+        if agreed.fault:
+            logger.warning("step %d skipped: %s", orders.step, agreed.fault)
         else:
-            engine.run(orders, grads)
-        driver.finish(orders, skipped=bool(fault))
+            engine.run(orders, agreed)
+        driver.finish(orders, skipped=bool(agreed.fault))
         if tracker is not None:
             tracker.collect(orders.step, world)
 
@@ -211,6 +216,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
         """
+        self._driver.settle(self._engine.check)
         if self._engine.check is not None:
             self._engine.check.agree_on_updates()
 
@@ -281,8 +287,9 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             RankMismatchError: On every rank, where an observation in the background failed on some.
+            As `step`: on devices, of the last step, which then was not taken.
         """
-        self._driver.begin(self._engine.check)
+        self._driver.begin(self._engine.check, saving=True)
         if self._engine.check is not None:
             self._engine.check.warn_of_updates()
         return controls.control_record(_control(self._driver))

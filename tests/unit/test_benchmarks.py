@@ -13,7 +13,7 @@ from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.grouping import matrices_by_group
 from amo_dist.schedule.planning import costs_by_group, plan_allocation
 from amo_dist.tools.simulate import OWNERSHIPS, simulate
-from benchmarks import newton_schulz, optimizer_step, overhead, spectra
+from benchmarks import launches, newton_schulz, optimizer_step, overhead, spectra
 from benchmarks.measure import paired, ratio, report, table
 from benchmarks.shapes import ELL_BY_TYPE, MODELS
 
@@ -188,3 +188,12 @@ def test_results_hold_null_where_a_number_is_not_finite(tmp_path: Path) -> None:
     path = tmp_path / "found.json"
     report("found", [{"error": math.nan, "ms": 1.5, "count": 2}], path)
     assert json.loads(path.read_text())["rows"] == [{"error": None, "ms": 1.5, "count": 2}]
+
+
+def test_a_step_on_devices_takes_few_launches(tmp_path: Path) -> None:
+    output = tmp_path / "launches.json"
+    launches.main(["--rounds", "1", "--param-dtype", "bfloat16", "--output", str(output)])
+    (row,) = json.loads(output.read_text())["rows"]
+    # Of 255 parameters: one launch, or one view, for each would be more.
+    assert row["operations"] < 300
+    assert row["views"] < 100

@@ -78,7 +78,7 @@ def test_a_default_implementation_that_nobody_names_changes_nothing(tmp_path: Pa
     file.write_text("[optimizer]\nname = 'Muon'\n[data]\ntokenizer = 'byte'\n")
     config = settings.parse([f"--job.config_file={file}"])
     assert config.optimizer.implementation == "fused"
-    assert built(config).adamw_implementation == "foreach"
+    assert built(config).adamw_implementation == "auto"
 
 
 def test_torchtitans_own_entry_point_and_the_preflight_do_the_same(

@@ -29,6 +29,7 @@ class CpuKernels(Kernels):
     Batches equal the loop over their matrices bit for bit. Arguments as for `Kernels`.
     """
 
+    is_asynchronous = False
     task_elements = 2**21
     _auto = "auto"
 
@@ -81,9 +82,10 @@ class CpuKernels(Kernels):
                 if wide is not part:
                     part.copy_(wide)
 
-    def exceed(self, tensors: Tensors, bounds: Sequence[float]) -> Tensor:
+    def exceed(self, tensors: Tensors, bounds: Sequence[float] | Tensor) -> Tensor:
         """By 2-norms first, which are faster than largest entries."""
-        found = [_exceeds(x, bound) for x, bound in zip(tensors, bounds, strict=True)]
+        numbers = bounds.tolist() if isinstance(bounds, Tensor) else bounds
+        found = [_exceeds(x, bound) for x, bound in zip(tensors, numbers, strict=True)]
         return torch.tensor(found, device="cpu")
 
     def drop_nonfinite(self, updates: Tensor) -> Tensor | None:

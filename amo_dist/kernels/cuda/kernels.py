@@ -6,7 +6,7 @@ name, and graphs where ``cuda_graphs`` is set.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -30,14 +30,34 @@ class CudaKernels(Kernels):
     ) -> None:
         super().__init__(ns_dtype, ns_backend)
         self.graphs = graphs
+        # One is enough: what was fetched is read before the next is.
+        self._landing: Tensor | None = None
 
-    def begin_step(self) -> None:
+    def begin_step(self, bad: Tensor | None = None) -> None:
         """Count a step: what repeats in a few of them is captured."""
+        super().begin_step(bad)
         if self.graphs is not None:
             self.graphs.begin_step()
 
+    def fetch(self, values: Tensor) -> Callable[[], list[int]]:
+        """By a copy to pinned memory, behind what the stream holds by now; the host goes on."""
+        if not values.is_cuda:
+            return super().fetch(values)
+        if self._landing is None or self._landing.shape != values.shape:
+            self._landing = torch.empty_like(values, device="cpu", pin_memory=True)
+        landing, event = self._landing, torch.cuda.Event()
+        landing.copy_(values, non_blocking=True)
+        event.record(torch.cuda.current_stream(values.device))
+
+        def read() -> list[int]:
+            event.synchronize()
+            found: list[int] = landing.tolist()
+            return found
+
+        return read
+
     def _lay_out(self, shape: Sequence[int], recipe: Recipe, slot: int) -> Orthogonalizer:
-        return CudaOrthogonalizer(recipe, self.graphs)
+        return CudaOrthogonalizer(recipe, self._keeper(slot), self.graphs)
 
 
 class CudaOrthogonalizer(Orthogonalizer):
@@ -45,11 +65,14 @@ class CudaOrthogonalizer(Orthogonalizer):
 
     Args:
         recipe: What is done to each matrix.
+        keep: As for `Orthogonalizer`.
         graphs: As for `CudaKernels`.
     """
 
-    def __init__(self, recipe: Recipe, graphs: GraphCache | None) -> None:
-        super().__init__(recipe)
+    def __init__(
+        self, recipe: Recipe, keep: Callable[[Tensor], Tensor], graphs: GraphCache | None
+    ) -> None:
+        super().__init__(recipe, keep)
         self._graphs = graphs
 
     def _orthogonalize(self, x: Tensor) -> Tensor:
