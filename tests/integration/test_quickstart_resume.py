@@ -105,8 +105,8 @@ def test_the_run_goes_through_all_phases_and_learns(reference: Path) -> None:
     assert {"amo/ell/attn_q", "optimizer/observe_seconds"} <= records[-1]["optimizer"].keys()
 
 
-# Before an observation, in the midst of observing, in the transition, after the lock.
-@pytest.mark.parametrize("step", [1, 3, 6, 10])
+# Before an observation, and in the transition; the kills below come in every phase.
+@pytest.mark.parametrize("step", [1, 6])
 def test_a_resumed_run_is_the_same_to_the_last_bit(
     reference: Path, tmp_path: Path, step: int
 ) -> None:
