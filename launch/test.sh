@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests; arguments pass to pytest.
 #
-#   launch/test.sh                   everything, some 35 minutes on two cores, and coverage
+#   launch/test.sh                   everything, half an hour on two cores, and coverage
 #   launch/test.sh -m "not slow"     all that takes seconds
 #   launch/test.sh tests/unit -x     any selection
 #
