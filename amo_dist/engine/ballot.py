@@ -96,6 +96,8 @@ class _Pattern:
     """Of those."""
     bounds: Tensor | list[float]
     """Of those."""
+    is_misplaced: bool
+    """Whether a gradient is in placements of its own."""
 
 
 class Ballot:
@@ -172,7 +174,7 @@ class Ballot:
             names, flags = updates
             matrices.index_copy_(0, self._places_of(names), self._marks(flags))
         vector = max_over(self._vector, self._group)
-        return Cast(vector, grads, any(kind & _MISPLACED for kind in kinds))
+        return Cast(vector, grads, pattern.is_misplaced)
 
     def is_bad(self, vector: Tensor) -> Tensor:
         """Whether a vector of `Cast` forbids the step: 0-dim, boolean, on the device."""
@@ -226,6 +228,7 @@ class Ballot:
             torch.tensor(bounds, dtype=torch.float64, device=self._device)
             if self._is_far
             else bounds,
+            any(kind & _MISPLACED for kind in kinds),
         )
 
     def _places_of(self, names: tuple[str, ...]) -> Tensor:
