@@ -20,7 +20,7 @@ fi
 
 logs="$(mktemp -d)"
 # shellcheck disable=SC2046
-trap 'kill $(jobs -p) 2>/dev/null; rm -rf "$logs"' EXIT
+trap '{ kill $(jobs -p) || true; } 2>/dev/null; rm -rf "$logs"' EXIT
 coverage erase
 status=0
 # Two halves side by side: a core is idle for as long as a test waits for ranks to start.
