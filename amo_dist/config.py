@@ -43,11 +43,17 @@ MOST_STEPS = 100
 PRECONDITIONERS = ("frobenius", "aol")
 """How a matrix is scaled before the first step."""
 
+NS_BACKENDS = (
+    *("auto", "standard", "single", "symmetric", "gram"),
+    *("triton", "gram_newton_schulz"),
+)
+"""How Newton-Schulz may be run; see `amo_dist.kernels.cpu.backends`. On CUDA alone: ``triton``,
+which is ``symmetric`` by tiles in one kernel, and ``gram_newton_schulz``, a package."""
+
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
 _GRANULARITIES = ("operator_type", "layer_group", "shape", "matrix")
-_NS_BACKENDS = ("auto", "standard", "symmetric", "gram", "triton")
 
 
 def _require(condition: bool, field: str, found: object, expected: str) -> None:
@@ -88,8 +94,9 @@ class MuonConfig:
     ns_dtype: str = "bfloat16"
     """Dtype of the Newton-Schulz products, and of matrices on the wire."""
     ns_backend: str = "auto"
-    """How Newton-Schulz is run: ``auto`` (by a cost model), ``standard``, ``symmetric``, ``gram``
-    (where it is stable, else ``symmetric``) or ``triton`` (on CUDA)."""
+    """How Newton-Schulz is run: ``auto`` (on CPU by a cost model; else measured at the first locked
+    step, and kept), ``standard``, ``single`` (one matrix at a time), ``symmetric``, ``gram`` (where
+    it is stable, else ``symmetric``), ``triton`` or ``gram_newton_schulz`` (on CUDA)."""
     cuda_graphs: bool = False
     """On CUDA, capture Newton-Schulz of a schedule that stays, and replay it."""
     momentum_dtype: str = "float32"
@@ -118,7 +125,7 @@ class MuonConfig:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
         _require_real("update_scale", self.update_scale, "a number > 0", 5e-324, math.inf)
         _require_choice("ns_dtype", self.ns_dtype, _WIRE_DTYPES)
-        _require_choice("ns_backend", self.ns_backend, _NS_BACKENDS)
+        _require_choice("ns_backend", self.ns_backend, NS_BACKENDS)
         _require_choice("momentum_dtype", self.momentum_dtype, _DTYPES)
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
         _require_choice("owners", self.owners, ("mesh", "replica"))

@@ -23,7 +23,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amo_dist.config import MuonConfig, Triple
+from amo_dist.config import NS_BACKENDS, MuonConfig, Triple
 from amo_dist.distributed.ownership import assign, load_by_rank
 from amo_dist.distributed.plan import plan_exchange
 from amo_dist.kernels.cpu.backends import STANDARD, Backend, cost
@@ -152,7 +152,7 @@ def measure(
 
     names = [
         name
-        for name in ("standard", "symmetric", "gram", "triton")
+        for name in NS_BACKENDS[1:]
         if runs(name, dtype, options.device) and chosen(name).name == name
     ]
     by_label = contenders([x], steps, dtype, names, options.ell)
@@ -230,7 +230,8 @@ def measure_owned(
     ]
     side = max(size for _, shape in owned for size in shape)
     square = torch.randn(side, side, generator=generator).to(device, dtype)
-    names = [name for name in ("standard", "auto", "triton") if runs(name, dtype, device)]
+    candidates = ("standard", "auto", "single", "triton", "gram_newton_schulz")
+    names = [name for name in candidates if runs(name, dtype, device)]
     by_label = contenders(batches, steps, dtype, names, options.ell)
     gemm = {"gemm": lambda: square @ square}
     seconds = paired({**gemm, **by_label}, options.rounds, clock=options.clock)

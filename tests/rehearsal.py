@@ -123,11 +123,19 @@ class DeviceKernels(CudaKernels):
 
 
 @contextlib.contextmanager
-def on_devices() -> Iterator[None]:
-    """Optimizers built inside take the path for devices; fresh memory holds NaN."""
+def on_devices(*candidates: str) -> Iterator[None]:
+    """Optimizers built inside take the path for devices; fresh memory holds NaN.
 
-    def make(device: object, *, ns_dtype: torch.dtype, **_: object) -> DeviceKernels:
-        return DeviceKernels(ns_dtype)
+    Args:
+        candidates: Backends that ``auto`` chooses among by measuring; ``standard`` without any.
+    """
+
+    def make(
+        device: object, *, ns_dtype: torch.dtype, ns_backend: str, cuda_graphs: bool
+    ) -> DeviceKernels:
+        kernels = DeviceKernels(ns_dtype, ns_backend)
+        kernels.candidates = candidates
+        return kernels
 
     was = torch.are_deterministic_algorithms_enabled()
     # With these PyTorch fills new memory with NaN, and bytes with ones, which are NaN too.

@@ -9,8 +9,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from amo_dist.engine.parameters import Parameters
+from amo_dist.kernels.choice import Work
 from amo_dist.kernels.interface import Kernels
 from amo_dist.schedule.types import Schedule
+
+_MOST_MEASURED = 8
+"""Matrices of a batch that is measured: buckets hold no more of those that take long."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,6 +70,31 @@ class Batches:
                 self._nonfinite[batch.names] = bad
             results.update(zip(batch.positions, found.unbind(), strict=True))
         return [results[position] for position in range(len(owned))]
+
+    def works(self, schedules: Sequence[Schedule]) -> list[Work]:
+        """What all matrices take, as batches of about the size that one rank gets.
+
+        Args:
+            schedules: One for each matrix of the process.
+        """
+        found: dict[tuple[tuple[int, int], Schedule], int] = defaultdict(int)
+        for matrix, schedule in zip(self._parameters.matrices, schedules, strict=True):
+            found[matrix.shape, schedule] += 1
+        num_ranks = max((len(each.ranks) for each in self._parameters.matrices), default=1)
+        return [
+            Work(
+                min(-(-count // num_ranks), _MOST_MEASURED),
+                shape,
+                tuple(schedule.coefficients),
+                schedule.norm_scale,
+                schedule.preconditioner,
+            )
+            for (shape, schedule), count in found.items()
+        ]
+
+    def forget(self) -> None:
+        """Lay all batches out anew: their kernels have changed."""
+        self._known.clear()
 
     def take_nonfinite(self) -> dict[tuple[str, ...], Tensor]:
         """By names of matrices, which results were NaN or inf since the last call: boolean, 1-D."""

@@ -108,7 +108,7 @@ class Driver:
         return Orders(
             step,
             schedules=self.schedules_of(matrices, step),
-            is_settled=self.policy.phase(step) == "locked",
+            is_settled=self.policy.phase(step) in ("locked", "uniform"),
             checked=checked,
             probes=probes,
         )

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amo_dist.config import MuonConfig
+from amo_dist.config import NS_BACKENDS, MuonConfig
+from amo_dist.distributed.agreement import gather_json
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.plan import Part, Task
 from amo_dist.distributed.spans import span
@@ -23,7 +24,8 @@ from amo_dist.engine.pieces import Cuts, Locals, as_matrix, cut
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.updates import Updates
 from amo_dist.engine.world import World
-from amo_dist.kernels.devices import BACKENDS, make_kernels
+from amo_dist.kernels import choice
+from amo_dist.kernels.devices import make_kernels
 from amo_dist.kernels.elementwise import wide_dtype
 from amo_dist.schedule.types import Schedule
 
@@ -122,6 +124,7 @@ class Engine:
         # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
         groups = self._groups if self.world.shares_all else []
         lines = [*intent, f"{'a new' if plans else 'the last'} exchange plan"]
+        lines.append(f"kernels {self.chosen}")
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         for index, group in enumerate(groups):
             lines.append(f"group {index}: {describe_group(group, self._rule.defaults)}")
@@ -228,6 +231,8 @@ class Engine:
     def _plan_exchanges(self, orders: Orders) -> None:
         assert self.world is not None
         if self._key(orders) != self._exchange_key:
+            if orders.is_settled and self._config.ns_backend == "auto":
+                self._choose_kernels(orders.schedules)
             self.exchanges = plan_exchanges(
                 self.parameters,
                 orders.schedules,
@@ -237,6 +242,29 @@ class Engine:
                 kernels=self.kernels,
             )
             self._exchange_key = self._key(orders)
+
+    def _choose_kernels(self, schedules: Sequence[Schedule]) -> None:
+        """Measure what runs the locked schedules fastest, where nothing is chosen yet.
+
+        A collective over the world, where it may wait: matrices are dealt anew in this step.
+        """
+        assert self.world is not None
+        works = [work for work in self._batches.works(schedules) if work.key not in self.chosen]
+        found = choice.measure(self.kernels, works, self.parameters.device)
+        chosen = choice.choose(gather_json(found, self.world.group))
+        if chosen:
+            self.chosen.update(chosen)
+            self._batches.forget()
+
+    @property
+    def chosen(self) -> dict[str, str]:
+        """Which kernels were found to be fastest, by `kernels.interface.backend_key`."""
+        return self.kernels.chosen
+
+    def take_chosen(self, chosen: Mapping[str, str]) -> None:
+        """Take the choice of a checkpoint, as far as these kernels run here."""
+        known = {key: name for key, name in chosen.items() if name in self.kernels.candidates}
+        self.kernels.chosen = known if self._config.ns_backend == "auto" else {}
 
     def sent_bytes_by_peer(self) -> dict[int, int]:
         """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
@@ -252,7 +280,9 @@ class Engine:
             self.kernels.backend_name(matrix.shape, schedule.coefficients)
             for matrix, schedule in zip(self.parameters.matrices, schedules, strict=True)
         )
-        counts = {f"newton_schulz/{name}_matrices": float(backends[name]) for name in BACKENDS[1:]}
+        counts = {
+            f"newton_schulz/{name}_matrices": float(backends[name]) for name in NS_BACKENDS[1:]
+        }
         num_bytes = sum(exchange.sent_bytes.total() for exchange in self.exchanges)
         elements = sum(exchange.sent_elements.total() for exchange in self.exchanges)
         sent = {"exchange/sent_bytes": float(num_bytes), "exchange/sent_elements": float(elements)}

@@ -6,15 +6,18 @@ import importlib.util
 
 import torch
 
+from amo_dist.config import NS_BACKENDS
 from amo_dist.kernels.cpu.kernels import CpuKernels
 from amo_dist.kernels.cuda.graphs import GraphCache
 from amo_dist.kernels.cuda.kernels import CudaKernels
 from amo_dist.kernels.interface import Kernels
 
-BACKENDS = ("auto", "standard", "symmetric", "gram", "triton")
-"""How Newton-Schulz may be run; see `amo_dist.kernels.cpu.backends`, and for ``triton``, which is
-``symmetric`` by tiles in one kernel, `amo_dist.kernels.cuda.triton_symmetric`."""
 TRITON_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_ON_CUDA = {
+    "triton": "the one that comes with CUDA builds of torch",
+    "gram_newton_schulz": "that of `pip install gram-newton-schulz`",
+}
+"""Backends that only CUDA has, each by a package of its name, and where that comes from."""
 
 
 def make_kernels(
@@ -25,7 +28,7 @@ def make_kernels(
     Args:
         device: Of all tensors.
         ns_dtype: Of the products of Newton-Schulz and of its results.
-        ns_backend: One of `BACKENDS`.
+        ns_backend: One of `NS_BACKENDS`.
         cuda_graphs: Whether to replay Newton-Schulz that repeats from step to step.
 
     Raises:
@@ -39,35 +42,42 @@ def make_kernels(
     if device.type == "cpu":
         return CpuKernels(ns_dtype, ns_backend)
     if device.type == "cuda":
-        return CudaKernels(ns_dtype, ns_backend, GraphCache() if cuda_graphs else None)
-    return Kernels(ns_dtype, ns_backend)
+        kernels: Kernels = CudaKernels(ns_dtype, ns_backend, GraphCache() if cuda_graphs else None)
+    else:
+        kernels = Kernels(ns_dtype, ns_backend)
+    kernels.candidates = [name for name in NS_BACKENDS[1:] if not _lacks(name, ns_dtype, device)]
+    return kernels
 
 
 def check_backend(field: str, requested: str, dtype: torch.dtype, device: torch.device) -> None:
-    """Refuse an unknown backend, and ``triton`` where it cannot run; the others run everywhere.
+    """Refuse an unknown backend, and one that cannot run here; most run everywhere.
 
     Args:
         field: What the error names.
-        requested: Should be one of `BACKENDS`.
+        requested: Should be one of `NS_BACKENDS`.
         dtype: Of the products.
         device: Of the matrices.
 
     Raises:
-        ValueError: Unknown; or ``triton``, and matrices are not on CUDA, or products are not in one
-            of `TRITON_DTYPES`, or the package ``triton`` is not installed.
+        ValueError: Unknown; or one of CUDA's, and matrices are not there, its package is not
+            installed, or, for ``triton``, products are not in one of `TRITON_DTYPES`.
     """
-    found = expected = ""
-    if requested not in BACKENDS:
-        raise ValueError(f"{field}: found {requested!r}, expected one of {BACKENDS}")
-    if requested != "triton":
-        return
+    if requested not in NS_BACKENDS:
+        raise ValueError(f"{field}: found {requested!r}, expected one of {NS_BACKENDS}")
+    if lacks := _lacks(requested, dtype, device):
+        found, expected = lacks
+        raise ValueError(f"{field}: found {requested!r} with {found}, expected {expected}")
+
+
+def _lacks(backend: str, dtype: torch.dtype, device: torch.device) -> tuple[str, str] | None:
+    """Why a backend cannot run: what was found, and what it needs."""
+    if backend not in _ON_CUDA:
+        return None
     if device.type != "cuda":
-        found, expected = f"matrices on {device.type}", "on cuda"
-    elif dtype not in TRITON_DTYPES:
+        return f"matrices on {device.type}", "on cuda"
+    if backend == "triton" and dtype not in TRITON_DTYPES:
         names = ", ".join(str(each).removeprefix("torch.") for each in TRITON_DTYPES)
-        found, expected = f"{str(dtype).removeprefix('torch.')} products", f"one of {names}"
-    elif importlib.util.find_spec("triton") is None:
-        found = "no package of this name"
-        expected = "the one that comes with CUDA builds of torch"
-    if found:
-        raise ValueError(f"{field}: found 'triton' with {found}, expected {expected}")
+        return f"{str(dtype).removeprefix('torch.')} products", f"one of {names}"
+    if importlib.util.find_spec(backend) is None:
+        return "no package of this name", _ON_CUDA[backend]
+    return None

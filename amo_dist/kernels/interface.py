@@ -23,6 +23,12 @@ from amo_dist.kernels.scratch import Scratch
 Tensors = Sequence[Tensor]
 
 
+def backend_key(shape: Sequence[int], coefficients: Sequence[Triple]) -> str:
+    """What the time of Newton-Schulz depends on: ``2048x6144, 5 steps``."""
+    m, n = shape
+    return f"{m}x{n}, {len(coefficients)} steps"
+
+
 class Orthogonalizer:
     """Newton-Schulz for matrices of one shape, laid out once and run over and over.
 
@@ -51,8 +57,11 @@ class Orthogonalizer:
 
     def run(self, matrices: Tensors) -> Tensor:
         """The same without rounding first: norms are those of the matrices as they come."""
-        x = matrices[0] if len(matrices) == 1 else torch.stack(list(matrices))
-        found = self._orthogonalize(x).view(len(matrices), *x.shape[-2:])
+        if self.recipe.backend.name == "single":
+            found = torch.stack([self._orthogonalize(matrix) for matrix in matrices])
+        else:
+            x = matrices[0] if len(matrices) == 1 else torch.stack(list(matrices))
+            found = self._orthogonalize(x).view(len(matrices), *x.shape[-2:])
         return found if self._keep is None else self._keep(found)
 
     def _orthogonalize(self, x: Tensor) -> Tensor:
@@ -61,7 +70,7 @@ class Orthogonalizer:
 
     def _iterate(self, first: Tensor, gram: Tensor | None = None) -> Tensor:
         coefficients, backend = self.recipe.coefficients, self.recipe.backend
-        if backend.name == "standard":
+        if backend.name in ("standard", "single"):
             return iterate(first, coefficients, gram)
         out, memory, has_gram = torch.empty_like(first), Workspace(first.device), gram is not None
         program = Program(first, out, coefficients, backend, memory, has_gram=has_gram)
@@ -76,7 +85,7 @@ class Kernels:
 
     Args:
         ns_dtype: Of the products of Newton-Schulz and of its results.
-        ns_backend: How its steps are run; see `amo_dist.kernels.devices.BACKENDS`.
+        ns_backend: How its steps are run; see `amo_dist.config.NS_BACKENDS`.
     """
 
     is_asynchronous = True
@@ -84,11 +93,15 @@ class Kernels:
     task_elements: int | None = None
     """How many elements to orthogonalize together, so that caches hold them; None for all."""
     _auto = "standard"
-    """What ``auto`` means: the cost model knows a CPU, and nobody has measured another device."""
+    """What ``auto`` means until something is chosen: the cost model knows a CPU alone."""
 
     def __init__(self, ns_dtype: torch.dtype, ns_backend: str = "auto") -> None:
         self.ns_dtype = ns_dtype
         self.ns_backend = ns_backend
+        self.candidates: Sequence[str] = ()
+        """What ``auto`` may choose among, ``standard`` first; none where a cost model decides."""
+        self.chosen: dict[str, str] = {}
+        """What ``auto`` means for a `backend_key`; see `amo_dist.kernels.choice`."""
         self._scratch = Scratch()
         self.bad: Tensor | None = None
         """As told to `begin_step`."""
@@ -160,7 +173,9 @@ class Kernels:
 
     def backend(self, shape: Sequence[int], coefficients: Sequence[Triple]) -> Backend:
         """What runs these steps on matrices of a shape ``(m, n)``."""
-        requested = self._auto if self.ns_backend == "auto" else self.ns_backend
+        requested = self.ns_backend
+        if requested == "auto":
+            requested = self.chosen.get(backend_key(shape, coefficients), self._auto)
         return choose_backend(shape, coefficients, self.ns_dtype, requested)
 
     def backend_name(self, shape: Sequence[int], coefficients: Sequence[Triple]) -> str:

@@ -292,7 +292,7 @@ class Muon(torch.optim.Optimizer):
         self._driver.begin(self._engine.check, saving=True)
         if self._engine.check is not None:
             self._engine.check.warn_of_updates()
-        return controls.control_record(_control(self._driver))
+        return controls.control_record(_control(self._driver, self._engine))
 
     def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `control_state_dict` returned; all or nothing.
@@ -300,15 +300,19 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: Names the field, what was found and what was expected.
         """
-        control = controls.restore(
-            state, _control(self._driver), self.operator_types, is_alone=world_group() is None
-        )
         before, world = self._engine, self._engine.world
+        control = controls.restore(
+            state,
+            _control(self._driver, before),
+            self.operator_types,
+            is_alone=world_group() is None,
+        )
         rule = self.rule_class(control.config)
         engine = Engine(before.parameters, self.param_groups, self.state, rule, control.config)
         driver = make_driver(
             control.policy, control.config, control.steps_taken, control.steps_skipped
         )
+        engine.take_chosen(control.kernels)
         if world is not None:
             engine.connect(world)
             driver.resume(world)
@@ -338,8 +342,9 @@ class Muon(torch.optim.Optimizer):
         load.load_state_dict(self, state_dict)
 
 
-def _control(driver: Driver) -> controls.Control:
-    return controls.Control(driver.steps_taken, driver.steps_skipped, driver.config, driver.policy)
+def _control(driver: Driver, engine: Engine) -> controls.Control:
+    counts = driver.steps_taken, driver.steps_skipped
+    return controls.Control(*counts, driver.config, driver.policy, engine.chosen)
 
 
 def _replica_ranks(process_group: dist.ProcessGroup | None) -> list[int]:

@@ -13,7 +13,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from amo_dist.config import MuonConfig
+from amo_dist.config import NS_BACKENDS, MuonConfig
 from amo_dist.schedule import fields
 from amo_dist.schedule.policies import Policy
 
@@ -56,12 +56,14 @@ class Control:
         steps_skipped: Of those, the ones that changed nothing.
         config: The settings in force.
         policy: Which schedules are run, with all that it remembers.
+        kernels: Which kernels were measured to be fastest, by shape and number of steps.
     """
 
     steps_taken: int
     steps_skipped: int
     config: MuonConfig
     policy: Policy
+    kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
 
 def control_record(control: Control) -> dict[str, Any]:
@@ -75,6 +77,7 @@ def control_record(control: Control) -> dict[str, Any]:
         "config": control.config.to_dict(),
         "policy": state,
         "policy_digest": _digest(state),
+        **({"kernels": dict(control.kernels)} if control.kernels else {}),
     }
 
 
@@ -125,7 +128,8 @@ def restore(
     read = {"config": defaults, "policy": policy.state_dict(), "policy_digest": None}
     if filled := dict.fromkeys(_filled(found, read)):
         logger.info("the checkpoint lacks fields, which are taken to be: %s", ", ".join(filled))
-    return Control(found["steps_taken"], found["steps_skipped"], config, policy)
+    kernels = found.get("kernels", {})
+    return Control(found["steps_taken"], found["steps_skipped"], config, policy, kernels)
 
 
 def _check_record(record: object) -> Mapping[str, Any]:
@@ -136,11 +140,16 @@ def _check_record(record: object) -> Mapping[str, Any]:
     if type(record.get("version")) is not int or record["version"] != VERSION:
         expected = f"{VERSION}; a newer version needs a newer amo_dist"
         fields.fail("control.version", record.get("version"), expected)
-    fields.read_record("control", record, _REQUIRED, ["policy_digest"])
+    fields.read_record("control", record, _REQUIRED, ["policy_digest", "kernels"])
     taken = fields.read_int("control.steps_taken", record["steps_taken"], 0)
     fields.read_int("control.steps_skipped", record["steps_skipped"], 0, taken)
     if not isinstance(record["policy"], Mapping):
         fields.fail("control.policy", record["policy"], "an object")
+    kernels = record.get("kernels", {})
+    if not isinstance(kernels, Mapping):
+        fields.fail("control.kernels", kernels, "an object")
+    for key, name in kernels.items():
+        fields.read_choice(f"control.kernels[{key!r}]", name, *NS_BACKENDS[1:])
     return record
 
 

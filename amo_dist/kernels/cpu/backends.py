@@ -1,6 +1,7 @@
 """Ways to run the same Newton-Schulz steps, and the cost model that picks one on a CPU.
 
-- ``standard``: three fused products a step.
+- ``standard``: three fused products a step; batched, where there are several matrices.
+- ``single``: the same, one matrix after the other.
 - ``symmetric``: ``A = X X^T`` and ``A A`` are symmetric, so only the blocks on and above the
   diagonal are computed and the rest is mirrored: the same sums, hence the same accuracy.
 - ``gram``: iterates on the small ``A`` and multiplies into the large X only at restarts and at the
@@ -10,8 +11,8 @@
 
 The choice is a pure function of shape, coefficients and dtype, so that every rank, and every twin
 that calls ``orthogonalize``, makes the same. Figures of the cost model were measured on a CPU
-(``python -m benchmarks.newton_schulz``). Other devices run ``symmetric`` and ``gram`` where they
-are asked for by name, cut as for a CPU.
+(``python -m benchmarks.newton_schulz``). Other devices run ``symmetric`` and ``gram`` cut as for a
+CPU, and choose by measuring: see `amo_dist.kernels.choice`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Backend:
     """How to run the steps of one shape.
 
     Attributes:
-        name: ``standard``, ``symmetric``, ``gram`` or ``triton``.
+        name: One of `amo_dist.config.NS_BACKENDS`, but for ``auto``.
         gram_blocks: Blocks along the diagonal of ``X X^T``; 1 computes all of it.
         square_blocks: Likewise of the products of small symmetric matrices.
         restarts: Steps before which the Gram form begins anew.
@@ -101,7 +102,7 @@ def _log_once(*event: object) -> None:
 def _choose(
     m: int, n: int, coefficients: tuple[Triple, ...], dtype: torch.dtype, requested: str
 ) -> Backend:
-    if requested in ("standard", "triton"):
+    if requested not in ("auto", "symmetric", "gram"):
         return Backend(requested)
     steps, overhead = len(coefficients), _NARROW if is_narrow(dtype) else _WIDE
 
@@ -211,7 +212,8 @@ def batch_size(backend: Backend, shape: Sequence[int], dtype: torch.dtype) -> in
     """
     m, n = sorted(shape)
     is_in_blocks = max(backend.gram_blocks, backend.square_blocks) > 1
-    if is_in_blocks or m < _BATCH_MIN_ROWS or not _multiplies_fast(dtype):
+    is_single = is_in_blocks or backend.name == "single"
+    if is_single or m < _BATCH_MIN_ROWS or not _multiplies_fast(dtype):
         return 1
     in_use = 2 * (m * n + m * m) * dtype.itemsize
     return max(1, _BATCH_BYTES // in_use)

@@ -1,11 +1,9 @@
-"""What CUDA does faster: replays of CUDA graphs, and symmetric products by Triton.
-
-No GPU has been measured, so ``auto`` is ``standard``: the others run where they are asked for by
-name, and graphs where ``cuda_graphs`` is set.
-"""
+"""What CUDA does faster: replays of CUDA graphs, symmetric products by Triton, others' kernels."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 from collections.abc import Callable, Sequence
 
 import torch
@@ -82,6 +80,8 @@ class CudaOrthogonalizer(Orthogonalizer):
         return self._graphs.run((self.recipe, x.shape, x.dtype, x.device), run, x)
 
     def _iterate(self, first: Tensor, gram: Tensor | None = None) -> Tensor:
+        if self.recipe.backend.name == "gram_newton_schulz":
+            return packaged(self.recipe)(first)
         if self.recipe.backend.name != "triton":
             return super()._iterate(first, gram)
         # Imported here: the package is not everywhere.
@@ -92,3 +92,35 @@ class CudaOrthogonalizer(Orthogonalizer):
         first = first.mT.contiguous() if is_tall else first
         result = iterate(first, self.recipe.coefficients, gram, symmetric_product)
         return result.mT.contiguous() if is_tall else result
+
+
+@functools.lru_cache(maxsize=256)
+def packaged(recipe: Recipe) -> Callable[[Tensor], Tensor]:
+    """Newton-Schulz by the package gram-newton-schulz (Zhang, Amsel, Chen and Dao, 2026).
+
+    Its products are in float16, by kernels for Hopper and Blackwell. It has been run on CPU, by its
+    plain form; not yet on a GPU.
+
+    Args:
+        recipe: What is done to matrices that have been scaled to a Frobenius norm of
+            ``1 / norm_scale``, or that are zero.
+
+    Raises:
+        ValueError: Another preconditioner.
+    """
+    if recipe.preconditioner != "frobenius":
+        raise ValueError(
+            f"ns_backend: found 'gram_newton_schulz' with the preconditioner "
+            f"{recipe.preconditioner!r}, expected 'frobenius', the one that it knows"
+        )
+    # It scales matrices to norm one: its first step takes them back.
+    shrink, (first, *rest) = 1 / recipe.norm_scale, recipe.coefficients
+    scaled = [value * shrink**power for value, power in zip(first, (1, 3, 5), strict=True)]
+    run = importlib.import_module("gram_newton_schulz").GramNewtonSchulz(
+        ns_use_kernels=torch.cuda.is_available(),
+        ns_coefficients=[scaled, *map(list, rest)],
+        gram_newton_schulz_reset_iterations=list(range(2, len(rest) + 1, 2)),
+        compile_kwargs=None,
+    )
+    # It scales float32 in place.
+    return lambda x: run(x.clone() if x.dtype == torch.float32 else x).contiguous()

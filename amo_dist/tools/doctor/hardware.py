@@ -16,9 +16,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils import collect_env
 
-from amo_dist.config import Triple
+from amo_dist.config import NS_BACKENDS, Triple
 from amo_dist.engine.timing import slowest
-from amo_dist.kernels.devices import BACKENDS, make_kernels
+from amo_dist.kernels.devices import make_kernels
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import composed
@@ -385,7 +385,7 @@ def _fit(sides: Sequence[int], rates: Sequence[float]) -> dict[str, float]:
 def _backends(x: Tensor, coefficients: Sequence[Triple]) -> list[str]:
     """Those that run here by their own name; ``gram`` steps aside where it is not stable."""
     found = []
-    for name in BACKENDS[1:]:
+    for name in NS_BACKENDS[1:]:
         with contextlib.suppress(ValueError):
             kernels = make_kernels(
                 x.device, ns_dtype=torch.bfloat16, ns_backend=name, cuda_graphs=False
