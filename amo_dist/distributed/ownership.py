@@ -91,6 +91,12 @@ def load_by_rank(jobs: Sequence[Job], costs: Sequence[float]) -> dict[int, float
     return dict(loads)
 
 
+def imbalance(jobs: Sequence[Job], costs: Sequence[float], num_ranks: int) -> float:
+    """The greatest load of a rank over the mean of all; 1 where there is nothing to do."""
+    loads = load_by_rank(jobs, costs).values()
+    return max(loads) * num_ranks / sum(loads) if sum(loads) else 1.0
+
+
 def _slots(matrix: MatrixLayout, owners: str) -> tuple[_Slot, ...]:
     """Candidates to own ``matrix``; those that hold it whole, where there are any."""
     columns = [matrix.ranks] if owners == "mesh" else matrix.replicas

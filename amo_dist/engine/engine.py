@@ -16,7 +16,7 @@ from amo_dist.distributed.plan import Part, Task
 from amo_dist.distributed.spans import span
 from amo_dist.engine import adamw
 from amo_dist.engine.batches import Batches
-from amo_dist.engine.exchange_planning import plan_exchanges
+from amo_dist.engine.exchange_planning import plan_exchanges, tell_balance
 from amo_dist.engine.gradients import Agreement, GradientCheck
 from amo_dist.engine.orders import Orders
 from amo_dist.engine.parameters import Parameters, describe_group
@@ -231,6 +231,10 @@ class Engine:
     def _plan_exchanges(self, orders: Orders) -> None:
         assert self.world is not None
         if self._key(orders) != self._exchange_key:
+            if self._exchange_key is None:
+                tell_balance(
+                    self.parameters, orders.schedules, world=self.world, config=self._config
+                )
             if orders.is_settled and self._config.ns_backend == "auto":
                 self._choose_kernels(orders.schedules)
             self.exchanges = plan_exchanges(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -11,7 +12,7 @@ import torch.distributed as dist
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import Exchange
-from amo_dist.distributed.ownership import assign
+from amo_dist.distributed.ownership import assign, imbalance
 from amo_dist.distributed.plan import plan_exchange
 from amo_dist.engine.parameters import Parameters
 from amo_dist.engine.world import World
@@ -19,6 +20,11 @@ from amo_dist.kernels.elementwise import wide_dtype
 from amo_dist.kernels.interface import Kernels
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
+
+logger = logging.getLogger(__name__)
+
+_WORTH_TELLING = 0.98
+"""Of the greatest load: a gain of less is no reason to leave the order of the names."""
 
 
 def plan_exchanges(
@@ -46,11 +52,7 @@ def plan_exchanges(
     Raises:
         RankMismatchError: On every rank, where ranks of a set plan differently.
     """
-    matrices = parameters.matrices
-    costs = [
-        float(schedule.num_steps * ns_step_flops(*matrix.shape))
-        for matrix, schedule in zip(matrices, schedules, strict=True)
-    ]
+    matrices, costs = parameters.matrices, _costs(parameters, schedules)
     jobs = assign(matrices, costs, ownership=config.ownership, owners=config.owners)
     wire_dtype: torch.dtype = getattr(torch, config.ns_dtype)
     # Momentum is read in float32 at least, and what is measured must not be rounded to less.
@@ -90,6 +92,37 @@ def plan_exchanges(
             exchanges.append(exchange)
     check_alike_by_ranks("exchange plan", digests, world.group)
     return exchanges
+
+
+def tell_balance(
+    parameters: Parameters, schedules: Sequence[Schedule], *, world: World, config: MuonConfig
+) -> None:
+    """Log, on the first rank, what ``ownership = "balanced"`` would gain where that is much.
+
+    Arguments are those of `plan_exchanges`.
+    """
+    if world.rank or config.ownership == "balanced":
+        return
+    matrices, costs = parameters.matrices, _costs(parameters, schedules)
+    ranks = {rank for matrix in matrices for rank in matrix.ranks}
+    found, possible = (
+        imbalance(assign(matrices, costs, ownership=how, owners=config.owners), costs, len(ranks))
+        for how in (config.ownership, "balanced")
+    )
+    if possible < _WORTH_TELLING * found:
+        logger.info(
+            "Newton-Schulz of the busiest of %d ranks takes %.3f of the mean by ownership = %r, "
+            "%.3f by 'balanced'",
+            *(len(ranks), found, config.ownership, possible),
+        )
+
+
+def _costs(parameters: Parameters, schedules: Sequence[Schedule]) -> list[float]:
+    """Flops of each matrix."""
+    return [
+        float(schedule.num_steps * ns_step_flops(*matrix.shape))
+        for matrix, schedule in zip(parameters.matrices, schedules, strict=True)
+    ]
 
 
 def _split(

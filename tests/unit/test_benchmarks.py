@@ -94,7 +94,9 @@ def test_newton_schulz_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     arguments = ["--shapes", "48x96", "--dtypes", "float32", "--rounds", "1"]
     assert newton_schulz.main([*arguments, "--threads", str(threads), "--output", str(output)]) == 0
     rows = rows_of(output)
-    assert [str(row["backend"]).split()[0] for row in rows] == ["standard", "symmetric", "gram"]
+    assert [str(row["backend"]).split()[0] for row in rows] == [
+        *("standard", "single", "symmetric", "gram")
+    ]
     # float32's floor, several times over.
     assert all(float(str(row["error"])) < 1e-4 for row in rows)
     assert "effective %" in capsys.readouterr().out
@@ -149,7 +151,7 @@ def test_the_matrices_of_a_rank_run(tmp_path: Path) -> None:
     arguments += ["--steps", "2", "--rounds", "1", "--device", "cpu", "--threads", str(threads)]
     assert newton_schulz.main([*arguments, "--output", str(output)]) == 0
     rows = rows_of(output)
-    assert [row["backend"] for row in rows] == ["standard", "auto"]
+    assert [row["backend"] for row in rows] == ["standard", "auto", "single"]
     assert {row["matrices"] for row in rows} == {3}  # 84 matrices on 32 ranks
     assert rows[0]["effective %"] == rows[0]["executed %"]
 

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections import Counter, defaultdict
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
+from amo_dist.engine.exchange_planning import tell_balance
+from amo_dist.schedule.types import Schedule
+from amo_dist.tools.shapes import MODELS
+from amo_dist.tools.simulate import lay_out
 from tests.layouts import Model, build, models
 from tests.ledger import sent_by_pair
 
@@ -180,3 +188,29 @@ def test_owners_in_each_replica_send_nothing_to_another() -> None:
     pairs = sent_by_pair(model.matrices, jobs, 6)
     assert pairs
     assert {(source // 3, destination // 3) for source, destination in pairs} == {(0, 0), (1, 1)}
+
+
+@pytest.mark.parametrize(
+    ("model", "ranks", "told"),
+    [
+        ("Qwen3-1.7B", 32, "busiest of 32 ranks takes 1.143 of the mean by ownership = "),
+        ("Llama-3.1-1.4B", 32, "'round_robin', 1.057 by 'balanced'"),
+        ("Qwen3-1.7B", 256, ""),  # one matrix bounds both
+    ],
+)
+def test_the_first_step_tells_what_balanced_would_gain(
+    caplog: pytest.LogCaptureFixture, model: str, ranks: int, told: str
+) -> None:
+    matrices = lay_out(MODELS[model].matrices(), ranks)
+    parameters: Any = SimpleNamespace(matrices=matrices)
+    schedules = [Schedule(((2.0, -1.5, 0.5),) * 5)] * len(matrices)
+    config = MuonConfig()
+    with caplog.at_level(logging.INFO, logger="amo_dist.engine.exchange_planning"):
+        for rank in (1, 0):
+            world: Any = SimpleNamespace(rank=rank)
+            tell_balance(parameters, schedules, world=world, config=config)
+            assert not (rank and caplog.records)
+        balanced = dataclasses.replace(config, ownership="balanced")
+        tell_balance(parameters, schedules, world=world, config=balanced)
+    assert len(caplog.records) == bool(told)
+    assert told in caplog.text
