@@ -23,6 +23,7 @@ from amo_dist.optimizers.normuon import NorMuon
 from amo_dist.optimizers.root import ROOT
 from amo_dist.schedule.types import Schedule
 from amo_dist.state.foreign import ImportReport, import_state
+from amo_dist.state.storage import CheckpointReader
 
 __all__ = [
     "AMO",
@@ -30,6 +31,7 @@ __all__ = [
     "ROOT",
     "AMOConfig",
     "AdaMuon",
+    "CheckpointReader",
     "Fused",
     "ImportReport",
     "MatrixPiece",

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, import_state, param_groups
+from amo_dist import AMO, AMOConfig, CheckpointReader, import_state, param_groups
 from amo_dist.distributed.layout import local_tensor
 from tests.distributed import models
 from tests.distributed.harness import Ranks
@@ -109,7 +109,7 @@ def resume(
     for step in steps:
         model, optimizer = make(layout, objective=objective)
         state = state_of(model, optimizer, flatten)
-        dcp.load(state, checkpoint_id=str(Path(folder, f"step-{step}")))
+        dcp.load(state, storage_reader=CheckpointReader(Path(folder, f"step-{step}")))
         set_model_state_dict(model, state["model"])
         options = StateDictOptions(flatten_optimizer_state_dict=flatten)
         set_optimizer_state_dict(model, optimizer, state["optimizer"], options=options)

@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, param_groups
+from amo_dist import AMO, AMOConfig, CheckpointReader, param_groups
 from amo_dist.kernels.interface import Orthogonalizer
 from tests.distributed import models
 
@@ -139,7 +139,7 @@ def state_of(model: nn.Module, optimizer: AMO) -> dict[str, Any]:
 
 def load(folder: Path, model: nn.Module, optimizer: AMO) -> None:
     state = state_of(model, optimizer)
-    dcp.load(state, checkpoint_id=folder)
+    dcp.load(state, storage_reader=CheckpointReader(folder))
     set_model_state_dict(model, state["model"])
     set_optimizer_state_dict(model, optimizer, state["optimizer"])
 

@@ -11,6 +11,8 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
+from amo_dist import CheckpointReader
+
 RENAMED = (("lm_head.", "output."), ("attention.qkv_linear.w", "attention.w"))
 """Parts of names now, and under torchtitan 0.2.2; the others are as they were."""
 
@@ -30,14 +32,17 @@ def load(state_dict: dict[str, Any], checkpoint_id: str) -> None:
         checkpoint_id: The folder of the checkpoint.
 
     Raises:
-        ValueError: On every rank, if the checkpoint lacks something under both names.
+        ValueError: On every rank, if the checkpoint lacks something under both names, is damaged,
+            or would run code.
     """
     try:
-        dcp_load(state_dict, checkpoint_id=checkpoint_id, planner=_Planner())
+        dcp_load(state_dict, storage_reader=CheckpointReader(checkpoint_id), planner=_Planner())
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, _MissingError):
                 raise ValueError(f"checkpoint {checkpoint_id}: {cause}") from None
+            if isinstance(cause, ValueError):
+                raise ValueError(f"checkpoint {cause}") from None
         raise
 
 

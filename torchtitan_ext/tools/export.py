@@ -166,6 +166,7 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
     import torch
     from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
+    from amo_dist import CheckpointReader
     from torchtitan_ext.plugin import models
 
     if source.name not in ("llama3", "qwen3"):
@@ -182,19 +183,18 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
     saved = _saved(checkpoint, weights)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
-        load_checkpoint(saved, checkpoint_id=str(checkpoint), no_dist=True)
+        load_checkpoint(saved, storage_reader=CheckpointReader(checkpoint), no_dist=True)
     return spec.model, spec.state_dict_adapter(spec.model, None), weights
 
 
 def _saved(checkpoint: Path, weights: Mapping[str, Any]) -> dict[str, Any]:
     """The weights, under the names that they have in the checkpoint."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
+    from amo_dist import CheckpointReader
     from torchtitan_ext.plugin.old_checkpoints import old_name
 
     if not (checkpoint / ".metadata").is_file():
         raise ValueError(f"checkpoint: found no .metadata in {checkpoint}, expected step-<n>")
-    saved = FileSystemReader(str(checkpoint)).read_metadata().state_dict_metadata
+    saved = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
     found = {name if name in saved else old_name(name): one for name, one in weights.items()}
     if missing := sorted(set(found) - set(saved)):
         raise ValueError(

@@ -238,7 +238,7 @@ def resume(site: Site) -> dict[str, Any]:
     torch.save([part.state_dict() for part in first], file)
     size = file.tell()
     file.seek(0)
-    model_state, optimizer_state = torch.load(file, weights_only=False)  # written above
+    model_state, optimizer_state = torch.load(file, weights_only=True)
     again[0].load_state_dict(model_state)
     again[1].load_state_dict(optimizer_state)
     for run in (first, again):

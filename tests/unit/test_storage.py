@@ -1,0 +1,178 @@
+"""A checkpoint is read as plain data, through every door."""
+
+from __future__ import annotations
+
+import pickle
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from amo_dist import CheckpointReader
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Crafted:
+    """Unpickled, it makes a file: what it would do is up to who wrote it."""
+
+    def __init__(self, trace: Path) -> None:
+        self.trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Path.touch, (self.trace,)
+
+
+def state(fill: float = 0.0) -> dict[str, Any]:
+    weight = torch.full((3, 4), fill, dtype=torch.bfloat16)
+    return {"model": {"w": weight}, "train": {"step": int(fill), "names": ["a", "b"]}}
+
+
+def save(folder: Path, content: Mapping[str, Any]) -> Path:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.save(dict(content), checkpoint_id=folder, no_dist=True)
+    return folder
+
+
+def plain_recipe(folder: Path) -> dict[str, Any]:
+    found = state()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(found, storage_reader=CheckpointReader(folder), no_dist=True)
+    return found
+
+
+def torchtitan(folder: Path) -> dict[str, Any]:
+    from torchtitan_ext.plugin import old_checkpoints
+
+    found = state()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is")
+        old_checkpoints.load(found, str(folder))
+    return found
+
+
+def export(folder: Path) -> None:
+    from torchtitan_ext.tools.export import _saved
+
+    _saved(folder, {"model.w": state()["model"]["w"]})
+
+
+Door = Callable[[Path], Any]
+LOADS: list[Door] = [plain_recipe, torchtitan]
+
+
+@pytest.mark.parametrize("door", LOADS)
+def test_what_was_saved_is_read(tmp_path: Path, door: Door) -> None:
+    found = door(save(tmp_path / "good", state(3.0)))
+    assert torch.equal(found["model"]["w"], state(3.0)["model"]["w"])
+    assert found["train"] == {"step": 3, "names": ["a", "b"]}
+
+
+@pytest.mark.parametrize("door", [*LOADS, export])
+def test_crafted_metadata_runs_nothing(tmp_path: Path, door: Door) -> None:
+    folder, trace = save(tmp_path / "crafted", state(1.0)), tmp_path / "trace"
+    (folder / ".metadata").write_bytes(pickle.dumps({"x": Crafted(trace)}))
+    with pytest.raises((ValueError, CheckpointException), match="found pathlib") as caught:
+        door(folder)
+    assert f"{folder / '.metadata'}: found pathlib" in str(caught.value)
+    assert not trace.exists()
+
+
+@pytest.mark.parametrize("door", LOADS)
+def test_crafted_values_run_nothing(tmp_path: Path, door: Door) -> None:
+    trace = tmp_path / "trace"
+    crafted = {**state(1.0), "train": {"step": Crafted(trace), "names": ["a"]}}
+    folder = save(tmp_path / "crafted", crafted)
+    with pytest.raises(
+        (ValueError, CheckpointException), match=r"train\.step: found getattr, expected"
+    ):
+        door(folder)
+    assert not trace.exists()
+
+
+def test_the_crafted_pickle_would_run(tmp_path: Path) -> None:
+    pickle.loads(pickle.dumps(Crafted(tmp_path / "trace")))
+    assert (tmp_path / "trace").exists()
+
+
+@pytest.mark.parametrize("told", ["../secret", "/etc/passwd", "a/b"])
+def test_data_outside_of_the_folder_is_not_read(tmp_path: Path, told: str) -> None:
+    folder = save(tmp_path / "moved", state(1.0))
+    metadata = pickle.loads((folder / ".metadata").read_bytes())
+    for info in metadata.storage_data.values():
+        info.relative_path = told
+    (folder / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(CheckpointException, match=f"found data in '{told}', expected a file"):
+        plain_recipe(folder)
+
+
+def cut(data: bytes) -> bytes:
+    return data[: len(data) // 2]
+
+
+def empty(data: bytes) -> bytes:
+    return b""
+
+
+def garbage(data: bytes) -> bytes:
+    return bytes(torch.randint(256, (len(data),), generator=torch.Generator().manual_seed(0)))
+
+
+def other(data: bytes) -> bytes:
+    return pickle.dumps({"no": "metadata"})
+
+
+@pytest.mark.parametrize("damage", [cut, empty, garbage, other])
+@pytest.mark.parametrize("door", LOADS)
+def test_damaged_metadata_is_named(
+    tmp_path: Path, door: Door, damage: Callable[[bytes], bytes]
+) -> None:
+    file = save(tmp_path / "damaged", state(1.0)) / ".metadata"
+    file.write_bytes(damage(file.read_bytes()))
+    with pytest.raises((ValueError, CheckpointException), match=re.escape(f"{file}: ")) as caught:
+        door(file.parent)
+    assert "damaged, or not written by" in str(caught.value) or "found dict" in str(caught.value)
+
+
+def test_dtypes_alone_come_from_torch(tmp_path: Path) -> None:
+    saved = {
+        str(dtype): torch.zeros(2, dtype=dtype)
+        for dtype in (torch.float64, torch.float16, torch.int8, torch.bool, torch.complex64)
+    }
+    found = CheckpointReader(save(tmp_path / "dtypes", saved)).read_metadata()
+    assert found.state_dict_metadata.keys() == saved.keys()
+    (tmp_path / ".metadata").write_bytes(b"\x80\x04ctorch\nload\n.")
+    with pytest.raises(ValueError, match=r"found torch\.load, expected classes of"):
+        CheckpointReader(tmp_path).read_metadata()
+
+
+def test_a_url_is_read_by_fsspec(tmp_path: Path) -> None:
+    pytest.importorskip("fsspec")
+    folder = save(tmp_path / "remote", state(2.0))
+    reader = CheckpointReader(f"file://{folder}")
+    assert set(reader.read_metadata().state_dict_metadata) >= {"model.w"}
+
+
+def test_nothing_else_unpickles() -> None:
+    """All that reads a file of a run, or of a checkpoint, goes through one reader."""
+    unsafe = re.compile(
+        r"pickle\.loads?\(|FileSystemReader\(|FsspecReader\(|weights_only=False|np\.load\(|"
+        r"\bshelve\b|\bmarshal\b|joblib|checkpoint_id=(?!checkpoint_id)"
+    )
+    found = [
+        f"{path.relative_to(ROOT)}: {line.strip()}"
+        for folder in ("amo_dist", "torchtitan_ext", "launch")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        if path != ROOT / "amo_dist/state/storage.py"
+        for line in path.read_text().splitlines()
+        if unsafe.search(line) or ("torch.load(" in line and "weights_only=True" not in line)
+    ]
+    assert found == []
