@@ -23,7 +23,7 @@ from amo_dist.optimizers.normuon import NorMuon
 from amo_dist.optimizers.root import ROOT
 from amo_dist.schedule.types import Schedule
 from amo_dist.state.foreign import ImportReport, import_state
-from amo_dist.state.storage import CheckpointReader
+from amo_dist.state.storage import CheckpointReader, CheckpointWriter
 
 __all__ = [
     "AMO",
@@ -32,6 +32,7 @@ __all__ = [
     "AMOConfig",
     "AdaMuon",
     "CheckpointReader",
+    "CheckpointWriter",
     "Fused",
     "ImportReport",
     "MatrixPiece",

@@ -1,22 +1,40 @@
-"""Reading checkpoints of ``torch.distributed.checkpoint`` without running what they hold.
+"""Checkpoints of ``torch.distributed.checkpoint``, checked, and read without running their pickles.
 
 PyTorch keeps a checkpoint's metadata, and values that are no tensors, as pickles, and loads them
-as such: whoever can write into a run's folder can run code at its next resume.
+as such: whoever can write into a run's folder can run code at its next resume. Nor does it notice
+a file that was cut, exchanged, or changed in a bit.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import io
+import itertools
+import json
 import os
 import pickle
 import re
-from pathlib import PurePath
+import zlib
+from collections.abc import Mapping
+from pathlib import Path, PurePath
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.filesystem import FileSystemReader
+import torch.distributed as dist
+from torch.distributed.checkpoint.filesystem import (
+    FileSystemReader,
+    FileSystemWriter,
+    _StorageInfo,
+)
 from torch.distributed.checkpoint.metadata import Metadata
-from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    LoadPlanner,
+    ReadItem,
+    SavePlan,
+    SavePlanner,
+)
+from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 _DCP = "torch.distributed.checkpoint"
@@ -35,20 +53,144 @@ _KNOWN = {
 """What metadata is made of, by module; and dtypes."""
 
 
+_METADATA = ".metadata"
+CHECKSUMS = "checksums.json"
+"""Written last: the size and the CRC-32 of every other file, by name."""
+_BLOCK = 2**22
+
+
+class CheckpointWriter(FileSystemWriter):
+    """Writes a checkpoint as PyTorch does, and beside it the checksums of its files.
+
+    Give it to ``torch.distributed.checkpoint.save`` as ``storage_writer``. Each rank reads back
+    what it wrote. PyTorch's own reader reads what this writes.
+
+    Args:
+        path: The checkpoint's folder.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        super().__init__(path)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """As the base class."""
+        results = super().write_data(plan, planner).wait()
+        names = {result.storage_data.relative_path for result in results}
+        sums = {name: _sum(Path(self.path, name)) for name in names}
+        told: Future[list[WriteResult]] = Future()
+        told.set_result([_with_sum(result, sums) for result in results])
+        return told
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """As the base class; then the checksums, which are there only once all is."""
+        path = Path(self.path, CHECKSUMS)
+        path.unlink(missing_ok=True)
+        sums = {}
+        for result in itertools.chain(*results):
+            sums[result.storage_data.relative_path] = result.storage_data.sum
+        plain = [[_without_sum(result) for result in some] for some in results]
+        super().finish(metadata, plain)
+        sums[_METADATA] = _sum(Path(self.path, _METADATA))
+        scratch = path.with_suffix(".tmp")
+        with scratch.open("w") as stream:
+            json.dump(dict(sorted(sums.items())), stream, indent=1)
+            stream.flush()
+            os.fsync(stream.fileno())
+        scratch.replace(path)
+
+
+@dataclasses.dataclass
+class _Summed(_StorageInfo):
+    """Where a value lies, and size and CRC-32 of that file: on its way to the rank that gathers."""
+
+    sum: tuple[int, int] = (0, 0)
+
+
+def _with_sum(result: WriteResult, sums: Mapping[str, tuple[int, int]]) -> WriteResult:
+    info = result.storage_data
+    fields = {each.name: getattr(info, each.name) for each in dataclasses.fields(info)}
+    return dataclasses.replace(result, storage_data=_Summed(**fields, sum=sums[info.relative_path]))
+
+
+def _without_sum(result: WriteResult) -> WriteResult:
+    fields = {
+        each.name: getattr(result.storage_data, each.name)
+        for each in dataclasses.fields(_StorageInfo)
+    }
+    return dataclasses.replace(result, storage_data=_StorageInfo(**fields))
+
+
+def _sum(path: Path) -> tuple[int, int]:
+    """Size and CRC-32 of a file."""
+    size = crc = 0
+    with path.open("rb") as stream:
+        while block := stream.read(_BLOCK):
+            size, crc = size + len(block), zlib.crc32(block, crc)
+    return size, crc
+
+
+def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
+    """What is wrong with the files of a checkpoint, in one line; empty where nothing is.
+
+    Without `CHECKSUMS`, as older versions wrote checkpoints, only sizes can be checked.
+
+    Args:
+        folder: The checkpoint.
+        part: Which of the files to read: ranks share them. Sizes are compared for all.
+        num_parts: How many ranks share them.
+    """
+    try:
+        sums = _expected(folder)
+    except ValueError as error:
+        return str(error)
+    for index, (name, (size, crc)) in enumerate(sorted(sums.items())):
+        path = folder / name
+        try:
+            found = path.stat().st_size
+            if found < size or (found > size and crc is not None):
+                return f"{name} has {found} bytes, {size} were written"
+            if crc is not None and index % num_parts == part and _sum(path) != (size, crc):
+                return f"{name} has other bytes than were written"
+        except OSError as error:
+            return f"{name}: {error.strerror or error}"
+    return ""
+
+
+def _expected(folder: Path) -> dict[str, tuple[int, int | None]]:
+    """Size and, where known, CRC-32 of each file; ``ValueError`` where nothing can be known."""
+    path = folder / CHECKSUMS
+    try:
+        found = json.loads(path.read_bytes())
+        return {name: (int(size), int(crc)) for name, (size, crc) in found.items()}
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError, TypeError, AttributeError):
+        raise ValueError(f"{CHECKSUMS} is damaged") from None
+    ends: dict[str, tuple[int, int | None]] = {}
+    metadata: Any = CheckpointReader(folder, verify=False).read_metadata()
+    for info in metadata.storage_data.values():
+        least, _ = ends.get(info.relative_path, (0, None))
+        ends[info.relative_path] = max(least, info.offset + info.length), None
+    return ends
+
+
 class CheckpointReader(FileSystemReader):
     """Reads a checkpoint that ``torch.distributed.checkpoint.save`` wrote, as plain data.
 
     Give it to ``torch.distributed.checkpoint.load`` as ``storage_reader``. Loading raises
     ``ValueError``, which DCP wraps in its ``CheckpointException``, where the metadata is damaged or
     names anything but DCP's own classes, where a value is not what ``torch.load`` takes with
-    ``weights_only=True``, or where data lies outside of the checkpoint's folder.
+    ``weights_only=True``, or where data lies outside of the checkpoint's folder. Files that a
+    `CheckpointWriter` wrote are compared with their checksums first; this rank reads some of them.
 
     Args:
         path: The checkpoint's folder, or its URL where ``fsspec`` is installed.
+        verify: Whether to compare checksums.
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         super().__init__(path)
+        self._verify = verify and "://" not in str(path)
         if "://" in str(path):
             from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
@@ -72,6 +214,10 @@ class CheckpointReader(FileSystemReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """As the base class."""
+        if self._verify:
+            group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+            if damage := find_damage(Path(self.path), *group):
+                raise ValueError(f"{self.path}: {damage}")
         checked: Any = _CheckedPlanner(self.path, planner)
         return super().read_data(plan, checked)
 

@@ -100,9 +100,20 @@ def loading(manager: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
         "dcp_load",
         lambda model_only, checkpoint_id, **_: manager.loaded.append((checkpoint_id, model_only)),
     )
-    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda *_, **__: None)
+    alone(monkeypatch)
+    monkeypatch.setattr(checkpoints, "find_damage", lambda *_: "")
+    manager._skips_damaged = True
     yield manager
     manager.enable = False  # else it would look for threads to end
+
+
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Collectives of one rank."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 1)
+    monkeypatch.setattr("torch.distributed.broadcast_object_list", lambda *_, **__: None)
+    monkeypatch.setattr(
+        "torch.distributed.all_gather_object", lambda found, one: found.__setitem__(0, one)
+    )
 
 
 def make_incomplete(folder: Path) -> None:
@@ -142,17 +153,72 @@ def test_all_ranks_go_by_what_the_first_one_sees(
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 3)
     for told, loaded in ((6, "step-6"), (10, "step-10")):
 
-        def tell(found: list[int], src: int, told: int = told) -> None:
-            found[0] = told
+        def tell(found: list[list[int]], src: int, told: int = told) -> None:
+            found[0] = [2, told]
 
         monkeypatch.setattr("torch.distributed.broadcast_object_list", tell)
         assert loading.load()
         assert Path(loading.loaded[-1][0]).name == loaded
     monkeypatch.setattr(
-        "torch.distributed.broadcast_object_list", lambda found, src: found.__setitem__(0, 99)
+        "torch.distributed.broadcast_object_list", lambda found, src: found.__setitem__(0, [99])
     )
     with pytest.raises(ValueError, match=r"found no step-99 in .* on rank 3, expected what the"):
         loading.load()
+
+
+def damage(*steps: int) -> dict[str, str]:
+    """What `find_damage` finds, by name of the folder."""
+    return {f"step-{step}": "__0_0.distcp has 3 bytes, 9 were written" for step in steps}
+
+
+@pytest.mark.parametrize(
+    ("steps", "loaded"), [((), "step-10"), ((10,), "step-6"), ((10, 6, 4), "step-2")]
+)
+def test_a_damaged_checkpoint_is_named_and_skipped(
+    loading: Any,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    steps: tuple[int, ...],
+    loaded: str,
+) -> None:
+    found = damage(*steps)
+    monkeypatch.setattr(checkpoints, "find_damage", lambda path, *_: found.get(path.name, ""))
+    assert loading.load()
+    assert Path(loading.loaded[-1][0]).name == loaded
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == len(steps)
+    for step, line in zip(steps, told, strict=True):
+        assert f"step-{step} is damaged: __0_0.distcp has 3 bytes, 9 were written" in line
+
+
+def test_a_run_may_stop_at_damage_and_never_starts_anew_for_it(
+    loading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = damage(2, 4, 6, 10)
+    monkeypatch.setattr(checkpoints, "find_damage", lambda path, *_: found.get(path.name, ""))
+    with pytest.raises(ValueError, match=r"step-2 is damaged: .*, and no checkpoint before it"):
+        loading.load()
+    loading._skips_damaged = False
+    with pytest.raises(ValueError, match=r"step-10 is damaged: .*; checkpoint.damaged = 'skip'"):
+        loading.load()
+    with pytest.raises(ValueError, match=r"checkpoint.damaged: found 'no', expected 'skip' or"):
+        checkpoints.CheckpointManager.Config(damaged="no")
+
+
+def test_damage_that_another_rank_finds_counts(
+    loading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 2)
+
+    def tell(found: list[str], one: str) -> None:
+        found[:] = [one, "cut" if len(asked) == 1 else ""]
+
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(checkpoints, "find_damage", lambda _, *part: asked.append(part) or "")
+    monkeypatch.setattr("torch.distributed.all_gather_object", tell)
+    assert loading.load()
+    assert Path(loading.loaded[-1][0]).name == "step-6"
+    assert asked == [(0, 2), (0, 2)]
 
 
 def test_what_left_out_an_update_is_not_saved(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import re
 import warnings
@@ -13,8 +14,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from amo_dist import CheckpointReader
+from amo_dist import CheckpointReader, CheckpointWriter
+from amo_dist.state.storage import CHECKSUMS, find_damage
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,10 +37,12 @@ def state(fill: float = 0.0) -> dict[str, Any]:
     return {"model": {"w": weight}, "train": {"step": int(fill), "names": ["a", "b"]}}
 
 
-def save(folder: Path, content: Mapping[str, Any]) -> Path:
+def save(folder: Path, content: Mapping[str, Any], *, sums: bool = False) -> Path:
+    writer = (CheckpointWriter if sums else FileSystemWriter)(folder)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
-        dcp.save(dict(content), checkpoint_id=folder, no_dist=True)
+        warnings.filterwarnings("ignore", message="Detected an existing checkpoint")
+        dcp.save(dict(content), storage_writer=writer, no_dist=True)
     return folder
 
 
@@ -70,8 +75,11 @@ LOADS: list[Door] = [plain_recipe, torchtitan]
 
 
 @pytest.mark.parametrize("door", LOADS)
-def test_what_was_saved_is_read(tmp_path: Path, door: Door) -> None:
-    found = door(save(tmp_path / "good", state(3.0)))
+@pytest.mark.parametrize("sums", [False, True])
+def test_what_was_saved_is_read(tmp_path: Path, door: Door, sums: bool) -> None:
+    folder = save(tmp_path / "good", state(3.0), sums=sums)
+    assert (folder / CHECKSUMS).exists() == sums
+    found = door(folder)
     assert torch.equal(found["model"]["w"], state(3.0)["model"]["w"])
     assert found["train"] == {"step": 3, "names": ["a", "b"]}
 
@@ -159,6 +167,80 @@ def test_a_url_is_read_by_fsspec(tmp_path: Path) -> None:
     folder = save(tmp_path / "remote", state(2.0))
     reader = CheckpointReader(f"file://{folder}")
     assert set(reader.read_metadata().state_dict_metadata) >= {"model.w"}
+
+
+# ---------------------------------------------------------------- checksums
+
+
+def test_pytorch_reads_what_has_checksums(tmp_path: Path) -> None:
+    folder, found = save(tmp_path / "good", state(3.0), sums=True), state()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        dcp.load(found, checkpoint_id=folder, no_dist=True)
+    assert torch.equal(found["model"]["w"], state(3.0)["model"]["w"])
+    info = pickle.loads((folder / ".metadata").read_bytes()).storage_data.values()
+    assert {type(each).__name__ for each in info} == {"_StorageInfo"}
+    assert {*json.loads((folder / CHECKSUMS).read_text())} == {".metadata", "__0_0.distcp"}
+
+
+def flipped(data: bytes) -> bytes:
+    middle = len(data) // 2
+    return data[:middle] + bytes([data[middle] ^ 1]) + data[middle + 1 :]
+
+
+def longer(data: bytes) -> bytes:
+    return data + b"\0"
+
+
+SHARD = "__0_0.distcp"
+
+
+@pytest.mark.parametrize("name", [".metadata", SHARD])
+@pytest.mark.parametrize("how", [flipped, longer, cut, empty, garbage])
+def test_any_change_of_any_file_is_found(
+    tmp_path: Path, name: str, how: Callable[[bytes], bytes]
+) -> None:
+    folder = save(tmp_path / "damaged", state(1.0), sums=True)
+    assert find_damage(folder) == ""
+    (folder / name).write_bytes(how((folder / name).read_bytes()))
+    assert find_damage(folder).startswith(name)
+    # Of two ranks one reads the file; both see its size.
+    by_rank = [find_damage(folder, rank, 2) for rank in range(2)]
+    assert sum(map(bool, by_rank)) == (1 if how in (flipped, garbage) else 2)
+    if name == SHARD:
+        with pytest.raises(CheckpointException, match=f"damaged: {SHARD} "):
+            plain_recipe(folder)
+
+
+def test_a_file_that_is_missing_or_another_checkpoints_is_found(tmp_path: Path) -> None:
+    folder = save(tmp_path / "damaged", state(1.0), sums=True)
+    other_one = save(tmp_path / "other", state(2.0), sums=True)
+    (folder / SHARD).write_bytes((other_one / SHARD).read_bytes())
+    assert find_damage(folder) == f"{SHARD} has other bytes than were written"
+    (folder / SHARD).unlink()
+    assert find_damage(folder) == f"{SHARD}: No such file or directory"
+    (folder / CHECKSUMS).write_text("{")
+    assert find_damage(folder) == f"{CHECKSUMS} is damaged"
+
+
+def test_sizes_alone_are_known_of_older_checkpoints(tmp_path: Path) -> None:
+    folder = save(tmp_path / "old", state(1.0))
+    assert find_damage(folder) == ""
+    shard = (folder / SHARD).read_bytes()
+    (folder / SHARD).write_bytes(flipped(shard))
+    assert find_damage(folder) == ""
+    (folder / SHARD).write_bytes(cut(shard))
+    assert re.fullmatch(rf"{SHARD} has \d+ bytes, \d+ were written", find_damage(folder))
+    (folder / ".metadata").write_bytes(b"")
+    assert "damaged, or not written by" in find_damage(folder)
+
+
+def test_a_checkpoint_is_written_over(tmp_path: Path) -> None:
+    folder = save(tmp_path / "twice", state(1.0), sums=True)
+    first = (folder / CHECKSUMS).read_text()
+    save(folder, state(2.0), sums=True)
+    assert (folder / CHECKSUMS).read_text() != first
+    assert find_damage(folder) == ""
 
 
 def test_nothing_else_unpickles() -> None:

@@ -13,8 +13,12 @@ import torch
 import torch.distributed as dist
 import torchtitan.components.checkpointer as titan
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType, async_save, save
 from torchtitan.tools.filesystem import is_remote
+from torchtitan.tools.utils import GarbageCollection
 
+from amo_dist import CheckpointWriter
+from amo_dist.state.storage import find_damage
 from torchtitan_ext.plugin import hyperparameters, old_checkpoints
 from torchtitan_ext.plugin.optimizers import check_last_update
 from torchtitan_ext.plugin.run_files import COMPLETE_FILES, checkpoints, complete_steps
@@ -47,12 +51,20 @@ class CheckpointManager(titan.CheckpointManager):
         initial_load_model_only: bool = True
         """Whether what ``initial_load_path`` names gives weights alone."""
 
+        damaged: str = "skip"
+        """A checkpoint whose files are not as they were written: ``skip`` goes on from the one
+        before it, ``error`` stops."""
+
         def __post_init__(self) -> None:
             """Check the fields.
 
             Raises:
                 ValueError: For a value out of range, or fields that contradict each other.
             """
+            if self.damaged not in ("skip", "error"):
+                raise ValueError(
+                    f"checkpoint.damaged: found {self.damaged!r}, expected 'skip' or 'error'"
+                )
             if is_remote(self.folder):
                 raise ValueError(
                     f"checkpoint.folder: found {self.folder!r}, expected a folder of a file system"
@@ -67,6 +79,7 @@ class CheckpointManager(titan.CheckpointManager):
 
     def __init__(self, config: Config, **parts: Any) -> None:
         super().__init__(config, **parts)
+        self._skips_damaged = config.damaged == "skip"
         self._latest_step = -1
         self._step_under_way = -1
         self._saved_step = -1
@@ -98,28 +111,87 @@ class CheckpointManager(titan.CheckpointManager):
         old_checkpoints.load(state_dict, checkpoint_id)
         self.states[titan.MODEL].load_state_dict(state_dict)
 
+    def dcp_save(
+        self,
+        state_dict: dict[str, Any],
+        checkpoint_id: str,
+        async_mode: titan.AsyncMode,
+        enable_garbage_collection: bool = False,
+        to_hf: bool = False,
+    ) -> Any:
+        """As torchtitan, with checksums."""
+        if to_hf:
+            return super().dcp_save(
+                state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
+            )
+        to: dict[str, Any] = {
+            "storage_writer": CheckpointWriter(checkpoint_id),
+            "checkpoint_id": checkpoint_id,
+        }
+        if async_mode == titan.AsyncMode.DISABLED:
+            save(state_dict, **to)
+            if enable_garbage_collection:
+                GarbageCollection.collect("GC collection invoked by checkpointer.")
+            return None
+        if async_mode == titan.AsyncMode.ASYNC_WITH_PINNED_MEM:
+            to |= {
+                "async_checkpointer_type": AsyncCheckpointerType.PROCESS,
+                "async_stager": self.stager,
+            }
+        return async_save(state_dict, process_group=self.pg, **to)
+
     def _find_load_step(self, folder: str = "") -> int:
         return self._latest_step
 
     def _agree_on_latest_step(self) -> int:
-        """The latest complete step that the first rank sees; -1 where there is none."""
-        found = [max(self._complete_steps(), default=-1)]
+        """The latest complete step that the first rank sees, undamaged; -1 where none is complete.
+
+        Raises:
+            ValueError: On every rank, if all are damaged, or one is and ``damaged`` says so.
+        """
+        found = [self._complete_steps()]
         dist.broadcast_object_list(found, src=0)
-        latest = found[0]
         incomplete = checkpoints(Path(self.folder))
-        if latest == -1 and incomplete and dist.get_rank() == 0:
+        if not found[0] and incomplete and dist.get_rank() == 0:
             logger.warning(
                 "no checkpoint in %s is complete (a save was cut short: %s); the run starts anew",
                 self.folder,
                 ", ".join(f"step-{step}" for step in incomplete),
             )
-        if latest != -1 and not Path(self._create_checkpoint_id(latest)).is_dir():
+        for step in reversed(found[0]):
+            damage = self._agree_on_damage(step)
+            if not damage:
+                return int(step)
+            told = f"{self._create_checkpoint_id(step)} is damaged: {damage}"
+            if not self._skips_damaged:
+                raise ValueError(f"{told}; checkpoint.damaged = 'skip' goes on from one before it")
+            if dist.get_rank() == 0:
+                logger.warning("%s; looking for one before it", told)
+        if found[0]:
             raise ValueError(
-                f"checkpoint.folder: found no step-{latest} in {self.folder} on rank "
-                f"{dist.get_rank()}, expected what the first rank sees there: checkpoints belong "
-                "on a file system that all ranks share"
+                f"{told}, and no checkpoint before it can be read; expected one, or another "
+                "checkpoint.folder to start anew"
             )
-        return latest
+        return -1
+
+    def _agree_on_damage(self, step: int) -> str:
+        """What the first rank that finds something finds wrong with a checkpoint; ranks share it.
+
+        Raises:
+            ValueError: If this rank does not see what the first one does.
+        """
+        folder = self._create_checkpoint_id(step)
+        rank, world_size = dist.get_rank(), dist.get_world_size()
+        damage: list[str] = [""] * world_size
+        seen = Path(folder).is_dir()
+        dist.all_gather_object(damage, find_damage(Path(folder), rank, world_size) if seen else "")
+        if not seen:
+            raise ValueError(
+                f"checkpoint.folder: found no step-{step} in {self.folder} on rank {rank}, "
+                "expected what the first rank sees there: checkpoints belong on a file system "
+                "that all ranks share"
+            )
+        return next(filter(None, damage), "")
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
         """Save where torchtitan would; returns whether it did.
