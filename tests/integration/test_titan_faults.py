@@ -23,6 +23,7 @@ OPTIONS = (
     *("--checkpoint.enable", "--checkpoint.interval=2", "--checkpoint.keep_latest_k=0"),
     "--checkpoint.no-last_save_model_only",
 )
+STOP = "--checkpoint.damaged=error"
 ASYNC = "--checkpoint.async_mode=async"
 
 
@@ -78,6 +79,26 @@ def test_a_checkpoint_cut_short_is_never_loaded(
     assert list((tmp_path / "checkpoint" / "step-6").iterdir())
     run = titan.run(job)
     assert start_line(run) == f"training resumes at step 5 of {NUM_STEPS}"
+    assert_same_end(run, reference, NUM_STEPS)
+
+
+def test_damaged_checkpoints_are_named_and_gone_past(
+    titan: Server, reference: Run, tmp_path: Path
+) -> None:
+    shutil.copytree(reference.folder, tmp_path, dirs_exist_ok=True)
+    newest, before = (tmp_path / "checkpoint" / f"step-{step}" for step in (10, 8))
+    shard = newest / "__1_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    (before / ".metadata").write_bytes(b"")
+    job = Job(2, str(tmp_path), OPTIONS)
+    exits = titan.wait(titan.start(Job(2, str(tmp_path), (*OPTIONS, STOP))), timeout=60)
+    assert exits == [2, 2]
+    run = titan.run(job)
+    assert f"{newest} is damaged: __1_0.distcp has other bytes than were written" in run.output()
+    assert f"{before} is damaged: .metadata has 0 bytes" in run.output()
+    assert start_line(run) == f"training resumes at step 7 of {NUM_STEPS}"
     assert_same_end(run, reference, NUM_STEPS)
 
 
