@@ -148,6 +148,8 @@ def test_pytorchs_own_checks_find_nothing(run_on: Ranks, monkeypatch: pytest.Mon
         lambda x: bool(x.any()),
         lambda x: float(x[0]),
         lambda x: x.cpu(),
+        lambda x: x.to("cpu"),
+        lambda x: torch.zeros(3, device="cpu"),
         lambda x: x.numpy(),
         lambda x: x[[0, 1]],
         lambda x: x[x > 0],
@@ -198,6 +200,14 @@ def refused(rank: int, world_size: int) -> list[str]:
     def unfinished() -> None:
         dist.all_reduce(x, async_op=True)
 
+    def memory_in_use() -> None:
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        try:
+            dist.all_reduce(x[1:])
+        finally:
+            work.wait()
+
     def elsewhere() -> None:
         with rehearsal.Steps():
             dist.all_reduce(torch.zeros(4))
@@ -205,7 +215,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     found = []
     for misuse in (
         *(unlike_sizes, unlike_order, unlike_splits, strided, objects, another_thread),
-        *(unfinished, elsewhere),
+        *(unfinished, memory_in_use, elsewhere),
     ):
         with pytest.raises(rehearsal.NcclError) as raised, rehearsal.nccl():
             misuse()
@@ -215,7 +225,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 def test_what_nccl_refuses_is_refused(run_on: Ranks) -> None:
     expected = ("ranks differ", "ranks differ", "is sent", "not contiguous", "not on devices")
-    others = ("two threads", "not waited for", "not on the device")
+    others = ("two threads", "not waited for", "another collective uses", "not on the device")
     for found in run_on(2)(refused):
         for error, part in zip(found, (*expected, *others), strict=True):
             assert part in error
