@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.ownership import Job
 from amo_dist.distributed.plan import ExchangePlan, count_elements
-from amo_dist.tools.ledger import sent_by_owner
+from amo_dist.tools.ledger import sent_by_owner, sent_by_relay
 
 Pair = tuple[int, int]
 """Global ranks: source and destination."""
@@ -25,7 +25,7 @@ class Volume:
     Attributes:
         gathered: To owners, in the dtype of the wire.
         gathered_wide: To owners of observed matrices, in the dtype of the momentum.
-        delivered: From owners, in the dtype of the wire.
+        delivered: From owners and relays, in the dtype of the wire.
     """
 
     gathered: int = 0
@@ -59,7 +59,7 @@ def predict(
 
     Args:
         matrices: Jobs index them.
-        jobs: Of any ranks.
+        jobs: Of any ranks, before relays: these add nothing to what all send.
         wide: Matrices that are observed.
     """
     total = Volume()
@@ -103,6 +103,8 @@ def sent_by_pair(
                     sent[rank, owner] += Volume(0, gathered) if is_wide else Volume(gathered)
                 if delivered:
                     sent[owner, rank] += Volume(delivered=delivered)
+    for pair, forwarded in sent_by_relay(matrices, jobs).items():
+        sent[pair] += Volume(delivered=forwarded)
     return dict(sent)
 
 
@@ -116,9 +118,10 @@ def sent_by_plan(plan: ExchangePlan) -> dict[int, Volume]:
     for bucket in plan.buckets:
         for place, peer in enumerate(plan.peers):
             gathered = count_elements(bucket.gather.send[place])
+            forwarded = count_elements(bucket.forward.send[place]) if bucket.forward else 0
             totals[peer] += Volume(
                 gathered=0 if bucket.wide else gathered,
                 gathered_wide=gathered if bucket.wide else 0,
-                delivered=count_elements(bucket.deliver.send[place]),
+                delivered=count_elements(bucket.deliver.send[place]) + forwarded,
             )
     return {peer: volume for peer, volume in totals.items() if volume.elements}

@@ -53,7 +53,7 @@ class Steps(contextlib.ExitStack):
     """Counts the operations of the steps taken inside, and raises `HostError`.
 
     What is made without a device lies elsewhere than parameters: PyTorch refuses to compute with
-    both, and `nccl` to send it.
+    both, and `nccl` to send it. What is made on the device ``"cpu"``, by that name, raises.
     """
 
     def __init__(self) -> None:
@@ -84,10 +84,14 @@ class _Operations(TorchDispatchMode):
 
 class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        if name in METHODS and not _is_aside():
-            raise HostError(name)
-        return func(*args, **(kwargs or {}))
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        # A device of the parameters, which is the CPU here, comes from a tensor; a name is written.
+        is_named = any(
+            isinstance(each, str) and each == "cpu" for each in (*args, *kwargs.values())
+        )
+        if (name in METHODS or is_named) and not _is_aside():
+            raise HostError(f"{name} on the CPU" if is_named else name)
+        return func(*args, **kwargs)
 
 
 _aside = threading.local()
@@ -161,12 +165,21 @@ class NcclError(AssertionError):
 class _Work:
     """Of a collective under way."""
 
-    def __init__(self, work: Any, what: str) -> None:
-        self._work, self.what, self.is_over = work, what, False
+    def __init__(self, work: Any, what: str, tensors: list[Tensor]) -> None:
+        self._work, self.what, self._tensors, self.is_over = work, what, tensors, False
+
+    def uses(self, tensor: Tensor) -> bool:
+        """Whether it may still read or write memory of ``tensor``."""
+        (start, stop), mine = _memory(tensor), map(_memory, self._tensors)
+        return not self.is_over and any(low < stop and start < high for low, high in mine)
 
     def wait(self) -> None:
         self._work.wait()
         self.is_over = True
+
+
+def _memory(tensor: Tensor) -> tuple[int, int]:
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
 OBJECTS = (
@@ -200,11 +213,13 @@ class Nccl:
                 raise NcclError(f"{name}: a tensor that is not on the device")
             if not tensor.is_contiguous():
                 raise NcclError(f"{name}: a tensor that is not contiguous")
+            if any(work.uses(tensor) for work in self._under_way):
+                raise NcclError(f"{name}: memory that another collective uses")
         with aside(), torch.device("cpu"):
             self._check_alike(name, tensors, args, kwargs)
         found = collective(*args, **kwargs)
         if kwargs.get("async_op"):
-            self._under_way.append(_Work(found, name))
+            self._under_way.append(_Work(found, name, tensors))
             return self._under_way[-1]
         return found
 

@@ -17,7 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist.distributed.layout import MatrixLayout
-from amo_dist.distributed.plan import ExchangePlan, Part, PartsByPeer, Task, count_elements
+from amo_dist.distributed.plan import (
+    ExchangePlan,
+    Part,
+    PartsByPeer,
+    Task,
+    Transfer,
+    count_elements,
+)
 from amo_dist.distributed.spans import span
 
 _ALIGNMENT = 64
@@ -108,18 +115,21 @@ class Exchange:
             meanwhile()
         for route in local:
             route.compute(read, compute, write)
-        for index, route in enumerate(moving):
-            with span("amo::gather"):
-                route.work.wait()
-            route.compute(read, compute, write)
-            with span("amo::scatter"):
-                route.work = self._start(route.deliver_send, route.deliver_receive)
+        for index in range(len(moving) + 2):
+            if index < len(moving):
+                route = moving[index]
+                with span("amo::gather"):
+                    route.work.wait()
+                route.compute(read, compute, write)
+                with span("amo::scatter"):
+                    route.work = self._start(route.deliver_send, route.deliver_receive)
             if index + ahead < len(moving):
                 self._start_gather(moving[index + ahead], read)
-            if index:
-                moving[index - 1].finish(write)
-        if moving:
-            moving[-1].finish(write)
+            # What was forwarded comes first: the next to be forwarded takes its buffers.
+            if index > 1:
+                moving[index - 2].finish(write)
+            if 0 < index <= len(moving):
+                self._finish_delivery(moving[index - 1], write)
         self._routes = routes
 
     def _start_gather(self, route: _Route, read: Read) -> None:
@@ -128,6 +138,18 @@ class Exchange:
             if send.parts:
                 read(send.parts, send.views)
             route.work = self._start(send, route.gather_receive)
+
+    def _finish_delivery(self, route: _Route, write: Write) -> None:
+        """Wait for results, forward those that others here wait for, and write them."""
+        with span("amo::scatter"):
+            route.work.wait()
+            if route.forwards:
+                if route.forwarded:
+                    torch._foreach_copy_(route.forward_send.views, route.forwarded)
+                route.work = self._start(route.forward_send, route.forward_receive)
+        side = route.deliver_receive
+        if side.parts:
+            write(side.parts, side.views)
 
     def _start(self, send: _Side, receive: _Side) -> Any:
         """Start a ragged all-to-all, without padding.
@@ -152,6 +174,7 @@ class Exchange:
         buckets = (*self.plan.local, *self.plan.buckets)
         dtypes = [self._wide_dtype if bucket.wide else self._wire_dtype for bucket in buckets]
         wire, ahead = [self._wire_dtype] * len(buckets), self._buckets_in_flight
+        forwards = [bucket.forward or Transfer((), ()) for bucket in buckets]
         routes = list(
             map(
                 _Route,
@@ -160,6 +183,10 @@ class Exchange:
                 # Two slots: one delivery still lands while the next is packed.
                 self._sides([bucket.deliver.send for bucket in buckets], wire, 2, True),
                 self._sides([bucket.deliver.receive for bucket in buckets], wire, 2),
+                # One: what was forwarded is there before the next is packed.
+                self._sides([transfer.send for transfer in forwards], wire, 1),
+                self._sides([transfer.receive for transfer in forwards], wire, 1),
+                [bucket.forward is not None for bucket in buckets],
             )
         )
         of_bucket = list(zip(buckets, dtypes, routes, strict=True))
@@ -287,15 +314,26 @@ class _TaskRun:
 
 @dataclasses.dataclass(slots=True)
 class _Route:
-    """A bucket laid out: its two transfers, and its tasks between them."""
+    """A bucket laid out: its transfers, and its tasks between the first two."""
 
     gather_send: _Side
     gather_receive: _Side
     deliver_send: _Side
     deliver_receive: _Side
+    forward_send: _Side
+    forward_receive: _Side
+    forwards: bool
+    """Whether any peer forwards; without, nothing is sent, not even empty parts."""
+    forwarded: list[Tensor] = dataclasses.field(init=False)
+    """Delivered results that this rank forwards."""
     tasks: list[_TaskRun] = dataclasses.field(default_factory=list)
     work: Any = None
-    """Of the transfer under way: its gather, later its delivery."""
+    """Of the transfer under way: its gather, later its delivery, then what is forwarded."""
+
+    def __post_init__(self) -> None:
+        side = self.deliver_receive
+        delivered = dict(zip(side.parts, side.views, strict=True))
+        self.forwarded = [delivered[part] for part in self.forward_send.parts]
 
     def add(self, task: Task, matrices: Sequence[Tensor]) -> None:
         """Lay out a task, which puts its whole matrices into ``matrices``."""
@@ -307,10 +345,12 @@ class _Route:
             task.run(read, compute, write)
 
     def finish(self, write: Write) -> None:
-        """Wait for the results that others computed, and write them."""
+        """Wait for the results that others forwarded, and write them."""
+        if not self.forwards:
+            return
         with span("amo::scatter"):
             self.work.wait()
-        side = self.deliver_receive
+        side = self.forward_receive
         if side.parts:
             write(side.parts, side.views)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
@@ -26,8 +26,9 @@ class Job:
         matrix: Index of the matrix.
         owner: Rank that gathers it, orthogonalizes it and sends the pieces back.
         sources: Ranks whose pieces together make up the matrix: the owner's replica.
-        targets: Ranks that get their pieces of the result.
+        targets: Ranks that get their pieces of the result from the owner.
         reports: True for exactly one job of each matrix: its owner reports what it observed.
+        forwards: By target, the ranks with the same pieces that get theirs from it.
     """
 
     matrix: int
@@ -35,6 +36,7 @@ class Job:
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     reports: bool
+    forwards: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, hash=False)
 
 
 def assign(

@@ -72,13 +72,16 @@ class Bucket:
         wide: True where matrices travel in the dtype of the momentum, for observation.
         tasks: What this rank computes.
         gather: Parts of matrices, on their way to the owner.
-        deliver: Parts of results, on their way from the owner to all who hold one.
+        deliver: Parts of results, on their way from the owner to all whom it serves.
+        forward: The same parts, on their way from a relay to others that hold them; None where no
+            peer forwards any.
     """
 
     wide: bool
     tasks: tuple[Task, ...]
     gather: Transfer
     deliver: Transfer
+    forward: Transfer | None
 
     @property
     def owned(self) -> tuple[int, ...]:
@@ -143,7 +146,7 @@ def plan_exchange(
     told = [str(tuple(peers))]
     for is_wide, some in groups:
         told.append(f"bucket {is_wide}")
-        told += [f"{matrices[job.matrix].key} by {job.owner}" for job in some]
+        told += [f"{matrices[job.matrix].key} by {job.owner}, {job.forwards}" for job in some]
     return ExchangePlan(
         peers=tuple(peers),
         buckets=tuple(make(*group) for group in groups),
@@ -193,6 +196,10 @@ def _bucket(
             matrices, [job.matrix for job in found if holder in getattr(job, role)], holder
         )
 
+    def forwarded(relay: int, holder: int) -> tuple[Part, ...]:
+        found = [job.matrix for job in jobs if holder in job.forwards.get(relay, ())]
+        return _held(matrices, found, holder)
+
     owned = tuple(job.matrix for job in by_owner[rank])
     reported = frozenset(job.matrix for job in by_owner[rank] if job.reports)
     return Bucket(
@@ -210,6 +217,12 @@ def _bucket(
             send=tuple(parts(rank, peer, "targets") for peer in peers),
             receive=tuple(parts(peer, rank, "targets") for peer in peers),
         ),
+        forward=Transfer(
+            send=tuple(forwarded(rank, peer) for peer in peers),
+            receive=tuple(forwarded(peer, rank) for peer in peers),
+        )
+        if any(job.forwards for job in jobs)
+        else None,
     )
 
 

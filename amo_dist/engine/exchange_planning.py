@@ -14,6 +14,7 @@ from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.ownership import assign, imbalance
 from amo_dist.distributed.plan import plan_exchange
+from amo_dist.distributed.relays import relay
 from amo_dist.engine.parameters import Parameters
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import wide_dtype
@@ -54,6 +55,7 @@ def plan_exchanges(
     """
     matrices, costs = parameters.matrices, _costs(parameters, schedules)
     jobs = assign(matrices, costs, ownership=config.ownership, owners=config.owners)
+    jobs = relay(matrices, jobs, world.node_by_rank)
     wire_dtype: torch.dtype = getattr(torch, config.ns_dtype)
     # Momentum is read in float32 at least, and what is measured must not be rounded to less.
     momentum_dtype = wide_dtype(getattr(torch, config.momentum_dtype))

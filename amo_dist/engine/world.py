@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import socket
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
@@ -16,6 +18,7 @@ from amo_dist.distributed.agreement import (
     check_alike,
     check_alike_by_ranks,
     gather_json,
+    gather_text,
     world_group,
 )
 from amo_dist.engine.parameters import Entry, Parameters
@@ -41,6 +44,7 @@ class World:
         slots: Name and ranks of every parameter of the world, sorted: what the per-step agreement
             compares. Private tensors of one name share a slot, with no ranks.
         groups_by_ranks: Process group of each set of ranks that shares parameters here.
+        node_by_rank: Of each rank, a number that ranks of its node share.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a
             single process.
     """
@@ -51,6 +55,7 @@ class World:
     homes: Mapping[str, tuple[int, ...]]
     slots: tuple[Slot, ...]
     groups_by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]
+    node_by_rank: Mapping[int, int]
     shares_all: bool
 
 
@@ -95,6 +100,7 @@ def agree_on_world(
         homes=homes,
         slots=slots,
         groups_by_ranks=_groups(parameters.entries, process_group),
+        node_by_rank=_nodes(group),
         shares_all=all(len(ranks) == len(by_rank) for _, ranks in slots),
     )
 
@@ -148,6 +154,17 @@ def _groups(
         if dist.get_rank() in ranks:
             known[ranks] = made
     return {ranks: known[ranks] if len(ranks) > 1 else None for ranks in wanted}
+
+
+def _nodes(group: dist.ProcessGroup | None) -> dict[int, int]:
+    """By rank the first rank of its node; a collective over the world.
+
+    torchrun numbers the nodes, and several of them may run on one host, as in tests.
+    """
+    where = gather_text(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}", group)
+    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    first = dict(zip(reversed(where), reversed(ranks), strict=True))
+    return {rank: first[node] for rank, node in zip(ranks, where, strict=True)}
 
 
 def _members(group: dist.ProcessGroup) -> tuple[int, ...]:

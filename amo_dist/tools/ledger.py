@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -14,7 +14,7 @@ from amo_dist.distributed.ownership import Job
 def sent_by_owner(
     matrices: Sequence[MatrixLayout], jobs: Sequence[Job], num_ranks: int
 ) -> dict[int, torch.Tensor]:
-    """What each owner gathers from, and delivers to, each rank.
+    """What each owner gathers from, and itself delivers to, each rank.
 
     Args:
         matrices: Jobs index them.
@@ -25,23 +25,44 @@ def sent_by_owner(
         By owner, elements in an int64 tensor ``(2, num_ranks)``: gathered from each rank, and
         delivered to it.
     """
-    known: dict[tuple[int, int], torch.Tensor] = {}
+    known: dict[int, torch.Tensor] = {}
     counts: dict[int, torch.Tensor] = defaultdict(
         lambda: torch.zeros((2, num_ranks), dtype=torch.int64)
     )
     for job in jobs:
-        matrix = matrices[job.matrix]
+        held = _held(matrices[job.matrix], num_ranks, known)
         for count, ranks in zip(counts[job.owner], (job.sources, job.targets), strict=True):
-            # By identity: matrices of one shape and layout share these objects.
-            key = id(matrix.pieces_by_rank), id(ranks)
-            held = known.get(key)
-            if held is None:
-                held = known[key] = torch.zeros(num_ranks, dtype=torch.int64)
-                held[list(ranks)] = torch.tensor([matrix.held_by(rank) for rank in ranks])
-            count += held
+            some = torch.tensor(ranks)
+            count[some] += held[some]
     for owner, found in counts.items():
         found[:, owner] = 0  # what the owner holds itself goes nowhere
     return counts
+
+
+def _held(matrix: MatrixLayout, num_ranks: int, known: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Elements of a matrix that each rank holds: int64, ``(num_ranks,)``."""
+    # By identity: matrices of one shape and layout share this object.
+    key = id(matrix.pieces_by_rank)
+    if key not in known:
+        known[key] = torch.tensor([matrix.held_by(rank) for rank in range(num_ranks)])
+    return known[key]
+
+
+def sent_by_relay(
+    matrices: Sequence[MatrixLayout], jobs: Sequence[Job]
+) -> dict[tuple[int, int], int]:
+    """Elements that each relay forwards to each other rank of its node, by relay and rank.
+
+    Args:
+        matrices: Jobs index them.
+        jobs: After `amo_dist.distributed.relays.relay`.
+    """
+    sent = Counter[tuple[int, int]]()
+    for job in jobs:
+        for first, others in job.forwards.items():
+            size = matrices[job.matrix].held_by(first)
+            sent.update({(first, other): size for other in others})
+    return dict(sent)
 
 
 def sent_by_rank(
@@ -65,4 +86,6 @@ def sent_by_rank(
         for sent, is_counted in ((within, node == node[owner]), (across, node != node[owner])):
             sent += gathered * is_counted
             sent[owner] += (delivered * is_counted).sum()
+    for (first, _), size in sent_by_relay(matrices, jobs).items():
+        within[first] += size
     return within, across

@@ -15,6 +15,7 @@ from torch.distributed.tensor import Replicate, Shard
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
 from amo_dist.distributed.ownership import assign, load_by_rank
+from amo_dist.distributed.relays import relay
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.fields import read_int
 from amo_dist.schedule.types import MatrixInfo
@@ -40,27 +41,28 @@ Row = dict[str, Any]
 As ``--json`` prints it: ``ranks``, ``ownership`` and ``schedule``; under ``load`` the Newton-Schulz
 flops of a rank in one step, their ``mean`` over all ranks and the ``greatest``; under ``traffic``
 the bytes that a rank sends in one step, ``mean`` and ``greatest`` to any other rank,
-``mean_across`` and ``greatest_across`` to other nodes.
+``mean_across`` and ``greatest_across`` to other nodes, and ``mean_direct`` and ``greatest_direct``
+what these would be if owners sent each holder its own copy.
 """
 
 
 def lay_out(
     registry: Sequence[MatrixInfo], ranks: int, *, layout: str = "fsdp", replica_size: int = 8
 ) -> list[MatrixLayout]:
-    """The matrices as FSDP shards them: on dim 0, as `torch.chunk` does.
+    """The matrices as FSDP shards them, on dim 0 as `torch.chunk` does, or as DDP repeats them.
 
     Args:
         registry: Name and shape of each.
         ranks: Size of the world.
-        layout: ``fsdp``, or ``hsdp``: sharded over ``replica_size`` consecutive ranks, and
-            replicated over the others.
+        layout: ``fsdp``; ``hsdp``: sharded over ``replica_size`` consecutive ranks, and
+            replicated over the others; or ``ddp``: whole on every rank.
         replica_size: Ranks of a replica under ``hsdp``.
 
     Raises:
         ValueError: ``replica_size`` does not divide ``ranks``.
     """
     mesh = torch.arange(ranks)
-    placements: list[Any] = [Shard(0)]
+    placements: list[Any] = [Replicate() if layout == "ddp" else Shard(0)]
     if layout == "hsdp":
         if replica_size < 1 or ranks % replica_size:
             raise ValueError(
@@ -103,6 +105,7 @@ def simulate(
     read_int("ranks", ranks, 1)
     read_int("ranks_per_node", ranks_per_node, 1)
     matrices = lay_out(registry, ranks, layout=layout, replica_size=replica_size)
+    node_by_rank = {rank: rank // ranks_per_node for rank in range(ranks)}
     uniform = dict.fromkeys(steps, BASE_STEPS)
     rows: list[Row] = []
     for ownership in OWNERSHIPS:
@@ -110,6 +113,8 @@ def simulate(
             costs = flops_by_matrix(registry, by_type)
             jobs = assign(matrices, costs, ownership=ownership, owners=owners)
             loads = load_by_rank(jobs, costs).values()
+            _, direct = sent_by_rank(matrices, jobs, ranks, ranks_per_node)
+            jobs = relay(matrices, jobs, node_by_rank)
             within, across = sent_by_rank(matrices, jobs, ranks, ranks_per_node)
             load = {"mean": sum(loads) / ranks, "greatest": max(loads, default=0.0)}
             traffic = {
@@ -117,6 +122,8 @@ def simulate(
                 "greatest": WIRE_BYTES * int((within + across).max()),
                 "mean_across": WIRE_BYTES * int(across.sum()) / ranks,
                 "greatest_across": WIRE_BYTES * int(across.max()),
+                "mean_direct": WIRE_BYTES * int(direct.sum()) / ranks,
+                "greatest_direct": WIRE_BYTES * int(direct.max()),
             }
             names = {"ranks": ranks, "ownership": ownership, "schedule": schedule}
             rows.append({**names, "load": load, "traffic": traffic})
@@ -151,7 +158,7 @@ def add_simulate_command(subparsers: Subparsers) -> None:
         help="a JSON object with layers, dim, ffn_dim, heads, kv_heads and q_ratio",
     )
     parser.add_argument("--ranks", type=int, nargs="+", default=[32, 256, 1024], help="world sizes")
-    parser.add_argument("--layout", choices=("fsdp", "hsdp"), default="fsdp")
+    parser.add_argument("--layout", choices=("fsdp", "hsdp", "ddp"), default="fsdp")
     parser.add_argument("--replica-size", type=int, default=8, help="ranks that hold one replica")
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument(
@@ -190,7 +197,7 @@ def run_simulate(args: argparse.Namespace) -> int:
     rows = [
         row for ranks in args.ranks for row in simulate(shape.matrices(), steps, ranks, **options)
     ]
-    if args.layout == "fsdp":
+    if args.layout != "hsdp":
         options["replica_size"] = None
     record = {
         "model": args.model or str(args.shapes),
@@ -229,6 +236,8 @@ _COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
     ),
     ("across, mean", lambda row: f"{row['traffic']['mean_across'] / 1e6:.1f}"),
     ("across, max", lambda row: f"{row['traffic']['greatest_across'] / 1e6:.1f}"),
+    ("direct, mean", lambda row: f"{row['traffic']['mean_direct'] / 1e6:.1f}"),
+    ("direct, max", lambda row: f"{row['traffic']['greatest_direct'] / 1e6:.1f}"),
 )
 
 
@@ -241,7 +250,8 @@ def _table(record: Mapping[str, Any]) -> str:
     lines = [
         f"{record['model']}, {layout}, owners: {owners}, nodes of {node}",
         f"locked steps: {steps} (uniform: {BASE_STEPS})",
-        "a rank in one step: Newton-Schulz GFLOP, and MB sent in bf16",
+        "a rank in one step: Newton-Schulz GFLOP, and MB sent in bf16;",
+        "direct: across nodes, if owners sent each holder its own copy",
         "",
     ]
     cells = [[title for title, _ in _COLUMNS]]

@@ -25,6 +25,7 @@ from amo_dist.distributed.agreement import (
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import Part, Task, plan_exchange
+from amo_dist.distributed.relays import relay
 from amo_dist.engine.gradients import MissingGradientError, NonFiniteGradientError
 from tests.distributed.harness import Ranks
 from tests.layouts import build, local_tensor
@@ -53,15 +54,18 @@ class Negation:
     Two matrices travel wide, and those of one kind (the index modulo 3) are computed together.
     """
 
-    def __init__(self, rank: int, world_size: int, kind: str, owners: str) -> None:
+    def __init__(
+        self, rank: int, world_size: int, kind: str, owners: str, nodes: tuple[int, ...]
+    ) -> None:
         is_3d = kind.startswith(("experts", "ep"))
         mesh = torch.arange(world_size).view(MESHES[kind])
         self.model = build(kind, mesh, list(SHAPES_3D if is_3d else SHAPES_2D))
         matrices = self.model.matrices
         self.wide = frozenset({0, 2})
+        jobs = assign(matrices, [1.0] * len(matrices), owners=owners)
         self.plan = plan_exchange(
             matrices,
-            assign(matrices, [1.0] * len(matrices), owners=owners),
+            relay(matrices, jobs, dict(enumerate(nodes))),
             rank=rank,
             peers=range(world_size),
             bytes_by_matrix=[matrix.num_elements * 2 for matrix in matrices],
@@ -135,9 +139,9 @@ def by_kind(owned: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [task for task in tasks if task]
 
 
-def exchange(rank: int, world_size: int, kind: str, owners: str) -> None:
-    """Step after step, over the same buffers."""
-    negation = Negation(rank, world_size, kind, owners)
+def exchange(rank: int, world_size: int, kind: str, owners: str, nodes: tuple[int, ...]) -> bool:
+    """Step after step, over the same buffers; whether there are relays."""
+    negation = Negation(rank, world_size, kind, owners, nodes)
     places: list[list[int]] = []
     for factor in (1, -1, 2):
         ran: list[str] = []
@@ -154,6 +158,7 @@ def exchange(rank: int, world_size: int, kind: str, owners: str) -> None:
             peer: volume.elements for peer, volume in volumes.items()
         }
     assert places[0] == places[1] == places[2]
+    return any(bucket.forward for bucket in negation.plan.buckets)
 
 
 @pytest.mark.parametrize("owners", ["mesh", "replica"])
@@ -161,12 +166,29 @@ def exchange(rank: int, world_size: int, kind: str, owners: str) -> None:
 def test_every_rank_gets_its_part_of_every_result_once(
     run_on: Ranks, kind: str, owners: str
 ) -> None:
-    run_on(4)(exchange, kind, owners)
+    assert run_on(4)(exchange, kind, owners, (0, 0, 0, 0)) == [False] * 4
+
+
+@pytest.mark.parametrize(
+    ("kind", "nodes"),
+    [
+        ("ddp", (0, 0, 2, 2)),
+        ("ddp", (0, 1, 1, 1)),
+        ("ddp", (0, 1, 0, 3)),
+        # Of HSDP ranks 0 and 2 hold the same shard, and so do 1 and 3.
+        ("hsdp", (0, 1, 0, 1)),
+        ("hsdp", (0, 1, 1, 1)),
+    ],
+)
+def test_relays_bring_every_rank_its_part_once(
+    run_on: Ranks, kind: str, nodes: tuple[int, ...]
+) -> None:
+    assert run_on(4)(exchange, kind, "mesh", nodes) == [True] * 4
 
 
 def fail_once(rank: int, world_size: int) -> None:
     """An error while the first buckets travel; what they carry must not be taken for the next."""
-    negation = Negation(rank, world_size, "fsdp", "mesh")
+    negation = Negation(rank, world_size, "fsdp", "mesh", (0, 0, 0, 0))
 
     def fail() -> None:
         raise RuntimeError("meanwhile")

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from fractions import Fraction
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -11,6 +13,7 @@ import torch.distributed as dist
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.distributed.layout import layout_of, matrix_layout
 from amo_dist.distributed.ownership import assign
+from amo_dist.distributed.relays import relay
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.ledger import Pair, Volume, predict, sent_by_pair
@@ -25,6 +28,7 @@ def count(
     shapes: dict[str, tuple[int, ...]],
     fields: dict[str, Any],
     observes: bool = False,
+    nodes: tuple[int, ...] = (0, 0, 0, 0),
 ) -> tuple[dict[int, int], dict[str, float], dict[Pair, Volume], Volume, int]:
     """What this rank counted in a step, and what the layouts predict for all."""
     model = models.make_model(layout, shapes)
@@ -41,13 +45,15 @@ def count(
     else:
         optimizer = Muon(groups, config=MuonConfig(**fields), process_group=group)
     models.set_gradients(model, 1, 1)
-    optimizer.step()
+    with mock.patch.dict(os.environ, GROUP_RANK=str(nodes[rank])):
+        optimizer.step()
     drawn = set(optimizer.policy.sample(2))  # before the plan, of which step 2 is the last step
     models.set_gradients(model, 1, 2)
     optimizer.step()  # counted anew
     wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in drawn)
     jobs = assign(matrices, [1.0] * len(matrices), owners=fields.get("owners", "mesh"))
-    pairs = sent_by_pair(matrices, jobs, world_size, wide)
+    relayed = relay(matrices, jobs, dict(enumerate(nodes)))
+    pairs = sent_by_pair(matrices, relayed, world_size, wide)
     total = predict(matrices, jobs, wide)
     elements = sum(matrix.num_elements for matrix in matrices)
     return optimizer.sent_bytes_by_peer(), optimizer.metrics(), pairs, total, elements
@@ -86,6 +92,21 @@ def test_ranks_send_what_the_ledger_says(
         assert metrics["exchange/sent_bytes"] == sum(sent.values())
         assert metrics["exchange/sent_elements"] == sum(v.elements for v in mine.values())
     assert sum(sum(sent.values()) for sent, *_ in results) == total.num_bytes(BF16, FP32) > 0
+
+
+@pytest.mark.parametrize(("layout", "nodes"), [("plain", (0, 0, 1, 1)), ("hsdp", (0, 1, 0, 1))])
+@pytest.mark.parametrize("observes", [False, True])
+def test_relays_send_what_the_ledger_says(
+    run_on: Ranks, layout: str, nodes: tuple[int, ...], observes: bool
+) -> None:
+    results = run_on(4)(count, layout, models.shapes(), {"bucket_bytes": 256}, observes, nodes)
+    _, _, pairs, total, _ = results[0]
+    for rank, (sent, *_) in enumerate(results):
+        mine = {to: volume for (source, to), volume in pairs.items() if source == rank}
+        assert sent == {to: volume.num_bytes(BF16, FP32) for to, volume in mine.items()}
+    assert sum(sum(sent.values()) for sent, *_ in results) == total.num_bytes(BF16, FP32)
+    direct = run_on(4)(count, layout, models.shapes(), {"bucket_bytes": 256}, observes)
+    assert pairs != direct[0][2]
 
 
 def test_even_fsdp_sends_the_volume_of_the_formula(run_on: Ranks) -> None:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig, param_groups
 from tests import rehearsal
 from tests.distributed import models
+from tests.distributed import test_layouts_more as more
 from tests.distributed.harness import Ranks
+from tests.distributed.test_layouts_more import Shapes
 from tests.oracle import Oracle
 
-LR, SEED, STEPS = 3e-3, 7, 20
+LR, STEPS = 3e-3, 20
 FIELDS: dict[str, Any] = {
     "observe_until": 8,
     "observe_every": 4,
@@ -29,32 +33,56 @@ FIELDS: dict[str, Any] = {
 }
 LOCKED = FIELDS["observe_until"] + FIELDS["transition_steps"]
 """From here on schedules stay; in this very step matrices are dealt anew, which waits."""
+
+
+def build(layout: str) -> nn.Module:
+    """A layout of `models`, or a builder of `more`."""
+    if layout.startswith("build_"):
+        model: nn.Module = getattr(more, layout)()
+        return model
+    return models.make_model(layout, shapes_of(layout))
+
+
+def shapes_of(layout: str) -> Shapes:
+    if layout.startswith("build_"):
+        return {"build_experts_0": more.EXPERTS}.get(layout, more.STAGES[0] | more.STAGES[1])
+    is_even = layout in ("tp_fsdp", "hsdp_tp")  # torch pads nothing under tensor parallelism
+    return models.shapes(models.EVEN_SHAPES if is_even else models.SHAPES)
+
+
 CASES = [
-    pytest.param("plain", 1, id="one-process"),
-    pytest.param("plain", 2, id="ddp-2"),
-    pytest.param("fsdp", 2, id="fsdp-2"),
-    pytest.param("fsdp", 3, id="fsdp-3"),
-    pytest.param("hsdp", 4, id="hsdp-2x2"),
-    pytest.param("tp", 3, id="tp-3"),
-    pytest.param("tp_fsdp", 4, id="tp-2-fsdp-2"),
+    pytest.param("plain", (0,), id="one-process"),
+    pytest.param("plain", (0, 0), id="ddp-2"),
+    pytest.param("plain", (0, 0, 1, 1), id="ddp-4-on-two-nodes"),
+    pytest.param("fsdp", (0, 0), id="fsdp-2"),
+    pytest.param("fsdp", (0, 0, 0), id="fsdp-3"),
+    pytest.param("hsdp", (0, 0, 0, 0), id="hsdp-2x2"),
+    pytest.param("hsdp", (0, 1, 0, 1), id="hsdp-2x2-across-two-nodes"),
+    pytest.param("tp", (0, 0, 0), id="tp-3"),
+    pytest.param("tp_fsdp", (0, 0, 0, 0), id="tp-2-fsdp-2"),
+    pytest.param("hsdp_tp", (0, 0, 0, 0), id="hsdp-2x1-tp-2"),
+    pytest.param("build_experts_0", (0, 0), id="experts-2"),
+    pytest.param("build_stage", (0, 0), id="stages-2"),
+    pytest.param("build_sharded_stage", (0, 0, 0, 0), id="stages-2-fsdp-2"),
 ]
+"""Layout, and the node of each rank."""
 
 
-def shapes_of(layout: str) -> dict[str, tuple[int, ...]]:
-    return models.shapes(models.EVEN_SHAPES if layout == "tp_fsdp" else models.SHAPES)
-
-
-def train(rank: int, world_size: int, layout: str) -> tuple[dict[str, Tensor], list[int], str]:
+def train(
+    rank: int, world_size: int, layout: str, nodes: tuple[int, ...]
+) -> tuple[dict[str, Tensor], list[int], str]:
     """Parameters, the number of operations of each locked step, and the last phase."""
-    with rehearsal.on_devices(), rehearsal.nccl() as checks:
-        model = models.make_model(layout, shapes_of(layout))
+    node = mock.patch.dict(os.environ, GROUP_RANK=str(nodes[rank]))
+    with rehearsal.on_devices(), rehearsal.nccl() as checks, node:
+        model = build(layout)
         group = dist.group.WORLD if layout == "plain" and world_size > 1 else None
         config = AMOConfig(**FIELDS)
-        groups = param_groups(model)
+        groups = param_groups(model, allow_unused=True)
         optimizer = AMO(groups, lr=LR, config=config, process_group=group)
         counts = []
         for step in range(1, STEPS + 1):
-            models.set_gradients(model, SEED, step)
+            for name, param in model.named_parameters():
+                param.grad = models.place_like(more.gradient(step, name, tuple(param.shape)), param)
             for each in optimizer.param_groups:
                 each["lr"] = LR * step / STEPS  # a rate that changes costs no wait
             with rehearsal.Steps() if step > LOCKED else contextlib.nullcontext() as steps:
@@ -67,29 +95,48 @@ def train(rank: int, world_size: int, layout: str) -> tuple[dict[str, Tensor], l
     return params, counts, optimizer.phase
 
 
-@pytest.mark.parametrize(("layout", "world_size"), CASES)
-def test_every_layout_trains_as_on_devices(run_on: Ranks, layout: str, world_size: int) -> None:
+def make_twin(shapes: Shapes) -> Oracle:
+    params: dict[str, Tensor] = {}
+    types: dict[str, str] = {}
+    for name, shape in shapes.items():
+        params |= more.by_matrix(name, models.initial(name, shape))
+        types |= {
+            name + view.suffix: view.operator_type for view in more.views_of(name, shape) or ()
+        }
+    return Oracle(params, types, AMOConfig(**FIELDS), lr=LR, weight_decay=0.1)
+
+
+@pytest.mark.parametrize(("layout", "nodes"), CASES)
+def test_every_layout_trains_as_on_devices(
+    run_on: Ranks, layout: str, nodes: tuple[int, ...]
+) -> None:
     shapes = shapes_of(layout)
-    initial = {name: models.initial(name, shape) for name, shape in shapes.items()}
-    twin = Oracle(initial, models.types(), AMOConfig(**FIELDS), lr=LR, weight_decay=0.1)
+    twin = make_twin(shapes)
     for step in range(1, STEPS + 1):
         assert twin.adamw is not None
         twin.lr = twin.adamw.param_groups[0]["lr"] = LR * step / STEPS
-        twin.step({n: models.gradient(SEED, step, n, shape) for n, shape in shapes.items()})
-    for params, counts, phase in run_on(world_size)(train, layout):
+        grads: dict[str, Tensor | None] = {}
+        for name, shape in shapes.items():
+            grads |= more.by_matrix(name, more.gradient(step, name, shape))
+        twin.step(grads)
+    seen = set()
+    for params, counts, phase in run_on(len(nodes))(train, layout, nodes):
         assert phase == "locked"
         assert len(counts) == STEPS - LOCKED
         # What is kept from step to step is made by the first locked one.
         assert len(set(counts[1:])) == 1
-        for name, expected in twin.params.items():
-            # float32 products in another order, and AdamW fused; an update is 1e-4 at least.
-            torch.testing.assert_close(params[name], expected, rtol=1e-4, atol=2e-5)
+        for name, param in params.items():
+            for key, found in more.by_matrix(name, param).items():
+                # float32 products in another order, and AdamW fused; an update is 1e-4 at least.
+                torch.testing.assert_close(found, twin.params[key], rtol=1e-4, atol=2e-5)
+                seen.add(key)
+    assert seen == set(twin.params)
 
 
 def test_pytorchs_own_checks_find_nothing(run_on: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compare shapes and order of all collectives, those of DTensor too."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
-    for _, counts, phase in run_on(2, fresh=True)(train, "fsdp"):
+    for _, counts, phase in run_on(2, fresh=True)(train, "fsdp", (0, 0)):
         assert (phase, len(counts)) == ("locked", STEPS - LOCKED)
 
 
@@ -101,6 +148,8 @@ def test_pytorchs_own_checks_find_nothing(run_on: Ranks, monkeypatch: pytest.Mon
         lambda x: bool(x.any()),
         lambda x: float(x[0]),
         lambda x: x.cpu(),
+        lambda x: x.to("cpu"),
+        lambda x: torch.zeros(3, device="cpu"),
         lambda x: x.numpy(),
         lambda x: x[[0, 1]],
         lambda x: x[x > 0],
@@ -151,6 +200,14 @@ def refused(rank: int, world_size: int) -> list[str]:
     def unfinished() -> None:
         dist.all_reduce(x, async_op=True)
 
+    def memory_in_use() -> None:
+        work = dist.all_reduce(x, async_op=True)
+        assert work is not None
+        try:
+            dist.all_reduce(x[1:])
+        finally:
+            work.wait()
+
     def elsewhere() -> None:
         with rehearsal.Steps():
             dist.all_reduce(torch.zeros(4))
@@ -158,7 +215,7 @@ def refused(rank: int, world_size: int) -> list[str]:
     found = []
     for misuse in (
         *(unlike_sizes, unlike_order, unlike_splits, strided, objects, another_thread),
-        *(unfinished, elsewhere),
+        *(unfinished, memory_in_use, elsewhere),
     ):
         with pytest.raises(rehearsal.NcclError) as raised, rehearsal.nccl():
             misuse()
@@ -168,7 +225,7 @@ def refused(rank: int, world_size: int) -> list[str]:
 
 def test_what_nccl_refuses_is_refused(run_on: Ranks) -> None:
     expected = ("ranks differ", "ranks differ", "is sent", "not contiguous", "not on devices")
-    others = ("two threads", "not waited for", "not on the device")
+    others = ("two threads", "not waited for", "another collective uses", "not on the device")
     for found in run_on(2)(refused):
         for error, part in zip(found, (*expected, *others), strict=True):
             assert part in error

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 from fractions import Fraction
 
 import pytest
@@ -11,6 +13,7 @@ from hypothesis import strategies as st
 
 from amo_dist.distributed.ownership import Job, assign
 from amo_dist.distributed.plan import Bucket, ExchangePlan, Part, plan_exchange
+from amo_dist.distributed.relays import relay
 from tests.layouts import Model, build, local_tensor, models
 from tests.ledger import Volume, predict, sent_by_pair, sent_by_plan
 
@@ -51,6 +54,14 @@ def problems(
         ownership=draw(st.sampled_from(["round_robin", "balanced"])),
         owners=draw(st.sampled_from(["mesh", "replica"])),
     )
+    # Nodes of any ranks: consecutive, or as they come.
+    num_nodes = draw(st.integers(1, len(model.ranks)))
+    scattered = draw(st.booleans())
+    nodes = {
+        rank: draw(st.integers(0, num_nodes - 1)) if scattered else place // num_nodes
+        for place, rank in enumerate(model.ranks)
+    }
+    jobs = relay(model.matrices, jobs, nodes)
     wide = frozenset(index for index in indices if draw(st.booleans()))
     bucket_bytes = draw(st.sampled_from([1, 100, 1000, 10**6]))
     return model, jobs, plan_all(model, jobs, bucket_bytes, wide), bucket_bytes, wide
@@ -72,8 +83,12 @@ def test_what_one_rank_sends_is_what_the_other_receives(problem: tuple) -> None:
                 to, back = place[destination], place[source]
                 assert here.gather.send[to] == there.gather.receive[back]
                 assert here.deliver.send[to] == there.deliver.receive[back]
+                assert (here.forward is None) == (there.forward is None)
+                if here.forward and there.forward:
+                    assert here.forward.send[to] == there.forward.receive[back]
             own = place[source]
             assert here.gather.send[own] == here.deliver.send[own] == ()
+            assert here.forward is None or here.forward.send[own] == ()
 
 
 @few
@@ -87,7 +102,11 @@ def test_plans_move_what_the_ledger_says(problem: tuple) -> None:
         for peer, volume in sent_by_plan(plan).items()
     }
     assert found == pairs
-    assert sum(pairs.values(), Volume()) == predict(model.matrices, jobs, wide)
+    everyone = [
+        dataclasses.replace(job, targets=(*job.targets, *itertools.chain(*job.forwards.values())))
+        for job in jobs
+    ]
+    assert sum(pairs.values(), Volume()) == predict(model.matrices, everyone, wide)
 
 
 @few
@@ -155,6 +174,13 @@ def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int,
                 rows, columns = (slice(*interval) for interval in part.piece.target)
                 place = source(after, part, peer)
                 place += whole[part.matrix][rows, columns].reshape(place.shape)
+    # A relay has nothing else to forward than what it got.
+    for rank, plan in plans.items():
+        for forward in (bucket.forward for bucket in plan.buckets if bucket.forward):
+            for peer, parts in zip(plan.peers, forward.send, strict=True):
+                for part in parts:
+                    place = source(after, part, peer)
+                    place += source(after, part, rank)
     return after
 
 
@@ -216,12 +242,17 @@ def test_the_digest_tells_plans_apart() -> None:
     model = build("fsdp", torch.arange(2), [(4, 5)] * 3)
     jobs = assign(model.matrices, [1.0] * 3)
     swapped = assign(model.matrices[::-1], [1.0] * 3)
+    replicas = build("ddp", torch.arange(4), [(4, 5)])
+    direct = assign(replicas.matrices, [1.0])
+    relays = relay(replicas.matrices, direct, {0: 0, 1: 0, 2: 1, 3: 1})
     variants = {
         "same": plan_all(model, jobs, 10**6),
         "full buckets": plan_all(model, jobs, 1),
         "wide": plan_all(model, jobs, 10**6, frozenset({1})),
         "other order": plan_all(model, swapped[::-1], 10**6),
         "fewer": plan_all(model, jobs[:2], 10**6),
+        "relays": plan_all(replicas, relays, 10**6),
+        "no relays": plan_all(replicas, direct, 10**6),
     }
     digests = {name: plans[0].digest for name, plans in variants.items()}
     assert len(set(digests.values())) == len(digests)

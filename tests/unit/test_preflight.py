@@ -259,6 +259,10 @@ def test_replicas_share_the_work_under_hsdp() -> None:
         hybrid["step"]["before"]["sent_across"]["mean"]
         > hybrid["step"]["before"]["sent_within"]["mean"] / 2
     )
+    # Replicas of 2: the other node gets each element once.
+    pairs = report("qwen3_0.6b", 16, "", "--parallelism.data_parallel_replicate_degree=8")
+    across = pairs["step"]["before"]["sent_across"]["mean"]
+    assert across == pytest.approx(2 * pairs["parameters"]["muon"] / 16, rel=1e-12)
     ratio = hybrid["memory"]["optimizer_state"] / sharded["memory"]["optimizer_state"]
     assert ratio == pytest.approx(2, rel=0.01)  # norms of 128 rows split unevenly on neither
 

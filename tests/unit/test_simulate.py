@@ -82,6 +82,22 @@ def test_owners_in_each_replica_send_nothing_across_nodes() -> None:
     assert mean == simulate(SMALL.matrices(), UNIFORM, 8)[0]["load"]["mean"]
 
 
+@pytest.mark.parametrize(
+    ("layout", "ranks", "share"),
+    [("hsdp", 256, 4), ("hsdp", 1024, 4), ("ddp", 256, 8), ("ddp", 1024, 8)],
+)
+def test_relays_send_across_nodes_once(layout: str, ranks: int, share: int) -> None:
+    """Replicas of 2 ranks, or of 1, on nodes of 8."""
+    for row in simulate(SMALL.matrices(), UNIFORM, ranks, layout=layout, replica_size=2):
+        traffic = row["traffic"]
+        assert share * traffic["mean_across"] == traffic["mean_direct"] > 0
+        assert share * traffic["greatest_across"] == traffic["greatest_direct"]
+        # Of all copies but its own an owner sends some, and relays the others.
+        elements = sum(info.shape[0] * info.shape[1] for info in SMALL.matrices())
+        copies = ranks - 1 if layout == "ddp" else ranks // 2
+        assert traffic["mean"] == pytest.approx(2 * elements * copies / ranks, rel=1e-12)
+
+
 def test_one_rank_sends_nothing() -> None:
     (row, *_) = simulate(SMALL.matrices(), UNIFORM, 1)
     assert row["traffic"]["greatest"] == 0
@@ -107,8 +123,8 @@ def test_the_table_has_a_row_for_each_world_ownership_and_schedule(
     lines = capsys.readouterr().out.splitlines()
     assert "llama-3.1-760m, fsdp, owners: mesh, nodes of 8" in lines[0]
     assert "attn_q 6, attn_k 4" in lines[1]
-    assert [line.split()[0] for line in lines[5:]] == ["8"] * 4 + ["16"] * 4
-    assert len({len(line) for line in lines[4:]}) == 1
+    assert [line.split()[0] for line in lines[6:]] == ["8"] * 4 + ["16"] * 4
+    assert len({len(line) for line in lines[5:]}) == 1
 
 
 def test_json_holds_the_settings_and_the_rows(

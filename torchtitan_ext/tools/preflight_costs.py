@@ -21,6 +21,7 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from amo_dist.distributed.plan import Bucket, Transfer, count_elements, plan_exchange
+from amo_dist.distributed.relays import relay
 from amo_dist.kernels.sigma_min import SMALL
 from amo_dist.kernels.spectra import ell_and_spectrum
 from amo_dist.schedule.schedule_file import read_toml
@@ -227,10 +228,12 @@ class World:
 
 
 def deal(world: World, steps: Mapping[str, int]) -> tuple[Job, ...]:
-    """Owners under a schedule, as the optimizer deals them."""
+    """Owners and relays under a schedule, as the optimizer finds them."""
     costs = flops_by_matrix(world.registry, steps)
     config = world.config
-    return assign(world.matrices, costs, ownership=config.ownership, owners=config.owners)
+    jobs = assign(world.matrices, costs, ownership=config.ownership, owners=config.owners)
+    nodes = {rank: rank // world.ranks_per_node for rank in range(world.num_ranks)}
+    return relay(world.matrices, jobs, nodes)
 
 
 def step_cost(world: World, steps: Mapping[str, int], hardware: Hardware) -> StepCost:
@@ -302,7 +305,8 @@ def _launches(
         }
         # Beside the products: casts, stacking, norm, packing and unpacking.
         kernels += sum(3 * steps[operator_type] + 20 for _, operator_type in batches) + 20
-    collectives = 2 * len(buckets) if world.num_ranks > 1 else 0
+    each = 0 if world.num_ranks == 1 else 2
+    collectives = sum(each + (bucket.forward is not None) for bucket in buckets)
     return (kernels * hardware.kernel_us + (collectives + 1) * hardware.collective_us) * 1e-6
 
 
@@ -310,13 +314,14 @@ def exchange_memory(world: World, steps: Mapping[str, int]) -> int:
     """Bytes that the busiest rank holds for the exchange at its worst moment.
 
     Gathers in flight (sent and received), the bucket at hand whole, stacked, and in two iterates
-    with two Gram matrices, its delivery and the one before.
+    with two Gram matrices, its delivery and the one before, which relays forward.
     """
     wire, ahead = world.wire_bytes, world.config.buckets_in_flight
-    gathers, wholes, deliveries = [], [], []
+    gathers, wholes, deliveries, forwards = [], [], [], []
     for bucket in _buckets(world, steps):
         gathers.append(_both_ways(bucket.gather))
         deliveries.append(_both_ways(bucket.deliver))
+        forwards.append(_both_ways(bucket.forward) if bucket.forward else 0)
         shapes = [world.registry[index].shape for index in bucket.owned]
         batches = Counter(shapes)
         iterates = max((3 * n * math.prod(s) for s, n in batches.items()), default=0)
@@ -324,7 +329,7 @@ def exchange_memory(world: World, steps: Mapping[str, int]) -> int:
         wholes.append(2 * sum(map(math.prod, shapes)) + iterates + grams)
     peak = 0
     for index, whole in enumerate(wholes):
-        landing = deliveries[index] + (deliveries[index - 1] if index else 0)
+        landing = deliveries[index] + (deliveries[index - 1] + forwards[index - 1] if index else 0)
         peak = max(peak, sum(gathers[index : index + 1 + ahead]) + whole + landing)
     return peak * wire
 
