@@ -9,16 +9,15 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from amo_dist.distributed.agreement import (
     RankMismatchError,
     check_alike,
     check_alike_by_ranks,
     gather_json,
-    world_group,
 )
-from amo_dist.engine.parameters import Entry, Parameters
+from amo_dist.distributed.groups import Membership
+from amo_dist.engine.parameters import Parameters
 from amo_dist.schedule.types import MatrixInfo
 
 Slot: TypeAlias = tuple[str, tuple[int, ...]]
@@ -33,8 +32,8 @@ class World:
     """The agreed structure.
 
     Attributes:
-        group: Default process group, or None on a single process.
-        rank: This process.
+        group: Its process group, or None on a single rank.
+        rank: This process, in the job.
         registry: Every matrix of the world, sorted by name.
         homes: By matrix name, the ranks that report its observation: the first that list it.
             Where plain tensors are private to each rank, many hold a matrix of one name.
@@ -53,12 +52,18 @@ class World:
     groups_by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]
     shares_all: bool
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank of the world: it plans for all, and reports."""
+        return self.group is None or dist.get_rank(self.group) == 0
+
 
 def agree_on_world(
     parameters: Parameters,
     hyperparameters: Sequence[str],
     configuration: Mapping[str, Any],
-    process_group: dist.ProcessGroup | None,
+    membership: Membership,
+    group: dist.ProcessGroup | None,
 ) -> World:
     """Compare the structure of all ranks; a collective over the world.
 
@@ -66,12 +71,12 @@ def agree_on_world(
         parameters: Of this process.
         hyperparameters: Of each parameter group, as text.
         configuration: JSON values that must be alike on all ranks.
-        process_group: Group over which plain tensors are replicated, if any.
+        membership: Of this process.
+        group: The world's, as ``membership`` gave it.
 
     Raises:
         RankMismatchError: On every rank; names the rank and the parameter or field that differs.
     """
-    group = world_group()
     lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(configuration.items())]
     check_alike("configuration", "\n".join(lines), group)
     matrices: dict[int, list[Matrix]] = defaultdict(list)
@@ -90,11 +95,13 @@ def agree_on_world(
     registry, homes, slots = _survey(by_rank)
     return World(
         group=group,
-        rank=dist.get_rank() if group is not None else 0,
+        rank=dist.get_rank() if dist.is_available() and dist.is_initialized() else 0,
         registry=registry,
         homes=homes,
         slots=slots,
-        groups_by_ranks=_groups(parameters.entries, process_group),
+        groups_by_ranks=membership.groups(
+            (tuple(sorted(entry.layout.ranks)) for entry in parameters.entries), group
+        ),
         shares_all=all(len(ranks) == len(by_rank) for _, ranks in slots),
     )
 
@@ -124,31 +131,3 @@ def _survey(
                         f"{name}: rank {home[0]} has {expected}; rank {ranks[0]} has {info}"
                     )
     return tuple(registry[name] for name in sorted(registry)), homes, tuple(sorted(slots))
-
-
-def _groups(
-    entries: Sequence[Entry], process_group: dist.ProcessGroup | None
-) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-    """Process group of each set of ranks; a collective over the world.
-
-    All ranks make all groups that any of them misses, although PyTorch can make one by its members
-    alone: it then names it after the number of groups that each member has, and where those differ
-    the members wait for one another for good. Nor can NCCL then split it off a communicator of the
-    world.
-    """
-    world = world_group()
-    meshes = [entry.param.device_mesh for entry in entries if isinstance(entry.param, DTensor)]
-    # Before the meshes, which all of their ranks know, while one rank may pass a group alone.
-    found = [process_group, *(mesh.get_group() for mesh in meshes if mesh.ndim == 1), world]
-    known = {_members(group): group for group in found if group is not None}
-    wanted = sorted({tuple(sorted(entry.layout.ranks)) for entry in entries})
-    missing = [ranks for ranks in wanted if len(ranks) > 1 and ranks not in known]
-    for ranks in sorted({tuple(ranks) for some in gather_json(missing, world) for ranks in some}):
-        made = dist.new_group(list(ranks))
-        if dist.get_rank() in ranks:
-            known[ranks] = made
-    return {ranks: known[ranks] if len(ranks) > 1 else None for ranks in wanted}
-
-
-def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(sorted(dist.get_process_group_ranks(group)))
