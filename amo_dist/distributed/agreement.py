@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -18,6 +18,10 @@ import torch.distributed as dist
 _DIRECT_RANKS = 16
 """Up to so many ranks send small vectors to each other at once on CPU: gloo's ring takes two rounds
 of as many messages, one after the other, which is most of what a reduction costs."""
+
+
+_FAILED = "\0failed\0"
+"""Begins a text that tells of a failure."""
 
 
 class RankMismatchError(RuntimeError):
@@ -101,6 +105,25 @@ def gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
     return [known[other] for other in digests]
 
 
+def failure_text(what: str, error: Exception) -> str:
+    """A text for `check_alike`, unlike that of any other rank: all raise what failed on this one.
+
+    Args:
+        what: Failed.
+        error: How; a ``ValueError`` is one on all ranks, else all raise ``RuntimeError``.
+    """
+    kind = type(error).__name__
+    return f"{_FAILED}{kind}{_FAILED}{what} failed on rank {dist.get_rank()}: {kind}: {error}"
+
+
+def _raise_failure(texts: Iterable[str]) -> None:
+    """Raise the first failure that one of the texts tells of."""
+    for text in texts:
+        if text.startswith(_FAILED):
+            _, kind, told = text.split(_FAILED, 2)
+            raise ValueError(told) if kind == "ValueError" else RuntimeError(told)
+
+
 def text_mark(text: str) -> int:
     """A positive integer of 56 bits that tells texts apart."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
@@ -116,6 +139,7 @@ def check_alike(what: str, text: str, group: dist.ProcessGroup | None) -> None:
 
     Raises:
         RankMismatchError: Names the ranks that differ from the first, and a line that differs.
+        RuntimeError: A text is a `failure_text`; names its rank and its error. Or ValueError.
     """
     ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
     check_alike_by_ranks(what, {ranks: text}, group)
@@ -137,13 +161,17 @@ def check_alike_by_ranks(
     Raises:
         RankMismatchError: Names the ranks of a set that differ from its first, or that do not
             know of it, and a line that differs.
+        RuntimeError: As `check_alike`.
     """
-    by_rank = [
-        {tuple(ranks): text for ranks, text in found}
-        for found in gather_json(list(text_by_ranks.items()), group)
-    ]
-    for ranks in sorted({ranks for found in by_rank for ranks in found}):
-        texts = {rank: by_rank[rank].get(ranks, "nothing") for rank in ranks}
+    all_found = gather_json(list(text_by_ranks.items()), group)
+    members = range(len(all_found)) if group is None else dist.get_process_group_ranks(group)
+    by_rank = {
+        rank: {tuple(ranks): text for ranks, text in found}
+        for rank, found in zip(members, all_found, strict=True)
+    }
+    _raise_failure(text for found in by_rank.values() for text in found.values())
+    for ranks in sorted({ranks for found in by_rank.values() for ranks in found}):
+        texts = {rank: by_rank.get(rank, {}).get(ranks, "nothing") for rank in ranks}
         expected = texts[ranks[0]]
         others = [rank for rank in ranks if texts[rank] != expected]
         if others:

@@ -238,7 +238,10 @@ def layout_of(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> TensorLa
         layout = mesh_layout(tensor.shape, mesh.mesh, tensor.placements)
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from None
-    found, expected = tuple(tensor.to_local().shape), layout.local_shape(mesh.get_rank())
+    if (rank := mesh.get_rank()) not in layout.ranks:
+        ranks = layout.ranks
+        raise ValueError(f"{name}: found rank {rank}, expected one of its mesh's ranks, {ranks}")
+    found, expected = tuple(tensor.to_local().shape), layout.local_shape(rank)
     if found != expected and math.prod(found) + math.prod(expected) > 0:
         raise ValueError(
             f"{name}: found a local tensor of shape {found}, expected {expected} of "

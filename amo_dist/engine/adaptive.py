@@ -48,13 +48,20 @@ class AdaptiveDriver(Driver):
         """Agree on what was observed, and plan where it is time to; a collective if there is one.
 
         Raises:
-            RankMismatchError: On every rank, where an observation in the background failed on some.
+            RuntimeError: On every rank, where an observation in the background failed on one.
         """
         super().begin(check, saving=saving)
         if self._under_way is not None:
             assert check is not None
             orders, self._under_way = self._under_way, None
-            self._take_in(orders, self._collect(orders.step, check))
+            what, found = f"observation of step {orders.step}", {}
+            check.agree_on_text(what)  # a rank may know of none
+            try:
+                found = self._observer.collect()
+            except Exception as error:
+                check.report_failure(what, error)
+            self._take_in(orders, found)
+            check.agree_on_text(f"{what}, taken in")
 
     def _take_in(self, orders: Orders, found: Mapping[str, Tensor]) -> None:
         self.observe_seconds = self._observer.reset_seconds()
@@ -86,23 +93,6 @@ class AdaptiveDriver(Driver):
         """Give up what is under way: another driver takes over."""
         self._observer.discard()
 
-    def _collect(self, step: int, check: GradientCheck) -> dict[str, Tensor]:
-        """What this rank measured in the background; a collective.
-
-        A rank may have failed since, or know of no observation: then all raise.
-        """
-        found: dict[str, Tensor] = {}
-        failure: Exception | None = None
-        try:
-            found = self._observer.collect()
-        except Exception as error:
-            failure = error
-        outcome = "done" if failure is None else f"{type(failure).__name__}: {failure}"
-        check.agree_on_text(f"observation of step {step}: {outcome}")
-        if failure is not None:
-            raise failure
-        return found
-
     def _plan_where_due(self, step: int) -> None:
         """One rank plans, all adopt; a collective over the world where a plan is due.
 
@@ -113,7 +103,7 @@ class AdaptiveDriver(Driver):
         if not self.policy.plan_due(step):
             return
         text, failure = "", None
-        if self.world.rank == 0:
+        if self.world.leads:
             try:
                 text = "plan:" + self.policy.make_plan()
             except Exception as error:
@@ -127,7 +117,7 @@ class AdaptiveDriver(Driver):
             raise failure
         if kind == "ValueError":
             raise ValueError(payload)
-        raise RuntimeError(f"planning failed on rank 0: {kind}: {payload}")
+        raise RuntimeError(f"planning failed on the first rank: {kind}: {payload}")
 
 
 def make_driver(policy: Policy, config: MuonConfig, *counts: Any) -> Driver:

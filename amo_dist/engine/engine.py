@@ -12,6 +12,7 @@ from torch import Tensor
 from amo_dist.config import NS_BACKENDS, MuonConfig
 from amo_dist.distributed.agreement import gather_json
 from amo_dist.distributed.exchange import Exchange
+from amo_dist.distributed.groups import Given, Membership
 from amo_dist.distributed.plan import Part, Task
 from amo_dist.distributed.spans import span
 from amo_dist.engine import adamw
@@ -44,9 +45,11 @@ class Engine:
         state: Of the optimizer, by parameter.
         rule: What this optimizer does beside Newton-Schulz.
         config: Numerics and exchange.
+        process_group: Of the user, for `Membership`.
 
     Raises:
-        ValueError: The settings cannot run on the parameters' device.
+        ValueError: The settings cannot run on the parameters' device, or the process group is not
+            one for these parameters.
     """
 
     def __init__(
@@ -56,8 +59,10 @@ class Engine:
         state: State,
         rule: UpdateRule,
         config: MuonConfig,
+        process_group: Given = None,
     ) -> None:
         self.parameters = parameters
+        self.membership = Membership((entry.param for entry in parameters.entries), process_group)
         self.world: World | None = None
         self.check: GradientCheck | None = None
         self.exchanges: list[Exchange] = []
@@ -206,17 +211,37 @@ class Engine:
             torch._foreach_copy_(out, buffers)
 
     def _compute(self, task: Task, matrices: Sequence[Tensor]) -> list[Tensor]:
-        """Orthogonalize the owned matrices of a task, and measure those that are asked for."""
+        """Orthogonalize the owned matrices of a task, and measure those that are asked for.
+
+        Where that fails the results are zeros: this rank goes on to send them.
+        """
         with span("amo::orthogonalize"):
-            results = self._batches.run(task.owned, matrices)
-        assert self._orders is not None
+            try:
+                results = self._batches.run(task.owned, matrices)
+            except Exception as error:
+                self._report("orthogonalizing", task.owned[0], error)
+                return [matrix.zero_().to(self.kernels.ns_dtype) for matrix in matrices]
         for index, matrix, result in zip(task.owned, matrices, results, strict=True):
             if index in task.reported:
-                name = self.parameters.matrices[index].name
-                for probe in self._orders.probes:
-                    if name in probe.names:
-                        probe.measure(name, matrix, result)
+                try:
+                    self._measure(index, matrix, result)
+                except Exception as error:
+                    self._report("measuring", index, error)
         return results
+
+    def _measure(self, index: int, matrix: Tensor, result: Tensor) -> None:
+        assert self._orders is not None
+        name = self.parameters.matrices[index].name
+        for probe in self._orders.probes:
+            if name in probe.names:
+                probe.measure(name, matrix, result)
+
+    def _report(self, what: str, index: int, error: Exception) -> None:
+        """Tell of what failed on this rank alone; the others wait for it in the exchange."""
+        assert self._orders is not None
+        assert self.check is not None
+        name = self.parameters.matrices[index].name
+        self.check.report_failure(f"step {self._orders.step}: {what} {name}", error)
 
     def _step_adamw(self) -> None:
         with span("amo::adamw"):

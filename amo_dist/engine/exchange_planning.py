@@ -103,7 +103,7 @@ def tell_balance(
 
     Arguments are those of `plan_exchanges`.
     """
-    if world.rank or config.ownership == "balanced":
+    if not world.leads or config.ownership == "balanced":
         return
     matrices, costs = parameters.matrices, _costs(parameters, schedules)
     ranks = {rank for matrix in matrices for rank in matrix.ranks}

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.agreement import RankMismatchError, check_alike
+from amo_dist.distributed.agreement import RankMismatchError, check_alike, failure_text
+from amo_dist.distributed.groups import Membership
 from amo_dist.engine.ballot import Ballot, Cast, Marks
 from amo_dist.engine.parameters import Parameters, gradient_is_misplaced, local_gradient
 from amo_dist.engine.world import World
@@ -85,11 +86,27 @@ class GradientCheck:
         self._ballot = Ballot(world, parameters, config, kernels)
         self._updates: tuple[tuple[str, ...], Tensor] | None = None
         self._pending: _Pending | None = None
+        self._failure = ""
 
     @property
     def is_pending(self) -> bool:
         """Whether the verdict of the last step has not been looked at."""
         return self._pending is not None
+
+    def report_failure(self, what: str, error: Exception) -> None:
+        """Keep what failed on this rank alone: all ranks raise it at the next agreement.
+
+        A rank that stopped in the middle of a step would leave the others waiting.
+
+        Args:
+            what: Failed.
+            error: How; raised here and now where there are no others.
+        """
+        if self._world.group is None:
+            raise error
+        # Text alone: the error would keep alive what its frames hold, on a full device.
+        logger.error("%s failed; all ranks raise at their next agreement", what, exc_info=error)
+        self._failure = self._failure or failure_text(what, error)
 
     def report_updates(
         self, nonfinite: Mapping[tuple[str, ...], Tensor], bad: Tensor | None
@@ -123,9 +140,9 @@ class GradientCheck:
         Raises:
             NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
                 or inf. The next `agree` raises it again.
+            RuntimeError: As `agree_on_text`.
         """
-        cast = self._ballot.cast("", [None] * len(self._params), self._updates, waits=True)
-        self._check_updates(self._ballot.count(self._read(cast)))
+        self._check_updates(self.agree_on_text("the last update", self._updates))
 
     def agree(self, step: int, intent: str, *, waits: bool) -> Agreement:
         """Agree on what a step is about to do and on its gradients; a collective over the world.
@@ -143,7 +160,9 @@ class GradientCheck:
             NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
                 or inf. Its parameter was only decayed then.
             NonFiniteGradientError: On every rank; names a parameter and a rank.
+            RuntimeError: On every rank, for what `report_failure` was told on one.
         """
+        intent = self._text(intent)
         cast = self._ballot.cast(intent, self._params, self._updates, waits=waits)
         self._updates = None
         if waits:
@@ -184,7 +203,9 @@ class GradientCheck:
         self._pending = None
         return self._judge(values, pending.text, pending.step)
 
-    def agree_on_text(self, text: str) -> None:
+    def agree_on_text(
+        self, text: str, updates: tuple[tuple[str, ...], Tensor] | None = None
+    ) -> Marks:
         """Compare a text in place of a coming step; a collective over the world.
 
         It has the form of `agree`: a rank that is at its next step meanwhile, as where a load
@@ -192,12 +213,22 @@ class GradientCheck:
 
         Args:
             text: What must be alike on all ranks.
+            updates: For `Ballot.cast`.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
+            RuntimeError: On every rank, for what `report_failure` was told on one.
         """
-        cast = self._ballot.cast(text, [None] * len(self._params), None, waits=True)
-        self._compare(self._ballot.count(self._read(cast)), text)
+        text = self._text(text)
+        cast = self._ballot.cast(text, [None] * len(self._params), updates, waits=True)
+        marks = self._ballot.count(self._read(cast))
+        self._compare(marks, text)
+        return marks
+
+    def _text(self, text: str) -> str:
+        """What this rank tells: that it has failed, once, or the text."""
+        text, self._failure = self._failure or text, ""
+        return text
 
     def _read(self, cast: Cast) -> list[int]:
         """The vector, waited for."""
@@ -268,3 +299,34 @@ class GradientCheck:
                 f"of {len(marks.gradients)} such parameters)"
             )
         return ""
+
+
+def raise_together(
+    what: str, failure: Exception | None, membership: Membership, check: GradientCheck | None
+) -> None:
+    """Raise on every rank what failed on one; a collective over the world.
+
+    A rank that is at its next step meanwhile meets this there, and raises, too.
+
+    Args:
+        what: This rank has done, or has failed to do.
+        failure: How, if so; raised as it is where there are no other ranks.
+        membership: Of this process.
+        check: Once the ranks know one another.
+
+    Raises:
+        ValueError: On every rank, where the failure on one is one; names the rank and its error.
+        RuntimeError: On every rank, for any other failure.
+        RankMismatchError: On every rank, where another one does something else.
+    """
+    if len(membership.ranks) == 1:
+        if failure is not None:
+            raise failure
+        return
+    text = what if failure is None else failure_text(what, failure)
+    if check is not None:
+        check.agree_on_text(text)
+    else:
+        with membership.patience():
+            # What the first step of another rank begins with.
+            check_alike("configuration", text, membership.join())

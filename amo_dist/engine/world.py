@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch.distributed as dist
-from torch.distributed.tensor import DTensor
 
 from amo_dist.distributed.agreement import (
     RankMismatchError,
@@ -19,9 +18,9 @@ from amo_dist.distributed.agreement import (
     check_alike_by_ranks,
     gather_json,
     gather_text,
-    world_group,
 )
-from amo_dist.engine.parameters import Entry, Parameters
+from amo_dist.distributed.groups import Membership
+from amo_dist.engine.parameters import Parameters
 from amo_dist.schedule.types import MatrixInfo
 
 Slot: TypeAlias = tuple[str, tuple[int, ...]]
@@ -36,8 +35,8 @@ class World:
     """The agreed structure.
 
     Attributes:
-        group: Default process group, or None on a single process.
-        rank: This process.
+        group: Its process group, or None on a single rank.
+        rank: This process, in the job.
         registry: Every matrix of the world, sorted by name.
         homes: By matrix name, the ranks that report its observation: the first that list it.
             Where plain tensors are private to each rank, many hold a matrix of one name.
@@ -58,12 +57,18 @@ class World:
     node_by_rank: Mapping[int, int]
     shares_all: bool
 
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first rank of the world: it plans for all, and reports."""
+        return self.group is None or dist.get_rank(self.group) == 0
+
 
 def agree_on_world(
     parameters: Parameters,
     hyperparameters: Sequence[str],
     configuration: Mapping[str, Any],
-    process_group: dist.ProcessGroup | None,
+    membership: Membership,
+    group: dist.ProcessGroup | None,
 ) -> World:
     """Compare the structure of all ranks; a collective over the world.
 
@@ -71,12 +76,12 @@ def agree_on_world(
         parameters: Of this process.
         hyperparameters: Of each parameter group, as text.
         configuration: JSON values that must be alike on all ranks.
-        process_group: Group over which plain tensors are replicated, if any.
+        membership: Of this process.
+        group: The world's, as ``membership`` gave it.
 
     Raises:
         RankMismatchError: On every rank; names the rank and the parameter or field that differs.
     """
-    group = world_group()
     lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(configuration.items())]
     check_alike("configuration", "\n".join(lines), group)
     matrices: dict[int, list[Matrix]] = defaultdict(list)
@@ -95,11 +100,13 @@ def agree_on_world(
     registry, homes, slots = _survey(by_rank)
     return World(
         group=group,
-        rank=dist.get_rank() if group is not None else 0,
+        rank=_rank(),
         registry=registry,
         homes=homes,
         slots=slots,
-        groups_by_ranks=_groups(parameters.entries, process_group),
+        groups_by_ranks=membership.groups(
+            (tuple(sorted(entry.layout.ranks)) for entry in parameters.entries), group
+        ),
         node_by_rank=_nodes(group),
         shares_all=all(len(ranks) == len(by_rank) for _, ranks in slots),
     )
@@ -132,40 +139,17 @@ def _survey(
     return tuple(registry[name] for name in sorted(registry)), homes, tuple(sorted(slots))
 
 
-def _groups(
-    entries: Sequence[Entry], process_group: dist.ProcessGroup | None
-) -> dict[tuple[int, ...], dist.ProcessGroup | None]:
-    """Process group of each set of ranks; a collective over the world.
-
-    All ranks make all groups that any of them misses, although PyTorch can make one by its members
-    alone: it then names it after the number of groups that each member has, and where those differ
-    the members wait for one another for good. Nor can NCCL then split it off a communicator of the
-    world.
-    """
-    world = world_group()
-    meshes = [entry.param.device_mesh for entry in entries if isinstance(entry.param, DTensor)]
-    # Before the meshes, which all of their ranks know, while one rank may pass a group alone.
-    found = [process_group, *(mesh.get_group() for mesh in meshes if mesh.ndim == 1), world]
-    known = {_members(group): group for group in found if group is not None}
-    wanted = sorted({tuple(sorted(entry.layout.ranks)) for entry in entries})
-    missing = [ranks for ranks in wanted if len(ranks) > 1 and ranks not in known]
-    for ranks in sorted({tuple(ranks) for some in gather_json(missing, world) for ranks in some}):
-        made = dist.new_group(list(ranks))
-        if dist.get_rank() in ranks:
-            known[ranks] = made
-    return {ranks: known[ranks] if len(ranks) > 1 else None for ranks in wanted}
-
-
 def _nodes(group: dist.ProcessGroup | None) -> dict[int, int]:
     """By rank the first rank of its node; a collective over the world.
 
     torchrun numbers the nodes, and several of them may run on one host, as in tests.
     """
     where = gather_text(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}", group)
-    ranks = [0] if group is None else dist.get_process_group_ranks(group)
+    ranks = [_rank()] if group is None else dist.get_process_group_ranks(group)
     first = dict(zip(reversed(where), reversed(ranks), strict=True))
     return {rank: first[node] for rank, node in zip(ranks, where, strict=True)}
 
 
-def _members(group: dist.ProcessGroup) -> tuple[int, ...]:
-    return tuple(sorted(dist.get_process_group_ranks(group)))
+def _rank() -> int:
+    """Of this process, in the job."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.agreement import world_group
+from amo_dist.distributed.groups import Given, replica_ranks
 from amo_dist.engine.adaptive import make_driver
 from amo_dist.engine.driver import Driver
 from amo_dist.engine.engine import Engine
+from amo_dist.engine.gradients import raise_together
 from amo_dist.engine.orders import Probe
 from amo_dist.engine.parameters import check_groups, describe_group, resolve
 from amo_dist.engine.rule import UpdateRule
@@ -54,6 +55,11 @@ class Muon(torch.optim.Optimizer):
     and ``exp_avg_sq`` for the rest. The state of the schedule rides as a JSON string, the same on
     every rank, under ``control`` of each parameter group.
 
+    The world of an optimizer is the ranks that step together; others take no part, and may run
+    optimizers of their own. It is the ranks of the parameters' meshes, where a mesh stands for
+    all of the mesh that it is a slice of, so that stages of a pipeline are one world; the whole
+    job where all parameters are plain tensors; and, whatever the meshes, ``process_group``.
+
     A subclass that names another ``rule_class`` is another optimizer of the family.
 
     Args:
@@ -64,13 +70,15 @@ class Muon(torch.optim.Optimizer):
         config: Numerics and exchange.
         betas: Of AdamW.
         eps: Of AdamW.
-        process_group: Ranks over which plain tensors are replicas, as under DDP: each matrix is
-            then orthogonalized once, not once a rank. Without it plain tensors are this rank's own.
+        process_group: The world. Over its ranks plain tensors are replicas, as under DDP: each
+            matrix is then orthogonalized once, not once a rank. Without it plain tensors are this
+            rank's own. A `DeviceMesh` tells the replicas alone, and is one more mesh of the world.
         own: Hyperparameters of the rule's own, for all groups that do not name theirs.
 
     Raises:
-        ValueError: Groups of another origin, meta tensors, a bad hyperparameter, or settings that
-            the parameters' device cannot run; names field, found and expected.
+        ValueError: Groups of another origin, meta tensors, a bad hyperparameter, a process group
+            without this rank or without those of a mesh, or settings that the parameters' device
+            cannot run; names field, found and expected.
     """
 
     rule_class: ClassVar[type[UpdateRule]] = UpdateRule
@@ -85,7 +93,7 @@ class Muon(torch.optim.Optimizer):
         config: MuonConfig | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        process_group: dist.ProcessGroup | None = None,
+        process_group: Given = None,
         **own: float,
     ) -> None:
         groups = check_groups(params)
@@ -111,15 +119,17 @@ class Muon(torch.optim.Optimizer):
             rule.check(group)
         # Out of the groups: checkpoint helpers take no lists of strings there.
         names = [group.pop("param_names") for group in self.param_groups]
-        parameters = resolve(self.param_groups, names, views, _replica_ranks(process_group))
+        parameters = resolve(self.param_groups, names, views, replica_ranks(process_group))
         self._process_group = process_group
-        self._engine = Engine(parameters, self.param_groups, self.state, rule, config)
+        self._engine = Engine(
+            parameters, self.param_groups, self.state, rule, config, process_group
+        )
         self._driver = make_driver(policy, config)
         self._stopwatch = Stopwatch()
         self.tracker: Tracker | None = None
         """Measures every matrix at the steps that it names; set it on all ranks."""
         self._engine.make_state()
-        self._write_control()
+        _write_control(self)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group during construction; later the structure is fixed.
@@ -138,7 +148,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Take one optimizer step: a collective over all ranks.
+        """Take one optimizer step: a collective over the world.
 
         Args:
             closure: Evaluates the model again and returns the loss, as for any PyTorch optimizer.
@@ -156,6 +166,9 @@ class Muon(torch.optim.Optimizer):
                 ranks only.
             RankMismatchError: On every rank, where ranks hold different structures, schedules or
                 hyperparameters.
+            RuntimeError: On every rank, where a measurement has failed on one in this step, or
+                Newton-Schulz in the one before, as without memory left; names the rank and its
+                error. Matrices that were not orthogonalized were only decayed then.
 
         On devices nothing here waits for the device in most steps: what is wrong with a step
         leaves parameters and state as they were, and is raised by the next one, or when state is
@@ -188,6 +201,9 @@ class Muon(torch.optim.Optimizer):
         driver.finish(orders, skipped=bool(agreed.fault))
         if tracker is not None:
             tracker.collect(orders.step, world)
+        if orders.probes and engine.check is not None:
+            # Where a measurement has failed; this step waits anyway, and state may be saved next.
+            engine.check.agree_on_text(f"the end of step {orders.step}")
 
     def _connect(self) -> World:
         """Agree with all ranks on the structure; once, at the first step."""
@@ -199,13 +215,20 @@ class Muon(torch.optim.Optimizer):
             }
             own = self.rule_class.defaults
             groups = [describe_group(group, own) for group in self.param_groups]
-            parameters = self._engine.parameters
-            world = agree_on_world(parameters, groups, configuration, self._process_group)
+            membership = self._engine.membership
+            with membership.patience():
+                world = agree_on_world(
+                    self._engine.parameters, groups, configuration, membership, membership.join()
+                )
             self._driver.connect(world)
             # Only now: after an error above all of it is done again.
             self._engine.connect(world)
         assert self._engine.world is not None
         return self._engine.world
+
+    def raise_together(self, what: str, failure: Exception | None) -> None:
+        """Raise on every rank what failed on one; see `amo_dist.engine.gradients`."""
+        raise_together(what, failure, self._engine.membership, self._engine.check)
 
     def check_last_update(self) -> None:
         """Look now for what only the next step would tell; a collective over the world.
@@ -215,6 +238,7 @@ class Muon(torch.optim.Optimizer):
 
         Raises:
             NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
+            RuntimeError: On every rank, where Newton-Schulz has failed on one.
         """
         self._driver.settle(self._engine.check)
         if self._engine.check is not None:
@@ -286,7 +310,7 @@ class Muon(torch.optim.Optimizer):
         `check_last_update`.
 
         Raises:
-            RankMismatchError: On every rank, where an observation in the background failed on some.
+            RuntimeError: On every rank, where an observation in the background failed on one.
             As `step`: on devices, of the last step, which then was not taken.
         """
         self._driver.begin(self._engine.check, saving=True)
@@ -297,49 +321,28 @@ class Muon(torch.optim.Optimizer):
     def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `control_state_dict` returned; all or nothing.
 
+        Nothing here communicates: where only some ranks do it, all raise at their next step.
+
         Raises:
             ValueError: Names the field, what was found and what was expected.
         """
-        before, world = self._engine, self._engine.world
-        control = controls.restore(
-            state,
-            _control(self._driver, before),
-            self.operator_types,
-            is_alone=world_group() is None,
-        )
-        rule = self.rule_class(control.config)
-        engine = Engine(before.parameters, self.param_groups, self.state, rule, control.config)
-        driver = make_driver(
-            control.policy, control.config, control.steps_taken, control.steps_skipped
-        )
-        engine.take_chosen(control.kernels)
-        if world is not None:
-            engine.connect(world)
-            driver.resume(world)
-        self._driver.discard()
-        self._engine, self._driver = engine, driver
-        self._write_control()
-
-    def _write_control(self) -> None:
-        text = controls.to_text(self.control_state_dict())
-        for group in self.param_groups:
-            group["control"] = text
+        _restore(self, state)()
 
     def state_dict(self) -> dict[str, Any]:
         """As for any PyTorch optimizer; ``control`` of each group is `control_state_dict`."""
-        self._write_control()
+        _write_control(self)
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what `state_dict` returned; all or nothing.
+        """Restore what `state_dict` returned, on all ranks or on none; a collective over the world.
 
-        Momentum keeps its own dtype, whatever that of the parameter. Nothing here communicates: a
-        rank that fails raises alone, and the ranks that did not raise at their next step.
+        Momentum keeps its own dtype, whatever that of the parameter.
 
         Raises:
-            ValueError: The state is of another structure, optimizer or configuration.
+            ValueError: On every rank: the state of one is of another structure, optimizer or
+                configuration; names the rank.
         """
-        load.load_state_dict(self, state_dict)
+        load.load_state_dict(self, state_dict, functools.partial(_restore, self))
 
 
 def _control(driver: Driver, engine: Engine) -> controls.Control:
@@ -347,9 +350,39 @@ def _control(driver: Driver, engine: Engine) -> controls.Control:
     return controls.Control(*counts, driver.config, driver.policy, engine.chosen)
 
 
-def _replica_ranks(process_group: dist.ProcessGroup | None) -> list[int]:
-    """Global ranks over which plain tensors are replicas."""
-    if process_group is not None:
-        return dist.get_process_group_ranks(process_group)
-    is_distributed = dist.is_available() and dist.is_initialized()
-    return [dist.get_rank() if is_distributed else 0]
+def _write_control(optimizer: Muon) -> None:
+    text = controls.to_text(optimizer.control_state_dict())
+    for group in optimizer.param_groups:
+        group["control"] = text
+
+
+def _restore(optimizer: Muon, state: Mapping[str, Any]) -> Callable[[], None]:
+    """What restores a state of `Muon.control_state_dict`, once it is known to be good."""
+    before, driver_before = optimizer._engine, optimizer._driver
+    control = controls.restore(
+        state,
+        _control(driver_before, before),
+        optimizer.operator_types,
+        is_alone=len(before.membership.ranks) == 1,
+    )
+    rule = optimizer.rule_class(control.config)
+    engine = Engine(
+        before.parameters,
+        optimizer.param_groups,
+        optimizer.state,
+        rule,
+        control.config,
+        optimizer._process_group,
+    )
+    engine.take_chosen(control.kernels)
+    driver = make_driver(control.policy, control.config, control.steps_taken, control.steps_skipped)
+
+    def restore() -> None:
+        if before.world is not None:
+            engine.connect(before.world)
+            driver.resume(before.world)
+        driver_before.discard()
+        optimizer._engine, optimizer._driver = engine, driver
+        _write_control(optimizer)
+
+    return restore

@@ -7,10 +7,10 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.distributed.groups import Given
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.arguments import check_each_group
@@ -47,7 +47,7 @@ def make_optimizer(
     config: MuonConfig | None = None,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
-    process_group: dist.ProcessGroup | None = None,
+    process_group: Given = None,
 ) -> torch.optim.Optimizer:
     """Build an optimizer by its name.
 

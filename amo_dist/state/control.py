@@ -1,7 +1,6 @@
 """The control state: what an optimizer remembers of its run beside tensors.
 
-Nothing here communicates: a rank that finds a fault raises alone. The ranks that found none fail
-at their next step, where all compare what they are about to do.
+Nothing here communicates: a rank that finds a fault raises alone, and who loads tells the others.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from amo_dist.operators.patterns import clean_name
-from amo_dist.state.load import Loadable, check_source, describe_origin
+from amo_dist.state.load import Loadable, check_source, describe_origin, together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -35,6 +35,8 @@ def import_state(
 ) -> ImportReport:
     """Fill momentum and AdamW state from another optimizer's; the schedule starts anew.
 
+    A collective over the world of the optimizer.
+
     A momentum buffer here is a sum, ``sum_k momentum^k G_(t-k)``; torch.optim.Muon and AdamW keep
     a mean, ``(1 - momentum)`` times such a sum. A mean is divided by ``1 - momentum`` of this
     optimizer: exact where both momenta are equal, else it keeps the mean gradient. By origin:
@@ -56,8 +58,21 @@ def import_state(
             numbers instead of names and no ``param_names``.
 
     Raises:
-        ValueError: The names are unknown, a shape or layout differs, or a value is NaN or inf.
+        ValueError: On every rank: on one the names are unknown, a shape or layout differs, or a
+            value is NaN or inf.
     """
+    with together(optimizer, "import_state"):
+        copies, report = _plan(optimizer, state_dict, names)
+    with torch.no_grad():
+        for own_tensor, value, factor in copies:
+            own_tensor.copy_(value).mul_(factor)
+    return report
+
+
+def _plan(
+    optimizer: Loadable, state_dict: Mapping[str, Any], names: Sequence[str] | None
+) -> tuple[list[tuple[Tensor, Tensor, float]], ImportReport]:
+    """Tensors of the optimizer, each with what it becomes: a tensor and a factor."""
     groups = state_dict.get("param_groups")
     if not isinstance(groups, Sequence) or not groups:
         raise ValueError("param_groups: found none, expected those of an optimizer's state dict")
@@ -77,10 +92,8 @@ def import_state(
             value = check_source(place, _like(found[source], own[target]), own[target])
             copies.append((own[target], value, factor))
         mapped[name] = f"{origin}: {', '.join(source for source, _ in factors.values())}"
-    with torch.no_grad():
-        for own_tensor, value, factor in copies:
-            own_tensor.copy_(value).mul_(factor)
-    return ImportReport(mapped, tuple(n for n in params if n not in mapped), tuple(unused))
+    untouched = tuple(name for name in params if name not in mapped)
+    return copies, ImportReport(mapped, untouched, tuple(unused))
 
 
 def _foreign_entries(

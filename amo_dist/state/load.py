@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -33,25 +34,37 @@ class Loadable(Protocol):
     def params_by_name(self) -> Mapping[str, Tensor]:
         """Parameters by name, in the order of the groups."""
 
-    def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the control state, or raise ``ValueError`` with nothing changed."""
+    def raise_together(self, what: str, failure: Exception | None) -> None:
+        """Raise on every rank what failed on one; a collective over the world."""
 
 
-def load_state_dict(optimizer: Loadable, state_dict: Mapping[str, Any]) -> None:
-    """Restore what ``state_dict()`` of the optimizer returned.
+def load_state_dict(
+    optimizer: Loadable,
+    state_dict: Mapping[str, Any],
+    restoring: Callable[[Mapping[str, Any]], Callable[[], None]],
+) -> None:
+    """Restore what ``state_dict()`` of the optimizer returned; a collective over its world.
 
     Checkpoint helpers that read in place have changed the tensors before this is called.
 
+    Args:
+        optimizer: Modified, or not at all where an error is raised.
+        state_dict: That one.
+        restoring: Gives what restores a control state, or raises ``ValueError`` where it is none.
+
     Raises:
-        ValueError: The state is of another structure, optimizer or configuration, or damaged.
+        ValueError: On every rank: the state of one is of another structure, optimizer or
+            configuration, or damaged.
     """
     loaded = dict(state_dict)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-        replaced = hook(optimizer, loaded)
-        loaded = loaded if replaced is None else replaced
-    groups = _check_groups(loaded.get("param_groups"), optimizer.param_groups)
-    copies = _check_state(loaded.get("state"), groups, optimizer)
-    optimizer.load_control_state_dict(read_json("control", groups[0]["control"]))
+    with together(optimizer, "load_state_dict"):
+        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+            replaced = hook(optimizer, loaded)
+            loaded = loaded if replaced is None else replaced
+        groups = _check_groups(loaded.get("param_groups"), optimizer.param_groups)
+        copies = _check_state(loaded.get("state"), groups, optimizer)
+        restore = restoring(read_json("control", groups[0]["control"]))
+    restore()
     with torch.no_grad():
         for target, source in copies:
             target.copy_(source)
@@ -61,6 +74,17 @@ def load_state_dict(optimizer: Loadable, state_dict: Mapping[str, Any]) -> None:
         group.update({**copy.deepcopy(saved), **kept})
     for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
         post_hook(optimizer)
+
+
+@contextlib.contextmanager
+def together(optimizer: Loadable, what: str) -> Iterator[None]:
+    """Raise on every rank what the body, which changes nothing, raises on one."""
+    try:
+        yield
+    except Exception as error:
+        optimizer.raise_together(what, error)
+        raise
+    optimizer.raise_together(what, None)
 
 
 def _check_groups(found: object, expected: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

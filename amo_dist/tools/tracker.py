@@ -29,7 +29,7 @@ WHAT = ("momentum", "residual", "both")
 
 Record = dict[str, Any]
 Sink = Callable[[int, Sequence[Record]], None]
-"""Called on rank 0 with the step and the records of all matrices, sorted by name."""
+"""Called on the first rank with the step and the records of all matrices, sorted by name."""
 
 
 class GeometryTracker:
@@ -40,7 +40,7 @@ class GeometryTracker:
     Args:
         interval: Steps from one measurement to the next.
         what: One of `WHAT`.
-        sink: Takes the records, on rank 0; without it they are only kept in ``records``.
+        sink: Takes the records, on the first rank; without it they are only kept in ``records``.
 
     Raises:
         ValueError: ``interval`` or ``what`` is out of range.
@@ -113,7 +113,7 @@ class GeometryTracker:
             for info in world.registry
             if info.name in measured
         ]
-        if world.rank == 0 and self.records:
+        if world.leads and self.records:
             text = "geometry of %d matrices: %.2f s on the slowest rank, every %d steps"
             logger.log(level, text, len(self.records), self.seconds, self._interval)
             if self.sink is not None:

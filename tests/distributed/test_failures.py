@@ -1,0 +1,231 @@
+"""What fails on one rank alone is raised on all: nobody is left waiting."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import amo_dist.engine.driver
+import amo_dist.engine.observer
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, import_state, param_groups
+from amo_dist.engine.batches import Batches
+from amo_dist.tools.tracker import GeometryTracker
+from tests import rehearsal
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+from tests.distributed.test_late_verdict import everything, same_bits
+
+SEED = 3
+FULL = torch.OutOfMemoryError("CUDA out of memory")
+FIELDS: dict[str, Any] = {
+    "observe_until": 4,
+    "observe_every": 2,
+    "sample_size": 9,
+    "transition_steps": 2,
+    "ns_guard_every": 3,
+}
+
+
+@contextlib.contextmanager
+def full(target: Any, name: str, is_so: bool) -> Iterator[None]:
+    """There is no memory left for a function, and nobody hears of it but by an error."""
+    broken = mock.patch.object(target, name, side_effect=FULL)
+    logger = logging.getLogger("amo_dist.engine.gradients")
+    with broken if is_so else contextlib.nullcontext():
+        logger.disabled = True
+        try:
+            yield
+        finally:
+            logger.disabled = False
+
+
+def told(function: Callable[[], object]) -> str:
+    try:
+        function()
+    except (RuntimeError, ValueError) as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def take(model: nn.Module, optimizer: Muon, step: int) -> str:
+    models.set_gradients(model, SEED, step)
+    return told(optimizer.step)
+
+
+# ------------------------------------------------------------------ measurements
+
+
+def fail_to_measure(rank: int, world_size: int, what: str) -> tuple[list[str], list[float]]:
+    """What each step raised, and how many observations were known after it."""
+    model = models.make_model("fsdp", models.shapes())
+    optimizer = AMO(param_groups(model), lr=3e-3, config=AMOConfig(**FIELDS))
+    if what == "tracker":
+        optimizer.tracker = GeometryTracker(2)
+    target: Any = {
+        "observation": (amo_dist.engine.observer, "observe"),
+        "residual": (amo_dist.engine.driver, "ns_residual"),
+        "tracker": (GeometryTracker, "measure"),
+    }[what]
+    found, known = [], []
+    for step in range(1, 7):
+        is_full = rank == 1 and step == (3 if what == "residual" else 2)
+        with full(*target, is_full):
+            found.append(take(model, optimizer, step))
+        assert optimizer.num_steps_taken == step, found
+        known.append(optimizer.policy.metrics(step)["amo/observations"])
+    assert optimizer.control_state_dict()["policy"]["plan"] is not None
+    return found, known
+
+
+@pytest.mark.parametrize("what", ["observation", "residual", "tracker"])
+def test_a_measurement_that_fails_on_its_owner_is_raised_on_all(run_on: Ranks, what: str) -> None:
+    (found, known), *others = run_on(3, timeout=60.0)(fail_to_measure, what)
+    assert others == [(found, known)] * 2
+    failed = 3 if what == "residual" else 2
+    assert [step for step, text in enumerate(found, 1) if text] == [failed]
+    text = found[failed - 1]
+    assert text.startswith(f"RuntimeError: step {failed}: measuring layers.")
+    assert text.endswith("failed on rank 1: OutOfMemoryError: CUDA out of memory")
+    # What the others measured is kept, and training may go on.
+    assert known == [0, 1, 1, 2, 2, 2]
+
+
+# ------------------------------------------------------------------ Newton-Schulz
+
+
+def fail_to_orthogonalize(rank: int, world_size: int) -> list[Any]:
+    """In the second step, and in the fourth, after which all ask."""
+    model = models.make_model("fsdp", models.shapes())
+    optimizer = Muon(param_groups(model), lr=1e-2, config=MuonConfig(bucket_bytes=256))
+    found: list[Any] = []
+    for step in (1, 2, 3, 4):
+        before = everything(model, optimizer)
+        with full(Batches, "run", rank == 1 and step % 2 == 0):
+            found.append(take(model, optimizer, step))
+        found.append(same_bits(everything(model, optimizer), before))
+    found.append(told(optimizer.check_last_update))
+    found.append(take(model, optimizer, 5))
+    return [*found, optimizer.num_steps_taken]
+
+
+def test_newton_schulz_that_fails_on_its_owner_is_raised_on_all(run_on: Ranks) -> None:
+    found, other = run_on(2, timeout=60.0)(fail_to_orthogonalize)
+    assert found == other
+    first, _, second, changed, third, unchanged, fourth, _, asked, fifth, steps = found
+    assert (first, second, fourth, fifth) == ("", "", "", "")
+    assert not changed
+    assert unchanged
+    assert third.startswith("RuntimeError: step 2: orthogonalizing layers.")
+    assert third.endswith("failed on rank 1: OutOfMemoryError: CUDA out of memory")
+    assert asked.startswith("RuntimeError: step 3: orthogonalizing layers.")
+    assert steps == 4
+
+
+def fail_on_a_device(rank: int, world_size: int) -> list[Any]:
+    found: list[Any] = []
+    with rehearsal.on_devices(), rehearsal.nccl():
+        model = models.make_model("fsdp", models.shapes())
+        config = MuonConfig(bucket_bytes=256)
+        optimizer = Muon(param_groups(model), lr=1e-2, config=config)
+        for step in (1, 2, 3, 4, 5, 6):
+            before = everything(model, optimizer)
+            models.set_gradients(model, SEED, step)
+            is_full = rank == 1 and step == 3
+            # The failure itself may read; what follows of it is told without.
+            watched = step in (3, 4) and not is_full
+            steps = rehearsal.Steps() if watched else contextlib.nullcontext()
+            with full(Batches, "run", is_full), steps:
+                found.append(told(optimizer.step))
+            found.append(same_bits(everything(model, optimizer), before))
+    return [*found, optimizer.num_steps_taken]
+
+
+def test_on_devices_nobody_waits_to_tell(run_on: Ranks) -> None:
+    """The step after the failure changes nothing, and the next one raises."""
+    found, other = run_on(2, timeout=60.0)(fail_on_a_device)
+    assert found == other
+    texts, unchanged = found[:-1:2], found[1:-1:2]
+    assert unchanged == [False, False, False, True, True, False]
+    assert texts[:4] + texts[5:] == [""] * 5
+    assert texts[4].startswith("RuntimeError: step 3: orthogonalizing layers.")
+    assert texts[4].endswith("failed on rank 1: OutOfMemoryError: CUDA out of memory")
+    assert found[-1] == 4
+
+
+def test_a_single_process_raises_at_once() -> None:
+    model = models.make_model("plain", models.shapes())
+    optimizer = Muon(param_groups(model))
+    with full(Batches, "run", True):
+        assert take(model, optimizer, 1) == "OutOfMemoryError: CUDA out of memory"
+
+
+# ------------------------------------------------------------------ loads
+
+
+def load(rank: int, world_size: int, when: str) -> list[Any]:
+    """The last rank's state is bad; then the last alone loads; then all load a good one."""
+    trained, model = (models.make_model("fsdp", models.shapes()) for _ in range(2))
+    first, optimizer = (Muon(param_groups(each), lr=1e-2) for each in (trained, model))
+    for step in (1, 2):
+        take(trained, first, step)
+        if when == "later":
+            take(model, optimizer, step)
+    good, is_last = first.state_dict(), rank == world_size - 1
+    bad = copy.deepcopy(good)
+    bad["state"][0]["momentum_buffer"] = torch.zeros(3)
+    missing = {key: value for key, value in good.items() if key != "state"}
+    before, found = everything(model, optimizer), []
+    for state in (bad, missing):
+        loaded = state if is_last else good
+        found.append(told(functools.partial(optimizer.load_state_dict, loaded)))
+    names = [*optimizer.params_by_name]
+    foreign = {"param_groups": []} if is_last else good
+    found.append(told(lambda: import_state(optimizer, foreign, names=names)))
+    models.set_gradients(model, SEED, 3)
+    found.append(told(lambda: optimizer.load_state_dict(good) if is_last else optimizer.step()))
+    found.append(same_bits(everything(model, optimizer), before))
+    optimizer.load_state_dict(good)
+    found += [take(model, optimizer, 3), optimizer.num_steps_taken]
+    return found
+
+
+@pytest.mark.parametrize("when", ["first", "later"])
+def test_a_load_that_fails_on_one_rank_is_raised_on_all(run_on: Ranks, when: str) -> None:
+    found, *others = run_on(3, timeout=60.0)(load, when)
+    assert others == [found] * 2
+    shape, missing, imported, alone, unchanged, after, steps = found
+    loaded = "ValueError: load_state_dict failed on rank 2: ValueError: state"
+    assert shape.startswith(loaded)
+    assert ".momentum_buffer: found shape (3,), expected " in shape
+    assert missing == f"{loaded}: found NoneType, expected a mapping"
+    assert imported.startswith("ValueError: import_state failed on rank 2: ValueError: ")
+    assert alone.startswith("RankMismatchError: ")
+    assert "rank 2 has load_state_dict" in alone
+    assert (unchanged, after, steps) == (True, "", 3)
+
+
+def load_what_fails(rank: int, world_size: int) -> str:
+    """Not only a user's mistake."""
+    model = models.make_model("fsdp", models.shapes())
+    optimizer = Muon(param_groups(model))
+
+    def hook(optimizer: Any, state: dict[str, Any]) -> None:
+        if rank == 0:
+            raise FULL
+
+    optimizer.register_load_state_dict_pre_hook(hook)
+    return told(lambda: optimizer.load_state_dict(optimizer.state_dict()))
+
+
+def test_any_failure_of_a_load_is_raised_on_all(run_on: Ranks) -> None:
+    error = "RuntimeError: load_state_dict failed on rank 0: OutOfMemoryError: CUDA out of memory"
+    assert run_on(2, timeout=60.0)(load_what_fails) == [error] * 2
