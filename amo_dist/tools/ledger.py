@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from amo_dist.config import Box
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.ownership import Job
 
@@ -25,7 +26,7 @@ def sent_by_owner(
         By owner, elements in an int64 tensor ``(2, num_ranks)``: gathered from each rank, and
         delivered to it.
     """
-    known: dict[tuple[int, int], torch.Tensor] = {}
+    known: dict[tuple[int, int, Box], torch.Tensor] = {}
     counts: dict[int, torch.Tensor] = defaultdict(
         lambda: torch.zeros((2, num_ranks), dtype=torch.int64)
     )
@@ -33,11 +34,11 @@ def sent_by_owner(
         matrix = matrices[job.matrix]
         for count, ranks in zip(counts[job.owner], (job.sources, job.targets), strict=True):
             # By identity: matrices of one shape and layout share these objects.
-            key = id(matrix.pieces_by_rank), id(ranks)
+            key = id(matrix.pieces_by_rank), id(ranks), job.box
             held = known.get(key)
             if held is None:
                 held = known[key] = torch.zeros(num_ranks, dtype=torch.int64)
-                held[list(ranks)] = torch.tensor([matrix.held_by(rank) for rank in ranks])
+                held[list(ranks)] = torch.tensor([matrix.held_by(rank, job.box) for rank in ranks])
             count += held
     for owner, found in counts.items():
         found[:, owner] = 0  # what the owner holds itself goes nowhere
@@ -65,4 +66,34 @@ def sent_by_rank(
         for sent, is_counted in ((within, node == node[owner]), (across, node != node[owner])):
             sent += gathered * is_counted
             sent[owner] += (delivered * is_counted).sum()
+    return within, across
+
+
+def reduced_by_rank(
+    matrices: Sequence[MatrixLayout],
+    jobs: Sequence[Job],
+    steps: Sequence[int],
+    num_ranks: int,
+    ranks_per_node: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each rank sends to add up Gram matrices over its teams, by a ring.
+
+    Args:
+        matrices: As for `sent_by_rank`, as are the others.
+        jobs: Of any ranks below ``num_ranks``.
+        steps: Newton-Schulz steps of each matrix.
+        num_ranks: Size of the world.
+        ranks_per_node: Consecutive ranks of one node.
+
+    Returns:
+        As `sent_by_rank`.
+    """
+    within, across = (torch.zeros(num_ranks, dtype=torch.int64) for _ in range(2))
+    for job in jobs:
+        if job.team:
+            size, place = len(job.team), job.team.index(job.owner)
+            after = job.team[(place + 1) % size]
+            sent = across if after // ranks_per_node != job.owner // ranks_per_node else within
+            gram = min(matrices[job.matrix].shape) ** 2
+            sent[job.owner] += 2 * (size - 1) * gram * steps[job.matrix] // size
     return within, across
