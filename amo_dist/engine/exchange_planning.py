@@ -80,7 +80,6 @@ def plan_exchanges(
         if here:
             exchange = Exchange(
                 plan,
-                matrices,
                 group=group,
                 device=parameters.device,
                 wire_dtype=wire_dtype,
