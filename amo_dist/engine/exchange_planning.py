@@ -11,8 +11,9 @@ import torch.distributed as dist
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import Exchange
-from amo_dist.distributed.ownership import assign
+from amo_dist.distributed.ownership import Teams, assign
 from amo_dist.distributed.plan import plan_exchange
+from amo_dist.distributed.team_groups import add_groups
 from amo_dist.engine.parameters import Parameters
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import wide_dtype
@@ -25,6 +26,7 @@ def plan_exchanges(
     parameters: Parameters,
     schedules: Sequence[Schedule],
     wide: frozenset[str],
+    measured: frozenset[str],
     *,
     world: World,
     config: MuonConfig,
@@ -36,6 +38,7 @@ def plan_exchanges(
         parameters: Of this process.
         schedules: Of each matrix: its cost is that of its Newton-Schulz steps.
         wide: Names of the matrices that travel in the dtype of momentum.
+        measured: Names of the matrices that one rank must have whole.
         world: Process groups.
         config: Ownership, buckets, dtypes.
         kernels: Say how many matrices are best computed together.
@@ -51,8 +54,13 @@ def plan_exchanges(
         float(schedule.num_steps * ns_step_flops(*matrix.shape))
         for matrix, schedule in zip(matrices, schedules, strict=True)
     ]
-    jobs = assign(matrices, costs, ownership=config.ownership, owners=config.owners)
     wire_dtype: torch.dtype = getattr(torch, config.ns_dtype)
+    are_whole = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in measured)
+    teams = Teams(config.max_team, wire_dtype.itemsize, are_whole)
+    jobs = assign(matrices, costs, ownership=config.ownership, owners=config.owners, teams=teams)
+    if teams.most > 1:
+        own = {job.team for job in jobs if job.team and job.owner == world.rank}
+        add_groups(world.teams, own, world.group)
     # Momentum is read in float32 at least, and what is measured must not be rounded to less.
     momentum_dtype = wide_dtype(getattr(torch, config.momentum_dtype))
     are_wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in wide)

@@ -18,6 +18,7 @@ from amo_dist.distributed.agreement import (
     gather_json,
     world_group,
 )
+from amo_dist.distributed.team_groups import TeamGroup
 from amo_dist.engine.parameters import Entry, Parameters
 from amo_dist.schedule.types import MatrixInfo
 
@@ -43,6 +44,7 @@ class World:
         groups_by_ranks: Process group of each set of ranks that shares parameters here.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a
             single process.
+        teams: Of this rank, by their ranks; planning adds what it needs.
     """
 
     group: dist.ProcessGroup | None
@@ -52,6 +54,7 @@ class World:
     slots: tuple[Slot, ...]
     groups_by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]
     shares_all: bool
+    teams: dict[tuple[int, ...], TeamGroup] = dataclasses.field(default_factory=dict)
 
 
 def agree_on_world(
