@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from amo_dist import AdaMuon, Muon, MuonConfig, NorMuon, param_groups
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.distributed.ownership import Job, Teams, assign, load_by_rank
 from amo_dist.distributed.teams import FLOPS_PER_BYTE, choices, member_costs, share_of, slabs
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.tools.shapes import MODELS, PLANS
 from amo_dist.tools.simulate import lay_out, simulate
+from tests.distributed import models as models_of_ranks
 from tests.layouts import Model, build, models
 
 few = settings(max_examples=40, deadline=None)
@@ -180,3 +183,21 @@ def test_gram_matrices_are_part_of_the_traffic() -> None:
         elements = sum(matrix.num_elements for matrix in matrices)
         moved = 2 * elements * 255 / 256
         assert row["traffic"]["mean"] == pytest.approx((grams + 2 * moved) / 256, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"max_team": 0}, {"max_team": 2.0}, {"max_team": 2, "owners": "replica"}]
+    + [{"max_team": 2, "ns_backend": name} for name in ("symmetric", "gram", "triton")],
+)
+def test_settings_under_which_nothing_is_shared_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=f"max_team: found {fields['max_team']}, expected"):
+        MuonConfig(**fields)
+
+
+@pytest.mark.parametrize(("optimizer", "own"), [(AdaMuon, "prepare, finish"), (NorMuon, "finish")])
+def test_rules_that_work_on_pieces_share_nothing(optimizer: type[Muon], own: str) -> None:
+    model = models_of_ranks.plain_model({"layers.0.attention.wq.weight": (4, 4)})
+    groups = param_groups(model)
+    with pytest.raises(ValueError, match=f"max_team: found 2 with .*, which has {own}"):
+        optimizer(groups, config=MuonConfig(max_team=2))

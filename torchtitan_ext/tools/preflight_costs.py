@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import MatrixLayout
-from amo_dist.distributed.ownership import Job, assign, load_by_rank
+from amo_dist.distributed.ownership import Job, Teams, assign, load_by_rank
 from amo_dist.distributed.plan import Bucket, Transfer, count_elements, plan_exchange
 from amo_dist.kernels.sigma_min import SMALL
 from amo_dist.kernels.spectra import ell_and_spectrum
 from amo_dist.schedule.schedule_file import read_toml
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.ledger import sent_by_rank
+from amo_dist.tools.ledger import reduced_by_rank, sent_by_rank
 from amo_dist.tools.simulate import flops_by_matrix
 
 HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
@@ -230,7 +230,13 @@ def deal(world: World, steps: Mapping[str, int]) -> tuple[Job, ...]:
     """Owners under a schedule, as the optimizer deals them."""
     costs = flops_by_matrix(world.registry, steps)
     config = world.config
-    return assign(world.matrices, costs, ownership=config.ownership, owners=config.owners)
+    return assign(
+        world.matrices,
+        costs,
+        ownership=config.ownership,
+        owners=config.owners,
+        teams=Teams(config.max_team, world.wire_bytes),
+    )
 
 
 def step_cost(world: World, steps: Mapping[str, int], hardware: Hardware) -> StepCost:
@@ -249,8 +255,14 @@ def step_cost(world: World, steps: Mapping[str, int], hardware: Hardware) -> Ste
         for flops, info in zip(costs, world.registry, strict=True)
     ]
     orthogonalize = load_by_rank(jobs, seconds)
-    sent = sent_by_rank(world.matrices, jobs, world.num_ranks, world.ranks_per_node)
-    within, across = ([float(world.wire_bytes * one) for one in ranks.tolist()] for ranks in sent)
+    sizes = world.num_ranks, world.ranks_per_node
+    num_steps = [steps[info.operator_type] for info in world.registry]
+    sent = sent_by_rank(world.matrices, jobs, *sizes)
+    reduced = reduced_by_rank(world.matrices, jobs, num_steps, *sizes)
+    within, across = (
+        [float(world.wire_bytes * each) for each in (one + other).tolist()]
+        for one, other in zip(sent, reduced, strict=True)
+    )
     wires = [
         near / (hardware.nvlink_gb_per_s * 1e9 * hardware.nvlink_efficiency)
         + far / (hardware.network_gb_per_s * 1e9 * hardware.network_efficiency)
@@ -293,16 +305,19 @@ def _launches(
     world: World, jobs: Sequence[Job], steps: Mapping[str, int], hardware: Hardware
 ) -> float:
     """Host-bound time: three products a Newton-Schulz step of each batch, and the collectives."""
-    kernels = 0
+    kernels, reductions = 0, 0
     buckets = _buckets(world, steps)
     for bucket in buckets:
         batches = {
-            (world.registry[index].shape, world.registry[index].operator_type)
-            for index in bucket.owned
+            (world.registry[index].shape, world.registry[index].operator_type, task.team)
+            for task in bucket.tasks
+            for index in task.owned
         }
         # Beside the products: casts, stacking, norm, packing and unpacking.
-        kernels += sum(3 * steps[operator_type] + 20 for _, operator_type in batches) + 20
-    collectives = 2 * len(buckets) if world.num_ranks > 1 else 0
+        kernels += sum(3 * steps[operator_type] + 20 for _, operator_type, _ in batches) + 20
+        # Of a team: a Gram matrix a step, the greatest entry, the norm, and what is not finite.
+        reductions += sum(steps[operator_type] + 3 for _, operator_type, team in batches if team)
+    collectives = reductions + (2 * len(buckets) if world.num_ranks > 1 else 0)
     return (kernels * hardware.kernel_us + (collectives + 1) * hardware.collective_us) * 1e-6
 
 
@@ -317,7 +332,7 @@ def exchange_memory(world: World, steps: Mapping[str, int]) -> int:
     for bucket in _buckets(world, steps):
         gathers.append(_both_ways(bucket.gather))
         deliveries.append(_both_ways(bucket.deliver))
-        shapes = [world.registry[index].shape for index in bucket.owned]
+        shapes = [shape for task in bucket.tasks for shape in task.shapes]
         batches = Counter(shapes)
         iterates = max((3 * n * math.prod(s) for s, n in batches.items()), default=0)
         grams = max((2 * n * min(s) ** 2 for s, n in batches.items()), default=0)
