@@ -11,6 +11,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.engine.gradients import NonFiniteUpdateError
@@ -149,6 +151,44 @@ def test_bfloat16_is_as_exact_as_on_one_rank(run_on: Ranks) -> None:
     for params, *_ in results:
         assert all(torch.equal(params[name], found[name]) for name in found)
     assert any(any(shared) for *_, shared in results)
+
+
+def train_stages(rank: int, world_size: int) -> tuple[dict[str, Tensor], list[Shared]]:
+    """Two stages of a pipeline, each sharded over two ranks that know nothing of the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    with free_sends():
+        model = models.plain_model(stage_shapes(rank // 2))
+        for layer in model.get_submodule("layers").children():
+            fully_shard(layer, mesh=mesh["dp"])
+        config = AMOConfig(**FIELDS, ns_dtype="float32", max_team=2)
+        optimizer = AMO(param_groups(model), lr=LR, config=config)
+        shared = []
+        for step in range(1, STEPS + 1):
+            models.set_gradients(model, SEED, step)
+            optimizer.step()
+            shared.append(shared_by(optimizer))
+    return {name: models.whole(param) for name, param in model.named_parameters()}, shared
+
+
+def stage_shapes(stage: int) -> Shapes:
+    """Of the second stage one matrix fewer: stages go through unlike schedules and exchanges."""
+    some = list(UNEVEN.items())[stage:]
+    return {name.replace("layers.0", f"layers.{stage}"): shape for name, shape in some}
+
+
+def test_stages_of_a_pipeline_share_apart(run_on: Ranks) -> None:
+    shapes = stage_shapes(0) | stage_shapes(1)
+    fields = {**FIELDS, "ns_dtype": "float32"}
+    params = {name: models.initial(name, shape) for name, shape in shapes.items()}
+    types = {name: kind for name, kind in models.types().items() if name in shapes}
+    twin = Oracle(params, types, AMOConfig(**fields), lr=LR, weight_decay=0.1)
+    for step in range(1, STEPS + 1):
+        twin.step({n: models.gradient(SEED, step, n, shape) for n, shape in shapes.items()})
+    for rank, (found, shared) in enumerate(run_on(4)(train_stages)):
+        teams = {team for step in shared for team, _ in step}
+        assert teams == {((0, 1), (2, 3))[rank // 2]}
+        for name, value in found.items():
+            torch.testing.assert_close(value, twin.params[name], rtol=1e-5, atol=1e-6)
 
 
 def resume(rank: int, world_size: int, at: int) -> tuple[bool, list[Shared], list[Shared]]:
