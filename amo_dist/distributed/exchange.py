@@ -1,6 +1,6 @@
 """Sharded matrices in, a function from whole matrices to whole matrices, sharded results out.
 
-The one module that calls collectives for matrices. It knows nothing of what is computed.
+The one module that moves matrices by collectives. It knows nothing of what is computed.
 """
 
 from __future__ import annotations

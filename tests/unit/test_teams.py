@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from amo_dist import AdaMuon, Muon, MuonConfig, NorMuon, param_groups
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.distributed.ownership import Job, Teams, assign, load_by_rank
+from amo_dist.distributed.plan import plan_exchange
 from amo_dist.distributed.teams import FLOPS_PER_BYTE, choices, member_costs, share_of, slabs
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.tools.shapes import MODELS, PLANS
@@ -201,3 +202,37 @@ def test_rules_that_work_on_pieces_share_nothing(optimizer: type[Muon], own: str
     groups = param_groups(model)
     with pytest.raises(ValueError, match=f"max_team: found 2 with .*, which has {own}"):
         optimizer(groups, config=MuonConfig(max_team=2))
+
+
+@pytest.mark.parametrize("ranks", [256, 1024])
+def test_members_of_a_team_come_to_what_they_share_in_one_order(ranks: int) -> None:
+    infos = MODELS["Qwen3-1.7B"].matrices()
+    matrices = lay_out(infos, ranks)
+    costs = [float(5 * ns_step_flops(*info.shape)) for info in infos]
+    jobs = assign(matrices, costs, ownership="balanced", teams=Teams(8))
+    plans = [
+        plan_exchange(
+            matrices,
+            jobs,
+            rank=rank,
+            peers=range(ranks),
+            bytes_by_matrix=[2 * matrix.num_elements for matrix in matrices],
+            bucket_bytes=2**22,
+        )
+        for rank in range(8)
+    ]
+    assert len({plan.digest for plan in plans}) == 1
+    by_rank = [
+        [
+            (number, task.team, task.owned)
+            for number, bucket in enumerate(plan.buckets)
+            for task in bucket.tasks
+            if task.team
+        ]
+        for plan in plans
+    ]
+    # The first eight ranks are a team, or some: all members have the same, in the same order.
+    for rank, found in enumerate(by_rank):
+        (team,) = {team for _, team, _ in found}
+        assert rank in team
+        assert all(by_rank[other] == found for other in team)
