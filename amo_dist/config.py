@@ -54,6 +54,7 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
 _GRANULARITIES = ("operator_type", "layer_group", "shape", "matrix")
+_TEAM_BACKENDS = ("auto", "standard")
 
 
 def _require(condition: bool, field: str, found: object, expected: str) -> None:
@@ -105,6 +106,9 @@ class MuonConfig:
     """How matrices are dealt to ranks: ``round_robin`` or ``balanced`` (longest job first)."""
     owners: str = "mesh"
     """Which ranks may own: any of the ``mesh``, or those of one ``replica`` each."""
+    max_team: int = 1
+    """Most ranks that share one matrix, where that lowers the greatest load; 1: none do. Shared
+    matrices run ``standard`` products, and their bits depend on the number of ranks."""
     bucket_bytes: int = 64 * 2**20
     """Matrices travel in buckets of about this many bytes (a larger matrix has its own)."""
     buckets_in_flight: int = 2
@@ -129,6 +133,14 @@ class MuonConfig:
         _require_choice("momentum_dtype", self.momentum_dtype, _DTYPES)
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
         _require_choice("owners", self.owners, ("mesh", "replica"))
+        _require_int("max_team", self.max_team, 1)
+        _require(
+            self.max_team == 1 or (self.owners == "mesh" and self.ns_backend in _TEAM_BACKENDS),
+            "max_team",
+            self.max_team,
+            f"1 with owners = {self.owners!r} and ns_backend = {self.ns_backend!r}; teams need "
+            "'mesh', and 'auto' or 'standard'",
+        )
         _require_int("bucket_bytes", self.bucket_bytes, 1)
         _require_int("buckets_in_flight", self.buckets_in_flight, 1)
         _require_int("ns_guard_every", self.ns_guard_every, 0)

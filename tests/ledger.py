@@ -6,6 +6,7 @@ Elements, not bytes, as in `amo_dist.tools.ledger`.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -54,8 +55,8 @@ def predict(
 ) -> Volume:
     """What all ranks together send, in closed form.
 
-    An owner gathers a matrix less what it holds of its own replica, and delivers it once to each
-    replica that it serves, less the same.
+    An owner gathers a matrix, or its slab of one, less what it holds of its own replica, and
+    delivers it once to each replica that it serves, less the same.
 
     Args:
         matrices: Jobs index them.
@@ -65,14 +66,15 @@ def predict(
     total = Volume()
     for job in jobs:
         matrix = matrices[job.matrix]
-        kept = matrix.held_by(job.owner)
+        kept = matrix.held_by(job.owner, job.box)
+        size = math.prod(stop - start for start, stop in job.box)
         served = sum(replica[0] in job.targets for replica in matrix.replicas)
-        gathered = matrix.num_elements - kept
+        gathered = size - kept
         is_wide = job.matrix in wide
         total += Volume(
             gathered=0 if is_wide else gathered,
             gathered_wide=gathered if is_wide else 0,
-            delivered=served * matrix.num_elements - kept,
+            delivered=served * size - kept,
         )
     return total
 

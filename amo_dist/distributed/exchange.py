@@ -1,6 +1,6 @@
 """Sharded matrices in, a function from whole matrices to whole matrices, sharded results out.
 
-The one module that calls collectives for matrices. It knows nothing of what is computed.
+The one module that moves matrices by collectives. It knows nothing of what is computed.
 """
 
 from __future__ import annotations
@@ -9,14 +9,13 @@ import dataclasses
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.plan import (
     ExchangePlan,
     Part,
@@ -35,9 +34,9 @@ Read = Callable[[Sequence[Part], Sequence[Tensor]], None]
 """Fills each place with the values of its part of this rank's local tensors. A place has the shape
 that the part has there, and the dtype of the wire."""
 Compute = Callable[[Task, Sequence[Tensor]], Sequence[Tensor]]
-"""Takes the whole matrices of a task, ``(m, n)`` each, in the dtype of the wire, and returns a
-result for each. The matrices are lent: the next task gets the same memory. Results may be lent in
-the same way, until the next call."""
+"""Takes the matrices of a task, ``(m, n)`` each, or this rank's boxes of them, in the dtype of the
+wire, and returns a result for each. The matrices are lent: the next task gets the same memory.
+Results may be lent in the same way, until the next call."""
 Write = Callable[[Sequence[Part], Sequence[Tensor]], None]
 """Takes the results for parts of this rank's local tensors, each in the shape that the part has
 there. They are lent: copy what must outlive the call."""
@@ -53,7 +52,6 @@ class Exchange:
 
     Args:
         plan: Of this rank.
-        matrices: What the plan's indices mean.
         group: Process group of the plan's peers; None on a single rank.
         device: Where the local tensors live.
         wire_dtype: In which matrices travel.
@@ -64,7 +62,6 @@ class Exchange:
     def __init__(
         self,
         plan: ExchangePlan,
-        matrices: Sequence[MatrixLayout],
         *,
         group: dist.ProcessGroup | None,
         device: torch.device,
@@ -77,7 +74,6 @@ class Exchange:
         """Bytes sent to each peer in the last `run`."""
         self.sent_elements: Counter[int] = Counter()
         """Elements sent to each peer in the last `run`."""
-        self._matrices = matrices
         self._group = group
         self._device = device
         self._wire_dtype = wire_dtype
@@ -191,11 +187,11 @@ class Exchange:
         )
         of_bucket = list(zip(buckets, dtypes, routes, strict=True))
         memory = self._allocate(
-            [sum(self._spaces(t)) * dtype.itemsize for b, dtype, _ in of_bucket for t in b.tasks]
+            [sum(_spaces(t)) * dtype.itemsize for b, dtype, _ in of_bucket for t in b.tasks]
         )
         for bucket, dtype, route in of_bucket:
             for task in bucket.tasks:
-                route.add(task, self._whole(task, memory.view(dtype)))
+                route.add(task, _whole(task, memory.view(dtype)))
         return routes
 
     def _sides(
@@ -218,19 +214,19 @@ class Exchange:
         """A flat buffer of bytes, as large as the largest of its uses."""
         return torch.empty(max(sizes, default=0), dtype=torch.uint8, device=self._device)
 
-    def _spaces(self, task: Task) -> list[int]:
-        """Elements that each matrix of a task takes in the buffer of whole matrices, padded."""
-        counts = (self._matrices[index].num_elements for index in task.owned)
-        return [-(-count // _ALIGNMENT) * _ALIGNMENT for count in counts]
 
-    def _whole(self, task: Task, buffer: Tensor) -> list[Tensor]:
-        """Views for the matrices of a task, one after the other in a flat buffer."""
-        layouts = [self._matrices[index] for index in task.owned]
-        starts = itertools.accumulate(self._spaces(task), initial=0)
-        return [
-            buffer[start : start + layout.num_elements].view(layout.shape)
-            for layout, start in zip(layouts, starts, strict=False)
-        ]
+def _spaces(task: Task) -> list[int]:
+    """Elements that each box of a task takes in the buffer of what is computed, padded."""
+    return [-(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT for shape in task.shapes]
+
+
+def _whole(task: Task, buffer: Tensor) -> list[Tensor]:
+    """Views for the boxes of a task, one after the other in a flat buffer."""
+    starts = itertools.accumulate(_spaces(task), initial=0)
+    return [
+        buffer[start : start + math.prod(shape)].view(shape)
+        for shape, start in zip(task.shapes, starts, strict=False)
+    ]
 
 
 class _Side:
@@ -268,7 +264,7 @@ class _TaskRun:
 
     Args:
         task: Of the plan.
-        matrices: Where to put its whole matrices, ``(m, n)`` each.
+        matrices: Where to put its boxes of matrices, ``(m, n)`` each.
         arriving: Parts of all matrices of the bucket, on their way here.
         leaving: Parts of all results of the bucket, on their way from here.
     """
@@ -278,10 +274,9 @@ class _TaskRun:
     ) -> None:
         self._task = task
         self._matrices = matrices
-        whole = dict(zip(task.owned, matrices, strict=True))
-        self._kept = _as_local(whole, task.kept)
+        self._kept = _as_local(task, matrices, task.kept)
         parts, self._arrived = arriving.of(task)
-        self._places = _in_matrices(whole, parts)
+        self._places = _in_boxes(task, matrices, parts)
         self._leaving, self._packed = leaving.of(task)
         self._known: object = None
         self._held: tuple[list[Tensor], list[Tensor]] | None = None
@@ -303,8 +298,8 @@ class _TaskRun:
         """The parts of results that leave, and those that stay."""
         place = [(each.data_ptr(), each.stride(), each.dtype) for each in results]
         if self._held is None or place != self._known:
-            whole = dict(zip(self._task.owned, results, strict=True))
-            found = _in_matrices(whole, self._leaving), _as_local(whole, self._task.kept)
+            task = self._task
+            found = _in_boxes(task, results, self._leaving), _as_local(task, results, task.kept)
             # Views keep memory: only of results that come where they came the last time.
             self._held = found if place == self._known else None
             self._known = place
@@ -355,16 +350,19 @@ class _Route:
             write(side.parts, side.views)
 
 
-def _in_matrices(whole: Mapping[int, Tensor], parts: Sequence[Part]) -> list[Tensor]:
-    """Views of parts in whole matrices."""
+def _in_boxes(task: Task, boxes: Sequence[Tensor], parts: Sequence[Part]) -> list[Tensor]:
+    """Views of parts in the boxes of a task."""
+    found = zip(task.owned, boxes, task.boxes, strict=True)
+    known = {index: (tensor, top, left) for index, tensor, ((top, _), (left, _)) in found}
     views = []
     for part in parts:
         (top, bottom), (left, right) = part.piece.target
-        views.append(whole[part.matrix][top:bottom, left:right])
+        tensor, row, column = known[part.matrix]
+        views.append(tensor[top - row : bottom - row, left - column : right - column])
     return views
 
 
-def _as_local(whole: Mapping[int, Tensor], parts: Sequence[Part]) -> list[Tensor]:
+def _as_local(task: Task, boxes: Sequence[Tensor], parts: Sequence[Part]) -> list[Tensor]:
     """The same views, each in the shape that the part has in the local tensor."""
-    views = _in_matrices(whole, parts)
+    views = _in_boxes(task, boxes, parts)
     return [view.view(part.piece.source_shape) for view, part in zip(views, parts, strict=True)]

@@ -74,6 +74,19 @@ class Piece:
         """Elements in the box."""
         return math.prod(self.source_shape)
 
+    def within(self, box: Box) -> Piece | None:
+        """What of the piece lies in a box of the matrix; None for nothing."""
+        pairs = list(zip(self.target, box, strict=True))
+        target = tuple((max(low, a), min(high, b)) for (low, high), (a, b) in pairs)
+        if any(start >= stop for start, stop in target):
+            return None
+        # Only leading dims of the local tensor are not those of the matrix.
+        shifts = [
+            own - low for (own, _), (low, _) in zip(self.source[-2:], self.target, strict=True)
+        ]
+        moved = tuple((a + by, b + by) for (a, b), by in zip(target, shifts, strict=True))
+        return Piece((*self.source[:-2], *moved), target)
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatrixLayout:
@@ -102,9 +115,16 @@ class MatrixLayout:
         """Elements of the whole matrix."""
         return self.shape[0] * self.shape[1]
 
-    def held_by(self, rank: int) -> int:
-        """Elements of the matrix that ``rank`` holds."""
-        return sum(piece.num_elements for piece in self.pieces_by_rank.get(rank, ()))
+    def held_by(self, rank: int, box: Box | None = None) -> int:
+        """Elements of the matrix, or of a box of it, that ``rank`` holds."""
+        return sum(piece.num_elements for piece in self.pieces_of(rank, box))
+
+    def pieces_of(self, rank: int, box: Box | None = None) -> tuple[Piece, ...]:
+        """What ``rank`` holds of the matrix, or of a box of it."""
+        pieces = self.pieces_by_rank.get(rank, ())
+        if box is None or box == ((0, self.shape[0]), (0, self.shape[1])):
+            return pieces
+        return tuple(found for piece in pieces if (found := piece.within(box)) is not None)
 
 
 def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> tuple[Interval, ...]:

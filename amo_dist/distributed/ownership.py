@@ -6,21 +6,26 @@ Ownership exists for the length of one step; no state moves with it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
+from amo_dist.config import Box
 from amo_dist.distributed.layout import MatrixLayout
+from amo_dist.distributed.teams import choices, member_costs, share_of, slabs
 
 _Slot = tuple[int, ...]
 """The ranks that own a matrix together: one, or one of each replica."""
+_Block = tuple[_Slot, ...]
+"""One slot, or one for each member of a team."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Job:
-    """One matrix, orthogonalized by one rank.
+    """One matrix, or a slab of it, orthogonalized by one rank.
 
     Attributes:
         matrix: Index of the matrix.
@@ -28,6 +33,10 @@ class Job:
         sources: Ranks whose pieces together make up the matrix: the owner's replica.
         targets: Ranks that get their pieces of the result from the owner.
         reports: True for exactly one job of each matrix: its owner reports what it observed.
+        team: The ranks that share the matrix, the owner among them, in the order of their slabs;
+            empty where the owner has all of it.
+        box: What the owner has of the matrix.
+        share: The owner's flops over those of the whole matrix.
         forwards: By target, the ranks with the same pieces that get theirs from it.
     """
 
@@ -36,7 +45,25 @@ class Job:
     sources: tuple[int, ...]
     targets: tuple[int, ...]
     reports: bool
+    team: tuple[int, ...]
+    box: Box
+    share: float
     forwards: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, hash=False)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Teams:
+    """Which matrices ranks may share.
+
+    Attributes:
+        most: Most ranks that share one.
+        itemsize: Bytes of an element of what they add up.
+        whole: Matrices that nobody shares.
+    """
+
+    most: int = 1
+    itemsize: int = 2
+    whole: frozenset[int] = frozenset()
 
 
 def assign(
@@ -45,6 +72,7 @@ def assign(
     *,
     ownership: str = "round_robin",
     owners: str = "mesh",
+    teams: Teams | None = None,
 ) -> tuple[Job, ...]:
     """Deal matrices to ranks, apart for each set of ranks that shares some.
 
@@ -54,16 +82,26 @@ def assign(
     A matrix that some rank holds whole, such as an expert sharded on its first dim, goes to a
     rank that does, so that nothing need be gathered.
 
+    With teams, ranks share matrices where that lowers the greatest load, what they send counted.
+    Teams are aligned blocks of neighbours in the mesh, so that they lie within a node.
+
     Args:
         matrices: In the order in which round robin deals them.
         costs: Flops of each, with the schedule it has now.
         ownership: ``round_robin``, or ``balanced``: longest job first to the rank with the least
             work, ties by name, unless round robin's greatest load is as low; loads are those of
-            the set.
+            the set. Among teams round robin deals the largest first, then the longest job.
         owners: ``mesh``: one owner for each matrix, who delivers to every replica; or
             ``replica``: one owner in each replica, so that no byte crosses replicas and each
             replica repeats the work.
+        teams: Which matrices ranks may share; None for none, as it must be for ``replica``.
+
+    Raises:
+        ValueError: Teams within each replica.
     """
+    teams = teams or Teams()
+    if teams.most > 1 and owners != "mesh":
+        raise ValueError(f"max_team: found {teams.most} with owners {owners!r}, expected 1")
     by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_ranks[tuple(sorted(matrix.ranks))].append(index)
@@ -73,23 +111,26 @@ def assign(
     slots = [known[id(matrix.pieces_by_rank)] for matrix in matrices]
     found: list[Job] = []
     for indices in by_ranks.values():
-        dealt = _jobs(_round_robin(indices, slots), matrices, owners)
-        if ownership == "balanced":
-            # Matrices without a choice come first: the others are dealt around them.
-            order = sorted(indices, key=lambda i: (len(slots[i]) > 1, -costs[i], matrices[i].name))
-            longest_first = _jobs(_least_loaded(order, slots, costs), matrices, owners)
-            dealt = min(
-                dealt, longest_first, key=lambda jobs: max(load_by_rank(jobs, costs).values())
-            )
-        found += dealt
+        by_size = {
+            i: _costs_by_size(i, matrices[i], costs[i], len(slots[i]), teams) for i in indices
+        }
+        deal = functools.partial(_deal, matrices, slots, by_size, ownership == "balanced")
+        load, dealt = deal(dict.fromkeys(indices, 1))
+        for sizes in choices(by_size) if teams.most > 1 else ():
+            # What no way of dealing goes below.
+            members = [(size, by_size[index][size]) for index, size in sizes.items()]
+            mean = sum(size * cost for size, cost in members) / len(matrices[indices[0]].ranks)
+            if max(mean, *(cost for _, cost in members)) < load:
+                load, dealt = min((load, dealt), deal(sizes), key=lambda pair: pair[0])
+        found += _jobs(dealt, matrices, owners)
     return tuple(sorted(found, key=lambda job: job.matrix))
 
 
 def load_by_rank(jobs: Sequence[Job], costs: Sequence[float]) -> dict[int, float]:
-    """Summed cost of the jobs of each rank that owns one."""
+    """Summed cost of the jobs of each rank that owns one; what teams send is not counted."""
     loads: dict[int, float] = defaultdict(float)
     for job in jobs:
-        loads[job.owner] += costs[job.matrix]
+        loads[job.owner] += costs[job.matrix] * job.share
     return dict(loads)
 
 
@@ -107,38 +148,87 @@ def _slots(matrix: MatrixLayout, owners: str) -> tuple[_Slot, ...]:
     return tuple(slot for slot in slots if whole.issuperset(slot)) or slots
 
 
+def _costs_by_size(
+    index: int, matrix: MatrixLayout, cost: float, num_slots: int, teams: Teams
+) -> dict[int, float]:
+    """Cost of a member for each size of its team; a matrix that some ranks hold stays whole."""
+    is_shared = index not in teams.whole and num_slots == len(matrix.ranks)
+    most = min(teams.most, num_slots) if is_shared else 1
+    return member_costs(matrix.shape, cost, most, teams.itemsize)
+
+
+def _deal(
+    matrices: Sequence[MatrixLayout],
+    slots: Sequence[tuple[_Slot, ...]],
+    by_size: Mapping[int, Mapping[int, float]],
+    balances: bool,
+    sizes: Mapping[int, int],
+) -> tuple[float, list[tuple[int, _Block]]]:
+    """The greatest load, and who gets which matrix."""
+    costs = {index: by_size[index][size] for index, size in sizes.items()}
+    order = list(sizes)
+    if max(sizes.values()) > 1:  # blocks stay aligned as sizes fall
+        order.sort(key=lambda i: (-sizes[i], -costs[i]))
+    ways = [list(_round_robin(order, slots, sizes))]
+    if balances:
+        # Matrices without a choice come first: the others are dealt around them.
+        order.sort(key=lambda i: (len(slots[i]) > 1, -costs[i], matrices[i].name))
+        ways.append(list(_least_loaded(order, slots, costs, sizes)))
+    return min(((_greatest(way, costs), way) for way in ways), key=lambda pair: pair[0])
+
+
+def _greatest(dealt: Iterable[tuple[int, _Block]], costs: Mapping[int, float]) -> float:
+    loads: dict[int, float] = defaultdict(float)
+    for index, block in dealt:
+        for rank in itertools.chain(*block):
+            loads[rank] += costs[index]
+    return max(loads.values())
+
+
 def _round_robin(
-    indices: Sequence[int], slots: Sequence[tuple[_Slot, ...]]
-) -> Iterator[tuple[int, _Slot]]:
+    order: Sequence[int], slots: Sequence[tuple[_Slot, ...]], sizes: Mapping[int, int]
+) -> Iterator[tuple[int, _Block]]:
     """Candidates in turn, of each list of candidates by itself."""
-    turns: dict[tuple[_Slot, ...], Iterator[_Slot]] = {}
-    for index in indices:
-        yield index, next(turns.setdefault(slots[index], itertools.cycle(slots[index])))
+    places: dict[tuple[_Slot, ...], int] = defaultdict(int)
+    for index in order:
+        candidates, size = slots[index], sizes[index]
+        place = places[candidates] if places[candidates] + size <= len(candidates) else 0
+        places[candidates] = place + size
+        yield index, candidates[place : place + size]
 
 
 def _least_loaded(
-    order: Sequence[int], slots: Sequence[tuple[_Slot, ...]], costs: Sequence[float]
-) -> Iterator[tuple[int, _Slot]]:
+    order: Sequence[int],
+    slots: Sequence[tuple[_Slot, ...]],
+    costs: Mapping[int, float],
+    sizes: Mapping[int, int],
+) -> Iterator[tuple[int, _Block]]:
     """For each matrix in turn the earliest of its candidates with the least load by then."""
-    ranks = {each: torch.tensor(each, device="cpu") for each in {*slots}}
-    size = 1 + max(int(some.max()) for some in ranks.values())
-    loads = torch.zeros(size, dtype=torch.float64, device="cpu")
+    ranks = {each: torch.tensor(each, device="cpu") for each in {*(slots[i] for i in order)}}
+    most = 1 + max(int(some.max()) for some in ranks.values())
+    loads = torch.zeros(most, dtype=torch.float64, device="cpu")
     for index in order:
-        of_slots = loads[ranks[slots[index]]].amax(dim=1)
-        slot = slots[index][int(of_slots.argmin())]
-        loads[list(slot)] += costs[index]
-        yield index, slot
+        size, candidates = sizes[index], ranks[slots[index]]
+        num_blocks = len(candidates) // size
+        blocks = candidates[: num_blocks * size].view(num_blocks, -1)
+        place = size * int(loads[blocks].amax(dim=1).argmin())
+        block = slots[index][place : place + size]
+        loads[list(itertools.chain(*block))] += costs[index]
+        yield index, block
 
 
 def _jobs(
-    chosen: Iterable[tuple[int, _Slot]], matrices: Sequence[MatrixLayout], owners: str
+    chosen: Iterable[tuple[int, _Block]], matrices: Sequence[MatrixLayout], owners: str
 ) -> list[Job]:
     """A job for each owner of each matrix, in the order of the matrices."""
     jobs: list[Job] = []
-    for index, slot in sorted(chosen):
+    for index, block in sorted(chosen):
         matrix = matrices[index]
-        for owner in slot:
-            sources = next(replica for replica in matrix.replicas if owner in replica)
-            targets = matrix.ranks if owners == "mesh" else sources
-            jobs.append(Job(index, owner, sources, targets, reports=owner == slot[0]))
+        team = tuple(itertools.chain(*block)) if len(block) > 1 else ()
+        for slot, box in zip(block, slabs(matrix.shape, len(block)), strict=True):
+            for owner in slot:
+                sources = next(replica for replica in matrix.replicas if owner in replica)
+                targets = matrix.ranks if owners == "mesh" else sources
+                reports, share = owner == block[0][0], share_of(matrix.shape, box)
+                jobs.append(Job(index, owner, sources, targets, reports, team, box, share))
     return jobs

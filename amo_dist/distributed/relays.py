@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
+from amo_dist.config import Box
 from amo_dist.distributed.layout import MatrixLayout, Piece
 from amo_dist.distributed.ownership import Job
 
@@ -32,16 +33,16 @@ def relay(
     Returns:
         The jobs; targets that a relay serves stand in ``forwards`` instead.
     """
-    known: dict[tuple[int, int], list[_Holders]] = {}
+    known: dict[tuple[int, int, Box], list[_Holders]] = {}
     # Apart for each set: a rank must find the same relays as ranks that know of one set alone.
     loads: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
     relayed: list[Job] = []
     for job in jobs:
         matrix = matrices[job.matrix]
         # By identity: matrices of one shape and layout share these objects.
-        key = id(matrix.pieces_by_rank), id(job.targets)
+        key = id(matrix.pieces_by_rank), id(job.targets), job.box
         if key not in known:
-            known[key] = _alike(matrix, job.targets, node_by_rank)
+            known[key] = _alike(matrix, job, node_by_rank)
         load, here = loads[matrix.ranks], node_by_rank[job.owner]
         targets: list[int] = []
         forwards: dict[int, tuple[int, ...]] = {}
@@ -59,12 +60,10 @@ def relay(
     return tuple(relayed)
 
 
-def _alike(
-    matrix: MatrixLayout, targets: Sequence[int], node_by_rank: Mapping[int, int]
-) -> list[_Holders]:
-    """The targets, by node and by what they hold."""
+def _alike(matrix: MatrixLayout, job: Job, node_by_rank: Mapping[int, int]) -> list[_Holders]:
+    """The targets, by node and by what they hold of the owner's share."""
     found: dict[tuple[int, tuple[Piece, ...]], list[int]] = defaultdict(list)
-    for rank in targets:
-        if rank in matrix.pieces_by_rank:
-            found[node_by_rank[rank], matrix.pieces_by_rank[rank]].append(rank)
-    return [(node, matrix.held_by(ranks[0]), ranks) for (node, _), ranks in found.items()]
+    for rank in job.targets:
+        if pieces := matrix.pieces_of(rank, job.box):
+            found[node_by_rank[rank], pieces].append(rank)
+    return [(node, matrix.held_by(ranks[0], job.box), ranks) for (node, _), ranks in found.items()]

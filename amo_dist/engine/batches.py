@@ -10,7 +10,8 @@ from torch import Tensor
 
 from amo_dist.engine.parameters import Parameters
 from amo_dist.kernels.choice import Work
-from amo_dist.kernels.interface import Kernels
+from amo_dist.kernels.interface import Kernels, Orthogonalizer
+from amo_dist.kernels.team import Team
 from amo_dist.schedule.types import Schedule
 
 _MOST_MEASURED = 8
@@ -40,7 +41,7 @@ class Batches:
         self._parameters = parameters
         self._kernels = kernels
         self._schedules: Sequence[Schedule] = ()
-        self._known: dict[tuple[int, ...], tuple[_Batch, ...]] = {}
+        self._known: dict[tuple[tuple[int, ...], Team | None], tuple[_Batch, ...]] = {}
         self._nonfinite: dict[tuple[str, ...], Tensor] = {}
 
     def begin_step(self, schedules: Sequence[Schedule]) -> None:
@@ -49,23 +50,26 @@ class Batches:
             self._known.clear()
         self._schedules = schedules
 
-    def run(self, owned: tuple[int, ...], matrices: Sequence[Tensor]) -> list[Tensor]:
+    def run(
+        self, owned: tuple[int, ...], matrices: Sequence[Tensor], team: Team | None = None
+    ) -> list[Tensor]:
         """Orthogonalize matrices; one whose result is NaN or inf gives zeros, and is noted.
 
         Args:
             owned: Their indices.
             matrices: ``(m, n)`` each.
+            team: Who shares them; ``matrices`` are slabs then, and all members call this.
 
         Returns:
             The results, in the dtype of the products; lent until the next call.
         """
-        batches = self._known.get(owned)
+        batches = self._known.get((owned, team))
         if batches is None:
-            batches = self._known[owned] = self._lay_out(owned)
+            batches = self._known[owned, team] = self._lay_out(owned, team)
         results: dict[int, Tensor] = {}
         for batch in batches:
             found = batch.run([matrices[position] for position in batch.positions])
-            bad = self._kernels.drop_nonfinite(found)
+            bad = self._kernels.drop_nonfinite(found, team)
             if bad is not None:
                 self._nonfinite[batch.names] = bad
             results.update(zip(batch.positions, found.unbind(), strict=True))
@@ -101,7 +105,8 @@ class Batches:
         found, self._nonfinite = self._nonfinite, {}
         return found
 
-    def _lay_out(self, owned: tuple[int, ...]) -> tuple[_Batch, ...]:
+    def _lay_out(self, owned: tuple[int, ...], team: Team | None) -> tuple[_Batch, ...]:
+        # By whole shapes: slabs may be alike on one member of a team alone.
         alike: dict[tuple[Schedule, tuple[int, int]], list[int]] = defaultdict(list)
         for position, index in enumerate(owned):
             alike[self._schedules[index], self._parameters.matrices[index].shape].append(position)
@@ -109,14 +114,15 @@ class Batches:
             _Batch(
                 tuple(positions),
                 tuple(self._parameters.matrices[owned[position]].name for position in positions),
-                self._kernels.orthogonalizer(
-                    len(positions),
-                    shape,
-                    schedule.coefficients,
-                    schedule.norm_scale,
-                    schedule.preconditioner,
-                    slot=slot,
-                ),
+                self._orthogonalizer(len(positions), shape, schedule, team, slot),
             )
             for slot, ((schedule, shape), positions) in enumerate(alike.items())
         )
+
+    def _orthogonalizer(
+        self, count: int, shape: tuple[int, int], schedule: Schedule, team: Team | None, slot: int
+    ) -> Orthogonalizer:
+        what = schedule.coefficients, schedule.norm_scale, schedule.preconditioner
+        if team is None:
+            return self._kernels.orthogonalizer(count, shape, *what, slot=slot)
+        return self._kernels.team_orthogonalizer(shape, *what, team, slot=slot)

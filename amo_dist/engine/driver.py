@@ -111,7 +111,12 @@ class Driver:
             is_settled=self.policy.phase(step) in ("locked", "uniform"),
             checked=checked,
             probes=probes,
+            num_steps=self._num_steps(step) if self.config.max_team > 1 else (),
         )
+
+    def _num_steps(self, step: int) -> tuple[int, ...]:
+        by_group = self.policy.schedules(step)
+        return tuple(by_group[group].num_steps for group in sorted(by_group))
 
     def schedules_of(self, matrices: Sequence[str], step: int) -> list[Schedule]:
         """The schedule of each matrix, by name, at a step."""

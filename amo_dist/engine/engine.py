@@ -67,6 +67,8 @@ class Engine:
         self.check: GradientCheck | None = None
         self.exchanges: list[Exchange] = []
         self._groups, self._state, self._rule, self._config = groups, state, rule, config
+        if config.max_team > 1:
+            _check_rule_for_teams(rule, config.max_team)
         self.kernels = make_kernels(
             parameters.device,
             ns_dtype=getattr(torch, config.ns_dtype),
@@ -213,12 +215,17 @@ class Engine:
     def _compute(self, task: Task, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Orthogonalize the owned matrices of a task, and measure those that are asked for.
 
-        Where that fails the results are zeros: this rank goes on to send them.
+        Where that fails the results are zeros: this rank goes on to send them. Of shared matrices
+        nothing can be sent: the team waits for sums, and the error is raised here.
         """
+        assert self.world is not None
+        team = self.world.teams[task.team] if task.team else None
         with span("amo::orthogonalize"):
             try:
-                results = self._batches.run(task.owned, matrices)
+                results = self._batches.run(task.owned, matrices, team)
             except Exception as error:
+                if team is not None:
+                    raise
                 self._report("orthogonalizing", task.owned[0], error)
                 return [matrix.zero_().to(self.kernels.ns_dtype) for matrix in matrices]
         for index, matrix, result in zip(task.owned, matrices, results, strict=True):
@@ -250,8 +257,14 @@ class Engine:
     # ---------------------------------------------------------------- exchange
 
     def _key(self, orders: Orders) -> object:
-        """Exchanges are kept until the wide matrices change, or schedules settle."""
-        return orders.wide, orders.is_settled
+        """Exchanges are kept until the wide matrices change, or schedules settle.
+
+        Who shares a matrix decides its bits. So teams follow from the step alone, and a run that
+        goes on from a checkpoint finds the same; and what is measured belongs to one rank.
+        """
+        if self._config.max_team == 1:
+            return orders.wide, orders.is_settled
+        return orders.wide, orders.is_settled, orders.measured, orders.num_steps
 
     def _plan_exchanges(self, orders: Orders) -> None:
         assert self.world is not None
@@ -266,7 +279,9 @@ class Engine:
                 self.parameters,
                 orders.schedules,
                 orders.wide,
+                orders.measured,
                 world=self.world,
+                membership=self.membership,
                 config=self._config,
                 kernels=self.kernels,
             )
@@ -316,3 +331,17 @@ class Engine:
         elements = sum(exchange.sent_elements.total() for exchange in self.exchanges)
         sent = {"exchange/sent_bytes": float(num_bytes), "exchange/sent_elements": float(elements)}
         return {**counts, **sent}
+
+
+def _check_rule_for_teams(rule: UpdateRule, max_team: int) -> None:
+    """Refuse teams where a rule works on pieces of matrices: slabs cut them otherwise."""
+    own = [
+        name
+        for name in ("prepare", "finish", "sums")
+        if getattr(type(rule), name) is not getattr(UpdateRule, name)
+    ]
+    if own:
+        raise ValueError(
+            f"max_team: found {max_team} with {type(rule).__name__}, which has {', '.join(own)} of "
+            "its own, expected 1"
+        )

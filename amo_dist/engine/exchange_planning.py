@@ -12,9 +12,11 @@ import torch.distributed as dist
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import Exchange
-from amo_dist.distributed.ownership import assign, imbalance
+from amo_dist.distributed.groups import Membership
+from amo_dist.distributed.ownership import Teams, assign, imbalance
 from amo_dist.distributed.plan import plan_exchange
 from amo_dist.distributed.relays import relay
+from amo_dist.distributed.team_groups import TeamGroup
 from amo_dist.engine.parameters import Parameters
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import wide_dtype
@@ -32,8 +34,10 @@ def plan_exchanges(
     parameters: Parameters,
     schedules: Sequence[Schedule],
     wide: frozenset[str],
+    measured: frozenset[str],
     *,
     world: World,
+    membership: Membership,
     config: MuonConfig,
     kernels: Kernels,
 ) -> list[Exchange]:
@@ -43,7 +47,9 @@ def plan_exchanges(
         parameters: Of this process.
         schedules: Of each matrix: its cost is that of its Newton-Schulz steps.
         wide: Names of the matrices that travel in the dtype of momentum.
+        measured: Names of the matrices that one rank must have whole.
         world: Process groups.
+        membership: Makes those of new teams.
         config: Ownership, buckets, dtypes.
         kernels: Say how many matrices are best computed together.
 
@@ -54,9 +60,15 @@ def plan_exchanges(
         RankMismatchError: On every rank, where ranks of a set plan differently.
     """
     matrices, costs = parameters.matrices, _costs(parameters, schedules)
-    jobs = assign(matrices, costs, ownership=config.ownership, owners=config.owners)
-    jobs = relay(matrices, jobs, world.node_by_rank)
     wire_dtype: torch.dtype = getattr(torch, config.ns_dtype)
+    are_whole = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in measured)
+    teams = Teams(config.max_team, wire_dtype.itemsize, are_whole)
+    jobs = assign(matrices, costs, ownership=config.ownership, owners=config.owners, teams=teams)
+    if teams.most > 1:
+        own = {job.team for job in jobs if job.team and job.owner == world.rank}
+        made = membership.groups(own - world.teams.keys(), world.group)
+        world.teams.update({ranks: TeamGroup(group) for ranks, group in made.items() if group})
+    jobs = relay(matrices, jobs, world.node_by_rank)
     # Momentum is read in float32 at least, and what is measured must not be rounded to less.
     momentum_dtype = wide_dtype(getattr(torch, config.momentum_dtype))
     are_wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in wide)
@@ -84,7 +96,6 @@ def plan_exchanges(
         if here:
             exchange = Exchange(
                 plan,
-                matrices,
                 group=group,
                 device=parameters.device,
                 wire_dtype=wire_dtype,

@@ -39,11 +39,18 @@ class Orders:
     """Name of the matrix whose residual is measured."""
     probes: tuple[Probe, ...] = ()
     """All measurements, those of the two above among them."""
+    num_steps: tuple[int, ...] = ()
+    """Newton-Schulz steps of every group of matrices in the world, where ranks may share some."""
 
     @property
     def wide(self) -> frozenset[str]:
         """Names of the matrices that travel in the dtype of momentum."""
         return frozenset().union(*(probe.names for probe in self.probes if probe.is_wide))
+
+    @property
+    def measured(self) -> frozenset[str]:
+        """Names of the matrices that are measured."""
+        return frozenset().union(*(probe.names for probe in self.probes))
 
     def with_probe(self, probe: Probe) -> Orders:
         """The same with one more measurement."""

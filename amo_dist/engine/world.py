@@ -20,6 +20,7 @@ from amo_dist.distributed.agreement import (
     gather_text,
 )
 from amo_dist.distributed.groups import Membership
+from amo_dist.distributed.team_groups import TeamGroup
 from amo_dist.engine.parameters import Parameters
 from amo_dist.schedule.types import MatrixInfo
 
@@ -46,6 +47,7 @@ class World:
         node_by_rank: Of each rank, a number that ranks of its node share.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a
             single process.
+        teams: Of this rank, by their ranks; planning adds what it needs.
     """
 
     group: dist.ProcessGroup | None
@@ -56,6 +58,7 @@ class World:
     groups_by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]
     node_by_rank: Mapping[int, int]
     shares_all: bool
+    teams: dict[tuple[int, ...], TeamGroup] = dataclasses.field(default_factory=dict)
 
     @property
     def leads(self) -> bool:

@@ -14,11 +14,12 @@ from torch import Tensor
 
 from amo_dist.config import Triple
 from amo_dist.kernels import elementwise
-from amo_dist.kernels.cpu.backends import Backend, choose_backend
+from amo_dist.kernels.cpu.backends import STANDARD, Backend, choose_backend
 from amo_dist.kernels.cpu.program import Program
 from amo_dist.kernels.cpu.workspace import Workspace
 from amo_dist.kernels.plain import Recipe, first_iterate, iterate
 from amo_dist.kernels.scratch import Scratch
+from amo_dist.kernels.team import Team, orthogonalize_slabs
 
 Tensors = Sequence[Tensor]
 
@@ -78,6 +79,26 @@ class Orthogonalizer:
             program.gram.copy_(gram)
         program.run()
         return out
+
+
+class TeamOrthogonalizer(Orthogonalizer):
+    """Newton-Schulz for slabs of matrices; see `amo_dist.kernels.team`.
+
+    Args:
+        recipe: What is done to each matrix.
+        keep: As for `Orthogonalizer`.
+        team: Who shares them.
+        is_tall: Whether the whole matrices have more rows than columns.
+    """
+
+    def __init__(
+        self, recipe: Recipe, keep: Callable[[Tensor], Tensor], team: Team, *, is_tall: bool
+    ) -> None:
+        super().__init__(recipe, keep)
+        self._team, self._is_tall = team, is_tall
+
+    def _orthogonalize(self, x: Tensor) -> Tensor:
+        return orthogonalize_slabs(x, self.recipe, self._team, is_tall=self._is_tall)
 
 
 class Kernels:
@@ -158,16 +179,21 @@ class Kernels:
         """See `elementwise.exceed`."""
         return elementwise.exceed(tensors, bounds)
 
-    def drop_nonfinite(self, updates: Tensor) -> Tensor | None:
+    def drop_nonfinite(self, updates: Tensor, team: Team | None = None) -> Tensor | None:
         """Zero, in place, each matrix that holds NaN or inf: a parameter once NaN stays so.
 
         Args:
             updates: ``(b, m, n)``, not empty; modified.
+            team: Whose slabs these are: each is zeroed on all members, or on none.
 
         Returns:
             Which did, boolean, ``(b,)``; None where it is known at once that none did.
         """
         bad = ~torch.isfinite(elementwise.largest_entry(updates))
+        if team is not None:
+            flags = bad.to(torch.float32)
+            team.take_greatest(flags)
+            bad = flags > 0
         updates.masked_fill_(bad, 0.0)
         return bad.view(-1)
 
@@ -211,6 +237,33 @@ class Kernels:
         steps, backend = tuple(coefficients), self.backend(shape, coefficients)
         recipe = Recipe(steps, norm_scale, preconditioner, self.ns_dtype, eps, backend)
         return self._lay_out((count, *shape), recipe, slot)
+
+    def team_orthogonalizer(
+        self,
+        shape: Sequence[int],
+        coefficients: Sequence[Triple],
+        norm_scale: float,
+        preconditioner: str,
+        team: Team,
+        *,
+        slot: int = 0,
+        eps: float = 1e-7,
+    ) -> Orthogonalizer:
+        """As `orthogonalizer`, for slabs of matrices that a team shares.
+
+        Args:
+            shape: ``(m, n)`` of each whole matrix.
+            coefficients: One ``(a, b, c)`` for each step.
+            norm_scale: Safety factor.
+            preconditioner: ``"frobenius"`` or ``"aol"``.
+            team: Who shares them.
+            slot: As there.
+            eps: Added to the norm.
+        """
+        steps = tuple(coefficients)
+        recipe = Recipe(steps, norm_scale, preconditioner, self.ns_dtype, eps, STANDARD)
+        is_tall = shape[0] > shape[1]
+        return TeamOrthogonalizer(recipe, self._keeper(slot), team, is_tall=is_tall)
 
     def _lay_out(self, shape: Sequence[int], recipe: Recipe, slot: int) -> Orthogonalizer:
         return Orthogonalizer(recipe, self._keeper(slot))

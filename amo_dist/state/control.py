@@ -25,6 +25,7 @@ _FREE_FIELDS = frozenset(
     {
         "ownership",
         "owners",
+        "max_team",
         "bucket_bytes",
         "buckets_in_flight",
         "nonfinite",

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
+from amo_dist.config import Box
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.ownership import Job
 
@@ -25,12 +26,12 @@ def sent_by_owner(
         By owner, elements in an int64 tensor ``(2, num_ranks)``: gathered from each rank, and
         delivered to it.
     """
-    known: dict[int, torch.Tensor] = {}
+    known: dict[tuple[int, Box], torch.Tensor] = {}
     counts: dict[int, torch.Tensor] = defaultdict(
         lambda: torch.zeros((2, num_ranks), dtype=torch.int64)
     )
     for job in jobs:
-        held = _held(matrices[job.matrix], num_ranks, known)
+        held = _held(matrices[job.matrix], job.box, num_ranks, known)
         for count, ranks in zip(counts[job.owner], (job.sources, job.targets), strict=True):
             some = torch.tensor(ranks)
             count[some] += held[some]
@@ -39,12 +40,14 @@ def sent_by_owner(
     return counts
 
 
-def _held(matrix: MatrixLayout, num_ranks: int, known: dict[int, torch.Tensor]) -> torch.Tensor:
-    """Elements of a matrix that each rank holds: int64, ``(num_ranks,)``."""
+def _held(
+    matrix: MatrixLayout, box: Box, num_ranks: int, known: dict[tuple[int, Box], torch.Tensor]
+) -> torch.Tensor:
+    """Elements of a box of a matrix that each rank holds: int64, ``(num_ranks,)``."""
     # By identity: matrices of one shape and layout share this object.
-    key = id(matrix.pieces_by_rank)
+    key = id(matrix.pieces_by_rank), box
     if key not in known:
-        known[key] = torch.tensor([matrix.held_by(rank) for rank in range(num_ranks)])
+        known[key] = torch.tensor([matrix.held_by(rank, box) for rank in range(num_ranks)])
     return known[key]
 
 
@@ -60,7 +63,7 @@ def sent_by_relay(
     sent = Counter[tuple[int, int]]()
     for job in jobs:
         for first, others in job.forwards.items():
-            size = matrices[job.matrix].held_by(first)
+            size = matrices[job.matrix].held_by(first, job.box)
             sent.update({(first, other): size for other in others})
     return dict(sent)
 
@@ -88,4 +91,34 @@ def sent_by_rank(
             sent[owner] += (delivered * is_counted).sum()
     for (first, _), size in sent_by_relay(matrices, jobs).items():
         within[first] += size
+    return within, across
+
+
+def reduced_by_rank(
+    matrices: Sequence[MatrixLayout],
+    jobs: Sequence[Job],
+    steps: Sequence[int],
+    num_ranks: int,
+    ranks_per_node: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What each rank sends to add up Gram matrices over its teams, by a ring.
+
+    Args:
+        matrices: As for `sent_by_rank`, as are the others.
+        jobs: Of any ranks below ``num_ranks``.
+        steps: Newton-Schulz steps of each matrix.
+        num_ranks: Size of the world.
+        ranks_per_node: Consecutive ranks of one node.
+
+    Returns:
+        As `sent_by_rank`.
+    """
+    within, across = (torch.zeros(num_ranks, dtype=torch.int64) for _ in range(2))
+    for job in jobs:
+        if job.team:
+            size, place = len(job.team), job.team.index(job.owner)
+            after = job.team[(place + 1) % size]
+            sent = across if after // ranks_per_node != job.owner // ranks_per_node else within
+            gram = min(matrices[job.matrix].shape) ** 2
+            sent[job.owner] += 2 * (size - 1) * gram * steps[job.matrix] // size
     return within, across

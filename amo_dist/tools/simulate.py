@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +16,13 @@ from torch.distributed.tensor import Replicate, Shard
 
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
-from amo_dist.distributed.ownership import assign, load_by_rank
+from amo_dist.distributed.ownership import Teams, assign, load_by_rank
 from amo_dist.distributed.relays import relay
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.fields import read_int
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import Subparsers, pad, read_steps
-from amo_dist.tools.ledger import sent_by_rank
+from amo_dist.tools.ledger import reduced_by_rank, sent_by_rank
 from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
 
 WIRE_BYTES = 2
@@ -38,11 +40,12 @@ The AMO paper prints no plan of Llama-3.1-1.4B; that of its smaller sister stand
 Row = dict[str, Any]
 """Load and traffic for a number of ranks, a way of dealing matrices to them, and a schedule.
 
-As ``--json`` prints it: ``ranks``, ``ownership`` and ``schedule``; under ``load`` the Newton-Schulz
-flops of a rank in one step, their ``mean`` over all ranks and the ``greatest``; under ``traffic``
-the bytes that a rank sends in one step, ``mean`` and ``greatest`` to any other rank,
-``mean_across`` and ``greatest_across`` to other nodes, and ``mean_direct`` and ``greatest_direct``
-what these would be if owners sent each holder its own copy.
+As ``--json`` prints it: ``ranks``, ``ownership``, ``schedule``, and under ``teams`` how many
+matrices are shared by how many ranks; under ``load`` the Newton-Schulz flops of a rank in one step,
+their ``mean`` over all ranks, the ``greatest``, and the ``mean_whole`` without teams; under
+``traffic`` the bytes that a rank sends in one step, to its teams too, ``mean`` and ``greatest`` to
+any other rank, ``mean_across`` and ``greatest_across`` to other nodes, and ``mean_direct`` and
+``greatest_direct`` what these would be if owners sent each holder its own copy.
 """
 
 
@@ -84,6 +87,7 @@ def simulate(
     replica_size: int = 8,
     ranks_per_node: int = 8,
     owners: str = "mesh",
+    max_team: int = 1,
 ) -> list[Row]:
     """Load and traffic before and after a lock, for each way of dealing matrices to ranks.
 
@@ -95,38 +99,48 @@ def simulate(
         replica_size: See `lay_out`.
         ranks_per_node: Consecutive ranks of one node.
         owners: See `amo_dist.distributed.ownership.assign`.
+        max_team: Most ranks that share one matrix.
 
     Returns:
-        A uniform and a locked row for each ownership.
+        A uniform and a locked row for each ownership; with teams after those without.
 
     Raises:
         ValueError: A size is not positive or does not divide.
     """
     read_int("ranks", ranks, 1)
     read_int("ranks_per_node", ranks_per_node, 1)
+    read_int("max_team", max_team, 1)
     matrices = lay_out(registry, ranks, layout=layout, replica_size=replica_size)
     node_by_rank = {rank: rank // ranks_per_node for rank in range(ranks)}
     uniform = dict.fromkeys(steps, BASE_STEPS)
     rows: list[Row] = []
-    for ownership in OWNERSHIPS:
-        for schedule, by_type in (("uniform", uniform), ("locked", steps)):
-            costs = flops_by_matrix(registry, by_type)
-            jobs = assign(matrices, costs, ownership=ownership, owners=owners)
-            loads = load_by_rank(jobs, costs).values()
-            _, direct = sent_by_rank(matrices, jobs, ranks, ranks_per_node)
-            jobs = relay(matrices, jobs, node_by_rank)
-            within, across = sent_by_rank(matrices, jobs, ranks, ranks_per_node)
-            load = {"mean": sum(loads) / ranks, "greatest": max(loads, default=0.0)}
-            traffic = {
-                "mean": WIRE_BYTES * int((within + across).sum()) / ranks,
-                "greatest": WIRE_BYTES * int((within + across).max()),
-                "mean_across": WIRE_BYTES * int(across.sum()) / ranks,
-                "greatest_across": WIRE_BYTES * int(across.max()),
-                "mean_direct": WIRE_BYTES * int(direct.sum()) / ranks,
-                "greatest_direct": WIRE_BYTES * int(direct.max()),
-            }
-            names = {"ranks": ranks, "ownership": ownership, "schedule": schedule}
-            rows.append({**names, "load": load, "traffic": traffic})
+    schedules = (("uniform", uniform), ("locked", steps))
+    for most, ownership, (schedule, by_type) in itertools.product(
+        sorted({1, max_team}), OWNERSHIPS, schedules
+    ):
+        costs, teams = flops_by_matrix(registry, by_type), Teams(most, WIRE_BYTES)
+        jobs = assign(matrices, costs, ownership=ownership, owners=owners, teams=teams)
+        loads = load_by_rank(jobs, costs).values()
+        num_steps = [by_type[info.operator_type] for info in registry]
+        reduced = reduced_by_rank(matrices, jobs, num_steps, ranks, ranks_per_node)
+        _, direct = map(torch.add, sent_by_rank(matrices, jobs, ranks, ranks_per_node), reduced)
+        relayed = relay(matrices, jobs, node_by_rank)
+        sent = sent_by_rank(matrices, relayed, ranks, ranks_per_node)
+        within, across = map(torch.add, sent, reduced)
+        load = {"mean": sum(loads) / ranks, "greatest": max(loads, default=0.0)}
+        load["mean_whole"] = sum(costs) / ranks if most > 1 else load["mean"]
+        traffic = {
+            "mean": WIRE_BYTES * int((within + across).sum()) / ranks,
+            "greatest": WIRE_BYTES * int((within + across).max()),
+            "mean_across": WIRE_BYTES * int(across.sum()) / ranks,
+            "greatest_across": WIRE_BYTES * int(across.max()),
+            "mean_direct": WIRE_BYTES * int(direct.sum()) / ranks,
+            "greatest_direct": WIRE_BYTES * int(direct.max()),
+        }
+        names = {"ranks": ranks, "ownership": ownership, "schedule": schedule}
+        shared = Counter(len(job.team) for job in jobs if job.team)
+        counts = {str(size): count // size for size, count in sorted(shared.items())}
+        rows.append({**names, "teams": counts, "load": load, "traffic": traffic})
     return rows
 
 
@@ -162,6 +176,9 @@ def add_simulate_command(subparsers: Subparsers) -> None:
     parser.add_argument("--replica-size", type=int, default=8, help="ranks that hold one replica")
     parser.add_argument("--ranks-per-node", type=int, default=8)
     parser.add_argument(
+        "--max-team", type=int, default=1, help="most ranks that share one matrix; adds rows"
+    )
+    parser.add_argument(
         "--owners",
         choices=("mesh", "replica"),
         default="mesh",
@@ -192,7 +209,8 @@ def run_simulate(args: argparse.Namespace) -> int:
         shape, steps = _read_shape(args.shapes), dict.fromkeys(OPERATOR_TYPES, BASE_STEPS)
     steps |= read_steps("--steps", args.steps, OPERATOR_TYPES)
     options = {
-        name: getattr(args, name) for name in ("layout", "owners", "replica_size", "ranks_per_node")
+        name: getattr(args, name)
+        for name in ("layout", "owners", "replica_size", "ranks_per_node", "max_team")
     }
     rows = [
         row for ranks in args.ranks for row in simulate(shape.matrices(), steps, ranks, **options)
@@ -225,9 +243,14 @@ _COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
     ("ranks", lambda row: str(row["ranks"])),
     ("ownership", lambda row: row["ownership"]),
     ("schedule", lambda row: row["schedule"]),
+    ("teams", lambda row: " + ".join(f"{n} of {t}" for t, n in row["teams"].items()) or "none"),
     ("GF mean", lambda row: f"{row['load']['mean'] / 1e9:.1f}"),
     ("GF max", lambda row: f"{row['load']['greatest'] / 1e9:.1f}"),
     ("max/mean", lambda row: f"{row['load']['greatest'] / row['load']['mean']:.2f}"),
+    (
+        "max/whole",
+        lambda row: f"{row['load']['greatest'] / row['load']['mean_whole']:.2f}",
+    ),
     ("MB mean", lambda row: f"{row['traffic']['mean'] / 1e6:.1f}"),
     ("MB max", lambda row: f"{row['traffic']['greatest'] / 1e6:.1f}"),
     (
@@ -247,13 +270,19 @@ def _table(record: Mapping[str, Any]) -> str:
         layout += f", replicas of {record['replica_size']}"
     steps = ", ".join(f"{name} {count}" for name, count in record["steps"].items())
     owners, node = record["owners"], record["ranks_per_node"]
+    note = ""
+    if record["max_team"] > 1:
+        owners += f", teams of at most {record['max_team']}"
+        note = "; max/whole: GF max over the mean without teams"
     lines = [
         f"{record['model']}, {layout}, owners: {owners}, nodes of {node}",
         f"locked steps: {steps} (uniform: {BASE_STEPS})",
-        "a rank in one step: Newton-Schulz GFLOP, and MB sent in bf16;",
+        f"a rank in one step: Newton-Schulz GFLOP, and MB sent in bf16{note};",
         "direct: across nodes, if owners sent each holder its own copy",
         "",
     ]
-    cells = [[title for title, _ in _COLUMNS]]
-    cells += [[show(row) for _, show in _COLUMNS] for row in record["rows"]]
+    hidden = () if record["max_team"] > 1 else ("teams", "max/whole")
+    columns = [column for column in _COLUMNS if column[0] not in hidden]
+    cells = [[title for title, _ in columns]]
+    cells += [[show(row) for _, show in columns] for row in record["rows"]]
     return "\n".join([*lines, *map("  ".join, pad(cells))])

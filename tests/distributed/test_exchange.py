@@ -75,7 +75,6 @@ class Negation:
         )
         self.exchange = Exchange(
             self.plan,
-            matrices,
             group=dist.group.WORLD,
             device=torch.device("cpu"),
             wire_dtype=torch.bfloat16,

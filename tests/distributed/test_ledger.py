@@ -12,8 +12,9 @@ import torch.distributed as dist
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.distributed.layout import layout_of, matrix_layout
-from amo_dist.distributed.ownership import assign
+from amo_dist.distributed.ownership import Teams, assign
 from amo_dist.distributed.relays import relay
+from amo_dist.schedule.budget import ns_step_flops
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.ledger import Pair, Volume, predict, sent_by_pair
@@ -31,6 +32,19 @@ def count(
     nodes: tuple[int, ...] = (0, 0, 0, 0),
 ) -> tuple[dict[int, int], dict[str, float], dict[Pair, Volume], Volume, int]:
     """What this rank counted in a step, and what the layouts predict for all."""
+    with mock.patch("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0):
+        return _count(rank, world_size, layout, shapes, fields, observes, nodes)
+
+
+def _count(
+    rank: int,
+    world_size: int,
+    layout: str,
+    shapes: dict[str, tuple[int, ...]],
+    fields: dict[str, Any],
+    observes: bool,
+    nodes: tuple[int, ...],
+) -> tuple[dict[int, int], dict[str, float], dict[Pair, Volume], Volume, int]:
     model = models.make_model(layout, shapes)
     group = dist.group.WORLD if layout == "plain" else None
     replicas = list(range(world_size)) if group is not None else [rank]
@@ -51,7 +65,10 @@ def count(
     models.set_gradients(model, 1, 2)
     optimizer.step()  # counted anew
     wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in drawn)
-    jobs = assign(matrices, [1.0] * len(matrices), owners=fields.get("owners", "mesh"))
+    teams = Teams(fields.get("max_team", 1), BF16)
+    costs = [float(ns_step_flops(*matrix.shape)) for matrix in matrices]
+    jobs = assign(matrices, costs, owners=fields.get("owners", "mesh"), teams=teams)
+    assert any(job.team for job in jobs) == (teams.most > 1)
     relayed = relay(matrices, jobs, dict(enumerate(nodes)))
     pairs = sent_by_pair(matrices, relayed, world_size, wide)
     total = predict(matrices, jobs, wide)
@@ -69,6 +86,8 @@ CASES = [
     pytest.param("tp", 3, False, {}, id="tp-3-uneven"),
     pytest.param("tp_fsdp", 4, True, {}, id="tp-2-fsdp-2"),
     pytest.param("plain", 3, False, {}, id="ddp-3"),
+    pytest.param("fsdp", 4, False, {"max_team": 2}, id="fsdp-4-teams"),
+    pytest.param("hsdp", 4, False, {"max_team": 2}, id="hsdp-2x2-teams"),
 ]
 
 

@@ -80,7 +80,6 @@ def run_exchange(
     )
     exchange = Exchange(
         plan,
-        matrices,
         group=dist.group.WORLD,
         device=torch.device("cpu"),
         wire_dtype=torch.float32,

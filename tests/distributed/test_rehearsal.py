@@ -64,6 +64,9 @@ CASES = [
     pytest.param("build_experts_0", (0, 0), id="experts-2"),
     pytest.param("build_stage", (0, 0), id="stages-2"),
     pytest.param("build_sharded_stage", (0, 0, 0, 0), id="stages-2-fsdp-2"),
+    pytest.param("fsdp in teams", (0, 0, 0, 0), id="fsdp-4-in-teams"),
+    pytest.param("hsdp in teams", (0, 0, 0, 0), id="hsdp-2x2-in-teams"),
+    pytest.param("hsdp in teams", (0, 1, 0, 1), id="hsdp-2x2-in-teams-across-two-nodes"),
 ]
 """Layout, and the node of each rank."""
 
@@ -72,11 +75,14 @@ def train(
     rank: int, world_size: int, layout: str, nodes: tuple[int, ...]
 ) -> tuple[dict[str, Tensor], list[int], str]:
     """Parameters, the number of operations of each locked step, and the last phase."""
+    layout, _, has_teams = layout.partition(" in ")
     node = mock.patch.dict(os.environ, GROUP_RANK=str(nodes[rank]))
-    with rehearsal.on_devices(), rehearsal.nccl() as checks, node:
+    # Small matrices are shared where sending takes no time.
+    free = mock.patch("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0)
+    with free, rehearsal.on_devices(), rehearsal.nccl() as checks, node:
         model = build(layout)
         group = dist.group.WORLD if layout == "plain" and world_size > 1 else None
-        config = AMOConfig(**FIELDS)
+        config = AMOConfig(**FIELDS, max_team=2 if has_teams else 1)
         groups = param_groups(model, allow_unused=True)
         optimizer = AMO(groups, lr=LR, config=config, process_group=group)
         counts = []
@@ -91,6 +97,8 @@ def train(
                 counts.append(sum(steps.operations.values()))
             checks.check_waited()
         optimizer.check_last_update()
+        # Of the exchange there are none: sums of Gram matrices, and one ballot a step.
+        assert (checks.calls["all_reduce"] > 2 * STEPS) == bool(has_teams)
     params = {name: models.whole(param) for name, param in model.named_parameters()}
     return params, counts, optimizer.phase
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from fractions import Fraction
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.distributed.ownership import Job, assign
+from amo_dist.distributed.ownership import Job, Teams, assign
 from amo_dist.distributed.plan import Bucket, ExchangePlan, Part, plan_exchange
 from amo_dist.distributed.relays import relay
 from tests.layouts import Model, build, local_tensor, models
@@ -48,21 +49,18 @@ def problems(
 ) -> tuple[Model, tuple[Job, ...], dict[int, ExchangePlan], int, frozenset[int]]:
     model = draw(models(max_ranks=24))
     indices = range(len(model.matrices))
-    jobs = assign(
-        model.matrices,
-        [float(matrix.num_elements) for matrix in model.matrices],
-        ownership=draw(st.sampled_from(["round_robin", "balanced"])),
-        owners=draw(st.sampled_from(["mesh", "replica"])),
-    )
-    # Nodes of any ranks: consecutive, or as they come.
-    num_nodes = draw(st.integers(1, len(model.ranks)))
-    scattered = draw(st.booleans())
-    nodes = {
-        rank: draw(st.integers(0, num_nodes - 1)) if scattered else place // num_nodes
-        for place, rank in enumerate(model.ranks)
-    }
-    jobs = relay(model.matrices, jobs, nodes)
     wide = frozenset(index for index in indices if draw(st.booleans()))
+    most = draw(st.sampled_from([1, 2, 4, 8]))
+    with pytest.MonkeyPatch.context() as patch:
+        # Where sending takes no time, small matrices are shared, too.
+        patch.setattr("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0)
+        jobs = assign(
+            model.matrices,
+            [float(matrix.num_elements) for matrix in model.matrices],
+            ownership=draw(st.sampled_from(["round_robin", "balanced"])),
+            owners=draw(st.sampled_from(["mesh", "replica"])) if most == 1 else "mesh",
+            teams=Teams(most, 2, wide),
+        )
     bucket_bytes = draw(st.sampled_from([1, 100, 1000, 10**6]))
     return model, jobs, plan_all(model, jobs, bucket_bytes, wide), bucket_bytes, wide
 
@@ -119,7 +117,7 @@ def test_each_job_is_in_one_bucket_of_its_owner_and_no_bucket_is_too_full(proble
             owned += [(index, rank) for index in bucket.owned]
             assert all((index in wide) == bucket.wide for index in bucket.owned)
             item = WIDE if bucket.wide else WIRE
-            sizes = [model.matrices[index].num_elements * item for index in bucket.owned]
+            sizes = [item * math.prod(shape) for task in bucket.tasks for shape in task.shapes]
             assert sum(sizes) <= bucket_bytes or len(sizes) == 1
             assert all(task.reported <= set(task.owned) for task in bucket.tasks)
     assert sorted(owned) == sorted((job.matrix, job.owner) for job in jobs)
@@ -131,6 +129,46 @@ def test_each_job_is_in_one_bucket_of_its_owner_and_no_bucket_is_too_full(proble
         for index in task.reported
     ]
     assert sorted(reported) == list(range(len(model.matrices)))
+
+
+Shared = tuple[tuple[int, ...], tuple[int, ...]]
+"""What the members of a team compute together: the team, and the matrices."""
+
+
+def shared_by_rank(plans: dict[int, ExchangePlan]) -> dict[int, list[list[Shared]]]:
+    """For each rank and bucket, what it computes with others, in order."""
+    return {
+        rank: [[(t.team, t.owned) for t in b.tasks if t.team] for b in plan.buckets]
+        for rank, plan in plans.items()
+    }
+
+
+@few
+@given(problems())
+def test_no_member_of_a_team_waits_for_one_that_waits_for_it(problem: tuple) -> None:
+    model, _, plans, _, _ = problem
+    by_rank = shared_by_rank(plans)
+    for number in range(len(plans[model.ranks[0]].buckets)):
+        waiting = {rank: list(found[number]) for rank, found in by_rank.items()}
+        # Every team whose members have all come to it goes on, until none is left.
+        while any(waiting.values()):
+            ready = {found[0] for found in waiting.values() if found}
+            met = [each for each in ready if all(waiting[r][:1] == [each] for r in each[0])]
+            assert met
+            for each in met:
+                for rank in each[0]:
+                    del waiting[rank][0]
+
+
+@few
+@given(problems())
+def test_what_is_shared_comes_first(problem: tuple) -> None:
+    for plan in problem[2].values():
+        assert not any(task.team for bucket in plan.local for task in bucket.tasks)
+        for bucket in plan.buckets:
+            has_team = [bool(task.team) for task in bucket.tasks]
+            assert has_team == sorted(has_team, reverse=True)
+            assert not (bucket.wide and any(has_team))
 
 
 def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int, torch.Tensor]]:
@@ -238,6 +276,12 @@ def test_observed_matrices_come_first() -> None:
     assert [bucket.wide for bucket in plan.buckets] == [True, False]
 
 
+def in_teams(model: Model) -> tuple[Job, ...]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0)
+        return assign(model.matrices, [9.0, 1.0, 1.0], teams=Teams(2))
+
+
 def test_the_digest_tells_plans_apart() -> None:
     model = build("fsdp", torch.arange(2), [(4, 5)] * 3)
     jobs = assign(model.matrices, [1.0] * 3)
@@ -254,6 +298,7 @@ def test_the_digest_tells_plans_apart() -> None:
         "relays": plan_all(replicas, relays, 10**6),
         "no relays": plan_all(replicas, direct, 10**6),
     }
+    variants["teams"] = plan_all(model, in_teams(model), 10**6)
     digests = {name: plans[0].digest for name, plans in variants.items()}
     assert len(set(digests.values())) == len(digests)
     assert digests["same"] == plan_all(model, jobs, 10**6)[1].digest

@@ -179,3 +179,14 @@ def test_bad_sizes_name_the_field() -> None:
         dataclasses.replace(SMALL, layers=0)
     with pytest.raises(ValueError, match="q_ratio: found"):
         dataclasses.replace(SMALL, q_ratio=0.33)
+
+
+def test_teams_have_rows_and_columns_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "--model", "qwen3-1.7b", "--ranks", "256"]
+    assert main([*arguments, "--max-team", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "owners: mesh, teams of at most 8" in lines[0]
+    assert {"teams", "max/whole"} <= {*lines[5].replace("  ", "\0").split("\0")}
+    assert ["84 of 2" in line for line in lines[5:]] == [False] * 4 + [True] * 4
+    assert main([*arguments, "--max-team", "0"]) == 2
+    assert "max_team: found 0" in capsys.readouterr().err

@@ -19,14 +19,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import MatrixLayout
-from amo_dist.distributed.ownership import Job, assign, load_by_rank
+from amo_dist.distributed.ownership import Job, Teams, assign, load_by_rank
 from amo_dist.distributed.plan import Bucket, Transfer, count_elements, plan_exchange
 from amo_dist.distributed.relays import relay
 from amo_dist.kernels.sigma_min import SMALL
 from amo_dist.kernels.spectra import ell_and_spectrum
 from amo_dist.schedule.schedule_file import read_toml
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.ledger import sent_by_rank
+from amo_dist.tools.ledger import reduced_by_rank, sent_by_rank
 from amo_dist.tools.simulate import flops_by_matrix
 
 HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
@@ -231,7 +231,13 @@ def deal(world: World, steps: Mapping[str, int]) -> tuple[Job, ...]:
     """Owners and relays under a schedule, as the optimizer finds them."""
     costs = flops_by_matrix(world.registry, steps)
     config = world.config
-    jobs = assign(world.matrices, costs, ownership=config.ownership, owners=config.owners)
+    jobs = assign(
+        world.matrices,
+        costs,
+        ownership=config.ownership,
+        owners=config.owners,
+        teams=Teams(config.max_team, world.wire_bytes),
+    )
     nodes = {rank: rank // world.ranks_per_node for rank in range(world.num_ranks)}
     return relay(world.matrices, jobs, nodes)
 
@@ -252,8 +258,14 @@ def step_cost(world: World, steps: Mapping[str, int], hardware: Hardware) -> Ste
         for flops, info in zip(costs, world.registry, strict=True)
     ]
     orthogonalize = load_by_rank(jobs, seconds)
-    sent = sent_by_rank(world.matrices, jobs, world.num_ranks, world.ranks_per_node)
-    within, across = ([float(world.wire_bytes * one) for one in ranks.tolist()] for ranks in sent)
+    sizes = world.num_ranks, world.ranks_per_node
+    num_steps = [steps[info.operator_type] for info in world.registry]
+    sent = sent_by_rank(world.matrices, jobs, *sizes)
+    reduced = reduced_by_rank(world.matrices, jobs, num_steps, *sizes)
+    within, across = (
+        [float(world.wire_bytes * each) for each in (one + other).tolist()]
+        for one, other in zip(sent, reduced, strict=True)
+    )
     wires = [
         near / (hardware.nvlink_gb_per_s * 1e9 * hardware.nvlink_efficiency)
         + far / (hardware.network_gb_per_s * 1e9 * hardware.network_efficiency)
@@ -296,17 +308,20 @@ def _launches(
     world: World, jobs: Sequence[Job], steps: Mapping[str, int], hardware: Hardware
 ) -> float:
     """Host-bound time: three products a Newton-Schulz step of each batch, and the collectives."""
-    kernels = 0
+    kernels, reductions = 0, 0
     buckets = _buckets(world, steps)
     for bucket in buckets:
         batches = {
-            (world.registry[index].shape, world.registry[index].operator_type)
-            for index in bucket.owned
+            (world.registry[index].shape, world.registry[index].operator_type, task.team)
+            for task in bucket.tasks
+            for index in task.owned
         }
         # Beside the products: casts, stacking, norm, packing and unpacking.
-        kernels += sum(3 * steps[operator_type] + 20 for _, operator_type in batches) + 20
+        kernels += sum(3 * steps[operator_type] + 20 for _, operator_type, _ in batches) + 20
+        # Of a team: a Gram matrix a step, the greatest entry, the norm, and what is not finite.
+        reductions += sum(steps[operator_type] + 3 for _, operator_type, team in batches if team)
     each = 0 if world.num_ranks == 1 else 2
-    collectives = sum(each + (bucket.forward is not None) for bucket in buckets)
+    collectives = reductions + sum(each + (bucket.forward is not None) for bucket in buckets)
     return (kernels * hardware.kernel_us + (collectives + 1) * hardware.collective_us) * 1e-6
 
 
@@ -322,7 +337,7 @@ def exchange_memory(world: World, steps: Mapping[str, int]) -> int:
         gathers.append(_both_ways(bucket.gather))
         deliveries.append(_both_ways(bucket.deliver))
         forwards.append(_both_ways(bucket.forward) if bucket.forward else 0)
-        shapes = [world.registry[index].shape for index in bucket.owned]
+        shapes = [shape for task in bucket.tasks for shape in task.shapes]
         batches = Counter(shapes)
         iterates = max((3 * n * math.prod(s) for s, n in batches.items()), default=0)
         grams = max((2 * n * min(s) ** 2 for s, n in batches.items()), default=0)

@@ -14,6 +14,7 @@ from amo_dist.kernels.cpu.workspace import Workspace
 from amo_dist.kernels.elementwise import largest_entry, wide_dtype
 from amo_dist.kernels.interface import Kernels, Orthogonalizer, Tensors
 from amo_dist.kernels.plain import Recipe, first_iterate
+from amo_dist.kernels.team import Team
 
 _CHUNK = 2**18
 """Elements that go through all passes of a formula together: some stay in the caches."""
@@ -88,10 +89,12 @@ class CpuKernels(Kernels):
         found = [_exceeds(x, bound) for x, bound in zip(tensors, numbers, strict=True)]
         return torch.tensor(found, device="cpu")
 
-    def drop_nonfinite(self, updates: Tensor) -> Tensor | None:
-        """Looks first, which costs less than to write."""
+    def drop_nonfinite(self, updates: Tensor, team: Team | None = None) -> Tensor | None:
+        """Looks first, which costs less than to write; a team has to tell one another."""
         # A sum is finite only where all entries are, and costs half of what the largest one does.
-        return None if math.isfinite(updates.sum()) else super().drop_nonfinite(updates)
+        if team is None and math.isfinite(updates.sum()):
+            return None
+        return super().drop_nonfinite(updates, team)
 
     def _wide(self, use: str, x: Tensor, dtype: torch.dtype) -> Tensor:
         """The tensor itself where it has the dtype, else a copy that the next one overwrites."""

@@ -1,0 +1,254 @@
+"""Matrices that ranks share: the twin's results to rounding, on every layout."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist.engine.gradients import NonFiniteUpdateError
+from amo_dist.schedule.types import Schedule
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+from tests.oracle import Oracle
+
+LR, SEED, STEPS = 3e-3, 7, 20
+FIELDS: dict[str, Any] = {
+    "observe_until": 8,
+    "observe_every": 4,
+    "sample_size": 1,
+    "transition_steps": 6,
+    "bucket_bytes": 256,
+    "ns_guard_every": 3,
+}
+Shapes = dict[str, tuple[int, ...]]
+UNEVEN: Shapes = {
+    # Tall and wide; slabs of unlike widths, and narrower than the short side.
+    "layers.0.attention.wq.weight": (37, 6),
+    "layers.0.attention.wk.weight": (3, 8),
+    "layers.0.attention.wv.weight": (1, 8),
+    "layers.0.attention.wo.weight": (11, 13),
+    "layers.0.feed_forward.w2.weight": (5, 33),
+    "layers.0.attention_norm.weight": (7,),
+}
+EVEN: Shapes = {
+    "layers.0.attention.wq.weight": (36, 6),
+    "layers.0.attention.wo.weight": (12, 12),
+    "layers.0.feed_forward.w2.weight": (6, 36),
+    "layers.0.attention_norm.weight": (8,),
+}
+TYPES = {name: kind for name, kind in models.types().items() if name in UNEVEN}
+Shared = set[tuple[tuple[int, ...], tuple[str, ...]]]
+"""Teams of a rank, with the names of what they share."""
+
+
+@contextlib.contextmanager
+def free_sends() -> Iterator[None]:
+    """Small matrices are shared where sending takes no time."""
+    with mock.patch("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0):
+        yield
+
+
+def shared_by(optimizer: Muon) -> Shared:
+    engine = optimizer._engine
+    matrices = engine.parameters.matrices
+    return {
+        (task.team, tuple(matrices[index].name for index in task.owned))
+        for exchange in engine.exchanges
+        for bucket in exchange.plan.buckets
+        for task in bucket.tasks
+        if task.team
+    }
+
+
+def make(layout: str, shapes: Shapes, fields: dict[str, Any]) -> tuple[Any, AMO]:
+    model = models.make_model(layout, shapes)
+    group = dist.group.WORLD if layout == "plain" else None
+    config = AMOConfig(**fields)
+    return model, AMO(param_groups(model), lr=LR, config=config, process_group=group)
+
+
+def train(
+    rank: int, world_size: int, layout: str, shapes: Shapes, fields: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Any], list[Shared]]:
+    """Parameters, control state, and what was shared at each step."""
+    shared = []
+    with free_sends():
+        model, optimizer = make(layout, shapes, fields)
+        for step in range(1, STEPS + 1):
+            models.set_gradients(model, SEED, step)
+            optimizer.step()
+            shared.append(shared_by(optimizer))
+    params = {name: models.whole(param) for name, param in model.named_parameters()}
+    return params, optimizer.control_state_dict(), shared
+
+
+def twin_of(shapes: Shapes, fields: dict[str, Any]) -> Oracle:
+    params = {name: models.initial(name, shape) for name, shape in shapes.items()}
+    types = {name: kind for name, kind in TYPES.items() if name in shapes}
+    twin = Oracle(params, types, AMOConfig(**fields), lr=LR, weight_decay=0.1)
+    for step in range(1, STEPS + 1):
+        twin.step({n: models.gradient(SEED, step, n, shape) for n, shape in shapes.items()})
+    return twin
+
+
+CASES = [
+    pytest.param("fsdp", 2, 2, id="fsdp-2"),
+    pytest.param("fsdp", 3, 2, id="fsdp-3"),
+    pytest.param("fsdp", 4, 4, id="fsdp-4"),
+    pytest.param("plain", 4, 2, id="ddp-4"),
+    pytest.param("hsdp", 4, 4, id="hsdp-2x2"),
+    pytest.param("tp", 2, 2, id="tp-2"),
+    pytest.param("tp_fsdp", 4, 4, id="tp-2-fsdp-2"),
+]
+
+
+@pytest.mark.parametrize(("layout", "world_size", "max_team"), CASES)
+def test_every_layout_equals_the_twin_to_rounding(
+    run_on: Ranks, layout: str, world_size: int, max_team: int
+) -> None:
+    shapes = EVEN if layout == "tp_fsdp" else UNEVEN
+    fields = {**FIELDS, "ns_dtype": "float32", "max_team": max_team}
+    twin = twin_of(shapes, fields)
+    results = run_on(world_size)(train, layout, shapes, fields)
+    for params, control, shared in results:
+        assert control == results[0][1]
+        plan = control["policy"]["plan"]
+        assert plan["allocation"] == [twin.allocation[kind] for kind in twin.order]
+        for name, expected in twin.params.items():
+            # Some 1e-5 of an orthogonal matrix, times lr and update_scale: 1e-8 a step.
+            torch.testing.assert_close(params[name], expected, rtol=1e-5, atol=1e-6)
+        names = [{n for _, some in step for n in some} for step in shared]
+        # What is observed, or checked by the guard, is whole in that step.
+        assert not names[3]
+        assert not names[7]
+        for turn, name in enumerate(sorted(set(TYPES) & set(shapes)), 1):
+            assert name not in names[3 * turn - 1]
+    sizes = {len(team) for *_, shared in results for step in shared for team, _ in step}
+    assert 2 in sizes
+    assert max(sizes) <= max_team
+
+
+def test_bfloat16_is_as_exact_as_on_one_rank(run_on: Ranks) -> None:
+    exact, whole = (
+        twin_of(UNEVEN, {**FIELDS, "ns_dtype": dtype}) for dtype in ("float64", "bfloat16")
+    )
+    results = run_on(4)(train, "fsdp", UNEVEN, {**FIELDS, "max_team": 4})
+    found = results[0][0]
+    for name in TYPES:
+        errors = [float((each[name] - exact.params[name]).norm()) for each in (found, whole.params)]
+        # Partial Gram matrices are rounded once more, and other sums are, to as much again.
+        assert errors[0] <= 2 * errors[1] + 1e-7, (name, errors)
+    for params, *_ in results:
+        assert all(torch.equal(params[name], found[name]) for name in found)
+    assert any(any(shared) for *_, shared in results)
+
+
+def train_stages(rank: int, world_size: int) -> tuple[dict[str, Tensor], list[Shared]]:
+    """Two stages of a pipeline, each sharded over two ranks that know nothing of the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    with free_sends():
+        model = models.plain_model(stage_shapes(rank // 2))
+        for layer in model.get_submodule("layers").children():
+            fully_shard(layer, mesh=mesh["dp"])
+        config = AMOConfig(**FIELDS, ns_dtype="float32", max_team=2)
+        optimizer = AMO(param_groups(model), lr=LR, config=config)
+        shared = []
+        for step in range(1, STEPS + 1):
+            models.set_gradients(model, SEED, step)
+            optimizer.step()
+            shared.append(shared_by(optimizer))
+    return {name: models.whole(param) for name, param in model.named_parameters()}, shared
+
+
+def stage_shapes(stage: int) -> Shapes:
+    """Of the second stage one matrix fewer: stages go through unlike schedules and exchanges."""
+    some = list(UNEVEN.items())[stage:]
+    return {name.replace("layers.0", f"layers.{stage}"): shape for name, shape in some}
+
+
+def test_stages_of_a_pipeline_share_apart(run_on: Ranks) -> None:
+    shapes = stage_shapes(0) | stage_shapes(1)
+    fields = {**FIELDS, "ns_dtype": "float32"}
+    params = {name: models.initial(name, shape) for name, shape in shapes.items()}
+    types = {name: kind for name, kind in models.types().items() if name in shapes}
+    twin = Oracle(params, types, AMOConfig(**fields), lr=LR, weight_decay=0.1)
+    for step in range(1, STEPS + 1):
+        twin.step({n: models.gradient(SEED, step, n, shape) for n, shape in shapes.items()})
+    for rank, (found, shared) in enumerate(run_on(4)(train_stages)):
+        teams = {team for step in shared for team, _ in step}
+        assert teams == {((0, 1), (2, 3))[rank // 2]}
+        for name, value in found.items():
+            torch.testing.assert_close(value, twin.params[name], rtol=1e-5, atol=1e-6)
+
+
+def resume(rank: int, world_size: int, at: int) -> tuple[bool, list[Shared], list[Shared]]:
+    """Whether a run that went on from saved state ends in the same bits; what each shared."""
+    fields = {**FIELDS, "max_team": 4}
+    shared: list[list[Shared]] = [[], []]
+    with free_sends():
+        model, optimizer = make("fsdp", UNEVEN, fields)
+        for step in range(1, STEPS + 1):
+            models.set_gradients(model, SEED, step)
+            optimizer.step()
+            shared[0].append(shared_by(optimizer))
+            if step == at:
+                saved = models.through_a_file(optimizer.state_dict(), weights_only=False)
+                held = {n: p.to_local().clone() for n, p in model.named_parameters()}
+        again, other = make("fsdp", UNEVEN, fields)
+        with torch.no_grad():
+            for name, param in again.named_parameters():
+                param.to_local().copy_(held[name])
+        other.load_state_dict(saved)
+        for step in range(at + 1, STEPS + 1):
+            models.set_gradients(again, SEED, step)
+            other.step()
+            shared[1].append(shared_by(other))
+    pairs = zip(model.parameters(), again.parameters(), strict=True)
+    return all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs), *shared
+
+
+@pytest.mark.parametrize("at", [5, 11, 17])
+def test_a_run_that_goes_on_gives_the_same_bits(run_on: Ranks, at: int) -> None:
+    """Before the plan, in the transition, and locked: teams follow from the step alone."""
+    results = run_on(4)(resume, at)
+    for is_equal, shared, again in results:
+        assert is_equal
+        assert again == shared[at:]
+    assert any(any(again) for *_, again in results)
+
+
+def diverge(rank: int, world_size: int) -> tuple[Shared, bool, list[str]]:
+    """One step of a schedule that overflows: what was shared, and whether parameters decayed."""
+    shapes = {name: UNEVEN[name] for name in ("layers.0.attention.wq.weight",)}
+    with free_sends():
+        model = models.make_model("fsdp", shapes)
+        schedule = Schedule(((3e38, 3e38, 3e38),), 1.0)
+        config = MuonConfig(max_team=4, ns_dtype="float32")
+        optimizer = Muon(param_groups(model), lr=0.5, schedule=schedule, config=config)
+        before = [param.to_local().clone() for param in model.parameters()]
+        models.set_gradients(model, SEED, 1)
+        optimizer.step()
+        after = [param.to_local() for param in model.parameters()]
+        decayed = all(
+            torch.equal(a * (1 - 0.5 * 0.1), b) for a, b in zip(before, after, strict=True)
+        )
+        with pytest.raises(NonFiniteUpdateError) as raised:
+            optimizer.check_last_update()
+    return shared_by(optimizer), decayed, [str(raised.value)]
+
+
+def test_an_update_that_overflows_is_left_out_on_all_members(run_on: Ranks) -> None:
+    for shared, decayed, (error,) in run_on(4)(diverge):
+        assert shared == {((0, 1, 2, 3), ("layers.0.attention.wq.weight",))}
+        assert decayed
+        assert error.startswith("layers.0.attention.wq.weight: the last update")
