@@ -9,6 +9,7 @@ from torch import nn
 from amo_dist.config import sort_operator_types
 from amo_dist.operators.groups import describe, param_groups
 from amo_dist.operators.views import MatrixView
+from tests.unit.test_operators import pasted
 
 
 def module_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
@@ -256,3 +257,47 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_name["adamw"].split() == ["adamw", "4"]
     assert lines[-1] == "144 entries orthogonalized, 56 entries adamw"
     assert describe(groups).splitlines()[0].split() == ["parameter", "shape", "operator", "type"]
+
+
+MIXER = {
+    "embed.weight": (10, 4),
+    **{f"blocks.{n}.mixer.receptance.weight": (4, 4) for n in range(2)},
+    "blocks.0.mixer.mix": (8, 4),
+    "blocks.0.moe.experts.first": (2, 4, 4),
+    "blocks.0.attn.proj.weight": (4, 4),
+    "0.weight": (4, 4),
+    "blocks.0.norm.weight": (4,),
+}
+PATTERNS = r"""patterns = {
+    r"blocks\.\d+\.mixer\.mix": "mixer_mix",  # 1 of (8, 4)
+    r"blocks\.\d+\.mixer\.receptance\.weight": "mixer_receptance",  # 2 of (4, 4)
+    r"blocks\.\d+\.moe\.experts\.first": "experts_first",  # 1 of (2, 4, 4)
+    r"\d+\.weight": "adamw",  # 1 of (4, 4)
+}"""
+
+
+def test_an_error_prints_patterns_for_the_whole_model() -> None:
+    with pytest.raises(ValueError, match=r"^blocks.0.mixer.mix: found .* and 3 more") as caught:
+        param_groups(module_of(MIXER))
+    assert PATTERNS in str(caught.value)
+
+
+def test_suggested_patterns_go_on_as_if_they_were_pasted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = module_of(MIXER)
+    suggested = param_groups(model, suggest=True)
+    assert capsys.readouterr().out == PATTERNS + "\n"
+    assert suggested == param_groups(model, patterns=pasted(PATTERNS))
+    assert types_by_name(suggested)["blocks.0.moe.experts.first"] == "experts_first"
+
+
+def test_what_is_known_needs_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    model = module_of(BLOCK)
+    assert param_groups(model, suggest=True) == param_groups(model)
+    assert capsys.readouterr().out == "patterns = {\n}\n"
+
+
+def test_a_bare_sequential_gets_patterns_to_edit(capsys: pytest.CaptureFixture[str]) -> None:
+    param_groups(module_of({"0.weight": (4, 4), "2.weight": (4, 4)}), suggest=True)
+    assert pasted(capsys.readouterr().out) == {r"\d+\.weight": "adamw"}
