@@ -318,7 +318,8 @@ def _fused(name: str, shape: tuple[int, ...], shapes: Shapes) -> Target:
         # (E, 2 * hidden, dim) or, transposed, (E, dim, 2 * hidden): `down_proj` tells. gpt-oss
         # has gate and up in turn, and alone a bias.
         down = shapes.get(name.replace("gate_up_proj", "down_proj"), shape)[1:]
-        dim = {(columns, rows // 2): 0, (columns // 2, rows): 1}.get(down)
+        ways: dict[tuple[int, ...], int] = {(columns, rows // 2): 0, (columns // 2, rows): 1}
+        dim = ways.get(down)
         if f"{name}_bias" in shapes or dim is None or shape[1 + dim] % 2:
             return "expert_gate_up"
         half = shape[1 + dim] // 2

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from amo_dist import AMO, AMOConfig
 from amo_dist.config import sort_operator_types
 from amo_dist.operators.groups import describe, param_groups
 from amo_dist.operators.views import MatrixView
@@ -301,3 +302,19 @@ def test_what_is_known_needs_no_suggestion(capsys: pytest.CaptureFixture[str]) -
 def test_a_bare_sequential_gets_patterns_to_edit(capsys: pytest.CaptureFixture[str]) -> None:
     param_groups(module_of({"0.weight": (4, 4), "2.weight": (4, 4)}), suggest=True)
     assert pasted(capsys.readouterr().out) == {r"\d+\.weight": "adamw"}
+
+
+def test_a_plan_and_its_checkpoint_carry_any_name_of_a_type() -> None:
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
+    kind = "Früher Q.1"
+    config = AMOConfig(observe_until=2, observe_every=1, transition_steps=1)
+    groups = param_groups(model, patterns={r"\d\.weight": kind})
+    optimizer, other = (AMO(groups, lr=1e-3, config=config) for _ in range(2))
+    for _ in range(4):
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    plan = other.control_state_dict()["policy"]["plan"]
+    assert (other.phase, other.operator_types) == ("locked", (kind, kind))
+    assert plan == optimizer.control_state_dict()["policy"]["plan"]
