@@ -100,7 +100,8 @@ _HALVES = r"(?:gate_up_proj|mlp\.(?:Wi|weights_in)|shared_mlp\.input_linear)\.we
 _GATE_UP_EXPERTS = r"experts\.gate_up_proj"
 # By heads in turn (GPT-NeoX, Bloom, CodeGen) or not (Falcon): neither name nor shape tells.
 _ONE_QKV = rf"{_ATTENTION}(?:query_key_value|qkv_proj)\.weight"
-_AS_ONE = "fused, as one matrix: names and shapes do not tell its parts"
+# Matrices whose parts neither names nor shapes tell, or that would be cut into single rows.
+_AS_ONE = ("attn_qkv", "attn_qkvz", "expert_gate_up", "ssm_in")
 
 # What goes to AdamW by the end of its name, even as a matrix inside a block.
 _ADAMW_NAMES: _Table = (
@@ -111,7 +112,7 @@ _ADAMW_NAMES: _Table = (
     (r"(?:.*_)?bias(?:_[A-Z]+)?", "bias"),
     (r"(?:\w*embed\w*|wte|wpe)(?:\.proj\w*)?(?:\.weight)?", "embedding"),
     (r"(?:lm_head|shared_head\.head)\.weight", "head"),
-    (r"\w*router\w*(?:\.\w+)*", "router"),
+    (r"\w*router\w*(?:\.[a-z]\w*){0,2}", "router"),
     (r"(?:moe\.shared_experts|block_sparse_moe)\.gate\.weight", "router"),
     (r"mlp\.shared_expert_gate\.weight", "router"),
     (r"\w*attn\.in_proj_(?:[ab]|ba)\.weight", "one row a head"),
@@ -287,11 +288,11 @@ def _built_in(
     name: str, shape: tuple[int, ...], shapes: Shapes, in_block: bool
 ) -> tuple[Target, str]:
     """What the tables say, None where they know nothing, and a remark."""
-    for tail, template in _ANYWHERE + (_IN_BLOCKS if in_block else ()):
-        if match := _ends_in(name, tail):
-            return match.expand(template), ""
-    target = _fused(name, shape, shapes) if in_block else None
-    return target, _AS_ONE if isinstance(target, str) else ""
+    matches = ((_ends_in(name, tail), kind) for tail, kind in _ANYWHERE + _IN_BLOCKS * in_block)
+    target: Target = next((match.expand(kind) for match, kind in matches if match), None)
+    if target is None and in_block:
+        target = _fused(name, shape, shapes)
+    return target, "fused, as one matrix" if target in _AS_ONE else ""
 
 
 def _fused(name: str, shape: tuple[int, ...], shapes: Shapes) -> Target:

@@ -207,4 +207,4 @@ def test_what_lies_in_turn_is_one_matrix(name: str, capsys: pytest.CaptureFixtur
     model = module_of({name: (24, 8), out: (8, 8)})
     groups = param_groups(model, report=True)
     assert types_by_name(groups) == {name: "attn_qkv", out: "attn_o"}
-    assert "names and shapes do not tell its parts" in capsys.readouterr().out
+    assert "attn_qkv (fused, as one matrix)" in capsys.readouterr().out
