@@ -57,7 +57,7 @@ class Piece:
     """A box of a local tensor, and where it belongs in a matrix.
 
     Attributes:
-        source: Box in the coordinates of the local tensor.
+        source: Box in the coordinates of the local tensor; see `flattened` where it has four dims.
         target: Box ``(rows, columns)`` in the coordinates of the matrix.
     """
 
@@ -284,15 +284,18 @@ def zeros_per_slice(param: torch.Tensor, dim: int) -> torch.Tensor:
 
     Args:
         param: A DTensor, or a plain tensor.
-        dim: From the end, such as -1. Where it is sharded, the zeros are replicated.
+        dim: From the end, such as -1. Where it is sharded, the zeros are replicated. Of four dims
+            -1 means the last three, which are the columns of one matrix.
     """
     shape, local = list(param.shape), list(local_tensor(param).shape)
-    shape[dim] = local[dim] = 1
+    dims = [len(shape) + each for each in ((-3, -2, -1) if len(shape) == 4 else (dim,))]
+    for each in dims:
+        shape[each] = local[each] = 1
     zeros = torch.zeros(local, dtype=torch.float32, device=param.device)
     if not isinstance(param, DTensor):
         return zeros
     placements = [
-        Replicate() if getattr(each, "dim", None) in (dim, dim + param.dim()) else each
+        Replicate() if isinstance(each, Shard) and each.dim % len(shape) in dims else each
         for each in param.placements
     ]
     stride = torch.empty(shape, device="meta").stride()
@@ -327,6 +330,41 @@ def _box_pieces(
         )
 
 
+def flattened(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of four dims ``(m, a, b, c)`` as ``(m, a * b * c)``, any other as it is.
+
+    Shares memory.
+
+    Raises:
+        RuntimeError: The memory has another order, as under ``channels_last``.
+    """
+    if tensor.dim() != 4:
+        return tensor
+    return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))
+
+
+@functools.lru_cache(maxsize=4096)
+def _flattened_layout(layout: TensorLayout) -> TensorLayout:
+    """The layout of what `flattened` makes of the local tensors.
+
+    Raises:
+        ValueError: The tensor is sharded along its third or fourth dim.
+    """
+    rows, columns, *inner = layout.shape
+    size = math.prod(inner)
+    intervals_by_rank: dict[int, tuple[tuple[Interval, ...], ...]] = {}
+    for rank, (outer, along, *rest) in layout.intervals_by_rank.items():
+        if any(found != ((0, whole),) for found, whole in zip(rest, inner, strict=True)):
+            raise ValueError(
+                f"layout: found {layout.key}, expected no shards along the last two dims"
+            )
+        wide = tuple((low * size, high * size) for low, high in along)
+        intervals_by_rank[rank] = (outer, wide)
+    return dataclasses.replace(
+        layout, shape=(rows, columns * size), intervals_by_rank=intervals_by_rank
+    )
+
+
 @functools.lru_cache(maxsize=4096)
 def _view(
     layout: TensorLayout, boxes: tuple[Box, ...], dim: int
@@ -357,13 +395,16 @@ def matrix_layout(
         layout: Of the tensor, which has at least two dims.
         tensor: Index of the tensor, for `MatrixLayout.tensor`.
         boxes: In the tensor's coordinates; leading dims have one element. ``None`` means all of
-            a tensor of two dims.
+            a tensor of two dims, or of four, of which the first are the rows.
         dim: Dim of the matrix, 0 or 1, along which the boxes are concatenated.
 
     Raises:
-        ValueError: ``boxes`` is None for a tensor of more than two dims.
+        ValueError: ``boxes`` is None for a tensor of other dims, or one of four is sharded along
+            the last two.
     """
     if boxes is None:
+        if len(layout.shape) == 4:
+            layout = _flattened_layout(layout)
         if len(layout.shape) != 2:
             raise ValueError(f"{name}: found shape {layout.shape}, expected a view for each matrix")
         boxes = (tuple((0, size) for size in layout.shape),)

@@ -13,6 +13,7 @@ from amo_dist.config import NS_BACKENDS, MuonConfig
 from amo_dist.distributed.agreement import gather_json
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.groups import Given, Membership
+from amo_dist.distributed.layout import flattened
 from amo_dist.distributed.plan import Part, Task
 from amo_dist.distributed.spans import span
 from amo_dist.engine import adamw
@@ -83,7 +84,9 @@ class Engine:
         self._updates = Updates(parameters, groups, state, rule, self.kernels)
         self._orders: Orders | None = None
         self._grads: Sequence[Tensor | None] = ()
-        self._local_params, self._local_buffers = Locals(), Locals()
+        self._convolutions = parameters.convolutions
+        self._local_params = Locals(self._convolutions)
+        self._local_buffers = Locals(self._convolutions)
         self._params: Sequence[Tensor] = ()
         self._buffers: Sequence[Tensor] = ()
         self._cuts = Cuts(parameters)
@@ -169,7 +172,10 @@ class Engine:
         self._buffers = self._local_buffers.take(
             [state[e.param]["momentum_buffer"] if e.views else e.param for e in entries]
         )
-        grads = agreed.grads
+        grads = list(agreed.grads)
+        for index in self._convolutions:
+            if (grad := grads[index]) is not None:
+                grads[index] = flattened(grad.contiguous())
         moving = [i for i, entry in enumerate(entries) if entry.views and grads[i] is not None]
         self.kernels.begin_step(agreed.bad)
         with span("amo::momentum"):

@@ -12,7 +12,13 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from amo_dist.distributed.layout import MatrixLayout, TensorLayout, layout_of, matrix_layout
+from amo_dist.distributed.layout import (
+    MatrixLayout,
+    TensorLayout,
+    layout_of,
+    local_tensor,
+    matrix_layout,
+)
 from amo_dist.operators.views import MatrixView, require
 
 ALGORITHMS = ("muon", "adamw")
@@ -55,6 +61,11 @@ class Parameters:
     def device(self) -> torch.device:
         """Where all of them lie."""
         return self.entries[0].param.device
+
+    @property
+    def convolutions(self) -> list[int]:
+        """Indices of the entries whose four dims are one matrix."""
+        return [i for i, e in enumerate(self.entries) if e.views and e.param.dim() == 4]
 
     @property
     def matrix_names(self) -> list[str]:
@@ -175,7 +186,7 @@ def resolve(
 
     Raises:
         ValueError: A name appears twice, a DTensor has an unknown placement, or the views of a
-            parameter do not cover it exactly.
+            parameter do not cover it exactly, or the memory of a convolution has another order.
     """
     entries: list[Entry] = []
     for index, group in enumerate(groups):
@@ -190,6 +201,10 @@ def resolve(
         expected = f"that of {first.name}, {first.param.device}"
         is_there = entry.param.device == first.param.device
         require(is_there, entry.name, f"device {entry.param.device}", expected)
+        if entry.views and entry.param.dim() == 4:
+            is_flat = local_tensor(entry.param).is_contiguous()
+            expected = "that of its dims: model.to(memory_format=torch.contiguous_format)"
+            require(is_flat, entry.name, "a convolution whose memory has another order", expected)
         cut = [
             matrix_layout(entry.name + view.suffix, entry.layout, tensor, view.boxes, view.dim)
             for view in entry.views

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from amo_dist.config import Box
-from amo_dist.distributed.layout import local_tensor
+from amo_dist.distributed.layout import flattened, local_tensor
 from amo_dist.distributed.plan import Part
 from amo_dist.engine.parameters import Parameters
 
@@ -51,9 +51,14 @@ class Cuts:
 
 
 class Locals:
-    """Local tensors, as one list for as long as they stay where they are."""
+    """Local tensors, as one list for as long as they stay where they are.
 
-    def __init__(self) -> None:
+    Args:
+        convolutions: Indices of those that come as `flattened`.
+    """
+
+    def __init__(self, convolutions: Sequence[int] = ()) -> None:
+        self._convolutions = convolutions
         self._places: list[int] = []
         self._held: list[Tensor] = []
 
@@ -68,7 +73,10 @@ class Locals:
             for each in tensors
         ]
         if places != self._places:
-            self._places, self._held = places, [local_tensor(each) for each in tensors]
+            local = [local_tensor(each) for each in tensors]
+            for index in self._convolutions:
+                local[index] = flattened(local[index])
+            self._places, self._held = places, local
         return self._held
 
 

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.distributed.layout import local_tensor
+from amo_dist.distributed.layout import flattened, local_tensor
 from amo_dist.distributed.plan import Part
 from amo_dist.distributed.spans import span
 from amo_dist.engine.parameters import Parameters, learning_rate
@@ -77,7 +77,7 @@ class Updates:
         entry = self._parameters.entries[matrix.tensor]
         param, box = self._params[matrix.tensor], part.piece.source
         state = {
-            name: cut_like(local_tensor(value), box, param.shape)
+            name: cut_like(flattened(local_tensor(value)), box, param.shape)
             for name, value in self._state[entry.param].items()
         }
         dim, group = entry.views[0].dim, self._groups[entry.group]

@@ -12,11 +12,17 @@ from torch import nn
 
 from amo_dist.config import sort_operator_types
 from amo_dist.operators.patterns import (
+    OUTSIDE,
+    Found,
     Patterns,
+    Shapes,
     check_expressions,
     check_patterns,
-    classify_with_reason,
     clean_name,
+    find,
+    format_patterns,
+    suggest_patterns,
+    unknown_matrices,
 )
 from amo_dist.operators.views import ADAMW, require
 
@@ -29,6 +35,8 @@ def param_groups(
     no_decay: Sequence[str] = (),
     lr_multipliers: Mapping[str, float] | None = None,
     allow_unused: bool = False,
+    suggest: bool = False,
+    flatten_conv: bool = False,
 ) -> list[dict[str, Any]]:
     """Parameter groups for the optimizers: matrices to the Muon family, the rest to AdamW.
 
@@ -49,6 +57,12 @@ def param_groups(
         allow_unused: Accept expressions that match no parameter. By default such a one is an error,
             as it is most often a typo; a pipeline stage may need the leave, as it holds only its
             own blocks.
+        suggest: Print patterns, to paste and to edit, for every parameter of two dims or more that
+            no pattern knows, and go on with them, where matrices inside blocks were an error.
+        flatten_conv: Convolutions of four dims inside blocks, ``(out, in, height, width)``, are
+            matrices ``(out, in * height * width)`` of the operator type ``conv``, as in Keller
+            Jordan's Muon; depthwise ones stay with AdamW, as all do by default. A pattern that
+            names a convolution does the same for it.
 
     Raises:
         ValueError: nothing to train, an unknown matrix inside a block (see ``classify``), an
@@ -69,24 +83,51 @@ def param_groups(
             is_used = any(re.fullmatch(pattern, name) for name in names.values())
             expected = "one that matches the whole of a cleaned name (allow_unused=True accepts it)"
             require(is_used, field, f"{pattern!r}, which matches no parameter", expected)
+    parameters = [(name, each) for each, name in names.items() if each.requires_grad]
+    for name, count in Counter(name for name, _ in parameters).items():
+        require(count == 1, "model", f"two parameters {name!r}", "distinct names")
+    shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
+    found = _find_all(parameters, targets, shapes, suggest=suggest, flatten_conv=flatten_conv)
     groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
-    reasons: dict[str, str] = {}
-    for parameter, name in names.items():
-        if not parameter.requires_grad:
-            continue
-        require(name not in reasons, "model", f"two parameters {name!r}", "distinct names")
-        views, reasons[name] = classify_with_reason(name, tuple(parameter.shape), targets)
+    for name, parameter in parameters:
+        views, _ = found[name]
         key = (not views, _first_match(no_decay, name) >= 0, _first_match(factors, name))
         group = groups.setdefault(key, _new_group(*key, [*factors.values()]))
         group["params"].append((name, parameter))
         if views:
             group["matrix_views"][name] = views
-    num_frozen = len(names) - len(reasons)
+    num_frozen = len(names) - len(parameters)
     require(bool(groups), "model", f"{num_frozen} frozen parameters", "one to train, at least")
     result = [groups[key] for key in sorted(groups)]
     if report:
-        print(describe(result, reasons, num_frozen))
+        print(describe(result, {name: reason for name, (_, reason) in found.items()}, num_frozen))
     return result
+
+
+def _find_all(
+    parameters: Sequence[tuple[str, nn.Parameter]],
+    targets: Patterns,
+    shapes: Shapes,
+    *,
+    suggest: bool,
+    flatten_conv: bool,
+) -> dict[str, Found]:
+    """What each parameter is, by name; see `param_groups`."""
+    found: dict[str, Found] = {}
+    unknown: dict[str, tuple[int, ...]] = {}
+    for name, _ in parameters:
+        if each := find(name, shapes[name], targets, shapes, flatten_conv):
+            found[name] = each
+        else:
+            unknown[name] = shapes[name]
+    outside = {name: shapes[name] for name, (_, reason) in found.items() if reason == OUTSIDE}
+    if suggest:
+        print(format_patterns({**unknown, **outside}))
+        suggested = check_patterns({**targets, **suggest_patterns(unknown)})
+        return _find_all(parameters, suggested, shapes, suggest=False, flatten_conv=flatten_conv)
+    if unknown:
+        raise unknown_matrices(unknown, outside)
+    return found
 
 
 def describe(

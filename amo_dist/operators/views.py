@@ -23,7 +23,8 @@ class MatrixView:
     operator_type: str
     """Matrices of one type share a schedule."""
     boxes: tuple[Box, ...] | None
-    """``None`` for the whole of a 2-D parameter, else the regions that make up the matrix, in
+    """``None`` for the whole of a parameter of two dims, or of four whose last three are the
+    columns; else the regions that make up the matrix, in
     coordinates of the parameter, one after the other along ``dim``."""
     dim: int = 0
     """Dim of the matrix (0 rows, 1 columns) along which the boxes are concatenated."""
@@ -76,12 +77,15 @@ def cut_views(name: str, shape: tuple[int, ...], target: str | Fused) -> tuple[M
 
     Args:
         name: For errors.
-        shape: ``(m, n)``, or ``(E, m, n)`` for E matrices.
+        shape: ``(m, n)``, ``(E, m, n)`` for E matrices, or that of a convolution, ``(out, in,
+            height, width)``, for the one matrix ``(out, in * height * width)``.
         target: The operator type of each matrix, or how it holds several.
 
     Raises:
         ValueError: The shape has other dims, or the parts do not add up to it.
     """
+    if len(shape) == 4 and isinstance(target, str):
+        return (MatrixView("", target, None),)
     require(len(shape) in (2, 3), name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
     whole = ((0, shape[-2]), (0, shape[-1]))
     if isinstance(target, str):
@@ -131,9 +135,12 @@ def _labels(operator_types: Sequence[str]) -> list[str]:
 
 def check_operator_type(operator_type: str) -> None:
     """Raise ``ValueError`` unless the name of a type is one that reports and files can carry."""
-    is_valid = re.fullmatch(r"[a-z][a-z0-9_]*", operator_type) and operator_type != ADAMW
-    expected = "lower case letters, digits and underscores, such as 'attn_q'"
-    require(bool(is_valid), "operator type", operator_type, expected)
+    # "/" stands before the part of the depth in a layer group, "=" in options of commands.
+    is_plain = operator_type.isprintable() and not set("/=") & set(operator_type)
+    is_valid = is_plain and operator_type.strip() == operator_type != ""
+    expected = "a name such as 'attn_q': any characters that print, but no '/' and '='"
+    is_valid = is_valid and operator_type.casefold() != ADAMW
+    require(is_valid, "operator type", repr(operator_type), expected)
 
 
 def require(condition: bool, field: str, found: object, expected: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -38,6 +39,7 @@ PATTERNS = {
     # Uneven grouped-query attention, in three pieces and interleaved by group.
     r".*attention\.wqkv\.weight": Fused((("attn_q", 6), ("attn_k", 3), ("attn_v", 3))),
     r".*attention\.woven\.weight": Fused((("attn_q", 8), ("attn_k", 4), ("attn_v", 2)), groups=2),
+    r".*\.conv\.weight": "conv",
 }
 FUSED: Shapes = {
     "layers.0.attention.wqkv.weight": (12, 5),
@@ -58,6 +60,12 @@ DENSE: Shapes = {
     "layers.0.attention.wo.weight": (5, 7),
     "tok_embeddings.weight": (9, 5),
 }
+CONVOLUTIONS: Shapes = {
+    "layers.0.conv.weight": (7, 3, 3, 2),
+    "layers.1.conv.weight": (4, 5, 1, 1),
+    "layers.1.attention.wq.weight": (7, 5),
+    "stem.weight": (7, 3, 3, 2),
+}
 STAGES: tuple[Shapes, Shapes] = (
     {
         "tok_embeddings.weight": (9, 5),
@@ -74,8 +82,9 @@ STAGES: tuple[Shapes, Shapes] = (
 
 
 def gradient(step: int, name: str, shape: tuple[int, ...]) -> Tensor:
-    if len(shape) < 3:
-        return models.gradient(SEED, step, name, shape)
+    if len(shape) != 3:
+        flat = (shape[0], math.prod(shape[1:])) if len(shape) == 4 else shape
+        return models.gradient(SEED, step, name, flat).view(shape)
     parts = [models.gradient(SEED, step, f"{name}[{e}]", shape[1:]) for e in range(shape[0])]
     # Harder for one operator type than for the others, or the plan would be the uniform one.
     decay = {"w1": 0.0, "w2": 3.0, "w3": 0.5}[name[-2:]]
@@ -93,6 +102,8 @@ def by_matrix(name: str, tensor: Tensor) -> dict[str, Tensor]:
     views = views_of(name, tuple(tensor.shape))
     if views is None:
         return {name: tensor.clone()}
+    if tensor.dim() == 4:
+        return {name: tensor.flatten(1)}
     return {name + view.suffix: cut_view(view, tensor).clone() for view in views}
 
 
@@ -227,6 +238,14 @@ def build_experts_and_dense() -> nn.Module:
     return models.build(found | place(DENSE, {"": [Shard(0)]}, world_mesh()))
 
 
+def build_convolutions_0() -> nn.Module:
+    return models.build(place(CONVOLUTIONS, {"": [Shard(0)]}, world_mesh()))
+
+
+def build_convolutions_1() -> nn.Module:
+    return models.build(place(CONVOLUTIONS, {"": [Shard(1)]}, world_mesh()))
+
+
 def build_joint() -> nn.Module:
     """Context parallelism: FSDP over data and context ranks flattened into one axis."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
@@ -276,6 +295,9 @@ CASES = [
     pytest.param(build_experts_1, 3, EXPERTS, id="experts-dim-1"),
     pytest.param(build_experts_2, 3, EXPERTS, id="experts-dim-2"),
     pytest.param(build_experts_and_dense, 4, EXPERTS | DENSE, id="experts-and-dense"),
+    pytest.param(build_convolutions_0, 1, CONVOLUTIONS, id="convolutions"),
+    pytest.param(build_convolutions_0, 3, CONVOLUTIONS, id="convolutions-fsdp-3"),
+    pytest.param(build_convolutions_1, 2, CONVOLUTIONS, id="convolutions-dim-1"),
     pytest.param(build_joint, 4, models.shapes(), id="joint-data-and-context"),
     pytest.param(build_offloaded, 2, models.shapes(), id="offloaded"),
     pytest.param(build_stage, 2, STAGES[0] | STAGES[1], id="stages"),

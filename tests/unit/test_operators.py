@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ast
 import re
 
 import pytest
@@ -97,25 +98,27 @@ def test_names(name: str, shape: tuple[int, ...], expected: str | None) -> None:
     assert views == (None if expected is None else (MatrixView("", expected, None),))
 
 
+def pasted(text: str) -> dict[str, str]:
+    """The patterns that an error or a report prints."""
+    (source,) = re.findall(r"^patterns = \{$.*?^\}$", text, flags=re.MULTILINE | re.DOTALL)
+    found: dict[str, str] = ast.literal_eval(source.removeprefix("patterns = "))
+    return found
+
+
 @pytest.mark.parametrize(
     ("name", "shape"),
     [
+        # By heads in some models, in three parts in others.
         ("layers.0.attention.wqkv.weight", (24, 8)),
-        ("model.layers.0.self_attn.qkv_proj.weight", (24, 8)),
-        ("model.layers.0.mlp.gate_up_proj.weight", (24, 8)),
-        ("gpt_neox.layers.0.attention.query_key_value.weight", (24, 8)),
-        ("blocks.0.attn.qkv.weight", (24, 8)),
-        ("encoder.decoder_layers.0.fc1.weight", (8, 8)),
-        # Not three equal parts.
-        ("transformer.h.0.attn.c_attn.weight", (12, 8)),
         # An end of a name that means AdamW outside of blocks alone.
         ("layers.0.attention.output.weight", (8, 8)),
         # Tall: a dense gate rather than a router.
         ("layers.0.mlp.gate.weight", (24, 8)),
         # A name inside an embedder is not an embedding.
-        ("embedder.layers.0.dense.weight", (8, 8)),
+        ("embedder.layers.0.mix.weight", (8, 8)),
         ("layers.0.moe.experts.mlp1_weight", (4, 16, 8)),
-        ("layers.0.mlp.experts.gate_up_proj", (4, 8, 16)),
+        # Three dims, and no convolution.
+        ("transformer.layer.0.rel_attn.q", (8, 2, 4)),
     ],
 )
 def test_an_unknown_matrix_in_a_block_is_an_error(name: str, shape: tuple[int, ...]) -> None:
@@ -123,11 +126,28 @@ def test_an_unknown_matrix_in_a_block_is_an_error(name: str, shape: tuple[int, .
         classify(name, shape)
     message = str(caught.value)
     assert str(shape) in message
-    assert r"self_attn\.([qkvo])_proj\.weight -> attn_\1" in message
-    assert f"patterns={{{re.escape(name)!r}: 'adamw'}}" in message
     # The remedies that it names work.
+    patterns = pasted(message)
+    (kind,) = patterns.values()
+    views = classify(name, shape, patterns)
+    assert (views is None) == (kind == "adamw") == (len(shape) == 3 and "expert" not in name)
     assert classify(name, shape, {re.escape(name): "adamw"}) is None
     assert classify(name, shape, {re.escape(name): "attn_q"}) is not None
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "head.mlp.fc1.weight",
+        "vision_model.head.attention.in_proj_weight",
+        "predictions.transform.dense.weight",
+        "pooler.dense.weight",
+        "projector.fc1.weight",
+        "decoder.attention.query.weight",
+    ],
+)
+def test_short_names_mean_nothing_outside_of_blocks(name: str) -> None:
+    assert classify(name, (24, 8)) is None
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((24, 8), 0), ((8, 24), 1)])
@@ -143,6 +163,11 @@ def test_fused_qkv_of_gpt2_and_nanogpt(shape: tuple[int, int], dim: int) -> None
     parameter = torch.arange(24.0 * 8).view(shape)
     for view, expected in zip(views, parameter.chunk(3, dim=dim), strict=True):
         assert torch.equal(extract(parameter, view), expected)
+
+
+def test_c_attn_in_unequal_parts_is_one_matrix() -> None:
+    views = classify("transformer.h.0.attn.c_attn.weight", (12, 8))
+    assert views == (MatrixView("", "attn_qkv", None),)
 
 
 QKV = Fused((("attn_q", 8), ("attn_k", 4), ("attn_v", 4)))
@@ -226,8 +251,11 @@ def test_labels_stay_distinct() -> None:
     [
         ({"parts": ()}, "Fused.parts"),
         ({"parts": (("attn_q", 4), ("attn_q", 4))}, "distinct"),
-        ({"parts": (("Attn Q", 4),)}, "operator type: found Attn Q"),
-        ({"parts": (("adamw", 4),)}, "operator type: found adamw"),
+        ({"parts": (("", 4),)}, "operator type: found ''"),
+        ({"parts": (("a\nb", 4),)}, "operator type: found"),
+        ({"parts": (("q=1", 4),)}, "operator type: found 'q=1'"),
+        ({"parts": ((" q", 4),)}, "operator type: found ' q'"),
+        ({"parts": (("AdamW", 4),)}, "operator type: found 'AdamW'"),
         ({"parts": (("attn_q", 0),)}, "Fused.groups"),
         ({"dim": 2}, "Fused.dim: found 2"),
         ({"groups": 3}, "Fused.groups: found 3, expected a divisor of attn_q's size 4"),
@@ -246,10 +274,11 @@ def test_mistakes_in_fused(kwargs: dict[str, object], message: str) -> None:
     ("patterns", "shape", "message"),
     [
         ({"(": "attn_q"}, (4, 4), r"patterns: found '\('"),
-        ({".*": "Attn"}, (4, 4), "operator type"),
+        ({".*": "attn/q"}, (4, 4), "operator type"),
         ({".*": 3}, (4, 4), r"patterns\['\.\*'\]: found 3"),
         ({".*": "attn_q"}, (4,), r"layers.0.x: found shape \(4,\)"),
-        ({".*": "attn_q"}, (4, 4, 3, 3), r"layers.0.x: found shape \(4, 4, 3, 3\)"),
+        ({".*": "conv"}, (4, 4, 3, 3, 3), r"layers.0.x: found shape \(4, 4, 3, 3, 3\)"),
+        ({".*": QKV}, (16, 4, 3, 3), r"layers.0.x: found shape \(16, 4, 3, 3\)"),
         ({".*": QKV}, (15, 4), "layers.0.x: found .* = 16, expected parts that add up to 15"),
     ],
 )
@@ -270,6 +299,33 @@ def test_user_patterns_win_and_match_the_whole_name() -> None:
     assert classify("tok_embeddings.weight", (9, 4), {"tok.*": "emb"}) is not None
     # Cleaned before matching.
     assert classify(f"module.{name}", (4, 4), {name: None}) is None
+
+
+def test_a_type_may_have_any_name() -> None:
+    views = classify("layers.0.x", (4, 4), {".*": "Attn Q.\u00e9"})
+    assert views == (MatrixView("", "Attn Q.\u00e9", None),)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "expected"),
+    [
+        ("layer1.0.conv1.weight", (8, 4, 3, 3), "conv"),
+        ("stages.1.downsample.1.weight", (8, 4, 2, 2), "conv"),
+        # Depthwise, the first one of the model, and one that makes patches.
+        ("stages.0.blocks.0.conv_dw.weight", (8, 1, 7, 7), None),
+        ("conv1.weight", (8, 3, 7, 7), None),
+        ("stages.1.patch_embeddings.proj.weight", (8, 4, 3, 3), None),
+        ("layers.0.conv.weight", (8, 8, 3), None),
+    ],
+)
+def test_convolutions_are_matrices_by_an_option(
+    name: str, shape: tuple[int, ...], expected: str | None
+) -> None:
+    assert classify(name, shape) is None
+    views = None if expected is None else (MatrixView("", expected, None),)
+    assert classify(name, shape, flatten_conv=True) == views
+    if len(shape) == 4:
+        assert classify(name, shape, {".*": "mine"}) == (MatrixView("", "mine", None),)
 
 
 def test_clean_name() -> None:

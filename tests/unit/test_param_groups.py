@@ -6,9 +6,11 @@ import pytest
 import torch
 from torch import nn
 
+from amo_dist import AMO, AMOConfig
 from amo_dist.config import sort_operator_types
 from amo_dist.operators.groups import describe, param_groups
 from amo_dist.operators.views import MatrixView
+from tests.unit.test_operators import pasted
 
 
 def module_of(shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
@@ -256,3 +258,63 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert by_name["adamw"].split() == ["adamw", "4"]
     assert lines[-1] == "144 entries orthogonalized, 56 entries adamw"
     assert describe(groups).splitlines()[0].split() == ["parameter", "shape", "operator", "type"]
+
+
+MIXER = {
+    "embed.weight": (10, 4),
+    **{f"blocks.{n}.mixer.receptance.weight": (4, 4) for n in range(2)},
+    "blocks.0.mixer.mix": (8, 4),
+    "blocks.0.moe.experts.first": (2, 4, 4),
+    "blocks.0.attn.proj.weight": (4, 4),
+    "0.weight": (4, 4),
+    "blocks.0.norm.weight": (4,),
+}
+PATTERNS = r"""patterns = {
+    r"blocks\.\d+\.mixer\.mix": "mixer_mix",  # 1 of (8, 4)
+    r"blocks\.\d+\.mixer\.receptance\.weight": "mixer_receptance",  # 2 of (4, 4)
+    r"blocks\.\d+\.moe\.experts\.first": "experts_first",  # 1 of (2, 4, 4)
+    r"\d+\.weight": "adamw",  # 1 of (4, 4)
+}"""
+
+
+def test_an_error_prints_patterns_for_the_whole_model() -> None:
+    with pytest.raises(ValueError, match=r"^blocks.0.mixer.mix: found .* and 3 more") as caught:
+        param_groups(module_of(MIXER))
+    assert PATTERNS in str(caught.value)
+
+
+def test_suggested_patterns_go_on_as_if_they_were_pasted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    model = module_of(MIXER)
+    suggested = param_groups(model, suggest=True)
+    assert capsys.readouterr().out == PATTERNS + "\n"
+    assert suggested == param_groups(model, patterns=pasted(PATTERNS))
+    assert types_by_name(suggested)["blocks.0.moe.experts.first"] == "experts_first"
+
+
+def test_what_is_known_needs_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
+    model = module_of(BLOCK)
+    assert param_groups(model, suggest=True) == param_groups(model)
+    assert capsys.readouterr().out == "patterns = {\n}\n"
+
+
+def test_a_bare_sequential_gets_patterns_to_edit(capsys: pytest.CaptureFixture[str]) -> None:
+    param_groups(module_of({"0.weight": (4, 4), "2.weight": (4, 4)}), suggest=True)
+    assert pasted(capsys.readouterr().out) == {r"\d+\.weight": "adamw"}
+
+
+def test_a_plan_and_its_checkpoint_carry_any_name_of_a_type() -> None:
+    model = nn.Sequential(nn.Linear(6, 4, bias=False), nn.Linear(4, 6, bias=False))
+    kind = "Früher Q.1"
+    config = AMOConfig(observe_until=2, observe_every=1, transition_steps=1)
+    groups = param_groups(model, patterns={r"\d\.weight": kind})
+    optimizer, other = (AMO(groups, lr=1e-3, config=config) for _ in range(2))
+    for _ in range(4):
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+    other.load_state_dict(optimizer.state_dict())
+    plan = other.control_state_dict()["policy"]["plan"]
+    assert (other.phase, other.operator_types) == ("locked", (kind, kind))
+    assert plan == optimizer.control_state_dict()["policy"]["plan"]

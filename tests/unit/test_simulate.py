@@ -187,6 +187,6 @@ def test_teams_have_rows_and_columns_of_their_own(capsys: pytest.CaptureFixture[
     lines = capsys.readouterr().out.splitlines()
     assert "owners: mesh, teams of at most 8" in lines[0]
     assert {"teams", "max/whole"} <= {*lines[5].replace("  ", "\0").split("\0")}
-    assert ["84 of 2" in line for line in lines[5:]] == [False] * 4 + [True] * 4
+    assert ["84 of 2" in line for line in lines[6:]] == [False] * 4 + [True] * 4
     assert main([*arguments, "--max-team", "0"]) == 2
     assert "max_team: found 0" in capsys.readouterr().err

@@ -1,0 +1,234 @@
+"""Records what parameters the models of Hugging Face and timm have, and what becomes of each.
+
+``python -m tests.families [FAMILY ...]`` builds them (or those named) from their default
+configurations, on the meta device, without weights or network, writes what it finds under the name
+of the installed release into ``tests/golden/families.json``, classifies all that the file holds
+anew, and rewrites ``docs/families.md``. ``tests/unit/test_families.py`` trusts the operator types
+in the file: look at each that changed before you commit it. A line stands for all parameters of
+one shape whose names differ in numbers alone::
+
+    "model.layers.0-31.self_attn.q_proj.weight": "4096x4096 Linear attn_q"
+"""
+
+from __future__ import annotations
+
+import importlib
+import itertools
+import json
+import math
+import re
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import nn
+
+from amo_dist.operators.patterns import find, suggest_patterns
+from amo_dist.operators.views import MatrixView
+
+ROOT = Path(__file__).resolve().parent.parent
+RECORD = ROOT / "tests/golden/families.json"
+PAGE = ROOT / "docs/families.md"
+# One name a word.
+TRANSFORMERS = """
+LlamaForCausalLM MistralForCausalLM Qwen2ForCausalLM Qwen3ForCausalLM GemmaForCausalLM
+Gemma2ForCausalLM Gemma3ForConditionalGeneration PhiForCausalLM Phi3ForCausalLM GPT2LMHeadModel
+GPTNeoForCausalLM GPTNeoXForCausalLM GPTJForCausalLM OPTForCausalLM BloomForCausalLM
+FalconForCausalLM MptForCausalLM CodeGenForCausalLM StableLmForCausalLM Starcoder2ForCausalLM
+Glm4ForCausalLM Olmo2ForCausalLM CohereForCausalLM
+DeepseekV2ForCausalLM DeepseekV3ForCausalLM MixtralForCausalLM Qwen2MoeForCausalLM
+Qwen3MoeForCausalLM GptOssForCausalLM Llama4ForConditionalGeneration GraniteMoeForCausalLM
+MambaForCausalLM Mamba2ForCausalLM JambaForCausalLM ZambaForCausalLM Zamba2ForCausalLM
+BambaForCausalLM GraniteMoeHybridForCausalLM NemotronHForCausalLM Qwen3NextForCausalLM
+RecurrentGemmaForCausalLM RwkvForCausalLM
+BertForMaskedLM RobertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM AlbertForMaskedLM
+ModernBertForMaskedLM ElectraForPreTraining MPNetForMaskedLM XLNetLMHeadModel
+T5ForConditionalGeneration BartForConditionalGeneration WhisperForConditionalGeneration
+Wav2Vec2ForCTC HubertForCTC
+ViTForImageClassification Dinov2ForImageClassification SwinForImageClassification
+Swinv2ForImageClassification ConvNextForImageClassification ResNetForImageClassification
+CLIPModel SiglipModel DetrModel SamModel
+LlavaForConditionalGeneration Qwen2VLForConditionalGeneration Qwen3VLForConditionalGeneration
+Blip2ForConditionalGeneration MllamaForConditionalGeneration Gemma3nForConditionalGeneration
+"""
+TIMM = """
+vit_base_patch16_224 swin_tiny_patch4_window7_224 beit_base_patch16_224 eva02_base_patch14_224
+mixer_b16_224 convnext_tiny resnet50 efficientnet_b0
+"""
+
+Shape: TypeAlias = "tuple[int, ...]"
+Line: TypeAlias = "tuple[Shape, str, str]"
+"""Shape, class of the module, and what becomes of it, as `verdict` says it."""
+
+
+def verdict(views: tuple[MatrixView, ...] | None) -> str:
+    """Operator types in the order of storage, ``by columns`` where they are, or ``adamw``."""
+    if views is None:
+        return "adamw"
+    kinds = "+".join(dict.fromkeys(view.operator_type for view in views))
+    return kinds + (" by columns" if views[0].dim else "")
+
+
+def verdicts(shapes: Mapping[str, Shape]) -> dict[str, str]:
+    """The verdict on each parameter of a model; ``unknown`` where a pattern is asked for."""
+    found = {
+        name: find(name, shape, {}, shapes, flatten_conv=False) for name, shape in shapes.items()
+    }
+    return {name: verdict(each[0]) if each else "unknown" for name, each in found.items()}
+
+
+def expand(lines: Mapping[str, str]) -> dict[str, Line]:
+    """Every parameter of a family in the record, by name."""
+    found: dict[str, Line] = {}
+    for template, line in lines.items():
+        sizes, kind, what = line.split(" ", 2)
+        shape = tuple(int(size) for size in sizes.split("x")) if sizes != "()" else ()
+        parts = [numbers(part) for part in template.split(".")]
+        found |= {".".join(name): (shape, kind, what) for name in itertools.product(*parts)}
+    return found
+
+
+def numbers(part: str) -> list[str]:
+    """``0-2,5`` as 0, 1, 2, 5; any other part of a name as it is."""
+    if not re.fullmatch(r"[\d,-]+", part):
+        return [part]
+    ranges = [(each.split("-")[0], each.split("-")[-1]) for each in part.split(",")]
+    return [str(number) for low, high in ranges for number in range(int(low), int(high) + 1)]
+
+
+def compress(parameters: Mapping[str, Line]) -> dict[str, str]:
+    """What `expand` takes apart."""
+    alike: dict[tuple[str, Line], list[tuple[int, ...]]] = defaultdict(list)
+    for name, line in parameters.items():
+        parts = name.split(".")
+        template = ".".join("{}" if part.isdigit() else part for part in parts)
+        alike[template, line].append(tuple(int(part) for part in parts if part.isdigit()))
+    return {
+        template.format(*map(as_ranges, box)): f"{'x'.join(map(str, shape)) or '()'} {kind} {what}"
+        for (template, (shape, kind, what)), places in alike.items()
+        for box in boxes(places)
+    }
+
+
+def boxes(places: list[tuple[int, ...]]) -> Iterator[tuple[tuple[int, ...], ...]]:
+    """Places as products: for each number of the name the values that it takes."""
+    if not places[0]:
+        yield ()
+        return
+    rests: dict[int, list[tuple[int, ...]]] = defaultdict(list)
+    for first, *rest in places:
+        rests[first].append(tuple(rest))
+    firsts: dict[tuple[tuple[int, ...], ...], list[int]] = defaultdict(list)
+    for first, found in rests.items():
+        firsts[tuple(found)].append(first)
+    for alike, some in firsts.items():
+        for box in boxes(list(alike)):
+            yield (tuple(some), *box)
+
+
+def as_ranges(values: Iterable[int]) -> str:
+    """What `numbers` takes apart."""
+    runs: list[list[int]] = []
+    for value in sorted(values):
+        if runs and value == runs[-1][1] + 1:
+            runs[-1][1] = value
+        else:
+            runs.append([value, value])
+    return ",".join(str(low) if low == high else f"{low}-{high}" for low, high in runs)
+
+
+def recorded(model: nn.Module) -> dict[str, Line]:
+    """The parameters of a model, a tied one under its first name."""
+    kinds: dict[nn.Parameter, str] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            kinds.setdefault(parameter, type(module).__name__)
+    return {name: (tuple(each.shape), kinds[each], "") for name, each in model.named_parameters()}
+
+
+def build(families: Iterable[str]) -> Iterator[tuple[str, str, nn.Module]]:
+    """Release, family and model."""
+    timm, transformers = map(importlib.import_module, ("timm", "transformers"))
+    for family in families:
+        with torch.device("meta"):
+            if family in TIMM.split():
+                yield f"timm {timm.__version__}", family, timm.create_model(family)
+            else:
+                kind = getattr(transformers, family)
+                model = kind(kind.config_class())
+                yield f"transformers {transformers.__version__}", family, model
+
+
+def table(record: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
+    """The table of ``docs/families.md``."""
+    head = ["model", "matrices", "share", "fused, as one", "to AdamW in blocks", "asked for"]
+    rows = [head, ["---", "---:", "---:", "---", "---", "---"]]
+    for release, families in record.items():
+        rows.append([f"**{release}**", *[""] * (len(head) - 1)])
+        rows += [row(family, expand(lines)) for family, lines in families.items()]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
+
+
+def row(family: str, parameters: Mapping[str, Line]) -> list[str]:
+    """A line of the table."""
+    shapes = {name: shape for name, (shape, _, _) in parameters.items()}
+    found = {
+        name: find(name, shape, {}, shapes, flatten_conv=True) for name, shape in shapes.items()
+    }
+    unknown = suggest_patterns({name: shapes[name] for name, each in found.items() if not each})
+    held = {name: each[0] for name, each in found.items() if each and each[0]}
+    convolutions = {name for name in held if len(shapes[name]) == 4}
+    whole = {views[0].operator_type for name, views in held.items() if (found[name] or "  ")[1]}
+    reasons = {
+        each[1] for name, each in found.items() if each and not each[0] and len(shapes[name]) == 2
+    }
+    asked = [f"{len(unknown)} patterns"] if unknown else []
+    if convolutions:
+        asked.append(f"`flatten_conv` for {len(convolutions)} more: {share(held, shapes)}")
+    linear = [name for name in held if name not in convolutions]
+    return [
+        f"`{family}`",
+        f"{sum(len(held[name]) for name in linear):,}",
+        share(linear, shapes),
+        ", ".join(f"`{kind}`" for kind in sorted(whole)),
+        ", ".join(sorted(reasons - {"embedding", "head", "outside of any block"})),
+        "; ".join(asked),
+    ]
+
+
+def share(names: Iterable[str], shapes: Mapping[str, Shape]) -> str:
+    """Of the entries of a model."""
+    part, total = (sum(math.prod(shapes[name]) for name in each) for each in (names, shapes))
+    return f"{part / total:.1%}"
+
+
+def fill(text: str, filling: str) -> str:
+    """A page with the table in its place."""
+    begin, end = "<!-- begin families -->\n", "\n<!-- end families -->"
+    return text.split(begin)[0] + begin + filling + end + text.split(end)[1]
+
+
+def main(families: list[str]) -> None:
+    """Rewrites the record and the page."""
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    try:
+        for release, family, model in build(families or (TRANSFORMERS + TIMM).split()):
+            record.setdefault(release, {})[family] = compress(recorded(model))
+    except ImportError as error:
+        print(f"No model is built: {error}")
+    for known in record.values():
+        for family, lines in known.items():
+            parameters = expand(lines)
+            what = verdicts({name: shape for name, (shape, _, _) in parameters.items()})
+            known[family] = compress(
+                {name: (shape, kind, what[name]) for name, (shape, kind, _) in parameters.items()}
+            )
+    RECORD.write_text(json.dumps(record, indent=1) + "\n")
+    PAGE.write_text(fill(PAGE.read_text(), table(record)))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

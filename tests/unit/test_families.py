@@ -1,0 +1,210 @@
+"""Every parameter of some seventy models, by name: `tests/families.py` records them."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from amo_dist.operators.groups import param_groups
+from amo_dist.operators.patterns import classify
+from tests.families import PAGE, RECORD, Line, compress, expand, fill, table, verdicts
+from tests.unit.test_param_groups import module_of, types_by_name
+
+RECORDED: dict[str, dict[str, dict[str, str]]] = json.loads(RECORD.read_text())
+FAMILIES = [(release, family) for release, families in RECORDED.items() for family in families]
+# How many kinds of matrices a user has to name.
+ASKED_FOR = {
+    "RecurrentGemmaForCausalLM": 5,
+    "RwkvForCausalLM": 5,
+    "XLNetLMHeadModel": 7,
+    "SamModel": 2,
+    "Gemma3nForConditionalGeneration": 14,
+    "GraniteMoeForCausalLM": 2,
+}
+WITHOUT_MATRICES = {"ResNetForImageClassification", "resnet50", "efficientnet_b0"}
+"""They consist of convolutions."""
+
+
+@functools.cache
+def parameters(release: str, family: str) -> dict[str, Line]:
+    return expand(RECORDED[release][family])
+
+
+def everything() -> Iterator[tuple[str, Line]]:
+    for release, family in FAMILIES:
+        yield from parameters(release, family).items()
+
+
+@pytest.mark.parametrize(("release", "family"), FAMILIES)
+def test_every_parameter_is_what_the_record_says(release: str, family: str) -> None:
+    recorded = parameters(release, family)
+    found = verdicts({name: shape for name, (shape, _, _) in recorded.items()})
+    assert found == {name: what for name, (_, _, what) in recorded.items()}
+
+
+def test_thirty_families_and_more_need_no_pattern() -> None:
+    asked: dict[str, set[str]] = {}
+    known = set()
+    for release, family in FAMILIES:
+        recorded = parameters(release, family)
+        unknown = {n for n, (_, _, what) in recorded.items() if what == "unknown"}
+        if unknown:
+            asked.setdefault(family, set()).update(re.sub(r"\b\d+\b", "#", n) for n in unknown)
+        elif any(what != "adamw" for _, _, what in recorded.values()):
+            known.add(family)
+    assert {family: len(names) for family, names in asked.items()} == ASKED_FOR
+    everyone = {family for _, family in FAMILIES}
+    assert known >= everyone - ASKED_FOR.keys() - WITHOUT_MATRICES
+    assert len(known - ASKED_FOR.keys()) >= 60
+
+
+# The record is a snapshot of what the tables say. What follows knows nothing of the tables: the
+# classes of the modules, and names that have one meaning in all of these libraries.
+TO_ADAMW = re.compile("Embedding|Router|MoEGate|Norm|Conv[123]d|PositionBias|LayerScale")
+ADAMW_PARTS = re.compile(
+    r"(?x) (^|\.) ( \w*bias | lm_head | (\w+_)?head | classifier | cls | predictions | \w*router\w*"
+    r" | \w*relative_position\w*(?<!_embedding) | rel_pos_[hw] | \w*position_bias_mlp | wte | wpe"
+    r" | \w*(tok|token|word|position)_?embed\w* | \w*pos_embed | shared_expert_gate | A_log | D"
+    r" | (cls|mask|query|iou)_tokens? ) (\.|$)"
+)
+LINEAR_TO_ADAMW = re.compile(
+    r".*(router(\.layer)?|(mlp|block_sparse_moe)\.gate|shared_expert_gate|in_proj_ba"
+    r"|continuous_position_bias_mlp\.\d|_adapter_list\.\d\.\d)\.weight"
+)
+INSIDE = re.compile(r"(^|\.)(layers?|blocks?|h|albert_layers|conformer)\.\d+\.")
+
+
+def test_what_is_no_matrix_of_a_block_goes_to_adamw() -> None:
+    wrong = [
+        (name, line)
+        for name, line in everything()
+        if line[2] not in ("adamw", "unknown")
+        and (TO_ADAMW.search(line[1]) or ADAMW_PARTS.search(name) or not INSIDE.search(name))
+    ]
+    assert wrong == []
+
+
+def test_every_linear_layer_of_a_block_is_a_matrix() -> None:
+    wrong = [
+        (name, line)
+        for name, line in everything()
+        if line[2] == "adamw"
+        and len(line[0]) > 1
+        and re.search("Linear|^Conv1D$|Experts", line[1])
+        and INSIDE.search(name)
+        and not (LINEAR_TO_ADAMW.fullmatch(name) or name.endswith("bias"))
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize(
+    ("part", "kinds"),
+    [
+        (r"(q|query|q_lin|query_proj|q_proj)\.weight", {"attn_q", "unknown"}),
+        (r"(k|k_lin|key_proj|k_proj)\.weight", {"attn_k"}),
+        (r"(v|v_lin|value_proj|v_proj)\.weight", {"attn_v"}),
+        (r"(o|Wo|o_proj|out_lin)\.weight", {"attn_o", "mlp_down"}),
+        (
+            r"(experts\.|experts\.\d+\.)\w*down_proj(\.weight)?",
+            {"expert_down", "shared_expert_down"},
+        ),
+        (r"mlp\.(down_proj|fc2|c_proj|fc_out|lin2)\.weight", {"mlp_down"}),
+        (r"(mlp|ffn|feed_forward)\.up_proj\.weight", {"mlp_up"}),
+    ],
+)
+def test_operator_types_follow_the_names(part: str, kinds: set[str]) -> None:
+    found = {
+        line[2]
+        for name, line in everything()
+        if re.search(rf"\.{part}$", name) and INSIDE.search(name)
+    }
+    assert found <= kinds
+
+
+def test_the_record_is_compact_and_whole() -> None:
+    assert RECORD.stat().st_size < 300_000
+    for families in RECORDED.values():
+        for lines in families.values():
+            assert compress(expand(lines)) == lines
+
+
+def test_the_page_shows_the_record() -> None:
+    assert PAGE.read_text() == fill(PAGE.read_text(), table(RECORDED)), (
+        "run `python -m tests.families` to rewrite the table of docs/families.md"
+    )
+
+
+SHAPES = dict[str, tuple[int, ...]]
+QKV = ("attn_q", "attn_k", "attn_v")
+PHI = "layers.0.self_attn.qkv_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "sizes", "dim"),
+    [
+        # 96 rows of queries, for o_proj below has 96 columns.
+        (PHI, (160, 32), {"attn_q": 96, "attn_k": 32, "attn_v": 32}, 0),
+        ("blocks.0.attn.qkv.weight", (24, 8), dict.fromkeys(QKV, 8), 0),
+        ("layers.0.attn.Wqkv.weight", (24, 8), dict.fromkeys(QKV, 8), 0),
+        ("layers.0.self_attn.in_proj_weight", (24, 8), dict.fromkeys(QKV, 8), 0),
+        ("h.0.attn.c_attn.weight", (8, 24), dict.fromkeys(QKV, 8), 1),
+        ("layers.0.mlp.gate_up_proj.weight", (24, 8), {"mlp_gate": 12, "mlp_up": 12}, 0),
+        ("layers.0.mlp.Wi.weight", (24, 8), {"mlp_gate": 12, "mlp_up": 12}, 0),
+    ],
+)
+def test_parts_of_fused_matrices(
+    name: str, shape: tuple[int, int], sizes: dict[str, int], dim: int
+) -> None:
+    views = classify(name, shape, shapes={PHI.replace("qkv", "o"): (32, 96)})
+    assert views is not None
+    assert [(v.operator_type, v.dim) for v in views] == [(kind, dim) for kind in sizes]
+    start = 0
+    for view, size in zip(views, sizes.values(), strict=True):
+        assert view.boxes is not None
+        assert view.boxes[0][dim] == (start, start + size)
+        start += size
+
+
+GATE_UP = "layers.0.mlp.experts.gate_up_proj"
+DOWN = "layers.0.mlp.experts.down_proj"
+
+
+@pytest.mark.parametrize(
+    ("shapes", "expected"),
+    [
+        ({GATE_UP: (2, 12, 8), DOWN: (2, 8, 6)}, ("expert_gate", ((0, 1), (0, 6), (0, 8)))),
+        ({GATE_UP: (2, 8, 12), DOWN: (2, 6, 8)}, ("expert_gate", ((0, 1), (0, 8), (0, 6)))),
+        # A bias, as gpt-oss alone has: rows of both in turn.
+        (
+            {GATE_UP: (2, 8, 12), DOWN: (2, 6, 8), f"{GATE_UP}_bias": (2, 12)},
+            ("expert_gate_up", ((0, 1), (0, 8), (0, 12))),
+        ),
+        ({GATE_UP: (2, 12, 8)}, ("expert_gate_up", ((0, 1), (0, 12), (0, 8)))),
+    ],
+)
+def test_parts_of_fused_experts(shapes: SHAPES, expected: tuple[str, object]) -> None:
+    views = classify(GATE_UP, shapes[GATE_UP], shapes=shapes)
+    assert views is not None
+    assert views[0].boxes is not None
+    assert (views[0].operator_type, views[0].boxes[0]) == expected
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gpt_neox.layers.0.attention.query_key_value.weight",
+        "transformer.h.0.self_attention.query_key_value.weight",
+        # CodeGen's and MiniMax's, in turn by heads, have no o_proj beside them.
+        "transformer.h.0.attn.qkv_proj.weight",
+    ],
+)
+def test_what_lies_in_turn_is_one_matrix(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    out = name.replace("query_key_value", "dense").replace("qkv_proj", "out_proj")
+    model = module_of({name: (24, 8), out: (8, 8)})
+    groups = param_groups(model, report=True)
+    assert types_by_name(groups) == {name: "attn_qkv", out: "attn_o"}
+    assert "attn_qkv (fused, as one matrix)" in capsys.readouterr().out
