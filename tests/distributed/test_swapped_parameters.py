@@ -1,8 +1,14 @@
-"""Optimizers that are built before the model is sharded: followed by a swap, else refused."""
+"""What trainers do to optimizers on ranks: copies, swapped parameters, faults on some ranks.
+
+An optimizer that is built before the model is sharded follows a swap of its parameters, and else
+refuses to step.
+"""
 
 from __future__ import annotations
 
 import copy
+import os
+import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -89,6 +95,35 @@ def test_parameters_sharded_after_construction_are_trained(run_on: Ranks, name: 
     assert run_on(2)(prepared, name) == [(True, True, phase)] * 2
 
 
+def by_accelerate(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Accelerate's own swap, which on CPUs it must be told to make."""
+    # Imported on the ranks alone: it keeps the state of a process.
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 1}
+    os.environ |= {"MASTER_ADDR": "localhost", **{key: str(n) for key, n in ranks.items()}}
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator.state.fsdp_plugin = plugin
+    model = models.plain_model(models.shapes())
+    optimizer = AMO(param_groups(model), config=CONFIG)
+    model, wrapped = accelerator.prepare(model, optimizer)
+    expected = fully_shard(models.plain_model(models.shapes()))
+    reference = AMO(param_groups(expected), config=CONFIG)
+    for step in range(1, 10):
+        for each, own in ((model, wrapped), (expected, reference)):
+            models.set_gradients(each, 1, step)
+            own.step()
+    return same(model, expected), isinstance(model.get_parameter(WQ), DTensor)
+
+
+def test_parameters_that_accelerate_swaps_are_trained(run_on: Ranks) -> None:
+    pytest.importorskip("accelerate")
+    assert run_on(2, fresh=True)(by_accelerate) == [(True, True), (True, True)]
+
+
 def resumed(rank: int, world_size: int, flat: bool) -> bool:
     """A checkpoint goes into an optimizer whose parameters were swapped, before any step."""
     options = StateDictOptions(flatten_optimizer_state_dict=flat)
@@ -112,6 +147,24 @@ def resumed(rank: int, world_size: int, flat: bool) -> bool:
 @pytest.mark.parametrize("flat", [False, True])
 def test_a_checkpoint_is_loaded_after_the_swap(run_on: Ranks, flat: bool) -> None:
     assert run_on(2)(resumed, flat) == [True, True]
+
+
+def copied(rank: int, world_size: int, layout: str) -> list[bool]:
+    model = models.make_model(layout, models.shapes())
+    group = dist.group.WORLD if layout == "plain" else None
+    optimizer = AMO(param_groups(model), config=CONFIG, process_group=group)
+    train(model, optimizer, 1, 5)
+    made = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    # PyTorch does not copy a model under fully_shard: the optimizers bring their parameters.
+    twins = [models.build(each.params_by_name) for each in made]
+    for each, own in ((model, optimizer), *zip(twins, made, strict=True)):
+        train(each, own, 6, 9)
+    return [same(model, twin) for twin in twins]
+
+
+@pytest.mark.parametrize("layout", ["plain", "fsdp", "tp"])
+def test_a_copy_goes_on_as_the_original(run_on: Ranks, layout: str) -> None:
+    assert run_on(2)(copied, layout) == [[True, True]] * 2
 
 
 def not_swapped(rank: int, world_size: int, blocks_only: bool) -> tuple[str, bool]:

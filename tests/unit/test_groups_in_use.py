@@ -5,6 +5,7 @@ Whatever changes there is followed, or refused before the next step; nothing is 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import logging
 from collections.abc import Callable
@@ -28,6 +29,7 @@ from amo_dist import (
     param_groups,
 )
 from amo_dist.state.foreign import import_state
+from tests import rehearsal
 from tests.distributed import models
 
 WQ, W1 = "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"
@@ -221,16 +223,19 @@ def test_a_step_before_the_first_gradient_of_a_matrix_changes_nothing() -> None:
     assert same(model, twin)
 
 
+@pytest.mark.parametrize("is_on_devices", [False, True])
 def test_later_steps_without_gradients_warn_once_in_a_row(
-    caplog: pytest.LogCaptureFixture,
+    caplog: pytest.LogCaptureFixture, is_on_devices: bool
 ) -> None:
     model = models.plain_model(SHAPES)
-    optimizer = muon(model)
+    with rehearsal.on_devices() if is_on_devices else contextlib.nullcontext():
+        optimizer = muon(model)
     for step, has in enumerate((True, False, False, True, False), start=1):
         models.set_gradients(model, 1, step)
         if not has:
             optimizer.zero_grad()
         optimizer.step()
+    optimizer.state_dict()  # which waits for what devices tell of the last step
     assert [record.getMessage() for record in caplog.records] == [
         f"{MATRICES}: found no gradient on any rank in step {step}: they stay as they are"
         for step in (2, 5)
