@@ -88,7 +88,7 @@ class AdamW:
         members: Sequence[tuple[Tensor, ...]],
         found_inf: Tensor | None,
     ) -> None:
-        beta1, beta2 = group["betas"]
+        beta1, beta2 = map(float, group["betas"])
         lr = group["lr"] * group["lr_scale"]
         if isinstance(lr, Tensor) and self.implementation == "foreach":
             # PyTorch refuses a tensor here. Reading it waits for the device only if it lies there.
@@ -108,7 +108,7 @@ class AdamW:
             beta1=beta1,
             beta2=beta2,
             lr=lr,
-            weight_decay=group["weight_decay"],
-            eps=group["eps"],
+            weight_decay=float(group["weight_decay"]),
+            eps=float(group["eps"]),
             maximize=False,
         )

@@ -24,9 +24,9 @@ from amo_dist.kernels.interface import Kernels
 _ABSENT, _PRESENT, _EMPTY, _FOREIGN = range(4)
 _MISPLACED = 4
 """Added to what kind of gradient it is."""
-_HEAD = 4
+_HEAD = 5
 """The mark of the text and its negative, whether a rank waits for the verdict, whether one does
-not."""
+not, whether one has a gradient that counts."""
 _MOST_PATTERNS = 64
 """Patterns of gradients, existing and missing, and lists of matrices whose tensors are kept."""
 
@@ -55,6 +55,8 @@ class Marks:
     Attributes:
         is_unlike: Whether their texts differ.
         is_mixed: Whether some wait for the verdict and some do not.
+        has_gradient: Whether any rank has the gradient of any matrix; where the world has no
+            matrix, of any parameter.
         clashes: By slot of a parameter, a rank's mark that has its gradient and one that has not.
         foreign: By slot of a parameter, the mark of a rank with a gradient of another form.
         gradients: By slot of a parameter, the mark of a rank with an unusable gradient.
@@ -63,6 +65,7 @@ class Marks:
 
     is_unlike: bool
     is_mixed: bool
+    has_gradient: bool
     clashes: dict[int, tuple[int, int]]
     foreign: dict[int, int]
     gradients: dict[int, int]
@@ -121,11 +124,10 @@ class Ballot:
         self._is_far = kernels.is_asynchronous
         self._num_ranks = 1 + max((max(ranks, default=0) for _, ranks in world.slots), default=0)
         entries = parameters.entries
-        of_matrices = momentum_bound(getattr(torch, config.momentum_dtype), config.momentum)
-        self._bounds = [
-            of_matrices if entry.views else second_moment_bound(entry.param.dtype)
-            for entry in entries
-        ]
+        self._momentum_dtype = getattr(torch, config.momentum_dtype)
+        self._entries = entries
+        self._momentum = config.momentum
+        self._counts = [bool(entry.views) or not world.registry for entry in entries]
         slot_by_key = {key: slot for slot, key in enumerate(world.slots)}
         keys = [slot_of(entry.name, entry.layout.ranks) for entry in entries]
         self._slots = [slot_by_key[key] for key in keys]
@@ -145,6 +147,7 @@ class Ballot:
         text: str,
         params: Sequence[Tensor | None],
         updates: tuple[tuple[str, ...], Tensor] | None,
+        momentum: float = 0.0,
         *,
         waits: bool,
     ) -> Cast:
@@ -154,8 +157,12 @@ class Ballot:
             text: What must be alike on all ranks.
             params: Whose gradients to tell of; None for each that is not asked for.
             updates: Names of matrices, and whether the last update of each was bad, on the device.
+            momentum: The greatest of any group, which bounds gradients from now on.
             waits: Whether this rank reads the answer before it goes on.
         """
+        if momentum > self._momentum:
+            self._momentum = momentum
+            self._patterns.clear()
         kinds, grads = bytearray(), []
         for param in params:
             kind, grad = _kind(param)
@@ -185,11 +192,19 @@ class Ballot:
     def count(self, vector: Sequence[int]) -> Marks:
         """What a vector of `Cast` says, read on the host."""
         parts = _split(vector, self._sizes)
-        (mark, negated, waits, defers), present, absent, foreign, gradients, updates = parts
+        (
+            (mark, negated, waits, defers, has_gradient),
+            present,
+            absent,
+            foreign,
+            gradients,
+            updates,
+        ) = parts
         both = enumerate(zip(present, absent, strict=True))
         return Marks(
             is_unlike=mark != -negated,
             is_mixed=bool(waits and defers),
+            has_gradient=bool(has_gradient),
             clashes={slot: pair for slot, pair in both if all(pair)},
             foreign=_set(foreign),
             gradients=_set(gradients),
@@ -211,7 +226,9 @@ class Ballot:
 
     def _lay_out(self, waits: bool, kinds: bytes) -> _Pattern:
         """Copies to the device, and waits for that: once for each pattern of gradients."""
-        told = [[0, 0, waits, not waits], *([0] * size for size in self._sizes[1:])]
+        exists = any(kind != _ABSENT for kind in itertools.compress(kinds, self._counts))
+        head = [0, 0, waits, not waits, exists]
+        told = [head, *([0] * size for size in self._sizes[1:])]
         _, present, absent, foreign, *_ = told
         for slot, kind, is_shared in zip(self._slots, kinds, self._is_shared, strict=True):
             if kind == _FOREIGN:
@@ -220,7 +237,7 @@ class Ballot:
                 (absent if kind == _ABSENT else present)[slot] = self._mark
         held = tuple(i for i, kind in enumerate(kinds) if kind & ~_MISPLACED == _PRESENT)
         # Of a sum each rank sees one term.
-        bounds = [self._bounds[i] / (self._num_ranks if kinds[i] & _MISPLACED else 1) for i in held]
+        bounds = [self._bound(i) / (self._num_ranks if kinds[i] & _MISPLACED else 1) for i in held]
         return _Pattern(
             torch.tensor([*itertools.chain(*told)], dtype=torch.int64, device=self._device),
             held,
@@ -230,6 +247,13 @@ class Ballot:
             else bounds,
             any(kind & _MISPLACED for kind in kinds),
         )
+
+    def _bound(self, index: int) -> float:
+        """Largest entry that the gradient of a parameter may have."""
+        entry = self._entries[index]
+        if entry.views:
+            return momentum_bound(self._momentum_dtype, self._momentum)
+        return second_moment_bound(entry.param.dtype)
 
     def _places_of(self, names: tuple[str, ...]) -> Tensor:
         places = self._places.get(names)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Mapping, MutableMapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from amo_dist.engine.batches import Batches
 from amo_dist.engine.exchange_planning import plan_exchanges, tell_balance
 from amo_dist.engine.gradients import Agreement, GradientCheck
 from amo_dist.engine.orders import Orders
-from amo_dist.engine.parameters import Parameters, describe_group
+from amo_dist.engine.parameters import Parameters, describe_group, momentum_of
 from amo_dist.engine.pieces import Cuts, Locals, as_matrix, cut
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.updates import Updates
@@ -82,6 +82,7 @@ class Engine:
         self._adamw = adamw.AdamW(parameters.entries, state, groups, how)
         self._batches = Batches(parameters, self.kernels)
         self._updates = Updates(parameters, groups, state, rule, self.kernels)
+        self._momenta: list[tuple[float, bool]] = []
         self._orders: Orders | None = None
         self._grads: Sequence[Tensor | None] = ()
         self._convolutions = parameters.convolutions
@@ -93,6 +94,10 @@ class Engine:
         self._exchange_key: object = None
         self._wide_dtype = wide_dtype(getattr(torch, config.momentum_dtype))
         self._prepares = type(rule).prepare is not UpdateRule.prepare
+
+    def is_over(self, groups: Groups, state: State) -> bool:
+        """Whether it reads these very objects."""
+        return groups is self._groups and state is self._state
 
     def make_state(self) -> None:
         """State for every parameter, zero, so that all ranks have the same keys."""
@@ -138,7 +143,9 @@ class Engine:
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         for index, group in enumerate(groups):
             lines.append(f"group {index}: {describe_group(group, self._rule.defaults)}")
-        return self.check.agree(orders.step, "\n".join(lines), waits=waits)
+        self._momenta = [momentum_of(group, self._config) for group in self._groups]
+        momentum, _ = max(self._momenta)
+        return self.check.agree(orders.step, "\n".join(lines), momentum, waits=waits)
 
     def run(self, orders: Orders, agreed: Agreement) -> None:
         """Update every parameter; a collective over the ranks that share parameters.
@@ -179,8 +186,10 @@ class Engine:
         moving = [i for i, entry in enumerate(entries) if entry.views and grads[i] is not None]
         self.kernels.begin_step(agreed.bad)
         with span("amo::momentum"):
-            buffers, found = [self._buffers[i] for i in moving], [grads[i] for i in moving]
-            self.kernels.update_momentum(buffers, found, self._config.momentum)  # type: ignore[arg-type]
+            for (momentum, _), some in self._by_momentum(moving).items():
+                buffers = [self._buffers[moving[place]] for place in some]
+                found = [grads[moving[place]] for place in some]
+                self.kernels.update_momentum(buffers, found, momentum)  # type: ignore[arg-type]
         self._orders, self._grads = orders, grads
         self._batches.begin_step(orders.schedules)
         self._updates.begin(self._params, grads, agreed.bad)
@@ -204,19 +213,37 @@ class Engine:
             found.append(as_matrix(place))
             held.append(part)
         if not self._prepares:
-            self._momentum(buffers, grads, found)
+            self._momentum(held, buffers, grads, found)
             return
         # Before anything is rounded to travel.
         wide = [torch.empty_like(each, dtype=self._wide_dtype) for each in found]
-        self._momentum(buffers, grads, wide)
+        self._momentum(held, buffers, grads, wide)
         for part, place, momentum in zip(held, found, wide, strict=True):
             place.copy_(self._rule.prepare(momentum, self._updates.piece(part)))
 
-    def _momentum(self, buffers: list[Tensor], grads: list[Tensor], out: list[Tensor]) -> None:
-        if self._config.nesterov:
-            self.kernels.nesterov(buffers, grads, self._config.momentum, out=out)
-        elif out:
-            torch._foreach_copy_(out, buffers)
+    def _momentum(
+        self, parts: list[Part], buffers: list[Tensor], grads: list[Tensor], out: list[Tensor]
+    ) -> None:
+        tensors = [self.parameters.matrices[part.matrix].tensor for part in parts]
+        for (momentum, is_nesterov), some in self._by_momentum(tensors).items():
+            read, write = [buffers[place] for place in some], [out[place] for place in some]
+            if is_nesterov:
+                found = [grads[place] for place in some]
+                self.kernels.nesterov(read, found, momentum, out=write)
+            else:
+                torch._foreach_copy_(write, read)
+
+    def _by_momentum(self, tensors: Iterable[int]) -> dict[tuple[float, bool], list[int]]:
+        """Places in a list of parameters, by the momentum of their groups, and whether Nesterov's.
+
+        Args:
+            tensors: Indices of parameters.
+        """
+        entries = self.parameters.entries
+        places: dict[tuple[float, bool], list[int]] = defaultdict(list)
+        for place, tensor in enumerate(tensors):
+            places[self._momenta[entries[tensor].group]].append(place)
+        return places
 
     def _compute(self, task: Task, matrices: Sequence[Tensor]) -> list[Tensor]:
         """Orthogonalize the owned matrices of a task, and measure those that are asked for.

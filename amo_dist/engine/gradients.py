@@ -37,7 +37,7 @@ class NonFiniteUpdateError(FloatingPointError):
 
 
 class MissingGradientError(RuntimeError):
-    """A parameter has a gradient on some of its ranks only."""
+    """A parameter has a gradient on some of its ranks only, or nothing has one at all."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,7 +82,9 @@ class GradientCheck:
     ) -> None:
         self._world, self._kernels = world, kernels
         self._skips = config.nonfinite == "skip_step"
+        self._entries = parameters.entries
         self._params = [entry.param for entry in parameters.entries]
+        self._had_gradient: bool | None = None  # None until a step has had one
         self._ballot = Ballot(world, parameters, config, kernels)
         self._updates: tuple[tuple[str, ...], Tensor] | None = None
         self._pending: _Pending | None = None
@@ -144,18 +146,20 @@ class GradientCheck:
         """
         self._check_updates(self.agree_on_text("the last update", self._updates))
 
-    def agree(self, step: int, intent: str, *, waits: bool) -> Agreement:
+    def agree(self, step: int, intent: str, momentum: float, *, waits: bool) -> Agreement:
         """Agree on what a step is about to do and on its gradients; a collective over the world.
 
         Args:
             step: That is about to be taken.
             intent: What must be alike on all ranks, as text; ``waits`` is part of it.
+            momentum: The greatest of any group.
             waits: Whether to wait for the verdict; else it is applied on the device, and `settle`
                 tells of it.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
-            MissingGradientError: On every rank; names a parameter and two ranks.
+            MissingGradientError: On every rank; names a parameter and two ranks, or matrices
+                where none has had a gradient on any rank in any step so far.
             ValueError: On every rank, for a foreign gradient; names a parameter and a rank.
             NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
                 or inf. Its parameter was only decayed then.
@@ -163,10 +167,13 @@ class GradientCheck:
             RuntimeError: On every rank, for what `report_failure` was told on one.
         """
         intent = self._text(intent)
-        cast = self._ballot.cast(intent, self._params, self._updates, waits=waits)
+        cast = self._ballot.cast(intent, self._params, self._updates, momentum, waits=waits)
         self._updates = None
         if waits:
+            is_first = self._had_gradient is None
             fault = self._judge(self._read(cast), intent, step)
+            if is_first:
+                self._warn_of_missing(cast.grads, step)
             return Agreement(fault, [] if fault else self._placed(cast.grads))
         self._pending = _Pending(step, intent, self._kernels.fetch(cast.vector))
         grads, bad = cast.grads, self._ballot.is_bad(cast.vector)
@@ -246,6 +253,7 @@ class GradientCheck:
         marks = self._ballot.count(values)
         self._compare(marks, text)
         self._check_presence(marks, step)
+        self._check_existence(marks, step)
         self._check_updates(marks)
         reason = self._describe(marks, step)
         if reason and not self._skips:
@@ -277,6 +285,37 @@ class GradientCheck:
             raise MissingGradientError(
                 f"{self._world.slots[slot][0]}: found a gradient on rank {here - 1} and none on "
                 f"rank {nowhere - 1} in step {step}, expected one on all of its ranks or on none"
+            )
+
+    def _check_existence(self, marks: Marks, step: int) -> None:
+        """Raise where nothing has ever had a gradient; warn where that is so again."""
+        had = self._had_gradient
+        if marks.has_gradient:
+            self._had_gradient = True
+            return
+        names = [matrix.name for matrix in self._world.registry]
+        names = names or [name for name, _ in self._world.slots]
+        told = f"found no gradient on any rank in step {step}"
+        if had is None:
+            raise MissingGradientError(
+                f"{_some(names)}: {told}, expected that of one at least: call backward() before "
+                "step(), and build the optimizer after all that replaces the model's parameters, "
+                "such as fully_shard: it holds those that it was built with, unless a trainer "
+                "swaps them in its param_groups before the first step"
+            )
+        if had:
+            logger.warning("%s: %s: they stay as they are", _some(names), told)
+        self._had_gradient = False
+
+    def _warn_of_missing(self, grads: Sequence[Tensor | None], step: int) -> None:
+        """Log which matrices have none in the first step that has gradients."""
+        pairs = zip(self._entries, grads, strict=True)
+        names = [entry.name for entry, grad in pairs if entry.views and grad is None]
+        if names:
+            logger.warning(
+                "%s: found no gradient in step %d, as of a parameter that the model does not use, "
+                "or no longer holds; it stays as it is until it has one",
+                *(_some(names), step),
             )
 
     def _check_updates(self, marks: Marks) -> None:
@@ -330,3 +369,9 @@ def raise_together(
         with membership.patience():
             # What the first step of another rank begins with.
             check_alike("configuration", text, membership.join())
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

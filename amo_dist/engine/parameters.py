@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import (
     MatrixLayout,
     TensorLayout,
@@ -22,6 +24,21 @@ from amo_dist.distributed.layout import (
 from amo_dist.operators.views import MatrixView, require
 
 ALGORITHMS = ("muon", "adamw")
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class Structure:
+    """What parameter groups hold beside tensors and hyperparameters; stays for the whole run.
+
+    Attributes:
+        names: Of the parameters of each group.
+        views: The matrices of a parameter, by its name, for each group.
+        replica_ranks: Global ranks over which plain tensors are replicas.
+    """
+
+    names: tuple[tuple[str, ...], ...]
+    views: tuple[Mapping[str, tuple[MatrixView, ...]], ...]
+    replica_ranks: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -51,16 +68,20 @@ class Parameters:
         entries: In the order of the groups.
         matrices: Layouts; `MatrixLayout.tensor` indexes ``entries``.
         operator_types: Of each matrix.
+        params: Those of the entries.
+        kinds: The dtype and the device of each, when they were laid out; all on one device.
     """
 
     entries: tuple[Entry, ...]
     matrices: tuple[MatrixLayout, ...]
     operator_types: tuple[str, ...]
+    params: tuple[Tensor, ...]
+    kinds: tuple[tuple[torch.dtype, torch.device], ...]
 
     @property
     def device(self) -> torch.device:
         """Where all of them lie."""
-        return self.entries[0].param.device
+        return self.kinds[0][1]
 
     @property
     def convolutions(self) -> list[int]:
@@ -71,6 +92,29 @@ class Parameters:
     def matrix_names(self) -> list[str]:
         """Of each matrix."""
         return [matrix.name for matrix in self.matrices]
+
+    def are_in(self, groups: Sequence[Mapping[str, Any]]) -> bool:
+        """Whether these very tensors are those of the groups, in the same order."""
+        found = [param for group in groups for param in group["params"]]
+        return len(found) == len(self.params) and all(map(operator.is_, found, self.params))
+
+    def check_unchanged(self) -> None:
+        """Refuse parameters that were cast or moved in place.
+
+        Raises:
+            ValueError: Names a parameter, what was found and what was expected.
+        """
+        kinds = tuple(map(_kind, self.params))
+        if kinds == self.kinds:
+            return
+        for entry, found, expected in zip(self.entries, kinds, self.kinds, strict=True):
+            (dtype, device), (was, place) = found, expected
+            remedy = "cast or move the model before the optimizer is built"
+            told = f"{was} on {place.type}, as at construction: {remedy}"
+            require(found == expected, entry.name, f"{dtype} on {device.type}", told)
+
+
+_kind = operator.attrgetter("dtype", "device")
 
 
 def gradient_is_foreign(param: Tensor) -> bool:
@@ -129,6 +173,7 @@ def describe_group(group: Mapping[str, Any], own: Iterable[str] = ()) -> str:
     numbers: dict[str, object] = {"lr": "of a tensor" if is_far else float(lr)}
     numbers |= {key: float(group[key]) for key in ("lr_scale", "weight_decay", "eps", *own)}
     numbers["betas"] = tuple(float(beta) for beta in group["betas"])
+    numbers |= {key: float(group[key]) for key in ("momentum", "nesterov") if key in group}
     return ", ".join(f"{key} {value}" for key, value in numbers.items())
 
 
@@ -139,60 +184,79 @@ def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
     return float(rate) if is_near else rate
 
 
-def check_groups(groups: Any) -> list[dict[str, Any]]:
-    """Reject parameters that do not come from `amo_dist.param_groups`.
+def momentum_of(group: Mapping[str, Any], config: MuonConfig) -> tuple[float, bool]:
+    """Momentum of a group, and whether it is Nesterov's: the settings' where it names none."""
+    momentum = group.get("momentum", config.momentum)
+    return float(momentum), bool(group.get("nesterov", config.nesterov))
+
+
+def take_apart(groups: Any, replica_ranks: Sequence[int]) -> tuple[list[dict[str, Any]], Structure]:
+    """Groups as PyTorch knows them, and what else is in those of `amo_dist.param_groups`.
+
+    Args:
+        groups: Of the user; not modified.
+        replica_ranks: As in `Structure`.
 
     Raises:
-        ValueError: With the remedy.
+        ValueError: They do not come from `amo_dist.param_groups`; with the remedy.
     """
     remedy = "the groups that amo_dist.param_groups(model) returns, or splits of them"
-    storage = (
-        "one with storage: call model.to_empty(device=...) and initialise before the optimizer is "
-        "built, since its state is made at once"
-    )
     is_list = isinstance(groups, Sequence) and len(groups) > 0
     require(is_list, "params", type(groups).__name__, remedy)
+    plain: list[dict[str, Any]] = []
+    names: list[tuple[str, ...]] = []
+    views: list[Mapping[str, tuple[MatrixView, ...]]] = []
     for group in groups:
         is_group = isinstance(group, Mapping) and "algorithm" in group
         require(is_group, "params", f"{type(group).__name__} without 'algorithm'", remedy)
         algorithm = group["algorithm"]
         require(algorithm in ALGORITHMS, "algorithm", repr(algorithm), f"one of {ALGORITHMS}")
-        params = group["params"]
-        is_named = all(isinstance(item, tuple) and len(item) == 2 for item in params)
+        pairs, own = list(group["params"]), group.get("matrix_views", {})
+        is_named = all(isinstance(item, tuple) and len(item) == 2 for item in pairs)
         found = "a group without (name, parameter) pairs"
-        require(is_named and len(params) > 0, "params", found, remedy)
-        for name, param in params:
-            require(not param.is_meta, name, "a meta tensor", storage)
-            found = f"dtype {param.dtype}"
-            require(param.is_floating_point(), name, found, "a floating dtype")
-            has_views = algorithm == "adamw" or bool(group.get("matrix_views", {}).get(name))
+        require(is_named and len(pairs) > 0, "params", found, remedy)
+        for name, param in pairs:
+            _check_parameter(name, param)
+            has_views = algorithm == "adamw" or bool(own.get(name))
             require(has_views, name, "no matrix view", "one in 'matrix_views'")
-    return [dict(group) for group in groups]
+        kept = {key: value for key, value in group.items() if key != "matrix_views"}
+        plain.append({**kept, "params": [param for _, param in pairs]})
+        names.append(tuple(name for name, _ in pairs))
+        # A parameter without elements goes to AdamW: there is no matrix in it.
+        views.append({name: own[name] for name, param in pairs if name in own and param.numel()})
+    return plain, Structure(tuple(names), tuple(views), tuple(replica_ranks))
 
 
-def resolve(
-    groups: Sequence[Mapping[str, Any]],
-    names: Sequence[Sequence[str]],
-    views: Sequence[Mapping[str, tuple[MatrixView, ...]]],
-    replica_ranks: Sequence[int],
-) -> Parameters:
+def _check_parameter(name: str, param: Any) -> None:
+    """Refuse what has no state that could be made, or cannot be orthogonalized."""
+    require(isinstance(param, Tensor), name, type(param).__name__, "a tensor")
+    storage = (
+        "one with storage: call model.to_empty(device=...) and initialise before the optimizer is "
+        "built, since its state is made at once"
+    )
+    require(not param.is_meta, name, "a meta tensor", storage)
+    require(param.is_floating_point(), name, f"dtype {param.dtype}", "a floating dtype")
+    is_dense = param.layout == torch.strided
+    require(is_dense, name, f"a tensor of layout {param.layout}", "a dense one")
+
+
+def resolve(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parameters:
     """Lay out every parameter and matrix.
 
     Args:
         groups: Parameter groups of the optimizer, with ``params``.
-        names: Of the parameters of each group.
-        views: By name, for each group.
-        replica_ranks: Global ranks over which plain tensors are replicated.
+        structure: Of these groups.
 
     Raises:
         ValueError: A name appears twice, a DTensor has an unknown placement, or the views of a
             parameter do not cover it exactly, or the memory of a convolution has another order.
     """
     entries: list[Entry] = []
-    for index, group in enumerate(groups):
-        for name, param in zip(names[index], group["params"], strict=True):
-            layout = layout_of(param, name, replica_ranks)
-            entries.append(Entry(name, param, index, tuple(views[index].get(name, ())), layout))
+    for index, (group, names) in enumerate(zip(groups, structure.names, strict=True)):
+        for name, param in zip(names, group["params"], strict=True):
+            layout = layout_of(param, name, structure.replica_ranks)
+            views = structure.views[index].get(name, ())
+            entries.append(Entry(name, param, index, tuple(views), layout))
     for name, count in Counter(entry.name for entry in entries).items():
         require(count == 1, "params", f"{name} more than once", "unique names")
     first = entries[0]
@@ -214,4 +278,30 @@ def resolve(
         require(not cut or covered == size, entry.name, found, f"to cover all {size}")
         matrices += cut
     types = tuple(view.operator_type for entry in entries for view in entry.views)
-    return Parameters(tuple(entries), tuple(matrices), types)
+    params = tuple(entry.param for entry in entries)
+    return Parameters(tuple(entries), tuple(matrices), types, params, tuple(map(_kind, params)))
+
+
+def check_swap(before: Parameters, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse parameters that cannot take the place of those an optimizer was built with.
+
+    Args:
+        before: Those it was built with.
+        groups: Of the optimizer, with other tensors in them.
+
+    Raises:
+        ValueError: Names a parameter, what was found and what was expected.
+    """
+    counts = Counter(entry.group for entry in before.entries)
+    found, expected = f"{len(groups)} groups", f"{len(counts)}, as at construction"
+    require(len(groups) == len(counts), "param_groups", found, expected)
+    for index, group in enumerate(groups):
+        found = f"{len(group['params'])} parameters"
+        is_whole = len(group["params"]) == counts[index]
+        require(is_whole, f"param_groups[{index}]", found, f"{counts[index]}, as at construction")
+    swapped = [param for group in groups for param in group["params"]]
+    for entry, param in zip(before.entries, swapped, strict=True):
+        _check_parameter(entry.name, param)
+        found, shape = f"shape {tuple(param.shape)}", entry.layout.shape
+        expected = f"{shape}, that of the parameter in whose place it was put"
+        require(tuple(param.shape) == shape, entry.name, found, expected)

@@ -179,6 +179,6 @@ class Updates:
                     [places[position] for position in members],
                     [values[position] for position in members],
                     lr=learning_rate(group),
-                    weight_decay=group["weight_decay"],
+                    weight_decay=float(group["weight_decay"]),
                     scale=[self._scales[parts[position].matrix] for position in members],
                 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.distributed.layout import MatrixLayout
+from amo_dist.engine.parameters import momentum_of
 from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
 from amo_dist.kernels.exact_sums import fraction_bits, norm_factor, sum_of_squares
 from amo_dist.optimizers.muon import Muon
@@ -50,7 +51,7 @@ class AdaMuonRule(UpdateRule):
 
     def finish(self, result: Tensor, piece: MatrixPiece) -> Finish:
         """``O / (sqrt(V) + EPS)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``."""
-        decay, num_elements = self.config.momentum, piece.matrix.num_elements
+        (decay, _), num_elements = momentum_of(piece.group, self.config), piece.matrix.num_elements
         moment = piece.state["second_moment"]
         update_second_moment(moment, result, decay)
         update = result.to(moment.dtype) / moment.sqrt().add_(EPS)

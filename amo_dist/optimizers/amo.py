@@ -19,7 +19,7 @@ class AMO(Muon):
         lr: Learning rate of all groups.
         weight_decay: Decoupled.
         config: The controller's settings, beside those of `Muon`.
-        options: ``betas``, ``eps`` and ``process_group``, as for `Muon`.
+        options: ``betas``, ``eps``, ``process_group`` and ``allow_no_matrices``, as for `Muon`.
     """
 
     def __init__(

@@ -60,3 +60,43 @@ def _is_rate(found: object) -> bool:
     if isinstance(found, Tensor):
         return found.numel() == 1 and _is_rate(found.item())
     return isinstance(found, Real) and math.isfinite(found) and float(found) >= 0
+
+
+_READ = frozenset(
+    {
+        *("params", "algorithm", "control", "lr", "lr_scale", "weight_decay"),
+        *("betas", "eps", "momentum", "nesterov"),
+    }
+)
+"""Keys of a parameter group that every optimizer reads."""
+_NOTED = frozenset(
+    {
+        *("name", "param_names", "matrix_views", "initial_lr", "max_lr", "min_lr", "swa_lr"),
+        *("base_momentum", "max_momentum"),
+    }
+)
+"""Keys in which users, PyTorch's schedulers and checkpoint helpers keep notes of their own."""
+
+
+def check_keys(groups: Sequence[Mapping[str, Any]], own: Mapping[str, float]) -> None:
+    """Refuse keys of groups that nothing reads, such as misspelt ones, and a bad momentum.
+
+    Args:
+        groups: Parameter groups.
+        own: Hyperparameters of the optimizer's own.
+
+    Raises:
+        ValueError: Names the group and the key.
+    """
+    for index, group in enumerate(groups):
+        place = f"groups[{index}]."
+        if unknown := sorted(group.keys() - _READ - _NOTED - own.keys(), key=str):
+            known = ", ".join(sorted((_READ - {"params", "algorithm", "control"}) | own.keys()))
+            raise ValueError(
+                f"{place}{unknown[0]}: found a key that nothing reads, expected one of {known}"
+            )
+        momentum, nesterov = group.get("momentum", 0.0), group.get("nesterov", True)
+        if not (_is_rate(momentum) and momentum < 1):
+            raise ValueError(f"{place}momentum: found {momentum!r}, expected a number in [0, 1)")
+        if not isinstance(nesterov, bool):
+            raise ValueError(f"{place}nesterov: found {nesterov!r}, expected True or False")

@@ -2,26 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.groups import Given, replica_ranks
-from amo_dist.engine.adaptive import make_driver
-from amo_dist.engine.driver import Driver
-from amo_dist.engine.engine import Engine
+from amo_dist.distributed.agreement import check_alike
+from amo_dist.distributed.groups import Given
 from amo_dist.engine.gradients import raise_together
 from amo_dist.engine.orders import Probe
-from amo_dist.engine.parameters import check_groups, describe_group, resolve
-from amo_dist.engine.rule import UpdateRule
-from amo_dist.engine.timing import Stopwatch
+from amo_dist.engine.parameters import describe_group
 from amo_dist.engine.world import World, agree_on_world
-from amo_dist.optimizers.arguments import as_policy, check_each_group, check_hyperparameters
+from amo_dist.optimizers.arguments import as_policy, check_hyperparameters
+from amo_dist.optimizers.assembly import Assembly
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import Schedule
 from amo_dist.state import control as controls
@@ -43,7 +40,7 @@ class Tracker(Protocol):
         """Bring the measurements together; a collective over the world."""
 
 
-class Muon(torch.optim.Optimizer):
+class Muon(Assembly):
     """Muon over any layout: momentum stays sharded, each matrix is orthogonalized by one rank.
 
     ``B <- momentum * B + G``; ``M = G + momentum * B`` with Nesterov, else ``B``;
@@ -60,6 +57,16 @@ class Muon(torch.optim.Optimizer):
     all of the mesh that it is a slice of, so that stages of a pipeline are one world; the whole
     job where all parameters are plain tensors; and, whatever the meshes, ``process_group``.
 
+    Groups may name ``lr``, ``lr_scale``, ``weight_decay``, ``betas``, ``eps``, ``momentum`` and
+    ``nesterov`` of their own, which schedulers may move: numbers, or tensors of one on the CPU
+    (elsewhere each step waits for all but ``lr``). ``momentum`` and ``nesterov`` are those of
+    matrices, and of ``config`` where a group does not name them; PyTorch's ``OneCycleLR`` and
+    ``CyclicLR`` cycle this momentum, and leave ``betas`` alone.
+
+    A trainer may swap the parameters in the groups for others of the same shapes, sharded ones for
+    instance, before the first step: layouts and state are made anew then. `copy.deepcopy` and
+    pickle give an optimizer that goes on alike.
+
     A subclass that names another ``rule_class`` is another optimizer of the family.
 
     Args:
@@ -73,15 +80,15 @@ class Muon(torch.optim.Optimizer):
         process_group: The world. Over its ranks plain tensors are replicas, as under DDP: each
             matrix is then orthogonalized once, not once a rank. Without it plain tensors are this
             rank's own. A `DeviceMesh` tells the replicas alone, and is one more mesh of the world.
+        allow_no_matrices: Accept a world without any matrix, all of which AdamW trains. By default
+            that is an error, as names that `amo_dist.param_groups` does not know lead to it.
         own: Hyperparameters of the rule's own, for all groups that do not name theirs.
 
     Raises:
-        ValueError: Groups of another origin, meta tensors, a bad hyperparameter, a process group
-            without this rank or without those of a mesh, or settings that the parameters' device
-            cannot run; names field, found and expected.
+        ValueError: Groups of another origin or with an unknown key, meta tensors, no matrix, a bad
+            hyperparameter, a process group without this rank or without those of a mesh, or
+            settings that the parameters' device cannot run; names field, found and expected.
     """
-
-    rule_class: ClassVar[type[UpdateRule]] = UpdateRule
 
     def __init__(
         self,
@@ -94,61 +101,28 @@ class Muon(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
         process_group: Given = None,
+        allow_no_matrices: bool = False,
         **own: float,
     ) -> None:
-        groups = check_groups(params)
         config = MuonConfig() if config is None else config
         policy = as_policy(schedule)
-        views = [group.pop("matrix_views", {}) for group in groups]
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "betas": betas,
-            "eps": eps,
-        }
+        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         check_hyperparameters(defaults)
         if unknown := sorted(set(own) - set(self.rule_class.defaults)):
             raise TypeError(f"{type(self).__name__} got unexpected keyword arguments {unknown}")
-        defaults |= {"lr_scale": 1.0, "control": "", **self.rule_class.defaults, **own}
-        self._is_built = False
-        super().__init__(groups, defaults)
-        self._is_built = True
-        check_each_group(self.param_groups)
-        rule = self.rule_class(config)
-        for group in self.param_groups:
-            rule.check(group)
-        # Out of the groups: checkpoint helpers take no lists of strings there.
-        names = [group.pop("param_names") for group in self.param_groups]
-        parameters = resolve(self.param_groups, names, views, replica_ranks(process_group))
-        self._process_group = process_group
-        self._engine = Engine(
-            parameters, self.param_groups, self.state, rule, config, process_group
-        )
-        self._driver = make_driver(policy, config)
-        self._stopwatch = Stopwatch()
+        defaults |= {**self.rule_class.defaults, **own}
+        super().__init__(params, defaults, policy, config, process_group, allow_no_matrices)
         self.tracker: Tracker | None = None
         """Measures every matrix at the steps that it names; set it on all ranks."""
-        self._engine.make_state()
-        _write_control(self)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group during construction; later the structure is fixed.
-
-        Raises:
-            ValueError: After construction.
-        """
-        if getattr(self, "_is_built", False):
-            raise ValueError(
-                "add_param_group: found a group after construction, expected all groups at once: "
-                "ranks agree on the structure only once"
-            )
-        super().add_param_group(param_group)
+        self._write_control(self.control_state_dict())
 
     # ---------------------------------------------------------------- one step
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Take one optimizer step: a collective over the world.
+
+        `torch.compile` leaves it to Python, and compiles what is around it and in ``closure``.
 
         Args:
             closure: Evaluates the model again and returns the loss, as for any PyTorch optimizer.
@@ -157,13 +131,15 @@ class Muon(torch.optim.Optimizer):
             What ``closure`` returned, else None.
 
         Raises:
+            ValueError: On every rank, before anything has changed, where parameters were cast,
+                moved or swapped too late, a group has an unknown key, or there is no matrix.
             NonFiniteGradientError: On every rank, before anything has changed, where a gradient
                 of any rank is NaN, inf, or so large that state would overflow, and
                 ``config.nonfinite`` is ``error``.
             NonFiniteUpdateError: On every rank, before anything has changed, where the update of
                 a matrix was NaN or inf in the step before, and left out: see `check_last_update`.
             MissingGradientError: On every rank, where a parameter has a gradient on some of its
-                ranks only.
+                ranks only, or no matrix has had one on any rank in any step so far.
             RankMismatchError: On every rank, where ranks hold different structures, schedules or
                 hyperparameters.
             RuntimeError: On every rank, where a measurement has failed on one in this step, or
@@ -179,13 +155,22 @@ class Muon(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with self._stopwatch.measure(self._engine.parameters.device):
-            self._step()
+        self._step()
         return loss
 
+    @_disable_dynamo
     def _step(self) -> None:
-        engine, driver, world = self._engine, self._driver, self._connect()
+        with self._stopwatch.measure(self._engine.parameters.device):
+            fault = self._fault()
+            self._run(self._connect(fault), fault)
+
+    def _run(self, world: World, fault: str) -> None:
+        engine, driver = self._engine, self._driver
         driver.begin(engine.check)
+        if fault:
+            assert engine.check is not None
+            engine.check.agree_on_text(fault)
+            raise ValueError(fault)
         orders = driver.orders(engine.parameters.matrix_names)
         tracker = self.tracker
         if tracker is not None and tracker.is_due(orders.step):
@@ -205,9 +190,12 @@ class Muon(torch.optim.Optimizer):
             # Where a measurement has failed; this step waits anyway, and state may be saved next.
             engine.check.agree_on_text(f"the end of step {orders.step}")
 
-    def _connect(self) -> World:
+    def _connect(self, fault: str) -> World:
         """Agree with all ranks on the structure; once, at the first step."""
         if self._engine.world is None:
+            if fault:  # which another rank may not have: it meets this one in its own check
+                check_alike("configuration", fault, self._engine.membership.join())
+                raise ValueError(fault)
             configuration = {
                 **self.config.to_dict(),
                 "optimizer": type(self).__name__,
@@ -220,6 +208,7 @@ class Muon(torch.optim.Optimizer):
                 world = agree_on_world(
                     self._engine.parameters, groups, configuration, membership, membership.join()
                 )
+            self._check_matrices(len(world.registry))
             self._driver.connect(world)
             # Only now: after an error above all of it is done again.
             self._engine.connect(world)
@@ -269,6 +258,7 @@ class Muon(torch.optim.Optimizer):
     @property
     def params_by_name(self) -> dict[str, Tensor]:
         """The parameters of this process by their cleaned names, in the order of the groups."""
+        self._follow()
         return {entry.name: entry.param for entry in self._engine.parameters.entries}
 
     @property
@@ -313,10 +303,11 @@ class Muon(torch.optim.Optimizer):
             RuntimeError: On every rank, where an observation in the background failed on one.
             As `step`: on devices, of the last step, which then was not taken.
         """
+        self._follow()
         self._driver.begin(self._engine.check, saving=True)
         if self._engine.check is not None:
             self._engine.check.warn_of_updates()
-        return controls.control_record(_control(self._driver, self._engine))
+        return controls.control_record(self._control())
 
     def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `control_state_dict` returned; all or nothing.
@@ -326,11 +317,12 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: Names the field, what was found and what was expected.
         """
-        _restore(self, state)()
+        self._follow()
+        self._restoring(state)()
 
     def state_dict(self) -> dict[str, Any]:
         """As for any PyTorch optimizer; ``control`` of each group is `control_state_dict`."""
-        _write_control(self)
+        self._write_control(self.control_state_dict())
         return super().state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -342,47 +334,4 @@ class Muon(torch.optim.Optimizer):
             ValueError: On every rank: the state of one is of another structure, optimizer or
                 configuration; names the rank.
         """
-        load.load_state_dict(self, state_dict, functools.partial(_restore, self))
-
-
-def _control(driver: Driver, engine: Engine) -> controls.Control:
-    counts = driver.steps_taken, driver.steps_skipped
-    return controls.Control(*counts, driver.config, driver.policy, engine.chosen)
-
-
-def _write_control(optimizer: Muon) -> None:
-    text = controls.to_text(optimizer.control_state_dict())
-    for group in optimizer.param_groups:
-        group["control"] = text
-
-
-def _restore(optimizer: Muon, state: Mapping[str, Any]) -> Callable[[], None]:
-    """What restores a state of `Muon.control_state_dict`, once it is known to be good."""
-    before, driver_before = optimizer._engine, optimizer._driver
-    control = controls.restore(
-        state,
-        _control(driver_before, before),
-        optimizer.operator_types,
-        is_alone=len(before.membership.ranks) == 1,
-    )
-    rule = optimizer.rule_class(control.config)
-    engine = Engine(
-        before.parameters,
-        optimizer.param_groups,
-        optimizer.state,
-        rule,
-        control.config,
-        optimizer._process_group,
-    )
-    engine.take_chosen(control.kernels)
-    driver = make_driver(control.policy, control.config, control.steps_taken, control.steps_skipped)
-
-    def restore() -> None:
-        if before.world is not None:
-            engine.connect(before.world)
-            driver.resume(before.world)
-        driver_before.discard()
-        optimizer._engine, optimizer._driver = engine, driver
-        _write_control(optimizer)
-
-    return restore
+        load.load_state_dict(self, state_dict, self._restoring)

@@ -13,7 +13,7 @@ from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.groups import Given
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
-from amo_dist.optimizers.arguments import check_each_group
+from amo_dist.optimizers.arguments import check_each_group, check_keys
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.normuon import NorMuon
 from amo_dist.optimizers.root import ROOT
@@ -48,6 +48,7 @@ def make_optimizer(
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
     process_group: Given = None,
+    allow_no_matrices: bool = False,
 ) -> torch.optim.Optimizer:
     """Build an optimizer by its name.
 
@@ -65,6 +66,7 @@ def make_optimizer(
         betas: Of AdamW.
         eps: Of AdamW.
         process_group: As for `Muon`; ``AdamW`` has no use for it.
+        allow_no_matrices: As for `Muon`; ``AdamW`` needs no leave.
 
     Raises:
         ValueError: The name is unknown, the configuration is that of another optimizer, or as for
@@ -82,6 +84,7 @@ def make_optimizer(
         return _adamw(params, lr, betas, eps, weight_decay)
     options: dict[str, Any] = {} if name in _CLASSES else {"schedule": MUON_SCHEDULES[name]}
     options |= {"config": config, "betas": betas, "eps": eps, "process_group": process_group}
+    options["allow_no_matrices"] = allow_no_matrices
     return _CLASSES.get(name, Muon)(params, lr, weight_decay, **options)
 
 
@@ -93,6 +96,7 @@ def _adamw(
     weight_decay: float,
 ) -> torch.optim.AdamW:
     check_each_group(params)
+    check_keys(params, {})
     # Only what PyTorch knows: names of parameters and algorithm are of no meaning to it.
     groups = [
         {"params": [param for _, param in group["params"]]}

@@ -293,7 +293,8 @@ class ROOT(Muon):
         lr: Learning rate of all groups.
         weight_decay: Decoupled.
         spectra: Measured singular values by shape; proxies stand in for shapes without any.
-        options: ``config``, ``betas``, ``eps`` and ``process_group``, as for `Muon`.
+        options: ``config``, ``betas``, ``eps``, ``process_group`` and ``allow_no_matrices``, as for
+            `Muon`.
     """
 
     def __init__(

@@ -19,6 +19,10 @@ from amo_dist.schedule.types import MatrixInfo, Schedule
 _VERSION = 1
 
 
+class _Frozen(dict[str, Any]):
+    """Stands for a read-only mapping in a copy."""
+
+
 class Policy(abc.ABC):
     """The schedule of each group of matrices as a function of the optimizer step.
 
@@ -36,6 +40,17 @@ class Policy(abc.ABC):
         self._registry: tuple[MatrixInfo, ...] | None = None
         self._members: Mapping[str, Sequence[MatrixInfo]] = {}
         self._group_by_name: Mapping[str, str] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        # Python neither copies nor pickles a read-only view of a mapping.
+        return {
+            key: _Frozen(dict(value)) if isinstance(value, MappingProxyType) else value
+            for key, value in vars(self).items()
+        }
+
+    def __setstate__(self, state: Mapping[str, Any]) -> None:
+        for key, value in state.items():
+            setattr(self, key, MappingProxyType(value) if isinstance(value, _Frozen) else value)
 
     @property
     def is_fixed(self) -> bool:

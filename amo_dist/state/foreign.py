@@ -78,12 +78,18 @@ def _plan(
         raise ValueError("param_groups: found none, expected those of an optimizer's state dict")
     origin = describe_origin(groups)
     params = optimizer.params_by_name
+    momenta = {
+        param: float(own_group.get("momentum", optimizer.config.momentum))
+        for own_group in optimizer.param_groups
+        for param in own_group["params"]
+    }
     copies: list[tuple[Tensor, Tensor, float]] = []
     mapped: dict[str, str] = {}
     unused: list[str] = []
     for name, group, found in _foreign_entries(state_dict, groups, names):
         own = optimizer.state[params[name]] if name in params else {}
-        factors = _factors(found, own, group, origin, optimizer.config.momentum)
+        momentum = momenta.get(params.get(name), optimizer.config.momentum)
+        factors = _factors(found, own, group, origin, momentum)
         if not factors:
             unused.append(name)
             continue

@@ -156,7 +156,7 @@ def missing_where_not_shared(rank: int, world_size: int) -> list[tuple[str, list
         "all": nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Shard(0)])),
     }
     model = models.build({f"{name}.bias": param for name, param in params.items()})
-    optimizer = Muon(param_groups(model), lr=0.5)
+    optimizer = Muon(param_groups(model), lr=0.5, allow_no_matrices=True)
     found = []
     for name, gone in (("private", {1}), ("pair", {2, 3}), ("pair", {3}), ("all", {3})):
         models.set_gradients(model, 1, 1)
@@ -186,7 +186,8 @@ def test_gradients_are_compared_among_the_ranks_that_share_a_parameter(run_on: R
 
 def foreign_where_not_shared(rank: int, world_size: int) -> str:
     param = nn.Parameter(torch.ones(4))
-    optimizer = Muon(param_groups(models.build({"norm.bias": param})), lr=0.5)
+    groups = param_groups(models.build({"norm.bias": param}))
+    optimizer = Muon(groups, lr=0.5, allow_no_matrices=True)
     param.grad = torch.ones(4).to_sparse() if rank == 1 else None
     with pytest.raises(ValueError, match=r"norm\.bias: found a sparse gradient") as caught:
         optimizer.step()
@@ -203,7 +204,7 @@ def missing_before_communication(rank: int, world_size: int) -> tuple[str, Tenso
     mesh = init_device_mesh("cpu", (world_size,))
     param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
     model = models.build({"norm.weight": param})
-    optimizer = Muon(param_groups(model), lr=0.5, weight_decay=0.0)
+    optimizer = Muon(param_groups(model), lr=0.5, weight_decay=0.0, allow_no_matrices=True)
     term = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
     param.grad = term if rank == 0 else None
     with pytest.raises(MissingGradientError) as caught:
@@ -224,7 +225,8 @@ def bad_after_communication(rank: int, world_size: int) -> str:
     """A term of a sum with a NaN on one rank: the sum has it everywhere."""
     mesh = init_device_mesh("cpu", (world_size,))
     param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
-    optimizer = Muon(param_groups(models.build({"norm.weight": param})), lr=0.5)
+    groups = param_groups(models.build({"norm.weight": param}))
+    optimizer = Muon(groups, lr=0.5, allow_no_matrices=True)
     term = torch.full((4,), torch.nan if rank == 1 else 1.0)
     param.grad = DTensor.from_local(term, mesh, [Partial()], run_check=False)
     with pytest.raises(NonFiniteGradientError) as caught:

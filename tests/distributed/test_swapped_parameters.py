@@ -1,0 +1,251 @@
+"""What trainers do to optimizers on ranks: copies, swapped parameters, faults on some ranks.
+
+An optimizer that is built before the model is sharded follows a swap of its parameters, and else
+refuses to step.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+from amo_dist import AMO, AdaMuon, AMOConfig, MissingGradientError, Muon, NorMuon, param_groups
+from amo_dist.distributed.layout import local_tensor
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+
+CONFIG = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
+MAKE: dict[str, Callable[[Any], Muon]] = {
+    "Muon": Muon,
+    "NorMuon": NorMuon,
+    "AdaMuon": AdaMuon,
+    "AMO": lambda groups: AMO(groups, config=CONFIG),
+}
+WQ = "layers.0.attention.wq.weight"
+
+
+def shard(model: nn.Module) -> nn.Module:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model.get_submodule("layers").children():
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh)
+
+
+def prepare(model: nn.Module, optimizer: Muon) -> nn.Module:
+    """Shard and swap as Accelerate does: placeholders in between, and lists of its own at last."""
+    before = {param.data_ptr(): name for name, param in model.named_parameters()}
+    optimizer.load_state_dict(optimizer.state_dict())
+    for group in optimizer.param_groups:
+        for index, param in enumerate(group["params"]):
+            group["params"][index] = torch.empty(1)
+            group["params"][index].data_ptr = param.data_ptr()
+    shard(model)
+    for group in optimizer.param_groups:
+        names = [before[placeholder.data_ptr] for placeholder in group["params"]]
+        group["params"] = [model.get_parameter(name) for name in names]
+    return model
+
+
+def train(model: nn.Module, optimizer: Muon, first: int = 1, last: int = 9) -> None:
+    for step in range(first, last + 1):
+        models.set_gradients(model, 1, step)
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: local_tensor(param).clone() for name, param in model.named_parameters()}
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    left, right = weights(one), weights(other)
+    return all(torch.equal(left[name], right[name]) for name in left | right)
+
+
+def prepared(rank: int, world_size: int, name: str) -> tuple[bool, bool, str]:
+    model = models.plain_model(models.shapes())
+    optimizer = MAKE[name](param_groups(model))
+    prepare(model, optimizer)
+    expected = shard(models.plain_model(models.shapes()))
+    reference = MAKE[name](param_groups(expected))
+    train(model, optimizer)
+    train(expected, reference)
+    momentum = optimizer.state[model.get_parameter(WQ)]["momentum_buffer"]
+    return same(model, expected), isinstance(momentum, DTensor), optimizer.phase
+
+
+@pytest.mark.parametrize("name", list(MAKE))
+def test_parameters_sharded_after_construction_are_trained(run_on: Ranks, name: str) -> None:
+    phase = "locked" if name == "AMO" else "uniform"
+    assert run_on(2)(prepared, name) == [(True, True, phase)] * 2
+
+
+def by_accelerate(rank: int, world_size: int) -> tuple[bool, bool]:
+    """Accelerate's own swap, which on CPUs it must be told to make."""
+    # Imported on the ranks alone: it keeps the state of a process.
+    from accelerate import Accelerator, FullyShardedDataParallelPlugin
+    from accelerate.utils import DistributedType
+
+    ranks = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world_size, "MASTER_PORT": 1}
+    os.environ |= {"MASTER_ADDR": "localhost", **{key: str(n) for key, n in ranks.items()}}
+    accelerator = Accelerator(cpu=True)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    plugin = FullyShardedDataParallelPlugin(fsdp_version=2, auto_wrap_policy="no_wrap")
+    accelerator.state.fsdp_plugin = plugin
+    model = models.plain_model(models.shapes())
+    optimizer = AMO(param_groups(model), config=CONFIG)
+    model, wrapped = accelerator.prepare(model, optimizer)
+    expected = fully_shard(models.plain_model(models.shapes()))
+    reference = AMO(param_groups(expected), config=CONFIG)
+    for step in range(1, 10):
+        for each, own in ((model, wrapped), (expected, reference)):
+            models.set_gradients(each, 1, step)
+            own.step()
+    return same(model, expected), isinstance(model.get_parameter(WQ), DTensor)
+
+
+def test_parameters_that_accelerate_swaps_are_trained(run_on: Ranks) -> None:
+    pytest.importorskip("accelerate")
+    assert run_on(2, fresh=True)(by_accelerate) == [(True, True), (True, True)]
+
+
+def resumed(rank: int, world_size: int, flat: bool) -> bool:
+    """A checkpoint goes into an optimizer whose parameters were swapped, before any step."""
+    options = StateDictOptions(flatten_optimizer_state_dict=flat)
+    source = shard(models.plain_model(models.shapes()))
+    trained = AMO(param_groups(source), config=CONFIG)
+    train(source, trained, 1, 5)
+    state = copy.deepcopy(get_optimizer_state_dict(source, trained, options=options))
+    model = models.plain_model(models.shapes())
+    optimizer = AMO(param_groups(model), config=CONFIG)
+    prepare(model, optimizer)
+    with torch.no_grad():
+        for name, param in source.named_parameters():
+            model.get_parameter(name).copy_(param)
+    get_optimizer_state_dict(model, optimizer, options=options)  # what a checkpoint is read into
+    set_optimizer_state_dict(model, optimizer, state, options=options)
+    train(source, trained, 6, 9)
+    train(model, optimizer, 6, 9)
+    return same(source, model)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_checkpoint_is_loaded_after_the_swap(run_on: Ranks, flat: bool) -> None:
+    assert run_on(2)(resumed, flat) == [True, True]
+
+
+def copied(rank: int, world_size: int, layout: str) -> list[bool]:
+    model = models.make_model(layout, models.shapes())
+    group = dist.group.WORLD if layout == "plain" else None
+    optimizer = AMO(param_groups(model), config=CONFIG, process_group=group)
+    train(model, optimizer, 1, 5)
+    made = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
+    # PyTorch does not copy a model under fully_shard: the optimizers bring their parameters.
+    twins = [models.build(each.params_by_name) for each in made]
+    for each, own in ((model, optimizer), *zip(twins, made, strict=True)):
+        train(each, own, 6, 9)
+    return [same(model, twin) for twin in twins]
+
+
+@pytest.mark.parametrize("layout", ["plain", "fsdp", "tp"])
+def test_a_copy_goes_on_as_the_original(run_on: Ranks, layout: str) -> None:
+    assert run_on(2)(copied, layout) == [[True, True]] * 2
+
+
+def not_swapped(rank: int, world_size: int, blocks_only: bool) -> tuple[str, bool]:
+    model = models.plain_model(models.shapes())
+    optimizer = Muon(param_groups(model))
+    if blocks_only:
+        for layer in model.get_submodule("layers").children():
+            fully_shard(layer, mesh=init_device_mesh("cpu", (world_size,)))
+    else:
+        shard(model)
+    before = weights(model)
+    models.set_gradients(model, 1, 1)
+    with pytest.raises(MissingGradientError) as error:
+        optimizer.step()
+    after = weights(model)
+    return str(error.value), all(torch.equal(after[name], value) for name, value in before.items())
+
+
+@pytest.mark.parametrize("blocks_only", [False, True])
+def test_parameters_that_are_no_longer_the_models_are_named(
+    run_on: Ranks, blocks_only: bool
+) -> None:
+    for error, is_unchanged in run_on(2)(not_swapped, blocks_only):
+        assert error.startswith("layers.0.attention.wk.weight, layers.0.attention.wo.weight, ")
+        assert " more: found no gradient on any rank in step 1, expected that of one" in error
+        assert "build the optimizer after all that replaces the model's parameters" in error
+        assert is_unchanged
+
+
+def gradients_on_one_rank(rank: int, world_size: int) -> bool:
+    """Of each rank's own tensors those of another rank may have the only gradients."""
+    model = models.plain_model({WQ: (12, 8)})
+    optimizer = Muon(param_groups(model))
+    before = weights(model)
+    if rank == 0:
+        models.set_gradients(model, 1, 1)
+    optimizer.step()
+    return torch.equal(before[WQ], model.get_parameter(WQ))
+
+
+def test_a_gradient_on_one_rank_is_one(run_on: Ranks) -> None:
+    assert run_on(2)(gradients_on_one_rank) == [False, True]
+
+
+def fault_on_one_rank(rank: int, world_size: int, steps: int) -> list[str]:
+    model = models.make_model("fsdp", models.shapes())
+    optimizer = Muon(param_groups(model))
+    train(model, optimizer, 1, steps)
+    errors = []
+    for guilty in ((1,), (0, 1)):
+        if rank in guilty:
+            optimizer.param_groups[0]["momentm"] = 0.5
+        try:
+            optimizer.step()
+        except (ValueError, RuntimeError) as error:
+            errors.append(f"{type(error).__name__}: {error}")
+    return errors
+
+
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_fault_on_one_rank_is_told_on_all(run_on: Ranks, steps: int) -> None:
+    for alone, everywhere in run_on(2)(fault_on_one_rank, steps):
+        assert alone.startswith("RankMismatchError: ")
+        assert "momentm: found a key that nothing reads" in alone
+        assert everywhere.startswith("ValueError: groups[0].momentm: found a key that nothing")
+
+
+def no_matrices(rank: int, world_size: int, shapes: dict[str, tuple[int, ...]]) -> str:
+    """As between stages of a pipeline: a rank may have none."""
+    model = models.plain_model({"norm.weight": (8,)} if rank else shapes)
+    optimizer = Muon(param_groups(model))
+    models.set_gradients(model, 1, 1)
+    try:
+        optimizer.step()
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_a_rank_may_have_no_matrix_and_the_world_may_not(run_on: Ranks) -> None:
+    assert run_on(2)(no_matrices, {WQ: (12, 8)}) == ["", ""]
+    for error in run_on(2)(no_matrices, {"tok_embeddings.weight": (5, 8)}):
+        assert error.startswith("params: found no matrix among 1 parameters (")
+        assert "allow_no_matrices=True" in error

@@ -1,0 +1,312 @@
+"""Parameter groups in use: hyperparameters that move, keys that nothing reads, no matrices.
+
+Whatever changes there is followed, or refused before the next step; nothing is passed over.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
+
+from amo_dist import (
+    AMO,
+    OPTIMIZER_NAMES,
+    AdaMuon,
+    AMOConfig,
+    Muon,
+    MuonConfig,
+    NorMuon,
+    make_optimizer,
+    param_groups,
+)
+from amo_dist.state.foreign import import_state
+from tests.distributed import models
+
+WQ, W1 = "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"
+NORM = "layers.0.attention_norm.weight"
+SHAPES = {"tok_embeddings.weight": (5, 8), WQ: (12, 8), W1: (13, 8), NORM: (8,)}
+SHORT = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
+FAMILY = [name for name in OPTIMIZER_NAMES if name != "AdamW"]
+
+
+def muon(model: nn.Module, **options: Any) -> Muon:
+    return Muon(param_groups(model), lr=1e-2, **options)
+
+
+def train(model: nn.Module, optimizer: Muon, first: int = 1, last: int = 3) -> None:
+    for step in range(first, last + 1):
+        models.set_gradients(model, 1, step)
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(each, other.get_parameter(name)) for name, each in weights(one).items())
+
+
+# ---------------------------------------------------------------- no matrices
+
+
+def unknown() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_no_matrix_is_an_error(name: str) -> None:
+    message = (
+        r"^params: found no matrix among 4 parameters \(0.weight \(8, 8\), 2.weight \(8, 8\), "
+        r"0.bias \(8,\)\.\.\.\), expected at least one: .*patterns=.*allow_no_matrices=True"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(name, param_groups(unknown()))
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_with_leave_adamw_trains_all(name: str) -> None:
+    torch.manual_seed(0)
+    model = unknown()
+    twin, again = copy.deepcopy(model), copy.deepcopy(model)
+    options = {"lr": 1e-2, "weight_decay": 0.1}
+    optimizer = make_optimizer(name, param_groups(model), **options, allow_no_matrices=True)
+    expected = torch.optim.AdamW(twin.parameters(), betas=(0.9, 0.95), **options)
+    resumed = make_optimizer(name, param_groups(again), **options, allow_no_matrices=True)
+    assert isinstance(resumed, Muon)
+    for step in range(1, 10):
+        for each, own in ((model, optimizer), (twin, expected), (again, resumed)):
+            models.set_gradients(each, 1, step)
+            own.step()
+        if step == 5:
+            resumed = make_optimizer(name, param_groups(again), allow_no_matrices=True)
+            resumed.load_state_dict(optimizer.state_dict())
+    assert same(model, twin)
+    assert same(model, again)
+
+
+# ---------------------------------------------------------------- keys
+
+
+def test_an_unknown_key_is_refused() -> None:
+    groups = param_groups(models.plain_model(SHAPES))
+    message = (
+        r"^groups\[1\]\.momentm: found a key that nothing reads, expected one of betas, eps, lr, "
+        "lr_scale, momentum, nesterov, weight_decay$"
+    )
+    for name in OPTIMIZER_NAMES:
+        expected = message if name != "NorMuon" else message.replace("betas", "beta2, betas")
+        with pytest.raises(ValueError, match=expected):
+            make_optimizer(name, [groups[0], {**groups[1], "momentm": 0.5}])
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    train(model, optimizer)
+    optimizer.param_groups[1]["momentm"] = 0.5
+    before = weights(model)
+    with pytest.raises(ValueError, match=message):
+        train(model, optimizer)
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"momentum": 1.0}, r"momentum: found 1.0, expected a number in \[0, 1\)"),
+        ({"momentum": None}, "momentum: found None"),
+        ({"nesterov": 1}, "nesterov: found 1, expected True or False"),
+    ],
+)
+def test_a_bad_momentum_is_refused(changes: dict[str, Any], message: str) -> None:
+    model = models.plain_model(SHAPES)
+    first, second = param_groups(model)
+    with pytest.raises(ValueError, match=rf"^groups\[0\]\.{message}"):
+        Muon([{**first, **changes}, second])
+    optimizer = muon(model)
+    optimizer.param_groups[0].update(changes)
+    with pytest.raises(ValueError, match=rf"^groups\[0\]\.{message}"):
+        train(model, optimizer)
+
+
+@pytest.mark.parametrize("make", [Muon, AdaMuon, NorMuon, AMO])
+@pytest.mark.parametrize("changes", [{"momentum": 0.5}, {"nesterov": False}])
+def test_momentum_of_a_group_is_that_of_the_settings(make: Any, changes: dict[str, Any]) -> None:
+    kind = AMOConfig if make is AMO else MuonConfig
+    model, twin = models.plain_model(SHAPES), models.plain_model(SHAPES)
+    groups = [{**group, **changes} for group in param_groups(model)]
+    train(model, make(groups))
+    train(twin, make(param_groups(twin), config=kind(**changes)))
+    assert same(model, twin)
+
+
+def test_two_groups_have_momenta_of_their_own() -> None:
+    settings = {WQ: {"momentum": 0.5, "nesterov": False}, W1: {"momentum": 0.9}}
+    model = models.plain_model({WQ: (12, 8), W1: (13, 8)})
+    optimizers = []
+    for name, changes in settings.items():
+        (group,) = param_groups(models.plain_model({name: model.get_parameter(name).shape}))
+        optimizers.append(Muon([{**group, **changes}], lr=1e-2))
+    (group,) = param_groups(model)
+    split = [
+        {**group, **settings[pair[0]], "params": [pair], "lr": 1e-2} for pair in group["params"]
+    ]
+    train(model, Muon(split))
+    for name, optimizer in zip(settings, optimizers, strict=True):
+        twin = models.build(optimizer.params_by_name)
+        train(twin, optimizer)
+        assert torch.equal(twin.get_parameter(name), model.get_parameter(name))
+
+
+@pytest.mark.parametrize(
+    "schedule",
+    [
+        lambda own: OneCycleLR(own, max_lr=1e-2, total_steps=12),
+        lambda own: CyclicLR(own, base_lr=1e-3, max_lr=1e-2, step_size_up=3),
+    ],
+)
+def test_schedulers_that_cycle_momentum_move_that_of_matrices(schedule: Any) -> None:
+    model, twin = models.plain_model(SHAPES), models.plain_model(SHAPES)
+    optimizer, other = muon(model), muon(twin)
+    scheduler, seen = schedule(optimizer), []
+    buffer = torch.zeros(12, 8)
+    for step in range(1, 12):
+        first, second = optimizer.param_groups
+        seen.append(first["momentum"])
+        for group, own in zip(other.param_groups, optimizer.param_groups, strict=True):
+            group["lr"], group["momentum"] = own["lr"], own["momentum"]
+        assert second["betas"] == (0.9, 0.95)
+        train(model, optimizer, step, step)
+        train(twin, other, step, step)
+        scheduler.step()
+        # One product and one sum, rounded as the optimizer's.
+        buffer = buffer.mul(seen[-1]).add(models.gradient(1, step, WQ, (12, 8)))
+        found = optimizer.state[model.get_parameter(WQ)]["momentum_buffer"]
+        assert torch.equal(found, buffer)
+    assert len(set(seen)) > 4
+    assert same(model, twin)
+
+
+def test_a_gradient_is_bounded_by_the_greatest_momentum_of_any_group() -> None:
+    # 6e36 may be added up at a decay of 0.95, and would overflow at 0.99.
+    results = []
+    for momentum in (0.95, 0.99):
+        model = models.plain_model({WQ: (12, 8)})
+        optimizer = muon(model, config=MuonConfig(nonfinite="skip_step"))
+        train(model, optimizer, 1, 1)
+        optimizer.param_groups[0]["momentum"] = momentum
+        model.get_parameter(WQ).grad = torch.full((12, 8), 6e36)
+        optimizer.step()
+        results.append(optimizer.metrics()["optimizer/steps_skipped"])
+    assert results == [0.0, 1.0]
+
+
+def test_a_checkpoint_brings_a_moved_momentum() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    optimizer.param_groups[0]["momentum"] = 0.5
+    train(model, optimizer)
+    twin = copy.deepcopy(model)
+    other = muon(twin)
+    other.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 4, 6)
+    train(twin, other, 4, 6)
+    assert same(model, twin)
+
+
+def test_imported_momentum_is_scaled_by_that_of_the_group() -> None:
+    model = models.plain_model({WQ: (12, 8)})
+    source = torch.optim.Muon(model.parameters(), momentum=0.5)
+    models.set_gradients(model, 1, 1)
+    source.step()
+    (group,) = param_groups(model)
+    optimizer = Muon([{**group, "momentum": 0.5}])
+    import_state(optimizer, source.state_dict(), names=[WQ])
+    grad = model.get_parameter(WQ).grad
+    assert grad is not None
+    # A mean with weight 0.5, and a sum: exact in binary.
+    assert torch.equal(optimizer.state[model.get_parameter(WQ)]["momentum_buffer"], grad)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("lr", 3e-2),
+        ("lr", torch.tensor(2.0**-5)),
+        ("lr_scale", 0.5),
+        ("weight_decay", 0.5),
+        ("weight_decay", torch.tensor(0.5)),
+        ("betas", (0.5, 0.75)),
+        ("eps", 1e-2),
+        ("momentum", 0.5),
+        ("nesterov", False),
+    ],
+)
+def test_what_moves_in_a_group_moves_the_step(key: str, value: Any) -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    train(model, optimizer)
+    still, unmoved = copy.deepcopy((model, optimizer))
+    train(still, unmoved, 4, 4)
+    twin, other = models.plain_model(SHAPES), None
+    # From the start in the other's groups, and the state of the first: a road of its own.
+    groups = [{**group, key: value} for group in param_groups(twin)]
+    other = Muon(groups, **({"lr": 1e-2} if key != "lr" else {}))
+    twin.load_state_dict(model.state_dict())
+    state = optimizer.state_dict()
+    for group in state["param_groups"]:
+        group[key] = value
+    other.load_state_dict(state)
+    for group in optimizer.param_groups:
+        group[key] = value
+    train(model, optimizer, 4, 4)
+    train(twin, other, 4, 4)
+    assert same(model, twin)
+    moves_matrices = key not in ("betas", "eps")
+    moves_rest = key not in ("momentum", "nesterov")
+    assert torch.equal(model.get_parameter(WQ), still.get_parameter(WQ)) == (not moves_matrices)
+    assert torch.equal(model.get_parameter(NORM), still.get_parameter(NORM)) == (not moves_rest)
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "for-loop", "fused"])
+def test_a_tensor_of_weight_decay_is_that_number(implementation: str) -> None:
+    found = []
+    for decay in (0.25, torch.tensor(0.25)):
+        model = models.plain_model(SHAPES)
+        config = MuonConfig(adamw_implementation=implementation)
+        train(model, muon(model, weight_decay=decay, config=config))
+        found.append(model)
+    assert same(*found)
+
+
+def test_a_scheduler_keeps_the_factor_of_a_group() -> None:
+    model, twin = models.plain_model(SHAPES), models.plain_model(SHAPES)
+    optimizer = Muon(param_groups(model, lr_multipliers={WQ: 0.5}), lr=1e-2)
+    scheduler = LambdaLR(optimizer, lambda step: 0.5**step)
+    reference = muon(twin)
+    for step in range(1, 4):
+        train(model, optimizer, step, step)
+        scheduler.step()
+        train(twin, reference, step, step)
+        for group in reference.param_groups:
+            group["lr"] *= 0.5
+    assert torch.equal(model.get_parameter(W1), twin.get_parameter(W1))
+    assert not torch.equal(model.get_parameter(WQ), twin.get_parameter(WQ))
+
+
+def test_notes_of_schedulers_and_users_are_no_unknown_keys(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = models.plain_model(SHAPES)
+    first, second = param_groups(model)
+    optimizer = AMO([{**first, "name": "matrices"}, {**second, "name": "rest"}], config=SHORT)
+    optimizer.param_groups[0]["param_names"] = [WQ, W1]
+    torch.optim.swa_utils.SWALR(optimizer, swa_lr=1e-3)
+    with caplog.at_level(logging.WARNING):
+        train(model, optimizer, 1, 8)
+    assert optimizer.phase == "locked"
+    assert not caplog.records

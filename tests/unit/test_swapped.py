@@ -1,0 +1,249 @@
+"""Parameters that are swapped after construction, and steps without gradients.
+
+A swap before the first step is followed; what would train nothing is refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amo_dist import (
+    AMO,
+    OPTIMIZER_NAMES,
+    AdaMuon,
+    MissingGradientError,
+    Muon,
+    NorMuon,
+    make_optimizer,
+    param_groups,
+)
+from amo_dist.state.foreign import import_state
+from tests import rehearsal
+from tests.distributed import models
+
+WQ, W1 = "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"
+NORM = "layers.0.attention_norm.weight"
+SHAPES = {"tok_embeddings.weight": (5, 8), WQ: (12, 8), W1: (13, 8), NORM: (8,)}
+MATRICES = rf"{WQ}, {W1}"
+FAMILY = [name for name in OPTIMIZER_NAMES if name != "AdamW"]
+
+
+def muon(model: nn.Module, **options: Any) -> Muon:
+    return Muon(param_groups(model), lr=1e-2, **options)
+
+
+def train(model: nn.Module, optimizer: Muon, first: int = 1, last: int = 3) -> None:
+    for step in range(first, last + 1):
+        models.set_gradients(model, 1, step)
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> dict[str, Tensor]:
+    return {name: param.detach().clone() for name, param in model.named_parameters()}
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(torch.equal(each, other.get_parameter(name)) for name, each in weights(one).items())
+
+
+# ---------------------------------------------------------------- swapped parameters
+
+
+def swap_lists(optimizer: Muon, fresh: dict[Tensor, nn.Parameter]) -> None:
+    for group in optimizer.param_groups:
+        group["params"] = [fresh[param] for param in group["params"]]
+
+
+def swap_items(optimizer: Muon, fresh: dict[Tensor, nn.Parameter]) -> None:
+    for group in optimizer.param_groups:
+        for index, param in enumerate(group["params"]):
+            group["params"][index] = fresh[param]
+
+
+def swap_groups(optimizer: Muon, fresh: dict[Tensor, nn.Parameter]) -> None:
+    optimizer.param_groups = [
+        {**group, "params": [fresh[param] for param in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+
+
+def twins(
+    model: nn.Module, cast: Callable[[Tensor], Tensor] = torch.clone
+) -> tuple[nn.Module, dict[Tensor, nn.Parameter]]:
+    """The model with other parameters of the same values, which it is from now on."""
+    fresh = {param: nn.Parameter(cast(param.detach())) for param in model.parameters()}
+    return models.build({name: fresh[param] for name, param in model.named_parameters()}), fresh
+
+
+@pytest.mark.parametrize("swap", [swap_lists, swap_items, swap_groups])
+@pytest.mark.parametrize("make", [Muon, NorMuon, AdaMuon, AMO])
+def test_swapped_parameters_are_trained(make: Any, swap: Callable[..., None]) -> None:
+    old, expected = models.plain_model(SHAPES), models.plain_model(SHAPES)
+    optimizer, reference = make(param_groups(old)), make(param_groups(expected))
+    optimizer.load_state_dict(optimizer.state_dict())  # as Accelerate does before it swaps
+    model, fresh = twins(old)
+    swap(optimizer, fresh)
+    train(model, optimizer)
+    train(expected, reference)
+    assert same(model, expected)
+    assert not same(model, old)
+    assert set(optimizer.state) == set(model.parameters())
+    assert all(param is model.get_parameter(n) for n, param in optimizer.params_by_name.items())
+
+
+def test_swapped_parameters_of_another_dtype_have_state_of_it() -> None:
+    old = models.plain_model(SHAPES)
+    optimizer = muon(old)
+    model, fresh = twins(old, lambda param: param.double())
+    swap_lists(optimizer, fresh)
+    reference = muon(expected := copy.deepcopy(model))
+    train(model, optimizer)
+    train(expected, reference)
+    assert same(model, expected)
+    assert optimizer.state[model.get_parameter(NORM)]["exp_avg"].dtype == torch.float64
+
+
+def load_state(optimizer: Muon, source: Muon) -> None:
+    optimizer.load_state_dict(source.state_dict())
+
+
+def take_over(optimizer: Muon, source: Muon) -> None:
+    import_state(optimizer, source.state_dict(), names=[*source.params_by_name])
+
+
+def test_a_state_is_loaded_and_imported_into_swapped_parameters() -> None:
+    source = models.plain_model(SHAPES)
+    trained = muon(source)
+    train(source, trained)
+    for load in (load_state, take_over):
+        old = copy.deepcopy(source)
+        optimizer = muon(old)
+        model, fresh = twins(old)
+        swap_lists(optimizer, fresh)
+        load(optimizer, trained)
+        twin, other = copy.deepcopy((source, trained))
+        train(twin, other, 4, 5)
+        train(model, optimizer, 4, 5)
+        assert same(model, twin)
+
+
+def test_other_parameters_cannot_take_the_place() -> None:
+    def swapped(change: Callable[[Tensor], Any]) -> Muon:
+        model = models.plain_model(SHAPES)
+        optimizer = muon(model)
+        _, fresh = twins(model)
+        fresh[model.get_parameter(W1)] = change(model.get_parameter(W1))
+        swap_lists(optimizer, fresh)
+        return optimizer
+
+    transposed = rf"{W1}: found shape \(8, 13\), expected \(13, 8\), that of the parameter in whose"
+    for change, message in (
+        (lambda param: nn.Parameter(param.detach().T.clone()), transposed),
+        (lambda param: param.to("meta"), f"{W1}: found a meta tensor"),
+    ):
+        optimizer = swapped(change)
+        for use in (optimizer.step, optimizer.state_dict):
+            with pytest.raises(ValueError, match=message):
+                use()
+    optimizer = muon(models.plain_model(SHAPES))
+    optimizer.param_groups[0]["params"].pop()
+    with pytest.raises(ValueError, match=r"param_groups\[0\]: found 1 parameters, expected 2, as"):
+        optimizer.step()
+    optimizer.param_groups.pop()
+    with pytest.raises(ValueError, match="param_groups: found 1 groups, expected 2, as"):
+        optimizer.step()
+
+
+def test_a_swap_that_comes_too_late_is_refused() -> None:
+    source = models.plain_model(SHAPES)
+    trained = muon(source)
+    train(source, trained, 1, 1)
+    for load in (None, load_state, take_over):
+        old = models.plain_model(SHAPES)
+        optimizer = muon(old)
+        if load is None:
+            train(old, optimizer, 1, 1)
+        else:
+            load(optimizer, trained)
+        model, fresh = twins(old)
+        swap_lists(optimizer, fresh)
+        before = weights(model)
+        with pytest.raises(ValueError, match=f"^{WQ}: found another tensor in param_groups than"):
+            train(model, optimizer)
+        assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+def test_a_swap_of_one_parameter_names_it() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    train(model, optimizer, 1, 1)
+    optimizer.param_groups[0]["params"][1] = nn.Parameter(torch.ones(13, 8))
+    with pytest.raises(ValueError, match=f"^{W1}: found another tensor in param_groups"):
+        optimizer.step()
+
+
+# ---------------------------------------------------------------- no gradients
+
+
+@pytest.mark.parametrize("name", FAMILY)
+def test_parameters_that_are_no_longer_the_models_are_refused(name: str) -> None:
+    old = models.plain_model(SHAPES)
+    optimizer = make_optimizer(name, param_groups(old))
+    model, _ = twins(old)
+    models.set_gradients(model, 1, 1)
+    for _ in range(2):
+        message = f"{MATRICES}: found no gradient on any rank in step 1, expected that of one"
+        with pytest.raises(MissingGradientError, match=message):
+            optimizer.step()
+
+
+def test_a_step_before_the_first_gradient_of_a_matrix_changes_nothing() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    models.set_gradients(model, 1, 1, missing=frozenset({WQ, W1}))
+    before = weights(model)
+    with pytest.raises(MissingGradientError, match=MATRICES):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+    train(model, optimizer, 1, 1)
+    twin = models.plain_model(SHAPES)
+    train(twin, muon(twin), 1, 1)
+    assert same(model, twin)
+
+
+@pytest.mark.parametrize("is_on_devices", [False, True])
+def test_later_steps_without_gradients_warn_once_in_a_row(
+    caplog: pytest.LogCaptureFixture, is_on_devices: bool
+) -> None:
+    model = models.plain_model(SHAPES)
+    with rehearsal.on_devices() if is_on_devices else contextlib.nullcontext():
+        optimizer = muon(model)
+    for step, has in enumerate((True, False, False, True, False), start=1):
+        models.set_gradients(model, 1, step)
+        if not has:
+            optimizer.zero_grad()
+        optimizer.step()
+    optimizer.state_dict()  # which waits for what devices tell of the last step
+    assert [record.getMessage() for record in caplog.records] == [
+        f"{MATRICES}: found no gradient on any rank in step {step}: they stay as they are"
+        for step in (2, 5)
+    ]
+
+
+def test_a_matrix_without_a_gradient_in_the_first_step_is_named(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    for step in (1, 2):
+        models.set_gradients(model, 1, step, missing=frozenset({W1, NORM}))
+        optimizer.step()
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{W1}: found no gradient in step 1, as of a parameter")

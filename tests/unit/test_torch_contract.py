@@ -1,0 +1,440 @@
+"""What PyTorch's own tests ask of any optimizer, asked of this family."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from amo_dist import AMO, ROOT, AdaMuon, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
+from tests.distributed import models
+
+SHAPES = {
+    "tok_embeddings.weight": (5, 8),
+    "layers.0.attention.wq.weight": (12, 8),
+    "layers.0.attention.wo.weight": (8, 12),
+    "layers.0.feed_forward.w1.weight": (13, 8),
+    "layers.0.attention_norm.weight": (8,),
+}
+WQ = "layers.0.attention.wq.weight"
+SHORT = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
+FAMILY: dict[str, Callable[..., Muon]] = {
+    "AMO": lambda groups, **options: AMO(groups, config=SHORT, **options),
+    "Muon": Muon,
+    "AdaMuon": AdaMuon,
+    "NorMuon": NorMuon,
+    "ROOT": ROOT,
+}
+
+
+def pair(name: str = "Muon", **options: Any) -> tuple[nn.Module, Muon]:
+    model = models.plain_model(SHAPES)
+    return model, FAMILY[name](param_groups(model), lr=1e-2, **options)
+
+
+def train(model: nn.Module, optimizer: Muon, first: int, last: int) -> None:
+    for step in range(first, last + 1):
+        models.set_gradients(model, 1, step)
+        optimizer.step()
+
+
+def weights(model: nn.Module) -> list[Tensor]:
+    return [param.detach().clone() for param in model.parameters()]
+
+
+def same(one: nn.Module, other: nn.Module) -> bool:
+    return all(map(torch.equal, weights(one), weights(other)))
+
+
+def pickled(both: Any) -> Any:
+    return pickle.loads(pickle.dumps(both))
+
+
+def saved(both: Any) -> Any:
+    file = io.BytesIO()
+    torch.save(both, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+# ---------------------------------------------------------------- copies
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
+@pytest.mark.parametrize("steps", [0, 3, 5, 8])  # of AMO: before, observation, transition, locked
+@pytest.mark.parametrize("name", list(FAMILY))
+def test_a_copy_goes_on_as_the_original(
+    name: str, steps: int, copied: Callable[[Any], Any]
+) -> None:
+    model, optimizer = pair(name)
+    train(model, optimizer, 1, steps)
+    twin, other = copied((model, optimizer))
+    before = weights(model)
+    train(twin, other, steps + 1, 10)
+    assert all(map(torch.equal, weights(model), before))
+    train(model, optimizer, steps + 1, 10)
+    assert same(model, twin)
+    assert other.num_steps_taken == 10
+    assert other.phase == optimizer.phase
+    assert other.state_dict()["param_groups"] == optimizer.state_dict()["param_groups"]
+
+
+def test_a_copy_alone_has_parameters_of_its_own() -> None:
+    model, optimizer = pair()
+    train(model, optimizer, 1, 2)
+    before, other = weights(model), copy.deepcopy(optimizer)
+    for param in other.params_by_name.values():
+        param.grad = torch.ones_like(param)
+    other.step()
+    assert all(map(torch.equal, weights(model), before))
+    assert not torch.equal(other.params_by_name[WQ], model.get_parameter(WQ))
+
+
+def test_a_copy_while_an_observation_runs_in_the_background() -> None:
+    config = AMOConfig(**{**SHORT.to_dict(), "observe_in_background": True})
+    model = models.plain_model(SHAPES)
+    optimizer = AMO(param_groups(model), config=config)
+    train(model, optimizer, 1, 2)
+    twin, other = copy.deepcopy((model, optimizer))
+    for each in ((model, optimizer), (twin, other)):
+        train(*each, 3, 9)
+    assert same(model, twin)
+    assert optimizer.phase == other.phase == "locked"
+
+
+def test_a_copied_policy_keeps_its_mappings_read_only() -> None:
+    model, optimizer = pair("AMO")
+    train(model, optimizer, 1, 5)
+    schedules = copy.deepcopy(optimizer.policy).schedules(5)
+    assert schedules == optimizer.policy.schedules(5)
+    with pytest.raises(TypeError, match="does not support item assignment"):
+        schedules["attn_q"] = None  # type: ignore[index]
+
+
+# ---------------------------------------------------------------- state dicts
+
+
+@pytest.mark.parametrize("name", list(FAMILY))
+def test_a_state_dict_goes_round_through_a_file_of_weights_only(name: str) -> None:
+    model, optimizer = pair(name)
+    train(model, optimizer, 1, 4)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    twin = copy.deepcopy(model)
+    other = FAMILY[name](param_groups(twin), lr=1.0)
+    other.load_state_dict(torch.load(file, weights_only=True))
+    for each in ((model, optimizer), (twin, other)):
+        train(*each, 5, 8)
+    assert same(model, twin)
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+def test_a_copied_state_dict_is_a_snapshot(copied: Callable[[Any], Any]) -> None:
+    model, optimizer = pair()
+    train(model, optimizer, 1, 2)
+    state, before = copied(optimizer.state_dict()), copy.deepcopy(model)
+    train(model, optimizer, 3, 4)
+    other = Muon(param_groups(before))
+    other.load_state_dict(state)
+    train(before, other, 3, 4)
+    assert same(model, before)
+
+
+def test_loading_one_state_twice_gives_the_same() -> None:
+    model, optimizer = pair()
+    train(model, optimizer, 1, 2)
+    state, before = optimizer.state_dict(), copy.deepcopy(model)
+    found = []
+    for _ in range(2):
+        twin = copy.deepcopy(before)
+        other = Muon(param_groups(twin))
+        other.load_state_dict(copy.deepcopy(state))
+        train(twin, other, 3, 5)
+        found.append(twin)
+    assert same(*found)
+
+
+def test_hooks_of_state_dicts_are_called() -> None:
+    _, optimizer = pair()
+    calls: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda own: calls.append("before saving"))
+
+    def add(own: Any, state: dict[str, Any]) -> dict[str, Any]:
+        calls.append("after saving")
+        return {**state, "note": 1}
+
+    def drop(own: Any, state: dict[str, Any]) -> dict[str, Any]:
+        calls.append("before loading")
+        return {key: value for key, value in state.items() if key != "note"}
+
+    optimizer.register_state_dict_post_hook(add)
+    optimizer.register_load_state_dict_pre_hook(drop)
+    optimizer.register_load_state_dict_post_hook(lambda own: calls.append("after loading"))
+    state = optimizer.state_dict()
+    assert state["note"] == 1
+    optimizer.load_state_dict(state)
+    assert calls == ["before saving", "after saving", "before loading", "after loading"]
+
+
+# ---------------------------------------------------------------- steps
+
+
+def test_hooks_of_steps_are_called_in_order() -> None:
+    model, optimizer = pair()
+    models.set_gradients(model, 1, 1)
+    before, calls = weights(model), []
+
+    def look(place: str) -> Callable[..., None]:
+        def hook(own: Any, args: Any, kwargs: Any) -> None:
+            assert own is optimizer
+            calls.append((place, all(map(torch.equal, weights(model), before))))
+
+        return hook
+
+    handles = [
+        optimizer.register_step_pre_hook(look("before")),
+        optimizer.register_step_post_hook(look("after")),
+        register_optimizer_step_post_hook(look("after any")),
+    ]
+    optimizer.step()
+    for handle in handles:
+        handle.remove()
+    optimizer.step()
+    assert calls == [("before", True), ("after", False), ("after any", False)]
+
+
+def test_a_hook_may_change_the_closure() -> None:
+    model, optimizer = pair()
+
+    def closure(loss: float) -> Callable[[], float]:
+        def call() -> float:
+            models.set_gradients(model, 1, 1)
+            return loss
+
+        return call
+
+    optimizer.register_step_pre_hook(lambda own, args, kwargs: ((own, closure(2.0)), {}))
+    assert optimizer.step(closure(1.0)) == 2.0
+
+
+@pytest.mark.parametrize("name", list(FAMILY))
+def test_a_loss_falls(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
+    x = torch.randn(32, 8)
+    y = x.flip(1)
+    groups = param_groups(model, patterns={r"\d\.weight": "mlp_up"})
+    optimizer = FAMILY[name](groups, lr=1e-2)
+
+    def closure() -> float:
+        optimizer.zero_grad()
+        loss = (model(x) - y).square().mean()
+        loss.backward()
+        return loss.item()
+
+    losses = [optimizer.step(closure) for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_zero_grad(set_to_none: bool) -> None:
+    model, optimizer = pair()
+    models.set_gradients(model, 1, 1)
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=set_to_none)
+    for param in model.parameters():
+        assert param.grad is None if set_to_none else not param.grad.any()  # type: ignore[union-attr]
+
+
+def test_scaled_gradients() -> None:
+    found = []
+    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**10)):
+        model, optimizer = pair()
+        for step in range(1, 4):
+            models.set_gradients(model, 1, step)
+            if scaler is None:
+                optimizer.step()
+                continue
+            scaler.scale(torch.zeros(()))  # PyTorch makes its factor here
+            for param in model.parameters():
+                param.grad.mul_(scaler.get_scale())  # type: ignore[union-attr]
+            scaler.step(optimizer)
+            scaler.update()
+        found.append(model)
+    # A power of two, so that no rounding differs.
+    assert same(*found)
+
+
+def test_a_scaler_leaves_out_a_step_with_an_infinite_gradient() -> None:
+    model, optimizer = pair()
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(torch.zeros(()))
+    models.set_gradients(model, 1, 1)
+    model.get_parameter(WQ).grad[0, 0] = torch.inf  # type: ignore[index]
+    before = weights(model)
+    scaler.step(optimizer)
+    assert all(map(torch.equal, weights(model), before))
+    assert optimizer.num_steps_taken == 0
+
+
+def test_parameters_of_several_dtypes() -> None:
+    model, optimizer = pair()
+    for name, param in model.named_parameters():
+        if "norm" in name or "w1" in name:
+            param.data = param.data.bfloat16()
+    optimizer = Muon(param_groups(model), lr=1e-1)
+    before = weights(model)
+    train(model, optimizer, 1, 2)
+    for param, old in zip(model.parameters(), before, strict=True):
+        assert param.dtype == old.dtype
+        assert not torch.equal(param, old)
+
+
+@pytest.mark.parametrize("name", list(FAMILY))
+def test_parameters_without_elements(name: str) -> None:
+    empty = {"layers.0.feed_forward.w2.weight": (0, 8), "layers.0.ffn_norm.weight": (0,)}
+    model, twin = models.plain_model({**SHAPES, **empty}), models.plain_model(SHAPES)
+    train(model, FAMILY[name](param_groups(model)), 1, 9)
+    train(twin, FAMILY[name](param_groups(twin)), 1, 9)
+    for param_name, param in twin.named_parameters():
+        assert torch.equal(model.get_parameter(param_name), param)
+
+
+# ---------------------------------------------------------------- torch.compile
+
+
+# Of PyTorch's own, about a loss that was not in the graph before the break.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_compiled_training_step(backend: str) -> None:
+    def run(wrap: Callable[[Any], Any]) -> tuple[nn.Module, list[float]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        groups = param_groups(model, patterns={r"\d\.weight": "mlp_up"})
+        optimizer = AMO(groups, lr=1e-2, config=SHORT)
+
+        def step(x: Tensor) -> Tensor:
+            loss = model(x).square().mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            return loss
+
+        step = wrap(step)
+        return model, [step(torch.ones(4, 8)).item() for _ in range(9)]
+
+    model, losses = run(lambda step: step)
+    twin, others = run(lambda step: torch.compile(step, backend=backend))
+    torch._dynamo.reset()
+    # Both backends run PyTorch's own kernels, in the same order.
+    assert losses == others
+    assert same(model, twin)
+
+
+# ---------------------------------------------------------------- what is printed and refused
+
+
+def test_printing_shows_hyperparameters_and_no_control_text() -> None:
+    text = repr(pair("AMO")[1])
+    assert text.startswith("AMO (\nParameter Group 0\n    algorithm: muon\n    betas: (0.9, 0.95)")
+    assert "control" not in text
+
+
+def ones(*shape: int, **options: Any) -> nn.Parameter:
+    return nn.Parameter(torch.ones(*shape, **options))
+
+
+@pytest.mark.parametrize(
+    ("param", "message"),
+    [
+        (ones(3, 3, dtype=torch.complex64), "a: found dtype torch.complex64, expected a floating"),
+        (torch.ones(3, 3).to_sparse(), "a: found a tensor of layout torch.sparse_coo, expected a"),
+        (ones(3, 3, device="meta"), "a: found a meta tensor, expected one with storage"),
+        ([1.0], "a: found list, expected a tensor"),
+    ],
+)
+def test_other_tensors_are_refused(param: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Muon([{"params": [("a", param)], "algorithm": "adamw"}])
+
+
+def test_a_sparse_gradient_is_refused() -> None:
+    model, optimizer = pair()
+    models.set_gradients(model, 1, 1)
+    param = model.get_parameter("tok_embeddings.weight")
+    param.grad = param.grad.to_sparse()  # type: ignore[union-attr]
+    with pytest.raises(ValueError, match=r"tok_embeddings\.weight: found a sparse gradient"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("params", ["parameters", "named_parameters"])
+def test_what_does_not_come_from_param_groups_is_refused(params: str) -> None:
+    model = models.plain_model(SHAPES)
+    for given in (getattr(model, params)(), [*getattr(model, params)()]):
+        with pytest.raises(ValueError, match=r"expected the groups that amo_dist\.param_groups"):
+            Muon(given)
+
+
+def test_pairs_may_come_from_an_iterator() -> None:
+    model, twin = models.plain_model(SHAPES), models.plain_model(SHAPES)
+    groups = [{**group, "params": iter(group["params"])} for group in param_groups(model)]
+    train(model, Muon(groups), 1, 2)
+    train(twin, Muon(param_groups(twin)), 1, 2)
+    assert same(model, twin)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("name", ["AMO", "Muon"])
+def test_a_model_cast_after_construction_is_refused(
+    name: str, steps: int, dtype: torch.dtype
+) -> None:
+    model, optimizer = pair(name)
+    train(model, optimizer, 1, steps)
+    model.to(dtype)
+    models.set_gradients(model, 1, steps + 1)
+    before = weights(model)
+    message = rf"^{WQ}: found {dtype} on cpu, expected torch.float32 on cpu, as at construction"
+    with pytest.raises(ValueError, match=message):
+        optimizer.step()
+    assert all(map(torch.equal, weights(model), before))
+    assert optimizer.num_steps_taken == steps
+
+
+def test_a_parameter_moved_after_construction_is_refused() -> None:
+    model, optimizer = pair()
+    train(model, optimizer, 1, 1)
+    param = model.get_parameter(WQ)
+    torch.utils.swap_tensors(param, nn.Parameter(param.detach().to("meta")))
+    with pytest.raises(ValueError, match=rf"{WQ}: found torch.float32 on meta, expected .* on cpu"):
+        optimizer.step()
+
+
+def test_state_put_in_place_of_the_optimizers_is_refused_after_a_step() -> None:
+    for field in ("state", "param_groups"):
+        model, optimizer = pair()
+        train(model, optimizer, 1, 1)
+        setattr(optimizer, field, copy.copy(getattr(optimizer, field)))
+        with pytest.raises(ValueError, match="another param_groups or state, after the first step"):
+            train(model, optimizer, 2, 2)
+
+
+def test_settings_that_the_family_shares_are_named_as_pytorchs() -> None:
+    _, optimizer = pair(config=MuonConfig(momentum=0.9, nesterov=False))
+    assert {**optimizer.defaults} == {
+        "lr": 1e-2,
+        "weight_decay": 0.1,
+        "eps": 1e-8,
+        "lr_scale": 1.0,
+        "control": "",
+        "momentum": 0.9,
+        "nesterov": False,
+    }
