@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Mapping, MutableMapping, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ from amo_dist.engine.gradients import Agreement, GradientCheck
 from amo_dist.engine.orders import Orders
 from amo_dist.engine.parameters import Parameters, describe_group
 from amo_dist.engine.pieces import Cuts, Locals, as_matrix, cut
+from amo_dist.engine.rounding import Rounding
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.updates import Updates
 from amo_dist.engine.world import World
@@ -71,7 +73,8 @@ class Engine:
             how = "fused" if self.kernels.is_asynchronous else "foreach"
         self._adamw = adamw.AdamW(parameters.entries, state, groups, how)
         self._batches = Batches(parameters, self.kernels)
-        self._updates = Updates(parameters, groups, state, rule, self.kernels)
+        self._rounding = Rounding(parameters, config)
+        self._updates = Updates(parameters, groups, state, rule, self.kernels, self._rounding)
         self._orders: Orders | None = None
         self._grads: Sequence[Tensor | None] = ()
         self._local_params, self._local_buffers = Locals(), Locals()
@@ -90,7 +93,9 @@ class Engine:
                 own = self._rule.state(entry.param, entry.views[0].dim)
                 state = {"momentum_buffer": torch.zeros_like(entry.param, dtype=dtype), **own}
             else:
-                state = adamw.make_state(entry.param, self._adamw.implementation)
+                moments = torch.float32 if self._rounding.is_for(entry.param) else None
+                state = adamw.make_state(entry.param, self._adamw.implementation, moments)
+            state |= self._rounding.make_state(entry.param)
             for value in state.values():
                 value.requires_grad_(False)
             self._state[entry.param] = state
@@ -153,6 +158,7 @@ class Engine:
 
     def _begin(self, orders: Orders, agreed: Agreement) -> None:
         """Take this rank's gradients into the momentum."""
+        assert self.world is not None
         entries, state = self.parameters.entries, self._state
         self._params = self._local_params.take([entry.param for entry in entries])
         # Of a parameter without momentum, which nobody asks for, the parameter.
@@ -165,6 +171,7 @@ class Engine:
         with span("amo::momentum"):
             buffers, found = [self._buffers[i] for i in moving], [grads[i] for i in moving]
             self.kernels.update_momentum(buffers, found, self._config.momentum)  # type: ignore[arg-type]
+        self._rounding.begin(orders.step, self.world.rank, state)
         self._orders, self._grads = orders, grads
         self._batches.begin_step(orders.schedules)
         self._updates.begin(self._params, grads, agreed.bad)
@@ -216,8 +223,13 @@ class Engine:
         return results
 
     def _step_adamw(self) -> None:
-        with span("amo::adamw"):
-            self._adamw.step(self._params, self._grads, self.kernels.bad)
+        params, entries = list(self._params), self.parameters.entries
+        with span("amo::adamw"), contextlib.ExitStack() as stack:
+            for index, (entry, grad) in enumerate(zip(entries, self._grads, strict=True)):
+                if not entry.views and grad is not None and self._rounding.is_for(params[index]):
+                    wide = self._rounding.widened(index, params[index])
+                    params[index] = stack.enter_context(wide)
+            self._adamw.step(params, self._grads, self.kernels.bad)
 
     # ---------------------------------------------------------------- exchange
 
