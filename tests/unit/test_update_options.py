@@ -223,6 +223,23 @@ def test_parameters_of_other_dtypes_are_written_as_ever() -> None:
         make(dtype=torch.float16, bfloat16_params="master")
 
 
+# --- head by head
+
+
+def test_a_projection_is_orthogonalized_head_by_head() -> None:
+    heads = Fused((("attn_q", 12),), heads={"attn_q": 3})
+    whole = models.build({WQ: torch.ones(12, 8)})
+    parts = models.build({f"layers.{i}.attention.wq.weight": torch.ones(4, 8) for i in range(3)})
+    grad = models.gradient(1, 1, WQ, (12, 8))
+    for model, pattern in ((whole, {WQ: heads}), (parts, {})):
+        grads = grad.split(12 if model is whole else 4)
+        for param, each in zip(model.parameters(), grads, strict=True):
+            param.grad = each.clone()
+        Muon(param_groups(model, patterns=pattern), lr=0.1).step()
+    assert torch.equal(next(whole.parameters()), torch.cat(list(parts.parameters())))
+    assert not torch.equal(next(whole.parameters()), torch.ones(12, 8))
+
+
 # --- as settings
 
 
