@@ -76,7 +76,7 @@ def test_layouts_have_the_bits_of_one_process(
 def save(rank: int, world_size: int, layout: str, how: str, folder: str) -> dict[str, Tensor]:
     model, optimizer = make(layout, how)
     train(model, optimizer, 1, SAVED)
-    state = {
+    state: dict[str, Any] = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
     }
@@ -86,7 +86,7 @@ def save(rank: int, world_size: int, layout: str, how: str, folder: str) -> dict
 
 def resume(rank: int, world_size: int, layout: str, how: str, folder: str) -> dict[str, Tensor]:
     model, optimizer = make(layout, how)
-    state = {
+    state: dict[str, Any] = {
         "model": get_model_state_dict(model),
         "optimizer": get_optimizer_state_dict(model, optimizer),
     }

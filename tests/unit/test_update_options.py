@@ -73,7 +73,7 @@ def distance(param: Tensor, adjust_lr: str, target: str | Fused) -> float:
     optimizer = Muon(param_groups(model, patterns={"w": target}), 1e-3, 0.0, config=config)
     model.get_parameter("w").grad = torch.ones_like(param)
     optimizer.step()
-    return (model.get_parameter("w").detach() - before).norm().item()
+    return float((model.get_parameter("w").detach() - before).norm())
 
 
 def test_columns_are_outputs_where_a_parameter_is_fused_by_them() -> None:
@@ -214,6 +214,17 @@ def test_a_skipped_step_changes_nothing(how: str) -> None:
         assert value is None or torch.equal(state["rounded_off"], value)
 
 
+@pytest.mark.parametrize("how", ["stochastic", "master"])
+def test_a_step_on_devices_waits_for_nothing(how: str) -> None:
+    with rehearsal.on_devices():
+        model, optimizer = make(bfloat16_params=how, cautious_decay=True)
+        train(model, optimizer, 1, 3)
+        models.set_gradients(model, 1, 4)
+        with rehearsal.Steps() as steps:
+            optimizer.step()
+    assert steps.operations
+
+
 def test_parameters_of_other_dtypes_are_written_as_ever() -> None:
     for how in ("stochastic", "master"):
         model, optimizer = make(dtype=torch.float32, bfloat16_params=how)
@@ -249,6 +260,26 @@ def test_a_projection_is_orthogonalized_head_by_head() -> None:
 )
 def test_a_changed_option_is_an_error_on_resume(field: str, value: object) -> None:
     assert f"{field}: the checkpoint has" in refusal(save(), **{field: value})
+
+
+@pytest.mark.parametrize(("was", "becomes"), [("nearest", "master"), ("master", "nearest")])
+def test_how_bfloat16_is_written_may_change_where_settings_may(was: str, becomes: str) -> None:
+    model, optimizer = make_amo(torch.bfloat16, bfloat16_params=was)
+    train(model, optimizer, 1, 5)
+    state = copy.deepcopy(optimizer.state_dict())
+    rules = {
+        "error": f"bfloat16_params: the checkpoint has '{was}', this run has '{becomes}'",
+        "keep_checkpoint": f"control.config.bfloat16_params: found '{was}', expected '{becomes}'",
+    }
+    for rule, message in rules.items():
+        _, other = make_amo(torch.bfloat16, bfloat16_params=becomes, on_config_change=rule)
+        with pytest.raises(ValueError, match=message):
+            other.load_state_dict(state)
+    resumed, other = make_amo(torch.bfloat16, bfloat16_params=becomes, on_config_change="replan")
+    resumed.load_state_dict(model.state_dict())
+    other.load_state_dict(state)
+    train(resumed, other, 6, 8)
+    assert all(("rounded_off" in each) == (becomes == "master") for each in other.state.values())
 
 
 def test_a_scale_that_is_spelled_out_is_the_same_setting() -> None:
