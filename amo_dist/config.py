@@ -50,6 +50,8 @@ NS_BACKENDS = (
 """How Newton-Schulz may be run; see `amo_dist.kernels.cpu.backends`. On CUDA alone: ``triton``,
 which is ``symmetric`` by tiles in one kernel, and ``gram_newton_schulz``, a package."""
 
+_ADJUST_LR = ("match_rms_adamw", "original", "spectral")
+_BFLOAT16_PARAMS = ("nearest", "stochastic", "master")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
@@ -90,8 +92,18 @@ class MuonConfig:
     """Decay of the momentum buffer, ``B = momentum * B + G``; in [0, 1)."""
     nesterov: bool = True
     """Orthogonalize ``G + momentum * B`` instead of ``B``."""
-    update_scale: float = 0.2
-    """The update is ``update_scale * sqrt(max(m, n))`` times the orthogonalized momentum."""
+    adjust_lr: str = "match_rms_adamw"
+    """What orthogonalized momentum of m outputs and n inputs is multiplied by, so that known
+    learning rates carry over: ``match_rms_adamw`` by ``sqrt(max(m, n))``, ``original`` (Jordan's
+    Muon) by ``sqrt(max(1, m/n))``, ``spectral`` by ``sqrt(m/n)``; each times ``update_scale``."""
+    update_scale: float | None = None
+    """Multiplies ``adjust_lr``; None: 0.2 for ``match_rms_adamw``, 1 for the others."""
+    cautious_decay: bool = False
+    """Decay an entry of a matrix only where its update has the same sign."""
+    bfloat16_params: str = "nearest"
+    """How bfloat16 parameters, those under AdamW too, take updates: rounded to ``nearest``;
+    ``stochastic``, by a hash of seed, step, name and entry, alike in every layout; or as
+    ``master`` weights in float32: what rounding takes off is state."""
     ns_dtype: str = "bfloat16"
     """Dtype of the Newton-Schulz products, and of matrices on the wire."""
     ns_backend: str = "auto"
@@ -121,13 +133,18 @@ class MuonConfig:
     ns_guard_bound: float = 1.1
     """A residual ``||X X^T - I||_F / sqrt(min(m, n))`` above this is warned of; > 0. Singular
     values below ``sqrt(2)`` leave at most 1."""
+    seed: int = 42
+    """Seeds the draw of observed matrices, and stochastic rounding."""
     adamw_implementation: str = "auto"
     """PyTorch's AdamW for the rest of the parameters: ``auto`` (``foreach`` on CPU, else
     ``fused``), ``foreach``, ``fused`` or ``for-loop``."""
 
     def __post_init__(self) -> None:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
-        _require_real("update_scale", self.update_scale, "a number > 0", 5e-324, math.inf)
+        _require_choice("adjust_lr", self.adjust_lr, _ADJUST_LR)
+        if self.update_scale is not None:
+            _require_real("update_scale", self.update_scale, "a number > 0", 5e-324, math.inf)
+        _require_choice("bfloat16_params", self.bfloat16_params, _BFLOAT16_PARAMS)
         _require_choice("ns_dtype", self.ns_dtype, _WIRE_DTYPES)
         _require_choice("ns_backend", self.ns_backend, NS_BACKENDS)
         _require_choice("momentum_dtype", self.momentum_dtype, _DTYPES)
@@ -151,13 +168,20 @@ class MuonConfig:
             self.adamw_implementation,
             ("auto", "foreach", "fused", "for-loop"),
         )
-        for field in ("nesterov", "cuda_graphs"):
+        _require_int("seed", self.seed, 0)
+        for field in ("nesterov", "cuda_graphs", "cautious_decay"):
             found = getattr(self, field)
             _require(isinstance(found, bool), field, found, "true or false")
 
+    @property
+    def update_factor(self) -> float:
+        """``update_scale``, or what it is by default."""
+        default = 0.2 if self.adjust_lr == "match_rms_adamw" else 1.0
+        return default if self.update_scale is None else self.update_scale
+
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values."""
-        return dataclasses.asdict(self)
+        """The fields as plain JSON values, with the ``update_scale`` in force."""
+        return {**dataclasses.asdict(self), "update_scale": self.update_factor}
 
 
 PAPERS_PLANS: Mapping[str, str] = MappingProxyType(
@@ -220,8 +244,6 @@ class AMOConfig(MuonConfig):
     ns_guard_fallback: bool = False
     """An operator type whose residual is above ``ns_guard_bound`` runs the uniform schedule from
     then on, until a new plan."""
-    seed: int = 42
-    """Seeds the draw of observed matrices."""
     on_config_change: str = "error"
     """Where a checkpoint has other settings: ``error``, ``keep_checkpoint`` or ``replan``."""
 
@@ -259,7 +281,6 @@ class AMOConfig(MuonConfig):
             found = getattr(self, field)
             _require(isinstance(found, bool), field, found, "true or false")
         self._check_replan()
-        _require_int("seed", self.seed, 0)
         _require_choice(
             "on_config_change", self.on_config_change, ("error", "keep_checkpoint", "replan")
         )

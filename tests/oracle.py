@@ -104,7 +104,7 @@ class Oracle:
         return momentum
 
     def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:
-        return update, self.config.update_scale * math.sqrt(max(update.shape))
+        return update, self.config.update_factor * math.sqrt(max(update.shape))
 
     def _momentum(self, name: str, grad: Tensor) -> Tensor:
         buffer = self.buffers[name]
@@ -299,7 +299,7 @@ class NormedOracle(Oracle):
 
     def _normed(self, update: Tensor) -> tuple[Tensor, float]:
         norm = math.sqrt(math.fsum((update.double() ** 2).flatten().tolist()))
-        wanted = self.config.update_scale * math.sqrt(update.numel())
+        wanted = self.config.update_factor * math.sqrt(update.numel())
         return update * (wanted / norm if norm else 0.0), 1.0
 
 

@@ -14,18 +14,21 @@ from amo_dist.engine.parameters import Entry
 from amo_dist.engine.pieces import Locals
 
 
-def make_state(param: Tensor, implementation: str) -> dict[str, Tensor]:
+def make_state(
+    param: Tensor, implementation: str, dtype: torch.dtype | None = None
+) -> dict[str, Tensor]:
     """``step`` (0-dim float32), ``exp_avg`` and ``exp_avg_sq`` (like the parameter), all zero.
 
     Args:
         param: The parameter.
+        dtype: Of the moments; None for that of the parameter.
         implementation: ``fused`` counts steps on the device, the others on the host.
     """
     device = param.device if implementation == "fused" else torch.device("cpu")
     return {
         "step": torch.zeros((), dtype=torch.float32, device=device),
-        "exp_avg": torch.zeros_like(param),
-        "exp_avg_sq": torch.zeros_like(param),
+        "exp_avg": torch.zeros_like(param, dtype=dtype),
+        "exp_avg_sq": torch.zeros_like(param, dtype=dtype),
     }
 
 

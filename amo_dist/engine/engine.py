@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from amo_dist.engine.gradients import Agreement, GradientCheck
 from amo_dist.engine.orders import Orders
 from amo_dist.engine.parameters import Parameters, describe_group, momentum_of
 from amo_dist.engine.pieces import Cuts, Locals, as_matrix, cut
+from amo_dist.engine.rounding import Rounding
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.updates import Updates
 from amo_dist.engine.world import World
@@ -81,7 +83,8 @@ class Engine:
             how = "fused" if self.kernels.is_asynchronous else "foreach"
         self._adamw = adamw.AdamW(parameters.entries, state, groups, how)
         self._batches = Batches(parameters, self.kernels)
-        self._updates = Updates(parameters, groups, state, rule, self.kernels)
+        self._rounding = Rounding(parameters, config)
+        self._updates = Updates(parameters, groups, state, rule, self.kernels, self._rounding)
         self._momenta: list[tuple[float, bool]] = []
         self._orders: Orders | None = None
         self._grads: Sequence[Tensor | None] = ()
@@ -107,7 +110,9 @@ class Engine:
                 own = self._rule.state(entry.param, entry.views[0].dim)
                 state = {"momentum_buffer": torch.zeros_like(entry.param, dtype=dtype), **own}
             else:
-                state = adamw.make_state(entry.param, self._adamw.implementation)
+                moments = torch.float32 if self._rounding.is_for(entry.param) else None
+                state = adamw.make_state(entry.param, self._adamw.implementation, moments)
+            state |= self._rounding.make_state(entry.param)
             for value in state.values():
                 value.requires_grad_(False)
             self._state[entry.param] = state
@@ -173,6 +178,7 @@ class Engine:
 
     def _begin(self, orders: Orders, agreed: Agreement) -> None:
         """Take this rank's gradients into the momentum."""
+        assert self.world is not None
         entries, state = self.parameters.entries, self._state
         self._params = self._local_params.take([entry.param for entry in entries])
         # Of a parameter without momentum, which nobody asks for, the parameter.
@@ -190,6 +196,8 @@ class Engine:
                 buffers = [self._buffers[moving[place]] for place in some]
                 found = [grads[moving[place]] for place in some]
                 self.kernels.update_momentum(buffers, found, momentum)  # type: ignore[arg-type]
+        assert self.world is not None
+        self._rounding.begin(orders.step, self.world.rank, state)
         self._orders, self._grads = orders, grads
         self._batches.begin_step(orders.schedules)
         self._updates.begin(self._params, grads, agreed.bad)
@@ -284,8 +292,14 @@ class Engine:
         self.check.report_failure(f"step {self._orders.step}: {what} {name}", error)
 
     def _step_adamw(self) -> None:
-        with span("amo::adamw"):
-            self._adamw.step(self._params, self._grads, self.kernels.bad)
+        params, entries = list(self._params), self.parameters.entries
+        with span("amo::adamw"), contextlib.ExitStack() as stack:
+            for index, entry in enumerate(entries if self._rounding.is_wanted else ()):
+                has_gradient = self._grads[index] is not None
+                if not entry.views and has_gradient and self._rounding.is_for(params[index]):
+                    wide = self._rounding.widened(index, params[index])
+                    params[index] = stack.enter_context(wide)
+            self._adamw.step(params, self._grads, self.kernels.bad)
 
     # ---------------------------------------------------------------- exchange
 

@@ -45,6 +45,9 @@ class UpdateRule:
 
     Args:
         config: Of the optimizer.
+
+    Raises:
+        ValueError: ``config.adjust_lr`` names a scale, and the rule has a `scale` of its own.
     """
 
     defaults: ClassVar[Mapping[str, float]] = MappingProxyType({})
@@ -53,6 +56,12 @@ class UpdateRule:
     """Of the sums. Integers add up to the same bits however a matrix is cut; floats do not."""
 
     def __init__(self, config: MuonConfig) -> None:
+        scales_itself = type(self).scale is not UpdateRule.scale
+        if scales_itself and config.adjust_lr != "match_rms_adamw":
+            raise ValueError(
+                f"adjust_lr: found {config.adjust_lr!r} with {type(self).__name__}, which scales "
+                "updates itself, expected 'match_rms_adamw'"
+            )
         self.config = config
 
     def check(self, group: Mapping[str, Any]) -> None:
@@ -112,5 +121,5 @@ class UpdateRule:
         yield
 
     def scale(self, shape: tuple[int, int]) -> float:
-        """Factor on the update of a matrix ``(m, n)``, beside the learning rate."""
-        return update_scale(shape, self.config.update_scale)
+        """Factor on the update of a matrix of ``(outputs, inputs)``, beside the learning rate."""
+        return update_scale(shape, self.config.update_factor, self.config.adjust_lr)

@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.distributed.layout import flattened, local_tensor
+from amo_dist.distributed.layout import MatrixLayout, flattened, local_tensor
 from amo_dist.distributed.plan import Part
 from amo_dist.distributed.spans import span
 from amo_dist.engine.parameters import Parameters, learning_rate
 from amo_dist.engine.pieces import Cuts, as_matrix, cut, cut_like
+from amo_dist.engine.rounding import Rounding
 from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
 from amo_dist.engine.world import World
 from amo_dist.kernels.interface import Kernels
@@ -30,6 +31,7 @@ class Updates:
         state: Of the optimizer, by parameter.
         rule: Turns results into updates.
         kernels: Of the parameters' device.
+        rounding: Writes bfloat16 parameters.
     """
 
     def __init__(
@@ -39,9 +41,10 @@ class Updates:
         state: Mapping[Tensor, Mapping[str, Tensor]],
         rule: UpdateRule,
         kernels: Kernels,
+        rounding: Rounding,
     ) -> None:
         self._parameters, self._groups, self._state = parameters, groups, state
-        self._rule, self._kernels = rule, kernels
+        self._rule, self._kernels, self._rounding = rule, kernels, rounding
         self._finishes = type(rule).finish is not UpdateRule.finish
         self._sums = [
             rule.sums(matrix, parameters.entries[matrix.tensor].views[0].dim)
@@ -51,7 +54,7 @@ class Updates:
         self._grads: Sequence[Tensor | None] = ()
         self._bad: Tensor | None = None
         self._cuts = Cuts(parameters)
-        self._scales = [rule.scale(matrix.shape) for matrix in parameters.matrices]
+        self._scales = [self._scale(matrix) for matrix in parameters.matrices]
         # Results whose rule waits for a sum over the matrix, each with this rank's share of it.
         self._pending: list[tuple[Part, Finish, Tensor]] = []
 
@@ -175,10 +178,27 @@ class Updates:
         with span("amo::update"):
             for index, members in by_group.items():
                 group = self._groups[index]
-                self._kernels.apply_update(
-                    [places[position] for position in members],
-                    [values[position] for position in members],
-                    lr=learning_rate(group),
-                    weight_decay=float(group["weight_decay"]),
-                    scale=[self._scales[parts[position].matrix] for position in members],
-                )
+                # What is widened one by one: float32 copies of all would be a second model.
+                lists = [[i] for i in members] if self._rounding.is_wanted else [members]
+                for some in lists:
+                    with contextlib.ExitStack() as stack:
+                        self._kernels.apply_update(
+                            [self._target(parts[i], places[i], stack) for i in some],
+                            [values[i] for i in some],
+                            lr=learning_rate(group),
+                            weight_decay=float(group["weight_decay"]),
+                            scale=[self._scales[parts[i].matrix] for i in some],
+                            cautious=self._rule.config.cautious_decay,
+                        )
+
+    def _target(self, part: Part, place: Tensor, stack: contextlib.ExitStack) -> Tensor:
+        """What is updated: a piece of a parameter, or float32 values that are written there."""
+        if not self._rounding.is_for(place):
+            return place
+        tensor = self._parameters.matrices[part.matrix].tensor
+        return stack.enter_context(self._rounding.widened(tensor, place, part.piece.source))
+
+    def _scale(self, matrix: MatrixLayout) -> float:
+        rows, columns = matrix.shape
+        outputs_are_columns = self._parameters.entries[matrix.tensor].views[0].dim == 1
+        return self._rule.scale((columns, rows) if outputs_are_columns else (rows, columns))

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, repeat
 from typing import Any
 
 import torch
@@ -24,14 +24,21 @@ _TOGETHER = 2**25
 """Elements, about, of the tensors that are computed together: what is wide of them takes memory."""
 
 
-def update_scale(shape: tuple[int, int], factor: float = 0.2) -> float:
-    """``factor * sqrt(max(m, n))``, which gives an orthogonal update the RMS of an AdamW one.
+def update_scale(
+    shape: tuple[int, int], factor: float = 0.2, adjust_lr: str = "match_rms_adamw"
+) -> float:
+    """What an orthogonal update is multiplied by, beside the learning rate.
 
     Args:
-        shape: ``(m, n)`` of the whole matrix, not of a shard.
-        factor: 0.2 in the AMO paper.
+        shape: ``(m, n)``, outputs and inputs of the whole matrix, not of a shard.
+        factor: Multiplies each of the scales.
+        adjust_lr: ``match_rms_adamw``, ``sqrt(max(m, n))``, which with a factor of 0.2 gives the
+            update the RMS of an AdamW one (AMO paper); ``original``, ``sqrt(max(1, m/n))`` (Jordan
+            et al., 2024); ``spectral``, ``sqrt(m/n)`` (Ahn et al., "Dion", 2025).
     """
-    return factor * math.sqrt(max(shape))
+    m, n = shape
+    squares = {"match_rms_adamw": max(m, n), "original": max(1, m / n), "spectral": m / n}
+    return factor * math.sqrt(squares[adjust_lr])
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -170,6 +177,7 @@ def apply_update(
     lr: float | Tensor,
     weight_decay: float,
     scale: float | Sequence[float],
+    cautious: bool = False,
     bad: Tensor | None = None,
     scratch: Scratch | None = None,
 ) -> None:
@@ -181,6 +189,7 @@ def apply_update(
         lr: Learning rate, a number or a 0-dim tensor; both give the same bits.
         weight_decay: Decoupled weight decay.
         scale: ``update_scale`` of the whole matrix: one for all, or one for each parameter.
+        cautious: Decay only entries whose update has the same sign.
         bad: 0-dim, boolean, on their device: where true, no parameter changes.
         scratch: Memory to work in, kept by the caller.
 
@@ -200,10 +209,18 @@ def apply_update(
         if bad is not None:
             flat.masked_fill_(bad, 0.0)
         wide = _widen(some, dtype, scratch)
-        if weight_decay != 0:
-            torch._foreach_mul_(wide, _unless(bad, 1 - rate * weight_decay, 1.0, dtype))
+        kept = _unless(bad, 1 - rate * weight_decay, 1.0, dtype)
+        if weight_decay != 0 and cautious:
+            torch._foreach_mul_(wide, list(map(cautious_factor, wide, found, repeat(kept))))
+        elif weight_decay != 0:
+            torch._foreach_mul_(wide, kept)
         torch._foreach_sub_(wide, steps)
         _write_back(some, wide)
+
+
+def cautious_factor(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
+    """``kept`` where a value and its update have one sign, else one; in the dtype of values."""
+    return torch.where(values.sign() == updates.sign(), kept, torch.ones_like(values))
 
 
 def _unless(

@@ -163,6 +163,7 @@ class Kernels:
         lr: float | Tensor,
         weight_decay: float,
         scale: Sequence[float],
+        cautious: bool = False,
     ) -> None:
         """See `elementwise.apply_update`; one scale for each parameter."""
         elementwise.apply_update(
@@ -171,6 +172,7 @@ class Kernels:
             lr=lr,
             weight_decay=weight_decay,
             scale=scale,
+            cautious=cautious,
             bad=self.bad,
             scratch=self._scratch,
         )

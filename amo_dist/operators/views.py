@@ -32,13 +32,16 @@ class MatrixView:
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    """How one parameter holds several matrices side by side.
+    r"""How one parameter holds several matrices side by side.
 
     For a parameter of rows q, k, v with grouped-query attention, whose sizes no shape tells::
 
         Fused((("attn_q", 3072), ("attn_k", 1024), ("attn_v", 1024)))
 
-    A 3-D parameter ``(E, m, n)`` is so divided in each of its E matrices.
+    A 3-D parameter ``(E, m, n)`` is so divided in each of its E matrices. One part alone with
+    ``heads`` is a projection that is orthogonalized head by head, in all layers by one pattern::
+
+        {r".*\.q_proj\.weight": Fused((("attn_q", 3072),), heads={"attn_q": 24})}
     """
 
     parts: tuple[tuple[str, int], ...]

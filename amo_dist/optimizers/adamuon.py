@@ -57,7 +57,7 @@ class AdaMuonRule(UpdateRule):
         update = result.to(moment.dtype) / moment.sqrt().add_(EPS)
         bits = fraction_bits(num_elements, decay)
         total = yield sum_of_squares(update, bits)
-        wanted = self.config.update_scale * math.sqrt(num_elements)
+        wanted = self.config.update_factor * math.sqrt(num_elements)
         return update.mul_(norm_factor(total, bits, wanted))
 
     def scale(self, shape: tuple[int, int]) -> float:

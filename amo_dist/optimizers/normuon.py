@@ -62,7 +62,7 @@ class NorMuonRule(UpdateRule):
         update.div_(moment.sqrt().add_(EPS))
         bits = fraction_bits(matrix.num_elements, beta2)
         total = yield sum_of_squares(update, bits)
-        wanted = self.config.update_scale * math.sqrt(matrix.num_elements)
+        wanted = self.config.update_factor * math.sqrt(matrix.num_elements)
         return update.mul_(norm_factor(total, bits, wanted))
 
     def scale(self, shape: tuple[int, int]) -> float:

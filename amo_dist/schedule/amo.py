@@ -248,11 +248,12 @@ class AMOPolicy(Policy):
         """See ``Policy.resumed``; where settings have changed, ``on_config_change`` decides.
 
         ``error`` raises. ``keep_checkpoint`` goes on with all settings of the checkpoint
-        (``momentum_dtype``, which is fixed at construction, must be the same). ``replan`` goes on
-        with those of this run and, where one that AMO adds has changed, drops the plan: the uniform
-        schedule returns until the plan, which comes with the first observation due at or after
-        ``observe_until`` of this run, at least one more being made. Earlier observations of ``ell``
-        are kept, unless ``granularity`` has changed; measured residuals are of the later ones.
+        (``momentum_dtype`` and ``bfloat16_params``, by which state is made, must be the same).
+        ``replan`` goes on with those of this run and, where one that AMO adds has changed, drops
+        the plan: the uniform schedule returns until the plan, which comes with the first
+        observation due at or after ``observe_until`` of this run, at least one more being made.
+        Earlier observations of ``ell`` are kept, unless ``granularity`` has changed; measured
+        residuals are of the later ones.
         """
         memory = AMOState.from_dict(self._read(state), "state")
         rule = config.on_config_change if isinstance(config, AMOConfig) else "error"
@@ -400,11 +401,12 @@ class AMOPolicy(Policy):
 
 def _kept_settings(config: MuonConfig, changed: Mapping[str, Any]) -> MuonConfig:
     """This run's settings with those of the checkpoint where they differ."""
-    if "momentum_dtype" in changed:
-        made = (
-            f"{config.momentum_dtype!r}: momentum has been made, keep_checkpoint cannot change it"
-        )
-        fail("control.config.momentum_dtype", changed["momentum_dtype"], made)
+    for field in ("momentum_dtype", "bfloat16_params"):
+        if field in changed:
+            made = (
+                f"{getattr(config, field)!r}: state has been made, keep_checkpoint cannot change it"
+            )
+            fail(f"control.config.{field}", changed[field], made)
     try:
         kept = dataclasses.replace(config, **changed)
     except (ValueError, TypeError, OverflowError) as error:

@@ -335,7 +335,8 @@ def named_policy(name: str) -> Policy:
 
 def list_changes(changed: Mapping[str, Any], config: MuonConfig) -> str:
     """Text that names each changed setting, with its value in the checkpoint and in this run."""
+    running = config.to_dict()
     return "; ".join(
-        f"{field}: the checkpoint has {found!r}, this run has {getattr(config, field)!r}"
+        f"{field}: the checkpoint has {found!r}, this run has {running[field]!r}"
         for field, found in changed.items()
     )

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from amo_dist.kernels.rounding import ROUNDED_OFF
 from amo_dist.operators.patterns import clean_name
 from amo_dist.state.load import Loadable, check_source, describe_origin, together
 
@@ -128,7 +129,8 @@ def _factors(
     """By key of this optimizer's state, the foreign key and the factor on it; empty for none."""
     if set(found) >= set(own) and ("momentum_buffer" not in own or origin == "amo_dist"):
         return {key: (key, 1.0) for key in own}
-    if set(own) != {"momentum_buffer"}:
+    # Nothing was rounded off what comes from elsewhere.
+    if set(own) - {ROUNDED_OFF} != {"momentum_buffer"}:
         return {}
     if "exp_avg" in found and float(found["step"]) > 0:
         corrected = 1.0 - group["betas"][0] ** float(found["step"])

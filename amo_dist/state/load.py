@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.kernels.elementwise import exceed
+from amo_dist.kernels.rounding import ROUNDED_OFF
 from amo_dist.schedule.fields import fail, read_json, read_record
 
 
@@ -143,11 +144,22 @@ def _check_state(
     pairs: list[tuple[Tensor, Tensor]] = []
     for (name, param), key in zip(optimizer.params_by_name.items(), keys, strict=True):
         own = optimizer.state[param]
-        saved = read_record(f"state of {name}", state.get(key, {}), own)
+        saved = read_record(f"state of {name}", _with_rest(state.get(key, {}), own), own)
         for field, target in own.items():
             source = check_source(f"state of {name}.{field}", saved[field], target)
             pairs.append((target, source))
     return pairs
+
+
+def _with_rest(saved: object, own: Mapping[str, Tensor]) -> object:
+    """Zeros for what rounding took off where the checkpoint has none; not what nobody asks for.
+
+    Whether ``bfloat16_params`` may change, the settings tell.
+    """
+    if not isinstance(saved, Mapping) or (ROUNDED_OFF in saved) == (ROUNDED_OFF in own):
+        return saved
+    rest = {ROUNDED_OFF: torch.zeros_like(own[ROUNDED_OFF])} if ROUNDED_OFF in own else {}
+    return {key: value for key, value in saved.items() if key != ROUNDED_OFF} | rest
 
 
 def check_source(place: str, found: object, target: Tensor) -> Tensor:

@@ -36,7 +36,9 @@ def ours(seed: int, weight_decay: float, **fields: Any) -> dict[str, Tensor]:
     return {name: param.detach() for name, param in model.named_parameters()}
 
 
-def theirs(seed: int, weight_decay: float, nesterov: bool = True) -> dict[str, Tensor]:
+def theirs(
+    seed: int, weight_decay: float, nesterov: bool = True, adjust_lr: str = "match_rms_adamw"
+) -> dict[str, Tensor]:
     model = models.plain_model(SHAPES)
     optimizer = torch.optim.Muon(
         model.parameters(),
@@ -45,7 +47,7 @@ def theirs(seed: int, weight_decay: float, nesterov: bool = True) -> dict[str, T
         momentum=0.95,
         nesterov=nesterov,
         ns_coefficients=KJ[0],
-        adjust_lr_fn="match_rms_adamw",
+        adjust_lr_fn=adjust_lr,
     )
     for step in range(1, STEPS + 1):
         models.set_gradients(model, seed, step)
@@ -75,6 +77,12 @@ BF16 = 4e-2
 def test_ten_steps_are_those_of_torch_muon(seed: int, nesterov: bool, weight_decay: float) -> None:
     expected = theirs(seed, weight_decay, nesterov)
     assert apart(ours(seed, weight_decay, nesterov=nesterov), expected) < BF16
+
+
+def test_the_original_scale_is_that_of_torch_muon() -> None:
+    expected = theirs(3, 0.1, adjust_lr="original")
+    assert apart(ours(3, 0.1, adjust_lr="original"), expected) < BF16
+    assert apart(ours(3, 0.1, adjust_lr="spectral"), expected) > BF16
 
 
 def test_the_tolerance_tells_other_updates_apart() -> None:

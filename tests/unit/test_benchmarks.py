@@ -13,7 +13,7 @@ from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.grouping import matrices_by_group
 from amo_dist.schedule.planning import costs_by_group, plan_allocation
 from amo_dist.tools.simulate import OWNERSHIPS, simulate
-from benchmarks import launches, newton_schulz, optimizer_step, overhead, spectra
+from benchmarks import bfloat16_params, launches, newton_schulz, optimizer_step, overhead, spectra
 from benchmarks.measure import paired, ratio, report, table
 from benchmarks.shapes import ELL_BY_TYPE, MODELS
 
@@ -130,6 +130,15 @@ def test_overhead_runs(tmp_path: Path) -> None:
     whats = [row["what"] for row in rows_of(output)]
     assert whats[:2] == ["step", "plan, once"]
     assert whats[-1].startswith("observation")
+
+
+def test_bfloat16_params_runs(tmp_path: Path) -> None:
+    output = tmp_path / "found.json"
+    assert bfloat16_params.main(["--steps", "2", "--seeds", "0", "--output", str(output)]) == 0
+    rows = rows_of(output)
+    assert [row["way"] for row in rows] == ["master", "stochastic", "nearest"]
+    assert rows[0]["drift"] == 0
+    assert all(row["drift"] > 0 for row in rows[1:])
 
 
 @pytest.mark.parametrize("ownership", OWNERSHIPS)

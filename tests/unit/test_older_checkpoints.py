@@ -169,6 +169,9 @@ def test_what_an_older_version_did_not_write_is_told(
         start, _, fields = line.partition("to be: ")
         assert start == "the checkpoint lacks fields, which are taken "
         assert fields.split(", ") == [
+            "config.adjust_lr = 'match_rms_adamw'",
+            "config.cautious_decay = False",
+            "config.bfloat16_params = 'nearest'",
             "config.objective = 'projected'",
             "policy.plan.criterion = 'projected'",
             "policy.plan.num_matrices = None",

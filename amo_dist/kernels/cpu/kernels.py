@@ -11,7 +11,7 @@ from torch import Tensor
 from amo_dist.kernels.cpu.backends import batch_size
 from amo_dist.kernels.cpu.program import Program, even_parts
 from amo_dist.kernels.cpu.workspace import Workspace
-from amo_dist.kernels.elementwise import largest_entry, wide_dtype
+from amo_dist.kernels.elementwise import cautious_factor, largest_entry, wide_dtype
 from amo_dist.kernels.interface import Kernels, Orthogonalizer, Tensors
 from amo_dist.kernels.plain import Recipe, first_iterate
 from amo_dist.kernels.team import Team
@@ -69,6 +69,7 @@ class CpuKernels(Kernels):
         lr: float | Tensor,
         weight_decay: float,
         scale: Sequence[float],
+        cautious: bool = False,
     ) -> None:
         """A chunk at a time."""
         rate = float(lr)
@@ -77,7 +78,8 @@ class CpuKernels(Kernels):
                 dtype = wide_dtype(part.dtype)
                 wide = self._wide("param", part, dtype)
                 if weight_decay != 0:
-                    wide.mul_(1 - rate * weight_decay)
+                    kept = 1 - rate * weight_decay
+                    wide.mul_(cautious_factor(wide, step, kept) if cautious else kept)
                 scaled = self._workspace.take("step", part.shape, dtype)
                 wide.sub_(scaled.copy_(step).mul_(rate * each))
                 if wide is not part:

@@ -1,0 +1,103 @@
+"""Cautious decay and bfloat16 parameters on sharded models: the bits of one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+
+from amo_dist import Fused, Muon, MuonConfig, param_groups
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+
+SHAPES = models.shapes(models.EVEN_SHAPES)  # FSDP over TP needs even dims
+STEPS, SAVED, SEED = 5, 3, 5
+OPTIONS: dict[str, Any] = {"adjust_lr": "original", "cautious_decay": True, "bucket_bytes": 256}
+# A matrix for each head, of interleaved rows: pieces are parts of a local tensor.
+PATTERNS = {
+    r".*wq\.weight": Fused((("attn_q", 16),), heads={"attn_q": 4}),
+    r".*w1\.weight": Fused((("mlp_gate", 12), ("mlp_up", 12)), groups=3),
+}
+
+
+def make(layout: str, how: str) -> tuple[nn.Module, Muon]:
+    model = models.make_model(layout, SHAPES).bfloat16()
+    group = dist.group.WORLD if layout == "plain" and dist.is_initialized() else None
+    config = MuonConfig(bfloat16_params=how, **OPTIONS)
+    groups = param_groups(model, patterns=PATTERNS)
+    return model, Muon(groups, lr=3e-3, config=config, process_group=group)
+
+
+def train(model: nn.Module, optimizer: Muon, first: int, last: int) -> dict[str, Tensor]:
+    for step in range(first, last + 1):
+        models.set_gradients(model, SEED, step)
+        optimizer.step()
+    rests = {
+        f"what is rounded off {name}": models.whole(optimizer.state[param]["rounded_off"])
+        for name, param in optimizer.params_by_name.items()
+        if "rounded_off" in optimizer.state[param]
+    }
+    return {name: models.whole(param) for name, param in model.named_parameters()} | rests
+
+
+def run(rank: int, world_size: int, layout: str, how: str) -> dict[str, Tensor]:
+    return train(*make(layout, how), 1, STEPS)
+
+
+def check(results: list[dict[str, Tensor]], expected: dict[str, Tensor]) -> None:
+    for found in results:
+        assert found.keys() == expected.keys()
+        for name, value in expected.items():
+            assert torch.equal(found[name], value), name
+
+
+@pytest.mark.parametrize("how", ["nearest", "stochastic", "master"])
+@pytest.mark.parametrize(
+    ("layout", "world_size"), [("plain", 2), ("fsdp", 3), ("tp", 2), ("hsdp", 4), ("tp_fsdp", 4)]
+)
+def test_layouts_have_the_bits_of_one_process(
+    run_on: Ranks, layout: str, world_size: int, how: str
+) -> None:
+    expected = train(*make("plain", how), 1, STEPS)
+    check(run_on(world_size)(run, layout, how), expected)
+
+
+def save(rank: int, world_size: int, layout: str, how: str, folder: str) -> dict[str, Tensor]:
+    model, optimizer = make(layout, how)
+    train(model, optimizer, 1, SAVED)
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.save(state, checkpoint_id=folder)
+    return train(model, optimizer, SAVED + 1, STEPS)
+
+
+def resume(rank: int, world_size: int, layout: str, how: str, folder: str) -> dict[str, Tensor]:
+    model, optimizer = make(layout, how)
+    state: dict[str, Any] = {
+        "model": get_model_state_dict(model),
+        "optimizer": get_optimizer_state_dict(model, optimizer),
+    }
+    dcp.load(state, checkpoint_id=folder)
+    set_model_state_dict(model, state["model"])
+    set_optimizer_state_dict(model, optimizer, state["optimizer"])
+    return train(model, optimizer, SAVED + 1, STEPS)
+
+
+@pytest.mark.parametrize("how", ["stochastic", "master"])
+def test_a_checkpoint_goes_on_in_another_layout(run_on: Ranks, tmp_path: Path, how: str) -> None:
+    folder = str(tmp_path / "checkpoint")
+    expected = run_on(2)(save, "fsdp", how, folder)[0]
+    check(run_on(4)(resume, "tp_fsdp", how, folder), expected)
