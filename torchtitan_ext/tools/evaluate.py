@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.tools.command import Subparsers
+from torchtitan_ext import files
 from torchtitan_ext.plugin.run_files import checkpoint_step
 from torchtitan_ext.tools import export
 from torchtitan_ext.tools.results import PAPER_TASKS, Result, score_table, sort_tasks
@@ -216,7 +217,7 @@ def _require_paper_fewshot(num_fewshot: Mapping[str, int | None]) -> None:
 def write(record: Mapping[str, Any], output: Path) -> None:
     """Write a results file."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n")
+    files.replace(output, json.dumps(record, indent=1) + "\n")
 
 
 def add_command(subparsers: Subparsers) -> None:

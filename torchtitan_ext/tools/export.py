@@ -10,6 +10,7 @@ import argparse
 import dataclasses
 import importlib
 import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,15 +99,22 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
     assets = None if source.tokenizer == "byte" else _tokenizer_folder(source.assets)
     model = load(checkpoint, source, dtype)
     output.mkdir(parents=True, exist_ok=True)
-    if assets is None:
-        byte_tokenizer().save_pretrained(output)
-    else:
-        _copy_tokenizer(assets, output)
-    tokenizer = require_transformers().AutoTokenizer.from_pretrained(output)
-    # What training put after each document ends a text; the tokenizer may name the end of a turn.
-    eos = tokenizer.convert_tokens_to_ids(source.eos_token or tokenizer.eos_token)
-    model.config.eos_token_id = model.generation_config.eos_token_id = eos
-    model.save_pretrained(output)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=output) as name:
+        scratch = Path(name)
+        if assets is None:
+            byte_tokenizer().save_pretrained(scratch)
+        else:
+            _copy_tokenizer(assets, scratch)
+        tokenizer = require_transformers().AutoTokenizer.from_pretrained(scratch)
+        # What training put after each document ends a text; the tokenizer may name the end of a
+        # turn.
+        eos = tokenizer.convert_tokens_to_ids(source.eos_token or tokenizer.eos_token)
+        model.config.eos_token_id = model.generation_config.eos_token_id = eos
+        model.save_pretrained(scratch)
+        # This file says that a folder holds a model: it goes first and comes last.
+        (output / "config.json").unlink(missing_ok=True)
+        for file in sorted(scratch.iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(output / file.name)
 
 
 def require_transformers() -> Any:

@@ -11,12 +11,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.command import Subparsers
-from amo_dist.tools.plan_source import PLAN_FILE
 from torchtitan_ext import train
-from torchtitan_ext.plugin.run_files import METRICS_FILE, read_records, require_unlocked
+from torchtitan_ext.plugin.run_files import (
+    METRICS_FILE,
+    read_plan,
+    read_records,
+    require_unlocked,
+)
 from torchtitan_ext.tools import runs
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -139,10 +142,10 @@ def _explain(errors: Path) -> None:
 def _summarize(config: Any, checkpoints: Path) -> None:
     folder = Path(config.dump_folder)
     records = read_records(folder / METRICS_FILE)
-    plan = folder / PLAN_FILE
-    if plan.exists():
+    plan = read_plan(folder)
+    if plan is not None:
         print(f"\n{_plan_title(config)}:")
-        print(plan_table(Plan.from_json(plan.read_text())))
+        print(plan_table(plan))
     if records:
         first, last = records[0], records[-1]
         print(f"\nloss         {first['loss']:.4f} at step {first['step']}, ", end="")

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext import files
 from torchtitan_ext.differences import differences
-from torchtitan_ext.plugin.run_files import RUN_FILE, complete_steps, read_config, save_config
+from torchtitan_ext.plugin.run_files import (
+    LOCK_FILE,
+    RUN_FILE,
+    complete_steps,
+    read_config,
+    save_config,
+)
 
 _NOT_COMPARED = (
     *("description", "dump_folder", "metrics", "geometry", "profiler", "comm", "checkpoint"),
@@ -82,7 +90,11 @@ class RunFolder:
         return max(complete_steps(self.checkpoints), default=0)
 
     def _require_ours(self) -> None:
-        if self.path.exists() and not self._marker.exists() and any(self.path.iterdir()):
+        if not self.path.exists() or self._marker.exists():
+            return
+        # What a start leaves that was killed before it wrote the marker.
+        left = re.compile(rf"{LOCK_FILE}|{RUN_FILE}{files.SCRATCH}|log_rank\d+\.txt")
+        if any(not left.fullmatch(path.name) for path in self.path.iterdir()):
             raise ValueError(
                 f"dump_folder: {self.path} holds files, but none of a run of this command; "
                 "expected a new or empty folder"

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from amo_dist.tools.command import Subparsers
+from torchtitan_ext import files
 from torchtitan_ext.tools.experiments import gather, runner
 from torchtitan_ext.tools.experiments.catalog import EXPERIMENTS, Experiment, experiment_named
 from torchtitan_ext.tools.experiments.resolve import QUICKSTART, ROOT, Job, Place, resolve
@@ -135,7 +136,7 @@ def _run(args: argparse.Namespace) -> int:
         runner.check(todo, args.overrides, marks=False)
         scripts = runner.slurm_scripts(args.name, jobs, args.overrides, Path(args.slurm))
         for path, text in scripts.items():
-            path.write_text(text)
+            files.replace(path, text)
             print(f"sbatch {path}")
         return 0
     return runner.run_jobs(jobs, args.overrides, num_ranks(args.ranks))
@@ -146,7 +147,7 @@ def _gather(args: argparse.Namespace) -> int:
     found = gather.gather(experiment, place)
     if args.results is not None:
         content = gather.to_results(found)
-        Path(args.results).write_text(json.dumps(content, indent=1) + "\n")
+        files.replace(Path(args.results), json.dumps(content, indent=1) + "\n")
     print(gather.to_json(found) if args.json else gather.table(experiment, found))
     return 0
 
