@@ -85,13 +85,11 @@ def test_a_full_disk_leaves_what_was_there(tmp_path: Path, monkeypatch: pytest.M
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "write", full)
-    for content in (["three"], "other"):
-        with pytest.raises(OSError, match="No space left"):
-            if isinstance(content, str):
-                files.replace(path, content)
-            else:
-                files.append_lines(path, content)
-        assert path.read_text() == "one\ntwo\n"
+    with pytest.raises(OSError, match="No space left"):
+        files.append_lines(path, ["three"])
+    with pytest.raises(OSError, match="No space left"):
+        files.replace(path, "other")
+    assert path.read_text() == "one\ntwo\n"
     assert [one.name for one in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
