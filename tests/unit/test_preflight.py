@@ -56,6 +56,7 @@ steps = 100
 local_batch_size = 3
 global_batch_size = 10
 seq_len = "long"
+dataset = "stdlib"
 
 [data]
 num_streams = 7
@@ -107,6 +108,17 @@ def test_mistakes_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     path.write_text(BROKEN)
     assert main(["preflight", f"--job.config_file={path}", "--json"]) == 2
     assert len(json.loads(capsys.readouterr().out)["problems"]) == 12
+
+
+def test_loaders_without_streams_ask_for_none_that_divide(tmp_path: Path) -> None:
+    for dataset, told in (("c4_test", []), ("stdlib", ["data.num_streams: found 7, expected a"])):
+        path = tmp_path / "run.toml"
+        path.write_text(
+            f"[training]\ndataset = '{dataset}'\n[data]\nnum_streams = 7\ntokenizer = 'byte'\n"
+        )
+        config, problems = preflight_checks.load([f"--job.config_file={path}"])
+        found = problems + preflight_checks.check(config, 4)
+        assert [one[:36] for one in found] == [one[:36] for one in told]
 
 
 def test_a_world_that_the_degrees_do_not_make(capsys: pytest.CaptureFixture[str]) -> None:

@@ -273,3 +273,25 @@ def is_complete(checkpoint: Path) -> bool:
 def complete_steps(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, in order."""
     return [step for step, path in checkpoints(folder).items() if is_complete(path)]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint, or the newest complete one of a run.
+
+    Args:
+        path: ``step-<n>``, the folder of several, or a dump folder.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if checkpoint_step(path) is not None or is_complete(path):
+        return path
+    config = read_config(path) or {}
+    folder = path / config.get("checkpoint", {}).get("folder", "checkpoint")
+    for one in (folder, path):
+        if steps := complete_steps(one):
+            return one / f"step-{max(steps)}"
+    raise ValueError(
+        f"checkpoint: found no complete one in {path}, expected step-<n> or the dump folder of a "
+        "run that has saved"
+    )

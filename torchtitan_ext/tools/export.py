@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.tools.command import Subparsers
-from torchtitan_ext.plugin.run_files import RUN_FILE, read_config
+from torchtitan_ext.plugin.run_files import RUN_FILE, find_checkpoint, read_config
 from torchtitan_ext.tools import runs
 
 TOKENIZER_FILES = (
@@ -30,6 +30,9 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 """What may be copied from the folder of the tokenizer."""
+
+
+CHECKPOINT_HELP = "<dump folder>/checkpoint/step-<n>, or the dump folder: its newest complete one"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -292,7 +295,7 @@ def add_command(subparsers: Subparsers) -> None:
         help="write a checkpoint as a Hugging Face model",
         description="Write a checkpoint of training as a Hugging Face model with its tokenizer.",
     )
-    parser.add_argument("checkpoint", type=Path, help="<dump folder>/checkpoint/step-<n>")
+    parser.add_argument("checkpoint", type=Path, help=CHECKPOINT_HELP)
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--config", help="TOML of the run (default: what its folder says)")
     parser.add_argument(
@@ -305,8 +308,12 @@ def add_command(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export for parsed arguments; raises as :func:`find_source` and :func:`export`."""
-    source = find_source(args.checkpoint, args.config)
-    export(args.checkpoint, args.output, source, args.dtype)
-    print(f"written to {args.output}")
+    """Export for parsed arguments.
+
+    Raises:
+        ValueError: There is no checkpoint, or as :func:`find_source` and :func:`export`.
+    """
+    checkpoint = find_checkpoint(args.checkpoint)
+    export(checkpoint, args.output, find_source(checkpoint, args.config), args.dtype)
+    print(f"{checkpoint} is written to {args.output}")
     return 0

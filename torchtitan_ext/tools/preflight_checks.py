@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.data import loader
+from torchtitan_ext.data import sources
 from torchtitan_ext.plugin import checks, models, settings
 
 
@@ -58,9 +58,7 @@ def check(config: Any, world_size: int) -> list[str]:
         lambda: models.spec(config.model),
         # Where the degrees do not fit, each of these two tells so: once is enough.
         lambda: _check_batch(config, num_data_ranks(degrees(config, world_size))),
-        lambda: loader.check_streams(
-            config.dataloader, num_data_ranks(degrees(config, world_size))
-        ),
+        lambda: sources.check(config.dataloader, num_data_ranks(degrees(config, world_size))),
         lambda: _check_schedule(config),
     ]
     problems: list[str] = []

@@ -111,7 +111,7 @@ def _show(args: argparse.Namespace) -> int:
     print(f"{experiment.name}: {experiment.title}; {len(jobs)} runs, {len(experiment.rows)} rows\n")
     for job in jobs:
         print(_heading(job))
-        print(f"{job.shown()}\n")
+        print(f"{job.shown(job.on_its_gpus())}\n")
     return 0
 
 
@@ -129,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
         for job in jobs:
             print(_heading(job))
             if not runner.is_done(job):
-                print(" ".join([job.shown(), *args.overrides]))
+                print(" ".join([job.shown(job.command()), *args.overrides]))
         return 0
     if args.slurm is not None:
         todo = [job for job in jobs if not runner.is_done(job)]
