@@ -29,6 +29,10 @@ _NOT_COMPARED = (
 """What may change between two starts of one run: it leaves the training as it is."""
 
 
+ERRORS_FILE = "stderr.txt"
+"""What torchrun and the ranks of the latest start told, in the dump folder."""
+
+
 class RunFolder:
     """The dump folder of a run, marked by a file that holds the config of its latest start.
 
@@ -93,7 +97,7 @@ class RunFolder:
         if not self.path.exists() or self._marker.exists():
             return
         # What a start leaves that was killed before it wrote the marker.
-        left = re.compile(rf"{LOCK_FILE}|{RUN_FILE}{files.SCRATCH}|log_rank\d+\.txt")
+        left = re.compile(rf"{LOCK_FILE}|{RUN_FILE}{files.SCRATCH}|{ERRORS_FILE}|log_rank\d+\.txt")
         if any(not left.fullmatch(path.name) for path in self.path.iterdir()):
             raise ValueError(
                 f"dump_folder: {self.path} holds files, but none of a run of this command; "
@@ -127,6 +131,20 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[moved(f"{prefix}{name}")] = value
     return found
+
+
+def with_file(arguments: Sequence[str]) -> list[str]:
+    """Arguments of torchtitan, the first of which may be the TOML file alone.
+
+    Raises:
+        ValueError: If a file stands there and under ``--job.config_file``.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        return [*arguments]
+    file, *rest = arguments
+    if any(arg.replace("-", "_").startswith("__job.config_file") for arg in rest):
+        raise ValueError(f"FILE: found {file!r} beside --job.config_file, expected one of them")
+    return [f"--job.config_file={file}", *rest]
 
 
 def parse(arguments: Sequence[str]) -> Any:
