@@ -46,19 +46,29 @@ def main(args: Sequence[str] | None = None) -> int:
     try:
         config = settings.parse(sys.argv[1:] if args is None else args)
     except ValueError as error:
+        _leave(error)
         # Every rank reads the same config: one of them tells.
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
     try:
         train(config)
-    except CheckpointError as error:
-        return _told(error, FAILED)
-    except ValueError as error:
-        if not is_users_mistake(error):
-            raise
-        return _told(error, USER_ERROR)
+    except Exception as error:
+        _leave(error)
+        if isinstance(error, CheckpointError):
+            return _told(error, FAILED)
+        if isinstance(error, ValueError) and is_users_mistake(error):
+            return _told(error, USER_ERROR)
+        raise
     return 0
+
+
+def _leave(error: Exception) -> None:
+    """Leave an error where torchrun looks for it: its last words then tell the first rank's."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+        get_error_handler().record_exception(error)
 
 
 def _told(error: Exception, status: int) -> int:

@@ -344,7 +344,7 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @functools.lru_cache(maxsize=4096)
-def _flattened_layout(layout: TensorLayout) -> TensorLayout:
+def flattened_layout(layout: TensorLayout) -> TensorLayout:
     """The layout of what `flattened` makes of the local tensors.
 
     Raises:
@@ -404,7 +404,7 @@ def matrix_layout(
     """
     if boxes is None:
         if len(layout.shape) == 4:
-            layout = _flattened_layout(layout)
+            layout = flattened_layout(layout)
         if len(layout.shape) != 2:
             raise ValueError(f"{name}: found shape {layout.shape}, expected a view for each matrix")
         boxes = (tuple((0, size) for size in layout.shape),)

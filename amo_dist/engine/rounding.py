@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import Box, MuonConfig
+from amo_dist.distributed.layout import flattened_layout
 from amo_dist.engine.parameters import Parameters
 from amo_dist.engine.pieces import Locals, cut
 from amo_dist.kernels.rounding import (
@@ -47,7 +48,8 @@ class Rounding:
                     "parameters of bfloat16 (or float32, which are written as they are)"
                 )
         self._rests: Sequence[Tensor] = ()
-        self._locals = Locals()
+        self._convolutions = parameters.convolutions
+        self._locals = Locals(self._convolutions)
         self._step, self._rank = 0, 0
 
     def is_for(self, param: Tensor) -> bool:
@@ -110,6 +112,8 @@ class Rounding:
     def _places(self, tensor: int, box: Box) -> tuple[Tensor, Tensor]:
         """Where the rows and columns of a box lie in the whole parameter, however it is cut."""
         layout, device = self._entries[tensor].layout, self._entries[tensor].param.device
+        if tensor in self._convolutions:
+            layout = flattened_layout(layout)
         rows, columns = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
         dims = zip(layout.shape, layout.intervals_by_rank[self._rank], box, strict=True)
         for dim, (size, intervals, (start, stop)) in enumerate(dims):

@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0, or 2 for a mistake of the user's, which is reported in one line.
     """
     parser: argparse.ArgumentParser = Parser(
-        prog="amo_dist", description="Tools of AMO that need no training run."
+        prog="python -m amo_dist", description="Tools of AMO that need no training run."
     )
     add_commands(parser.add_subparsers(metavar="COMMAND", required=True))
     return run_command(parser, argv)

@@ -37,8 +37,8 @@ def add_plan_command(subparsers: Subparsers) -> None:
         description="Allocate Newton-Schulz steps to operator types and compose their "
         "coefficients: by projected errors for given targets, as the AMO paper does, or by what "
         "the plan of a run holds. Each plan stands beside the uniform schedule.",
-        epilog="examples: amo_dist plan --ell attn_q=3.0e-4 --ell attn_k=1.3e-3 --budget-ratio "
-        "0.9; amo_dist plan --plan outputs/quickstart --sweep 0.7:1.2",
+        epilog="examples: %(prog)s --ell attn_q=3.0e-4 --ell attn_k=1.3e-3 --budget-ratio 0.9; "
+        "%(prog)s --plan outputs/quickstart --sweep 0.7:1.2",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(

@@ -1,4 +1,4 @@
-"""The three ways to start a training, which all train alike."""
+"""The ways to start a training, which all train alike."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ OPTIONS = ("--training.steps=4", "--optimizer.amo.transition_steps=1", "--optimi
 
 
 def losses(door: str, num_ranks: int, folder: Path) -> list[float]:
+    torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(num_ranks), "-m")
+    start: tuple[str, ...] = (*torchrun, *DOORS.get(door, ()))
+    if door == "node":
+        start = ("torchtitan_ext", "train", CONFIG, "--ranks", str(num_ranks), "--dump_folder")
     done = subprocess.run(
-        [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--nproc-per-node", str(num_ranks), "-m", *DOORS[door], str(folder), *OPTIONS),
-        ],
+        [sys.executable, "-m", *start, str(folder), *OPTIONS],
         env={**os.environ, "OMP_NUM_THREADS": "1", "AMO_DEVICE": "cpu", "PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,
@@ -44,6 +45,6 @@ def losses(door: str, num_ranks: int, folder: Path) -> list[float]:
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_all_doors_train_alike(tmp_path: Path, num_ranks: int) -> None:
-    found = {door: losses(door, num_ranks, tmp_path / door) for door in DOORS}
+    found = {door: losses(door, num_ranks, tmp_path / door) for door in (*DOORS, "node")}
     assert len(found["train"]) == 4
-    assert found["train"] == found["amo"] == found["torchtitan"]
+    assert found["train"] == found["amo"] == found["torchtitan"] == found["node"]

@@ -185,7 +185,9 @@ def test_mistakes_are_one_line_and_exit_with_two(
     found = capsys.readouterr()
     assert found.out == ""
     assert len(found.err.splitlines()) == 1
-    assert found.err.startswith(("error: ", "amo_dist: error: ", "amo_dist plan: error: "))
+    assert found.err.startswith(
+        ("error: ", "python -m amo_dist: error: ", "python -m amo_dist plan: error: ")
+    )
     assert message in found.err
 
 

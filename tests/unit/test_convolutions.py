@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard
 
-from amo_dist import AMO, AMOConfig, Muon, NorMuon, param_groups
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
 from amo_dist.distributed.layout import matrix_layout, mesh_layout
 from tests.distributed.models import build, gradient, initial
 
@@ -43,6 +43,22 @@ def test_a_convolution_trains_as_the_matrix_that_it_is(optimizer_class: type[Muo
     for name, tensor in expected.items():
         assert torch.equal(found[name], tensor), name
         assert not torch.equal(tensor, initial(name, SHAPES[name]).flatten(1))
+
+
+@pytest.mark.parametrize("how", ["nearest", "stochastic", "master"])
+def test_a_convolution_of_bfloat16_is_rounded_as_the_matrix_that_it_is(how: str) -> None:
+    shape, params = (8, 4, 3, 2), []
+    for flat in (False, True):
+        tensor = initial("layers.0.conv.weight", shape).bfloat16()
+        model = build({"layers.0.conv.weight": tensor.flatten(1) if flat else tensor})
+        groups = param_groups(model, patterns={r".*": "conv"}, flatten_conv=True)
+        optimizer = Muon(groups, lr=1e-2, config=MuonConfig(bfloat16_params=how))
+        for step in range(4):
+            for param in model.parameters():
+                param.grad = gradient(0, step, "", (8, 24)).view(param.shape).bfloat16()
+            optimizer.step()
+        params.append(next(model.parameters()).detach().flatten(1))
+    assert torch.equal(*params)
 
 
 def test_memory_in_another_order_is_an_error() -> None:

@@ -38,8 +38,27 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     assert [line.split()[0] for line in lines] == list(EXPERIMENTS)
     assert amo("show", "budget-control") == 0
     shown = capsys.readouterr().out
-    assert shown.count("launch/train_node.sh") == 10
+    assert shown.count("sbatch --nodes=2 launch/train.slurm configs/") == 10
     assert "# llama-3.1-760m-amo-budget-1.2: 3866 steps, 16 GPUs, not started" in shown
+
+
+@pytest.mark.parametrize(
+    ("experiment", "model", "start"),
+    [
+        ("cost", "Qwen3-1.7B", "sbatch --nodes=4 launch/train.slurm configs/qwen3_1.7b.toml "),
+        ("main", "Qwen3-0.6B", "sbatch --nodes=2 launch/train.slurm configs/qwen3_0.6b.toml "),
+        ("geometry", "Qwen3-70M", "GPUS=6 launch/train_node.sh configs/qwen3_70m.toml "),
+    ],
+)
+def test_commands_ask_for_the_nodes_of_the_run(
+    experiment: str, model: str, start: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert amo("show", experiment, "--model", model) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(line.startswith(start) for line in lines)
+    assert not any(line.startswith("launch/train_node.sh") for line in lines)
+    assert amo("show", "cost", "--small") == 0  # a stand-in, on whatever there is
+    assert "\nlaunch/train_node.sh configs/quickstart.toml" in capsys.readouterr().out
 
 
 def test_dry_run_passes_options_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

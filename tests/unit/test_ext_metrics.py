@@ -107,6 +107,17 @@ def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) ->
     assert log(processor, 14)["seconds_per_step"] == 2.0
 
 
+def test_the_console_tells_a_step_once(processor: Any, caplog: pytest.LogCaptureFixture) -> None:
+    processor.should_log(12)
+    processor.now += 1.0
+    with caplog.at_level(logging.INFO):
+        log(processor, 12)
+        processor.now += 1.0
+        processor.log_validation(1.5, 12)
+    lines = [record.getMessage() for record in caplog.records]
+    assert [line[:10] for line in lines] == ["step 12/99", "validation"]
+
+
 def test_a_resumed_run_shows_its_plan_at_once_and_a_new_one_leaves_it_to_the_policy(
     processor: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -40,7 +40,7 @@ def test_torchtitans_options_are_laid_over_a_file(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.argv", ["train", *options])
     config = parse("debug_llama3", *options)
     assert (config.training.steps, config.training.seq_len, config.dataloader.seed) == (5, 128, 3)
-    assert "muon.momentum" in config.given
+    assert "optimizer.muon.momentum" in config.given
 
 
 @pytest.mark.parametrize(

@@ -177,7 +177,7 @@ def test_the_quickstart_tells_how_training_ended(
             checkpoint(folder, saved)
         return status
 
-    monkeypatch.setattr(quickstart, "_train", train)
+    monkeypatch.setattr(quickstart.launch, "start", train)
     monkeypatch.setattr(quickstart.time, "monotonic", lambda: 0.0)
     arguments = ["quickstart", "--ranks", "2", "--job.dump_folder", str(tmp_path / "run")]
     is_trained = told.startswith("Trained")

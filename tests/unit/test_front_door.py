@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 from unittest import mock
 
 import pytest
 
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    import torchtitan_ext.plugin.trainer  # noqa: F401
+
 from torchtitan_ext import cli
+from torchtitan_ext.tools import launch
 from torchtitan_ext.tools import train as command
 
 ROOT = Path(__file__).parents[2]
@@ -101,11 +108,16 @@ def test_a_module_that_is_missing_elsewhere_keeps_its_traceback(
         cli.main(["train", "x.toml"])
 
 
+QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
+
+
 @pytest.mark.parametrize("is_rank", [False, True])
 def test_train_is_the_only_rank_unless_it_is_one(
-    monkeypatch: pytest.MonkeyPatch, is_rank: bool
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, is_rank: bool
 ) -> None:
     given = {"RANK": "1", "WORLD_SIZE": "2"} if is_rank else {"MASTER_ADDR": "here"}
+    options = [f"--dump_folder={tmp_path}", "--training.steps", "80", "--geometry.enable"]
+    ranks = [] if is_rank else ["--ranks", "1"]
     seen: dict[str, str] = {}
     asked: list[str] = []
 
@@ -119,8 +131,8 @@ def test_train_is_the_only_rank_unless_it_is_one(
         for name in command.ALONE:
             os.environ.pop(name, None)
         os.environ.update(given)
-        assert cli.main(["train", "x.toml", "--training.steps", "5", "--geometry.enable"]) == 7
-    assert asked == ["--job.config_file", "x.toml", "--training.steps", "5", "--geometry.enable"]
+        assert cli.main(["train", QUICKSTART, *ranks, *options]) == 7
+    assert asked == ["--job.config_file", QUICKSTART, *options]
     assert seen == (given if is_rank else {**command.ALONE, **given})
 
 
@@ -133,5 +145,134 @@ def test_an_error_that_is_no_mistake_of_the_user_s_keeps_its_traceback(
         raise ValueError("deep down")
 
     monkeypatch.setattr(command.train, "main", train)
-    assert cli.main(["train", "x.toml"]) == 1
+    assert cli.main(["train", "x.toml"]) == 1  # under torchrun
     assert "Traceback" in capsys.readouterr().err
+
+
+# ------------------------------------------------------------------ several ranks
+
+
+@pytest.mark.parametrize(
+    ("gpus", "options", "expected"),
+    [
+        (0, [], 2),
+        (0, ["--ranks", "4", "--training.local_batch_size=4"], 4),
+        (4, [], 2),  # 16 sequences in batches of 8
+        (4, ["--training.local_batch_size=4"], 4),
+        (8, ["--training.local_batch_size=2", "--data.num_streams=60"], 4),
+    ],
+)
+def test_train_picks_as_many_ranks_as_the_config_fits(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    gpus: int,
+    options: list[str],
+    expected: int,
+) -> None:
+    started: list[int] = []
+
+    def start(_: list[str], num_ranks: int, folder: Path) -> int:
+        assert folder.is_dir()
+        started.append(num_ranks)
+        return 5
+
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(command, "_num_gpus", lambda: gpus)
+    hardware = command.costs.read_hardware(command.costs.HARDWARE_FILE, "h100")[0]
+    monkeypatch.setattr(command, "_hardware", lambda _: hardware)
+    folder = f"--dump_folder={tmp_path / 'run'}"
+    assert cli.main(["train", QUICKSTART, folder, *options]) == 5
+    assert started == [expected]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--ranks", "0"], ["--ranks: found 0, expected an integer >= 1"]),
+        (["--ranks", "3"], ["training.global_batch_size: found 16", "data.num_streams: found 64"]),
+        (["--tokenizer.kind=hf", "--hf_assets_path=gone"], ["hf_assets_path: found no tokenizer"]),
+    ],
+)
+def test_train_tells_all_mistakes_before_a_rank_starts(
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    options: list[str],
+    told: list[str],
+) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr(launch, "start", lambda *_: pytest.fail("started"))
+    folder = f"--dump_folder={tmp_path / 'run'}"
+    assert cli.main(["train", QUICKSTART, folder, *options]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    errors = [line for line in lines if line.startswith("error: ")]
+    assert len(errors) == len(told)
+    for line, start in zip(errors, told, strict=True):
+        assert line.startswith(f"error: {start}")
+
+
+# ------------------------------------------------------------------ why ranks failed
+
+SUMMARY = """
+Traceback (most recent call last):
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+torchtitan_ext.train FAILED
+------------------------------------------------------------
+Failures:
+[1]:
+  time      : 2026-01-01_00:00:00
+  host      : here
+  rank      : 0 (local_rank: 0)
+  exitcode  : {first} (pid: 11)
+  error_file: {files}/0/error.json
+  traceback : Traceback (most recent call last):
+    RuntimeError: Connection closed by peer
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  time      : 2026-01-01_00:00:00
+  host      : here
+  rank      : 1 (local_rank: 1)
+  exitcode  : {second} (pid: 12)
+  error_file: {files}/1/error.json
+  traceback : Traceback (most recent call last):
+============================================================
+"""
+
+
+def recorded(folder: Path, rank: int, message: str, when: int) -> None:
+    (folder / str(rank)).mkdir()
+    file = folder / str(rank) / "error.json"
+    file.write_text(json.dumps({"message": {"message": message, "extraInfo": {}}}))
+    os.utime(file, (when, when))
+
+
+def test_the_reason_is_that_of_the_rank_that_failed_first(tmp_path: Path) -> None:
+    text = SUMMARY.format(files=tmp_path, first=1, second=1)
+    recorded(tmp_path, 0, "RuntimeError: Connection closed by peer", 200)
+    recorded(tmp_path, 1, "RuntimeError: the device\nis gone", 100)
+    expected = "error (rank 1): RuntimeError: the device is gone"
+    assert launch.explain(text) == (expected, 1)
+    os.utime(tmp_path / "0" / "error.json", (50, 50))  # whichever torchrun saw first
+    assert launch.explain(text)[0] == "error (rank 0): RuntimeError: Connection closed by peer"
+
+
+def test_a_rank_that_was_killed_is_named_and_not_who_missed_it(tmp_path: Path) -> None:
+    recorded(tmp_path, 0, "RuntimeError: Connection closed by peer", 100)
+    text = SUMMARY.format(files=tmp_path, first=1, second=-9)
+    assert (
+        launch.explain(text)[0] == "error (rank 1): ended by SIGKILL; its memory may have run out"
+    )
+    text = SUMMARY.format(files=tmp_path, first=1, second=-15)  # by torchrun, after the failure
+    assert launch.explain(text)[0] == "error (rank 0): RuntimeError: Connection closed by peer"
+
+
+def test_what_a_rank_told_in_one_line_is_the_reason_and_its_status_that_of_the_command() -> None:
+    text = "error (rank 0): dump_folder: is being written\n"
+    summary = SUMMARY.format(files="/nowhere", first=2, second=2)
+    assert launch.explain(text + summary) == (text.strip(), 2)
+    assert launch.explain(summary) == ("error (rank 0): ended with status 2", 2)
+    assert launch.explain("no module named torch\n\n") == ("error: no module named torch", 1)
+    assert launch.explain("")[0].startswith("error: torchrun failed")

@@ -15,8 +15,9 @@ def settle(config: Any) -> None:
     Raises:
         ValueError: For a learning rate or a model that cannot be told.
     """
-    sections.settle(config.optimizer, config.given or None)
-    learning_rate.resolve(config.optimizer)
+    given = sections.given_here(config.given)
+    sections.settle(config.optimizer, given)
+    learning_rate.resolve(config.optimizer, given)
     if config.model_spec is None:
         config.model_spec = models.spec(config.model)
     if config.loss.global_vocab_size is None:
@@ -30,7 +31,7 @@ def validate(config: Any) -> None:
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
-    optimizers.validate(config.optimizer)
+    optimizers.validate(config.optimizer, sections.given_here(config.given))
     geometry.validate(config)
     _check_sizes(config.training)
     loader.validate(config)

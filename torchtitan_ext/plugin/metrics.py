@@ -64,6 +64,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         super().__init__(
             config, dump_folder=dump_folder, config_dict=config_dict, **shared, **options
         )
+        titan.logger.addFilter(_is_no_step)
         # The section says which model it is; all of its modules would take thousands of lines.
         self._config_dict = {k: v for k, v in config_dict.items() if k != "model_spec"}
         # Sections as attributes again.
@@ -206,6 +207,12 @@ class MetricsProcessor(titan.MetricsProcessor):
         if self._files is not None and plan is not None:
             self._files.save_plan(plan.to_json())
             progress.info("the plan of the checkpoint:\n%s", plan_table(plan))
+
+
+def _is_no_step(record: logging.LogRecord) -> bool:
+    """Not torchtitan's own line about a step, which :data:`progress` has told already."""
+    is_step = record.funcName in ("log", "log_validation") and record.levelno == logging.INFO
+    return not (is_step and record.pathname == titan.__file__)
 
 
 def tokens_per_step(training: Any, parallel_dims: Any) -> int:

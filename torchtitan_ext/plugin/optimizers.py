@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -94,8 +95,13 @@ OPTIMIZERS = (
 """Values of ``optimizer.name``; those of :data:`sections.STOCK` are torchtitan's own."""
 
 
-def validate(config: Any) -> None:
+def validate(config: Any, given: Collection[str] | None = None) -> None:
     """Check ``[optimizer]``.
+
+    Args:
+        config: The section.
+        given: Its fields that somebody gave; ``None`` for a config that a program made: then what
+            does not have its default value.
 
     Raises:
         ValueError: For an unknown name, a section that the named optimizer does not read, or what
@@ -106,32 +112,36 @@ def validate(config: Any) -> None:
         raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
     if config.name in sections.STOCK:
         return
-    _check_schedule(config)
-    if config.name == "AMO" and config.muon != type(config.muon)():
+    if given is None:
+        unset = type(config.muon)()
+        fields = [field.name for field in dataclasses.fields(unset)]
+        given = [f"muon.{f}" for f in fields if getattr(config.muon, f) != getattr(unset, f)]
+    _check_schedule(config, given)
+    if config.name == "AMO" and (own := [name for name in given if name.startswith("muon.")]):
         # Otherwise `[optimizer.muon] momentum = 0.9` would be ignored without a word.
         raise ValueError(
-            "[optimizer.muon]: found values, but optimizer.name = 'AMO' reads [optimizer.amo]"
+            f"[optimizer.muon] {min(own).removeprefix('muon.')}: found a value, but "
+            "optimizer.name = 'AMO' reads [optimizer.amo]"
         )
 
 
-def _check_schedule(config: Any) -> None:
+def _check_schedule(config: Any, given: Collection[str]) -> None:
     """At most one source of the schedule, and that one readable."""
-    default = type(config.muon)().schedule
-    given = {
+    sources = {
         field: getattr(config.muon, field)
-        for field, unset in (("schedule", default), ("schedule_file", ""))
-        if getattr(config.muon, field) != unset
+        for field in ("schedule", "schedule_file")
+        if f"muon.{field}" in given and getattr(config.muon, field)
     }
-    if config.name not in ("AMO", "Muon") and given:
-        field, found = next(iter(given.items()))
+    if config.name not in ("AMO", "Muon") and sources:
+        field, found = next(iter(sources.items()))
         raise ValueError(
             f"[optimizer.muon] {field}: found {found!r}, but optimizer.name = "
             f"{config.name!r} names its schedule itself; expected optimizer.name = 'Muon' with it"
         )
-    if len(given) > 1:
+    if len(sources) > 1:
         raise ValueError(
-            f"[optimizer.muon]: found both schedule = {given['schedule']!r} and schedule_file = "
-            f"{given['schedule_file']!r}, expected one"
+            f"[optimizer.muon]: found both schedule = {sources['schedule']!r} and schedule_file = "
+            f"{sources['schedule_file']!r}, expected one"
         )
     if config.name == "Muon" and config.muon.schedule_file:
         load_schedule_file(config.muon.schedule_file)

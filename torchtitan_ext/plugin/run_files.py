@@ -6,6 +6,7 @@ import contextlib
 import errno
 import fcntl
 import json
+import logging
 import math
 import os
 import re
@@ -13,7 +14,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
+from amo_dist.schedule.plan import Plan
 from amo_dist.tools.plan_source import PLAN_FILE
+from torchtitan_ext import files
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 GEOMETRY_FILE = "geometry.jsonl"
@@ -37,9 +42,14 @@ def lock(folder: Path) -> TextIO:
         The open lock file, which holds the process's number.
 
     Raises:
-        ValueError: If another process holds the folder.
+        ValueError: If another process holds the folder, or its lock cannot be written.
     """
-    file = (folder / LOCK_FILE).open("a+")
+    try:
+        file = (folder / LOCK_FILE).open("a+")
+    except OSError as error:
+        raise ValueError(
+            f"dump_folder: cannot write {folder / LOCK_FILE}: {error.strerror}"
+        ) from None
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -77,13 +87,44 @@ def save_config(folder: Path, config: Mapping[str, Any]) -> None:
         folder: Exists.
         config: Sections of fields, JSON values.
     """
-    _replace(folder / RUN_FILE, json.dumps(config, indent=1) + "\n")
+    files.replace(folder / RUN_FILE, json.dumps(config, indent=1) + "\n")
 
 
 def read_config(folder: Path) -> dict[str, Any] | None:
-    """The config of the run in a dump folder; ``None`` where it holds none."""
+    """The config of the run in a dump folder; ``None`` where it holds none.
+
+    Raises:
+        ValueError: If its file cannot be read.
+    """
     file = folder / RUN_FILE
-    return json.loads(file.read_text()) if file.is_file() else None
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file}: not JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise ValueError(f"{file}: found {type(found).__name__}, expected an object of sections")
+    return found
+
+
+def read_plan(folder: Path) -> Plan | None:
+    """The latest plan of the run in a dump folder; ``None`` where there is none.
+
+    Raises:
+        ValueError: If its file cannot be read.
+    """
+    file = folder / PLAN_FILE
+    try:
+        return Plan.from_json(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
 
 class RunFiles:
@@ -124,7 +165,7 @@ class RunFiles:
         """Write the plan; whether it is new to this object."""
         if plan == self._saved_plan:
             return False
-        self._plan.write_text(plan + "\n")
+        files.replace(self._plan, plan + "\n")
         self._saved_plan = plan
         return True
 
@@ -141,45 +182,66 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     Raises:
         ValueError: If the file cannot be read, or another line is not a JSON object.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except FileNotFoundError:
-        return []
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            if number == len(lines):
-                break
-            raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
-        if not isinstance(record, dict):
-            raise ValueError(f"{path}, line {number}: found {record!r}, expected an object")
-        records.append(record)
+    records, problems = _parsed(path)
+    if problems:
+        raise ValueError(problems[0])
     return records
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
     """Append records to a file of JSON lines; ``null`` stands for what is not finite."""
-    lines = [json.dumps(_finite(record), allow_nan=False) + "\n" for record in records]
-    with path.open("a") as file:
-        file.writelines(lines)
+    files.append_lines(path, [json.dumps(_finite(one), allow_nan=False) for one in records])
 
 
 def drop_from(path: Path, step: int) -> None:
-    """Drop the records of ``step`` and later ones from a file of JSON lines, which is made."""
-    kept = [record for record in read_records(path) if record["step"] < step]
-    _replace(path, "".join(json.dumps(record) + "\n" for record in kept))
+    """Drop the records of ``step`` and later ones from a file of JSON lines, which is made.
+
+    Lines that cannot be read are left out with a warning: training does not depend on them. The
+    file as it was stays as ``<name>.damaged``.
+
+    Raises:
+        ValueError: If the file cannot be read.
+    """
+    records, problems = _parsed(path)
+    if problems:
+        damaged = path.with_name(f"{path.name}.damaged")
+        files.replace(damaged, path.read_bytes())
+        logger.warning(
+            "%s; lines that cannot be read are left out (%d), the file as it was is %s",
+            *(problems[0], len(problems), damaged),
+        )
+    kept = [one for one in records if isinstance(one.get("step"), int) and one["step"] < step]
+    files.replace(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
-def _replace(path: Path, text: str) -> None:
-    # Beside it first: a kill in the midst of a rewrite would lose what took hours, or leave a file
-    # that tools refuse.
-    scratch = path.with_suffix(".tmp")
-    scratch.write_text(text)
-    scratch.replace(path)
+def _parsed(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
+    """The records of a file of JSON lines, and one line about each that cannot be read.
+
+    Raises:
+        ValueError: If the file cannot be read.
+    """
+    try:
+        lines = path.read_bytes().split(b"\n")
+    except FileNotFoundError:
+        return [], []
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    if not lines[-1]:
+        lines.pop()
+    records: list[dict[str, Any]] = []
+    problems: list[str] = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:  # JSON's, and that of UTF-8
+            if number < len(lines):
+                problems.append(f"{path}, line {number}: not JSON: {error}")
+            continue
+        if isinstance(record, dict):
+            records.append(record)
+        else:
+            problems.append(f"{path}, line {number}: found {record!r}, expected an object")
+    return records, problems
 
 
 def _finite(value: Any) -> Any:
@@ -211,3 +273,25 @@ def is_complete(checkpoint: Path) -> bool:
 def complete_steps(folder: Path) -> list[int]:
     """The steps of the complete checkpoints in a folder, in order."""
     return [step for step, path in checkpoints(folder).items() if is_complete(path)]
+
+
+def find_checkpoint(path: Path) -> Path:
+    """A checkpoint, or the newest complete one of a run.
+
+    Args:
+        path: ``step-<n>``, the folder of several, or a dump folder.
+
+    Raises:
+        ValueError: If there is none.
+    """
+    if checkpoint_step(path) is not None or is_complete(path):
+        return path
+    config = read_config(path) or {}
+    folder = path / config.get("checkpoint", {}).get("folder", "checkpoint")
+    for one in (folder, path):
+        if steps := complete_steps(one):
+            return one / f"step-{max(steps)}"
+    raise ValueError(
+        f"checkpoint: found no complete one in {path}, expected step-<n> or the dump folder of a "
+        "run that has saved"
+    )

@@ -7,7 +7,7 @@ shall train with the same momentum and precision, and AdamW's implementation has
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection
 from typing import Any
 
 from amo_dist.config import MuonConfig
@@ -19,22 +19,12 @@ STOCK = ("Adam", "AdamW")
 """Optimizers of torchtitan, which orthogonalize nothing."""
 
 
-def given_fields(args: Sequence[str], values: Mapping[str, Any]) -> set[str]:
-    """Fields of ``[optimizer]`` that arguments or a file name, such as ``amo.ns_dtype``.
-
-    Args:
-        args: Of the command line.
-        values: Sections of the file.
-    """
-    found: set[str] = set()
-    for name, value in values.get("optimizer", {}).items():
-        found |= {f"{name}.{field}" for field in value} if isinstance(value, Mapping) else {name}
-    for arg in args:
-        name = arg.partition("=")[0].replace("-", "_")
-        if name.startswith("__optimizer."):
-            section, dot, field = name.removeprefix("__optimizer.").rpartition(".")
-            found.add(section + dot + field.removeprefix("no_"))  # as flags are turned off
-    return found
+def given_here(given: Collection[str] | None) -> set[str] | None:
+    """Of fields that somebody gave those of ``[optimizer]``, by names such as ``amo.ns_dtype``."""
+    if given is None:
+        return None
+    head = "optimizer."
+    return {name.removeprefix(head) for name in given if name.startswith(head)}
 
 
 def settle(config: Any, given: Collection[str] | None = None) -> None:
@@ -46,7 +36,8 @@ def settle(config: Any, given: Collection[str] | None = None) -> None:
 
     Args:
         config: The ``[optimizer]`` section.
-        given: See :func:`given_fields`; by default the fields that do not have their default value.
+        given: See :func:`given_here`; ``None`` for a config that a program made: then what does not
+            have its default value.
     """
     if config.name in STOCK:
         return

@@ -9,7 +9,6 @@ import typing
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from torchtitan_ext.plugin import sections
 from torchtitan_ext.plugin.trainer import Trainer
 
 MOVED = {
@@ -53,6 +52,24 @@ def moved(key: str) -> str:
     return MOVED.get(head, head) + tail
 
 
+def given_fields(values: Mapping[str, Any], args: Sequence[str] = ()) -> set[str]:
+    """Fields that a file or arguments name, by their dotted paths in the trainer's config.
+
+    A field may be given the value that is its default: only where it stands tells.
+
+    Args:
+        values: Sections of the file.
+        args: Of the command line.
+    """
+    found = {moved(key) for key, _ in _leaves(values)}
+    for arg in args:
+        option = arg.partition("=")[0].replace("-", "_")
+        if option.startswith("__"):
+            section, dot, field = option.removeprefix("__").rpartition(".")
+            found.add(moved(section + dot + field.removeprefix("no_")))  # as flags are turned off
+    return found
+
+
 def read(values: Mapping[str, Any], args: Sequence[str] = ()) -> tuple[Trainer.Config, list[str]]:
     """The config of a file, and one line for each mistake.
 
@@ -63,7 +80,7 @@ def read(values: Mapping[str, Any], args: Sequence[str] = ()) -> tuple[Trainer.C
         values: Sections of the file.
         args: What will be laid over the result; here, only that these fields are given counts.
     """
-    given = tuple(sorted(sections.given_fields(args, values)))
+    given = tuple(sorted(given_fields(values, args)))
     config, problems = Trainer.Config(given=given), list[str]()
     tree: dict[str, Any] = {}
     for key, value in _leaves(values):
@@ -78,6 +95,10 @@ def read(values: Mapping[str, Any], args: Sequence[str] = ()) -> tuple[Trainer.C
             branch = tree
             for section in path:
                 branch = branch.setdefault(section, {})
+            if name in branch:
+                problems.append(
+                    f"{key}: found this field under another name, too; expected it once"
+                )
             branch[name] = value
     return _replaced(config, tree, "", problems), problems
 

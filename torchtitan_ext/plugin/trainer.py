@@ -156,8 +156,11 @@ class Trainer(titan.Trainer):
         debug: DebugConfig = field(
             default_factory=lambda: DebugConfig(enable_structured_logging=False)
         )
-        given: Annotated[tuple[str, ...], tyro.conf.Suppress] = ()
-        """Fields of ``[optimizer]`` that somebody set, see :mod:`.sections`."""
+        given: Annotated[tuple[str, ...] | None, tyro.conf.Suppress] = None
+        """
+        Fields that a file or the command line names, such as ``optimizer.lr``; ``None`` for a
+        config that a program made.
+        """
 
     config: Config
     checkpointer: CheckpointManager

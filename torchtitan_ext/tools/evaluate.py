@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.tools.command import Subparsers
-from torchtitan_ext.plugin.run_files import checkpoint_step
+from torchtitan_ext import files
+from torchtitan_ext.plugin.run_files import checkpoint_step, find_checkpoint
 from torchtitan_ext.tools import export
 from torchtitan_ext.tools.results import PAPER_TASKS, Result, score_table, sort_tasks
 
@@ -86,7 +87,7 @@ def evaluate(request: Request, model: str, optimizer: str) -> dict[str, Any]:
     harness = _harness()
     names, batch_size = request.task_names(), _batch_size(request.batch_size)
     manager = _task_manager(harness, names, request.include_path)
-    with _hf_model(request) as folder:
+    with _hf_model(request) as folder, _readable(names):
         found = harness.simple_evaluate(
             model="hf",
             model_args=_model_args(request, folder),
@@ -139,6 +140,37 @@ def _task_manager(harness: Any, names: Sequence[str], include_path: str | None) 
     if unknown := sorted(set(names) - set(manager.all_tasks)):
         raise ValueError(f"--tasks: the harness does not know {', '.join(unknown)}")
     return manager
+
+
+_UNREACHED = {"ConnectError", "LocalEntryNotFoundError", "MaxRetryError", "OfflineModeIsEnabled"}
+"""Errors of the network that are no ``ConnectionError`` in every version of who raises them."""
+
+
+@contextlib.contextmanager
+def _readable(tasks: Sequence[str]) -> Iterator[None]:
+    """Tell in one line that the data of tasks cannot be had, which comes from five libraries down.
+
+    Raises:
+        ValueError: Then.
+    """
+    try:
+        yield
+    except Exception as error:
+        cause: BaseException | None = error
+        while cause is not None:
+            names = {one.__name__ for one in type(cause).__mro__}
+            if names & {"ConnectionError", "gaierror", "TimeoutError", *_UNREACHED}:
+                raise ValueError(
+                    f"--tasks: the data of {', '.join(tasks)} is not on this machine, and cannot "
+                    f"be downloaded ({_line(cause)}); expected a network, or a cache that a "
+                    "machine with one has filled (HF_HOME)"
+                ) from error
+            cause = cause.__cause__ or cause.__context__
+        raise
+
+
+def _line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
 
 
 @contextlib.contextmanager
@@ -216,7 +248,7 @@ def _require_paper_fewshot(num_fewshot: Mapping[str, int | None]) -> None:
 def write(record: Mapping[str, Any], output: Path) -> None:
     """Write a results file."""
     output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(json.dumps(record, indent=1) + "\n")
+    files.replace(output, json.dumps(record, indent=1) + "\n")
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -227,7 +259,7 @@ def add_command(subparsers: Subparsers) -> None:
         description="Score a checkpoint in lm-evaluation-harness, by default on the twelve tasks "
         "of the AMO paper, and write a results file for `amo compare`.",
     )
-    parser.add_argument("checkpoint", type=Path, help="<dump folder>/checkpoint/step-<n>")
+    parser.add_argument("checkpoint", type=Path, help=export.CHECKPOINT_HELP)
     default = Request(Path())
     options: Sequence[tuple[str, type, str]] = (
         ("--tasks", str, "'paper', or the harness's names with commas (default paper)"),
@@ -250,7 +282,13 @@ def add_command(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate for parsed arguments; raises as :func:`evaluate`."""
+    """Evaluate for parsed arguments.
+
+    Raises:
+        ValueError: There is no checkpoint, or as :func:`evaluate`.
+    """
+    if not (args.checkpoint / "config.json").is_file():
+        args.checkpoint = find_checkpoint(args.checkpoint)
     names = [field.name for field in dataclasses.fields(Request)]
     request = Request(**{name: getattr(args, name) for name in names})
     model, optimizer = args.model, args.optimizer

@@ -10,13 +10,14 @@ import argparse
 import dataclasses
 import importlib
 import shutil
+import tempfile
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from amo_dist.tools.command import Subparsers
-from torchtitan_ext.plugin.run_files import RUN_FILE, read_config
+from torchtitan_ext.plugin.run_files import RUN_FILE, find_checkpoint, read_config
 from torchtitan_ext.tools import runs
 
 TOKENIZER_FILES = (
@@ -29,6 +30,9 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 """What may be copied from the folder of the tokenizer."""
+
+
+CHECKPOINT_HELP = "<dump folder>/checkpoint/step-<n>, or the dump folder: its newest complete one"
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -98,15 +102,22 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
     assets = None if source.tokenizer == "byte" else _tokenizer_folder(source.assets)
     model = load(checkpoint, source, dtype)
     output.mkdir(parents=True, exist_ok=True)
-    if assets is None:
-        byte_tokenizer().save_pretrained(output)
-    else:
-        _copy_tokenizer(assets, output)
-    tokenizer = require_transformers().AutoTokenizer.from_pretrained(output)
-    # What training put after each document ends a text; the tokenizer may name the end of a turn.
-    eos = tokenizer.convert_tokens_to_ids(source.eos_token or tokenizer.eos_token)
-    model.config.eos_token_id = model.generation_config.eos_token_id = eos
-    model.save_pretrained(output)
+    with tempfile.TemporaryDirectory(prefix=".export-", dir=output) as name:
+        scratch = Path(name)
+        if assets is None:
+            byte_tokenizer().save_pretrained(scratch)
+        else:
+            _copy_tokenizer(assets, scratch)
+        tokenizer = require_transformers().AutoTokenizer.from_pretrained(scratch)
+        # What training put after each document ends a text; the tokenizer may name the end of a
+        # turn.
+        eos = tokenizer.convert_tokens_to_ids(source.eos_token or tokenizer.eos_token)
+        model.config.eos_token_id = model.generation_config.eos_token_id = eos
+        model.save_pretrained(scratch)
+        # This file says that a folder holds a model: it goes first and comes last.
+        (output / "config.json").unlink(missing_ok=True)
+        for file in sorted(scratch.iterdir(), key=lambda file: file.name == "config.json"):
+            file.replace(output / file.name)
 
 
 def require_transformers() -> Any:
@@ -284,7 +295,7 @@ def add_command(subparsers: Subparsers) -> None:
         help="write a checkpoint as a Hugging Face model",
         description="Write a checkpoint of training as a Hugging Face model with its tokenizer.",
     )
-    parser.add_argument("checkpoint", type=Path, help="<dump folder>/checkpoint/step-<n>")
+    parser.add_argument("checkpoint", type=Path, help=CHECKPOINT_HELP)
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
     parser.add_argument("--config", help="TOML of the run (default: what its folder says)")
     parser.add_argument(
@@ -297,8 +308,12 @@ def add_command(subparsers: Subparsers) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Export for parsed arguments; raises as :func:`find_source` and :func:`export`."""
-    source = find_source(args.checkpoint, args.config)
-    export(args.checkpoint, args.output, source, args.dtype)
-    print(f"written to {args.output}")
+    """Export for parsed arguments.
+
+    Raises:
+        ValueError: There is no checkpoint, or as :func:`find_source` and :func:`export`.
+    """
+    checkpoint = find_checkpoint(args.checkpoint)
+    export(checkpoint, args.output, find_source(checkpoint, args.config), args.dtype)
+    print(f"{checkpoint} is written to {args.output}")
     return 0

@@ -10,19 +10,15 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_layout
-from amo_dist.operators.groups import param_groups
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import Subparsers
 from amo_dist.tools.simulate import lay_out
 from torchtitan_ext.batch import sequences_per_step
-from torchtitan_ext.plugin.sections import STOCK
 from torchtitan_ext.tools import preflight_costs as costs
-from torchtitan_ext.tools import preflight_report, preflight_schedule
+from torchtitan_ext.tools import preflight_memory, preflight_report, preflight_schedule, runs
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -33,8 +29,9 @@ def add_command(subparsers: Subparsers) -> None:
         description="Check a config (all mistakes at once) and tell what its run will do: which "
         "parameter goes to which optimizer, who owns how much, what travels, memory, predicted "
         "seconds, tokens, checkpoints, and when the schedule changes.",
-        epilog="example: amo preflight --job.config_file configs/qwen3_1.7b.toml --world 32; other "
-        "options go to torchtitan, e.g. --training.steps 200",
+        usage="%(prog)s FILE [options]",
+        epilog="example: amo preflight configs/qwen3_1.7b.toml --world 32; torchtitan's options "
+        "follow the file, e.g. --training.steps 200",
     )
     parser.add_argument("--world", type=int, default=32, help="number of ranks (default 32)")
     parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks of a node (default 8)")
@@ -51,6 +48,12 @@ def add_command(subparsers: Subparsers) -> None:
         help="figures: TOML, or `amo doctor`'s JSON (default: the project's)",
     )
     parser.add_argument("--gpu", default="h100", help="table of that file (default h100)")
+    parser.add_argument(
+        "--elsewhere",
+        action="store_true",
+        help="the run starts on other machines: tokenizer, data, network and disk that this one "
+        "lacks are noted, and no mistakes",
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run, overrides=[])
 
@@ -67,11 +70,20 @@ def run(args: argparse.Namespace) -> int:
     for name, found in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
         if found < 1:
             raise ValueError(f"{name}: found {found}, expected an integer >= 1")
-    from torchtitan_ext.tools import preflight_checks
+    from torchtitan_ext.tools import preflight_checks, preflight_here
 
-    hardware = costs.read_hardware(args.hardware or costs.HARDWARE_FILE, args.gpu)
-    config, problems = preflight_checks.load(args.overrides)
-    problems += preflight_checks.check(config, args.world)
+    overrides = runs.with_file(args.overrides)
+    hardware, measured = costs.read_hardware(args.hardware or costs.HARDWARE_FILE, args.gpu)
+    config, problems = preflight_checks.load(overrides)
+    problems += preflight_checks.check(config, args.world, hardware)
+    report: dict[str, Any] = {}
+    if not problems:
+        report = build(config, args.world, args.gpus_per_node, args.plan, hardware)
+        lacks = preflight_here.lacks(config, report["run"])
+        if args.elsewhere:
+            report["notes"] += [f"on this machine: {one}" for one in lacks]
+        else:
+            problems += lacks
     if problems:
         problems = list(dict.fromkeys(problems))
         if args.json:
@@ -79,9 +91,9 @@ def run(args: argparse.Namespace) -> int:
         else:
             print("\n".join(f"error: {problem}" for problem in problems))
         return 2
-    report = build(config, args.world, args.gpus_per_node, args.plan, hardware)
-    report["config"]["file"] = preflight_checks.config_file(args.overrides)
+    report["config"]["file"] = preflight_checks.config_file(overrides)
     report["assumptions"] = {"gpu": args.gpu, **dataclasses.asdict(hardware)}
+    report["measured"] = measured
     print(json.dumps(report, indent=2) if args.json else preflight_report.text(report))
     return 0
 
@@ -105,12 +117,13 @@ def build(
     from torchtitan_ext.tools import preflight_checks
 
     degrees = preflight_checks.degrees(config, world_size)
-    model = _meta_model(config)
-    groups = _groups(model, config)
+    model = preflight_memory.meta_model(config)
+    groups = preflight_memory.groups_of(model, config)
     before, after, origin = preflight_schedule.steps(config, _registry(groups), plan)
     report: dict[str, Any] = {
         "problems": [],
-        "notes": preflight_checks.notes(config),
+        "notes": [],
+        "measured": [],
         "config": {
             "model": config.model.flavor,
             "optimizer": config.optimizer.name,
@@ -133,22 +146,6 @@ def build(
 
 
 # ------------------------------------------------------------------ the model
-
-
-def _meta_model(config: Any) -> Any:
-    from torchtitan_ext.plugin import models
-
-    with torch.device("meta"):
-        return models.spec(config.model).model.build()
-
-
-def _groups(model: Any, config: Any) -> list[dict[str, Any]]:
-    """Parameter groups as the run makes them; all of them AdamW's under AdamW."""
-    groups = param_groups(model)
-    if config.optimizer.name in STOCK:
-        params = [pair for group in groups for pair in group["params"]]
-        return [{"params": params, "algorithm": "adamw"}]
-    return groups
 
 
 def _registry(groups: Sequence[Mapping[str, Any]]) -> list[MatrixInfo]:
@@ -274,16 +271,10 @@ def _num_observations(config: Any) -> int:
 
 
 def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]:
-    training, checkpoint = config.training, config.checkpoint
+    training = config.training
     ranks = degrees["replicate"] * degrees["shard"]
     batch = sequences_per_step(training, ranks)
     tokens = batch * training.seq_len
-    saved = 0
-    if checkpoint.enable:
-        saved = len({*range(checkpoint.interval, training.steps + 1, checkpoint.interval)})
-        saved += training.steps % checkpoint.interval != 0
-    params, state, _ = _bytes(config, groups, 1)
-    kept = min(saved, checkpoint.keep_latest_k) if checkpoint.keep_latest_k else saved
     return {
         "peak_lr": config.optimizer.lr,
         "steps": training.steps,
@@ -291,35 +282,8 @@ def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]
         "accumulation": batch // (training.local_batch_size * ranks),
         "tokens_per_step": tokens,
         "tokens": tokens * training.steps,
-        "checkpoint_bytes": params + state,
-        "checkpoints_saved": saved,
-        "checkpoints_kept": kept,
+        **preflight_memory.checkpoint_sizes(config, groups),
     }
-
-
-def _bytes(config: Any, groups: Sequence[Mapping[str, Any]], shards: int) -> tuple[int, int, float]:
-    """Bytes of the fullest rank: of parameters, of optimizer state, and moved elementwise in fp32.
-
-    FSDP cuts dim 0 as ``torch.chunk`` does: the first rank holds the ceiling.
-    """
-    optimizer = config.optimizer
-    itemsize = getattr(torch, config.training.dtype).itemsize
-    params = state = moved = 0
-    for group in groups:
-        # AdamW: four reads, three writes.
-        each, traffic = 2 * itemsize, 28
-        if group["algorithm"] == "muon":
-            momentum = (optimizer.amo if optimizer.name == "AMO" else optimizer.muon).momentum_dtype
-            second_moment = torch.float32.itemsize if optimizer.name == "AdaMuon" else 0
-            # Momentum: two reads, a write. Nesterov and cast: two reads, a write of half. Update:
-            # read the weight and half an update, write the weight.
-            each, traffic = getattr(torch, momentum).itemsize + second_moment, 32
-        for _, parameter in group["params"]:
-            held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
-            params += held * itemsize
-            state += held * each
-            moved += held * traffic
-    return params, state, float(moved)
 
 
 # ------------------------------------------------------------------ costs
@@ -339,8 +303,8 @@ def _add_costs(
     hardware: costs.Hardware,
 ) -> None:
     shards = degrees["shard"] * degrees["cp"]
-    params, state, elementwise = _bytes(config, groups, shards)
-    memory = {"parameters": params, "gradients": params, "optimizer_state": state, "exchange": 0}
+    elementwise = preflight_memory.held_bytes(config, groups, shards)[2]
+    memory = preflight_memory.memory_of(config, groups, degrees)
     report["memory"] = memory
     ranks = report["world"]["ranks"]
     training = flops_per_token * report["run"]["tokens_per_step"]
@@ -356,7 +320,7 @@ def _add_costs(
     registry = _registry(groups)
     if not registry:
         bandwidth = hardware.hbm_tb_per_s * 1e12 * hardware.hbm_efficiency
-        optimizer = elementwise / bandwidth + hardware.kernel_us * 1e-5
+        optimizer = elementwise / bandwidth
         report["time"].update(optimizer_before=optimizer, optimizer_after=optimizer)
         return
     world = costs.World(

@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.data import loader
+from torchtitan_ext.data import rows, sources
 from torchtitan_ext.plugin import checks, models, settings
+from torchtitan_ext.tools.preflight_costs import Hardware
+from torchtitan_ext.tools.preflight_here import hub_name, loaders
+from torchtitan_ext.tools.preflight_memory import (
+    check_memory,
+    checkpoint_sizes,
+    groups_of,
+    meta_model,
+)
 
 
 def config_file(args: Sequence[str]) -> str:
@@ -18,7 +25,7 @@ def config_file(args: Sequence[str]) -> str:
     """
     path = settings.argument(args, "job.config_file")
     if path is None:
-        raise ValueError("--job.config_file: found none, expected a TOML file")
+        raise ValueError("FILE: found none, expected a TOML file")
     return path
 
 
@@ -41,12 +48,13 @@ def load(args: Sequence[str]) -> tuple[Any, list[str]]:
     return settings.load(args)
 
 
-def check(config: Any, world_size: int) -> list[str]:
+def check(config: Any, world_size: int, hardware: Hardware | None = None) -> list[str]:
     """Mistakes in how the fields of a config fit together, and with a world.
 
     Args:
         config: From :func:`load`; what follows from other fields is filled in.
         world_size: Number of ranks.
+        hardware: What a rank has, where its memory and disk are to be looked at.
 
     Returns:
         One line for each mistake.
@@ -58,32 +66,30 @@ def check(config: Any, world_size: int) -> list[str]:
         lambda: models.spec(config.model),
         # Where the degrees do not fit, each of these two tells so: once is enough.
         lambda: _check_batch(config, num_data_ranks(degrees(config, world_size))),
-        lambda: loader.check_streams(
-            config.dataloader, num_data_ranks(degrees(config, world_size))
-        ),
+        lambda: sources.check(config.dataloader, num_data_ranks(degrees(config, world_size))),
         lambda: _check_schedule(config),
     ]
     problems: list[str] = []
-    for one in each:
-        try:
-            one()
-        except ValueError as error:
-            problems.append(str(error))
+
+    def run(checks: list[Callable[[], object]]) -> None:
+        for one in checks:
+            try:
+                one()
+            except ValueError as error:
+                problems.append(str(error))
+
+    run(each)
+    if hardware is not None and not problems:  # for what fits together otherwise
+        found = degrees(config, world_size)
+        groups = groups_of(meta_model(config), config)
+        size = checkpoint_sizes(config, groups)["checkpoint_bytes"]
+        run(
+            [
+                lambda: check_memory(config, groups, found, hardware.memory_gb),
+                lambda: _check_timeouts(config, size, hardware.disk_gb_per_s),
+            ]
+        )
     return list(dict.fromkeys(problems))
-
-
-def notes(config: Any) -> list[str]:
-    """What is no mistake, but will be missed on the machine where the run starts."""
-    found = []
-    field, path = "tokenizer.path", config.tokenizer.path
-    if not path:
-        field, path = "hf_assets_path", config.hf_assets_path
-    if config.tokenizer.kind != "byte" and not Path(path).expanduser().exists():
-        found.append(f"{field}: no tokenizer in {path} on this machine")
-    load_path = config.checkpoint.initial_load_path
-    if load_path and not Path(load_path).exists():
-        found.append(f"checkpoint.initial_load_path: no checkpoint in {load_path} on this machine")
-    return found
 
 
 def degrees(config: Any, world_size: int) -> dict[str, int]:
@@ -128,6 +134,26 @@ def _check_batch(config: Any, num_data_ranks: int) -> None:
             f"training.global_batch_size: found {training.global_batch_size}, expected a multiple "
             f"of {one}: local_batch_size {training.local_batch_size} on {num_data_ranks} "
             "data-parallel ranks"
+        )
+
+
+def _check_timeouts(config: Any, size: int, disk_gb_per_s: float) -> None:
+    """What ranks wait for one another through must end before they give one another up."""
+    timeout = config.comm.train_timeout_seconds
+    retries = sum(2.0**failure for failure in range(1, rows.RETRIES + 1))
+    from_hub = [one for _, one in loaders(config) if hub_name(one) is not None]
+    if from_hub and timeout <= retries:
+        raise ValueError(
+            f"comm.train_timeout_seconds: found {timeout}, expected more than the "
+            f"{retries:.0f} s for which a broken connection to the hub is tried again "
+            f"(dataset {from_hub[0].dataset!r})"
+        )
+    waits = config.checkpoint.enable and config.checkpoint.async_mode == "disabled"
+    if waits and timeout <= (seconds := size / (disk_gb_per_s * 1e9)):
+        raise ValueError(
+            f"comm.train_timeout_seconds: found {timeout}, expected more than the "
+            f"{seconds:.0f} s in which a checkpoint of {size / 1e9:.1f} GB is written at "
+            f"{disk_gb_per_s} GB/s (or checkpoint.async_mode = 'async')"
         )
 
 

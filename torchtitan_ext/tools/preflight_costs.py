@@ -1,7 +1,7 @@
 """A model of what an optimizer step costs: load, traffic, memory, seconds.
 
 Load and traffic are exact, by the same layout and ownership code that a run uses. Seconds come
-from the stated figures of a :class:`Hardware`; nothing here was measured.
+from the figures of a :class:`Hardware`, assumed or measured by ``amo doctor``.
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ from amo_dist.tools.simulate import flops_by_matrix
 
 HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
 
-_LANCZOS_KERNELS = 16
-"""Launched for an iteration beside its two solves, a read by the host included."""
-_TRIDIAGONAL_KERNELS = 4
-"""Launched for a column of the reduction to a tridiagonal matrix."""
-
 SVD, EIGENVALUES = "float64 SVD", "float64 eigenvalues of the Gram matrix"
 
 
@@ -54,13 +49,13 @@ class Hardware:
     network_gb_per_s: float
     network_efficiency: float
     collective_us: float
-    kernel_us: float
     fp64_tflops: float
     fp64_qr_efficiency: float
     fp64_svd_efficiency: float
     triangular_solve_us_per_row: float
     lanczos_steps: int
     training_mfu: float
+    disk_gb_per_s: float
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -88,39 +83,43 @@ class Hardware:
             return flops / (self.fp64_tflops * 1e12 * self.fp64_svd_efficiency)
         # Each column of the reduction reads what is left of the matrix, 8 bytes an element.
         read = 8 / 3 * short**3 / (self.hbm_tb_per_s * 1e12 * self.hbm_efficiency)
-        launches = _TRIDIAGONAL_KERNELS * short * self.kernel_us * 1e-6
         # Products, LU and Cholesky run at no less than the rate of QR.
         gram = 1.0 * short * short * long
         quick = short * short * (2 / 3 * short if short == long else long + short / 3)
         qr = 2.0 * short * short * (long - short / 3)
         solves = 2 * short * self.triangular_solve_us_per_row
-        lanczos = 2 * self.lanczos_steps * (solves + _LANCZOS_KERNELS * self.kernel_us) * 1e-6
+        lanczos = 2 * self.lanczos_steps * solves * 1e-6
         rate = self.fp64_tflops * 1e12 * self.fp64_qr_efficiency
-        return (gram + quick + qr) / rate + read + launches + lanczos
+        return (gram + quick + qr) / rate + read + lanczos
 
 
-def read_hardware(path: Path, name: str) -> Hardware:
+def read_hardware(path: Path, name: str) -> tuple[Hardware, list[str]]:
     """One table of a hardware file; or the project's, with what ``amo doctor --json`` measured.
+
+    Returns:
+        The figures, and the names of those that were measured.
 
     Raises:
         ValueError: If the file is no TOML (or, named ``.json``, not the doctor's), lacks the table,
             or a figure is missing or not > 0.
     """
     measured: dict[str, Any] = {}
+    known = {field.name for field in dataclasses.fields(Hardware)}
     if path.suffix == ".json":
-        measured, path = _read_doctor(path), HARDWARE_FILE
+        # The doctor measures what nothing here is computed from, too.
+        measured = {key: value for key, value in _read_doctor(path).items() if key in known}
+        path = HARDWARE_FILE
     tables = read_toml("--hardware", path)
     if name not in tables:
         raise ValueError(f"--gpu: found {name!r}, expected one of {', '.join(tables)}")
     tables[name] |= measured
-    known = {field.name for field in dataclasses.fields(Hardware)}
     for what, names in (
         ("missing", known - set(tables[name])),
         ("unknown", set(tables[name]) - known),
     ):
         if names:
             raise ValueError(f"hardware: {path}, [{name}]: {what} {', '.join(sorted(names))}")
-    return Hardware(**tables[name])
+    return Hardware(**tables[name]), sorted(measured)
 
 
 def _read_doctor(path: Path) -> dict[str, Any]:
@@ -176,9 +175,8 @@ class StepCost:
         sent_within: Bytes that a rank sends to ranks of its node.
         sent_across: Bytes that a rank sends to other nodes.
         orthogonalize_seconds: Of the slowest rank.
-        exchange_seconds: Of the slowest rank.
+        exchange_seconds: Of the slowest rank, with the latency of each collective.
         elementwise_seconds: Momentum, update and AdamW.
-        launch_seconds: Kernels and collectives of the slowest rank, none of it hidden.
     """
 
     num_owners: int
@@ -188,17 +186,11 @@ class StepCost:
     orthogonalize_seconds: float
     exchange_seconds: float
     elementwise_seconds: float
-    launch_seconds: float
 
     @property
     def seconds(self) -> float:
         """The sum: no part is taken to hide behind another."""
-        return (
-            self.orthogonalize_seconds
-            + self.exchange_seconds
-            + self.elementwise_seconds
-            + self.launch_seconds
-        )
+        return self.orthogonalize_seconds + self.exchange_seconds + self.elementwise_seconds
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -271,17 +263,35 @@ def step_cost(world: World, steps: Mapping[str, int], hardware: Hardware) -> Ste
         + far / (hardware.network_gb_per_s * 1e9 * hardware.network_efficiency)
         for near, far in zip(within, across, strict=True)
     ]
+    collectives = _num_collectives(world, steps)
     return StepCost(
         num_owners=len(loads),
         gflop=Spread.of([loads.get(rank, 0.0) / 1e9 for rank in range(world.num_ranks)]),
         sent_within=Spread.of(within),
         sent_across=Spread.of(across),
         orthogonalize_seconds=max(orthogonalize.values(), default=0.0),
-        exchange_seconds=max(wires),
+        exchange_seconds=max(wires) + collectives * hardware.collective_us * 1e-6,
         elementwise_seconds=world.elementwise_bytes
         / (hardware.hbm_tb_per_s * 1e12 * hardware.hbm_efficiency),
-        launch_seconds=_launches(world, jobs, steps, hardware),
     )
+
+
+def _num_collectives(world: World, steps: Mapping[str, int]) -> int:
+    """Of one rank in a step, one after the other."""
+    if world.num_ranks == 1:
+        return 0
+    count = 1  # the agreement of the ranks
+    for bucket in _buckets(world, steps):
+        batches = {
+            (world.registry[index].shape, world.registry[index].operator_type, task.team)
+            for task in bucket.tasks
+            for index in task.owned
+        }
+        # One each way, what relays forward, and of a team: a Gram matrix a step, the greatest
+        # entry, the norm, and what is not finite.
+        count += 2 + (bucket.forward is not None)
+        count += sum(steps[operator_type] + 3 for _, operator_type, team in batches if team)
+    return count
 
 
 def busiest_rank(world: World, steps: Mapping[str, int]) -> int:
@@ -302,27 +312,6 @@ def _buckets(world: World, steps: Mapping[str, int]) -> tuple[Bucket, ...]:
         bucket_bytes=world.config.bucket_bytes,
     )
     return plan.buckets or plan.local
-
-
-def _launches(
-    world: World, jobs: Sequence[Job], steps: Mapping[str, int], hardware: Hardware
-) -> float:
-    """Host-bound time: three products a Newton-Schulz step of each batch, and the collectives."""
-    kernels, reductions = 0, 0
-    buckets = _buckets(world, steps)
-    for bucket in buckets:
-        batches = {
-            (world.registry[index].shape, world.registry[index].operator_type, task.team)
-            for task in bucket.tasks
-            for index in task.owned
-        }
-        # Beside the products: casts, stacking, norm, packing and unpacking.
-        kernels += sum(3 * steps[operator_type] + 20 for _, operator_type, _ in batches) + 20
-        # Of a team: a Gram matrix a step, the greatest entry, the norm, and what is not finite.
-        reductions += sum(steps[operator_type] + 3 for _, operator_type, team in batches if team)
-    each = 0 if world.num_ranks == 1 else 2
-    collectives = reductions + sum(each + (bucket.forward is not None) for bucket in buckets)
-    return (kernels * hardware.kernel_us + (collectives + 1) * hardware.collective_us) * 1e-6
 
 
 def exchange_memory(world: World, steps: Mapping[str, int]) -> int:

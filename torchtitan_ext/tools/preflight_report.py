@@ -8,6 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from amo_dist.tools.command import pad
+from torchtitan_ext.tools.preflight_memory import peak
+
+_ASSUMED = "torchtitan_ext/tools/hardware.toml; --hardware takes another file, or the doctor's"
 
 
 def text(report: Mapping[str, Any]) -> str:
@@ -101,17 +104,17 @@ def _step(report: Mapping[str, Any]) -> list[str]:
 
 def _memory(report: Mapping[str, Any]) -> list[str]:
     memory = report["memory"]
-    total = sum(memory.values())
-    rest = report["assumptions"]["memory_gb"] * 1e9 - total
+    rest = report["assumptions"]["memory_gb"] * 1e9 - peak(memory)
     lines = ["memory of the fullest rank, without activations and gathered parameters"]
     lines += [f"  {name.replace('_', ' '):<18}{_gb(size)}" for name, size in memory.items()]
-    return [*lines, f"  {'left':<18}{_gb(rest)}"]
+    return [*lines, f"  {'left':<18}{_gb(rest)} (logits and exchange follow each other)"]
 
 
 def _seconds(report: Mapping[str, Any]) -> list[str]:
     time, paper = report["time"], report.get("paper")
     model, after = time["model_seconds"], time["optimizer_after"]
-    lines = ["predicted seconds, from the assumptions below; nothing was measured"]
+    known = "what was measured, and " if report["measured"] else ""
+    lines = [f"predicted seconds, from {known}the assumptions below; this run was not measured"]
     lines.append(f"  forward and backward   {model:.2f} s a step")
     measured = f" (the paper measured {paper['optimizer_ms']:.0f} ms)" if paper else ""
     lines.append(
@@ -122,7 +125,7 @@ def _seconds(report: Mapping[str, Any]) -> list[str]:
         one = report["step"][phase]
         parts = ", ".join(
             f"{name} {one[name + '_seconds'] * 1e3:.1f}"
-            for name in ("orthogonalize", "exchange", "elementwise", "launch")
+            for name in ("orthogonalize", "exchange", "elementwise")
         )
         lines.append(f"    {phase:<6} {parts} ms")
     lines.append(f"  share of the step      {after / (model + after):.2%}")
@@ -148,10 +151,15 @@ def _observation(observation: Mapping[str, Any], paper: Mapping[str, Any] | None
 
 
 def _assumptions(report: Mapping[str, Any]) -> list[str]:
-    found = report["assumptions"]
-    pairs = [f"{name} = {value}" for name, value in found.items()]
-    lines = ["assumed (torchtitan_ext/tools/hardware.toml; --hardware takes another file)"]
-    return lines + [f"  {'   '.join(pairs[i : i + 3])}" for i in range(0, len(pairs), 3)]
+    found, measured = report["assumptions"], report["measured"]
+    titles = {True: "measured by `amo doctor`", False: f"assumed ({_ASSUMED})"}
+    lines = []
+    for is_measured, title in titles.items():
+        pairs = [f"{n} = {value}" for n, value in found.items() if (n in measured) == is_measured]
+        if pairs:
+            lines.append(title)
+            lines += [f"  {'   '.join(pairs[i : i + 3])}" for i in range(0, len(pairs), 3)]
+    return lines
 
 
 def _gb(size: float) -> str:

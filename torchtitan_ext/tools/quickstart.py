@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import argparse
-import signal
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.command import Subparsers
-from amo_dist.tools.plan_source import PLAN_FILE
-from torchtitan_ext import train
-from torchtitan_ext.plugin.run_files import METRICS_FILE, read_records, require_unlocked
-from torchtitan_ext.tools import runs
+from torchtitan_ext.plugin.run_files import (
+    METRICS_FILE,
+    read_plan,
+    read_records,
+    require_unlocked,
+)
+from torchtitan_ext.tools import launch, runs
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
@@ -40,8 +38,8 @@ def run(args: argparse.Namespace) -> int:
     """Start the run or go on with it, and print the result.
 
     Returns:
-        0, 130 where training was told to stop before its end, or the exit status of the training
-        processes.
+        0, 130 where training was told to stop before its end, or the exit status of the rank that
+        failed first.
 
     Raises:
         ValueError: For a config that cannot work, or that is not the one of the run in its folder.
@@ -60,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _announce(folder.path, step, steps, num_ranks)
         start = time.monotonic()
-        status = _train(arguments, num_ranks, folder.path)
+        status = launch.start(arguments, num_ranks, folder.path)
         if status not in (0, None):
             return status
         # Ranks that are told to stop save, and end well: only what they have saved tells.
@@ -87,62 +85,13 @@ def _tell_stop(step: int, steps: int) -> None:
         print("\nStopped before the first checkpoint; the same command starts anew.")
 
 
-def _train(arguments: Sequence[str], num_ranks: int, folder: Path) -> int | None:
-    """Run the ranks under torchrun; on failure show what they had to say.
-
-    Returns:
-        The exit status of torchrun; ``None`` where this process was told to stop.
-    """
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(num_ranks), "-m", "torchtitan_ext.train", *arguments),
-    ]
-    errors = folder / "stderr.txt"
-    # torchrun adds a traceback of its own to every failure; ours are one line.
-    with errors.open("w") as file:
-        status = _wait(
-            subprocess.Popen(
-                command,
-                env=runs.environment(num_ranks),
-                stderr=file,
-                preexec_fn=train.end_with_parent,
-            )
-        )
-    if status not in (0, None):
-        _explain(errors)
-    return status
-
-
-def _wait(process: subprocess.Popen[bytes]) -> int | None:
-    """The exit status of torchrun; ``None`` where this process was told to stop.
-
-    torchrun ends its ranks when it is terminated. Killed, as ``subprocess.run`` does after an
-    interrupt, it would leave them training.
-    """
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        return process.wait()
-    except KeyboardInterrupt:
-        process.terminate()
-        process.wait()
-        return None
-
-
-def _explain(errors: Path) -> None:
-    lines = errors.read_text(errors="replace").splitlines()
-    told = [line for line in lines if line.startswith("error")]
-    for line in told[:1] or lines[-30:]:
-        print(line, file=sys.stderr)
-    print(f"Training failed; its whole output is in {errors}.", file=sys.stderr)
-
-
 def _summarize(config: Any, checkpoints: Path) -> None:
     folder = Path(config.dump_folder)
     records = read_records(folder / METRICS_FILE)
-    plan = folder / PLAN_FILE
-    if plan.exists():
+    plan = read_plan(folder)
+    if plan is not None:
         print(f"\n{_plan_title(config)}:")
-        print(plan_table(Plan.from_json(plan.read_text())))
+        print(plan_table(plan))
     if records:
         first, last = records[0], records[-1]
         print(f"\nloss         {first['loss']:.4f} at step {first['step']}, ", end="")

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext import files
 from torchtitan_ext.differences import differences
-from torchtitan_ext.plugin.run_files import RUN_FILE, complete_steps, read_config, save_config
+from torchtitan_ext.plugin.run_files import (
+    LOCK_FILE,
+    RUN_FILE,
+    complete_steps,
+    read_config,
+    save_config,
+)
 
 _NOT_COMPARED = (
     *("description", "dump_folder", "metrics", "geometry", "profiler", "comm", "checkpoint"),
@@ -19,6 +27,10 @@ _NOT_COMPARED = (
     *("model_spec", "given", "parallelism.spmd_backend"),
 )
 """What may change between two starts of one run: it leaves the training as it is."""
+
+
+ERRORS_FILE = "stderr.txt"
+"""What torchrun and the ranks of the latest start told, in the dump folder."""
 
 
 class RunFolder:
@@ -82,7 +94,11 @@ class RunFolder:
         return max(complete_steps(self.checkpoints), default=0)
 
     def _require_ours(self) -> None:
-        if self.path.exists() and not self._marker.exists() and any(self.path.iterdir()):
+        if not self.path.exists() or self._marker.exists():
+            return
+        # What a start leaves that was killed before it wrote the marker.
+        left = re.compile(rf"{LOCK_FILE}|{RUN_FILE}{files.SCRATCH}|{ERRORS_FILE}|log_rank\d+\.txt")
+        if any(not left.fullmatch(path.name) for path in self.path.iterdir()):
             raise ValueError(
                 f"dump_folder: {self.path} holds files, but none of a run of this command; "
                 "expected a new or empty folder"
@@ -115,6 +131,20 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[moved(f"{prefix}{name}")] = value
     return found
+
+
+def with_file(arguments: Sequence[str]) -> list[str]:
+    """Arguments of torchtitan, the first of which may be the TOML file alone.
+
+    Raises:
+        ValueError: If a file stands there and under ``--job.config_file``.
+    """
+    if not arguments or arguments[0].startswith("-"):
+        return [*arguments]
+    file, *rest = arguments
+    if any(arg.replace("-", "_").startswith("__job.config_file") for arg in rest):
+        raise ValueError(f"FILE: found {file!r} beside --job.config_file, expected one of them")
+    return [f"--job.config_file={file}", *rest]
 
 
 def parse(arguments: Sequence[str]) -> Any:

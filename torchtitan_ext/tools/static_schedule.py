@@ -31,6 +31,7 @@ from amo_dist.schedule.polar_express import SAFETY, compose, simulate
 from amo_dist.schedule.schedule_file import ScheduleTable
 from amo_dist.schedule.types import Schedule
 from amo_dist.tools.command import Subparsers
+from torchtitan_ext import files
 from torchtitan_ext.plugin.run_files import read_records
 
 RULES: Mapping[str, int] = {"typical": 50, "conservative": 25, "floor": 10}
@@ -257,7 +258,7 @@ def run(args: argparse.Namespace) -> int:
         print(table.to_toml(), end="")
         return 0
     Path(args.output).parent.mkdir(parents=True, exist_ok=True)
-    Path(args.output).write_text(table.to_toml())
+    files.replace(Path(args.output), table.to_toml())
     for name, schedule in table.schedules.items():
         print(f"{name:<10} ell {table.ell[name]:.3e}  {schedule.num_steps} steps")
     if insufficient := table.parameters["insufficient"]:

@@ -195,8 +195,12 @@ def _run(args: argparse.Namespace) -> int:
         part=part,
         num_parts=num_parts,
     )
-    with progress_bar(unit=" tokens", unit_scale=True, desc=f"part {args.part}") as bar:
-        for count, index in tokenize(files, tokenizer, args.output, options):
+    shards = tokenize(files, tokenizer, args.output, options)
+    count, index = next(shards)
+    # What an earlier run did counts as done, but not for the rate.
+    start = {"initial": count * options.length, "desc": f"part {args.part}"}
+    with progress_bar(unit=" tokens", unit_scale=True, **start) as bar:
+        for count, index in shards:
             bar.update(count * options.length)
             file = index.position["part"] + 1 if index.position else 1
             bar.set_postfix(file=file, shards=len(index.shards), bad=sum(index.skipped.values()))

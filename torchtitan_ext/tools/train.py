@@ -1,13 +1,24 @@
-"""``amo train``: the training of one config, alone or as a rank of torchrun."""
+"""``amo train``: one config checked and trained on this node, or as a rank of torchrun."""
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import os
+import sys
 import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
 
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext import train
+from torchtitan_ext.plugin import machine
+from torchtitan_ext.plugin.run_files import require_unlocked
+from torchtitan_ext.tools import launch
+from torchtitan_ext.tools import preflight_costs as costs
+from torchtitan_ext.tools.preflight_memory import checkpoint_sizes, groups_of, meta_model
 
 ALONE = {
     "RANK": "0",
@@ -23,22 +34,92 @@ def add_command(subparsers: Subparsers) -> None:
     """Register ``train``."""
     parser = subparsers.add_parser(
         "train",
-        help="train what a config says",
-        description="Train what a TOML file says, in this process; on several ranks under "
-        "torchrun, e.g. torchrun --nproc-per-node 2 -m torchtitan_ext train configs/x.toml.",
+        help="check a config and train it on this node",
+        description="Check what a TOML file says and train it, on the GPUs of this node or on two "
+        "CPU ranks; as many as its batch can be dealt to. Under torchrun, as one of its ranks.",
         epilog="Other options go to torchtitan, e.g. --training.steps 200 --optimizer.lr 2e-3.",
     )
     parser.add_argument("config", metavar="FILE", help="TOML file, such as those of configs")
+    parser.add_argument("--ranks", type=int, help="processes; 1 trains in this one")
     parser.set_defaults(run=run, overrides=[])
 
 
 def run(args: argparse.Namespace) -> int:
-    """Train for parsed arguments; the exit status is that of ``torchtitan_ext.train.main``."""
-    if "RANK" not in os.environ:
+    """Train for parsed arguments.
+
+    Returns:
+        The exit status of ``torchtitan_ext.train.main``: 2 for mistakes, which are told all at
+        once; 130 where training was told to stop.
+
+    Raises:
+        ValueError: For a file that is no TOML, a folder that another run writes into, or a number
+            of ranks that cannot work.
+    """
+    arguments = ["--job.config_file", args.config, *args.overrides]
+    if "RANK" in os.environ:  # torchrun's
+        return _train(arguments)
+    from torchtitan_ext.tools import preflight_checks, preflight_here
+
+    config, problems = preflight_checks.load(arguments)
+    num_ranks = _pick(args.ranks, config)
+    problems += preflight_checks.check(config, num_ranks, _hardware(num_ranks))
+    if not problems:
+        groups = groups_of(meta_model(config), config)
+        problems += preflight_here.lacks(config, checkpoint_sizes(config, groups))
+    if problems:
+        for problem in dict.fromkeys(problems):
+            print(f"error: {problem}", file=sys.stderr)
+        return train.USER_ERROR
+    folder = Path(config.dump_folder)
+    require_unlocked(folder)
+    if num_ranks == 1:
         os.environ.update(ALONE | {k: v for k, v in os.environ.items() if k in ALONE})
+        return _train(arguments)
+    print(f"Training on {num_ranks} ranks, in {folder}.", flush=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    status = launch.start(arguments, num_ranks, folder)
+    return 130 if status is None else status
+
+
+def _train(arguments: list[str]) -> int:
+    """Train in this process."""
     try:
-        return train.main(["--job.config_file", args.config, *args.overrides])
+        return train.main(arguments)
     except ValueError:
         # No mistake of the user's, those are told already: the front door would hide where it is.
         traceback.print_exc()
         return 1
+
+
+def _num_gpus() -> int:
+    """GPUs to train on; 0 for training on CPU."""
+    return 0 if machine.cpu_is_needed() else torch.cuda.device_count()
+
+
+def _pick(given: int | None, config: Any) -> int:
+    """Processes: as many as are asked for, or else the most of this node that a config fits.
+
+    Raises:
+        ValueError: For a number below 1, or above that of the GPUs.
+    """
+    from torchtitan_ext.tools import preflight_checks
+
+    gpus = _num_gpus()
+    if given is not None:
+        if given < 1 or (gpus and given > gpus):
+            expected = f"1 to {gpus}, the GPUs of this node" if gpus else "an integer >= 1"
+            raise ValueError(f"--ranks: found {given}, expected {expected}")
+        return given
+    most = gpus or 2
+    fitting = (n for n in range(most, 0, -1) if not preflight_checks.check(config, n))
+    return next(fitting, most)
+
+
+def _hardware(num_ranks: int) -> costs.Hardware:
+    """The project's figures, with the memory that a rank of this machine has."""
+    assumed, _ = costs.read_hardware(costs.HARDWARE_FILE, "h100")
+    if _num_gpus():
+        size = torch.cuda.get_device_properties(0).total_memory
+    else:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
+    return dataclasses.replace(assumed, memory_gb=size / 1e9)

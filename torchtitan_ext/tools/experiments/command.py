@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from amo_dist.tools.command import Subparsers
+from torchtitan_ext import files
 from torchtitan_ext.tools.experiments import gather, runner
 from torchtitan_ext.tools.experiments.catalog import EXPERIMENTS, Experiment, experiment_named
 from torchtitan_ext.tools.experiments.resolve import QUICKSTART, ROOT, Job, Place, resolve
@@ -110,7 +111,7 @@ def _show(args: argparse.Namespace) -> int:
     print(f"{experiment.name}: {experiment.title}; {len(jobs)} runs, {len(experiment.rows)} rows\n")
     for job in jobs:
         print(_heading(job))
-        print(f"{job.shown()}\n")
+        print(f"{job.shown(job.on_its_gpus())}\n")
     return 0
 
 
@@ -128,14 +129,14 @@ def _run(args: argparse.Namespace) -> int:
         for job in jobs:
             print(_heading(job))
             if not runner.is_done(job):
-                print(" ".join([job.shown(), *args.overrides]))
+                print(" ".join([job.shown(job.command()), *args.overrides]))
         return 0
     if args.slurm is not None:
         todo = [job for job in jobs if not runner.is_done(job)]
         runner.check(todo, args.overrides, marks=False)
         scripts = runner.slurm_scripts(args.name, jobs, args.overrides, Path(args.slurm))
         for path, text in scripts.items():
-            path.write_text(text)
+            files.replace(path, text)
             print(f"sbatch {path}")
         return 0
     return runner.run_jobs(jobs, args.overrides, num_ranks(args.ranks))
@@ -146,7 +147,7 @@ def _gather(args: argparse.Namespace) -> int:
     found = gather.gather(experiment, place)
     if args.results is not None:
         content = gather.to_results(found)
-        Path(args.results).write_text(json.dumps(content, indent=1) + "\n")
+        files.replace(Path(args.results), json.dumps(content, indent=1) + "\n")
     print(gather.to_json(found) if args.json else gather.table(experiment, found))
     return 0
 

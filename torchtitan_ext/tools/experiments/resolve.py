@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,8 @@ from torchtitan_ext.tools.experiments.catalog import MODELS, Run, Value
 
 ROOT = Path(__file__).resolve().parents[3]
 """The repository; relative paths of commands are relative to it."""
+
+GPUS_PER_NODE = 8
 
 QUICKSTART = Path("configs/quickstart.toml")
 
@@ -85,13 +87,22 @@ class Job:
         ]
 
     def command(self) -> list[str]:
-        """What starts the run on one node, from the repository."""
+        """What starts the run on this node, from the repository."""
         return ["launch/train_node.sh", str(self.config), *self.arguments()]
 
-    def shown(self) -> str:
-        """All commands, as one would type them."""
+    def on_its_gpus(self) -> list[str]:
+        """What starts the run on the paper's GPUs, on several nodes through Slurm."""
+        if self.gpus is None:
+            return self.command()
+        if self.gpus <= GPUS_PER_NODE:
+            return [f"GPUS={self.gpus}", *self.command()]
+        start = ["sbatch", f"--nodes={-(-self.gpus // GPUS_PER_NODE)}", "launch/train.slurm"]
+        return [*start, *self.command()[1:]]
+
+    def shown(self, start: Sequence[str]) -> str:
+        """All commands, as one would type them; the last is ``start``."""
         lines = [shlex.join(("amo", *command)) for command in self.prepare]
-        return "\n".join([*lines, shlex.join(self.command())])
+        return "\n".join([*lines, shlex.join(start)])
 
     def step_of(self, step: int | None) -> int:
         """The step of this run that a step of the paper's stands for; the last for ``None``."""

@@ -13,9 +13,8 @@ from typing import Any
 
 from torchtitan_ext.plugin import run_files
 from torchtitan_ext.tools import runs
-from torchtitan_ext.tools.experiments.resolve import ROOT, Job, read_config
+from torchtitan_ext.tools.experiments.resolve import GPUS_PER_NODE, ROOT, Job, read_config
 
-GPUS_PER_NODE = 8
 LAUNCHER = ROOT / "launch" / "train.slurm"
 """Starts one run; its demands on Slurm are those of an array's tasks too."""
 

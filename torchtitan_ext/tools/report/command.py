@@ -9,6 +9,7 @@ from typing import Any
 
 from amo_dist.schedule.plan_table import starved
 from amo_dist.tools.command import Subparsers
+from torchtitan_ext import files
 from torchtitan_ext.tools.report import data, figures, page, style
 from torchtitan_ext.tools.report.data import Run
 from torchtitan_ext.tools.report.page import Heading, Missing, Part, Picture, Section, Table
@@ -50,7 +51,7 @@ def run(args: argparse.Namespace) -> int:
         output = Path(args.output)
         output.parent.mkdir(parents=True, exist_ok=True)
         names = ", ".join(one.label for one in runs)
-        output.write_text(page.render(f"AMO report: {names}", _lead(runs), sections), "utf-8")
+        files.replace(output, page.render(f"AMO report: {names}", _lead(runs), sections))
         pictures = page.save_pngs(sections, Path(args.png)) if args.png else []
     print(f"written to {output} ({output.stat().st_size / 1e6:.2f} MB)")
     if pictures:

@@ -14,11 +14,11 @@ from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.grouping import matrices_by_group
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.plan_source import PLAN_FILE
 from torchtitan_ext.plugin.run_files import (
     GEOMETRY_FILE,
     METRICS_FILE,
     read_config,
+    read_plan,
     read_records,
 )
 from torchtitan_ext.tools import costs
@@ -95,12 +95,11 @@ def load_one(folder: Path, label: str | None = None) -> Run:
         raise ValueError(
             f"{folder}: found no {METRICS_FILE} with a record, expected the dump folder of a run"
         )
-    plan = folder / PLAN_FILE
     return Run(
         label=label or folder.resolve().name,
         folder=folder,
         metrics=metrics,
-        plan=Plan.from_json(plan.read_text()) if plan.exists() else None,
+        plan=read_plan(folder),
         geometry=read_records(folder / GEOMETRY_FILE),
         config=read_config(folder) or {},
     )

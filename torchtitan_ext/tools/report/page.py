@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext import files
+
 _CSS = """
 :root { color-scheme: light; }
 body { margin: 0; background: #f4f5f7; color: #1c2430;
@@ -115,8 +117,10 @@ def save_pngs(sections: Sequence[Section], folder: Path) -> list[Path]:
     for section in sections:
         for part in section.parts:
             if isinstance(part, Picture):
+                picture = io.BytesIO()
+                part.figure.savefig(picture, format="png", dpi=150)
                 paths.append(folder / f"{part.name}.png")
-                part.figure.savefig(paths[-1], dpi=150)
+                files.replace(paths[-1], picture.getvalue())
     return paths
 
 

@@ -1,0 +1,159 @@
+"""Ends of commands: what they find by themselves, and what they tell when it is not there."""
+
+from __future__ import annotations
+
+import socket
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    import torchtitan_ext.plugin.trainer  # noqa: F401
+
+import amo_dist.tools.cli
+from torchtitan_ext import cli
+from torchtitan_ext.plugin.run_files import find_checkpoint, save_config
+from torchtitan_ext.tools import evaluate
+
+
+@pytest.mark.parametrize(
+    ("main", "program"),
+    [(cli.main, "amo"), (amo_dist.tools.cli.main, "python -m amo_dist")],
+)
+def test_examples_of_plan_name_the_program_that_runs(
+    main: Any, program: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["plan", "--help"]) == 0
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"usage: {program} plan" in text
+    assert f"examples: {program} plan --ell" in text
+    assert f"; {program} plan --plan outputs/quickstart" in text
+
+
+# ------------------------------------------------------------------ export, evaluate
+
+
+def saved(folder: Path, *steps: int, last: str = ".metadata") -> None:
+    for step in steps:
+        (folder / f"step-{step}").mkdir(parents=True)
+        (folder / f"step-{step}" / last).touch()
+
+
+@pytest.mark.parametrize("name", ["checkpoint", "elsewhere"])
+def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path, name: str) -> None:
+    save_config(tmp_path, {"checkpoint": {"folder": name}})
+    saved(tmp_path / name, 20, 100)
+    saved(tmp_path / name, 200, last="__0_0.distcp")  # cut short
+    newest = tmp_path / name / "step-100"
+    assert find_checkpoint(tmp_path) == newest
+    assert find_checkpoint(tmp_path / name) == newest
+    one = tmp_path / name / "step-20"
+    assert find_checkpoint(one) == one
+
+
+@pytest.mark.parametrize("command", [["export", "-o", "out"], ["evaluate"]])
+def test_a_folder_without_a_checkpoint_is_told(
+    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([*command, str(tmp_path)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"error: checkpoint: found no complete one in {tmp_path}, expected ")
+    assert told.count("\n") == 1
+
+
+class Unreached(Exception):
+    """As libraries wrap what the network does."""
+
+
+def offline(error: BaseException) -> Any:
+    """A harness whose data are not here."""
+
+    def simple_evaluate(**_: object) -> None:
+        try:
+            raise error
+        except BaseException as cause:
+            raise Unreached("five libraries up") from cause
+
+    def manager(**_: object) -> Any:
+        return types.SimpleNamespace(all_tasks=["sciq"])
+
+    return types.SimpleNamespace(
+        simple_evaluate=simple_evaluate, tasks=types.SimpleNamespace(TaskManager=manager)
+    )
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionError("no\nroute"),
+        socket.gaierror(-2, "unknown"),
+        type("ConnectError", (Exception,), {})(),
+    ],
+)
+def test_an_evaluation_without_network_ends_in_one_line(
+    tmp_path: Path,
+    error: Exception,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(evaluate, "_harness", lambda: offline(error))
+    names = ["--tasks", "sciq", "--model", "m", "--optimizer", "AMO"]
+    assert cli.main(["evaluate", str(tmp_path), *names]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: --tasks: the data of sciq is not on this machine")
+    assert told.count("\n") == 1
+
+
+def test_another_failure_of_an_evaluation_keeps_its_traceback(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(evaluate, "_harness", lambda: offline(ZeroDivisionError("deep down")))
+    with pytest.raises(Unreached):
+        cli.main(["evaluate", str(tmp_path), "--tasks=sciq", "--model=m", "--optimizer=AMO"])
+
+
+# ------------------------------------------------------------------ tokenize
+
+
+class Bar:
+    """Counts as a progress bar does, and keeps what it was made with."""
+
+    made: list[Bar] = []  # noqa: RUF012
+
+    def __init__(self, initial: int = 0, **_: object) -> None:
+        self.initial = self.n = initial
+        self.made.append(self)
+
+    def __enter__(self) -> Bar:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, count: int) -> None:
+        self.n += count
+
+    def set_postfix(self, **_: object) -> None:
+        pass
+
+
+def test_what_an_earlier_run_tokenized_is_no_speed_of_this_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = "".join(f'{{"text": "{"x" * 40}"}}\n' for _ in range(50))
+    (tmp_path / "corpus.jsonl").write_text(lines)
+    monkeypatch.setattr("tqdm.tqdm", Bar)
+    arguments = ["tokenize", str(tmp_path / "corpus.jsonl"), "-o", str(tmp_path / "packed")]
+    arguments += ["--tokenizer=byte", "--seq-len=9", "--shard-sequences=30"]
+    Bar.made.clear()
+    for _ in range(2):
+        assert cli.main(arguments) == 0
+    first, second = Bar.made
+    assert first.initial == 0
+    assert first.n == second.initial == second.n == 2050

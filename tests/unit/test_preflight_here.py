@@ -1,0 +1,252 @@
+"""What would fail on the machine where a run starts is an error before it does."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shutil
+import threading
+import types
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    import torchtitan_ext.plugin.trainer  # noqa: F401
+
+import tokenizers
+
+from torchtitan_ext.cli import main
+from torchtitan_ext.tools import preflight_here
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+WORLDS = {"qwen3_70m": 6, "llama3.1_75m": 6, "qwen3_70m_adamw": 8, "llama3.1_75m_adamw": 8}
+WORLDS |= {"qwen3_1.7b": 32, "qwen3_1.7b_adamw": 32, "llama3.1_1.4b": 32, "llama3.1_1.4b_adamw": 32}
+WORLDS |= {"quickstart": 2, "debug_llama3": 2, "debug_qwen3": 2}
+
+
+def preflight(
+    capsys: pytest.CaptureFixture[str], name: str, *options: str, world: int | None = None
+) -> tuple[int, list[str]]:
+    """Status and mistakes."""
+    world = world or WORLDS.get(name, 16)
+    file = str(CONFIGS / f"{name}.toml")
+    status = main(["preflight", file, "--world", str(world), "--json", *options])
+    return status, json.loads(capsys.readouterr().out)["problems"]
+
+
+class _Hub(http.server.BaseHTTPRequestHandler):
+    def do_HEAD(self) -> None:
+        self.send_response(404)  # an answer
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A hub that can be reached."""
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def make_tokenizer(folder: Path, size: int = 3) -> None:
+    """A tokenizer of words."""
+    folder.mkdir(parents=True)
+    names = ["<|endoftext|>", "<|end_of_text|>", *(f"w{i}" for i in range(size - 2))]
+    words = {word: number for number, word in enumerate(names)}
+    model = tokenizers.models.WordLevel(words, unk_token="w0")
+    tokenizer = tokenizers.Tokenizer(model)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: None) -> Path:
+    """A machine that lacks nothing; the folder where it starts runs."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("Qwen3-0.6B", "Llama-3.1-8B"):
+        make_tokenizer(tmp_path / "assets" / "hf" / name)
+    (tmp_path / "outputs/qwen3_0.6b_60b/checkpoint/step-14300").mkdir(parents=True)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10**12))
+    return tmp_path
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
+def test_every_config_passes_where_nothing_is_lacking(
+    name: str, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert preflight(capsys, name) == (0, [])
+
+
+SMALL = ("quickstart", "--training.steps=80")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ("qwen3_70m", "--training.local_batch_size=75", "--training.global_batch_size=900"),
+            "training.local_batch_size: found 75, whose logits take 280.0 GB a rank with",
+        ),
+        (
+            (
+                *("llama3.1_1.4b", "--gpu=h200", "--training.local_batch_size=1"),
+                "--parallelism.data_parallel_replicate_degree=32",
+            ),
+            None,
+        ),
+        (
+            ("qwen3_0.6b", "--training.local_batch_size=7"),
+            "training.global_batch_size: found 2048, expected a multiple of 112",
+        ),
+        (
+            ("qwen3_0.6b", "--hf_assets_path=nowhere"),
+            "hf_assets_path: found no tokenizer in nowhere on this machine",
+        ),
+        (
+            ("qwen3_0.6b", "--tokenizer.path=nowhere/tokenizer.json"),
+            "tokenizer.path: found no tokenizer in nowhere/tokenizer.json on this machine",
+        ),
+        ((*SMALL, "--tokenizer.kind=hf", "--hf_assets_path=large"), "model.flavor: found 'quickst"),
+        ((*SMALL, "--tokenizer.kind=hf", "--hf_assets_path=broken"), "hf_assets_path: the tokeni"),
+        (
+            (*SMALL, "--dataloader.dataset=documents", "--dataloader.dataset_path=./gone"),
+            "training.dataset_path: no such file or folder: './gone'",
+        ),
+        (
+            (*SMALL, "--dataloader.dataset=text", "--dataloader.dataset_path=gone"),
+            "training.dataset_path: no such file or folder in 'gone'",
+        ),
+        (
+            (*SMALL, "--dataloader.dataset=packed", "--dataloader.dataset_path=gone"),
+            "training.dataset_path: no index.json in 'gone'",
+        ),
+        (
+            (
+                *(*SMALL, "--validator.enable", "--validator.dataloader.dataset=text"),
+                "--validator.dataloader.dataset_path=gone",
+            ),
+            "training.dataset_path: no such file or folder in 'gone'",
+        ),
+        (
+            ("cpt_qwen3_0.6b", "--checkpoint.initial_load_path=gone"),
+            "checkpoint.initial_load_path: found no checkpoint in ",
+        ),
+        (
+            ("qwen3_1.7b", "--checkpoint.keep_latest_k=0", "--checkpoint.interval=50"),
+            "checkpoint.keep_latest_k: found 0, for which 139 checkpoints of ",
+        ),
+        (
+            ("qwen3_1.7b", "--comm.train_timeout_seconds=62"),
+            "comm.train_timeout_seconds: found 62, expected more than the 62 s for which a broken",
+        ),
+        (
+            (*SMALL, "--comm.train_timeout_seconds=0"),
+            "comm.train_timeout_seconds: found 0, expected more than the 0 s in which a checkpoint",
+        ),
+        ((*SMALL, "--dump_folder=a_file"), "dump_folder: found a_file, which cannot be written"),
+    ],
+)
+def test_what_would_fail_is_an_error(
+    arguments: tuple[str, ...],
+    told: str | None,
+    place: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    make_tokenizer(place / "large", 321)  # one more than the model knows
+    (place / "broken").mkdir()
+    (place / "broken" / "tokenizer.json").write_text("{")
+    (place / "a_file").touch()
+    status, found = preflight(capsys, *arguments)
+    if told is None:
+        assert (status, found) == (0, [])
+        return
+    assert status == 2
+    assert len(found) == 1
+    assert found[0].startswith(told)
+
+
+def test_chunks_of_the_loss_divide_the_logits(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    large = ("--training.local_batch_size=75", "--training.global_batch_size=900")
+    assert preflight(capsys, "qwen3_70m", *large, "--loss.num_chunks=3")[0] == 2
+    assert preflight(capsys, "qwen3_70m", *large, "--loss.num_chunks=4") == (0, [])
+
+
+@pytest.mark.parametrize("why", ["offline", "unreachable"])
+def test_a_dataset_of_the_hub_needs_the_network(
+    why: str, place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if why == "offline":
+        monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    else:
+        monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
+    status, found = preflight(capsys, "qwen3_0.6b")
+    reason = {"offline": "HF_HUB_OFFLINE = 1 forbids", "unreachable": "cannot be reached at"}[why]
+    dataset = "training.dataset_path: found the dataset 'HuggingFaceFW/fineweb-edu' on the hub, "
+    assert status == 2
+    assert len(found) == 1
+    assert found[0].startswith(f"{dataset}which {reason}")
+    assert preflight(capsys, "quickstart") == (0, [])  # which reads nothing from there
+    (place / "copy").mkdir()
+    (place / "copy" / "a.jsonl").write_text('{"text": "w"}')
+    local = "--dataloader.dataset_path=copy"
+    assert preflight(capsys, "qwen3_0.6b", local) == (0, [])
+
+
+def test_elsewhere_what_this_machine_lacks_is_noted(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(CONFIGS / "qwen3_0.6b.toml")
+    options = ["--world", "16", "--elsewhere", "--hf_assets_path=nowhere"]
+    assert main(["preflight", file, *options]) == 0
+    assert "note: on this machine: hf_assets_path: found no tokenizer" in capsys.readouterr().out
+
+
+def test_checkpoints_that_are_there_already_are_no_further_need(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config: Any = types.SimpleNamespace(
+        dump_folder=str(place / "run"),
+        checkpoint=types.SimpleNamespace(folder="checkpoint", keep_latest_k=2),
+    )
+    run = {"checkpoints_saved": 9, "checkpoints_kept": 2, "checkpoint_bytes": 100}
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match=r"3 checkpoints of 0\.00 GB"):
+        preflight_here._disk(config, run)
+    for step in (1, 2):
+        (place / f"run/checkpoint/step-{step}").mkdir(parents=True)
+        (place / f"run/checkpoint/step-{step}/data").write_bytes(bytes(100))
+    preflight_here._disk(config, run)
+
+
+def test_measured_figures_are_used_and_told(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    measured = {"memory_gb": 1.0, "collective_us": 7.0, "kernel_us": 3.0}
+    (place / "doctor.json").write_text(json.dumps({"hardware": measured}))
+    file = str(CONFIGS / "quickstart.toml")
+    assert main(["preflight", file, "--world", "2", "--hardware", "doctor.json"]) == 0
+    text = capsys.readouterr().out
+    assert "measured by `amo doctor`\n  memory_gb = 1.0   collective_us = 7.0\n" in text
+    assert "kernel_us" not in text
+    measured["memory_gb"] = 1e-3
+    (place / "doctor.json").write_text(json.dumps({"hardware": measured}))
+    status, found = preflight(capsys, "quickstart", "--hardware", "doctor.json")
+    assert status == 2
+    assert "expected at most the 0.0 GB that it has" in found[0]

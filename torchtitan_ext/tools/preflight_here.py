@@ -1,0 +1,175 @@
+"""What the machine where a run starts lacks: tokenizer, data, network, disk, a checkpoint."""
+
+from __future__ import annotations
+
+import functools
+import glob
+import os
+import shutil
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from torchtitan.hf_datasets import text_datasets as titan
+
+from torchtitan_ext.data import documents, files, packed, sources
+from torchtitan_ext.data.tokenizers import identity
+from torchtitan_ext.plugin.run_files import checkpoints
+
+HUB = "https://huggingface.co"
+HUB_SECONDS = 5.0
+"""After which the hub counts as out of reach."""
+
+
+def lacks(config: Any, run: dict[str, Any]) -> list[str]:
+    """What a config needs of this machine and does not find, one line each.
+
+    Args:
+        config: A checked config.
+        run: ``checkpoint_bytes``, ``checkpoints_saved`` and ``checkpoints_kept`` of it.
+    """
+    found: list[str] = []
+
+    def collect(check: Callable[[], Any]) -> Any:
+        try:
+            return check()
+        except ValueError as error:
+            found.append(str(error))
+        return None
+
+    tokenizer = collect(lambda: _tokenizer(config))
+    needs_hub = []
+    for section, loader in loaders(config):
+        if where := hub_name(loader):
+            needs_hub.append((section, where))
+        else:
+            collect(functools.partial(_data, loader, config, tokenizer))
+    if needs_hub and (reason := _why_no_hub()):
+        found += [
+            f"{section}.dataset_path: found the dataset {where!r} on the hub, which {reason}; "
+            "expected a network, or the path of a copy on disk"
+            for section, where in needs_hub
+        ]
+    collect(lambda: _initial(config.checkpoint))
+    collect(lambda: _disk(config, run))
+    return found
+
+
+def _tokenizer(config: Any) -> Any:
+    """The tokenizer, which must be there and fit the model.
+
+    Raises:
+        ValueError: Otherwise.
+    """
+    section, model = config.tokenizer, config.model_spec.model
+    field, path = "tokenizer.path", section.path
+    if not path:
+        field, path = "hf_assets_path", config.hf_assets_path
+    if section.kind != "byte" and not Path(path).expanduser().exists():
+        raise ValueError(f"{field}: found no tokenizer in {path} on this machine, expected one")
+    try:
+        tokenizer = section.build(tokenizer_path=config.hf_assets_path)
+    except ValueError:
+        raise
+    except Exception as error:  # the readers of files raise what they like
+        raise ValueError(f"{field}: the tokenizer in {path} cannot be read: {error}") from None
+    if (size := tokenizer.get_vocab_size()) > model.vocab_size:
+        raise ValueError(
+            f"model.flavor: found {config.model.flavor!r} with a vocabulary of {model.vocab_size} "
+            f"tokens, expected at least the {size} of the tokenizer ({section.kind!r})"
+        )
+    return tokenizer
+
+
+def loaders(config: Any) -> Iterator[tuple[str, Any]]:
+    """The sections of data that are read, each with the name of what it serves."""
+    yield "training", config.dataloader
+    if config.validator.enable:
+        yield "validation", config.validator.dataloader
+
+
+def hub_name(loader: Any) -> str | None:
+    """The name of a dataset on the hub; ``None`` for what is read from this machine."""
+    name, path = loader.dataset, loader.dataset_path
+    if name in ("stdlib", "text", "packed"):
+        return None
+    if name in sources.DATASETS:
+        path = path or sources.HUB_NAMES.get(name)
+    elif name.lower() in titan.DATASETS:
+        path = path or titan.DATASETS[name.lower()].path
+    if path is None or Path(path).expanduser().exists() or glob.has_magic(path):
+        return None
+    is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    return None if is_path else str(path)
+
+
+def _data(loader: Any, config: Any, tokenizer: Any) -> None:
+    """Find what a loader reads from this machine.
+
+    Raises:
+        ValueError: For data that is nowhere, or does not fit.
+    """
+    name, path = loader.dataset, loader.dataset_path
+    if name == "stdlib":
+        documents.standard_library()
+    elif name == "text":
+        documents.text_files(path, loader.pattern, loader.undecodable)
+    elif name == "packed":
+        sequences = packed.PackedSequences(path)
+        if tokenizer is not None:
+            sequences.check(config.training.seq_len + 1, identity(tokenizer))
+    elif name in sources.DATASETS:
+        files.find_files(path)
+    else:
+        path = path or titan.DATASETS[name.lower()].path
+        if not Path(path).exists():
+            raise ValueError(f"training.dataset_path: no such file or folder: {path!r}")
+
+
+def _why_no_hub() -> str | None:
+    """Why the hub cannot be reached from here; ``None`` where it can."""
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE"):
+        if os.environ.get(name, "").upper() in ("1", "ON", "YES", "TRUE"):
+            return f"{name} = {os.environ[name]} forbids"
+    endpoint = os.environ.get("HF_ENDPOINT", HUB)
+    try:
+        request = urllib.request.Request(endpoint, method="HEAD")
+        urllib.request.urlopen(request, timeout=HUB_SECONDS).close()
+    except urllib.error.HTTPError:  # an answer
+        return None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "reason", error)
+        return f"cannot be reached at {endpoint} ({reason})"
+    return None
+
+
+def _initial(section: Any) -> None:
+    path = section.initial_load_path
+    if path and "://" not in path and not Path(path).exists():
+        raise ValueError(
+            f"checkpoint.initial_load_path: found no checkpoint in {path} on this machine, "
+            "expected one"
+        )
+
+
+def _disk(config: Any, run: dict[str, Any]) -> None:
+    """Check that the dump folder can be written, and holds the checkpoints."""
+    folder = Path(config.dump_folder)
+    at = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    if not at.is_dir() or not os.access(at, os.W_OK):
+        raise ValueError(f"dump_folder: found {folder}, which cannot be written; expected a folder")
+    if not run["checkpoints_saved"]:
+        return
+    there = checkpoints(folder / config.checkpoint.folder).values()
+    held = sum(file.stat().st_size for one in there for file in one.rglob("*") if file.is_file())
+    free = shutil.disk_usage(at).free + held  # what is purged, or stays and is counted below
+    kept, size = run["checkpoints_kept"], run["checkpoint_bytes"]
+    most = min(kept + 1, run["checkpoints_saved"])  # a new one before the oldest goes
+    if free < most * size:
+        raise ValueError(
+            f"checkpoint.keep_latest_k: found {config.checkpoint.keep_latest_k}, for which "
+            f"{most} checkpoints of {size / 1e9:.2f} GB lie in {folder}; expected at most the "
+            f"{free / 1e9:.2f} GB that it can take"
+        )

@@ -1,0 +1,164 @@
+"""What a config's run holds: its parameters by group, and bytes of them, of state and of logits."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from amo_dist.operators.groups import param_groups
+from torchtitan_ext.plugin.sections import STOCK
+
+Groups = Sequence[Mapping[str, Any]]
+
+EAGER_LOGIT_BYTES = 12
+"""
+Of a logit at the peak of an eager loss, whatever its dtype: in backward the logarithm of softmax,
+its gradient and that of the logit, each in fp32 (as PyTorch 2.13 allocates).
+"""
+
+
+def meta_model(config: Any) -> Any:
+    """The model of a config, without memory for its parameters.
+
+    Raises:
+        ValueError: For a model that there is not.
+    """
+    from torchtitan_ext.plugin import models
+
+    with torch.device("meta"):
+        return models.spec(config.model).model.build()
+
+
+def groups_of(model: Any, config: Any) -> Groups:
+    """Parameter groups as the run makes them; all of them AdamW's under AdamW.
+
+    Raises:
+        ValueError: For an unknown matrix inside a block.
+    """
+    groups = param_groups(model)
+    if config.optimizer.name in STOCK:
+        params = [pair for group in groups for pair in group["params"]]
+        return [{"params": params, "algorithm": "adamw"}]
+    return groups
+
+
+def held_bytes(config: Any, groups: Groups, shards: int) -> tuple[int, int, float]:
+    """Bytes of the fullest rank: of parameters, of optimizer state, and moved elementwise in fp32.
+
+    FSDP cuts dim 0 as ``torch.chunk`` does: the first rank holds the ceiling.
+    """
+    optimizer = config.optimizer
+    itemsize = getattr(torch, config.training.dtype).itemsize
+    params = state = moved = 0
+    for group in groups:
+        # AdamW: four reads, three writes.
+        each, traffic = 2 * itemsize, 28
+        if group["algorithm"] == "muon":
+            momentum = (optimizer.amo if optimizer.name == "AMO" else optimizer.muon).momentum_dtype
+            second_moment = torch.float32.itemsize if optimizer.name == "AdaMuon" else 0
+            # Momentum: two reads, a write. Nesterov and cast: two reads, a write of half. Update:
+            # read the weight and half an update, write the weight.
+            each, traffic = getattr(torch, momentum).itemsize + second_moment, 32
+        for _, parameter in group["params"]:
+            held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
+            params += held * itemsize
+            state += held * each
+            moved += held * traffic
+    return params, state, float(moved)
+
+
+def checkpoint_sizes(config: Any, groups: Groups) -> dict[str, int]:
+    """Bytes of a checkpoint (``checkpoint_bytes``), and how many are saved, and kept at the end."""
+    section, steps = config.checkpoint, config.training.steps
+    saved = 0
+    if section.enable:
+        saved = steps // section.interval + (steps % section.interval != 0)
+    params, state, _ = held_bytes(config, groups, 1)
+    kept = min(saved, section.keep_latest_k) if section.keep_latest_k else saved
+    return {
+        "checkpoint_bytes": params + state,
+        "checkpoints_saved": saved,
+        "checkpoints_kept": kept,
+    }
+
+
+def logit_bytes(config: Any, degrees: Mapping[str, int]) -> int:
+    """Bytes that the logits of a batch and their gradients take at the worst moment of a rank.
+
+    Args:
+        config: A settled config.
+        degrees: Parallel degrees by name. Ranks of one context share a sequence, those of one
+            tensor the vocabulary; a stage of a pipeline sees a microbatch at a time.
+    """
+    training, loss = config.training, config.compile
+    each: int = EAGER_LOGIT_BYTES
+    if loss.enable and "loss" in loss.components:
+        # One kernel: the logits and their gradient alone.
+        each = 2 * getattr(torch, training.mixed_precision_param).itemsize
+    rows: int = training.local_batch_size
+    if degrees["pp"] > 1:
+        rows = config.parallelism.pipeline_parallel_microbatch_size
+    shares: int = degrees["cp"] * degrees["tp"] * config.loss.num_chunks
+    num_logits = rows * int(training.seq_len) * int(config.loss.global_vocab_size)
+    return num_logits * each // shares
+
+
+def memory_of(
+    config: Any, groups: Groups, degrees: Mapping[str, int], exchange: int = 0
+) -> dict[str, int]:
+    """Bytes of the fullest rank by what they are for; no activations, no gathered parameters.
+
+    Args:
+        config: A settled config.
+        groups: From :func:`groups_of`.
+        degrees: Parallel degrees by name, without tensor or pipeline parallelism.
+        exchange: What the optimizer's exchange takes.
+    """
+    params, state, _ = held_bytes(config, groups, degrees["shard"] * degrees["cp"])
+    return {
+        "parameters": params,
+        "gradients": params,
+        "optimizer_state": state,
+        "exchange": exchange,
+        "logits": logit_bytes(config, degrees),
+    }
+
+
+def peak(memory: Mapping[str, int]) -> int:
+    """Bytes of the fullest rank: logits are gone before matrices are exchanged."""
+    lasting = sum(memory[name] for name in ("parameters", "gradients", "optimizer_state"))
+    return lasting + max(memory["exchange"], memory["logits"])
+
+
+def check_memory(config: Any, groups: Groups, degrees: Mapping[str, int], memory_gb: float) -> None:
+    """Check that a rank can hold what it must, activations aside.
+
+    Args:
+        config: A settled config.
+        groups: From :func:`groups_of`.
+        degrees: Parallel degrees by name.
+        memory_gb: Of a rank's device, in 1e9 bytes.
+
+    Raises:
+        ValueError: Naming the field that helps.
+    """
+    logits, lasting = logit_bytes(config, degrees), 0
+    if degrees["tp"] == degrees["pp"] == 1:
+        lasting = peak(memory_of(config, groups, degrees)) - logits
+    if logits + lasting <= memory_gb * 1e9:
+        return
+    if lasting > memory_gb * 1e9:
+        raise ValueError(
+            f"parallelism.data_parallel_shard_degree: found {degrees['shard']}, where parameters, "
+            f"gradients and optimizer state take {lasting / 1e9:.1f} GB a rank; expected at most "
+            f"the {memory_gb:.1f} GB that it has"
+        )
+    raise ValueError(
+        f"training.local_batch_size: found {config.training.local_batch_size}, whose logits take "
+        f"{logits / 1e9:.1f} GB a rank with loss.num_chunks = {config.loss.num_chunks}; expected "
+        f"at most the {memory_gb - lasting / 1e9:.1f} GB that parameters, gradients and state "
+        f"leave of {memory_gb:.1f} (a larger loss.num_chunks divides the logits)"
+    )
