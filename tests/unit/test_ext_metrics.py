@@ -107,6 +107,17 @@ def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) ->
     assert log(processor, 14)["seconds_per_step"] == 2.0
 
 
+def test_waits_for_data_are_told_of_all_steps_since_the_last_log(processor: Any) -> None:
+    assert not processor.should_log(11)
+    for waits in ([0.5, 0.25], [1.0]):  # of the micro batches of two steps
+        processor.data_loading_times += waits
+        processor._end_step()
+    processor.now += 10.0
+    processor.log(12, 1.0, 1.0, 1.0)
+    assert read_records(processor._files._metrics)[-1]["data_seconds_per_step"] == 1.75 / 2
+    assert processor._data_seconds == []
+
+
 def test_a_resumed_run_shows_its_plan_at_once_and_a_new_one_leaves_it_to_the_policy(
     processor: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

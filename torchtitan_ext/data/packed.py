@@ -234,6 +234,6 @@ class PackedStream(DealtStream):
 
     def load_state(self, state: str) -> None:
         """Go to a position; see :meth:`DealtStream.load_state`."""
-        position = self._parse(Position, state)
+        position = self.position_of(state)
         self._check_index(position, self._num_mine(len(self._sequences)), "sequences")
         self._position = position

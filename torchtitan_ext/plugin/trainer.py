@@ -192,6 +192,12 @@ class Trainer(titan.Trainer):
                 what = "saved" if saves else "not saved: checkpoints are off"
                 progress.info("stopped at step %d, which is %s", self.step, what)
 
+    def batch_generator(self, data_iterable: Any) -> Any:
+        """Batches; once a checkpoint is loaded, which decides for a commit."""
+        if isinstance(data_iterable, Streams):
+            self.metrics_processor.note_commit(data_iterable.commit)
+        return super().batch_generator(data_iterable)
+
     def train_step(self, data_iterator: Any) -> None:
         """One step, during which all ranks agree on whether it is the last one."""
         # Asked before, and heard after: a wait here would leave the device idle while data is read.
