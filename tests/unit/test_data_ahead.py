@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import hashlib
 import itertools
 import json
@@ -13,7 +14,6 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -140,10 +140,9 @@ def test_a_block_read_ahead_is_the_one_read_in_its_turn(
     for _ in range(stop):
         next(stream)
 
-    def at_once(task: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(task())
-        return future
+    def at_once(task: Callable[[], Any]) -> Callable[[], Any]:
+        result = task()
+        return lambda: result
 
     ahead.read_ahead(at_once)
     ahead.load_state(stream.state())
@@ -158,11 +157,10 @@ def test_the_next_block_is_read_while_the_present_one_serves(tmp_path: Path) -> 
     stream = small_stream(find_files(str(tmp_path)), num_streams=1, length=2, shuffle_buffer=4)
     read: list[str] = []
 
-    def at_once(task: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        future.set_result(task())
-        read.extend("".join(sorted(block.texts)) for block in future.result())
-        return future
+    def at_once(task: Callable[[], Any]) -> Callable[[], Any]:
+        blocks = task()
+        read.extend("".join(sorted(block.texts)) for block in blocks)
+        return lambda: blocks
 
     stream.read_ahead(at_once)
     next(stream)
@@ -306,6 +304,37 @@ def test_a_signal_to_all_processes_leaves_the_data_to_training(name: str, tmp_pa
     assert workers() == pids
 
 
+def test_a_wait_for_data_ends_before_ranks_stop_waiting(tmp_path: Path) -> None:
+    many_files(tmp_path)
+    one = loader(tmp_path, num_workers=1)
+    limits = dataclasses.replace(one._depth, start_seconds=0.5, seconds=0.25)
+    one._depth = limits
+    with hanging(after=0), pytest.raises(ValueError, match=r"waited .* comm\.init_timeout_seconds"):
+        next(iter(one))
+    one._depth = dataclasses.replace(limits, start_seconds=0)
+    # In the second blocks.
+    with hanging(130), pytest.raises(ValueError, match=r"waited .* comm\.train_timeout_seconds"):
+        collections.deque(one, maxlen=0)
+
+
+@contextlib.contextmanager
+def hanging(after: int, marker: Path | None = None) -> Iterator[None]:
+    """Have what reads files hang for an hour after that many rows."""
+    read_rows, num_read = rows.read_rows, itertools.count()
+
+    def slow(*args: Any) -> Iterator[Any]:
+        for row in read_rows(*args):
+            if next(num_read) == after:
+                if marker is not None:
+                    marker.write_text(str(os.getpid()))
+                time.sleep(3600)
+            yield row
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rows, "read_rows", slow)
+        yield
+
+
 def until(condition: Callable[[], bool]) -> None:
     """Wait for what must come; a limit ends a test that would hang."""
     for _ in range(1200):
@@ -316,19 +345,9 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 def train_until_killed(folder: Path, states: Path, marker: Path) -> None:
-    """Draw batches and note the state after each; the reader hangs in the second block."""
-    read_rows, num_read = rows.read_rows, itertools.count()
-
-    def slow(*args: Any) -> Iterator[Any]:
-        for row in read_rows(*args):
-            if next(num_read) == 130:  # of twelve streams with blocks of five
-                marker.write_text(str(os.getpid()))
-                time.sleep(3600)
-            yield row
-
-    rows.read_rows = slow
-    one = loader(folder, num_workers=1)
-    with states.open("a") as file:
+    """Draw batches and note the state after each; the reader hangs in the second blocks."""
+    with hanging(after=130, marker=marker), states.open("a") as file:
+        one = loader(folder, num_workers=1)
         for _, labels in one:
             file.write(json.dumps([labels.tolist(), one.state_dict()]) + "\n")
             file.flush()

@@ -9,6 +9,8 @@ would need as many of them.)
 from __future__ import annotations
 
 import array
+import contextlib
+import functools
 import heapq
 import itertools
 import os
@@ -63,11 +65,15 @@ class Depth:
         num_workers: Processes.
         turns: Sequences of each stream that a process hands over at once.
         prefetch: How often each may do so before training draws them.
+        start_seconds: The longest wait for the first sequences; 0 for any.
+        seconds: The longest wait for the next documents of a stream; 0 for any.
     """
 
     num_workers: int
     turns: int = 1
     prefetch: int = 2
+    start_seconds: float = 0.0
+    seconds: float = 0.0
 
     @classmethod
     def of(
@@ -103,10 +109,11 @@ def draw_ahead(
     """
     first = min(stream.position_of(states[stream.number]).num_sequences for stream in streams)
     shares = DataLoader(
-        _Shares(streams, states, first, depth.turns),
+        _Shares(streams, states, first, depth),
         batch_size=None,
         num_workers=depth.num_workers,
         prefetch_factor=depth.prefetch,
+        timeout=depth.start_seconds,
         collate_fn=_same,
         worker_init_fn=_end_with_training,
         # The streams need not be pickled, nor files mapped anew.
@@ -116,8 +123,13 @@ def draw_ahead(
     )
     arrived = iter(shares)
     while True:
-        # The loader takes turns among its processes, which end for ever together.
-        found = list(itertools.islice(arrived, depth.num_workers))
+        try:
+            # The loader takes turns among its processes.
+            found = list(itertools.islice(arrived, depth.num_workers))
+        except RuntimeError as error:
+            if "timed out" not in str(error):
+                raise
+            raise ValueError(_too_long(depth.start_seconds, "init")) from None
         for share in found:
             if isinstance(share, Exception):
                 raise share
@@ -132,18 +144,18 @@ def _same(share: Any) -> Any:
 
 
 class _Shares(IterableDataset[Any]):
-    """What each process reads: in turn ``i`` the ``turns`` sequences of its streams that follow.
+    """What each process reads: the next ``turns`` sequences of its streams, again and again.
 
     An empty list where streams are ahead of others, ``None`` for ever when they have ended.
     """
 
     def __init__(
-        self, streams: Sequence[DealtStream], states: Mapping[int, str], first: int, turns: int
+        self, streams: Sequence[DealtStream], states: Mapping[int, str], first: int, depth: Depth
     ) -> None:
         self._streams = streams
         self._states = states
         self._first = first
-        self._turns = turns
+        self._depth = depth
 
     def __iter__(self) -> Iterator[list[Drawn] | Exception | None]:
         worker = get_worker_info()
@@ -155,7 +167,7 @@ class _Shares(IterableDataset[Any]):
         yield from itertools.repeat(None)
 
     def _read(self, mine: Sequence[DealtStream]) -> Iterator[list[Drawn]]:
-        reader = Reader()
+        reader = Reader(self._depth.seconds)
         for stream in mine:
             stream.read_ahead(reader.submit)
             stream.load_state(self._states[stream.number])
@@ -166,24 +178,39 @@ class _Shares(IterableDataset[Any]):
             num_given = at + 1
 
     def _share_of(self, row: Drawn) -> int:
-        return (row.turn - self._first) // self._turns
+        return (row.turn - self._first) // self._depth.turns
 
 
 class Reader:
     """A thread that does what it is given, one thing after another.
 
     Unlike an executor's it does not hold up the end of its process.
+
+    Args:
+        seconds: The longest wait for a result; 0 for any.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._seconds = seconds
         self._tasks: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]]] = queue.SimpleQueue()
         threading.Thread(target=self._work, daemon=True).start()
 
-    def submit(self, task: Callable[[], Any]) -> Future[Any]:
-        """Have ``task`` done; its result or its exception."""
+    def submit(self, task: Callable[[], Any]) -> Callable[[], Any]:
+        """Have ``task`` done; the result waits for its result or exception.
+
+        Raises:
+            ValueError: By the result, if that takes too long.
+        """
         future: Future[Any] = Future()
         self._tasks.put((future, task))
-        return future
+        return functools.partial(self._wait, future)
+
+    def _wait(self, future: Future[Any]) -> Any:
+        with contextlib.suppress(TimeoutError):
+            return future.result(self._seconds or None)
+        if future.done():
+            return future.result()
+        raise ValueError(_too_long(self._seconds, "train"))
 
     def _work(self) -> None:
         while True:
@@ -192,6 +219,14 @@ class Reader:
                 future.set_result(task())
             except BaseException as error:
                 future.set_exception(error)
+
+
+def _too_long(seconds: float, phase: str) -> str:
+    return (
+        f"data: waited {seconds:.0f} s for documents, see the warnings in the logs of all ranks; a "
+        "restart goes on from the last checkpoint. Ranks wait hardly longer for each other: "
+        f"comm.{phase}_timeout_seconds"
+    )
 
 
 def _end_with_training(_: int) -> None:

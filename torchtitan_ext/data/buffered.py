@@ -14,8 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -100,7 +99,7 @@ class BufferedStream(PackedDocuments):
         self._block: _Block | None = None
         self._blocks: Iterator[_Block] = iter(())  # those after it ...
         self._ready: list[_Block] = []  # ... of which these are read
-        self._reading: Future[list[_Block]] | None = None
+        self._reading: Callable[[], list[_Block]] | None = None
         self._submit: Submit | None = None
 
     @property
@@ -131,7 +130,7 @@ class BufferedStream(PackedDocuments):
     def _serve_next(self) -> None:
         if not self._ready:
             reading = self._reading
-            self._ready = _read_on(self._blocks) if reading is None else reading.result()
+            self._ready = _read_on(self._blocks) if reading is None else reading()
         self._serve(self._ready.pop(0))
 
     def _serve(self, block: _Block) -> None:

@@ -264,6 +264,7 @@ def build(
         depth = Depth.of(
             num_workers, len(numbers), local_batch_size, num_ahead, config.prefetch_factor
         )
+        depth = dataclasses.replace(depth, **_limits(config))
     streams, source = opened(config.revision, num_drawn)
     return Streams(
         streams,
@@ -276,12 +277,21 @@ def build(
     )
 
 
+def _limits(config: Streams.Config) -> dict[str, float]:
+    """How long to wait for data: less than ranks wait for each other, whose error tells nothing."""
+    if (comm := config._comm) is None:
+        return {}
+    start = comm.train_timeout_seconds if config._validates else comm.init_timeout_seconds
+    return {"start_seconds": 0.8 * start, "seconds": 0.8 * comm.train_timeout_seconds}
+
+
 def settle(config: Any) -> None:
     """Tell the loaders of a whole config what its other sections say about them."""
     config.dataloader._training = config.training
     config.validator.dataloader._validates = True
     for one in (config.dataloader, config.validator.dataloader):
         one.positions = config.model.attention != "sdpa"
+        one._comm = config.comm
 
 
 def validate(config: Any) -> None:

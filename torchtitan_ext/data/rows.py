@@ -27,8 +27,9 @@ _T = TypeVar("_T")
 PLAIN_LINES = (".jsonl", ".ndjson")
 """Suffixes of JSON lines that are not compressed."""
 
-RETRIES = 5
-"""Times that a remote file is opened again before a row comes; after 2, 4, 8 ... seconds."""
+RETRIES = 9
+"""Times that a remote file is opened again before a row comes: after 2, 4, 8 ... seconds, a minute
+at most, and five in all, which is how long the hub counts requests."""
 
 Values = tuple[object, ...]
 """Values of the fields asked for, ``None`` where one is missing; text may be undecoded bytes."""
@@ -331,10 +332,17 @@ def _rows_of_part(
             return
         except Exception as error:  # clients of networks raise what they like
             failures += 1
-            if "://" not in url or failures > RETRIES:
+            if "://" not in url:
                 raise
+            if failures > RETRIES:
+                what = (
+                    str(error) if isinstance(error, ValueError) else f"cannot read {url}: {error}"
+                )
+                raise ValueError(
+                    f"{what} ({failures} tries; a restart goes on from the last checkpoint)"
+                ) from error
             logger.warning("%s; going on at row %d (try %d)", error, first + 1, failures)
-            time.sleep(2.0**failures)
+            time.sleep(min(2.0**failures, 60.0))
 
 
 def good_rows(

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 import torch.distributed as dist
 import tyro
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import TrainingConfig
+from torchtitan.config import CommConfig, TrainingConfig
 from torchtitan.hf_datasets import text_datasets as titan
 
 from amo_dist.distributed.agreement import broadcast_text, world_group
@@ -76,6 +76,9 @@ class Dataset(titan.HuggingFaceTextDataLoader.Config):
 
     _training: Annotated[TrainingConfig | None, tyro.conf.Suppress] = None
     """The run that a pool is compared with, see :func:`torchtitan_ext.data.loader.settle`."""
+
+    _comm: Annotated[CommConfig | None, tyro.conf.Suppress] = None
+    """How long ranks wait for each other."""
 
     _validates: Annotated[bool, tyro.conf.Suppress] = False
     """Whether this is ``[validation]``, for names in errors."""

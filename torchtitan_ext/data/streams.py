@@ -8,7 +8,6 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,8 +20,8 @@ if TYPE_CHECKING:  # the front door imports this file, and torchtitan takes seco
 Order = Callable[[int], Sequence[int]]
 """Document numbers in the order of an epoch."""
 
-Submit = Callable[[Callable[[], Any]], Future[Any]]
-"""Has something done while its caller goes on."""
+Submit = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Has something done while its caller goes on, who then waits for the result by a call."""
 
 
 def permutation(size: int, *seeds: int) -> Sequence[int]:
