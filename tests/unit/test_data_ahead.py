@@ -309,11 +309,17 @@ def test_a_wait_for_data_ends_before_ranks_stop_waiting(tmp_path: Path) -> None:
     one = loader(tmp_path, num_workers=1)
     limits = dataclasses.replace(one._depth, start_seconds=0.5, seconds=0.25)
     one._depth = limits
-    with hanging(after=0), pytest.raises(ValueError, match=r"waited .* comm\.init_timeout_seconds"):
+    with (
+        hanging(after=0),
+        pytest.raises(rows.DataError, match=r"waited .* comm\.init_timeout_seconds"),
+    ):
         next(iter(one))
     one._depth = dataclasses.replace(limits, start_seconds=0)
     # In the second blocks.
-    with hanging(130), pytest.raises(ValueError, match=r"waited .* comm\.train_timeout_seconds"):
+    with (
+        hanging(130),
+        pytest.raises(rows.DataError, match=r"waited .* comm\.train_timeout_seconds"),
+    ):
         collections.deque(one, maxlen=0)
 
 

@@ -13,6 +13,7 @@ import pytest
 from tests.unit import hub_server
 from tests.unit.data_corpus import build
 from torchtitan_ext.data.loader import Streams
+from torchtitan_ext.data.rows import DataError
 from torchtitan_ext.data.streams import permutation
 
 
@@ -143,7 +144,7 @@ def test_a_run_goes_on_where_the_server_fails_for_a_while(
 @pytest.mark.parametrize("outcome", [429, -9])
 def test_a_server_that_keeps_failing_is_one_error(outcome: int, hub: hub_server.Hub) -> None:
     Faults(hub, outcome, count=10**6)
-    with pytest.raises(ValueError, match=r"^cannot read hf://\S+train-\d\.jsonl: ") as info:
+    with pytest.raises(DataError, match=r"^cannot read hf://\S+train-\d\.jsonl: ") as info:
         draw(loader(num_workers=1), 20)
     assert "Traceback" not in str(info.value)
 

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
+from torchtitan_ext.data.rows import DataError
 from torchtitan_ext.data.streams import DealtStream
 
 
@@ -105,6 +106,7 @@ def draw_ahead(
 
     Raises:
         ValueError: As the streams do.
+        DataError: If what they read cannot be read any more, or takes too long.
         RuntimeError: If a process is killed.
     """
     first = min(stream.position_of(states[stream.number]).num_sequences for stream in streams)
@@ -129,7 +131,7 @@ def draw_ahead(
         except RuntimeError as error:
             if "timed out" not in str(error):
                 raise
-            raise ValueError(_too_long(depth.start_seconds, "init")) from None
+            raise DataError(_too_long(depth.start_seconds, "init")) from None
         for share in found:
             if isinstance(share, Exception):
                 raise share
@@ -162,7 +164,7 @@ class _Shares(IterableDataset[Any]):
         assert worker is not None
         try:
             yield from self._read(self._streams[worker.id :: worker.num_workers])
-        except ValueError as error:  # a user's mistake, told in one line and not as a traceback
+        except (ValueError, DataError) as error:  # told in one line, and not as a traceback
             yield error
         yield from itertools.repeat(None)
 
@@ -199,7 +201,7 @@ class Reader:
         """Have ``task`` done; the result waits for its result or exception.
 
         Raises:
-            ValueError: By the result, if that takes too long.
+            DataError: By the result, if that takes too long.
         """
         future: Future[Any] = Future()
         self._tasks.put((future, task))
@@ -210,7 +212,7 @@ class Reader:
             return future.result(self._seconds or None)
         if future.done():
             return future.result()
-        raise ValueError(_too_long(self._seconds, "train"))
+        raise DataError(_too_long(self._seconds, "train"))
 
     def _work(self) -> None:
         while True:

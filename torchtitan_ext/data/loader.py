@@ -277,7 +277,7 @@ def build(
     )
 
 
-def _limits(config: Streams.Config) -> dict[str, float]:
+def _limits(config: Streams.Config) -> dict[str, Any]:
     """How long to wait for data: less than ranks wait for each other, whose error tells nothing."""
     if (comm := config._comm) is None:
         return {}

@@ -41,6 +41,10 @@ Row = tuple[Place, str, int, Any]
 """The place after a row, its file and unit, its number, and what :func:`read_rows` yields."""
 
 
+class DataError(RuntimeError):
+    """What could be read cannot be read now: no mistake of the user, and a restart may help."""
+
+
 class BadRow(Exception):
     """A row without usable text; the message is the reason, one of a few."""
 
@@ -338,7 +342,7 @@ def _rows_of_part(
                 what = (
                     str(error) if isinstance(error, ValueError) else f"cannot read {url}: {error}"
                 )
-                raise ValueError(
+                raise DataError(
                     f"{what} ({failures} tries; a restart goes on from the last checkpoint)"
                 ) from error
             logger.warning("%s; going on at row %d (try %d)", error, first + 1, failures)
