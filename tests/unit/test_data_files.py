@@ -205,6 +205,6 @@ def test_a_remote_file_is_opened_again_where_it_broke_off(
         assert waits == [2, 4, 8, 16, 32, 60, 60, 60, 60]
     else:
         with pytest.raises(
-            ValueError, match=r"^cannot read hf://a\.jsonl: reset by peer \(10 tries"
+            rows.DataError, match=r"^cannot read hf://a\.jsonl: reset by peer \(10 tries"
         ):
             next(read)

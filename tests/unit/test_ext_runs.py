@@ -95,7 +95,7 @@ def test_the_progress_line_tells_phase_steps_and_time_to_go() -> None:
         "step  20/120  loss 2.5000  locked       NS steps 6 3  1,234 tokens/s  1:15:00 to go"
     )
     starved = progress_line({**record, "data_seconds_per_step": 0.5}, 120)
-    assert "1,234 tokens/s  waits 0.50 s a step for data  1:15:00" in starved
+    assert "1,234 tokens/s  waits 500 ms a step for data  1:15:00" in starved
     assert "NS" not in progress_line({**record, "phase": ""}, 120)
     assert "loss nan" in progress_line({**record, "loss": float("nan")}, 120)
 

@@ -339,11 +339,10 @@ def _rows_of_part(
             if "://" not in url:
                 raise
             if failures > RETRIES:
-                what = (
-                    str(error) if isinstance(error, ValueError) else f"cannot read {url}: {error}"
-                )
+                is_told = isinstance(error, ValueError)
                 raise DataError(
-                    f"{what} ({failures} tries; a restart goes on from the last checkpoint)"
+                    f"{'' if is_told else f'cannot read {url}: '}{error} ({failures} tries; a "
+                    "restart goes on from the last checkpoint)"
                 ) from error
             logger.warning("%s; going on at row %d (try %d)", error, first + 1, failures)
             time.sleep(min(2.0**failures, 60.0))

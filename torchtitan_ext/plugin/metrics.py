@@ -255,6 +255,6 @@ def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
     remaining = (num_steps - step) * record["seconds_per_step"]
     parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
     if (waits := record["data_seconds_per_step"]) >= 0.01 * record["seconds_per_step"]:
-        parts.append(f"waits {waits:.2f} s a step for data")
+        parts.append(f"waits {waits * 1e3:,.0f} ms a step for data")
     parts.append(f"{duration(remaining)} to go")
     return "  ".join(parts)
