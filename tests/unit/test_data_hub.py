@@ -12,7 +12,9 @@ import pytest
 
 from tests.unit import hub_server
 from tests.unit.data_corpus import build
+from torchtitan_ext import cli
 from torchtitan_ext.data.loader import Streams
+from torchtitan_ext.data.packed import PackedSequences
 from torchtitan_ext.data.rows import DataError
 from torchtitan_ext.data.streams import permutation
 
@@ -107,6 +109,24 @@ def test_a_commit_that_is_gone_is_named(hub: hub_server.Hub) -> None:
     del hub.commits[f"{10:040x}"]
     with pytest.raises(ValueError, match=r"found no commit 0+a, that of the checkpoint: .*exclude"):
         loader().load_state_dict(state)
+
+
+def test_the_parts_of_a_tokenized_dataset_are_of_one_commit(
+    hub: hub_server.Hub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "packed"
+    options = ["-o", str(output), "--tokenizer", "byte", "--seq-len", "8"]
+
+    def tokenize(*more: str) -> int:
+        return cli.main(["tokenize", hub_server.NAME, *options, *more])
+
+    assert tokenize("--part", "0/2") == 0
+    later = hub.commit(11, repository("b"))
+    assert tokenize("--part", "1/2") == 0
+    sequences = PackedSequences(str(output))
+    assert all(ord("b") not in sequences[i] for i in range(len(sequences)))
+    assert tokenize("--part", "1/2", "--revision", later) != 0
+    assert f"commit: was '{10:040x}', is '{later}'" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ a server that fails

@@ -22,6 +22,7 @@ from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.data import sources
 from torchtitan_ext.data.ahead import Depth, Drawn, draw, draw_ahead
 from torchtitan_ext.data.files import is_commit
+from torchtitan_ext.data.packed import COMMIT
 from torchtitan_ext.data.sources import check, check_streams
 from torchtitan_ext.data.streams import DealtStream
 from torchtitan_ext.differences import differences
@@ -95,7 +96,7 @@ class Streams(BaseDataLoader):
     @property
     def commit(self) -> str:
         """Commit of a dataset on the hub; empty for other data."""
-        return str(self._source.get(sources.COMMIT, ""))
+        return str(self._source.get(COMMIT, ""))
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches ``({"input": (B, S) int64}, labels (B, S) int64)``, until the streams end.
@@ -140,7 +141,7 @@ class Streams(BaseDataLoader):
         if not state_dict:
             return
         saved = json.loads(state_dict["source"])
-        commit = saved.get(sources.COMMIT, self.commit)
+        commit = saved.get(COMMIT, self.commit)
         if commit != self.commit and self._reopen is not None:
             try:
                 self._open(*self._reopen(commit))
@@ -159,8 +160,8 @@ class Streams(BaseDataLoader):
 
     def _check_source(self, saved: dict[str, object]) -> None:
         found = self._source
-        if sources.COMMIT not in saved:  # a checkpoint from before, whose digest tells as much
-            found = {name: value for name, value in found.items() if name != sources.COMMIT}
+        if COMMIT not in saved:  # a checkpoint from before, whose digest tells as much
+            found = {name: value for name, value in found.items() if name != COMMIT}
         if changed := differences(saved, found):
             raise ValueError(
                 f"dataloader: the data is not that of the checkpoint ({'; '.join(changed)})"
@@ -170,7 +171,7 @@ class Streams(BaseDataLoader):
     def _advice(self, saved: dict[str, object]) -> str:
         if not self.commit or saved.get("documents") == self._source["documents"]:
             return ""
-        commit = saved.get(sources.COMMIT, "<commit that the run began with>")
+        commit = saved.get(COMMIT, "<commit that the run began with>")
         return (
             f"; data.revision: found commit {self.commit}, expected {commit}: "
             f"`--data.revision {commit}` goes on with it"

@@ -22,6 +22,8 @@ import torch
 from torchtitan_ext.data.streams import DealtStream, Order, Position
 
 INDEX = "index.json"
+COMMIT = "commit"
+"""Setting that names the commit of a dataset on the hub; the digest of its files tells as much."""
 BYTES = 4
 """Of a token."""
 
@@ -183,6 +185,8 @@ def _common(indices: Sequence[Index], where: str) -> Mapping[str, Any]:
     """The settings that all parts share; each part must be there once."""
     settings = [{**index.settings} for index in indices]
     parts = [one.pop("part") for one in settings]
+    for one in settings:
+        one.pop(COMMIT, None)
     if any(one != settings[0] for one in settings):
         raise ValueError(f"{where}: parts were made with different settings")
     num_parts = settings[0]["num_parts"]

@@ -19,7 +19,7 @@ from amo_dist.distributed.agreement import broadcast_text, world_group
 from torchtitan_ext.data.buffered import BufferedStream
 from torchtitan_ext.data.documents import Documents, standard_library, text_files
 from torchtitan_ext.data.files import Files, Hub, find_files, is_on_hub
-from torchtitan_ext.data.packed import PackedSequences, PackedStream
+from torchtitan_ext.data.packed import COMMIT, PackedSequences, PackedStream
 from torchtitan_ext.data.pool import Pool
 from torchtitan_ext.data.streams import DealtStream, Order, ShuffledOrder, SortedOrder, Stream
 from torchtitan_ext.data.tokenizers import identity
@@ -31,9 +31,6 @@ HUB_NAMES = {
     "slimpajama": "cerebras/SlimPajama-627B",
 }
 """Where a dataset comes from unless ``training.dataset_path`` names a folder or another copy."""
-
-COMMIT = "commit"
-"""Key of a source that names the commit of a dataset on the hub."""
 
 DATASETS = ("text", "stdlib", "documents", "pool", "packed", *HUB_NAMES)
 """Values of ``training.dataset`` read here; torchtitan's own loader reads those that it knows.
