@@ -71,6 +71,8 @@ class StopRequest:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             is_over.set()
+            # A process that reads ahead has a copy, which a close here would leave open.
+            outbox.shutdown(socket.SHUT_WR)
             outbox.close()
             thread.join()
             inbox.close()
