@@ -64,6 +64,7 @@ def test_an_error_of_validation_names_its_fields() -> None:
         validator=SimpleNamespace(dataloader=one),
         training=None,
         model=SimpleNamespace(attention="sdpa"),
+        comm=None,
     )
     with pytest.raises(ValueError, match=r"^data\.num_streams: found 3"):
         build(one, world=2)

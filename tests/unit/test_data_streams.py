@@ -173,7 +173,7 @@ def test_a_stream_resumes_at_any_sequence_with_the_same_ones(number: int, tmp_pa
         drawn.append(next(stream))
         states.append(stream.state())
     final = stream.skipped
-    assert sum(final.values()) >= 2 * (number == 0)
+    assert sum(final.values()) >= 10 * (number == 2)  # the last of the three ranges
     for stop in range(0, len(drawn), 3):
         resumed = small_stream(files, number)
         resumed.load_state(states[stop])

@@ -271,7 +271,8 @@ def test_a_config_deals_streams_to_ranks(eight: Path) -> None:
         ({"num_streams": 0}, "data.num_streams: found 0"),
         ({"num_streams": 10}, "expected at most the number of documents, 8"),
         ({"dataset_path": None}, r"training\.dataset_path: found none"),
-        ({"num_workers": 2}, "num_workers: found 2, expected 0"),
+        ({"num_workers": -1}, r"data\.num_workers: found -1, expected an integer >= 0"),
+        ({"prefetch_factor": 0}, r"data\.prefetch_factor: found 0, expected an integer >= 1"),
     ],
 )
 def test_a_config_that_cannot_work_is_refused(

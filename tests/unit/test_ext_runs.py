@@ -89,10 +89,13 @@ def test_the_progress_line_tells_phase_steps_and_time_to_go() -> None:
         "num_steps_by_type": {"attn_q": 6, "attn_k": 3},
         "tokens_per_second": 1234.5,
         "seconds_per_step": 45.0,
+        "data_seconds_per_step": 0.4,
     }
     assert progress_line(record, 120) == (
         "step  20/120  loss 2.5000  locked       NS steps 6 3  1,234 tokens/s  1:15:00 to go"
     )
+    starved = progress_line({**record, "data_seconds_per_step": 0.5}, 120)
+    assert "1,234 tokens/s  waits 500 ms a step for data  1:15:00" in starved
     assert "NS" not in progress_line({**record, "phase": ""}, 120)
     assert "loss nan" in progress_line({**record, "loss": float("nan")}, 120)
 

@@ -6,6 +6,7 @@ import dataclasses
 import glob
 import hashlib
 import os
+import re
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 
@@ -25,7 +26,7 @@ class Hub:
     split: str = "train"
     """The split."""
     revision: str = ""
-    """Commit, tag or branch; the digest of a corpus pins the commit."""
+    """Commit, tag or branch."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -36,6 +37,8 @@ class Files:
     """Paths, or URLs that ``fsspec`` opens."""
     digest: str
     """Hexadecimal digest of names and, on this machine, sizes; guards a resume."""
+    commit: str = ""
+    """Commit of a dataset on the hub, which its URLs contain."""
 
 
 def format_of(url: str) -> str | None:
@@ -67,9 +70,15 @@ def find_files(where: str, hub: Hub | None = None) -> Files:
     if glob.has_magic(where):
         root = Path(str(path).split("*", 1)[0] + "_").parent
         return _local([Path(name) for name in sorted(glob.glob(str(path), recursive=True))], root)
-    if where.startswith((".", "/", "~")) or where.count("/") > 1:
+    if not is_on_hub(where):
         raise ValueError(f"training.dataset_path: no such file or folder: {where!r}")
     return hub_files(where, hub or Hub())
+
+
+def is_on_hub(where: str) -> bool:
+    """Whether ``where`` can only be the name of a dataset on the hub."""
+    is_name = not where.startswith((".", "/", "~")) and where.count("/") <= 1
+    return is_name and not glob.has_magic(where) and not Path(where).exists()
 
 
 def _local(paths: Sequence[Path], root: Path) -> Files:
@@ -117,7 +126,13 @@ def hub_files(name: str, hub: Hub) -> Files:
         raise ValueError(
             f"training.dataset_path: the files of {name!r} are none of {', '.join(FORMATS)}"
         )
-    return Files(urls, _digest(urls))  # URLs of the hub contain the commit
+    commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", urls[0])
+    return Files(urls, _digest(urls), commit[1] if commit else "")
+
+
+def is_commit(revision: str) -> bool:
+    """Whether a revision is a commit, and no branch or tag that may come to name another."""
+    return re.fullmatch(r"[0-9a-f]{40}", revision) is not None
 
 
 def _digest(names: Sequence[str]) -> str:

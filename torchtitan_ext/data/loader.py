@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import heapq
+import itertools
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from torchtitan.tools import utils
 
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.data import sources
+from torchtitan_ext.data.ahead import Depth, Drawn, draw, draw_ahead
+from torchtitan_ext.data.files import is_commit
+from torchtitan_ext.data.packed import COMMIT
 from torchtitan_ext.data.sources import check, check_streams
 from torchtitan_ext.data.streams import DealtStream
 from torchtitan_ext.differences import differences
@@ -27,6 +30,15 @@ from torchtitan_ext.differences import differences
 __all__ = ["Streams", "build", "check_streams", "document_positions", "settle", "validate"]
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+Opened = tuple[Sequence[DealtStream], Mapping[str, object]]
+"""Streams, and what their positions refer to."""
+
+
+_START_ANEW = (
+    "; `--checkpoint.exclude_from_loading dataloader` starts the data from the beginning, which "
+    "trains on the same documents again"
+)
 
 
 class Streams(BaseDataLoader):
@@ -46,6 +58,8 @@ class Streams(BaseDataLoader):
         eos_id: The token that ends a document, to tell documents apart; ``None`` lets them see
             each other.
         infinite: Whether the streams never end.
+        depth: How far other processes read ahead; ``None`` reads when a batch is asked for.
+        reopen: Opens the source at the commit of a checkpoint; ``None`` where the config names one.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -64,13 +78,25 @@ class Streams(BaseDataLoader):
         source: Mapping[str, object],
         eos_id: int | None = None,
         infinite: bool = True,
+        depth: Depth | None = None,
+        reopen: Callable[[str], Opened] | None = None,
     ) -> None:
-        self._streams = list(streams)
-        self._make_heap()
+        self._open(streams, source)
         self._batch_size = batch_size
-        self._source = dict(source)
         self._eos_id = eos_id
         self._infinite = infinite
+        self._depth = depth
+        self._reopen = reopen
+
+    def _open(self, streams: Sequence[DealtStream], source: Mapping[str, object]) -> None:
+        self._streams = list(streams)
+        self._source = dict(source)
+        self._states = {stream.number: stream.state() for stream in streams}
+
+    @property
+    def commit(self) -> str:
+        """Commit of a dataset on the hub; empty for other data."""
+        return str(self._source.get(COMMIT, ""))
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches ``({"input": (B, S) int64}, labels (B, S) int64)``, until the streams end.
@@ -78,8 +104,10 @@ class Streams(BaseDataLoader):
         With ``eos_id`` the inputs have ``positions`` too, (B, S) int64 that restart after it, and
         the label of an end token is ignored.
         """
-        while rows := self._next_rows():
-            tokens = torch.tensor(rows, dtype=torch.int64)
+        drawn = self._draw()
+        while rows := self._next_rows(drawn):
+            buffer = bytearray().join(row.tokens for row in rows)
+            tokens = torch.frombuffer(buffer, dtype=torch.int32).view(len(rows), -1).long()
             inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
             batch = {"input": inputs}
             if self._eos_id is not None:
@@ -87,50 +115,67 @@ class Streams(BaseDataLoader):
                 labels[inputs == self._eos_id] = IGNORE_INDEX
             yield batch, labels
 
-    def _next_rows(self) -> list[Sequence[int]]:
-        """The next sequences, each of the least advanced stream; none where streams have ended."""
-        rows: list[Sequence[int]] = []
-        while self._heap and len(rows) < self._batch_size:
-            _, number, stream = self._heap[0]
-            if (row := next(stream, None)) is None:
-                heapq.heappop(self._heap)
-            else:
-                heapq.heapreplace(self._heap, (stream.num_sequences, number, stream))
-                rows.append(row)
+    def _draw(self) -> Iterator[Drawn]:
+        if self._depth is None:
+            return draw(self._streams)
+        return draw_ahead(self._streams, dict(self._states), self._depth)
+
+    def _next_rows(self, drawn: Iterator[Drawn]) -> list[Drawn]:
+        """The sequences of the next batch; none where streams have ended."""
+        rows = list(itertools.islice(drawn, self._batch_size))
+        self._states.update((row.number, row.state) for row in rows)
         complete = len(rows) == self._batch_size
         return rows if self._infinite or _on_all_ranks(complete) else []
 
-    def _make_heap(self) -> None:
-        self._heap = [(stream.num_sequences, stream.number, stream) for stream in self._streams]
-        heapq.heapify(self._heap)  # numbers differ, and streams are never compared
-
     def state_dict(self) -> dict[str, Any]:
         """``stream_<i>`` for each stream of this rank, and ``source``: all JSON strings."""
-        state = {f"stream_{stream.number}": stream.state() for stream in self._streams}
+        state = {f"stream_{number}": state for number, state in self._states.items()}
         return {**state, "source": json.dumps(self._source, sort_keys=True)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the positions of a checkpoint.
+        """Go to the positions of a checkpoint, in the commit of a dataset on the hub that it names.
 
         Raises:
             ValueError: If the checkpoint lacks a stream, or was made from another source.
         """
         if not state_dict:
             return
-        self._check_source(json.loads(state_dict["source"]))
+        saved = json.loads(state_dict["source"])
+        commit = saved.get(COMMIT, self.commit)
+        if commit != self.commit and self._reopen is not None:
+            try:
+                self._open(*self._reopen(commit))
+            except ValueError as error:
+                message = f"dataloader: found no commit {commit}, that of the checkpoint: {error}"
+                raise ValueError(f"{message}{_START_ANEW}") from error
+        self._check_source(saved)
         missing = [s.number for s in self._streams if f"stream_{s.number}" not in state_dict]
         if missing:
             raise ValueError(f"dataloader: the checkpoint lacks the positions of streams {missing}")
         for stream in self._streams:
-            stream.load_state(state_dict[f"stream_{stream.number}"])
-        self._make_heap()
+            state = state_dict[f"stream_{stream.number}"]
+            if self._depth is None:
+                stream.load_state(state)
+            self._states[stream.number] = state
 
     def _check_source(self, saved: dict[str, object]) -> None:
-        if changed := differences(saved, self._source):
+        found = self._source
+        if COMMIT not in saved:  # a checkpoint from before, whose digest tells as much
+            found = {name: value for name, value in found.items() if name != COMMIT}
+        if changed := differences(saved, found):
             raise ValueError(
-                f"dataloader: the data is not that of the checkpoint ({'; '.join(changed)}); "
-                "`--checkpoint.exclude_from_loading dataloader` starts the data from the beginning"
+                f"dataloader: the data is not that of the checkpoint ({'; '.join(changed)})"
+                f"{self._advice(saved)}{_START_ANEW}"
             )
+
+    def _advice(self, saved: dict[str, object]) -> str:
+        if not self.commit or saved.get("documents") == self._source["documents"]:
+            return ""
+        commit = saved.get(COMMIT, "<commit that the run began with>")
+        return (
+            f"; data.revision: found commit {self.commit}, expected {commit}: "
+            f"`--data.revision {commit}` goes on with it"
+        )
 
 
 def document_positions(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
@@ -192,7 +237,7 @@ def build(
     check(config, dp_world_size)
     if config.dataset not in sources.DATASETS:
         return _Stock(
-            config,
+            dataclasses.replace(config, num_workers=config.num_workers or 0),
             dp_world_size=dp_world_size,
             dp_rank=dp_rank,
             tokenizer=tokenizer,
@@ -201,14 +246,44 @@ def build(
             **others,
         )
     training = config._training
+    num_ahead = 2 * local_batch_size
     num_drawn = 0  # one rank tells
-    if training is not None and dp_rank == 0:
-        num_drawn = training.steps * sequences_per_step(training, dp_world_size) * seq_len
-    make, source = sources.open_source(config, tokenizer, seq_len + 1, num_drawn)
+    if training is not None:
+        num_sequences = sequences_per_step(training, dp_world_size)
+        num_ahead = 2 * num_sequences // dp_world_size  # two steps
+        num_drawn = training.steps * num_sequences * seq_len if dp_rank == 0 else 0
     numbers = range(dp_rank, config.num_streams, dp_world_size)
-    streams = [make(number=number) for number in numbers]
-    eos_id = tokenizer.eos_id if config.positions else None
-    return Streams(streams, local_batch_size, source, eos_id, config.infinite)
+
+    def opened(commit: str, num_drawn: int = 0) -> Opened:
+        pinned = dataclasses.replace(config, revision=commit)
+        make, source = sources.open_source(pinned, tokenizer, seq_len + 1, num_drawn)
+        return [make(number=number) for number in numbers], source
+
+    num_workers = 1 if config.num_workers is None else config.num_workers
+    depth = None
+    if num_workers:
+        depth = Depth.of(
+            num_workers, len(numbers), local_batch_size, num_ahead, config.prefetch_factor
+        )
+        depth = dataclasses.replace(depth, **_limits(config))
+    streams, source = opened(config.revision, num_drawn)
+    return Streams(
+        streams,
+        local_batch_size,
+        source,
+        tokenizer.eos_id if config.positions else None,
+        config.infinite,
+        depth,
+        None if is_commit(config.revision) else opened,
+    )
+
+
+def _limits(config: Streams.Config) -> dict[str, Any]:
+    """How long to wait for data: less than ranks wait for each other, whose error tells nothing."""
+    if (comm := config._comm) is None:
+        return {}
+    start = comm.train_timeout_seconds if config._validates else comm.init_timeout_seconds
+    return {"start_seconds": 0.8 * start, "seconds": 0.8 * comm.train_timeout_seconds}
 
 
 def settle(config: Any) -> None:
@@ -217,6 +292,7 @@ def settle(config: Any) -> None:
     config.validator.dataloader._validates = True
     for one in (config.dataloader, config.validator.dataloader):
         one.positions = config.model.attention != "sdpa"
+        one._comm = config.comm
 
 
 def validate(config: Any) -> None:

@@ -12,7 +12,6 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +19,11 @@ from typing import Any
 import torch
 
 from torchtitan_ext.data.streams import DealtStream, Order, Position
+from torchtitan_ext.files import replace
 
 INDEX = "index.json"
+COMMIT = "commit"
+"""Setting that names the commit of a dataset on the hub; the digest of its files tells as much."""
 BYTES = 4
 """Of a token."""
 
@@ -74,22 +76,13 @@ def read_index(folder: Path) -> Index | None:
 def write_index(folder: Path, index: Index) -> None:
     """Replace the index of a folder."""
     record = {**dataclasses.asdict(index), "digest": index.digest()}
-    _replace(folder / INDEX, json.dumps(record, indent=1).encode())
+    replace(folder / INDEX, json.dumps(record, indent=1))
 
 
 def write_shard(folder: Path, name: str, sequences: Sequence[Sequence[int]]) -> None:
     """Write a shard, there as a whole or not at all."""
     tokens = torch.tensor(sequences, dtype=torch.int32)
-    _replace(folder / name, tokens.numpy().astype("<i4", copy=False).tobytes())
-
-
-def _replace(path: Path, content: bytes) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
+    replace(folder / name, tokens.numpy().astype("<i4", copy=False).tobytes())
 
 
 class PackedSequences:
@@ -183,6 +176,8 @@ def _common(indices: Sequence[Index], where: str) -> Mapping[str, Any]:
     """The settings that all parts share; each part must be there once."""
     settings = [{**index.settings} for index in indices]
     parts = [one.pop("part") for one in settings]
+    for one in settings:
+        one.pop(COMMIT, None)
     if any(one != settings[0] for one in settings):
         raise ValueError(f"{where}: parts were made with different settings")
     num_parts = settings[0]["num_parts"]
@@ -234,6 +229,6 @@ class PackedStream(DealtStream):
 
     def load_state(self, state: str) -> None:
         """Go to a position; see :meth:`DealtStream.load_state`."""
-        position = self._parse(Position, state)
+        position = self.position_of(state)
         self._check_index(position, self._num_mine(len(self._sequences)), "sequences")
         self._position = position

@@ -12,6 +12,8 @@ import importlib
 import json
 import logging
 import math
+import os
+import sys
 import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
@@ -22,38 +24,75 @@ logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-RETRIES = 5
-"""Times that a remote file is opened again before a row comes; after 2, 4, 8 ... seconds."""
+PLAIN_LINES = (".jsonl", ".ndjson")
+"""Suffixes of JSON lines that are not compressed."""
 
-Wanted = Callable[[int], bool]
-"""Whether a row, counted from 0 in its file, is to be decoded."""
+RETRIES = 9
+"""Times that a remote file is opened again before a row comes: after 2, 4, 8 ... seconds, a minute
+at most, and five in all, which is how long the hub counts requests."""
 
 Values = tuple[object, ...]
 """Values of the fields asked for, ``None`` where one is missing; text may be undecoded bytes."""
 
 Place = tuple[int, int]
-"""Where reading goes on: index of a part, and the next row of its file."""
+"""Where reading goes on: index of a part, and the next row of its file, or byte."""
 
 Row = tuple[Place, str, int, Any]
-"""The place after a row, its file, its number, and what :func:`read_rows` yields."""
+"""The place after a row, its file and unit, its number, and what :func:`read_rows` yields."""
+
+
+class DataError(RuntimeError):
+    """What could be read cannot be read now: no mistake of the user, and a restart may help."""
 
 
 class BadRow(Exception):
     """A row without usable text; the message is the reason, one of a few."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Part:
+    """What a stream reads of a file: rows ``first, first + stride, ...``.
+
+    Attributes:
+        file: Number of the file.
+        first: From 0 to ``stride - 1``.
+        stride: Parts of the file.
+        is_range: Whether it is the ``first`` of ``stride`` equal ranges instead, where the format
+            leads to them: ranges of rows in parquet, of bytes in JSON lines as they are. What is
+            compressed and Arrow's stream have to be decoded from the beginning.
+    """
+
+    file: int
+    first: int
+    stride: int
+    is_range: bool = False
+
+    def has_bytes(self, url: str) -> bool:
+        """Whether numbers count bytes of the file ``url`` and not rows."""
+        return self.is_range and url.lower().endswith(PLAIN_LINES)
+
+    def wanted(self, start: int, size: int | None = None) -> range:
+        """The numbers of this part's rows from ``start`` on, of ``size`` where that is known."""
+        if self.is_range and size is not None:
+            begin, end = (size * i // self.stride for i in (self.first, self.first + 1))
+            return range(max(begin, start), end)
+        num_left_out = max(0, -((self.first - start) // self.stride))
+        return range(self.first + num_left_out * self.stride, sys.maxsize, self.stride)
+
+
 def read_rows(
-    url: str, fields: Sequence[str], wanted: Wanted
+    url: str, fields: Sequence[str], part: Part, start: int = 0
 ) -> Generator[tuple[int, Any], None, None]:
-    """Read a file.
+    """Read a part of a file.
 
     Args:
         url: Path, or a URL that ``fsspec`` opens.
         fields: What to read of each row.
-        wanted: Which rows to decode; what the others cost depends on the format.
+        part: Which rows to decode; what the others cost depends on the format.
+        start: The least number of a row to decode.
 
     Yields:
-        The number of a wanted row, counted from 0, and its :data:`Values` or a :class:`BadRow`.
+        The number of a row, counted from 0, and its :data:`Values` or a :class:`BadRow`.
 
     Raises:
         ValueError: If the file as a whole cannot be read.
@@ -62,16 +101,35 @@ def read_rows(
     read = {"parquet": _parquet, "arrow": _arrow, "jsonl": _jsonl}[format_of(url) or "jsonl"]
     try:
         with fsspec.open(url, "rb", compression="infer") as file:
-            yield from read(file, fields, wanted)
+            if part.has_bytes(url):
+                yield from _jsonl_range(file, fields, part, start)
+            else:
+                yield from read(file, fields, part, start)
     except (OSError, EOFError, ValueError) as error:  # pyarrow's errors are among these
         hint = "; pip install zstandard" if url.endswith(".zst") else ""
         raise ValueError(f"cannot read {url}: {error}{hint}") from error
 
 
-def _jsonl(file: Any, fields: Sequence[str], wanted: Wanted) -> Iterator[tuple[int, Any]]:
+def _jsonl(
+    file: Any, fields: Sequence[str], part: Part, start: int
+) -> Iterator[tuple[int, Values | BadRow]]:
+    wanted = part.wanted(start)
     for number, line in enumerate(file):
-        if wanted(number):
+        if number in wanted:
             yield number, _parse(line, fields)
+
+
+def _jsonl_range(
+    file: Any, fields: Sequence[str], part: Part, start: int
+) -> Iterator[tuple[int, Values | BadRow]]:
+    """Lines that begin in a range of bytes, each numbered by its first."""
+    wanted = part.wanted(start, file.seek(0, os.SEEK_END))
+    at = file.seek(max(wanted.start - 1, 0))
+    if wanted.start:
+        at += len(file.readline())  # begins before, or ends there
+    while at < wanted.stop and (line := file.readline()):
+        yield at, _parse(line, fields)
+        at += len(line)
 
 
 def _parse(line: bytes, fields: Sequence[str]) -> Values | BadRow:
@@ -88,27 +146,40 @@ def _parse(line: bytes, fields: Sequence[str]) -> Values | BadRow:
     return tuple(record.get(name) for name in fields)
 
 
-def _parquet(file: Any, fields: Sequence[str], wanted: Wanted) -> Iterator[tuple[int, Any]]:
+def _parquet(
+    file: Any, fields: Sequence[str], part: Part, start: int
+) -> Iterator[tuple[int, Values]]:
     pq: Any = importlib.import_module("pyarrow.parquet")
     reader = pq.ParquetFile(file)
     present = [name for name in fields if name in reader.schema_arrow.names]
-    start = 0
+    wanted = part.wanted(start, reader.metadata.num_rows)
+    first = 0
     for group in range(reader.num_row_groups):
-        stop = start + reader.metadata.row_group(group).num_rows
-        numbers = [number for number in range(start, stop) if wanted(number)]
-        if numbers:  # other row groups are not even fetched
+        stop = first + reader.metadata.row_group(group).num_rows
+        if numbers := _within(wanted, first, stop):  # other row groups are not even fetched
             table = reader.read_row_group(group, columns=present)
-            yield from _table(table, fields, start, numbers)
-        start = stop
+            yield from _table(table, fields, first, numbers)
+        first = stop
 
 
-def _arrow(file: Any, fields: Sequence[str], wanted: Wanted) -> Iterator[tuple[int, Any]]:
+def _arrow(
+    file: Any, fields: Sequence[str], part: Part, start: int
+) -> Iterator[tuple[int, Values]]:
     pa: Any = importlib.import_module("pyarrow")
-    start = 0
+    wanted = part.wanted(start)
+    first = 0
     for batch in _batches(pa, file):
-        numbers = [number for number in range(start, start + batch.num_rows) if wanted(number)]
-        yield from _table(pa.Table.from_batches([batch]), fields, start, numbers)
-        start += batch.num_rows
+        stop = first + batch.num_rows
+        yield from _table(
+            pa.Table.from_batches([batch]), fields, first, _within(wanted, first, stop)
+        )
+        first = stop
+
+
+def _within(wanted: range, start: int, stop: int) -> range:
+    """Those of ``wanted`` from ``start`` on and before ``stop``."""
+    num_left_out = max(0, -((wanted.start - start) // wanted.step))
+    return range(wanted.start + num_left_out * wanted.step, min(stop, wanted.stop), wanted.step)
 
 
 def _batches(pa: Any, file: Any) -> Iterator[Any]:
@@ -123,7 +194,7 @@ def _batches(pa: Any, file: Any) -> Iterator[Any]:
 
 
 def _table(
-    table: Any, fields: Sequence[str], start: int, numbers: Sequence[int]
+    table: Any, fields: Sequence[str], start: int, numbers: range
 ) -> Iterator[tuple[int, Values]]:
     columns = [_undecoded(table.column(f)) if f in table.column_names else None for f in fields]
     for number in numbers:
@@ -189,13 +260,13 @@ class BadRows:
         self._action = action
         self.counts: dict[str, int] = {}
 
-    def add(self, url: str, number: int, reason: str) -> None:
+    def add(self, where: str, number: int, reason: str) -> None:
         """Count a row, and log the first, second, fourth, eighth ... one.
 
         Raises:
             ValueError: With file and row (from 1), where ``action`` is ``error``.
         """
-        where = f"{url}, row {number + 1}: {reason}"
+        where = f"{where} {number + 1}: {reason}"
         if self._action == "error":
             raise ValueError(f"{where} (data.bad_rows = 'skip' leaves such rows out)")
         self.counts[reason] = self.counts.get(reason, 0) + 1
@@ -204,32 +275,25 @@ class BadRows:
             logger.warning("left out %s; %d rows so far", where, total)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Part:
-    """What a stream reads of a file: rows ``first, first + stride, ...``."""
-
-    file: int
-    first: int
-    stride: int
-
-
-def deal(order: Sequence[int], number: int, num_streams: int) -> list[Part]:
+def deal(
+    order: Sequence[int], number: int, num_streams: int, by_ranges: bool = False
+) -> list[Part]:
     """The parts of stream ``number``: over all streams, each row of each file once.
 
     With at least as many files as streams each file belongs to one stream, and is read once.
-    Otherwise every stream goes through all files and decodes its own rows: as even as can be, at
-    the price of reading the files once for each stream. That is little for a small corpus here,
-    and much for a large one on the hub in few files, which is better tokenized once.
+    Otherwise every stream has its part of each file: ranges, where ``by_ranges`` asks for them, or
+    every ``num_streams``-th row, for which each stream reads all of the file.
 
     Args:
         order: The files' numbers in the order of the epoch.
         number: Of the stream, from 0.
         num_streams: How many there are.
+        by_ranges: See :attr:`Part.is_range`.
     """
     if len(order) >= num_streams:
         return [Part(file, 0, 1) for file in order[number::num_streams]]
     # Turned from file to file: else the first streams got the odd row of every file.
-    return [Part(file, (number + file) % num_streams, num_streams) for file in order]
+    return [Part(file, (number + file) % num_streams, num_streams, by_ranges) for file in order]
 
 
 def read_parts(
@@ -250,12 +314,12 @@ def read_parts(
     for index in range(first_part, len(parts)):
         part = parts[index]
         first = first_row if index == first_part else 0
-
         url = urls[part.file]
+        where = f"{url}, {'byte' if part.has_bytes(url) else 'row'}"
         # Closed when the reader stops midway, and not when the collector comes around.
         with contextlib.closing(_rows_of_part(url, part, fields, first)) as rows:
             for number, values in rows:
-                yield (index, number + 1), url, number, values
+                yield (index, number + 1), where, number, values
 
 
 def _rows_of_part(
@@ -264,22 +328,24 @@ def _rows_of_part(
     """Rows of one part, from row ``first`` on; a connection that breaks is opened again."""
     failures = 0
     while True:
-
-        def wanted(row: int, first: int = first) -> bool:
-            return row >= first and row % part.stride == part.first
-
         try:
-            with contextlib.closing(read_rows(url, fields, wanted)) as rows:
+            with contextlib.closing(read_rows(url, fields, part, first)) as rows:
                 for number, values in rows:
                     yield number, values
                     first, failures = number + 1, 0
             return
         except Exception as error:  # clients of networks raise what they like
             failures += 1
-            if "://" not in url or failures > RETRIES:
+            if "://" not in url:
                 raise
+            if failures > RETRIES:
+                is_told = isinstance(error, ValueError)
+                raise DataError(
+                    f"{'' if is_told else f'cannot read {url}: '}{error} ({failures} tries; a "
+                    "restart goes on from the last checkpoint)"
+                ) from error
             logger.warning("%s; going on at row %d (try %d)", error, first + 1, failures)
-            time.sleep(2.0**failures)
+            time.sleep(min(2.0**failures, 60.0))
 
 
 def good_rows(
@@ -292,13 +358,13 @@ def good_rows(
         bad: Gets those for which ``judge`` raises :class:`BadRow`.
         judge: What to make of a row's values.
     """
-    for position, url, number, values in rows:
+    for position, where, number, values in rows:
         try:
             if isinstance(values, BadRow):
                 raise values
             found = judge(values)
         except BadRow as error:
-            bad.add(url, number, str(error))
+            bad.add(where, number, str(error))
         else:
             yield position, found
 

@@ -4,19 +4,22 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import logging
 from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
+import torch.distributed as dist
 import tyro
 from torchtitan.components.tokenizer import BaseTokenizer
-from torchtitan.config import TrainingConfig
+from torchtitan.config import CommConfig, TrainingConfig
 from torchtitan.hf_datasets import text_datasets as titan
 
+from amo_dist.distributed.agreement import broadcast_text, world_group
 from torchtitan_ext.data.buffered import BufferedStream
 from torchtitan_ext.data.documents import Documents, standard_library, text_files
-from torchtitan_ext.data.files import Hub, find_files
-from torchtitan_ext.data.packed import PackedSequences, PackedStream
+from torchtitan_ext.data.files import Files, Hub, find_files, is_on_hub
+from torchtitan_ext.data.packed import COMMIT, PackedSequences, PackedStream
 from torchtitan_ext.data.pool import Pool
 from torchtitan_ext.data.streams import DealtStream, Order, ShuffledOrder, SortedOrder, Stream
 from torchtitan_ext.data.tokenizers import identity
@@ -71,8 +74,20 @@ class Dataset(titan.HuggingFaceTextDataLoader.Config):
     _training: Annotated[TrainingConfig | None, tyro.conf.Suppress] = None
     """The run that a pool is compared with, see :func:`torchtitan_ext.data.loader.settle`."""
 
+    _comm: Annotated[CommConfig | None, tyro.conf.Suppress] = None
+    """How long ranks wait for each other."""
+
     _validates: Annotated[bool, tyro.conf.Suppress] = False
     """Whether this is ``[validation]``, for names in errors."""
+
+    num_workers: int | None = None
+    """
+    Processes of each rank that read and tokenize ahead; 0 reads in the training process. By
+    default 1, and for torchtitan's own datasets 0. The documents and a resume are the same.
+    """
+
+    prefetch_factor: int | None = None
+    """Batches to have ready; by default those of two steps."""
 
     # From here on: dataset = "documents", "fineweb_edu", "slimpajama" or "pool".
 
@@ -87,9 +102,9 @@ class Dataset(titan.HuggingFaceTextDataLoader.Config):
 
     shuffle_buffer: int = 10_000
     """
-    Documents that each stream reads, shuffles and draws before it reads on. One of them is
-    about five kilobytes of web text, and a rank has ``num_streams`` over its number of ranks
-    of these.
+    Documents of a block, which a stream shuffles and draws while it reads the next one. One of
+    them is about five kilobytes of web text, and a rank has two blocks for each of
+    ``num_streams`` over the number of ranks.
     """
 
     order: Literal["uniform", "ascend", "descend"] = "uniform"
@@ -113,8 +128,8 @@ class Dataset(titan.HuggingFaceTextDataLoader.Config):
 
     revision: str = ""
     """
-    Commit of a dataset on the hub; by default the latest. A resume refuses another one than
-    that of the checkpoint.
+    Commit, tag or branch of a dataset on the hub. By default the latest commit when the run
+    starts; a resume goes on with that of its checkpoint, and refuses another one given here.
     """
 
 
@@ -148,12 +163,11 @@ def check(config: Dataset, dp_world_size: int = 1) -> None:
             raise ValueError(f"training.dataset: found {config.dataset!r}, expected one of {known}")
         return
     check_streams(config, dp_world_size)
+    for name, least in (("num_workers", 0), ("prefetch_factor", 1)):
+        found = getattr(config, name)
+        if found is not None and found < least:
+            raise ValueError(f"data.{name}: found {found}, expected an integer >= {least}")
     dataset = f"dataset {config.dataset!r}"
-    if config.num_workers:
-        raise ValueError(
-            f"training.dataloader.num_workers: found {config.num_workers}, expected 0: {dataset} "
-            "is read in the training process"
-        )
     if config.dataset not in ("stdlib", *HUB_NAMES) and not config.dataset_path:
         raise ValueError(
             f"training.dataset_path: found none, expected a folder, file or glob for {dataset}"
@@ -193,7 +207,7 @@ def open_source(
         make = functools.partial(PackedStream, sequences, order, **shared)
         source = {"documents": sequences.digest()}
     elif config.dataset in ("documents", *HUB_NAMES):
-        files = find_files(config.dataset_path or HUB_NAMES[config.dataset], _hub(config))
+        files = _files(config)
         fields = ("text_field", "shuffle_buffer", "seed", "bad_rows")
         shared |= {name: getattr(config, name) for name in fields}
         make = functools.partial(BufferedStream, files, tokenizer, length=length, **shared)
@@ -201,6 +215,7 @@ def open_source(
             "documents": files.digest,
             "shuffle_buffer": config.shuffle_buffer,
             "text_field": config.text_field,
+            **_commit(files),
         }
     else:
         documents, order, source = _documents(config)
@@ -237,9 +252,10 @@ def _documents(config: Dataset) -> tuple[Documents, Order, dict[str, object]]:
         return documents, ShuffledOrder(len(documents), config.seed), {}
     # The field that every row must have, whatever the order.
     score_field = config.score_field or (None if config.order == "uniform" else "score")
-    files = find_files(str(config.dataset_path), _hub(config))
+    files = _files(config)
     pool = Pool(files, config.text_field, score_field, config.bad_rows)
     source: dict[str, object] = {"order": config.order, "text_field": config.text_field}
+    source |= _commit(files)
     if score_field is not None:
         source["score_field"] = score_field
     if config.order == "uniform":
@@ -247,8 +263,30 @@ def _documents(config: Dataset) -> tuple[Documents, Order, dict[str, object]]:
     return pool, SortedOrder(pool.scores(), descend=config.order == "descend"), source
 
 
-def _hub(config: Dataset) -> Hub:
-    return Hub(config.hub_config, config.split, config.revision)
+def _files(config: Dataset) -> Files:
+    """The files, of a dataset on the hub those that the first rank found.
+
+    The commit may change between two ranks' questions, and the hub limits the number of questions.
+    """
+    where = config.dataset_path or HUB_NAMES[config.dataset]
+    hub = Hub(config.hub_config, config.split, config.revision)
+    group = world_group()
+    if group is None or not is_on_hub(where):
+        return find_files(where, hub)
+    answer: dict[str, Any] = {}
+    if dist.get_rank(group) == 0:
+        try:
+            answer = {"files": dataclasses.asdict(find_files(where, hub))}
+        except Exception as error:  # which the others would wait for
+            answer = {"error": str(error)}
+    answer = json.loads(broadcast_text(json.dumps(answer), group))
+    if "error" in answer:
+        raise ValueError(answer["error"])
+    return Files(**{**answer["files"], "urls": tuple(answer["files"]["urls"])})
+
+
+def _commit(files: Files) -> dict[str, object]:
+    return {COMMIT: files.commit} if files.commit else {}
 
 
 def _warn_of_length(held: int, drawn: int) -> None:

@@ -20,6 +20,9 @@ if TYPE_CHECKING:  # the front door imports this file, and torchtitan takes seco
 Order = Callable[[int], Sequence[int]]
 """Document numbers in the order of an epoch."""
 
+Submit = Callable[[Callable[[], Any]], Callable[[], Any]]
+"""Has something done while its caller goes on, who then waits for the result by a call."""
+
 
 def permutation(size: int, *seeds: int) -> Sequence[int]:
     """Numbers ``0 .. size - 1`` in an order that ``seeds`` decide, the same on every machine."""
@@ -103,6 +106,7 @@ class DealtStream(abc.ABC):
     """
 
     _position: Position
+    _position_class: type[Position] = Position
 
     def __init__(self, number: int, num_streams: int, infinite: bool = True) -> None:
         self.number = number
@@ -143,13 +147,21 @@ class DealtStream(abc.ABC):
         """How many of ``size`` items are this stream's."""
         return len(range(self.number, size, self._num_streams))
 
-    def _parse(self, cls: type, state: str) -> Any:
+    def position_of(self, state: str) -> Any:
+        """The position that :meth:`state` gave.
+
+        Raises:
+            ValueError: If it is none.
+        """
         try:
-            return cls(**json.loads(state))
+            return self._position_class(**json.loads(state))
         except (TypeError, json.JSONDecodeError):
             raise ValueError(
                 f"stream_{self.number}: found {state!r}, expected a position"
             ) from None
+
+    def read_ahead(self, submit: Submit) -> None:  # noqa: B027 (of use to few)
+        """Have ``submit`` read what comes next, where that takes long; called before all else."""
 
     def _check_index(self, position: Position, size: int, items: str = "documents") -> None:
         lowest = 1 if position.leftover else 0
@@ -265,7 +277,7 @@ class Stream(PackedDocuments):
 
     def load_state(self, state: str) -> None:
         """Go to a position; see :meth:`DealtStream.load_state`."""
-        position = self._parse(Position, state)
+        position = self.position_of(state)
         self._check_index(position, self._num_mine(len(self._documents)))
         tokens: list[int] = []
         if position.leftover:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import torch
 import torchtitan.components.metrics as titan
 
-from amo_dist.distributed.agreement import world_group
+from amo_dist.distributed.agreement import control_device, max_over, world_group
 from amo_dist.engine.timing import slowest
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan_table import plan_table
@@ -81,6 +81,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._step_ended = self.time_last_log
         self._tokens_at_end = 0
         self._observed_step = 0
+        self._data_seconds: list[float] = []  # by step since the last log
 
     @property
     def optimizers(self) -> Any:
@@ -122,6 +123,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         clock = getattr(self.optimizers, "clock", None)
         # torchtitan has read the loss, which comes after the step: there is nothing to wait for.
         optimizer_seconds = 0.0 if clock is None else clock.take() / num_steps
+        data_seconds = self._take_data_seconds() / num_steps
         # torchtitan adds up what the ranks have seen, each with its own number in the checkpoint of
         # one: another number of ranks would go on from another sum.
         num_tokens = step * self._tokens_per_step
@@ -140,6 +142,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             "tokens_per_second": num_steps * self._tokens_per_step / seconds,
             "seconds_per_step": seconds / num_steps,
             "optimizer_seconds_per_step": optimizer_seconds,
+            "data_seconds_per_step": data_seconds,
             "peak_memory_bytes": peak_memory(),
             "observe_seconds": self._observe_seconds(report.metrics),
             "geometry_seconds": None if self._tracker is None else self._tracker.seconds,
@@ -148,6 +151,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             "optimizer": report.metrics,
         }
         extra_metrics["optimizer/seconds_per_step"] = optimizer_seconds
+        extra_metrics["data/seconds_per_step"] = data_seconds
         extra_metrics |= report.metrics
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         self._step_ended, self._tokens_at_end = self.time_last_log, 0
@@ -172,6 +176,11 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.time_last_log -= seconds
         self.ntokens_since_last_log = self._tokens_at_end
 
+    def note_commit(self, commit: str) -> None:
+        """Note the commit of a dataset on the hub in ``run.json``; before the first step."""
+        if commit:
+            self._config_dict["dataloader"]["revision"] = commit
+
     def close(self) -> None:
         """Close loggers and files."""
         super().close()
@@ -180,6 +189,18 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     def _end_step(self, *_: object) -> None:
         self._step_ended, self._tokens_at_end = time.perf_counter(), self.ntokens_since_last_log
+        self._data_seconds.append(sum(self.data_loading_times) - sum(self._data_seconds))
+
+    def _take_data_seconds(self) -> float:
+        """Seconds waited for data since the last log, in each step those of its slowest rank.
+
+        A collective over the world, at logged steps alone.
+        """
+        group = world_group()
+        nanoseconds = [round(seconds * 1e9) for seconds in self._data_seconds]
+        self._data_seconds = []
+        slowest = max_over(torch.tensor(nanoseconds, device=control_device(group)), group)
+        return float(slowest.sum().item()) / 1e9
 
     def _observe_seconds(self, figures: Mapping[str, float]) -> float | None:
         """Seconds of the slowest rank in the latest observation, if it was made since the last log.
@@ -240,5 +261,7 @@ def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
         parts += [f"{record['phase']:<11}", f"NS steps {counts}"]
     remaining = (num_steps - step) * record["seconds_per_step"]
     parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+    if (waits := record["data_seconds_per_step"]) >= 0.01 * record["seconds_per_step"]:
+        parts.append(f"waits {waits * 1e3:,.0f} ms a step for data")
     parts.append(f"{duration(remaining)} to go")
     return "  ".join(parts)

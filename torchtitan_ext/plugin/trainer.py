@@ -71,6 +71,8 @@ class StopRequest:
             for number, handler in previous.items():
                 signal.signal(number, handler)
             is_over.set()
+            # A process that reads ahead has a copy, which a close here would leave open.
+            outbox.shutdown(socket.SHUT_WR)
             outbox.close()
             thread.join()
             inbox.close()
@@ -194,6 +196,12 @@ class Trainer(titan.Trainer):
                 saves = self.checkpointer.enable and not self.checkpointer.load_only
                 what = "saved" if saves else "not saved: checkpoints are off"
                 progress.info("stopped at step %d, which is %s", self.step, what)
+
+    def batch_generator(self, data_iterable: Any) -> Any:
+        """Batches; once a checkpoint is loaded, which decides for a commit."""
+        if isinstance(data_iterable, Streams):
+            self.metrics_processor.note_commit(data_iterable.commit)
+        return super().batch_generator(data_iterable)
 
     def train_step(self, data_iterator: Any) -> None:
         """One step, during which all ranks agree on whether it is the last one."""

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchtitan_ext.data import rows, sources
+from torchtitan_ext.data import sources
 from torchtitan_ext.plugin import checks, models, settings
 from torchtitan_ext.tools.preflight_costs import Hardware
-from torchtitan_ext.tools.preflight_here import hub_name, loaders
 from torchtitan_ext.tools.preflight_memory import (
     check_memory,
     checkpoint_sizes,
@@ -140,14 +139,6 @@ def _check_batch(config: Any, num_data_ranks: int) -> None:
 def _check_timeouts(config: Any, size: int, disk_gb_per_s: float) -> None:
     """What ranks wait for one another through must end before they give one another up."""
     timeout = config.comm.train_timeout_seconds
-    retries = sum(2.0**failure for failure in range(1, rows.RETRIES + 1))
-    from_hub = [one for _, one in loaders(config) if hub_name(one) is not None]
-    if from_hub and timeout <= retries:
-        raise ValueError(
-            f"comm.train_timeout_seconds: found {timeout}, expected more than the "
-            f"{retries:.0f} s for which a broken connection to the hub is tried again "
-            f"(dataset {from_hub[0].dataset!r})"
-        )
     waits = config.checkpoint.enable and config.checkpoint.async_mode == "disabled"
     if waits and timeout <= (seconds := size / (disk_gb_per_s * 1e9)):
         raise ValueError(

@@ -2,7 +2,8 @@
 
 Documents are packed in the order of the files, an end token after each, and what does not fill the
 last sequence is dropped; training shuffles sequences. A killed run goes on after its last shard
-when it is started again. ``--part 3/16`` does one of sixteen parts, which may run side by side.
+when it is started again. ``--part 3/16`` does one of sixteen parts, which may run side by side: of
+a dataset on the hub all from the commit of the first.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any
 
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext.data.files import Files, Hub, find_files
-from torchtitan_ext.data.packed import INDEX, Index, read_index, write_index, write_shard
+from torchtitan_ext.data.packed import COMMIT, INDEX, Index, read_index, write_index, write_shard
 from torchtitan_ext.data.rows import BadRows, deal, read_parts, texts
 from torchtitan_ext.differences import differences
 
@@ -106,6 +107,8 @@ def tokenize(
     folder.mkdir(parents=True, exist_ok=True)
     settings = settings_of(files, tokenizer, options)
     index = read_index(folder) or Index(settings)
+    if COMMIT not in index.settings:  # of before, or of files that have none
+        settings.pop(COMMIT, None)
     if changed := differences(index.settings, settings):
         raise ValueError(f"{folder / INDEX}: was made with other settings ({'; '.join(changed)})")
     yield index.num_sequences, index
@@ -133,7 +136,15 @@ def settings_of(files: Files, tokenizer: Any, options: Options) -> dict[str, Any
         "text_field": options.text_field,
         "part": options.part,
         "num_parts": options.num_parts,
+        **({COMMIT: files.commit} if files.commit else {}),
     }
+
+
+def commit_of(output: Path) -> str:
+    """Commit of the hub that the parts in a folder are made from; empty where none names one."""
+    found = [read_index(path.parent) for path in sorted(output.glob(f"*/{INDEX}"))]
+    commits = [str(index.settings.get(COMMIT, "")) for index in found if index is not None]
+    return next(filter(None, commits), "")
 
 
 def part_of(text: str) -> tuple[int, int]:
@@ -170,7 +181,7 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument("--part", default="0/1", metavar="I/N", help="one of N parts, from 0")
     parser.add_argument("--hub-config", default="", help="subset of a hub dataset")
     parser.add_argument("--split", default="train", help="split of a hub dataset (train)")
-    parser.add_argument("--revision", default="", help="commit of a hub dataset")
+    parser.add_argument("--revision", default="", help="commit of a hub dataset (that of DIR)")
     parser.set_defaults(run=_run)
 
 
@@ -185,7 +196,8 @@ def _run(args: argparse.Namespace) -> int:
     if args.tokenizer != "byte" and not args.tokenizer_path:
         raise ValueError(f"--tokenizer-path: found none, expected one for {args.tokenizer!r}")
     part, num_parts = part_of(args.part)
-    files = find_files(args.source, Hub(args.hub_config, args.split, args.revision))
+    revision = args.revision or commit_of(args.output)
+    files = find_files(args.source, Hub(args.hub_config, args.split, revision))
     tokenizer = make_tokenizer(args.tokenizer, args.tokenizer_path, args.eos_token)
     options = Options(
         length=args.seq_len + 1,

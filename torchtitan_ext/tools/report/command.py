@@ -312,6 +312,7 @@ def _cost_table(runs: Sequence[Run]) -> Table:
                 one.label,
                 _milliseconds(found.step_seconds),
                 _milliseconds(found.optimizer_seconds),
+                _milliseconds(found.data_seconds),
                 speed,
                 memory,
                 _milliseconds(found.observe_seconds),
@@ -322,15 +323,17 @@ def _cost_table(runs: Sequence[Run]) -> Table:
         "run",
         "step (ms)",
         "optimizer (ms)",
+        "waits for data (ms)",
         "tokens/s",
         "peak memory (MiB)",
         "an observation (ms)",
         "a tracked step (ms)",
     ]
     note = (
-        "Medians over the logged steps after the first. Peak memory is that of the logging rank: "
-        "of its GPU, without one of its whole process. Observation and tracking are apart: what "
-        "one of them adds to the step that has it (measuring; gathering wider is not in it)."
+        "Medians over the logged steps after the first; of waits for data the mean, in each step "
+        "those of its slowest rank. Peak memory is that of the logging rank: of its GPU, without "
+        "one of its whole process. Observation and tracking are apart: what one of them adds to "
+        "the step that has it (measuring; gathering wider is not in it)."
     )
     return Table(header, rows, note)
 

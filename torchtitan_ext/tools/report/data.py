@@ -281,11 +281,13 @@ def _registry(run: Run) -> list[MatrixInfo]:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Cost:
-    """Medians over the logged steps, but for the peak; None where nothing was recorded."""
+    """Medians over the logged steps, but for peak and data; None where nothing was recorded."""
 
     step_seconds: float | None
     optimizer_seconds: float | None
     """Observation and tracking included, in the steps that have them."""
+    data_seconds: float | None
+    """Mean over the steps, which have long waits and none: of the slowest rank in each."""
     tokens_per_second: float | None
     peak_memory: float | None
     """Bytes."""
@@ -305,6 +307,7 @@ def cost(run: Run) -> Cost:
     return Cost(
         median("seconds_per_step"),
         median(costs.OPTIMIZER_SECONDS),
+        costs.mean_of(run.metrics, "data_seconds_per_step"),
         median("tokens_per_second"),
         costs.peak_memory(records),
         median("observe_seconds"),
