@@ -13,13 +13,13 @@ from pathlib import Path
 import pytest
 
 from amo_dist.config import AMOConfig, MuonConfig
+from tests.examples import ROOT, code_blocks
 
 with warnings.catch_warnings():
     # torchtitan compiles a module on import, and a part of torch that this needs is deprecated.
     warnings.simplefilter("ignore")
     from torchtitan_ext.cli import build_parser
 
-ROOT = Path(__file__).resolve().parent.parent
 README = ROOT / "README.md"
 DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 CONFIGS = (MuonConfig, AMOConfig)
@@ -111,10 +111,6 @@ def test_every_command_says_what_it_does() -> None:
 
 def test_readme_stays_short() -> None:
     assert len(README.read_text().splitlines()) <= 450
-
-
-def code_blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def paths(text: str) -> set[str]:

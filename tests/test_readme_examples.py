@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
-import shlex
 import signal
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +11,9 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.test_docs import README, code_blocks
+from tests.examples import ROOT, assert_same, blocks, examples, run
+
+DOCUMENTS = ("README.md", "CONTRIBUTING.md")
 
 # Runs the script that it is given, but ends the process when a checkpoint has all its tensors and
 # not yet its metadata: the worst moment.
@@ -41,42 +39,9 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
-def blocks() -> list[str]:
-    """The Python blocks of both documents."""
-    documents = (README, README.with_name("CONTRIBUTING.md"))
-    return [text for path in documents for text in code_blocks(path.read_text(), "python")]
-
-
-def examples() -> dict[str, tuple[list[str], str]]:
-    """By file name, the command in the first line of a Python block, and its text."""
-    found = {}
-    for text in blocks():
-        if not text.startswith("# "):
-            continue
-        command = shlex.split(text.splitlines()[0].removeprefix("# "))
-        found[command[-1]] = (command, text)
-    return found
-
-
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    """Run ``command`` as a user would in this environment, warnings as errors."""
-    environment = {
-        **os.environ,
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        "PYTHONPATH": str(README.parent),
-        "PYTHONWARNINGS": "error",
-        "OMP_NUM_THREADS": "1",
-        "CUDA_VISIBLE_DEVICES": "",
-        "HF_HUB_OFFLINE": "1",
-    }
-    return subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
-    )
-
-
 def run_example(name: str, folder: Path) -> str:
     """Write the example into ``folder``, run it, and return what it printed."""
-    command, text = examples()[name]
+    command, text = examples(DOCUMENTS)[name]
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(text)
     done = run(command, folder)
@@ -85,13 +50,13 @@ def run_example(name: str, folder: Path) -> str:
 
 
 def test_every_example_is_tested_here() -> None:
-    assert sum(text.startswith("# ") for text in blocks()) == len(examples())
+    assert sum(text.startswith("# ") for text in blocks(DOCUMENTS)) == len(examples(DOCUMENTS))
     in_readme = {"fsdp2.py", "single.py", "ddp.py", "huggingface.py", "train.py"}
-    assert set(examples()) == {*in_readme, "trust.py"}
+    assert set(examples(DOCUMENTS)) == {*in_readme, "trust.py"}
 
 
 def test_the_page_about_an_optimizer_of_ones_own_is_short() -> None:
-    text = README.with_name("CONTRIBUTING.md").read_text()
+    text = (ROOT / "CONTRIBUTING.md").read_text()
     page = text.split("## An optimizer of your own\n")[1].split("\n## ")[0]
     assert len(page.strip().splitlines()) < 40  # and its heading
 
@@ -104,7 +69,7 @@ def test_an_optimizer_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_the_short_example_is_short() -> None:
-    _, text = examples()["fsdp2.py"]
+    _, text = examples(DOCUMENTS)["fsdp2.py"]
     code = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert len(code) <= 12
 
@@ -134,21 +99,6 @@ def newest_state(folder: Path) -> Any:
     return torch.load(whole, weights_only=False)
 
 
-def assert_same(found: Any, expected: Any, where: str = "") -> None:
-    if isinstance(expected, torch.Tensor):
-        assert torch.equal(found, expected), where
-    elif isinstance(expected, dict):
-        assert list(found) == list(expected), where
-        for key in expected:
-            assert_same(found[key], expected[key], f"{where}/{key}")
-    elif isinstance(expected, list):
-        assert len(found) == len(expected), where
-        for index, pair in enumerate(zip(found, expected, strict=True)):
-            assert_same(*pair, f"{where}/{index}")
-    else:
-        assert found == expected, where
-
-
 @pytest.mark.slow
 def test_checkpoints_killed_inside_a_save_and_resumed(tmp_path: Path) -> None:
     undisturbed = run_example("train.py", tmp_path / "undisturbed").splitlines()
@@ -157,7 +107,7 @@ def test_checkpoints_killed_inside_a_save_and_resumed(tmp_path: Path) -> None:
 
     folder = tmp_path / "killed"
     folder.mkdir()
-    command, text = examples()["train.py"]
+    command, text = examples(DOCUMENTS)["train.py"]
     (folder / "train.py").write_text(text)
     (folder / "killer.py").write_text(KILLER)
     killed = run([*command[:-1], "killer.py", "train.py", "step-000018"], folder)

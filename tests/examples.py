@@ -1,0 +1,71 @@
+"""Python blocks of the documents: found, run as printed, and compared."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def code_blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def blocks(documents: Iterable[str]) -> list[str]:
+    """The Python blocks of documents, by their paths."""
+    texts = [(ROOT / document).read_text() for document in documents]
+    return [block for text in texts for block in code_blocks(text, "python")]
+
+
+def examples(documents: Iterable[str]) -> dict[str, tuple[list[str], str]]:
+    """By file name, the command in the first line of a Python block, and the block."""
+    found = {}
+    for text in blocks(documents):
+        if not text.startswith("# "):
+            continue
+        command = shlex.split(text.splitlines()[0].removeprefix("# "))
+        (name,) = [word for word in command if word.endswith(".py")]
+        found[name] = (command, text)
+    return found
+
+
+def run(
+    command: list[str], folder: Path, *, warnings: str = "error"
+) -> subprocess.CompletedProcess[str]:
+    """Run ``command`` as a user would in this environment, warnings as errors."""
+    environment = {
+        **os.environ,
+        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
+        "PYTHONPATH": str(ROOT),
+        "PYTHONWARNINGS": warnings,
+        "OMP_NUM_THREADS": "1",
+        "CUDA_VISIBLE_DEVICES": "",
+        "HF_HUB_OFFLINE": "1",
+    }
+    return subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300
+    )
+
+
+def assert_same(found: Any, expected: Any, where: str = "") -> None:
+    if isinstance(expected, torch.Tensor):
+        assert torch.equal(found, expected), where
+    elif isinstance(expected, dict):
+        assert list(found) == list(expected), where
+        for key in expected:
+            assert_same(found[key], expected[key], f"{where}/{key}")
+    elif isinstance(expected, list):
+        assert len(found) == len(expected), where
+        for index, pair in enumerate(zip(found, expected, strict=True)):
+            assert_same(*pair, f"{where}/{index}")
+    else:
+        assert found == expected, where

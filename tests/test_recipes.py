@@ -1,0 +1,181 @@
+"""Recipes for trainers run as printed in docs/recipes.md, and resume to the last bit.
+
+Each is skipped where its trainer is not installed: ``pip install -e '.[recipes]'``.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.examples import ROOT, assert_same, blocks, code_blocks, examples, run
+
+PAGE = "docs/recipes.md"
+STEPS, STEPS_AN_EPOCH = 12, 6
+MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
+
+# What of the last checkpoint is compared, and the packages that the recipe needs.
+SAVED: dict[str, tuple[str, ...]] = {
+    "plain.py": ("saved.pt",),
+    "accelerate_ddp.py": (f"saved/{MODEL}", "saved/optimizer.bin"),
+    "accelerate_fsdp2.py": ("saved/pytorch_model_fsdp_0", "saved/optimizer_0"),
+    "trainer.py": (MODEL, OPTIMIZER, "scheduler.pt"),
+    "peft_lora.py": ("adapter_model.safetensors", OPTIMIZER, "scheduler.pt"),
+    "lightning_ddp.py": ("saved/last.ckpt",),
+    "lightning_fsdp2.py": ("saved/last.ckpt",),
+    "fabric_ddp.py": ("saved",),
+    "fabric_fsdp2.py": ("saved",),
+}
+NEEDS = {
+    "accelerate": ("accelerate", "transformers"),
+    "fabric": ("lightning", "transformers"),
+    "lightning": ("lightning", "transformers"),
+    "peft": ("accelerate", "peft", "transformers"),
+    "plain": ("transformers",),
+    "trainer": ("accelerate", "transformers"),
+}
+TRAINERS = ("trainer.py", "peft_lora.py")
+"""They keep a checkpoint of every epoch, print rounded losses and plan rates for all epochs."""
+FSDP2_ON_CPU = """\
+import runpy
+import sys
+
+from accelerate.state import AcceleratorState, PartialState
+from accelerate.utils import DistributedType
+
+init = AcceleratorState.__init__
+
+
+def with_fsdp2(self, *args, fsdp_plugin=None, **kwargs):
+    init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
+    if fsdp_plugin is not None:
+        self.fsdp_plugin = fsdp_plugin
+        self.distributed_type = DistributedType.FSDP
+        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+AcceleratorState.__init__ = with_fsdp2
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+"""Runs a script with Accelerate's FSDP2, which it would else pass over on CPUs."""
+ON_TWO_RANKS = ["torchrun", "--standalone", "--nproc-per-node", "2"]
+
+
+def losses(printed: str) -> list[float]:
+    """Of one rank or one voice, in order."""
+    if "{'loss'" in printed:
+        return [float(found) for found in re.findall(r"\{'loss': '([\d.]+)'", printed)]
+    return [float(found) for found in re.findall(r"^\d+ \w+ (\d\.\d+)$", printed, re.MULTILINE)]
+
+
+def phases(printed: str) -> list[tuple[str, str]]:
+    """Each step with its phase; of `Trainer` the last one alone."""
+    return re.findall(r"(\d+) (observation|transition|locked)", printed)
+
+
+def prepare(name: str, folder: Path) -> list[str]:
+    """Write a recipe into a folder, and return its command without the number of epochs."""
+    for package in NEEDS[re.split(r"[_.]", name)[0]]:
+        pytest.importorskip(package)
+    folder.mkdir()
+    (small,) = [text for text in blocks([PAGE]) if "epochs = int(sys.argv[1])" in text]
+    (folder / "small.py").write_text(small)
+    command, text = examples([PAGE])[name]
+    (folder / name).write_text(text)
+    assert command[-2:] == [name, "2"]
+    if name == "accelerate_fsdp2.py":
+        (folder / "fsdp2_on_cpu.py").write_text(FSDP2_ON_CPU)
+        return [*command[:-2], "fsdp2_on_cpu.py", name]
+    return command[:-1]
+
+
+def train(command: list[str], folder: Path, epochs: int) -> str:
+    """What the command prints. Its trainer may warn, but of nothing in `amo_dist`."""
+    done = run([*command, str(epochs)], folder, warnings="default")
+    assert done.returncode == 0, done.stderr
+    assert not re.search(r"amo_dist/\S+\.py:\d+: \w*Warning", done.stderr), done.stderr
+    return done.stdout
+
+
+def saved(path: Path, scratch: Path) -> Any:
+    """A checkpoint: a folder of torch.distributed.checkpoint, safetensors, or a file of torch."""
+    if path.is_dir():
+        dcp_to_torch_save(path, scratch)
+        return torch.load(scratch, weights_only=False)
+    if path.suffix == ".safetensors":
+        from safetensors.torch import load_file
+
+        return load_file(path)
+    state = torch.load(path, weights_only=False)
+    if path.suffix == ".ckpt":  # whose callbacks hold paths
+        return {key: state[key] for key in ("state_dict", "optimizer_states")}
+    return state
+
+
+def check(name: str, command: list[str], interrupted: Path, whole: Path) -> None:
+    """Train without interruption and with one, and compare all that the two leave."""
+    undisturbed = train(command, whole, 2)
+    expected = losses(undisturbed)
+    # Both ranks print under the Trainer.
+    assert len(expected) in (STEPS, 2 * STEPS) if name in TRAINERS else len(expected) == STEPS
+    assert phases(undisturbed)[-1] == (str(STEPS), "locked")
+    # From a guess among 64 tokens, ln(64) = 4.16: anything that learns gets below it.
+    assert expected[-1] < expected[0] - 0.2
+
+    kept = Path()
+    if name in TRAINERS:
+        kept = Path("saved", f"checkpoint-{STEPS}")
+        first = Path("saved", f"checkpoint-{STEPS_AN_EPOCH}")
+        shutil.copytree(whole / first, interrupted / first)
+    else:
+        assert losses(train(command, interrupted, 1)) == expected[:STEPS_AN_EPOCH]
+    resumed = train(command, interrupted, 2)
+    assert losses(resumed) == expected[len(expected) // 2 :]
+    assert phases(resumed)[-1] == (str(STEPS), "locked")
+    for path in SAVED[name]:
+        states = [saved(each / kept / path, each / "whole.pt") for each in (interrupted, whole)]
+        assert_same(*states, where=path)
+
+
+def test_every_recipe_is_tested_here() -> None:
+    assert set(examples([PAGE])) == set(SAVED)
+    assert len(blocks([PAGE])) == len(SAVED) + 1
+
+
+@pytest.mark.parametrize("name", SAVED)
+def test_a_recipe_is_short(name: str) -> None:
+    _, text = examples([PAGE])[name]
+    lines = [line for line in text.splitlines() if line and not line.startswith("#")]
+    imports = ("import ", "from ")
+    assert len([line for line in lines if not line.startswith(imports)]) <= 18
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SAVED)
+def test_a_recipe_trains_and_resumes_to_the_last_bit(name: str, tmp_path: Path) -> None:
+    command, _ = [prepare(name, tmp_path / each) for each in ("interrupted", "whole")]
+    check(name, command, tmp_path / "interrupted", tmp_path / "whole")
+
+
+@pytest.mark.slow
+def test_the_trainer_under_ddp(tmp_path: Path) -> None:
+    name = "trainer.py"
+    for each in ("interrupted", "whole"):
+        prepare(name, tmp_path / each)
+    command = [*ON_TWO_RANKS, name]
+    assert " ".join([*command, "2"]) in (ROOT / PAGE).read_text()
+    check(name, command, tmp_path / "interrupted", tmp_path / "whole")
+
+
+def test_the_printed_command_installs_an_extra_that_exists() -> None:
+    (install, test) = code_blocks((ROOT / PAGE).read_text(), "bash")[0].strip().splitlines()
+    assert install.startswith("pip install -e '.[recipes]'")
+    assert re.search(r"^recipes = \[", (ROOT / "pyproject.toml").read_text(), re.MULTILINE)
+    assert (ROOT / test.split()[-1]).exists()
