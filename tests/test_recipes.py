@@ -32,14 +32,8 @@ SAVED: dict[str, tuple[str, ...]] = {
     "fabric_ddp.py": ("saved",),
     "fabric_fsdp2.py": ("saved",),
 }
-NEEDS = {
-    "accelerate": ("accelerate", "transformers"),
-    "fabric": ("lightning", "transformers"),
-    "lightning": ("lightning", "transformers"),
-    "peft": ("accelerate", "peft", "transformers"),
-    "plain": ("transformers",),
-    "trainer": ("accelerate", "transformers"),
-}
+NEEDS = ("accelerate", "lightning", "peft", "transformers")
+"""The extra ``recipes``; a plain loop needs the last alone."""
 TRAINERS = ("trainer.py", "peft_lora.py")
 """They keep a checkpoint of every epoch, print rounded losses and plan rates for all epochs."""
 FSDP2_ON_CPU = """\
@@ -82,7 +76,7 @@ def phases(printed: str) -> list[tuple[str, str]]:
 
 def prepare(name: str, folder: Path) -> list[str]:
     """Write a recipe into a folder, and return its command without the number of epochs."""
-    for package in NEEDS[re.split(r"[_.]", name)[0]]:
+    for package in NEEDS[-1:] if name == "plain.py" else NEEDS:
         pytest.importorskip(package)
     folder.mkdir()
     (small,) = [text for text in blocks([PAGE]) if "epochs = int(sys.argv[1])" in text]

@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ with warnings.catch_warnings():
     from torchtitan_ext.plugin.metrics import progress_line
 
 from torchtitan_ext import cli
-from torchtitan_ext.plugin.run_files import RunFiles, read_records, require_unlocked
+from torchtitan_ext.plugin.run_files import RunFiles, lock, read_records, require_unlocked
 from torchtitan_ext.tools import quickstart
 from torchtitan_ext.tools.runs import RunFolder, changes
 
@@ -218,3 +220,19 @@ def test_the_front_door_tells_mistakes_in_one_line(
     error = capsys.readouterr().err
     assert message in error
     assert error.count("\n") == 1
+
+
+def test_a_forked_process_does_not_share_the_claim(tmp_path: Path) -> None:
+    held, (reads, tells) = lock(tmp_path), os.pipe()
+    child = os.fork()
+    if not child:
+        os.write(tells, b"x")  # it runs Python by now, and has let go
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert os.read(reads, 1) == b"x"
+        held.close()
+        lock(tmp_path).close()
+    finally:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)

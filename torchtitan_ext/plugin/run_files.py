@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import json
 import logging
 import math
 import os
 import re
+import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, TextIO
@@ -33,7 +35,8 @@ COMPLETE_FILES = (".metadata", "model.safetensors.index.json")
 def lock(folder: Path) -> TextIO:
     """Claim a dump folder; the claim ends with the process, or when the result is closed.
 
-    Two runs in one folder would mix their checkpoints.
+    Two runs in one folder would mix their checkpoints. Forked processes, which read data ahead and
+    may end later, do not share the claim.
 
     Args:
         folder: Exists.
@@ -66,7 +69,14 @@ def lock(folder: Path) -> TextIO:
     file.truncate()
     file.write(f"{os.getpid()}\n")
     file.flush()
+    os.register_at_fork(after_in_child=functools.partial(_let_go, weakref.ref(file)))
     return file
+
+
+def _let_go(reference: weakref.ref[TextIO]) -> None:
+    file = reference()
+    if file is not None:
+        file.close()
 
 
 def require_unlocked(folder: Path) -> None:
