@@ -19,7 +19,7 @@ from torch.distributed.checkpoint import state_dict as dcp_state
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from amo_dist import AMO, AMOConfig, Fused, param_groups
+from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.kernels.interface import Orthogonalizer
 from tests.distributed.harness import Ranks
 
@@ -105,20 +105,12 @@ def test_a_family_is_classified_and_trains(family: str, capsys: pytest.CaptureFi
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_stacked_experts_need_a_pattern() -> None:
-    """Transformers 5 stacks gate and up of all experts; which half is which, no shape can tell."""
+def test_stacked_experts_are_known() -> None:
+    """Transformers 5 stacks gate and up of all experts; `down_proj` tells which dim has both."""
     config = transformers.MixtralConfig(**SIZES, num_local_experts=3)
     torch.manual_seed(0)
     model = transformers.MixtralForCausalLM(config)
-    with pytest.raises(ValueError, match=r"experts\.gate_up_proj: found a matrix"):
-        param_groups(model)
-
-    size = SIZES["intermediate_size"]
-    patterns = {
-        r".*experts\.gate_up_proj": Fused((("expert_gate", size), ("expert_up", size))),
-        r".*experts\.down_proj": "expert_down",
-    }
-    groups = param_groups(model, patterns=patterns)
+    groups = param_groups(model)
     types = Counter(kind for kinds in types_by_name(groups).values() for kind in kinds)
     for kind in ("expert_gate", "expert_up", "expert_down"):
         assert types[kind] == 3 * NUM_LAYERS
@@ -173,7 +165,7 @@ def test_lora_alone_needs_a_pattern() -> None:
     groups = param_groups(model)
     assert [group["algorithm"] for group in groups] == ["adamw"]
     # Not in silence: who asks for AMO and has nothing to orthogonalize made a mistake.
-    with pytest.raises(ValueError, match="at least one matrix"):
+    with pytest.raises(ValueError, match="found no matrix among 8 parameters"):
         train(model, AMO(groups, lr=1e-2, config=CONFIG), 1, tokens(3))
 
     groups = param_groups(model, patterns={r".*lora_A.*": "lora_a", r".*lora_B.*": "lora_b"})

@@ -199,6 +199,10 @@ def test_load_and_traffic_are_those_of_the_simulation() -> None:
         assert step["sent_across"]["most"] == row["traffic"]["greatest_across"]
         total = step["sent_across"]["mean"] + step["sent_within"]["mean"]
         assert total == pytest.approx(row["traffic"]["mean"], rel=1e-12)
+    for row in simulate(registry, after, 32):
+        if row["schedule"] == "locked":
+            expected = row["load"]["greatest"] / row["load"]["mean"]
+            assert found["step"]["imbalance"][row["ownership"]] == pytest.approx(expected)
 
 
 def test_traffic_agrees_with_the_closed_form_for_even_shards() -> None:
@@ -419,7 +423,7 @@ def test_the_text_tells_figures_and_assumptions(capsys: pytest.CaptureFixture[st
         "attn_q",
         "tok_embeddings.weight",
         "33.97 billion tokens",
-        "locked",
+        "locked: 1.143 by round_robin, 1.015 by balanced",
         "this run was not measured",
         "the paper measured 191 ms",
         "the paper measured 9.47 s",

@@ -358,6 +358,7 @@ def _add_seconds(
         "ownership": world.config.ownership,
         "before": dataclasses.asdict(before),
         "after": dataclasses.asdict(after),
+        "imbalance": costs.imbalance_by_ownership(world, steps[1]),
     }
     report["time"].update(optimizer_before=before.seconds, optimizer_after=after.seconds)
     samples = _samples(config, world.registry)

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import MatrixLayout
-from amo_dist.distributed.ownership import Job, Teams, assign, load_by_rank
+from amo_dist.distributed.ownership import Job, Teams, assign, imbalance, load_by_rank
 from amo_dist.distributed.plan import Bucket, Transfer, count_elements, plan_exchange
 from amo_dist.distributed.relays import relay
 from amo_dist.kernels.sigma_min import SMALL
@@ -27,7 +27,7 @@ from amo_dist.kernels.spectra import ell_and_spectrum
 from amo_dist.schedule.schedule_file import read_toml
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.ledger import reduced_by_rank, sent_by_rank
-from amo_dist.tools.simulate import flops_by_matrix
+from amo_dist.tools.simulate import OWNERSHIPS, flops_by_matrix
 
 HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
 
@@ -274,6 +274,17 @@ def step_cost(world: World, steps: Mapping[str, int], hardware: Hardware) -> Ste
         elementwise_seconds=world.elementwise_bytes
         / (hardware.hbm_tb_per_s * 1e12 * hardware.hbm_efficiency),
     )
+
+
+def imbalance_by_ownership(world: World, steps: Mapping[str, int]) -> dict[str, float]:
+    """Greatest load of a rank over the mean of all, for each way of dealing matrices."""
+    costs = flops_by_matrix(world.registry, steps)
+    found: dict[str, float] = {}
+    for ownership in OWNERSHIPS:
+        config = dataclasses.replace(world.config, ownership=ownership)
+        jobs = deal(dataclasses.replace(world, config=config), steps)
+        found[ownership] = imbalance(jobs, costs, world.num_ranks)
+    return found
 
 
 def _num_collectives(world: World, steps: Mapping[str, int]) -> int:

@@ -99,7 +99,12 @@ def _step(report: Mapping[str, Any]) -> list[str]:
             rows.append([f"{phase} the lock: {title}", *spread])
     lines += _table(["", "least", "mean", "most"], rows)
     owners = " and ".join(str(step[phase]["num_owners"]) for phase in ("before", "after"))
-    return [*lines, f"  ranks that own a matrix, before and after: {owners}"]
+    told = (f"{ratio:.3f} by {name}" for name, ratio in step["imbalance"].items())
+    return [
+        *lines,
+        f"  ranks that own a matrix, before and after: {owners}",
+        f"  work of the busiest rank over the mean, locked: {', '.join(told)}",
+    ]
 
 
 def _memory(report: Mapping[str, Any]) -> list[str]:
