@@ -34,6 +34,13 @@ def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if "0x" not in json.dumps(value)}
 
 
+def of_then(control: str, recorded: str) -> str:
+    """A control state without the settings that there were not yet when another was recorded."""
+    record, known = json.loads(control), json.loads(recorded)["config"]
+    record["config"] = {name: record["config"][name] for name in known}
+    return json.dumps(record, sort_keys=True, separators=(",", ":"))
+
+
 @pytest.mark.parametrize(
     ("name", "is_exact"),
     [
@@ -58,6 +65,7 @@ def test_a_run_has_the_digits_of_old(
     found = summary(titan.run(job(model, layout, ns_dtype, tmp_path)))
     found["tensors"] = {old_name(key): one for key, one in found["tensors"].items()}
     expected = RECORDED[name]
+    found["control"] = of_then(found["control"], expected["control"])
     if is_exact and IS_SAME_MACHINE:
         assert found == expected
         return
@@ -92,7 +100,7 @@ def test_an_old_checkpoint_goes_on_as_if_nothing_had_changed(
         assert found["losses"] == expected["losses"][step:]
         assert found["grad_norms"] == expected["grad_norms"][step:]
         assert found["schedules"] == expected["schedules"][step:]
-        assert found["control"] == expected["control"]
+        assert of_then(found["control"], expected["control"]) == expected["control"]
         assert {old_name(key): one for key, one in found["tensors"].items()} == expected["tensors"]
 
 
