@@ -197,7 +197,10 @@ def fail_to_plan(rank: int, world_size: int, error: type[Exception]) -> str:
     ("error", "elsewhere"),
     [
         (ValueError, "ValueError: budget: found 3, expected more"),
-        (ZeroDivisionError, "RuntimeError: planning failed on rank 0: ZeroDivisionError: budget"),
+        (
+            ZeroDivisionError,
+            "RuntimeError: planning failed on the first rank: ZeroDivisionError: budget",
+        ),
     ],
 )
 def test_a_plan_that_fails_on_one_rank_fails_on_all(

@@ -277,7 +277,10 @@ def test_a_mistake_is_told_as_without_workers(tmp_path: Path) -> None:
 
 
 def workers() -> list[int]:
-    return sorted(process.pid or 0 for process in multiprocessing.active_children())
+    """Those that are forked: ranks of other tests are not."""
+    forked = multiprocessing.get_context("fork").Process
+    children = multiprocessing.active_children()
+    return sorted(process.pid or 0 for process in children if isinstance(process, forked))
 
 
 def test_a_killed_process_is_an_error(tmp_path: Path) -> None:
