@@ -221,6 +221,18 @@ def test_damage_that_another_rank_finds_counts(
     assert asked == [(0, 2), (0, 2)]
 
 
+@pytest.mark.parametrize(("name", "verify"), [("step-10", False), ("elsewhere", True)])
+def test_what_was_verified_is_not_read_twice(
+    manager: Any, monkeypatch: pytest.MonkeyPatch, name: str, verify: bool
+) -> None:
+    told: list[bool] = []
+    monkeypatch.setattr(checkpoints.old_checkpoints, "load", lambda *_, verify: told.append(verify))
+    manager.states["model"] = SimpleNamespace(load_state_dict=lambda _: None)
+    manager._latest_step = 10
+    manager.dcp_load({}, str(Path(manager.folder) / name), from_hf=False, from_quantized=False)
+    assert told == [verify]
+
+
 def test_what_left_out_an_update_is_not_saved(
     manager: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -108,7 +108,8 @@ class CheckpointManager(titan.CheckpointManager):
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
-        old_checkpoints.load(state_dict, checkpoint_id)
+        is_verified = checkpoint_id == self._create_checkpoint_id(self._latest_step)
+        old_checkpoints.load(state_dict, checkpoint_id, verify=not is_verified)
         self.states[titan.MODEL].load_state_dict(state_dict)
 
     def dcp_save(

@@ -24,19 +24,21 @@ def old_name(key: str) -> str:
     return key
 
 
-def load(state_dict: dict[str, Any], checkpoint_id: str) -> None:
+def load(state_dict: dict[str, Any], checkpoint_id: str, *, verify: bool = True) -> None:
     """Load a checkpoint in place; what it lacks is looked for under its older name.
 
     Args:
         state_dict: As for ``torch.distributed.checkpoint.load``.
         checkpoint_id: The folder of the checkpoint.
+        verify: Whether to compare its checksums, which reads all of it.
 
     Raises:
         ValueError: On every rank, if the checkpoint lacks something under both names, is damaged,
             or would run code.
     """
     try:
-        dcp_load(state_dict, storage_reader=CheckpointReader(checkpoint_id), planner=_Planner())
+        reader = CheckpointReader(checkpoint_id, verify=verify)
+        dcp_load(state_dict, storage_reader=reader, planner=_Planner())
     except CheckpointException as error:
         for cause, _ in error.failures.values():
             if isinstance(cause, _MissingError):
