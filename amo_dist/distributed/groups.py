@@ -45,11 +45,11 @@ def replica_ranks(given: Given) -> list[int]:
     if isinstance(given, DeviceMesh):
         return [int(rank) for rank in given.mesh.flatten().tolist()]
     if given is None:
-        return [_rank()]
+        return [this_rank()]
     if not isinstance(given, dist.ProcessGroup):
         raise ValueError(
-            f"process_group: found {given!r} on rank {_rank()}, expected a process group with this "
-            "rank in it, or a mesh"
+            f"process_group: found {given!r} on rank {this_rank()}, expected a process group with "
+            "this rank in it, or a mesh"
         )
     return dist.get_process_group_ranks(given)
 
@@ -126,12 +126,12 @@ class Membership:
         is_whole = _is_whole(self.ranks)
         num_groups = 0 if is_whole or not of_all else _most_groups([world])
         for ranks in of_all:
-            is_member = _rank() in ranks
+            is_member = this_rank() in ranks
             if is_whole:
                 made = dist.new_group(list(ranks))
             else:
                 # The others make one of their own, so that each goes on with as many.
-                made = _make_alone(ranks if is_member else (_rank(),), num_groups)
+                made = _make_alone(ranks if is_member else (this_rank(),), num_groups)
                 num_groups += 1
             if is_member:
                 known[ranks] = made
@@ -144,7 +144,7 @@ class Membership:
             "rank %d has waited %g s for ranks %s, the world of its optimizer, to take their first "
             "step or to load a state; where others train than these, pass process_group to it"
         )
-        told = (text, _rank(), _PATIENCE, list(self.ranks))
+        told = (text, this_rank(), _PATIENCE, list(self.ranks))
         timer = threading.Timer(_PATIENCE, logger.warning, told)
         timer.daemon = True
         timer.start()
@@ -206,7 +206,7 @@ def _make_alone(ranks: Ranks, num_groups: int) -> dist.ProcessGroup:
             f"dist.new_group({list(ranks)})"
         )
     while _num_groups() < num_groups:
-        dist.new_group([_rank()], use_local_synchronization=True)
+        dist.new_group([this_rank()], use_local_synchronization=True)
     _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return _made[ranks]
 
@@ -236,7 +236,8 @@ def _is_distributed() -> bool:
     return dist.is_available() and dist.is_initialized()
 
 
-def _rank() -> int:
+def this_rank() -> int:
+    """Of this process, in the job; 0 where there is one process."""
     return dist.get_rank() if _is_distributed() else 0
 
 

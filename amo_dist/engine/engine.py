@@ -292,14 +292,19 @@ class Engine:
         self.check.report_failure(f"step {self._orders.step}: {what} {name}", error)
 
     def _step_adamw(self) -> None:
-        params, entries = list(self._params), self.parameters.entries
         with span("amo::adamw"), contextlib.ExitStack() as stack:
-            for index, entry in enumerate(entries if self._rounding.is_wanted else ()):
-                has_gradient = self._grads[index] is not None
-                if not entry.views and has_gradient and self._rounding.is_for(params[index]):
-                    wide = self._rounding.widened(index, params[index])
-                    params[index] = stack.enter_context(wide)
+            params = self._widened(stack) if self._rounding.is_wanted else self._params
             self._adamw.step(params, self._grads, self.kernels.bad)
+
+    def _widened(self, stack: contextlib.ExitStack) -> list[Tensor]:
+        """The parameters, those of AdamW in float32 where they must be; until the stack closes."""
+        params = list(self._params)
+        for index, entry in enumerate(self.parameters.entries):
+            has_gradient = self._grads[index] is not None
+            if not entry.views and has_gradient and self._rounding.is_for(params[index]):
+                wide = self._rounding.widened(index, params[index])
+                params[index] = stack.enter_context(wide)
+        return params
 
     # ---------------------------------------------------------------- exchange
 

@@ -19,7 +19,7 @@ from amo_dist.distributed.agreement import (
     gather_json,
     gather_text,
 )
-from amo_dist.distributed.groups import Membership
+from amo_dist.distributed.groups import Membership, this_rank
 from amo_dist.distributed.team_groups import TeamGroup
 from amo_dist.engine.parameters import Parameters
 from amo_dist.schedule.types import MatrixInfo
@@ -103,7 +103,7 @@ def agree_on_world(
     registry, homes, slots = _survey(by_rank)
     return World(
         group=group,
-        rank=_rank(),
+        rank=this_rank(),
         registry=registry,
         homes=homes,
         slots=slots,
@@ -148,11 +148,6 @@ def _nodes(group: dist.ProcessGroup | None) -> dict[int, int]:
     torchrun numbers the nodes, and several of them may run on one host, as in tests.
     """
     where = gather_text(f"{socket.gethostname()} {os.environ.get('GROUP_RANK', '')}", group)
-    ranks = [_rank()] if group is None else dist.get_process_group_ranks(group)
+    ranks = [this_rank()] if group is None else dist.get_process_group_ranks(group)
     first = dict(zip(reversed(where), reversed(ranks), strict=True))
     return {rank: first[node] for rank, node in zip(ranks, where, strict=True)}
-
-
-def _rank() -> int:
-    """Of this process, in the job."""
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0

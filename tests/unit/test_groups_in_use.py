@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
 
 from amo_dist import (
@@ -27,30 +27,9 @@ from amo_dist import (
 )
 from amo_dist.state.foreign import import_state
 from tests.distributed import models
+from tests.unit.in_use import FAMILY, NORM, SHAPES, W1, WQ, muon, same, train, weights
 
-WQ, W1 = "layers.0.attention.wq.weight", "layers.0.feed_forward.w1.weight"
-NORM = "layers.0.attention_norm.weight"
-SHAPES = {"tok_embeddings.weight": (5, 8), WQ: (12, 8), W1: (13, 8), NORM: (8,)}
 SHORT = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
-FAMILY = [name for name in OPTIMIZER_NAMES if name != "AdamW"]
-
-
-def muon(model: nn.Module, **options: Any) -> Muon:
-    return Muon(param_groups(model), lr=1e-2, **options)
-
-
-def train(model: nn.Module, optimizer: Muon, first: int = 1, last: int = 3) -> None:
-    for step in range(first, last + 1):
-        models.set_gradients(model, 1, step)
-        optimizer.step()
-
-
-def weights(model: nn.Module) -> dict[str, Tensor]:
-    return {name: param.detach().clone() for name, param in model.named_parameters()}
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(torch.equal(each, other.get_parameter(name)) for name, each in weights(one).items())
 
 
 # ---------------------------------------------------------------- no matrices

@@ -15,6 +15,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from amo_dist import AMO, ROOT, AdaMuon, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
 from tests.distributed import models
+from tests.unit.in_use import same, train
 
 SHAPES = {
     "tok_embeddings.weight": (5, 8),
@@ -39,18 +40,8 @@ def pair(name: str = "Muon", **options: Any) -> tuple[nn.Module, Muon]:
     return model, FAMILY[name](param_groups(model), lr=1e-2, **options)
 
 
-def train(model: nn.Module, optimizer: Muon, first: int, last: int) -> None:
-    for step in range(first, last + 1):
-        models.set_gradients(model, 1, step)
-        optimizer.step()
-
-
 def weights(model: nn.Module) -> list[Tensor]:
     return [param.detach().clone() for param in model.parameters()]
-
-
-def same(one: nn.Module, other: nn.Module) -> bool:
-    return all(map(torch.equal, weights(one), weights(other)))
 
 
 def pickled(both: Any) -> Any:
