@@ -298,7 +298,8 @@ def test_the_harness_scores_a_checkpoint(tmp_path: Path) -> None:
     include = make_task(tmp_path / "tasks")
     # A process of its own: the harness configures logging and seeds of whoever calls it.
     command = [
-        *(sys.executable, "-m", "torchtitan_ext", "evaluate", str(checkpoint), "--tasks", "sums"),
+        *(sys.executable, "-m", "torchtitan_ext", "paper", "evaluate"),
+        *(str(checkpoint), "--tasks", "sums"),
         *("--include-path", str(include), "--batch-size", "4", "--max-length", "256"),
         *("--device", "cpu", "--model", "Tiny"),
     ]
