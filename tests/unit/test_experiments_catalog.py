@@ -29,9 +29,9 @@ from torchtitan_ext.paper.catalog import (
 from torchtitan_ext.paper.resolve import (
     QUICKSTART,
     ROOT,
+    Config,
     Job,
     Place,
-    read_config,
     resolve,
     scaled,
 )
@@ -271,7 +271,7 @@ def test_scaling_rounds_half_up_and_never_to_nothing(value: int, ratio: str, exp
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_small_runs_are_consistent(name: str) -> None:
-    base = read_config(QUICKSTART)
+    base = Config.read(QUICKSTART).values
     experiment = experiment_named(name)
     one = experiment.for_model(experiment.rows[0].run.model)
     jobs = [resolve(run, SMALL) for run in one.runs()]

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.paper.resolve import GPUS_PER_NODE, ROOT, Job, read_config
+from torchtitan_ext.paper.resolve import GPUS_PER_NODE, ROOT, Config, Job
 from torchtitan_ext.plugin import run_files
 from torchtitan_ext.tools import runs
 
@@ -34,7 +34,7 @@ def is_done(job: Job) -> bool:
 
 def _saves(job: Job) -> bool:
     """Whether a run writes checkpoints: as it was last started, or as its config says."""
-    values = run_files.read_config(ROOT / job.folder) or read_config(job.config)
+    values = run_files.read_config(ROOT / job.folder) or Config.read(job.config).values
     section = values.get("checkpoint", {})
     return bool(section.get("enable")) and not section.get("load_only")
 
