@@ -19,23 +19,23 @@ with warnings.catch_warnings():
 from amo_dist.config import PAPERS_PLANS
 from amo_dist.schedule.planning import plan_allocation, targets
 from torchtitan_ext import cli
-from torchtitan_ext.plugin import geometry, optimizers, settings
-from torchtitan_ext.tools.experiments.catalog import (
+from torchtitan_ext.paper.catalog import (
     ALL_RUNS,
     EXPERIMENTS,
     MODELS,
     SCHEDULERS,
     experiment_named,
 )
-from torchtitan_ext.tools.experiments.resolve import (
+from torchtitan_ext.paper.resolve import (
     QUICKSTART,
     ROOT,
+    Config,
     Job,
     Place,
-    read_config,
     resolve,
     scaled,
 )
+from torchtitan_ext.plugin import geometry, optimizers, settings
 
 PAPER = Place()
 SMALL = Place(base=QUICKSTART, small=True)
@@ -271,7 +271,7 @@ def test_scaling_rounds_half_up_and_never_to_nothing(value: int, ratio: str, exp
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_small_runs_are_consistent(name: str) -> None:
-    base = read_config(QUICKSTART)
+    base = Config.read(QUICKSTART).values
     experiment = experiment_named(name)
     one = experiment.for_model(experiment.rows[0].run.model)
     jobs = [resolve(run, SMALL) for run in one.runs()]

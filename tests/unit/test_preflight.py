@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
@@ -350,11 +349,10 @@ def test_the_prediction_for_the_papers_largest_run() -> None:
     # The project's own goals, an order of magnitude below what the paper measured.
     for phase in ("before", "after"):
         assert found["time"][f"optimizer_{phase}"] < 15e-3 < found["paper"]["optimizer_ms"] / 1e3
-    assert found["observation"]["method"] == preflight_costs.EIGENVALUES
     # All singular values, where the paper times the least of each matrix alone.
     assert found["observation"]["seconds"] < 0.8 < found["paper"]["observation_s"]
-    by_method = found["observation"]["seconds_by_method"]
-    assert by_method[preflight_costs.SVD] > found["observation"]["seconds"]
+    # On the busiest of 32 ranks two or three of 56 matrices, the largest of 6144 x 2048.
+    assert found["observation"]["seconds"] > hardware().observe_seconds((6144, 2048))
     assert found["observation"]["matrices"] == 7 * 8
     assert found["observation"]["count"] == 8
     # The paper's 5.82 s, from which the assumed efficiency was taken, to its two digits.
@@ -380,15 +378,6 @@ def test_every_figure_moves_its_part_of_the_step_and_no_other(figure: str, part:
     ]
     moved = {key for key in steps[0] if steps[0][key] != steps[1][key]}
     assert moved == {part}
-
-
-def test_observation_is_found_by_what_the_kernel_calls(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = preflight_costs.observation_method()
-    calls_svd = []
-    real = torch.linalg.svdvals
-    monkeypatch.setattr(torch.linalg, "svdvals", lambda x: calls_svd.append(1) or real(x))
-    preflight_costs.observation_method()
-    assert found == (preflight_costs.SVD if calls_svd else preflight_costs.EIGENVALUES)
 
 
 def test_hardware_files(tmp_path: Path) -> None:

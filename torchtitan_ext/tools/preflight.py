@@ -363,17 +363,10 @@ def _add_seconds(
     report["time"].update(optimizer_before=before.seconds, optimizer_after=after.seconds)
     samples = _samples(config, world.registry)
     if samples:
-        method = costs.observation_method()
-        by_method = {
-            one: costs.observation_seconds(world, steps[0], samples, hardware, one)
-            for one in (costs.SVD, costs.EIGENVALUES)
-        }
         report["observation"] = {
             "count": _num_observations(config),
             "matrices": max(map(len, samples)),
-            "method": method,
-            "seconds": by_method[method],
-            "seconds_by_method": by_method,
+            "seconds": costs.observation_seconds(world, steps[0], samples, hardware),
         }
     paper = PAPER.get(config.model.flavor)
     if paper and config.optimizer.name == "AMO" and paper["ranks"] == report["world"]["ranks"]:

@@ -15,23 +15,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.ownership import Job, Teams, assign, imbalance, load_by_rank
 from amo_dist.distributed.plan import Bucket, Transfer, count_elements, plan_exchange
 from amo_dist.distributed.relays import relay
-from amo_dist.kernels.sigma_min import SMALL
-from amo_dist.kernels.spectra import ell_and_spectrum
+from amo_dist.kernels.spectra import observation_flops
 from amo_dist.schedule.schedule_file import read_toml
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.ledger import reduced_by_rank, sent_by_rank
 from amo_dist.tools.simulate import OWNERSHIPS, flops_by_matrix
 
 HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
-
-SVD, EIGENVALUES = "float64 SVD", "float64 eigenvalues of the Gram matrix"
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,11 +45,7 @@ class Hardware:
     network_gb_per_s: float
     network_efficiency: float
     collective_us: float
-    fp64_tflops: float
-    fp64_qr_efficiency: float
-    fp64_svd_efficiency: float
-    triangular_solve_us_per_row: float
-    lanczos_steps: int
+    observe_tflops: float
     training_mfu: float
     disk_gb_per_s: float
 
@@ -70,27 +62,9 @@ class Hardware:
         share = short / (short + self.ns_half_dim)
         return self.bf16_tflops * 1e12 * self.ns_efficiency * share
 
-    def observe_seconds(self, shape: tuple[int, int], method: str) -> float:
-        """Time to find the singular values of one matrix.
-
-        By eigenvalues: of the Gram matrix, and then the smallest by factors, as on a very
-        ill-conditioned matrix: LU or Cholesky with a Lanczos process that fails, and QR with one
-        that does not. Most matrices need only the eigenvalues.
-        """
-        short, long = min(shape), max(shape)
-        if method == SVD or short <= SMALL:
-            flops = 60.0 * long * short * short
-            return flops / (self.fp64_tflops * 1e12 * self.fp64_svd_efficiency)
-        # Each column of the reduction reads what is left of the matrix, 8 bytes an element.
-        read = 8 / 3 * short**3 / (self.hbm_tb_per_s * 1e12 * self.hbm_efficiency)
-        # Products, LU and Cholesky run at no less than the rate of QR.
-        gram = 1.0 * short * short * long
-        quick = short * short * (2 / 3 * short if short == long else long + short / 3)
-        qr = 2.0 * short * short * (long - short / 3)
-        solves = 2 * short * self.triangular_solve_us_per_row
-        lanczos = 2 * self.lanczos_steps * solves * 1e-6
-        rate = self.fp64_tflops * 1e12 * self.fp64_qr_efficiency
-        return (gram + quick + qr) / rate + read + lanczos
+    def observe_seconds(self, shape: tuple[int, int]) -> float:
+        """Time to observe one matrix: its Gram matrix, and the eigenvalues of that."""
+        return observation_flops(*shape) / (self.observe_tflops * 1e12)
 
 
 def read_hardware(path: Path, name: str) -> tuple[Hardware, list[str]]:
@@ -130,25 +104,6 @@ def _read_doctor(path: Path) -> dict[str, Any]:
             f"--hardware: found {path} ({error!r}), expected the JSON of `amo doctor --json`"
         ) from None
     return found
-
-
-class _Recorder(TorchDispatchMode):
-    """Names of the operators that are called within."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.called: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.called.append(str(func))
-        return func(*args, **(kwargs or {}))
-
-
-def observation_method() -> str:
-    """How the kernels find singular values: what they call for a matrix."""
-    with _Recorder() as recorder:
-        ell_and_spectrum(torch.eye(SMALL + 2, SMALL + 9))
-    return SVD if any("svd" in name for name in recorder.called) else EIGENVALUES
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -358,7 +313,6 @@ def observation_seconds(
     steps: Mapping[str, int],
     samples: Sequence[Sequence[str]],
     hardware: Hardware,
-    method: str,
 ) -> float:
     """Time that the slowest observation adds to its step.
 
@@ -367,7 +321,6 @@ def observation_seconds(
         steps: Newton-Schulz steps of each operator type meanwhile.
         samples: Names of the matrices drawn at each observation.
         hardware: Stated figures.
-        method: From :func:`observation_method`.
     """
     if not samples:
         return 0.0
@@ -383,6 +336,6 @@ def observation_seconds(
         for name in names:
             shape = shape_by_name[name]
             gather = wide * math.prod(shape) / rate if world.num_ranks > 1 else 0.0
-            seconds[owner_by_name[name]] += hardware.observe_seconds(shape, method) + gather  # type: ignore[assignment]
+            seconds[owner_by_name[name]] += hardware.observe_seconds(shape) + gather  # type: ignore[assignment]
         slowest = max(slowest, *seconds.values())
     return slowest + hardware.collective_us * 1e-6

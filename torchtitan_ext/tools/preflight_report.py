@@ -134,25 +134,12 @@ def _seconds(report: Mapping[str, Any]) -> list[str]:
         )
         lines.append(f"    {phase:<6} {parts} ms")
     lines.append(f"  share of the step      {after / (model + after):.2%}")
-    if "observation" in report:
-        lines += _observation(report["observation"], paper)
+    if found := report.get("observation"):
+        measured = f" (the paper measured {paper['observation_s']:.2f} s)" if paper else ""
+        times = f"{found['matrices']} matrices, {found['count']} times"
+        lines.append(f"  an observation         {found['seconds']:.2f} s{measured}: {times}")
     hours = report["run"]["steps"] * (model + after) / 3600
     return [*lines, f"  the whole run          {hours:.1f} hours"]
-
-
-def _observation(observation: Mapping[str, Any], paper: Mapping[str, Any] | None) -> list[str]:
-    measured = f" (the paper measured {paper['observation_s']:.2f} s)" if paper else ""
-    lines = [
-        (
-            f"  an observation         {observation['seconds']:.2f} s{measured}: "
-            f"{observation['matrices']} matrices, {observation['count']} times, by "
-            f"{observation['method']}"
-        )
-    ]
-    for method, seconds in observation["seconds_by_method"].items():
-        if method != observation["method"]:
-            lines.append(f"    by {method} it would be {seconds:.2f} s")
-    return lines
 
 
 def _assumptions(report: Mapping[str, Any]) -> list[str]:

@@ -62,7 +62,6 @@ def checks(site: Site) -> list[Check]:
         ),
         _local("products", products, site, tell_products),
         _local("memory and launches", memory, site, tell_memory),
-        _local("float64", float64, site, tell_float64),
         _local("newton-schulz", newton_schulz, site, tell_newton_schulz),
     ]
 
@@ -89,7 +88,7 @@ def hardware_table(values_by_check: Mapping[str, Sequence[Values]]) -> dict[str,
     for values in values_by_check.values():
         for rates in (one.get("hardware", {}) for one in values):
             for name, value in rates.items():
-                is_time = name.endswith(("_us", "_us_per_row", "_half_dim"))
+                is_time = name.endswith(("_us", "_half_dim"))
                 worst = max if is_time else min
                 found[name] = worst(value, found.get(name, value))
     schulz = values_by_check.get("newton-schulz", ())
@@ -312,36 +311,6 @@ def tell_memory(values: Sequence[Values]) -> str:
     rate, launch = min(one["hbm_tb_per_s"] for one in found), max(one["kernel_us"] for one in found)
     size = min(one["memory_gb"] for one in found)
     return f"{size:.3g} GB a rank, {1e3 * rate:.3g} GB/s, a launch {launch:.2g} us"
-
-
-def float64(site: Site) -> dict[str, Any]:
-    """What observation rests on: products, QR, singular values, triangular solves."""
-    side = 1024 if site.is_cuda and site.share else 192
-    x = _random(side, side, device=site.device, dtype=torch.float64)
-    x += 2 * side**0.5 * torch.eye(side, dtype=x.dtype, device=x.device)
-    peak = _tflops(site, torch.float64)
-
-    def rate(flops: float, run: Callable[[], object]) -> float:
-        return 1e-12 * flops / median_seconds(run, site.device, rounds=3)
-
-    solve = functools.partial(torch.linalg.solve_triangular, x, x[:, :1], upper=False)
-    figures = {
-        "fp64_tflops": peak,
-        "fp64_qr_efficiency": rate(4 / 3 * side**3, lambda: torch.linalg.qr(x, mode="r")) / peak,
-        "fp64_svd_efficiency": rate(60.0 * side**3, lambda: torch.linalg.svdvals(x)) / peak,
-        "triangular_solve_us_per_row": 1e6 * median_seconds(solve, site.device) / side,
-    }
-    return {"side": side, "hardware": figures}
-
-
-def tell_float64(values: Sequence[Values]) -> str:
-    """The slowest of all ranks."""
-    found = hardware_table({"": values})
-    peak, side = found["fp64_tflops"], values[0]["side"]
-    return (
-        f"products {peak:.3g} TFLOP/s; at {side} x {side} QR {found['fp64_qr_efficiency']:.1%} and "
-        f"singular values {found['fp64_svd_efficiency']:.1%} of that"
-    )
 
 
 # ------------------------------------------------------------------ Newton-Schulz

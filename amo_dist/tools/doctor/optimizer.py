@@ -21,7 +21,7 @@ from amo_dist.distributed.agreement import text_mark, world_group
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.distributed.spans import listen
 from amo_dist.engine.observer import trial_tensor
-from amo_dist.kernels.spectra import observe
+from amo_dist.kernels.spectra import observation_flops, observe
 from amo_dist.operators.groups import param_groups
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
@@ -197,7 +197,7 @@ def tell_layout(values: Sequence[Values], *, exact: bool) -> str:
 
 
 def observation(site: Site, shape: DecoderShape) -> dict[str, Any]:
-    """Seconds to observe a matrix of each shape of a model, as AMO does.
+    """Seconds to observe a matrix of each shape of a model, as AMO does, and the rate of them all.
 
     Raises:
         Fault: ``ell`` of the smallest is not that of a decomposition on the CPU.
@@ -214,12 +214,14 @@ def observation(site: Site, shape: DecoderShape) -> dict[str, Any]:
             expected, found = (sigma[-1] / sigma.norm()).item(), run()[0].item()
             if not abs(found - expected) <= ELL_ERROR * expected:
                 raise Fault(f"ell: found {found:.6g}, expected {expected:.6g}")
-    return seconds
+    rate = 1e-12 * sum(observation_flops(*size) for size in shapes) / sum(seconds.values())
+    return {"seconds": seconds, "hardware": {"observe_tflops": rate}}
 
 
 def tell_observation(values: Sequence[Values]) -> str:
     """Of each shape the slowest rank."""
-    return ", ".join(f"{name} {max(one[name] for one in values):.3g} s" for name in values[0])
+    found = [one["seconds"] for one in values]
+    return ", ".join(f"{name} {max(one[name] for one in found):.3g} s" for name in found[0])
 
 
 # ------------------------------------------------------------------ resume

@@ -6,6 +6,8 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
+from amo_dist.config import AMOConfig
+
 Value = str | int | float
 
 
@@ -59,7 +61,7 @@ class StaticSchedule:
     """A schedule file to be made from the geometry pilot before a run."""
 
     rule: str
-    """As ``amo static-schedule --rule``."""
+    """As ``amo paper static-schedule --rule``."""
     tolerance: str
     """As ``--tolerance``."""
     family: str | None
@@ -177,8 +179,8 @@ CONTINUAL_STEPS = (2000, 4000, 6000, 8000, 8580)
 
 def _continual() -> Experiment:
     model, base = "Qwen3-0.6B", run_of("Qwen3-0.6B", "AMO", "5x", tokens=5)
-    runs = [
-        dataclasses.replace(
+    runs = {
+        name: dataclasses.replace(
             run_of(model, name, "continual"),
             config="continual",
             # 8580 steps are three times those of the run from scratch.
@@ -190,10 +192,11 @@ def _continual() -> Experiment:
             continues=base.name,
         )
         for name in ("Muon-KJ", "Muon-PE", "AMO")
-    ]
-    labels = dict(zip((run.name for run in runs), ("Muon-KJ", "Muon-PE", "AMO"), strict=True))
+    }
     rows = [
-        Row(f"Step={step}", labels[run.name], run, step) for step in CONTINUAL_STEPS for run in runs
+        Row(f"Step={step}", name, run, step)
+        for step in CONTINUAL_STEPS
+        for name, run in runs.items()
     ]
     title = "36 billion tokens of SlimPajama on top of 60 billion"
     return Experiment("continual", title, rows)
@@ -203,13 +206,24 @@ def _ablation(
     name: str, title: str, block: str, cells: Mapping[str, Mapping[str, Value]]
 ) -> Experiment:
     """Cells of one hyperparameter of AMO; the empty one is the default."""
-    model = "Qwen3-0.6B"
     rows = []
     for label, options in cells.items():
-        suffix = f"{name.removeprefix('ablation-')}-{label.strip('()').replace(', ', '-')}"
-        run = run_of(model, "AMO", suffix if options else "", options)
-        rows.append(Row(block, label, run))
-    return Experiment(name, title, rows)
+        suffix = f"{name}-{label.strip('()').replace(', ', '-')}" if options else ""
+        rows.append(Row(block, label, run_of("Qwen3-0.6B", "AMO", suffix, options)))
+    return Experiment(f"ablation-{name}", title, rows)
+
+
+_SWEEPS: Sequence[tuple[str, str, str, Sequence[Value]]] = (
+    ("sample-size", "matrices drawn for an observation", "Observation sample size", (4, 8, 16)),
+    ("shrinkage", "how far the plan trusts the observations", "Shrinkage", (0, 0.5, 0.7, 1)),
+    (
+        "transition",
+        "steps from the uniform schedule to the plan",
+        "Transition duration",
+        (1, 100, 300, 600),
+    ),
+)
+"""Hyperparameters that are swept alone: name, title, block of the table, values."""
 
 
 def _ablations() -> Iterator[Experiment]:
@@ -217,43 +231,18 @@ def _ablations() -> Iterator[Experiment]:
         return {"optimizer.amo.observe_until": until, "optimizer.amo.observe_every": every}
 
     yield _ablation(
-        "ablation-observation",
+        "observation",
         "when AMO observes and plans",
         "Observation horizon and interval",
         {"(800, 100)": observe(800, 100), "(1200, 150)": {}, "(1600, 200)": observe(1600, 200)},
     )
-    settings: tuple[tuple[str, str, str, str, tuple[Value | None, ...]], ...] = (
-        (
-            "sample-size",
-            "matrices drawn for an observation",
-            "Observation sample size",
-            "sample_size",
-            (4, None, 16),
-        ),
-        (
-            "shrinkage",
-            "how far the plan trusts the observations",
-            "Shrinkage",
-            "shrinkage",
-            (0, 0.5, None, 1),
-        ),
-        (
-            "transition",
-            "steps from the uniform schedule to the plan",
-            "Transition duration",
-            "transition_steps",
-            (1, 100, None, 600),
-        ),
-    )
-    defaults = {"sample_size": 8, "shrinkage": 0.7, "transition_steps": 300}
-    for name, title, block, field, values in settings:
-        cells: dict[str, Mapping[str, Value]] = {
-            str(defaults[field] if value is None else value): (
-                {} if value is None else {f"optimizer.amo.{field}": value}
-            )
-            for value in values
-        }
-        yield _ablation(f"ablation-{name}", title, block, cells)
+    for name, title, block, values in _SWEEPS:
+        field = {"transition": "transition_steps"}.get(name, name.replace("-", "_"))
+        default = getattr(AMOConfig(), field)
+        options = [
+            {} if value == default else {f"optimizer.amo.{field}": value} for value in values
+        ]
+        yield _ablation(name, title, block, dict(zip(map(str, values), options, strict=True)))
 
 
 def _budget_control() -> Experiment:

@@ -13,11 +13,11 @@ from typing import Any
 from amo_dist.config import PAPERS_PLANS, AMOConfig, MuonConfig
 from amo_dist.schedule.schedule_file import read_toml
 from torchtitan_ext import learning_rate
+from torchtitan_ext.paper import catalog
+from torchtitan_ext.paper.catalog import MODELS, Run, Value
 from torchtitan_ext.plugin.run_files import GEOMETRY_FILE
-from torchtitan_ext.tools.experiments import catalog
-from torchtitan_ext.tools.experiments.catalog import MODELS, Run, Value
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 """The repository; relative paths of commands are relative to it."""
 
 GPUS_PER_NODE = 8
@@ -139,29 +139,26 @@ def resolve(run: Run, place: Place) -> Job:
     Raises:
         ValueError: A config is missing or lacks what has to be scaled.
     """
-    paper = _paper_config(run)
-    reference = read_config(paper)
-    if run.config == "continual" and place.base is not None:
-        reference = read_config(Path(f"configs/{MODELS[run.model].stem}.toml"))
-    config = paper if place.base is None else place.base
-    values = reference if place.base is None else read_config(config)
-    ratio = Fraction(1)
-    if place.small:
-        ratio = Fraction(_steps(values, config), _steps(reference, paper))
-    options = _options(run, place, reference, values, ratio)
-    folder = place.folder / run_folder(run, place)
+    model = MODELS[run.model]
+    names = {"muon": model.stem, "adamw": f"{model.stem}_adamw", "continual": f"cpt_{model.stem}"}
+    config = reference = Config.read(Path(f"configs/{names[run.config]}.toml"))
+    if place.base is not None:
+        config = Config.read(place.base)
+        if run.config == "continual":
+            reference = Config.read(Path(f"configs/{model.stem}.toml"))
+    ratio = Fraction(config.steps, reference.steps) if place.small else Fraction(1)
+    options = _options(run, place, reference, config, ratio)
     static, prepare = _static(run, place)
     continues = _continues(run, place)
     if continues is not None:
         options["checkpoint.initial_load_path"] = str(continues)
-    model = MODELS[run.model]
     gpus = model.adamw_gpus if run.config == "adamw" else model.gpus
     return Job(
         run=run,
-        config=config,
+        config=config.path,
         options={**options, **static},
-        folder=folder,
-        steps=int(options.get("training.steps", _steps(values, config))),
+        folder=place.folder / run_folder(run, place),
+        steps=int(options.get("training.steps", config.steps)),
         step_ratio=ratio,
         gpus=gpus if place.base is None else None,
         prepare=prepare,
@@ -176,67 +173,86 @@ def run_folder(run: Run, place: Place) -> str:
     return place.base.stem + run.name.removeprefix(run.model.lower())
 
 
-def read_config(path: Path) -> dict[str, Any]:
-    """The sections of a config, its path relative to the repository.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Config:
+    """A TOML file that runs start from."""
 
-    Raises:
-        ValueError: It cannot be read or is not TOML.
-    """
-    return read_toml("config", ROOT / path)
+    path: Path
+    """Relative to the repository, or absolute."""
+    values: Mapping[str, Any]
+    """Its sections."""
 
+    @staticmethod
+    def read(path: Path) -> Config:
+        """Read a file.
 
-def _paper_config(run: Run) -> Path:
-    stem = MODELS[run.model].stem
-    name = {"muon": stem, "adamw": f"{stem}_adamw", "continual": f"cpt_{stem}"}[run.config]
-    return Path(f"configs/{name}.toml")
+        Raises:
+            ValueError: It cannot be read or is not TOML.
+        """
+        return Config(path, read_toml("config", ROOT / path))
 
+    def field(self, name: str) -> Any:
+        """The value of a field by its dotted name.
 
-def _steps(values: Mapping[str, Any], path: Path) -> int:
-    return int(_value(values, path, "training", "steps"))
+        Raises:
+            ValueError: It is not there.
+        """
+        found: Any = self.values
+        for part in name.split("."):
+            found = found.get(part) if isinstance(found, Mapping) else None
+        if found is None:
+            raise ValueError(f"{self.path}: {name}: found nothing, expected this field")
+        return found
 
+    @property
+    def steps(self) -> int:
+        """Length of the run."""
+        return int(self.field("training.steps"))
 
-def _value(values: Mapping[str, Any], path: Path, *names: str) -> Any:
-    found: Any = values
-    for name in names:
-        found = found.get(name) if isinstance(found, Mapping) else None
-    if found is None:
-        raise ValueError(f"{path}: {'.'.join(names)}: found nothing, expected this field")
-    return found
+    @property
+    def is_by_law(self) -> bool:
+        """Whether the scaling law sets the learning rate."""
+        return bool(self.field("optimizer").get("lr_from") == "scaling_law")
+
+    @property
+    def peak_rate(self) -> float:
+        """Peak learning rate."""
+        if not self.is_by_law:
+            return float(self.field("optimizer.lr"))
+        law = self.field("optimizer.scaling_law")
+        return learning_rate.scaling_law_lr(law["params_b"], law["tokens_b"])
+
+    @property
+    def amo(self) -> Mapping[str, Any]:
+        """What it says in ``[optimizer.amo]``."""
+        found: Mapping[str, Any] = self.values.get("optimizer", {}).get("amo", {})
+        return found
+
+    def horizon(self, name: str) -> int:
+        """A number of steps of ``[optimizer.amo]``, or its default."""
+        return int(self.amo.get(name, getattr(AMOConfig(), name)))
 
 
 def _options(
-    run: Run,
-    place: Place,
-    reference: Mapping[str, Any],
-    values: Mapping[str, Any],
-    ratio: Fraction,
+    run: Run, place: Place, reference: Config, config: Config, ratio: Fraction
 ) -> dict[str, Value]:
     options = dict(run.options)
     if place.base is not None:
-        options |= run.small_options
-        options = {**_stand_in(run, values), **options}
+        options = {**_stand_in(run, config), **options, **run.small_options}
     for name in _STEPS:
         if name in options:
             options[name] = scaled(int(options[name]), ratio)
     if place.small:
-        _scale_amo(options, reference, values)
-    if "optimizer.lr" in options and place.small:
-        peak = _peak_rate(reference, _paper_config(run))
-        share = float(options["optimizer.lr"]) / peak
-        options["optimizer.lr"] = share * _peak_rate(values, _base(place))
+        _scale_amo(options, reference, config)
+        if "optimizer.lr" in options:
+            share = float(options["optimizer.lr"]) / reference.peak_rate
+            options["optimizer.lr"] = share * config.peak_rate
     if run.tokens != 1:
-        options |= _more_tokens(run.tokens, values, _base(place, run))
+        options |= _more_tokens(run.tokens, config)
     return options
 
 
-def _base(place: Place, run: Run | None = None) -> Path:
-    if place.base is not None:
-        return place.base
-    assert run is not None
-    return _paper_config(run)
-
-
-def _stand_in(run: Run, values: Mapping[str, Any]) -> dict[str, Value]:
+def _stand_in(run: Run, config: Config) -> dict[str, Value]:
     """What the paper's configs say and a stand-in does not."""
     name = run.options["optimizer.name"]
     if name == "AMO":
@@ -244,57 +260,32 @@ def _stand_in(run: Run, values: Mapping[str, Any]) -> dict[str, Value]:
     if name == "AdamW":
         return dict(_WSD)
     shared = {field.name for field in dataclasses.fields(MuonConfig)}
-    amo = values.get("optimizer", {}).get("amo", {})
-    return {f"optimizer.muon.{field}": v for field, v in amo.items() if field in shared}
+    return {f"optimizer.muon.{field}": v for field, v in config.amo.items() if field in shared}
 
 
-def _scale_amo(
-    options: dict[str, Value], reference: Mapping[str, Any], values: Mapping[str, Any]
-) -> None:
+def _scale_amo(options: dict[str, Value], reference: Config, config: Config) -> None:
     """Scale horizons as the stand-in's own are to the paper's; observations keep their number."""
-    paper, base = _amo(reference), _amo(values)
-
-    def times(value: Value, field: str) -> int:
-        return scaled(int(value), Fraction(base[field], paper[field]))
-
     prefix = "optimizer.amo."
-    if f"{prefix}transition_steps" in options:
-        found = options[f"{prefix}transition_steps"]
-        options[f"{prefix}transition_steps"] = times(found, "transition_steps")
+    for name in ("transition_steps", "observe_every"):
+        if (found := options.get(prefix + name)) is not None:
+            ratio = Fraction(config.horizon(name), reference.horizon(name))
+            options[prefix + name] = scaled(int(found), ratio)
     if f"{prefix}observe_every" in options:
-        every = times(options[f"{prefix}observe_every"], "observe_every")
-        options[f"{prefix}observe_every"] = every
-        count = base["observe_until"] // base["observe_every"]
-        options[f"{prefix}observe_until"] = every * count
+        count = config.horizon("observe_until") // config.horizon("observe_every")
+        options[f"{prefix}observe_until"] = int(options[f"{prefix}observe_every"]) * count
 
 
-def _amo(values: Mapping[str, Any]) -> dict[str, int]:
-    defaults = AMOConfig()
-    found = values.get("optimizer", {}).get("amo", {})
-    names = ("observe_until", "observe_every", "transition_steps")
-    return {name: int(found.get(name, getattr(defaults, name))) for name in names}
-
-
-def _peak_rate(values: Mapping[str, Any], path: Path) -> float:
-    optimizer = _value(values, path, "optimizer")
-    if optimizer.get("lr_from") != "scaling_law":
-        return float(_value(values, path, "optimizer", "lr"))
-    law = _value(values, path, "optimizer", "scaling_law")
-    return learning_rate.scaling_law_lr(law["params_b"], law["tokens_b"])
-
-
-def _more_tokens(times: int, values: Mapping[str, Any], path: Path) -> dict[str, Value]:
+def _more_tokens(times: int, config: Config) -> dict[str, Value]:
     """A longer run: its warmup keeps its share, and the rate follows the scaling law."""
-    warmup = int(_value(values, path, "lr_scheduler", "warmup_steps"))
     options: dict[str, Value] = {
-        "training.steps": times * _steps(values, path),
-        "lr_scheduler.warmup_steps": times * warmup,
+        "training.steps": times * config.steps,
+        "lr_scheduler.warmup_steps": times * int(config.field("lr_scheduler.warmup_steps")),
     }
-    if values["optimizer"].get("lr_from") == "scaling_law":
-        tokens = _value(values, path, "optimizer", "scaling_law", "tokens_b")
-        return {**options, "optimizer.scaling_law.tokens_b": times * tokens}
+    if config.is_by_law:
+        tokens = times * config.field("optimizer.scaling_law.tokens_b")
+        return {**options, "optimizer.scaling_law.tokens_b": tokens}
     factor = times**learning_rate.TOKENS_EXPONENT
-    return {**options, "optimizer.lr": float(_peak_rate(values, path) * factor)}
+    return {**options, "optimizer.lr": float(config.peak_rate * factor)}
 
 
 def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, ...], ...]]:
@@ -314,8 +305,9 @@ def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, 
     if static.family is not None:
         named = ("--family", static.family) if place.base is None else ()
         family = ("--pool", "family", *named)
-    command = ("static-schedule", *logs, "--rule", static.rule, "--tolerance", static.tolerance)
-    return {"optimizer.muon.schedule_file": str(path)}, ((*command, *family, "-o", str(path)),)
+    rule = ("--rule", static.rule, "--tolerance", static.tolerance)
+    command = ("paper", "static-schedule", *logs, *rule, *family, "-o", str(path))
+    return {"optimizer.muon.schedule_file": str(path)}, (command,)
 
 
 def _continues(run: Run, place: Place) -> Path | None:
