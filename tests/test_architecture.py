@@ -133,6 +133,22 @@ def test_a_right_import_is_allowed(module: str, source: str) -> None:
     assert not violations(source, module, package)
 
 
+def imports_of_the_paper(source: str, module: str, package: str) -> list[str]:
+    """Who must not know what serves the paper alone, and imports it: all but the front door."""
+    if module == "torchtitan_ext.cli" or module.startswith("torchtitan_ext.paper"):
+        return []
+    return [name for name in imports(source, package) if name.startswith("torchtitan_ext.paper")]
+
+
+def test_nothing_that_trains_imports_the_paper() -> None:
+    found = []
+    for path in sources("torchtitan_ext"):
+        found += imports_of_the_paper(path.read_text(), module_name(path), package_of(path))
+    assert not found
+    wrong = "def f():\n    from torchtitan_ext.paper import results"
+    assert imports_of_the_paper(wrong, "torchtitan_ext.tools.export", "torchtitan_ext.tools")
+
+
 def strays(root: Path) -> list[str]:
     """What stands in a package beside its rooms and the modules that may stand loose."""
     return sorted(

@@ -9,22 +9,14 @@ from typing import Any
 
 from amo_dist.tools.cli import add_commands
 from amo_dist.tools.command import Parser, run_command
-from torchtitan_ext.tools import (
-    compare,
-    evaluate,
-    experiments,
-    export,
-    preflight,
-    quickstart,
-    report,
-    static_schedule,
-    tokenize,
-    train,
-    watch,
-)
+from torchtitan_ext.paper import cli as paper
+from torchtitan_ext.tools import export, preflight, quickstart, report, tokenize, train, watch
 
 TITAN = ("torchtitan", "torchdata", "tiktoken", "tyro")
 """What comes with the extra ``titan``; commands that plan, simulate, watch or report do without."""
+
+MOVED = ("compare", "evaluate", "experiments", "static-schedule")
+"""Commands that are now commands of ``amo paper``."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -33,13 +25,11 @@ def build_parser() -> argparse.ArgumentParser:
         prog="amo", description="Adaptive Muon Orthogonalization."
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    tools: Sequence[Any] = (
-        *(quickstart, train, compare, evaluate, experiments, export),
-        *(preflight, static_schedule, tokenize, report, watch),
-    )
+    tools: Sequence[Any] = (quickstart, train, preflight, tokenize, report, watch, export)
     for tool in tools:
         tool.add_command(subparsers)
     add_commands(subparsers)
+    paper.add_command(subparsers)
     return parser
 
 
@@ -53,8 +43,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit status: 0, 2 for a mistake of the user's or a missing extra (told in one line), or
         the command's own.
     """
+    arguments = sys.argv[1:] if argv is None else argv
+    if arguments and arguments[0] in MOVED:
+        print(f"error: amo {arguments[0]}: now `amo paper {arguments[0]}`", file=sys.stderr)
+        return 2
     try:
-        return run_command(build_parser(), argv)
+        return run_command(build_parser(), arguments)
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in TITAN:

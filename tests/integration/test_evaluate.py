@@ -22,10 +22,11 @@ with warnings.catch_warnings():
 import torch.distributed.checkpoint as dcp
 
 from torchtitan_ext.data.tokenizers import ByteTokenizer
+from torchtitan_ext.paper import evaluate
+from torchtitan_ext.paper.results import PAPER_TASKS, read_results
 from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.old_checkpoints import old_name
-from torchtitan_ext.tools import evaluate, export
-from torchtitan_ext.tools.results import PAPER_TASKS, read_results
+from torchtitan_ext.tools import export
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers (extra `eval`)"

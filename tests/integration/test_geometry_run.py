@@ -19,8 +19,8 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     import torchtitan_ext.plugin.trainer  # noqa: F401
 
+from torchtitan_ext.paper.static_schedule import read_pool
 from torchtitan_ext.tools.export import find_source
-from torchtitan_ext.tools.static_schedule import read_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = ROOT / "configs" / "quickstart.toml"

@@ -20,10 +20,11 @@ from typing import Any
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.planning import plan_allocation
+from torchtitan_ext.paper import evaluate, static_schedule
+from torchtitan_ext.paper.results import read_results
 from torchtitan_ext.plugin import run_files
 from torchtitan_ext.plugin.geometry import GeometryLog
-from torchtitan_ext.tools import evaluate, runs, static_schedule, watch
-from torchtitan_ext.tools.results import read_results
+from torchtitan_ext.tools import runs, watch
 
 CALLS = ("open", "write", "fsync", "replace", "rename", "unlink", "truncate", "ftruncate")
 CONFIGS = [{"optimizer": {"lr": lr}, "text": "x" * 20_000} for lr in (0.1, 0.2)]

@@ -16,8 +16,8 @@ with warnings.catch_warnings():
 
 import amo_dist.tools.cli
 from torchtitan_ext import cli
+from torchtitan_ext.paper import evaluate
 from torchtitan_ext.plugin.run_files import find_checkpoint, save_config
-from torchtitan_ext.tools import evaluate
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path, name: 
     assert find_checkpoint(one) == one
 
 
-@pytest.mark.parametrize("command", [["export", "-o", "out"], ["evaluate"]])
+@pytest.mark.parametrize("command", [["export", "-o", "out"], ["paper", "evaluate"]])
 def test_a_folder_without_a_checkpoint_is_told(
     tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -103,7 +103,7 @@ def test_an_evaluation_without_network_ends_in_one_line(
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(evaluate, "_harness", lambda: offline(error))
     names = ["--tasks", "sciq", "--model", "m", "--optimizer", "AMO"]
-    assert cli.main(["evaluate", str(tmp_path), *names]) == 2
+    assert cli.main(["paper", "evaluate", str(tmp_path), *names]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: --tasks: the data of sciq is not on this machine")
     assert told.count("\n") == 1
@@ -114,8 +114,9 @@ def test_another_failure_of_an_evaluation_keeps_its_traceback(
 ) -> None:
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(evaluate, "_harness", lambda: offline(ZeroDivisionError("deep down")))
+    names = ["--tasks=sciq", "--model=m", "--optimizer=AMO"]
     with pytest.raises(Unreached):
-        cli.main(["evaluate", str(tmp_path), "--tasks=sciq", "--model=m", "--optimizer=AMO"])
+        cli.main(["paper", "evaluate", str(tmp_path), *names])
 
 
 # ------------------------------------------------------------------ tokenize

@@ -20,16 +20,15 @@ with warnings.catch_warnings():
 from amo_dist.config import OPERATOR_TYPES, AMOConfig
 from amo_dist.schedule.planning import plan_allocation
 from torchtitan_ext import cli
-from torchtitan_ext.tools import experiments
-from torchtitan_ext.tools.experiments import command, gather, runner
-from torchtitan_ext.tools.experiments.catalog import EXPERIMENTS, Experiment
-from torchtitan_ext.tools.experiments.resolve import ROOT, Job, Place, resolve
+from torchtitan_ext.paper import experiments, gather, runner
+from torchtitan_ext.paper.catalog import EXPERIMENTS, Experiment
+from torchtitan_ext.paper.resolve import ROOT, Job, Place, resolve
 
 PAPER = Place()
 
 
 def amo(*arguments: str) -> int:
-    return cli.main(["experiments", *arguments])
+    return cli.main(["paper", "experiments", *arguments])
 
 
 def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,7 +115,7 @@ def test_wrong_options_show_before_a_script_is_written(
     arguments += ["--slurm", str(script)]
     assert amo(*arguments, "--training.steps=20") == 2
     assert "budget-0.8: training.steps: found 20" in capsys.readouterr().err
-    jobs = command.jobs_of(experiment, place)
+    jobs = experiments.jobs_of(experiment, place)
     runner.check(jobs[1:2], [])
     assert amo(*arguments, "--optimizer.lr=0.5") == 2
     assert "optimizer.lr: was 0.004, is 0.5" in capsys.readouterr().err
@@ -128,7 +127,7 @@ def test_wrong_options_show_before_a_script_is_written(
 
 def test_schedules_that_are_yet_to_be_made_are_no_mistake(tmp_path: Path) -> None:
     experiment, place = small("static-coefficients", tmp_path)
-    job = next(job for job in command.jobs_of(experiment, place) if job.prepare)
+    job = next(job for job in experiments.jobs_of(experiment, place) if job.prepare)
     runner.check([job], [])
     path = Path(str(job.options["optimizer.muon.schedule_file"]))
     marked = json.loads((job.folder / "run.json").read_text())
@@ -185,12 +184,12 @@ def small(name: str, tmp_path: Path) -> tuple[Experiment, Place]:
     parser = argparse.ArgumentParser()
     experiments.add_command(parser.add_subparsers())
     arguments = ["experiments", "gather", name, "--small", "--out", str(tmp_path)]
-    return command.selection(parser.parse_args(arguments))
+    return experiments.selection(parser.parse_args(arguments))
 
 
 def test_gathering_of_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experiment, place = small("budget-control", tmp_path)
-    jobs = command.jobs_of(experiment, place)
+    jobs = experiments.jobs_of(experiment, place)
     write_run(jobs[0], {60: 3.0, 120: 2.5}, num_steps_by_type={"attn_q": 3, "attn_k": 4})
     write_run(jobs[2], {1: 5.5})
     save(jobs[0])
@@ -234,7 +233,7 @@ def test_gathering_of_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 def test_gathering_of_costs(tmp_path: Path) -> None:
     experiment, place = small("cost", tmp_path)
-    job = command.jobs_of(experiment, place)[0]
+    job = experiments.jobs_of(experiment, place)[0]
     folder = ROOT / job.folder
     folder.mkdir(parents=True)
     rows = [  # the first span compiles; the others last 10 and 30 steps
@@ -285,7 +284,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
 
 def test_seconds_a_step_by_phase(tmp_path: Path) -> None:
     experiment, place = small("cost", tmp_path)
-    job = command.jobs_of(experiment, place)[-1]
+    job = experiments.jobs_of(experiment, place)[-1]
     folder = ROOT / job.folder
     folder.mkdir(parents=True)
     rows = [
@@ -315,7 +314,7 @@ def test_seconds_a_step_by_phase(tmp_path: Path) -> None:
 
 def test_gathering_of_geometry(tmp_path: Path) -> None:
     experiment, place = small("geometry", tmp_path)
-    (job,) = command.jobs_of(experiment, place)
+    (job,) = experiments.jobs_of(experiment, place)
     (ROOT / job.folder).mkdir(parents=True)
     (ROOT / job.folder / "geometry.jsonl").write_text("{}\n{}\n")
     table = gather.table(experiment, gather.gather(experiment, place))
@@ -326,7 +325,7 @@ def test_complete_runs_are_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     experiment, place = small("budget-control", tmp_path)
-    jobs = command.jobs_of(experiment, place)
+    jobs = experiments.jobs_of(experiment, place)
     for job in (jobs[0], jobs[3]):
         write_run(job, {120: 2.0})
         save(job)
@@ -344,7 +343,7 @@ def test_a_run_is_complete_once_its_last_step_is_saved(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment, place = small("budget-control", tmp_path)
-    jobs = command.jobs_of(experiment, place)
+    jobs = experiments.jobs_of(experiment, place)
     for job in jobs[:4]:
         write_run(job, {120: 2.0})
     save(jobs[1], "__0_0.distcp")  # killed within the save
@@ -365,7 +364,7 @@ def test_the_first_failure_ends_the_sequence(
     statuses = iter([0, 7])
     monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
     monkeypatch.setattr(runner, "_train", lambda job, extra, ranks: next(statuses))
-    assert runner.run_jobs(command.jobs_of(experiment, place), [], 2) == 7
+    assert runner.run_jobs(experiments.jobs_of(experiment, place), [], 2) == 7
     assert "budget-0.9: failed with status 7" in capsys.readouterr().err
 
 
@@ -375,12 +374,12 @@ def test_a_missing_base_checkpoint_is_named(
     experiment, place = small("continual", tmp_path)
     monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
     with pytest.raises(ValueError, match="step-600, expected that of the run it continues"):
-        runner.run_jobs(command.jobs_of(experiment, place), [], 2)
+        runner.run_jobs(experiments.jobs_of(experiment, place), [], 2)
 
 
 def test_wrong_options_show_before_any_run(tmp_path: Path) -> None:
     experiment, place = small("budget-control", tmp_path)
-    jobs = command.jobs_of(experiment, place)
+    jobs = experiments.jobs_of(experiment, place)
     with pytest.raises(ValueError, match=r"budget-0\.8: training\.steps: found 20"):
         runner.run_jobs(jobs, ["--training.steps=20"], 2)
     runner.check(jobs[:1], [])
@@ -392,14 +391,14 @@ def test_evaluation_asks_for_checkpoints(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment, place = small("budget-control", tmp_path)
-    jobs = command.jobs_of(experiment, place)
+    jobs = experiments.jobs_of(experiment, place)
     checkpoint = jobs[1].checkpoint(None)
     checkpoint.mkdir(parents=True)
     (checkpoint / ".metadata").touch()
     assert amo("evaluate", "budget-control", "--small", "--out", str(tmp_path), "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if "no checkpoint of step 120 yet" in line]) == 4
-    (line,) = [line for line in lines if line.startswith("amo evaluate")]
+    (line,) = [line for line in lines if line.startswith("amo paper evaluate")]
     arguments = cli.build_parser().parse_args(shlex.split(line)[1:])
     assert arguments.checkpoint == checkpoint
     assert arguments.output == jobs[1].results(None)

@@ -19,15 +19,14 @@ with warnings.catch_warnings():
 from amo_dist.config import PAPERS_PLANS
 from amo_dist.schedule.planning import plan_allocation, targets
 from torchtitan_ext import cli
-from torchtitan_ext.plugin import geometry, optimizers, settings
-from torchtitan_ext.tools.experiments.catalog import (
+from torchtitan_ext.paper.catalog import (
     ALL_RUNS,
     EXPERIMENTS,
     MODELS,
     SCHEDULERS,
     experiment_named,
 )
-from torchtitan_ext.tools.experiments.resolve import (
+from torchtitan_ext.paper.resolve import (
     QUICKSTART,
     ROOT,
     Job,
@@ -36,6 +35,7 @@ from torchtitan_ext.tools.experiments.resolve import (
     resolve,
     scaled,
 )
+from torchtitan_ext.plugin import geometry, optimizers, settings
 
 PAPER = Place()
 SMALL = Place(base=QUICKSTART, small=True)

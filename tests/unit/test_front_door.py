@@ -35,7 +35,12 @@ def test_the_commands_import_neither_torchtitan_nor_the_extras() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["--help"], ["experiments", "list"], ["plan", "--ell", "attn_q=3e-4"], ["watch", "."]],
+    [
+        ["--help"],
+        ["paper", "experiments", "list"],
+        ["plan", "--ell", "attn_q=3e-4"],
+        ["watch", "."],
+    ],
     ids=lambda arguments: arguments[0],
 )
 def test_a_reader_that_has_seen_enough_is_no_failure(arguments: list[str], tmp_path: Path) -> None:
@@ -53,6 +58,15 @@ def test_a_reader_that_has_seen_enough_is_no_failure(arguments: list[str], tmp_p
             env={**os.environ, "PYTHONPATH": str(ROOT)},
         )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("name", cli.MOVED)
+def test_an_old_name_of_a_command_says_the_new_one(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main([name, "x"]) == 2
+    assert capsys.readouterr().err == f"error: amo {name}: now `amo paper {name}`\n"
+    assert cli.main(["paper", name, "--help"]) == 0
 
 
 WITHOUT = """
@@ -74,7 +88,10 @@ def without_torchtitan(*commands: list[str]) -> subprocess.CompletedProcess[str]
 
 def test_what_needs_no_torchtitan_runs_without_it() -> None:
     done = without_torchtitan(
-        ["--help"], ["experiments", "list"], ["plan", "--ell", "attn_q=3e-4"], ["watch", "."]
+        ["--help"],
+        ["paper", "experiments", "list"],
+        ["plan", "--ell", "attn_q=3e-4"],
+        ["watch", "."],
     )
     assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0]"
     assert done.stderr == ""

@@ -16,8 +16,8 @@ from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.polar_express import compose, simulate
 from amo_dist.schedule.schedule_file import ScheduleTable, load_schedule_file, read_schedule_file
 from amo_dist.schedule.types import Schedule
-from torchtitan_ext.tools import static_schedule
-from torchtitan_ext.tools.static_schedule import make_table, percentile, read_pool
+from torchtitan_ext.paper import static_schedule
+from torchtitan_ext.paper.static_schedule import make_table, percentile, read_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "tests" / "golden" / "geometry_log.jsonl"

@@ -39,7 +39,7 @@ class MuonSection(MuonConfig):
     schedule_file: str = ""
     """
     TOML file with a schedule for each operator type, in place of ``schedule``: from
-    ``amo static-schedule``, or one of ``configs/schedules``.
+    ``amo paper static-schedule``, or one of ``configs/schedules``.
     """
 
 

@@ -1,7 +1,7 @@
-"""``amo evaluate``: the scores of a checkpoint in lm-evaluation-harness.
+"""``amo paper evaluate``: the scores of a checkpoint in lm-evaluation-harness.
 
 Needs the extra ``eval``. Tasks, prompts, few-shot examples and decoding are the harness's own; the
-tasks of the AMO paper are in :mod:`torchtitan_ext.tools.results`. What the paper leaves open is
+tasks of the AMO paper are in :mod:`torchtitan_ext.paper.results`. What the paper leaves open is
 settled so: no leading token is put before a text, for there is none in training; and the model sees
 up to 4096 tokens, because MMLU-Pro asks for up to 2048 on top of its examples.
 """
@@ -22,9 +22,9 @@ from typing import Any
 
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext import files
+from torchtitan_ext.paper.results import PAPER_TASKS, Result, score_table, sort_tasks
 from torchtitan_ext.plugin.run_files import checkpoint_step, find_checkpoint
 from torchtitan_ext.tools import export
-from torchtitan_ext.tools.results import PAPER_TASKS, Result, score_table, sort_tasks
 
 _FALLBACK_METRICS = ("acc,none", "exact_match,none")
 """Metrics of tasks that the paper does not use, the first that a task has."""
@@ -78,7 +78,7 @@ def evaluate(request: Request, model: str, optimizer: str) -> dict[str, Any]:
         optimizer: Name of the row in tables.
 
     Returns:
-        A results record as in :mod:`torchtitan_ext.tools.results`, with further keys.
+        A results record as in :mod:`torchtitan_ext.paper.results`, with further keys.
 
     Raises:
         ValueError: The harness is not installed, a task is unknown or gives no score, or as
@@ -257,7 +257,7 @@ def add_command(subparsers: Subparsers) -> None:
         "evaluate",
         help="score a checkpoint in lm-evaluation-harness",
         description="Score a checkpoint in lm-evaluation-harness, by default on the twelve tasks "
-        "of the AMO paper, and write a results file for `amo compare`.",
+        "of the AMO paper, and write a results file for `amo paper compare`.",
     )
     parser.add_argument("checkpoint", type=Path, help=export.CHECKPOINT_HELP)
     default = Request(Path())

@@ -1,4 +1,4 @@
-"""``amo static-schedule``: fixed schedules by operator type, from the geometry of earlier runs.
+"""``amo paper static-schedule``: fixed schedules by operator type, from measured geometry.
 
 A geometry log is a file of JSON lines, one object for each matrix and measured step::
 
@@ -195,7 +195,7 @@ def make_table(pool: Pool, rule: str, tolerance: float) -> ScheduleTable:
     }
     return ScheduleTable(
         {name: _schedule(ell[name], steps[name] or MAX_STEPS) for name in ell},
-        "amo static-schedule: Polar Express compositions for percentiles of measured ell",
+        "amo paper static-schedule: Polar Express compositions for percentiles of measured ell",
         parameters,
         ell,
     )

@@ -59,7 +59,7 @@ class StaticSchedule:
     """A schedule file to be made from the geometry pilot before a run."""
 
     rule: str
-    """As ``amo static-schedule --rule``."""
+    """As ``amo paper static-schedule --rule``."""
     tolerance: str
     """As ``--tolerance``."""
     family: str | None

@@ -13,11 +13,11 @@ from typing import Any
 from amo_dist.config import PAPERS_PLANS, AMOConfig, MuonConfig
 from amo_dist.schedule.schedule_file import read_toml
 from torchtitan_ext import learning_rate
+from torchtitan_ext.paper import catalog
+from torchtitan_ext.paper.catalog import MODELS, Run, Value
 from torchtitan_ext.plugin.run_files import GEOMETRY_FILE
-from torchtitan_ext.tools.experiments import catalog
-from torchtitan_ext.tools.experiments.catalog import MODELS, Run, Value
 
-ROOT = Path(__file__).resolve().parents[3]
+ROOT = Path(__file__).resolve().parents[2]
 """The repository; relative paths of commands are relative to it."""
 
 GPUS_PER_NODE = 8
@@ -314,8 +314,9 @@ def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, 
     if static.family is not None:
         named = ("--family", static.family) if place.base is None else ()
         family = ("--pool", "family", *named)
-    command = ("static-schedule", *logs, "--rule", static.rule, "--tolerance", static.tolerance)
-    return {"optimizer.muon.schedule_file": str(path)}, ((*command, *family, "-o", str(path)),)
+    rule = ("--rule", static.rule, "--tolerance", static.tolerance)
+    command = ("paper", "static-schedule", *logs, *rule, *family, "-o", str(path))
+    return {"optimizer.muon.schedule_file": str(path)}, (command,)
 
 
 def _continues(run: Run, place: Place) -> Path | None:

@@ -1,4 +1,4 @@
-"""``amo compare``: tables of scores, and whether one optimizer beats the others significantly.
+"""``amo paper compare``: tables of scores, and whether one optimizer beats the others.
 
 The test is the AMO paper's: for each baseline a paired t-test over models on their unweighted
 averages, one-sided (is the candidate better?), with Holm's correction over the baselines.
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from amo_dist.tools.command import Subparsers
-from torchtitan_ext.tools import results as results_module
-from torchtitan_ext.tools.results import Result
+from torchtitan_ext.paper import results as results_module
+from torchtitan_ext.paper.results import Result
 
 SIGNIFICANT = 0.05
 """Corrected p-values below this are marked."""
@@ -45,7 +45,7 @@ def compare(
     """Compare one optimizer with others over the models that both were evaluated on.
 
     Args:
-        results: As :func:`torchtitan_ext.tools.results.read_results` checks them.
+        results: As :func:`torchtitan_ext.paper.results.read_results` checks them.
         candidate: The optimizer that is asked to be better.
         baselines: The optimizers it is compared with; all others by default.
 
@@ -152,9 +152,11 @@ def add_command(subparsers: Subparsers) -> None:
         description="Print the scores of evaluated models by task with their unweighted average, "
         "and test one-sidedly, paired over models and with Holm's correction, whether one "
         "optimizer beats the others.",
-        epilog="example: amo compare results/*.json --baseline Muon-KJ --baseline Muon-PE",
+        epilog="example: amo paper compare results/*.json --baseline Muon-KJ --baseline Muon-PE",
     )
-    parser.add_argument("results", nargs="+", help="results files, as `amo evaluate` writes them")
+    parser.add_argument(
+        "results", nargs="+", help="results files, as `amo paper evaluate` writes them"
+    )
     parser.add_argument(
         "--candidate", default="AMO", help="the optimizer to test (default %(default)s)"
     )

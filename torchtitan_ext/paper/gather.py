@@ -11,13 +11,13 @@ from typing import Any
 
 from amo_dist.schedule.plan import Plan
 from amo_dist.tools.plan_source import PLAN_FILE
+from torchtitan_ext.paper import runner
+from torchtitan_ext.paper.catalog import Experiment, Row
+from torchtitan_ext.paper.resolve import ROOT, Job, Place, resolve
+from torchtitan_ext.paper.results import PAPER_TASKS, Result, markdown, read_results, sort_tasks
 from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, METRICS_FILE, read_records
 from torchtitan_ext.tools import costs
 from torchtitan_ext.tools.costs import Records
-from torchtitan_ext.tools.experiments import runner
-from torchtitan_ext.tools.experiments.catalog import Experiment, Row
-from torchtitan_ext.tools.experiments.resolve import ROOT, Job, Place, resolve
-from torchtitan_ext.tools.results import PAPER_TASKS, Result, markdown, read_results, sort_tasks
 
 NOTHING = "-"
 """Cell of a number that is not there yet."""
@@ -196,7 +196,7 @@ def _text(value: float | None, form: str) -> str:
 
 
 def to_results(found: Sequence[Found]) -> list[dict[str, Any]]:
-    """The evaluated rows as the content of a results file, for ``amo compare``."""
+    """The evaluated rows as the content of a results file, for ``amo paper compare``."""
     rows = [Result(f.block, f.label, dict(f.tasks)) for f in found if f.tasks]
     return [{**dataclasses.asdict(row), "average": row.average} for row in rows]
 

@@ -11,9 +11,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext.paper.resolve import GPUS_PER_NODE, ROOT, Job, read_config
 from torchtitan_ext.plugin import run_files
 from torchtitan_ext.tools import runs
-from torchtitan_ext.tools.experiments.resolve import GPUS_PER_NODE, ROOT, Job, read_config
 
 LAUNCHER = ROOT / "launch" / "train.slurm"
 """Starts one run; its demands on Slurm are those of an array's tasks too."""
@@ -187,7 +187,7 @@ def _slurm(name: str, gpus: int, jobs: Sequence[Job], extra: Sequence[str]) -> s
     }
     cases = "\n".join(f"  {index}) {_slurm_case(job, extra)} ;;" for index, job in enumerate(jobs))
     return f"""#!/usr/bin/env bash
-# The runs of `amo experiments show {name}` on {gpus} GPUs each, written by `amo experiments run`.
+# The runs of `amo paper experiments show {name}` on {gpus} GPUs each, as `run --slurm` wrote them.
 # Submit from the repository's root. A complete run ends at once, a started one goes on.
 {_slurm_head(fields)}
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""The command line of ``amo experiments``."""
+"""The command line of ``amo paper experiments``."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from pathlib import Path
 
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext import files
-from torchtitan_ext.tools.experiments import gather, runner
-from torchtitan_ext.tools.experiments.catalog import EXPERIMENTS, Experiment, experiment_named
-from torchtitan_ext.tools.experiments.resolve import QUICKSTART, ROOT, Job, Place, resolve
+from torchtitan_ext.paper import gather, runner
+from torchtitan_ext.paper.catalog import EXPERIMENTS, Experiment, experiment_named
+from torchtitan_ext.paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
 from torchtitan_ext.tools.runs import num_ranks
 
 DESCRIPTION = """The experiments of the AMO paper.
@@ -45,9 +45,11 @@ def add_command(subparsers: Subparsers) -> None:
         "logged: run that experiment with --metrics.log_freq 1."
     )
     collect.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    collect.add_argument("--results", metavar="FILE", help="also write a file for `amo compare`")
+    collect.add_argument(
+        "--results", metavar="FILE", help="also write a file for `amo paper compare`"
+    )
     evaluate = _add(actions, "evaluate", "evaluate what is complete and not evaluated", _evaluate)
-    evaluate.add_argument("--tasks", default="paper", help="as `amo evaluate` (default paper)")
+    evaluate.add_argument("--tasks", default="paper", help="as `amo paper evaluate`, default paper")
     evaluate.add_argument("--dry-run", action="store_true", help="only print the commands")
 
 
@@ -55,7 +57,7 @@ def _add(
     actions: Subparsers, name: str, text: str, run: Callable[[argparse.Namespace], int]
 ) -> argparse.ArgumentParser:
     parser = actions.add_parser(name, help=text, description=text)
-    parser.add_argument("name", metavar="NAME", help="an experiment of `amo experiments list`")
+    parser.add_argument("name", metavar="NAME", help="an experiment that `list` names")
     parser.add_argument("--model", help="only the runs of this model of the paper")
     parser.add_argument(
         "--base",
@@ -153,7 +155,7 @@ def _gather(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from torchtitan_ext.tools import evaluate
+    from torchtitan_ext.paper import evaluate
 
     experiment, place = selection(args)
     for row in experiment.rows:
@@ -164,7 +166,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         if not (checkpoint / ".metadata").exists():
             print(f"# {job.folder.name}: no checkpoint of step {job.step_of(row.step)} yet")
             continue
-        print(f"amo evaluate {checkpoint} --tasks {args.tasks} --output {output}", flush=True)
+        print(f"amo paper evaluate {checkpoint} --tasks {args.tasks} --output {output}", flush=True)
         if not args.dry_run:
             request = evaluate.Request(checkpoint=checkpoint, tasks=args.tasks)
             # Not the row's: a run that belongs to several tables has one results file.

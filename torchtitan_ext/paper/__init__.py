@@ -1,0 +1,1 @@
+"""``amo paper``: what serves the AMO paper alone, its experiments, evaluations and tables."""
