@@ -25,6 +25,8 @@ from amo_dist.schedule.types import Schedule
 from amo_dist.state.foreign import ImportReport, import_state
 from amo_dist.state.storage import CheckpointReader, CheckpointWriter
 
+__version__ = "0.1.0"
+
 __all__ = [
     "AMO",
     "OPTIMIZER_NAMES",
@@ -46,6 +48,7 @@ __all__ = [
     "RankMismatchError",
     "Schedule",
     "UpdateRule",
+    "__version__",
     "import_state",
     "make_optimizer",
     "param_groups",

@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,21 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 
 
+DOCUMENTS = tuple(
+    sorted(
+        str(path.relative_to(ROOT))
+        for pattern in ("*.md", "*/README.md", "benchmarks/*/README.md", "docs/*.md")
+        for path in ROOT.glob(pattern)
+    )
+)
+"""Every page of the project, by its path."""
+
+
 def code_blocks(text: str, language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.MULTILINE | re.DOTALL)
+    """The blocks of a page in a language, those in lists too."""
+    fenced = rf"^( *)```{language}\n(.*?)^\1```"
+    found = re.findall(fenced, text, flags=re.MULTILINE | re.DOTALL)
+    return [textwrap.dedent(block) for _, block in found]
 
 
 def blocks(documents: Iterable[str]) -> list[str]:

@@ -1,10 +1,13 @@
-"""The documentation says what the code says. ``python -m tests.test_docs`` rewrites the tables."""
+"""The documents say what the code says. ``python -m tests.test_docs`` rewrites their tables."""
 
 from __future__ import annotations
 
 import ast
 import dataclasses
+import functools
+import importlib.util
 import inspect
+import os
 import re
 import shlex
 import warnings
@@ -13,16 +16,22 @@ from pathlib import Path
 import pytest
 
 from amo_dist.config import AMOConfig, MuonConfig
-from tests.examples import ROOT, code_blocks
+from tests.examples import DOCUMENTS, ROOT, code_blocks
 
 with warnings.catch_warnings():
     # torchtitan compiles a module on import, and a part of torch that this needs is deprecated.
     warnings.simplefilter("ignore")
     from torchtitan_ext.cli import build_parser
 
-README = ROOT / "README.md"
-DOCUMENTS = ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")
 CONFIGS = (MuonConfig, AMOConfig)
+TABLES = {
+    "MuonConfig": "docs/settings.md",
+    "AMOConfig": "docs/settings.md",
+    "commands": "docs/commands.md",
+}
+"""The page of each table that the code writes."""
+ELSEWHERE = ("git", "hf", "salloc", "sbatch")
+"""Programs of others, whose words no test here knows."""
 
 
 def field_docs(config: type) -> dict[str, str]:
@@ -62,7 +71,7 @@ def command_table() -> str:
 
 
 def tables() -> dict[str, str]:
-    """What README.md must hold between two comments, by the name in them."""
+    """What pages must hold between two comments, by the name in them."""
     return {**{config.__name__: table(config) for config in CONFIGS}, "commands": command_table()}
 
 
@@ -70,19 +79,19 @@ def fences(name: str) -> tuple[str, str]:
     return f"<!-- begin {name} -->\n", f"\n<!-- end {name} -->"
 
 
-def written_table(text: str, name: str) -> str:
+def written_table(name: str) -> str:
+    text = (ROOT / TABLES[name]).read_text()
     begin, end = fences(name)
-    assert text.count(begin) == text.count(end) == 1, f"README.md has no one table of {name}"
+    assert text.count(begin) == text.count(end) == 1, f"{TABLES[name]} has no one table of {name}"
     return text.split(begin)[1].split(end)[0]
 
 
 def rewrite() -> None:
-    """Puts the tables of this code into README.md."""
-    text = README.read_text()
+    """Puts the tables of this code into their pages."""
     for name, expected in tables().items():
-        written = written_table(text, name).join(fences(name))
-        text = text.replace(written, expected.join(fences(name)))
-    README.write_text(text)
+        page = ROOT / TABLES[name]
+        written = written_table(name).join(fences(name))
+        page.write_text(page.read_text().replace(written, expected.join(fences(name))))
 
 
 @pytest.mark.parametrize("config", CONFIGS)
@@ -98,9 +107,9 @@ def test_the_tables_cover_every_field() -> None:
 
 
 @pytest.mark.parametrize("name", tables())
-def test_readme_tables_match_the_code(name: str) -> None:
-    assert written_table(README.read_text(), name) == tables()[name], (
-        "run `python -m tests.test_docs` to rewrite the tables of README.md"
+def test_written_tables_match_the_code(name: str) -> None:
+    assert written_table(name) == tables()[name], (
+        f"run `python -m tests.test_docs` to rewrite the tables of {TABLES[name]}"
     )
 
 
@@ -110,72 +119,185 @@ def test_every_command_says_what_it_does() -> None:
 
 
 def test_readme_stays_short() -> None:
-    assert len(README.read_text().splitlines()) <= 450
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+
+
+def test_readme_leads_to_every_page() -> None:
+    linked = {path for path, _ in links((ROOT / "README.md").read_text())}
+    assert [page for page in DOCUMENTS if page != "README.md" and page not in linked] == []
+
+
+# ---------------------------------------------------------------- links and names
+
+
+def prose(text: str) -> str:
+    """A document without its blocks of code."""
+    return re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
+
+
+def links(text: str) -> list[tuple[str, str]]:
+    """Path and heading of each link and picture that does not leave the project."""
+    return re.findall(r"\]\((?!\w+:)([^)#]*)#?([^)]*)\)", prose(text))
+
+
+def headings(text: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    titles = re.findall(r"^#+ (.*)$", prose(text), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def broken_links(document: str) -> list[str]:
+    """Links of a document to files or headings that are not there."""
+    broken = []
+    for path, heading in links((ROOT / document).read_text()):
+        target = (ROOT / document).parent / path if path else ROOT / document
+        if not target.exists() or (heading and heading not in headings(target.read_text())):
+            broken.append(f"{path}#{heading}")
+    return broken
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links_lead_somewhere(document: str) -> None:
+    assert broken_links(document) == []
+
+
+def test_links_and_headings_are_found() -> None:
+    text = "# A `b`, c\n[a](LICENSE) [b](https://x.org/y) ![c](x/y.png)\n```md\n[d](e)\n```\n"
+    assert links(f"{text}[f](g.md#h-i) [j](#k)") == [
+        ("LICENSE", ""),
+        ("x/y.png", ""),
+        ("g.md", "h-i"),
+        ("", "k"),
+    ]
+    assert headings(text) == {"a-b-c"}
 
 
 def paths(text: str) -> set[str]:
-    """What a document names as a file or folder of the project."""
-    prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    linked = re.findall(r"\]\((?!\w+:|#)([^)#]+)", prose)
-    quoted = re.findall(r"`([^`\s]+)`", prose)
+    """What a document's sentences and commands name as a file or folder of the project."""
+    quoted = re.findall(r"`([^`\s]+)`", prose(text))
     commands = [word for block in code_blocks(text, "(?:bash|sh)") for word in block.split()]
     named = [word for word in [*quoted, *commands] if re.fullmatch(r"[\w./-]+", word)]
     is_path = re.compile(r"(\./)?[.\w-]+/[\w./-]*|[\w-]+\.(md|toml|sh|yaml)")
-    return {*linked, *(word for word in named if is_path.fullmatch(word))}
+    # What runs write, folders of a user's machine, data sets of the hub.
+    made = re.compile(r"outputs/|assets/|data/|sample/|\.\./|meta-llama/|DKYoon/")
+    return {word for word in named if is_path.fullmatch(word) and not made.match(word)}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_named_files_exist(document: str) -> None:
-    text = (ROOT / document).read_text()
-    assert [path for path in sorted(paths(text)) if not (ROOT / path).exists()] == []
+    page = ROOT / document
+    named = sorted(paths(page.read_text()))
+    places = (ROOT, page.parent)
+    assert [path for path in named if not any((at / path).exists() for at in places)] == []
 
 
-def test_paths_are_found_in_prose_links_and_commands() -> None:
-    text = "[a](LICENSE) [b](https://x.org/y) `tests/unit` `a.b` `m/n > 1` `x.toml`\n"
+def test_paths_are_found_in_prose_and_commands() -> None:
+    text = "`tests/unit` `a.b` `m/n > 1` `x.toml` `outputs/x`\n"
     text += "```bash\nlaunch/test.sh -m slow  # all\n```\n```python\na = b/c\n```\n"
-    assert paths(text) == {"LICENSE", "tests/unit", "x.toml", "launch/test.sh"}
+    assert paths(text) == {"tests/unit", "x.toml", "launch/test.sh"}
 
 
-def front_door_commands(text: str) -> list[list[str]]:
-    """The arguments of every ``amo`` line in a document's shell blocks, and in its sentences."""
-    lines = [line for block in code_blocks(text, "(?:bash|sh)") for line in block.splitlines()]
-    prose = re.sub(r"^(?:```.*?^```|\|.*?$)", "", text, flags=re.MULTILINE | re.DOTALL)
-    lines += [line for line in re.findall(r"`([^`]+)`", prose) if "<" not in line]
-    words = [shlex.split(line, comments=True) for line in lines if line.startswith("amo ")]
-    return [line[1:] for line in words]
+# ---------------------------------------------------------------- commands
+
+
+def printed_commands(text: str) -> list[list[str]]:
+    """The words of each command in a document's shell blocks, and of those in its sentences."""
+    blocks = code_blocks(text, "(?:bash|sh)")
+    lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+    sentences = re.sub(r"^\|.*?$", "", prose(text), flags=re.MULTILINE)
+    quoted = [each for each in re.findall(r"`([^`]+)`", sentences) if "<" not in each]
+    lines += [" ".join(each.split()) for each in quoted if re.match(PROGRAMS, each)]
+    words = [shlex.split(line, comments=True) for line in lines]
+    return [line for line in words if line]
+
+
+PROGRAMS = r"(?:amo|python|torchrun|pip|(?:\./)?launch/[\w.]+|bash|sbatch) (?!\.\.\.)"
+
+
+def mistake(words: list[str]) -> str | None:
+    """What is wrong with a command, by its program."""
+    while re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words = words[1:]
+    program, rest = words[0], words[1:]
+    if program in ELSEWHERE:
+        return None
+    if program == "pip":
+        text = (ROOT / "pyproject.toml").read_text()
+        extras = [each for word in rest for each in re.findall(r"\[(.+)\]$", word)]
+        missing = [e for each in extras for e in each.split(",") if f"\n{e} = [" not in text]
+        return f"no extra {missing}" if missing else None
+    if program == "amo":
+        return amo_mistake(rest)
+    if program == "bash":
+        return None if (ROOT / rest[0]).is_file() else f"no file {rest[0]}"
+    if program in ("python", "torchrun"):
+        if "-m" not in rest:
+            is_script = any(word.endswith(".py") for word in rest)
+            return None if is_script else "neither a module nor a script"
+        module, *rest = rest[rest.index("-m") + 1 :]
+        if module in ("amo_dist", "torchtitan_ext"):
+            return amo_mistake(rest)
+        return None if importlib.util.find_spec(module) else f"no module {module}"
+    return None if os.access(ROOT / program, os.X_OK) else f"no program {program}"
+
+
+def amo_mistake(arguments: list[str]) -> str | None:
+    """What the front door says of arguments, which it does not run."""
+    if not any(word.startswith("-") for word in arguments) and len(arguments) < 3:
+        arguments = [*arguments, "--help"]  # a command's name in a sentence lacks what it needs
+    try:
+        args, rest = build_parser().parse_known_args(arguments)
+    except SystemExit as error:
+        return f"exits with {error.code}" if error.code else None
+    return f"unknown: {rest}" if rest and not hasattr(args, "overrides") else None
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_printed_commands_exist(document: str) -> None:
+    commands = printed_commands((ROOT / document).read_text())
+    found = {shlex.join(words): mistake(words) for words in commands}
+    assert {command: what for command, what in found.items() if what} == {}
 
 
 def test_printed_commands_are_found() -> None:
-    text = "| `amo plan` | x |\n`amo <command>`, `amo plan --json`\n"
-    text += "```bash\namo simulate --x  # y\n```\n"
-    assert front_door_commands(text) == [["simulate", "--x"], ["plan", "--json"]]
+    text = "| `amo plan` | x |\n`amo <command>`, `amo plan --json` `python` `torchrun ... -m x`\n"
+    text += "```bash\nA=1 amo simulate --x \\\n  3  # y\n\n# z\n```\n"
+    found = [["A=1", "amo", "simulate", "--x", "3"], ["amo", "plan", "--json"]]
+    assert printed_commands(text) == found
 
 
 @pytest.mark.parametrize(
-    "document", [*DOCUMENTS, *(f"{each}/README.md" for each in ("benchmarks", "configs", "launch"))]
+    "command",
+    [
+        "amo plane",
+        "amo plan --no-such-option",
+        "python -m tests.no_such",
+        "launch/no_such.sh",
+        "bash .ci/no_such",
+        "no_such x",
+        "pip install 'amo-dist[no_such]'",
+        "torchrun --nproc-per-node 2 -m amo_dist no_such",
+        "python",
+    ],
 )
-def test_printed_commands_parse(document: str) -> None:
-    for arguments in front_door_commands((ROOT / document).read_text()):
-        args, rest = build_parser().parse_known_args(arguments)
-        assert not rest or hasattr(args, "overrides"), arguments
+def test_a_command_that_is_not_there_is_found(command: str) -> None:
+    assert mistake(shlex.split(command))
 
 
-def layout_rows(text: str) -> list[str]:
-    """The rows of the table of layouts."""
-    (rows,) = re.findall(r"^\| layout \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
-    return str(rows).splitlines()
+# ---------------------------------------------------------------- tests that pages name
 
 
-def named_tests(row: str) -> list[tuple[str, str]]:
+def named_tests(text: str) -> list[tuple[str, str]]:
     """``(path::function, case)`` of ``path::function[case], [case]``; the case may be empty."""
     named: list[tuple[str, str]] = []
-    for quoted in re.findall(r"`([^`]*(?:::|\[)[^`]*)`", row):
+    for quoted in re.findall(r"`((?:tests/[^`\s]*::|\[)[^`\s]*)`", text):
         test, _, case = quoted.rstrip("]").partition("[")
         assert test or named, f"{quoted} follows no test"
         named.append((test or named[-1][0], case))
     return named
 
 
+@functools.cache
 def collected(path: Path) -> tuple[set[str], set[str]]:
     """Names of the test functions of a file, and the ids that it gives to cases."""
     tree = ast.parse(path.read_text())
@@ -191,23 +313,50 @@ def collected(path: Path) -> tuple[set[str], set[str]]:
     return functions, ids
 
 
-def test_every_layout_names_tests_that_exist() -> None:
-    for row in layout_rows(README.read_text()):
-        assert named_tests(row), row
-        for test, case in named_tests(row):
-            path, function = test.split("::")
-            functions, ids = collected(ROOT / path)
-            assert function in functions, test
-            assert case in {"", *ids}, f"{test} has no case {case}"
+def missing_tests(text: str) -> list[str]:
+    """The tests and cases that a text names and that are not there."""
+    missing = []
+    for test, case in named_tests(text):
+        path, function = test.split("::")
+        functions, ids = collected(ROOT / path)
+        if function not in functions or case not in {"", *ids}:
+            missing.append(f"{test}[{case}]")
+    return missing
+
+
+def rows_below(text: str, head: str) -> list[str]:
+    """The rows of each table whose first line ends with ``head``."""
+    tables = re.findall(rf"^\|.*{head} \|\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [row for rows in tables for row in rows.splitlines()]
+
+
+@pytest.mark.parametrize("document", ["docs/layouts.md", "docs/optimizers.md", "docs/paper.md"])
+def test_named_tests_exist(document: str) -> None:
+    text = (ROOT / document).read_text()
+    assert named_tests(text)
+    assert missing_tests(text) == []
+
+
+@pytest.mark.parametrize(("document", "num_tables"), [("docs/layouts.md", 1), ("docs/paper.md", 4)])
+def test_every_row_names_its_test(document: str, num_tables: int) -> None:
+    text = (ROOT / document).read_text()
+    assert len(re.findall(r"^\|.* test \|$", text, re.MULTILINE)) == num_tables
+    rows = rows_below(text, "test")
+    assert [row for row in rows if not named_tests(row)] == []
+    assert len(rows) > 3 * num_tables
 
 
 def test_named_tests_are_found_in_a_row() -> None:
-    assert named_tests("| `a` | `t.py::test_x[one]`, `[two]`, `t.py::test_y` |") == [
-        ("t.py::test_x", "one"),
-        ("t.py::test_x", "two"),
-        ("t.py::test_y", ""),
+    path = "tests/test_docs.py"
+    row = f"| `a` | `{path}::test_x[one]`, `[two]`, `{path}::test_named_tests_exist` |"
+    assert named_tests(row) == [
+        (f"{path}::test_x", "one"),
+        (f"{path}::test_x", "two"),
+        (f"{path}::test_named_tests_exist", ""),
     ]
+    assert missing_tests(row) == [f"{path}::test_x[one]", f"{path}::test_x[two]"]
     assert named_tests("| `a` | 2, 3 | |") == []
+    assert rows_below("| a | test |\n|---|---|\n| b | c |\n", "test") == ["| b | c |"]
 
 
 if __name__ == "__main__":

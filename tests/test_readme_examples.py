@@ -1,4 +1,7 @@
-"""Examples of README.md and CONTRIBUTING.md run as printed, by the command in their first line."""
+"""The pages' Python blocks run as printed, by the command in their first line.
+
+Those of docs/recipes.md have tests of their own, in test_recipes.py.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,19 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.examples import ROOT, assert_same, blocks, examples, run
+from tests.examples import DOCUMENTS, ROOT, assert_same, blocks, examples, run
 
-DOCUMENTS = ("README.md", "CONTRIBUTING.md")
+PAGES = tuple(page for page in DOCUMENTS if page != "docs/recipes.md")
+EXAMPLES = {
+    "fsdp2.py": "README.md",
+    "single.py": "docs/loops.md",
+    "ddp.py": "docs/loops.md",
+    "huggingface.py": "docs/loops.md",
+    "rates.py": "docs/optimizers.md",
+    "train.py": "docs/checkpoints.md",
+    "trust.py": "CONTRIBUTING.md",
+}
+"""Each example has a test here."""
 
 # Runs the script that it is given, but ends the process when a checkpoint has all its tensors and
 # not yet its metadata: the worst moment.
@@ -41,7 +54,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 
 def run_example(name: str, folder: Path) -> str:
     """Write the example into ``folder``, run it, and return what it printed."""
-    command, text = examples(DOCUMENTS)[name]
+    command, text = examples(PAGES)[name]
     folder.mkdir(exist_ok=True)
     (folder / name).write_text(text)
     done = run(command, folder)
@@ -50,9 +63,22 @@ def run_example(name: str, folder: Path) -> str:
 
 
 def test_every_example_is_tested_here() -> None:
-    assert sum(text.startswith("# ") for text in blocks(DOCUMENTS)) == len(examples(DOCUMENTS))
-    in_readme = {"fsdp2.py", "single.py", "ddp.py", "huggingface.py", "train.py"}
-    assert set(examples(DOCUMENTS)) == {*in_readme, "trust.py"}
+    found = {name: page for page in PAGES for name in examples([page])}
+    assert found == EXAMPLES
+    assert sum(text.startswith("# ") for text in blocks(PAGES)) == len(found)
+
+
+def test_blocks_without_a_command_run_too() -> None:
+    """A pattern, and a test that CONTRIBUTING.md shows, which is defined and not called."""
+    given = {"torch": torch, "dist": torch.distributed, "Ranks": Any}
+    fragments = [text for text in blocks(PAGES) if not text.startswith("# ")]
+    defined = [given.copy() for _ in fragments]
+    for text, names in zip(fragments, defined, strict=True):
+        exec(text, names)
+    assert [sorted(names.keys() - given.keys() - {"__builtins__"}) for names in defined] == [
+        ["sum_of_ranks", "test_sum"],
+        ["Fused", "dim", "heads", "parts", "patterns"],
+    ]
 
 
 def test_the_page_about_an_optimizer_of_ones_own_is_short() -> None:
@@ -69,7 +95,7 @@ def test_an_optimizer_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
 
 
 def test_the_short_example_is_short() -> None:
-    _, text = examples(DOCUMENTS)["fsdp2.py"]
+    _, text = examples(PAGES)["fsdp2.py"]
     code = [line for line in text.splitlines() if line and not line.startswith("#")]
     assert len(code) <= 12
 
@@ -92,6 +118,10 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert "weight_decay 0.0" in printed
 
 
+def test_rates_of_torch_muon(tmp_path: Path) -> None:
+    assert run_example("rates.py", tmp_path) == "3 [0.02, 0.0003]\n"
+
+
 def newest_state(folder: Path) -> Any:
     """Everything in the last checkpoint of a run of ``train.py``."""
     whole = folder / "whole.pt"
@@ -107,7 +137,7 @@ def test_checkpoints_killed_inside_a_save_and_resumed(tmp_path: Path) -> None:
 
     folder = tmp_path / "killed"
     folder.mkdir()
-    command, text = examples(DOCUMENTS)["train.py"]
+    command, text = examples(PAGES)["train.py"]
     (folder / "train.py").write_text(text)
     (folder / "killer.py").write_text(KILLER)
     killed = run([*command[:-1], "killer.py", "train.py", "step-000018"], folder)

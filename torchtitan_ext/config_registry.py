@@ -34,7 +34,8 @@ def __getattr__(name: str) -> Callable[[], Any]:
             return functools.partial(read, path)
     known = {file.stem for folder in FOLDERS for file in folder.glob("*.toml")}
     near = difflib.get_close_matches(name, known, n=1)
-    hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(known))}"
+    named = ", ".join(sorted(known)) or "none, as the project's lie in the configs of its sources"
+    hint = f"did you mean {near[0]!r}?" if near else f"known: {named}"
     raise ValueError(f"--config: found {name!r}, expected a TOML file or a name of one; {hint}")
 
 

@@ -377,4 +377,6 @@ def test_wrong_requests_are_named(tmp_path: Path, change: dict[str, str], messag
 
 
 def test_paper_is_the_default() -> None:
-    assert len(evaluate.Request(Path()).task_names()) == 12
+    request = evaluate.Request(Path())
+    assert len(request.task_names()) == 12
+    assert request.max_length == 4096  # twice what the models are trained on

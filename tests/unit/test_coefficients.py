@@ -63,6 +63,27 @@ def test_pe_is_generated_with_safety_on_each_step() -> None:
     assert record.parameters["composed_steps"] == 10
 
 
+# The list in the Polar Express paper, to six digits; its code divides the input by 1.01.
+PRINTED_PE = (
+    (8.28721, -23.59589, 17.30039),
+    (4.10706, -2.94785, 0.544843),
+    (3.94869, -2.90890, 0.551819),
+    (3.31842, -2.48849, 0.510049),
+    (2.30065, -1.66890, 0.418807),
+)
+
+
+def test_pe_is_not_the_list_that_its_paper_prints() -> None:
+    own = named_schedule("pe").schedule.coefficients
+    assert own[0][0] == pytest.approx(8.2373, abs=5e-5)
+    off = [
+        abs(printed / SAFETY**power / found - 1)
+        for theirs, ours in zip(PRINTED_PE, own, strict=True)
+        for power, printed, found in zip((1, 3, 5), theirs, ours, strict=True)
+    ]
+    assert 0.0125 < max(off) < 0.0135
+
+
 @pytest.mark.parametrize(
     ("name", "hard", "easy"),
     [("a1", 5, 4), ("a2", 6, 4), ("a3", 6, 5)],

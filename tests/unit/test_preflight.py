@@ -133,6 +133,7 @@ def test_a_world_that_the_degrees_do_not_make(capsys: pytest.CaptureFixture[str]
         ([], "FILE: found none, expected a TOML file"),
         (["a.toml", "--job.config_file=b.toml"], "FILE: found 'a.toml' beside --job.config_file"),
         (["--job.config_file", "no.toml"], "cannot read no.toml"),
+        (["llama3.1_75m"], "'llama3.1_75m', expected a TOML file; those of the project lie in"),
         (["--world", "0"], "--world: found 0"),
         (["--gpus-per-node", "-1"], "--gpus-per-node: found -1"),
         (["--gpu", "abacus"], "--gpu: found 'abacus', expected one of h100"),

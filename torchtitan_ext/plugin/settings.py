@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
@@ -48,6 +49,11 @@ def load(args: Sequence[str]) -> tuple[Trainer.Config, list[str]]:
         SystemExit: For a mistake among the arguments, already explained on standard error.
     """
     path = argument(args, "job.config_file")
+    if path is not None and not path.endswith(".toml") and not Path(path).exists():
+        raise ValueError(
+            f"job.config_file: found {path!r}, expected a TOML file; those of the project lie in "
+            "the folder configs of its sources, and the installed package has none"
+        )
     values = {} if path is None else read_toml("job.config_file", path)
     config, problems = toml_config.read(values, args)
     ConfigManager()  # which makes torchtitan's rules for the types of arguments known
