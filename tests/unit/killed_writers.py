@@ -23,6 +23,7 @@ from amo_dist.schedule.planning import plan_allocation
 from torchtitan_ext.plugin import run_files
 from torchtitan_ext.plugin.geometry import GeometryLog
 from torchtitan_ext.tools import evaluate, runs, static_schedule, watch
+from torchtitan_ext.tools.report import data
 from torchtitan_ext.tools.results import read_results
 
 CALLS = ("open", "write", "fsync", "replace", "rename", "unlink", "truncate", "ftruncate")
@@ -96,6 +97,8 @@ def prepare(folder: Path) -> None:
     log = GeometryLog(folder, model="m", family="f")
     for step in (1, 2, 3):
         files.append(record(step))
+        if step == 1:
+            files.append_validation(step, 2.5)
         log.append(geometry(step), 1)
     files.save_plan(PLANS[0])
     files.close()
@@ -119,6 +122,7 @@ WRITERS: dict[str, tuple[Callable[[Path], object], int]] = {
     "config": (lambda folder: run_files.save_config(folder, CONFIGS[1]), 3),
     "start": (start, 2),
     "metrics": (lambda folder: run_files.RunFiles(folder).append(record(4)), 3),
+    "validation": (lambda folder: run_files.RunFiles(folder).append_validation(3, 2.0), 3),
     "plan": (lambda folder: run_files.RunFiles(folder).save_plan(PLANS[1]), 3),
     "geometry": (lambda folder: GeometryLog(folder, model="m").append(geometry(4), 4), 3),
     "results": (lambda folder: evaluate.write(RESULTS[1], folder / "results.json"), 3),
@@ -139,7 +143,8 @@ def problems(folder: Path, num_steps: int, name: str) -> list[str]:
             found.append(f"{what}: {type(error).__name__}: {error}")
 
     def steps(file: str, times: int = 1) -> list[int]:
-        return [one["step"] for one in run_files.read_records(folder / file)][::times]
+        records = run_files.read_records(folder / file)
+        return [one["step"] for one in records if run_files.VALIDATION not in one][::times]
 
     kept = [*range(1, num_steps + 1)]
     expect("metrics", lambda: steps("metrics.jsonl")[:num_steps] == kept)
@@ -149,9 +154,9 @@ def problems(folder: Path, num_steps: int, name: str) -> list[str]:
         plans = [Plan.from_json(plan) for plan in PLANS]
         expect("plan", lambda: Plan.from_json((folder / "plan.json").read_text()) in plans)
     expect("results", lambda: len(read_results([folder / "results.json"])) == 1)
-    expect(
-        "watch", lambda: bool(watch.view("run", run_files.read_records(folder / "metrics.jsonl")))
-    )
+    expect("watch", lambda: bool(watch.view("run", run_files.read_metrics(folder))))
+    expect("report", lambda: data.load_one(folder).metrics[0]["step"] == 1)
+    expect("validation", lambda: run_files.read_metrics(folder).validations[:1] == [(1, 2.5)])
     if (schedule := folder / "schedule.toml").exists():
         expect("schedule", lambda: "coefficients" in schedule.read_text())
     config = run_files.read_config(folder) or CONFIGS[0]

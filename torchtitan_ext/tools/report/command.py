@@ -68,7 +68,8 @@ def make_sections(runs: Sequence[Run]) -> list[Section]:
     each = _PerRun(runs)
     return [
         Section("Runs", [_overview(runs)]),
-        Section("Loss", [Picture("loss", figures.losses(runs), "Training loss, mean over ranks.")]),
+        Section("Loss", [Picture("loss", figures.losses(runs), _LOSS)]),
+        Section("Training", [Picture("training", figures.curves(runs), _TRAINING)]),
         each("Schedule", "schedule", figures.timeline, _timeline_caption, NO_SCHEDULE),
         _plan_section(runs, each("Plan", "plan", figures.plan, _plan_caption, "it made no plan")),
         each("Observed ell", "ell", figures.ells, _ell_caption, "it observes no ell (not AMO)"),
@@ -96,17 +97,19 @@ class _PerRun:
         reason: str,
     ) -> Section:
         parts: list[Part] = []
+        missing: dict[str, list[str]] = {}
+        several = len(self._runs) > 1
         for number, one in enumerate(self._runs, start=1):
-            several = len(self._runs) > 1
-            if several:
-                parts.append(Heading(one.label))
             figure = draw(one)
             if figure is None:
                 why = reason if not one.geometry or reason != NO_GEOMETRY else "too few matrices"
-                parts.append(Missing(f"Nothing to show for {one.label}: {why}."))
+                missing.setdefault(why, []).append(one.label)
             else:
                 file = f"{name}_{number}" if several else name
+                parts += [Heading(one.label)] if several else []
                 parts.append(Picture(file, figure, caption(one)))
+        for why, labels in missing.items():
+            parts.append(Missing(f"Nothing to show for {', '.join(labels)}: {why}."))
         return Section(title, parts)
 
 
@@ -146,9 +149,12 @@ def _model(one: Run) -> str:
 
 # ---------------------------------------------------------------- captions
 
+_LOSS = "Training loss, mean over ranks, at the logged steps; dotted, that of validations."
+_TRAINING = "At the logged steps; waits and tokens a second are means since the logged step before."
+
 
 def _timeline_caption(one: Run) -> str:
-    text = "Newton-Schulz steps of each operator type at the logged steps."
+    text = "Newton-Schulz steps of each operator type."
     if one.plan is not None:
         text += (
             f" The plan spends {sum(one.plan.allocation)} steps where the uniform schedule spends "
@@ -205,7 +211,7 @@ def _f1(one: Run) -> str:
     ]
     # Of a run that plans again a phase has several stretches.
     by_phase: dict[str, list[Any]] = {}
-    for phase, first, last in one.phases():
+    for phase, first, last in one.spans("phase"):
         by_phase.setdefault(phase, []).extend(
             record for record in one.geometry if first <= record["step"] <= last
         )

@@ -13,6 +13,15 @@ from torchtitan_ext.tools.report import data, style
 from torchtitan_ext.tools.report.data import Run
 
 KAPPA = r"condition number $\kappa$"
+CURVES = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "optimizer/steps_skipped": "skipped steps, in all",
+    "newton_schulz/residual": "residual of the guard",
+    "data_seconds_per_step": "waits for data (s a step)",
+    "tokens_per_second": "tokens a second",
+}
+"""Titles of small pictures by what they show."""
 DEPTH_TYPES = ("attn_q", "mlp_up")
 """Operator types whose depth the AMO paper compares."""
 
@@ -44,18 +53,22 @@ def _over_steps(axes: Any, runs: Sequence[Run], **labels: str) -> None:
     _whole(axes)
 
 
-def _shade(axes: Any, run: Run) -> None:
+def _places(run: Run, field: str) -> list[tuple[Any, int, int]]:
+    """``(value, left, right)`` of each stretch of one value: from its first step to the next's."""
+    spans = run.spans(field)
+    edges = [0, *(first for _, first, _ in spans[1:]), run.metrics[-1]["step"]]
+    return [(span[0], *ends) for span, ends in zip(spans, itertools.pairwise(edges), strict=False)]
+
+
+def _shade(axes: Any, run: Run, *, named: bool = True) -> None:
     """Backgrounds for phases, named on top."""
-    spans = run.phases()
-    before = 0
-    for index, (phase, _, last) in enumerate(spans):
-        axes.axvspan(before, last, color=style.PHASES.get(phase, "#FFFFFF"), zorder=-2, lw=0)
-        if index < len(spans) - 1:
-            axes.axvline(last, color="#777777", lw=0.9, ls=(0, (2, 2)), zorder=1)
-        middle = (before + last) / 2
+    for phase, left, right in _places(run, "phase"):
+        axes.axvspan(left, right, color=style.PHASES.get(phase, "#FFFFFF"), zorder=-2, lw=0)
+        if left:
+            axes.axvline(left, color="#777777", lw=0.9, ls=(0, (2, 2)), zorder=1)
         axes.annotate(
-            phase,
-            (middle, 1.0),
+            phase if named else "",
+            ((left + right) / 2, 1.0),
             xycoords=axes.get_xaxis_transform(),
             xytext=(0, 3),
             textcoords="offset points",
@@ -64,36 +77,58 @@ def _shade(axes: Any, run: Run) -> None:
             fontsize=8.5,
             color="#555555",
         )
-        before = last
 
 
 def losses(runs: Sequence[Run]) -> Any:
-    """Training loss of every run."""
+    """Training loss of every run, and the loss of its validations."""
     figure, axes = _new()
     for index, run in enumerate(runs):
-        steps, values = zip(*run.series("loss"), strict=True)
-        axes.plot(
-            steps,
-            values,
-            **style.run_line(index),
-            label=run.label,
-        )
+        line = style.run_line(index)
+        axes.plot(*_columns(run.series("loss")), **line, label=run.label)
+        if run.validations:
+            dots = {**line, "linestyle": ":", "marker": "o", "markersize": 3.6}
+            axes.plot(*_columns(run.validations), **dots, label=f"{run.label}, validation")
     if len(runs) == 1:
         _shade(axes, runs[0])
-    else:
+    if len(axes.get_lines()) > 1 or len(runs) > 1:
         axes.legend()
-    _over_steps(axes, runs, ylabel="training loss (nats per token)")
+    _over_steps(axes, runs, ylabel="loss (nats per token)")
     return figure
 
 
-def timeline(run: Run) -> Any:
-    """Newton-Schulz steps of each operator type: a row each, a column for every logged step."""
-    records = [record for record in run.metrics if record["num_steps_by_type"]]
-    if not records:
+def curves(runs: Sequence[Run]) -> Any:
+    """Small pictures of what :data:`CURVES` names, as far as any run has it."""
+    shown = {key: title for key, title in CURVES.items() if any(run.series(key) for run in runs)}
+    if not shown:
         return None
-    types = sort_operator_types(records[-1]["num_steps_by_type"])
-    counts = [[record["num_steps_by_type"][name] for record in records] for name in types]
-    edges = [0, *(record["step"] for record in records)]
+    rows = -(-len(shown) // 2)
+    figure, axes = _new(9.0, 1.9 * rows + 0.4, nrows=rows, ncols=2, squeeze=False)
+    for ax, (key, title) in zip(axes.flat, shown.items(), strict=False):
+        for index, run in enumerate(runs):
+            ax.plot(*_columns(run.series(key)), **style.run_line(index), label=run.label)
+        if len(runs) == 1:
+            _shade(ax, runs[0], named=False)
+        ax.set_title(title)
+        _over_steps(ax, runs)
+    if len(runs) > 1:
+        axes.flat[0].legend()
+    if len(shown) % 2:
+        axes.flat[-1].set_axis_off()
+    return figure
+
+
+def _columns(series: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in series], [value for _, value in series]
+
+
+def timeline(run: Run) -> Any:
+    """Newton-Schulz steps of each operator type: a row each, a bar for every stretch of steps."""
+    places = _places(run, "num_steps_by_type")
+    if not places:
+        return None
+    types = sort_operator_types(places[-1][0])
+    counts = [[found[name] for found, _, _ in places] for name in types]
+    edges = [0, *(right for _, _, right in places)]
     figure, axes = _new(8.0, 0.38 * len(types) + 1.1)
     low = min(3, *(min(row) for row in counts))
     high = max(7, *(max(row) for row in counts))
@@ -180,12 +215,12 @@ def plan(run: Run) -> Any:
 
 def ells(run: Run) -> Any:
     """Observed ``ell`` of each operator type, and the last plan's targets."""
-    types = [name for name in run.operator_types if run.optimizer_series(f"amo/ell/{name}")]
+    types = [name for name in run.operator_types if run.series(f"amo/ell/{name}")]
     if not types:
         return None
     figure, axes = _new()
     for name in types:
-        series = run.optimizer_series(f"amo/ell/{name}")
+        series = run.series(f"amo/ell/{name}")
         # Before the first observation there is only the base value.
         changes = [b for a, b in itertools.pairwise(series) if b[1] != a[1]] or series[-1:]
         steps, values = zip(*changes, strict=True)
