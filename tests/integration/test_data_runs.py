@@ -135,7 +135,7 @@ def test_validation_reads_all_of_its_data_and_leaves_training_alone(
         found[world] = read_metrics(folder).validations
         assert f"validation after step 16/16  loss {found[world][-1][1]:.4f}" in run.output()
         spans = load_one(folder).spans("phase")  # between the logged steps 5, 10, 15 and 16
-        assert spans == [("observation", 1, 8), ("transition", 9, 13), ("locked", 14, 16)]
+        assert spans == [("observation", 1, 4), ("transition", 5, 7), ("locked", 8, 16)]
     assert run.losses() == unseen.losses()
     assert [step for step, _ in found[2]] == [1, 8, 16]
     losses = [loss for _, loss in found[2]]

@@ -23,11 +23,11 @@ from torchtitan_ext.data import sources
 from torchtitan_ext.data.ahead import Depth, Drawn, draw, draw_ahead
 from torchtitan_ext.data.files import is_commit
 from torchtitan_ext.data.packed import COMMIT
-from torchtitan_ext.data.sources import check, check_streams
+from torchtitan_ext.data.sources import check
 from torchtitan_ext.data.streams import DealtStream
 from torchtitan_ext.differences import differences
 
-__all__ = ["Streams", "build", "check_streams", "document_positions", "settle", "validate"]
+__all__ = ["Streams", "build", "document_positions", "settle", "validate"]
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -305,20 +305,24 @@ def settle(config: Any) -> None:
         one._comm = config.comm
 
 
-def validate(config: Any) -> None:
+def validate(config: Any, dp_world_size: int = 1) -> None:
     """Check what a whole config says about data, reading none.
+
+    Args:
+        config: All sections.
+        dp_world_size: Data-parallel ranks, to which streams are dealt.
 
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
-    check(config.dataloader)
+    check(config.dataloader, dp_world_size)
     if config.validator.enable:
         if config.validator.freq < 1:
             raise ValueError(
                 f"validation.freq: found {config.validator.freq}, expected an integer >= 1"
             )
         with _named_for(validation=True):
-            check(config.validator.dataloader)
+            check(config.validator.dataloader, dp_world_size)
 
 
 @contextlib.contextmanager

@@ -166,7 +166,7 @@ def _loss_line(records: Sequence[Record]) -> str:
 
 def _optimizer_line(last: Record) -> list[str]:
     rate, residual = last.get("lr"), last["optimizer"].get("newton_schulz/residual")
-    guard = "" if residual is None else f"  residual of the guard {residual:.3g}"
+    guard = f"  residual of the guard {residual:.3g}" if residual else ""  # 0: none is measured yet
     return [] if rate is None else [f"rate        {rate:.3g}{guard}"]
 
 

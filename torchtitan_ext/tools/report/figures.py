@@ -13,11 +13,12 @@ from torchtitan_ext.tools.report import data, style
 from torchtitan_ext.tools.report.data import Run
 
 KAPPA = r"condition number $\kappa$"
+GUARD = "newton_schulz/residual"
 CURVES = {
     "lr": "learning rate",
     "grad_norm": "gradient norm",
     "optimizer/steps_skipped": "skipped steps, in all",
-    "newton_schulz/residual": "residual of the guard",
+    GUARD: "residual of the guard",
     "data_seconds_per_step": "waits for data (s a step)",
     "tokens_per_second": "tokens a second",
 }
@@ -98,17 +99,20 @@ def losses(runs: Sequence[Run]) -> Any:
 
 def curves(runs: Sequence[Run]) -> Any:
     """Small pictures of what :data:`CURVES` names, as far as any run has it."""
-    shown = {key: title for key, title in CURVES.items() if any(run.series(key) for run in runs)}
+    found = {key: [run.series(key) for run in runs] for key in CURVES}
+    # 0 before the first measurement.
+    found[GUARD] = [[point for point in series if point[1]] for series in found[GUARD]]
+    shown = {key: series for key, series in found.items() if any(series)}
     if not shown:
         return None
     rows = -(-len(shown) // 2)
     figure, axes = _new(9.0, 1.9 * rows + 0.4, nrows=rows, ncols=2, squeeze=False)
-    for ax, (key, title) in zip(axes.flat, shown.items(), strict=False):
-        for index, run in enumerate(runs):
-            ax.plot(*_columns(run.series(key)), **style.run_line(index), label=run.label)
+    for ax, (key, by_run) in zip(axes.flat, shown.items(), strict=False):
+        for index, (run, series) in enumerate(zip(runs, by_run, strict=True)):
+            ax.plot(*_columns(series), **style.run_line(index), label=run.label)
         if len(runs) == 1:
             _shade(ax, runs[0], named=False)
-        ax.set_title(title)
+        ax.set_title(CURVES[key])
         _over_steps(ax, runs)
     if len(runs) > 1:
         axes.flat[0].legend()
