@@ -242,10 +242,12 @@ def test_costs_leave_out_the_start(tmp_path: Path) -> None:
     for record, waits in zip(metrics, (9.0, 0.0, 0.29), strict=True):
         record["data_seconds_per_step"] = waits
     found = data.cost(data.load_one(write_run(tmp_path / "run", metrics, [])))
-    assert found.step_seconds == 2.0
-    assert found.observe_seconds == 0.125
-    assert found.data_seconds == pytest.approx(0.1)  # of 29 steps, ten of which took 0.29 more
-    assert found.peak_memory == 30 * 2**20
+    assert found["seconds_per_step"] == 2.0
+    assert found["observe_seconds"] == 0.125
+    assert found["data_seconds_per_step"] == pytest.approx(
+        0.1
+    )  # of 29 steps, ten of which took 0.29 more
+    assert found["peak_memory_bytes"] == 30 * 2**20
 
 
 # ---------------------------------------------------------------- the page

@@ -53,25 +53,27 @@ class Run:
         """``(step, value)`` of a figure of the run or of its optimizer, where it is a number."""
         return costs.series([{**r["optimizer"], **r} for r in self.metrics], name)
 
-    def spans(self, field: str) -> list[tuple[Any, int, int]]:
+    def spans(self, field: str, name: str = "") -> list[tuple[Any, int, int]]:
         """``(value, first step, last step)`` of each stretch of one value, in order.
 
         Args:
             field: ``phase`` or ``num_steps_by_type``; nothing is told of steps without one.
+            name: Of one entry of ``num_steps_by_type``.
         """
+
+        def value(change: Mapping[str, Any]) -> Any:
+            return change[field].get(name) if name else change[field]
+
         changes: list[Mapping[str, Any]] = []
         before = 0
         for record in self.metrics:
             # A run of before tells no changes: each was somewhere since the record before.
             changes += record.get("changes", [{**record, "step": before + 1}])
             before = record["step"]
-        stretches = [next(same) for _, same in itertools.groupby(changes, lambda one: one[field])]
+        stretches = [next(same) for _, same in itertools.groupby(changes, value)]
         ends = [*(one["step"] - 1 for one in stretches[1:]), before]
-        return [
-            (one[field], one["step"], end)
-            for one, end in zip(stretches, ends, strict=True)
-            if one[field]
-        ]
+        found = zip(map(value, stretches), (one["step"] for one in stretches), ends, strict=True)
+        return [span for span in found if span[0]]
 
 
 def load(folders: Iterable[str | Path]) -> list[Run]:
@@ -288,40 +290,30 @@ def _registry(run: Run) -> list[MatrixInfo]:
     ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cost:
-    """Medians over the logged steps, but for peak and data; None where nothing was recorded."""
-
-    step_seconds: float | None
-    optimizer_seconds: float | None
-    """Observation and tracking included, in the steps that have them."""
-    data_seconds: float | None
-    """Mean over the steps, which have long waits and none: of the slowest rank in each."""
-    tokens_per_second: float | None
-    peak_memory: float | None
-    """Bytes."""
-    observe_seconds: float | None
-    """Of one observation, on the slowest rank."""
-    geometry_seconds: float | None
-    """Of one tracked step, on the slowest rank."""
+COSTS = (
+    "seconds_per_step",
+    costs.OPTIMIZER_SECONDS,
+    "tokens_per_second",
+    "observe_seconds",
+    "geometry_seconds",
+)
+"""Fields whose medians tell what a run costs."""
 
 
-def cost(run: Run) -> Cost:
-    """What a run took. The first record is left out where there are more: it pays for start-up."""
+def cost(run: Run) -> dict[str, float | None]:
+    """What a run took, by field; ``None`` where nothing was recorded.
+
+    Medians of :data:`COSTS`, the most of ``peak_memory_bytes``, and of ``data_seconds_per_step``
+    the mean: steps have long waits and none. The first record is left out where there are more: it
+    pays for start-up.
+    """
     records = costs.without_start(run.metrics)
-
-    def median(field: str) -> float | None:
-        return costs.median(value for value in costs.values(records, field) if value > 0)
-
-    return Cost(
-        median("seconds_per_step"),
-        median(costs.OPTIMIZER_SECONDS),
-        costs.mean_of(run.metrics, "data_seconds_per_step"),
-        median("tokens_per_second"),
-        costs.peak_memory(records),
-        median("observe_seconds"),
-        median("geometry_seconds"),
-    )
+    medians = {f: costs.median(v for v in costs.values(records, f) if v > 0) for f in COSTS}
+    return {
+        **medians,
+        "data_seconds_per_step": costs.mean_of(run.metrics, "data_seconds_per_step"),
+        "peak_memory_bytes": costs.peak_memory(records),
+    }
 
 
 def optimizer_seconds_by_phase(run: Run) -> dict[str, float]:

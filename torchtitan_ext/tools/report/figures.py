@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from amo_dist.config import sort_operator_types
@@ -49,14 +49,14 @@ def _whole(axes: Any) -> None:
 
 def _over_steps(axes: Any, runs: Sequence[Run], **labels: str) -> None:
     """Optimizer steps along ``x``, to the end of the longest run."""
-    axes.set(xlabel="optimizer step", **labels)
+    axes.set(**{"xlabel": "optimizer step", **labels})
     axes.set_xlim(0, max(run.metrics[-1]["step"] for run in runs) * 1.01)
     _whole(axes)
 
 
-def _places(run: Run, field: str) -> list[tuple[Any, int, int]]:
+def _places(run: Run, field: str, name: str = "") -> list[tuple[Any, int, int]]:
     """``(value, left, right)`` of each stretch of one value: from its first step to the next's."""
-    spans = run.spans(field)
+    spans = run.spans(field, name)
     edges = [0, *(first for _, first, _ in spans[1:]), run.metrics[-1]["step"]]
     return [(span[0], *ends) for span, ends in zip(spans, itertools.pairwise(edges), strict=False)]
 
@@ -91,7 +91,7 @@ def losses(runs: Sequence[Run]) -> Any:
             axes.plot(*_columns(run.validations), **dots, label=f"{run.label}, validation")
     if len(runs) == 1:
         _shade(axes, runs[0])
-    if len(axes.get_lines()) > 1 or len(runs) > 1:
+    if len(runs) > 1 or runs[0].validations:
         axes.legend()
     _over_steps(axes, runs, ylabel="loss (nats per token)")
     return figure
@@ -106,14 +106,15 @@ def curves(runs: Sequence[Run]) -> Any:
     if not shown:
         return None
     rows = -(-len(shown) // 2)
-    figure, axes = _new(9.0, 1.9 * rows + 0.4, nrows=rows, ncols=2, squeeze=False)
+    figure, axes = _new(9.0, 1.7 * rows + 0.2, nrows=rows, ncols=2, squeeze=False)
     for ax, (key, by_run) in zip(axes.flat, shown.items(), strict=False):
         for index, (run, series) in enumerate(zip(runs, by_run, strict=True)):
             ax.plot(*_columns(series), **style.run_line(index), label=run.label)
         if len(runs) == 1:
             _shade(ax, runs[0], named=False)
         ax.set_title(CURVES[key])
-        _over_steps(ax, runs)
+        ax.set_ylim(0, None if any(value for one in by_run for _, value in one) else 1)
+        _over_steps(ax, runs, xlabel="")
     if len(runs) > 1:
         axes.flat[0].legend()
     if len(shown) % 2:
@@ -127,25 +128,23 @@ def _columns(series: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 
 def timeline(run: Run) -> Any:
     """Newton-Schulz steps of each operator type: a row each, a bar for every stretch of steps."""
-    places = _places(run, "num_steps_by_type")
-    if not places:
+    types = sort_operator_types(run.metrics[-1]["num_steps_by_type"])
+    if not types:
         return None
-    types = sort_operator_types(places[-1][0])
-    counts = [[found[name] for found, _, _ in places] for name in types]
-    edges = [0, *(right for _, _, right in places)]
+    rows = [_places(run, "num_steps_by_type", name) for name in types]
+    counts, end = [count for row in rows for count, _, _ in row], run.metrics[-1]["step"]
     figure, axes = _new(8.0, 0.38 * len(types) + 1.1)
-    low = min(3, *(min(row) for row in counts))
-    high = max(7, *(max(row) for row in counts))
+    low, high = min(3, *counts), max(7, *counts)
     colors = _shades(high - low + 1)
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm
 
     norm = BoundaryNorm([low - 0.5 + i for i in range(high - low + 2)], colors.N)
-    for y, row in enumerate(counts):
-        for value, left, right in _stretches(row, edges):
+    for y, row in enumerate(rows):
+        for value, left, right in row:
             # One bar for a stretch: cells side by side would show seams.
             axes.barh(y, right - left, left=left, height=0.9, color=colors(norm(value)), lw=0)
-            if right - left > 0.035 * edges[-1]:
+            if right - left > 0.035 * end:
                 tone = "white" if value > (low + high) / 2 else "#222222"
                 axes.text(
                     (left + right) / 2, y, str(value), ha="center", va="center", color=tone, size=9
@@ -160,7 +159,7 @@ def timeline(run: Run) -> Any:
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_xlabel("optimizer step")
-    axes.set_xlim(0, edges[-1])
+    axes.set_xlim(0, end)
     _whole(axes)
     bar = figure.colorbar(
         ScalarMappable(norm, colors), ax=axes, ticks=range(low, high + 1), pad=0.02, aspect=14
@@ -177,15 +176,6 @@ def _shades(count: int) -> Any:
 
     ends = LinearSegmentedColormap.from_list("steps", ["#E4EEF6", "#6FA8D0", "#0B3C66"])
     return ends.resampled(count)
-
-
-def _stretches(row: Sequence[int], edges: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """``(value, left, right)`` of each stretch of one value."""
-    start = 0
-    for value, stretch in itertools.groupby(row):
-        stop = start + len(list(stretch))
-        yield value, edges[start], edges[stop]
-        start = stop
 
 
 def plan(run: Run) -> Any:
