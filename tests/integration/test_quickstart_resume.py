@@ -18,6 +18,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.integration.titan_ranks import flat
+from torchtitan_ext.tools.report.data import load_one
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 12
@@ -66,6 +67,7 @@ def final_state(folder: Path) -> dict[str, Any]:
 
 def assert_same_end(folder: Path, reference: Path) -> None:
     assert losses(folder) == losses(reference)  # JSON keeps every bit of a float
+    assert load_one(folder).spans("phase") == load_one(reference).spans("phase")
     found, expected = final_state(folder), final_state(reference)
     assert found.keys() == expected.keys()
     assert any(key.endswith("control") for key in found)

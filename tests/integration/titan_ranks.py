@@ -22,6 +22,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext.plugin.run_files import read_metrics
+
 ROOT = Path(__file__).parents[2]
 
 CONFIG = str(ROOT / "configs" / "debug_llama3.toml")
@@ -125,8 +127,8 @@ class Run:
         return "\n".join(text[-20000:] for text in texts)
 
     def records(self) -> list[dict[str, Any]]:
-        """``metrics.jsonl``."""
-        return [json.loads(x) for x in (self.folder / "metrics.jsonl").read_text().splitlines()]
+        """The logged steps of ``metrics.jsonl``."""
+        return read_metrics(self.folder).steps
 
     def losses(self) -> dict[int, float]:
         """By step; JSON keeps every bit."""

@@ -20,11 +20,13 @@ from typing import Any
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.planning import plan_allocation
+from torchtitan_ext.data import packed
 from torchtitan_ext.paper import evaluate, static_schedule
 from torchtitan_ext.paper.results import read_results
 from torchtitan_ext.plugin import run_files
 from torchtitan_ext.plugin.geometry import GeometryLog
 from torchtitan_ext.tools import runs, watch
+from torchtitan_ext.tools.report import data
 
 CALLS = ("open", "write", "fsync", "replace", "rename", "unlink", "truncate", "ftruncate")
 CONFIGS = [{"optimizer": {"lr": lr}, "text": "x" * 20_000} for lr in (0.1, 0.2)]
@@ -97,15 +99,25 @@ def prepare(folder: Path) -> None:
     log = GeometryLog(folder, model="m", family="f")
     for step in (1, 2, 3):
         files.append(record(step))
+        if step == 1:
+            files.append_validation(step, 2.5)
         log.append(geometry(step), 1)
     files.save_plan(PLANS[0])
     files.close()
     evaluate.write(RESULTS[0], folder / "results.json")
+    tokenize(folder, 0)
 
 
 def start(folder: Path) -> None:
     runs.RunFolder(folder).prepare(CONFIGS[0])
     run_files.RunFiles(folder).start(3, CONFIGS[1])
+
+
+def tokenize(folder: Path, shard: int) -> None:
+    index = packed.read_index(folder) or packed.Index({"length": 3})
+    packed.write_shard(folder, f"shard_{shard}.bin", [[shard] * 3] * 9)
+    index.shards.append({"name": f"shard_{shard}.bin", "num_sequences": 9})
+    packed.write_index(folder, index)
 
 
 def static(folder: Path) -> None:
@@ -120,12 +132,23 @@ WRITERS: dict[str, tuple[Callable[[Path], object], int]] = {
     "config": (lambda folder: run_files.save_config(folder, CONFIGS[1]), 3),
     "start": (start, 2),
     "metrics": (lambda folder: run_files.RunFiles(folder).append(record(4)), 3),
+    "validation": (lambda folder: run_files.RunFiles(folder).append_validation(3, 2.0), 3),
     "plan": (lambda folder: run_files.RunFiles(folder).save_plan(PLANS[1]), 3),
     "geometry": (lambda folder: GeometryLog(folder, model="m").append(geometry(4), 4), 3),
+    "corpus": (lambda folder: tokenize(folder, 1), 3),
     "results": (lambda folder: evaluate.write(RESULTS[1], folder / "results.json"), 3),
     "static schedule": (static, 3),
 }
 """By name; and how many of the three steps are still there, whenever the writer is killed."""
+
+
+def whole_shards(folder: Path) -> int:
+    """Shards that the index of a corpus names and that are there as a whole."""
+    index = packed.read_index(folder)
+    assert index is not None
+    sizes = [(folder / shard["name"]).stat().st_size for shard in index.shards]
+    assert set(sizes) == {4 * 3 * 9}
+    return len(sizes)
 
 
 def problems(folder: Path, num_steps: int, name: str) -> list[str]:
@@ -140,7 +163,8 @@ def problems(folder: Path, num_steps: int, name: str) -> list[str]:
             found.append(f"{what}: {type(error).__name__}: {error}")
 
     def steps(file: str, times: int = 1) -> list[int]:
-        return [one["step"] for one in run_files.read_records(folder / file)][::times]
+        records = run_files.read_records(folder / file)
+        return [one["step"] for one in records if run_files.VALIDATION not in one][::times]
 
     kept = [*range(1, num_steps + 1)]
     expect("metrics", lambda: steps("metrics.jsonl")[:num_steps] == kept)
@@ -150,9 +174,10 @@ def problems(folder: Path, num_steps: int, name: str) -> list[str]:
         plans = [Plan.from_json(plan) for plan in PLANS]
         expect("plan", lambda: Plan.from_json((folder / "plan.json").read_text()) in plans)
     expect("results", lambda: len(read_results([folder / "results.json"])) == 1)
-    expect(
-        "watch", lambda: bool(watch.view("run", run_files.read_records(folder / "metrics.jsonl")))
-    )
+    expect("corpus", lambda: whole_shards(folder) >= 1)
+    expect("watch", lambda: bool(watch.view("run", run_files.read_metrics(folder))))
+    expect("report", lambda: data.load_one(folder).metrics[0]["step"] == 1)
+    expect("validation", lambda: run_files.read_metrics(folder).validations[:1] == [(1, 2.5)])
     if (schedule := folder / "schedule.toml").exists():
         expect("schedule", lambda: "coefficients" in schedule.read_text())
     config = run_files.read_config(folder) or CONFIGS[0]

@@ -46,15 +46,23 @@ def corpus(num_documents: int = 23) -> Texts:
 
 
 def loader(
-    rank: int, world: int, texts: Any = None, *, num_streams: int = 4, batch: int = 4
+    rank: int,
+    world: int,
+    texts: Any = None,
+    *,
+    num_streams: int = 4,
+    batch: int = 4,
+    infinite: bool = True,
 ) -> Any:
     documents = texts or corpus()
     order = ShuffledOrder(len(documents), seed=3)
+    options = {"num_streams": num_streams, "length": 9, "infinite": infinite}
     mine = [
-        Stream(documents, order, TOKENIZER, number=i, num_streams=num_streams, length=9)
+        Stream(documents, order, TOKENIZER, number=i, **options)
         for i in range(rank, num_streams, world)
     ]
-    return Streams(mine, batch // world, {"documents": documents.digest()})
+    source = {"documents": documents.digest()}
+    return Streams(mine, batch // world, source, infinite=infinite, fill=0 if infinite else 9)
 
 
 def sequences(batch: Any) -> list[tuple[int, ...]]:
@@ -135,6 +143,21 @@ def test_global_batches_do_not_depend_on_the_number_of_ranks(world: int) -> None
     # Ten batches of four: more than an epoch of the shortest stream.
     expected = global_batches([loader(0, 1)], 10)
     assert global_batches([loader(r, world) for r in range(world)], 10) == expected
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_a_validation_counts_each_sequence_once_whatever_the_number_of_ranks(world: int) -> None:
+    streams = loader(0, 1, infinite=False)._streams
+    expected = sorted(tuple(row) for stream in streams for row in iter(stream.__next__, None))
+    found = []
+    for rank in range(world):
+        for inputs, labels in loader(rank, world, batch=8, infinite=False):
+            assert inputs["input"].shape == labels.shape == (8 // world, 8)
+            counts = (labels != IGNORE_INDEX).all(dim=1)
+            assert torch.equal(counts, (labels != IGNORE_INDEX).any(dim=1))
+            found += sequences(({"input": inputs["input"][counts]}, labels[counts]))
+    assert sorted(found) == expected
+    assert len(expected) % 8  # otherwise no batch would be filled
 
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (1, 4), (2, 2), (2, 1), (4, 2)])

@@ -13,13 +13,14 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import machine, metrics, settings
+    from torchtitan_ext.plugin import machine, metrics, settings, validation
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.types import MatrixInfo
+from torchtitan_ext.plugin import run_files
 from torchtitan_ext.plugin.optimizers import Report
 from torchtitan_ext.plugin.run_files import read_records
 
@@ -88,6 +89,57 @@ def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> N
     assert record["tokens_per_second"] * record["seconds_per_step"] == pytest.approx(256)
     assert record["seconds_per_step"] == 5.0
     assert record["lr"] == 0.1
+
+
+def test_phases_are_told_from_their_first_steps_on_whatever_is_logged_and_resumed(
+    processor: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_force(_: object, ago: int = 0) -> tuple[str, dict[str, int]]:
+        step = latest - ago
+        return "locked" if step >= 15 else "transition", {"attn_q": 5 + (step >= 13)}
+
+    monkeypatch.setattr(metrics.optimizers, "in_force", in_force)
+    told = []
+    for latest in (12, 14, 16):
+        processor.should_log(latest)
+        if latest == 16:  # a new process goes on from a checkpoint of step 15
+            processor._files.start(16)
+        processor.now += 1.0
+        told += log(processor, latest)["changes"]
+    assert told == [
+        {"step": 1, "phase": "transition", "num_steps_by_type": {"attn_q": 5}},
+        {"step": 13, "phase": "transition", "num_steps_by_type": {"attn_q": 6}},
+        {"step": 15, "phase": "locked", "num_steps_by_type": {"attn_q": 6}},
+    ]
+
+
+def test_validations_stand_beside_the_logged_steps(processor: Any, tmp_path: Path) -> None:
+    processor.should_log(12)
+    processor.now += 1.0
+    log(processor, 12)
+    for step, loss in ((12, 1.5), (13, float("nan")), (15, 1.25)):
+        processor._end_step()
+        processor.now += 1.0
+        processor.log_validation(loss, step)
+    found = run_files.read_metrics(tmp_path)
+    assert [one["step"] for one in found.steps] == [12]
+    assert found.validations == [(12, 1.5), (15, 1.25)]
+    processor._files.start(14)  # a resume drops those of later steps
+    assert run_files.read_metrics(tmp_path).validations == [(12, 1.5)]
+
+
+@pytest.mark.parametrize(("steps", "expected"), [(3, 6), (-1, -1)])
+def test_a_step_of_validation_is_a_global_batch(steps: int, expected: int) -> None:
+    unused = ("parallelism", "dp_rank", "tokenizer", "parallel_dims", "loss_fn")
+    validator = validation.Validator.Config(steps=steps).build(
+        metrics_processor=SimpleNamespace(tokens_per_step=8 * 64),
+        dp_world_size=2,
+        local_batch_size=2,
+        seq_len=64,
+        validation_context=None,
+        **dict.fromkeys(unused),
+    )
+    assert validator.config.steps == expected
 
 
 def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) -> None:

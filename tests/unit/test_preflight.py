@@ -118,6 +118,10 @@ def test_loaders_without_streams_ask_for_none_that_divide(tmp_path: Path) -> Non
         config, problems = preflight_checks.load([f"--job.config_file={path}"])
         found = problems + preflight_checks.check(config, 4)
         assert [one[:36] for one in found] == [one[:36] for one in told]
+    config.dataloader.num_streams, config.validator.enable = 8, True
+    config.validator.dataloader = dataclasses.replace(config.dataloader, num_streams=7)
+    (problem,) = preflight_checks.check(config, 4)
+    assert problem.startswith("validation.dataloader.num_streams: found 7, expected a multiple of")
 
 
 def test_a_world_that_the_degrees_do_not_make(capsys: pytest.CaptureFixture[str]) -> None:

@@ -156,6 +156,36 @@ def test_work_weighs_types_by_their_flops(tmp_path: Path) -> None:
     assert found.mean == pytest.approx((10 * 1.0 + 30 * 53 / 45) / 40)
 
 
+def test_phases_and_schedules_are_told_from_their_first_steps_on(tmp_path: Path) -> None:
+    five, six = {"attn_q": 5}, {"attn_q": 6}
+
+    def logged(step: int, *changes: tuple[int, str, dict[str, int]]) -> dict[str, Any]:
+        names = ("step", "phase", "num_steps_by_type")
+        found = [dict(zip(names, change, strict=True)) for change in changes]
+        return {**metric(step), **found[-1], "step": step, "changes": found}
+
+    metrics = [
+        logged(10, (1, "observation", five)),
+        # Between two logged steps: the transition, and a change of steps within it.
+        logged(20, (13, "transition", five), (15, "transition", six), (17, "locked", six)),
+        logged(30, (17, "locked", six)) | {"changes": []},
+    ]
+    (run,) = data.load([write_run(tmp_path / "run", metrics, [])])
+    assert run.spans("phase") == [
+        ("observation", 1, 12),
+        ("transition", 13, 16),
+        ("locked", 17, 30),
+    ]
+    assert run.spans("num_steps_by_type") == [(five, 1, 14), (six, 15, 30)]
+    work = data.ns_work(run)
+    assert work is not None
+    assert work.mean == pytest.approx((14 + 16 * 6 / 5) / 30)
+    for record in metrics:  # of a version that told none: somewhere since the record before
+        del record["changes"]
+    (old,) = data.load([write_run(tmp_path / "old", metrics, [])])
+    assert old.spans("phase") == [("observation", 1, 10), ("locked", 11, 30)]
+
+
 def tracked(optimizer: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Two steps of an optimizer, the second of them tracked, as a run writes them down."""
     optimizer.tracker = GeometryTracker(2, "residual")
@@ -196,7 +226,7 @@ def test_work_of_schedules_that_are_not_of_types(tmp_path: Path, kind: str, num_
     mine = sum(
         value for one, value in flops.items() if optimizer.policy.group_of(f"{one}.weight") == name
     )
-    assert found.ratio == [1.0, 1.0, pytest.approx(1.0 + mine / sum(flops.values()))]
+    assert found.ratio == [1.0, pytest.approx(1.0 + mine / sum(flops.values()))]
 
 
 def test_work_counts_steps_where_a_name_is_unknown(tmp_path: Path) -> None:
@@ -212,10 +242,12 @@ def test_costs_leave_out_the_start(tmp_path: Path) -> None:
     for record, waits in zip(metrics, (9.0, 0.0, 0.29), strict=True):
         record["data_seconds_per_step"] = waits
     found = data.cost(data.load_one(write_run(tmp_path / "run", metrics, [])))
-    assert found.step_seconds == 2.0
-    assert found.observe_seconds == 0.125
-    assert found.data_seconds == pytest.approx(0.1)  # of 29 steps, ten of which took 0.29 more
-    assert found.peak_memory == 30 * 2**20
+    assert found["seconds_per_step"] == 2.0
+    assert found["observe_seconds"] == 0.125
+    assert found["data_seconds_per_step"] == pytest.approx(
+        0.1
+    )  # of 29 steps, ten of which took 0.29 more
+    assert found["peak_memory_bytes"] == 30 * 2**20
 
 
 # ---------------------------------------------------------------- the page
@@ -275,7 +307,7 @@ def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
     ells = {name: row["ell_target"] for name, row in QWEN.items()}
     with_plan(run, plan_allocation(AMOConfig.paper(), ells))
     page = make(tmp_path, run, png=str(tmp_path / "png"))
-    names = ["ell", "f1", "f2", "f3", "f4", "loss", "plan", "schedule", "work"]
+    names = ["ell", "f1", "f2", "f3", "f4", "loss", "plan", "schedule", "training", "work"]
     assert sorted(path.stem for path in (tmp_path / "png").iterdir()) == names
     assert page.tags.count("img") == len(names)
     assert "a&b" in page.text
@@ -327,9 +359,11 @@ def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
 def test_what_is_missing_is_said(tmp_path: Path) -> None:
     bare = metric(10, phase="", num_steps_by_type={}, optimizer={}, geometry_seconds=None)
     page = make(tmp_path, write_run(tmp_path / "adamw", [bare], []))
-    assert page.tags.count("img") == 1  # the loss
+    assert page.tags.count("img") == 2  # the loss, and the speed of training
     assert page.text.count("Nothing to show") == 8
     assert "[geometry] enable = true" in page.text
+    more = write_run(tmp_path / "sgd", [bare], [])
+    assert make(tmp_path, tmp_path / "adamw", more).text.count("Nothing to show") == 8  # together
 
 
 def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from torchtitan_ext.plugin.run_files import Metrics
 from torchtitan_ext.tools import watch
 
 TYPES = ("attn_q", "mlp_down")
@@ -17,12 +18,15 @@ TYPES = ("attn_q", "mlp_down")
 def record(step: int, **changes: Any) -> dict[str, Any]:
     figures = {f"amo/ell/{name}": 3.25e-4 for name in TYPES}
     figures |= {f"amo/ell_target/{name}": 5.5e-4 for name in TYPES}
+    figures |= {"newton_schulz/residual": 0.125}
     return {
         "step": step,
         "training_steps": 200,
         "lock_step": 70,
         "loss": 6.0 - step / 100,
         "grad_norm": 1.25,
+        "lr": 0.02,
+        "data_seconds_per_step": 0.2 if step == 40 else 0.05,
         "tokens_per_second": 1000.0,
         "seconds_per_step": 2.0,
         "optimizer_seconds_per_step": 0.5,
@@ -32,6 +36,10 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
         "optimizer": figures,
         **changes,
     }
+
+
+def view(name: str, *records: dict[str, Any], **options: Any) -> list[str]:
+    return watch.view(name, Metrics([*records], [(20, 5.75)]), **options)
 
 
 def watched(folder: Path, **options: Any) -> int:
@@ -44,7 +52,7 @@ def write(folder: Path, *records: dict[str, Any]) -> None:
 
 
 def test_the_view_says_how_far_and_how_long() -> None:
-    lines = watch.view("a-run", [record(step) for step in (10, 20, 30, 40)])
+    lines = view("a-run", *(record(step) for step in (10, 20, 30, 40)))
     text = "\n".join(lines)
     assert lines[0] == "a-run  phase: observation"
     assert "40/200" in text
@@ -52,7 +60,9 @@ def test_the_view_says_how_far_and_how_long() -> None:
     assert "40/70" in text
     assert "0:01:00 to go" in text
     assert "loss        5.6000" in text
-    assert "optimizer 25.0%" in text
+    assert "validation  5.7500  after step 20" in text
+    assert "rate        0.02  residual of the guard 0.125" in text
+    assert "optimizer 25.0%  data 5.0%" in text
     assert "3 MiB" in text
     rows = [line.split() for line in lines[-4:]]
     assert rows[0] == ["type", "NS", "steps", "ell"]  # no target before there is a plan
@@ -62,7 +72,7 @@ def test_the_view_says_how_far_and_how_long() -> None:
 
 
 def test_after_the_plan_there_are_targets_and_at_the_lock_no_time_to_go() -> None:
-    text = "\n".join(watch.view("r", [record(70, phase="locked")]))
+    text = "\n".join(view("r", record(70, phase="locked")))
     assert "5.50e-04" in text
     assert "70/70           done" in text
 
@@ -71,7 +81,7 @@ def test_a_run_without_schedule_or_horizon() -> None:
     bare = record(
         7, training_steps=None, lock_step=None, phase="", num_steps_by_type={}, optimizer={}
     )
-    text = "\n".join(watch.view("adamw", [bare]))
+    text = "\n".join(view("adamw", bare))
     assert "step 7" in text
     assert "NS steps" not in text
     assert "phase" not in text
@@ -80,7 +90,7 @@ def test_a_run_without_schedule_or_horizon() -> None:
 def test_values_that_are_not_finite_are_left_out() -> None:
     broken = record(8, loss=None, grad_norm=None, tokens_per_second=None, seconds_per_step=None)
     broken["optimizer"]["amo/ell/attn_q"] = None
-    lines = watch.view("r", [broken], width=60)
+    lines = view("r", broken, width=60)
     assert any(line.split() == ["attn_q", "6", "-"] for line in lines)
     assert not any(line.startswith(("loss", "speed")) for line in lines)
 

@@ -23,11 +23,11 @@ from torchtitan_ext.data import sources
 from torchtitan_ext.data.ahead import Depth, Drawn, draw, draw_ahead
 from torchtitan_ext.data.files import is_commit
 from torchtitan_ext.data.packed import COMMIT
-from torchtitan_ext.data.sources import check, check_streams
+from torchtitan_ext.data.sources import check
 from torchtitan_ext.data.streams import DealtStream
 from torchtitan_ext.differences import differences
 
-__all__ = ["Streams", "build", "check_streams", "document_positions", "settle", "validate"]
+__all__ = ["Streams", "build", "document_positions", "settle", "validate"]
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -49,7 +49,8 @@ class Streams(BaseDataLoader):
     entry for each stream of the world: a resume with another number of ranks deals them anew, and
     the same sequences follow, batch for batch.
 
-    Finite streams end together on all ranks, with the first rank that cannot fill a batch.
+    Finite streams end together on all ranks: with the first rank that cannot fill a batch, or with
+    the last one, where others fill theirs with sequences that no loss counts.
 
     Args:
         streams: The rank's streams, in the order of their numbers.
@@ -60,6 +61,7 @@ class Streams(BaseDataLoader):
         infinite: Whether the streams never end.
         depth: How far other processes read ahead; ``None`` reads when a batch is asked for.
         reopen: Opens the source at the commit of a checkpoint; ``None`` where the config names one.
+        fill: Tokens of a sequence that fills a batch; 0 for none.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -80,6 +82,7 @@ class Streams(BaseDataLoader):
         infinite: bool = True,
         depth: Depth | None = None,
         reopen: Callable[[str], Opened] | None = None,
+        fill: int = 0,
     ) -> None:
         self._open(streams, source)
         self._batch_size = batch_size
@@ -87,6 +90,7 @@ class Streams(BaseDataLoader):
         self._infinite = infinite
         self._depth = depth
         self._reopen = reopen
+        self._fill = fill
 
     def _open(self, streams: Sequence[DealtStream], source: Mapping[str, object]) -> None:
         self._streams = list(streams)
@@ -105,14 +109,16 @@ class Streams(BaseDataLoader):
         the label of an end token is ignored.
         """
         drawn = self._draw()
-        while rows := self._next_rows(drawn):
+        while (rows := self._next_rows(drawn)) is not None:
             buffer = bytearray().join(row.tokens for row in rows)
-            tokens = torch.frombuffer(buffer, dtype=torch.int32).view(len(rows), -1).long()
+            buffer += bytes(4 * self._fill * (self._batch_size - len(rows)))
+            tokens = torch.frombuffer(buffer, dtype=torch.int32).view(self._batch_size, -1).long()
             inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
             batch = {"input": inputs}
             if self._eos_id is not None:
                 batch["positions"] = document_positions(inputs, self._eos_id)
                 labels[inputs == self._eos_id] = IGNORE_INDEX
+            labels[len(rows) :] = IGNORE_INDEX
             yield batch, labels
 
     def _draw(self) -> Iterator[Drawn]:
@@ -120,12 +126,15 @@ class Streams(BaseDataLoader):
             return draw(self._streams)
         return draw_ahead(self._streams, dict(self._states), self._depth)
 
-    def _next_rows(self, drawn: Iterator[Drawn]) -> list[Drawn]:
-        """The sequences of the next batch; none where streams have ended."""
+    def _next_rows(self, drawn: Iterator[Drawn]) -> list[Drawn] | None:
+        """The sequences of the next batch, fewer where it is filled; ``None`` at the end."""
         rows = list(itertools.islice(drawn, self._batch_size))
         self._states.update((row.number, row.state) for row in rows)
-        complete = len(rows) == self._batch_size
-        return rows if self._infinite or _on_all_ranks(complete) else []
+        if self._infinite:
+            return rows
+        if self._fill:
+            return None if _on_all_ranks(not rows) else rows
+        return rows if _on_all_ranks(len(rows) == self._batch_size) else None
 
     def state_dict(self) -> dict[str, Any]:
         """``stream_<i>`` for each stream of this rank, and ``source``: all JSON strings."""
@@ -275,6 +284,7 @@ def build(
         config.infinite,
         depth,
         None if is_commit(config.revision) else opened,
+        seq_len + 1 if config._validates else 0,
     )
 
 
@@ -295,20 +305,24 @@ def settle(config: Any) -> None:
         one._comm = config.comm
 
 
-def validate(config: Any) -> None:
+def validate(config: Any, dp_world_size: int = 1) -> None:
     """Check what a whole config says about data, reading none.
+
+    Args:
+        config: All sections.
+        dp_world_size: Data-parallel ranks, to which streams are dealt.
 
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
-    check(config.dataloader)
+    check(config.dataloader, dp_world_size)
     if config.validator.enable:
         if config.validator.freq < 1:
             raise ValueError(
                 f"validation.freq: found {config.validator.freq}, expected an integer >= 1"
             )
         with _named_for(validation=True):
-            check(config.validator.dataloader)
+            check(config.validator.dataloader, dp_world_size)
 
 
 @contextlib.contextmanager

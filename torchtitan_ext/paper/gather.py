@@ -15,7 +15,7 @@ from torchtitan_ext.paper import runner
 from torchtitan_ext.paper.catalog import Experiment, Row
 from torchtitan_ext.paper.resolve import ROOT, Job, Place, resolve
 from torchtitan_ext.paper.results import PAPER_TASKS, Result, markdown, read_results, sort_tasks
-from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, METRICS_FILE, read_records
+from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, read_metrics
 from torchtitan_ext.tools import costs
 from torchtitan_ext.tools.costs import Records
 
@@ -86,7 +86,7 @@ def gather(experiment: Experiment, place: Place) -> list[Found]:
 def _found(row: Row, block: str, job: Job) -> Found:
     folder = ROOT / job.folder
     step = job.step_of(row.step)
-    records = [r for r in read_records(folder / METRICS_FILE) if r["step"] <= step]
+    records = [r for r in read_metrics(folder).steps if r["step"] <= step]
     # A loss is that of the last logged step: 2000 need not be one of them, 120 of 120 always is.
     reached = runner.steps_done(job) >= step
     results = job.results(row.step)

@@ -31,8 +31,9 @@ progress = logging.getLogger("torchtitan_ext.progress")
 class MetricsProcessor(titan.MetricsProcessor):
     """torchtitan's processor, with the optimizer's figures and three files in the dump folder.
 
-    ``metrics.jsonl`` gets one JSON object for each logged step (floats in full, ``null`` for a NaN
-    or infinity); a resumed run first drops what lies beyond its checkpoint. ``plan.json`` holds
+    ``metrics.jsonl`` gets one JSON object for each logged step and for each validation (floats in
+    full, ``null`` for a NaN or infinity); a resumed run first drops what lies beyond its
+    checkpoint. ``plan.json`` holds
     AMO's latest plan once there is one, and ``run.json`` the config from the first step of a start
     on. TensorBoard and W&B get the same figures.
     """
@@ -75,7 +76,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         writes = torch.distributed.get_rank() == titan._get_metrics_rank(**shared)
         self._files = RunFiles(Path(dump_folder)) if writes else None
         self._num_steps = int(self._config.training.steps)
-        self._tokens_per_step = tokens_per_step(self._config.training, parallel_dims)
+        self.tokens_per_step = tokens_per_step(self._config.training, parallel_dims)
         self._first_step: int | None = None
         self._logged_step = 0
         self._step_ended = self.time_last_log
@@ -126,7 +127,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         data_seconds = self._take_data_seconds() / num_steps
         # torchtitan adds up what the ranks have seen, each with its own number in the checkpoint of
         # one: another number of ranks would go on from another sum.
-        num_tokens = step * self._tokens_per_step
+        num_tokens = step * self.tokens_per_step
         extra_metrics = {**(extra_metrics or {}), "n_tokens_seen": num_tokens}
         rates = (rate for name, rate in extra_metrics.items() if name.startswith("lr/"))
         amo = None if self._policy is None else self._policy.config
@@ -139,7 +140,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             "grad_norm": grad_norm,
             "lr": next(rates, None),  # one of all groups
             "num_tokens": num_tokens,
-            "tokens_per_second": num_steps * self._tokens_per_step / seconds,
+            "tokens_per_second": num_steps * self.tokens_per_step / seconds,
             "seconds_per_step": seconds / num_steps,
             "optimizer_seconds_per_step": optimizer_seconds,
             "data_seconds_per_step": data_seconds,
@@ -148,6 +149,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             "geometry_seconds": None if self._tracker is None else self._tracker.seconds,
             "phase": report.phase,
             "num_steps_by_type": report.num_steps_by_type,
+            "changes": self._changes(step),
             "optimizer": report.metrics,
         }
         extra_metrics["optimizer/seconds_per_step"] = optimizer_seconds
@@ -172,6 +174,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         seconds = self._step_ended - self.time_last_log
         super().log_validation(loss, step, extra_metrics)
         if self._files is not None:
+            self._files.append_validation(step, loss)
             progress.info("validation after step %d/%d  loss %.4f", step, self._num_steps, loss)
         self.time_last_log -= seconds
         self.ntokens_since_last_log = self._tokens_at_end
@@ -190,6 +193,19 @@ class MetricsProcessor(titan.MetricsProcessor):
     def _end_step(self, *_: object) -> None:
         self._step_ended, self._tokens_at_end = time.perf_counter(), self.ntokens_since_last_log
         self._data_seconds.append(sum(self.data_loading_times) - sum(self._data_seconds))
+
+    def _changes(self, logged: int) -> list[dict[str, Any]]:
+        """Steps since the last record from which on phase or Newton-Schulz steps are others."""
+        if self._files is None:
+            return []
+        last = self._files.last or {"step": 0}
+        before, found = (last.get("phase"), last.get("num_steps_by_type")), []
+        for step in range(last["step"] + 1, logged + 1):
+            now = optimizers.in_force(self.optimizers, logged - step)
+            if now != before:
+                found.append({"step": step, "phase": now[0], "num_steps_by_type": now[1]})
+            before = now
+        return found
 
     def _take_data_seconds(self) -> float:
         """Seconds waited for data since the last log, in each step those of its slowest rank.

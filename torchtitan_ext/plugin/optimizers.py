@@ -21,6 +21,7 @@ from amo_dist.operators.views import Fused
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
+from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
@@ -313,12 +314,24 @@ def report(optimizers: titan.OptimizersContainer) -> Report:
     if not isinstance(optimizers, OptimizersContainer):
         return Report()
     optimizer = optimizers.optimizer
-    policy = optimizer.policy
-    plan = getattr(policy, "plan", None)
-    schedules = policy.schedules(optimizer.num_steps_taken)
+    plan = getattr(optimizer.policy, "plan", None)
+    phase, num_steps = in_force(optimizers)
     return Report(
-        phase=optimizer.phase,
-        num_steps_by_type={name: schedule.num_steps for name, schedule in schedules.items()},
+        phase=phase,
+        num_steps_by_type=num_steps,
         metrics={**optimizer.metrics()},
         plan=None if plan is None else plan.to_json(),
     )
+
+
+def in_force(optimizers: titan.OptimizersContainer, ago: int = 0) -> tuple[str, dict[str, int]]:
+    """Phase and Newton-Schulz steps by type, of the latest step or of one ``ago`` steps before."""
+    if not isinstance(optimizers, OptimizersContainer):
+        return "", {}
+    optimizer = optimizers.optimizer
+    policy, step = optimizer.policy, max(optimizer.num_steps_taken - ago, 1)
+    if isinstance(policy, AMOPolicy):  # without composing the schedules of steps that are over
+        counts = {name: count for name, (count, _) in policy.state_at(step).items()}
+    else:
+        counts = {name: found.num_steps for name, found in policy.schedules(step).items()}
+    return policy.phase(step), counts

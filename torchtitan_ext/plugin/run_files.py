@@ -14,7 +14,7 @@ import re
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NamedTuple, TextIO
 
 from amo_dist.schedule.plan import Plan
 from amo_dist.tools.plan_source import PLAN_FILE
@@ -24,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 GEOMETRY_FILE = "geometry.jsonl"
+VALIDATION = "validation_loss"
+"""Field of a record of ``metrics.jsonl`` that is no logged step, but a validation after one."""
 RUN_FILE = "run.json"
 """The config of the run."""
 LOCK_FILE = "lock"
@@ -154,6 +156,8 @@ class RunFiles:
         self._metrics = folder / METRICS_FILE
         self._plan = folder / PLAN_FILE
         self._saved_plan: str | None = None
+        self.last: Mapping[str, Any] | None = None
+        """The record of the latest logged step."""
 
     def start(self, step: int, config: Mapping[str, Any] | None = None) -> None:
         """Drop what earlier runs wrote for ``step`` and later ones.
@@ -163,13 +167,19 @@ class RunFiles:
             config: Of this run; takes the place of an earlier start's in ``run.json``.
         """
         drop_from(self._metrics, step)
+        self.last = next(reversed(read_metrics(self._folder).steps), None)
         self._plan.unlink(missing_ok=True)  # comes back at the first log where there is one
         if config is not None:
             save_config(self._folder, config)
 
     def append(self, record: Mapping[str, Any]) -> None:
-        """Append one record."""
+        """Append the record of a logged step."""
         append_records(self._metrics, [record])
+        self.last = record
+
+    def append_validation(self, step: int, loss: float) -> None:
+        """Append the loss of a validation after ``step``."""
+        append_records(self._metrics, [{"step": step, VALIDATION: loss}])
 
     def save_plan(self, plan: str) -> bool:
         """Write the plan; whether it is new to this object."""
@@ -196,6 +206,29 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if problems:
         raise ValueError(problems[0])
     return records
+
+
+class Metrics(NamedTuple):
+    """What ``metrics.jsonl`` holds."""
+
+    steps: list[dict[str, Any]]
+    """A record of each logged step."""
+    validations: list[tuple[int, float]]
+    """``(step, loss)`` of each validation whose loss is a number."""
+
+
+def read_metrics(folder: Path) -> Metrics:
+    """The metrics of the run in a dump folder; none where it has no file of them.
+
+    Raises:
+        ValueError: As :func:`read_records`.
+    """
+    records = read_records(folder / METRICS_FILE)
+    losses = [(one["step"], one[VALIDATION]) for one in records if VALIDATION in one]
+    return Metrics(
+        [one for one in records if VALIDATION not in one],
+        [(step, loss) for step, loss in losses if loss is not None],
+    )
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:

@@ -16,7 +16,6 @@ import torch
 import torch.distributed as dist
 import torchtitan.trainer as titan
 import tyro
-from torchtitan.components.validate import Validator
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
 from torchtitan_ext.data.loader import Streams
@@ -29,6 +28,7 @@ from torchtitan_ext.plugin.losses import Loss
 from torchtitan_ext.plugin.metrics import MetricsProcessor, progress
 from torchtitan_ext.plugin.optimizers import OptimizersContainer, check_last_update
 from torchtitan_ext.plugin.restarts import own_store
+from torchtitan_ext.plugin.validation import Validator
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -149,11 +149,7 @@ class Trainer(titan.Trainer):
             default_factory=lambda: ParallelismConfig(spmd_backend=machine.spmd_backend())
         )
         loss: Loss.Config = field(default_factory=Loss.Config)
-        validator: Validator.Config = field(
-            default_factory=lambda: Validator.Config(
-                dataloader=Streams.Config(dataset="c4_validation", infinite=False)
-            )
-        )
+        validator: Validator.Config = field(default_factory=Validator.Config)
         # Several lines a step and rank; ``metrics.jsonl`` holds what the project's tools read.
         debug: DebugConfig = field(
             default_factory=lambda: DebugConfig(enable_structured_logging=False)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchtitan_ext.data import sources
+from torchtitan_ext.data import loader
 from torchtitan_ext.plugin import checks, models, settings
 from torchtitan_ext.tools.preflight_costs import Hardware
 from torchtitan_ext.tools.preflight_memory import (
@@ -65,7 +65,7 @@ def check(config: Any, world_size: int, hardware: Hardware | None = None) -> lis
         lambda: models.spec(config.model),
         # Where the degrees do not fit, each of these two tells so: once is enough.
         lambda: _check_batch(config, num_data_ranks(degrees(config, world_size))),
-        lambda: sources.check(config.dataloader, num_data_ranks(degrees(config, world_size))),
+        lambda: loader.validate(config, num_data_ranks(degrees(config, world_size))),
         lambda: _check_schedule(config),
     ]
     problems: list[str] = []

@@ -11,8 +11,8 @@ from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext.plugin.run_files import (
     METRICS_FILE,
+    read_metrics,
     read_plan,
-    read_records,
     require_unlocked,
 )
 from torchtitan_ext.tools import launch, runs
@@ -87,7 +87,7 @@ def _tell_stop(step: int, steps: int) -> None:
 
 def _summarize(config: Any, checkpoints: Path) -> None:
     folder = Path(config.dump_folder)
-    records = read_records(folder / METRICS_FILE)
+    records = read_metrics(folder).steps
     plan = read_plan(folder)
     if plan is not None:
         print(f"\n{_plan_title(config)}:")

@@ -16,7 +16,7 @@ from typing import Any, TextIO
 from amo_dist.config import sort_operator_types
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext.plugin.console import duration
-from torchtitan_ext.plugin.run_files import METRICS_FILE, read_records
+from torchtitan_ext.plugin.run_files import Metrics, read_metrics
 from torchtitan_ext.tools import costs
 
 Record = Mapping[str, Any]
@@ -66,11 +66,12 @@ def _show(folder: Path, out: TextIO, *, follows: bool, interval: float) -> None:
     in_place = out.isatty() and os.environ.get("TERM") != "dumb"
     shown = 0
     while True:
-        records = read_records(folder / METRICS_FILE)
+        metrics = read_metrics(folder)
+        records = metrics.steps
         step = records[-1]["step"] if records else 0
         if in_place or step != shown or shown == 0:
             width = shutil.get_terminal_size().columns if in_place else 80
-            lines = view(folder.resolve().name, records, width=width)
+            lines = view(folder.resolve().name, metrics, width=width)
             out.write((_CLEAR if in_place else "") + "\n".join(lines) + "\n")
             out.flush()
         shown = step
@@ -84,26 +85,34 @@ def is_complete(records: Sequence[Record]) -> bool:
     return bool(records) and records[-1]["step"] >= (records[-1].get("training_steps") or math.inf)
 
 
-def view(name: str, records: Sequence[Record], *, width: int = 80) -> list[str]:
+def view(name: str, metrics: Metrics, *, width: int = 80) -> list[str]:
     """The lines to show.
 
     Args:
         name: Of the run.
-        records: Of its ``metrics.jsonl``.
+        metrics: Of the run.
         width: Columns; longer lines are cut.
     """
+    records = metrics.steps
     if not records:
         return [f"{name}: no step is logged yet"]
     last = records[-1]
     lines = [_title(name, last), "", *_progress(records, min(width, 80)), ""]
     if last.get("loss") is not None:
         lines.append(_loss_line(records))
+    if metrics.validations:
+        step, loss = metrics.validations[-1]
+        lines.append(f"validation  {loss:.4f}  after step {step:,}")
+    lines += _optimizer_line(last)
     speed = _recent(records, "tokens_per_second")
     seconds = _recent(records, "seconds_per_step")
-    optimizer = _recent(records, costs.OPTIMIZER_SECONDS)
     if speed is not None and seconds:
-        share = "" if optimizer is None else f"  optimizer {optimizer / seconds:.1%}"
-        lines.append(f"speed       {speed:,.0f} tokens/s  {seconds * 1e3:,.0f} ms a step{share}")
+        parts = {
+            "optimizer": _recent(records, costs.OPTIMIZER_SECONDS),
+            "data": costs.mean_of(records[-11:], "data_seconds_per_step"),  # waits are rare
+        }
+        shares = "".join(f"  {k} {v / seconds:.1%}" for k, v in parts.items() if v is not None)
+        lines.append(f"speed       {speed:,.0f} tokens/s  {seconds * 1e3:,.0f} ms a step{shares}")
     if last.get("peak_memory_bytes"):
         lines.append(f"memory      {last['peak_memory_bytes'] / 2**20:,.0f} MiB at most")
     if last["num_steps_by_type"]:
@@ -153,6 +162,12 @@ def _loss_line(records: Sequence[Record]) -> str:
     norm = records[-1].get("grad_norm")
     tail = "" if norm is None else f"  gradient norm {norm:.3g}"
     return f"loss        {values[-1]:.4f}  {sparkline(values[-400:], 24)}{tail}"
+
+
+def _optimizer_line(last: Record) -> list[str]:
+    rate, residual = last.get("lr"), last["optimizer"].get("newton_schulz/residual")
+    guard = f"  residual of the guard {residual:.3g}" if residual else ""  # 0: none is measured yet
+    return [] if rate is None else [f"rate        {rate:.3g}{guard}"]
 
 
 def sparkline(values: Sequence[float], width: int) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from amo_dist.schedule.plan_table import starved
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext import files
+from torchtitan_ext.tools import costs
 from torchtitan_ext.tools.report import data, figures, page, style
 from torchtitan_ext.tools.report.data import Run
 from torchtitan_ext.tools.report.page import Heading, Missing, Part, Picture, Section, Table
@@ -68,7 +69,8 @@ def make_sections(runs: Sequence[Run]) -> list[Section]:
     each = _PerRun(runs)
     return [
         Section("Runs", [_overview(runs)]),
-        Section("Loss", [Picture("loss", figures.losses(runs), "Training loss, mean over ranks.")]),
+        Section("Loss", [Picture("loss", figures.losses(runs), _LOSS)]),
+        Section("Training", [Picture("training", figures.curves(runs), _TRAINING)]),
         each("Schedule", "schedule", figures.timeline, _timeline_caption, NO_SCHEDULE),
         _plan_section(runs, each("Plan", "plan", figures.plan, _plan_caption, "it made no plan")),
         each("Observed ell", "ell", figures.ells, _ell_caption, "it observes no ell (not AMO)"),
@@ -96,17 +98,19 @@ class _PerRun:
         reason: str,
     ) -> Section:
         parts: list[Part] = []
+        missing: dict[str, list[str]] = {}
+        several = len(self._runs) > 1
         for number, one in enumerate(self._runs, start=1):
-            several = len(self._runs) > 1
-            if several:
-                parts.append(Heading(one.label))
             figure = draw(one)
             if figure is None:
                 why = reason if not one.geometry or reason != NO_GEOMETRY else "too few matrices"
-                parts.append(Missing(f"Nothing to show for {one.label}: {why}."))
+                missing.setdefault(why, []).append(one.label)
             else:
                 file = f"{name}_{number}" if several else name
+                parts += [Heading(one.label)] if several else []
                 parts.append(Picture(file, figure, caption(one)))
+        for why, labels in missing.items():
+            parts.append(Missing(f"Nothing to show for {', '.join(labels)}: {why}."))
         return Section(title, parts)
 
 
@@ -146,9 +150,12 @@ def _model(one: Run) -> str:
 
 # ---------------------------------------------------------------- captions
 
+_LOSS = "Training loss, mean over ranks, at the logged steps; dotted, that of validations."
+_TRAINING = "At the logged optimizer steps; waits and speed are means since the one before."
+
 
 def _timeline_caption(one: Run) -> str:
-    text = "Newton-Schulz steps of each operator type at the logged steps."
+    text = "Newton-Schulz steps of each operator type."
     if one.plan is not None:
         text += (
             f" The plan spends {sum(one.plan.allocation)} steps where the uniform schedule spends "
@@ -205,7 +212,7 @@ def _f1(one: Run) -> str:
     ]
     # Of a run that plans again a phase has several stretches.
     by_phase: dict[str, list[Any]] = {}
-    for phase, first, last in one.phases():
+    for phase, first, last in one.spans("phase"):
         by_phase.setdefault(phase, []).extend(
             record for record in one.geometry if first <= record["step"] <= last
         )
@@ -281,12 +288,12 @@ def _work_parts(runs: Sequence[Run]) -> list[Part]:
         "shapes are known (a plan or a geometry log), else in steps."
     )
     by_run = [data.optimizer_seconds_by_phase(one) for one in runs]
-    shown = [name for name in _PHASES if any(name in phases for phases in by_run)]
+    shown = [name for name in style.PHASES if any(name in phases for phases in by_run)]
     rows = []
     for one, phases in zip(runs, by_run, strict=True):
         work = data.ns_work(one)
         if work is not None:
-            seconds = [_milliseconds(phases.get(name)) for name in shown]
+            seconds = [_scaled(phases.get(name), 1e3) for name in shown]
             last = f"{work.ratio[-1]:.3f}"
             rows.append([one.label, work.unit, f"{work.mean:.3f}", last, *seconds])
     header = ["run", "unit", "work (mean)", "work (last)"]
@@ -298,37 +305,22 @@ def _work_parts(runs: Sequence[Run]) -> list[Part]:
     return [Picture("work", figure, caption), Table(header, rows, note)]
 
 
-_PHASES = ("uniform", "observation", "transition", "locked")
-
-
 def _cost_table(runs: Sequence[Run]) -> Table:
+    columns: dict[str, tuple[str, float]] = {
+        "step (ms)": ("seconds_per_step", 1e3),
+        "optimizer (ms)": (costs.OPTIMIZER_SECONDS, 1e3),
+        "waits for data (ms)": ("data_seconds_per_step", 1e3),
+        "tokens/s": ("tokens_per_second", 1),
+        "peak memory (MiB)": ("peak_memory_bytes", 2**-20),
+        "an observation (ms)": ("observe_seconds", 1e3),
+        "a tracked step (ms)": ("geometry_seconds", 1e3),
+    }
     rows = []
     for one in runs:
         found = data.cost(one)
-        memory = NONE if found.peak_memory is None else f"{found.peak_memory / 2**20:,.0f}"
-        speed = NONE if found.tokens_per_second is None else f"{found.tokens_per_second:,.0f}"
-        rows.append(
-            [
-                one.label,
-                _milliseconds(found.step_seconds),
-                _milliseconds(found.optimizer_seconds),
-                _milliseconds(found.data_seconds),
-                speed,
-                memory,
-                _milliseconds(found.observe_seconds),
-                _milliseconds(found.geometry_seconds),
-            ]
-        )
-    header = [
-        "run",
-        "step (ms)",
-        "optimizer (ms)",
-        "waits for data (ms)",
-        "tokens/s",
-        "peak memory (MiB)",
-        "an observation (ms)",
-        "a tracked step (ms)",
-    ]
+        cells = [_scaled(found[field], factor) for field, factor in columns.values()]
+        rows.append([one.label, *cells])
+    header = ["run", *columns]
     note = (
         "Medians over the logged steps after the first; of waits for data the mean, in each step "
         "those of its slowest rank. Peak memory is that of the logging rank: of its GPU, without "
@@ -338,5 +330,5 @@ def _cost_table(runs: Sequence[Run]) -> Table:
     return Table(header, rows, note)
 
 
-def _milliseconds(seconds: float | None) -> str:
-    return NONE if seconds is None else f"{seconds * 1e3:,.1f}"
+def _scaled(value: float | None, factor: float) -> str:
+    return NONE if value is None else f"{value * factor:,.{1 if factor == 1e3 else 0}f}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torchtitan_ext.plugin.run_files import (
     GEOMETRY_FILE,
     METRICS_FILE,
     read_config,
+    read_metrics,
     read_plan,
     read_records,
 )
@@ -31,9 +33,10 @@ class Run:
 
     label: str
     """Short name, unique in a report."""
-    folder: Path
     metrics: Records
-    """Of ``metrics.jsonl``, by step."""
+    """The logged steps of ``metrics.jsonl``."""
+    validations: Sequence[tuple[int, float]]
+    """``(step, loss)``."""
     plan: Plan | None
     geometry: Records
     """Of ``geometry.jsonl``, by step; empty where tracking was off."""
@@ -46,24 +49,31 @@ class Run:
         named = {name for record in self.metrics for name in record["num_steps_by_type"]}
         return sort_operator_types(named | {record["operator_type"] for record in self.geometry})
 
-    def optimizer_series(self, name: str) -> list[tuple[int, float]]:
-        """``(step, value)`` of one of the optimizer's figures, where it is a number."""
-        return costs.series([{"step": r["step"], **r["optimizer"]} for r in self.metrics], name)
-
     def series(self, name: str) -> list[tuple[int, float]]:
-        """``(step, value)`` of a figure of the run, where it is a number."""
-        return costs.series(self.metrics, name)
+        """``(step, value)`` of a figure of the run or of its optimizer, where it is a number."""
+        return costs.series([{**r["optimizer"], **r} for r in self.metrics], name)
 
-    def phases(self) -> list[tuple[str, int, int]]:
-        """``(phase, first, last)`` of the logged steps of each phase, in order."""
-        spans: list[tuple[str, int, int]] = []
+    def spans(self, field: str, name: str = "") -> list[tuple[Any, int, int]]:
+        """``(value, first step, last step)`` of each stretch of one value, in order.
+
+        Args:
+            field: ``phase`` or ``num_steps_by_type``; nothing is told of steps without one.
+            name: Of one entry of ``num_steps_by_type``.
+        """
+
+        def value(change: Mapping[str, Any]) -> Any:
+            return change[field].get(name) if name else change[field]
+
+        changes: list[Mapping[str, Any]] = []
+        before = 0
         for record in self.metrics:
-            name, step = record["phase"], record["step"]
-            if spans and spans[-1][0] == name:
-                spans[-1] = (name, spans[-1][1], step)
-            elif name:
-                spans.append((name, step, step))
-        return spans
+            # A run of before tells no changes: each was somewhere since the record before.
+            changes += record.get("changes", [{**record, "step": before + 1}])
+            before = record["step"]
+        stretches = [next(same) for _, same in itertools.groupby(changes, value)]
+        ends = [*(one["step"] - 1 for one in stretches[1:]), before]
+        found = zip(map(value, stretches), (one["step"] for one in stretches), ends, strict=True)
+        return [span for span in found if span[0]]
 
 
 def load(folders: Iterable[str | Path]) -> list[Run]:
@@ -90,15 +100,15 @@ def load_one(folder: Path, label: str | None = None) -> Run:
     Raises:
         ValueError: The folder holds no metrics, or a file is malformed.
     """
-    metrics = read_records(folder / METRICS_FILE)
-    if not metrics:
+    metrics = read_metrics(folder)
+    if not metrics.steps:
         raise ValueError(
             f"{folder}: found no {METRICS_FILE} with a record, expected the dump folder of a run"
         )
     return Run(
         label=label or folder.resolve().name,
-        folder=folder,
-        metrics=metrics,
+        metrics=metrics.steps,
+        validations=metrics.validations,
         plan=read_plan(folder),
         geometry=read_records(folder / GEOMETRY_FILE),
         config=read_config(folder) or {},
@@ -218,31 +228,32 @@ class Work:
     """Newton-Schulz work relative to the uniform schedule."""
 
     steps: list[int]
+    """The last step of each stretch of one schedule."""
     ratio: list[float]
-    """At each of the logged steps."""
+    """In each of them."""
     mean: float
-    """Over the run, a logged step standing for those since the one before."""
+    """Over the steps of the run."""
     unit: str
     """``flops``, or ``steps`` where no shapes are known."""
 
 
 def ns_work(run: Run) -> Work | None:
     """Work of a run's Newton-Schulz steps over that of ``base_steps`` for every type."""
-    records = [record for record in run.metrics if record["num_steps_by_type"]]
-    if not records:
+    spans = run.spans("num_steps_by_type")
+    if not spans:
         return None
-    flops = _flops(run, {name for record in records for name in record["num_steps_by_type"]})
+    flops = _flops(run, {name for counts, _, _ in spans for name in counts})
     base = 5 if run.plan is None else run.plan.base_steps
-    ratio, weights, before = [], [], 0
-    for record in records:
-        counts = record["num_steps_by_type"]
+    ratio = []
+    for counts, _, _ in spans:
         weight = {name: 1.0 if flops is None else flops[name] for name in counts}
         work = sum(counts[name] * weight[name] for name in counts)
         ratio.append(work / (base * sum(weight.values())))
-        weights.append(record["step"] - before)
-        before = record["step"]
-    mean = sum(map(float.__mul__, ratio, map(float, weights))) / sum(weights)
-    return Work([r["step"] for r in records], ratio, mean, "steps" if flops is None else "flops")
+    lengths = [last - first + 1 for _, first, last in spans]
+    mean = costs.mean(zip(lengths, ratio, strict=True))
+    assert mean is not None
+    unit = "steps" if flops is None else "flops"
+    return Work([last for _, _, last in spans], ratio, mean, unit)
 
 
 def _flops(run: Run, names: Collection[str]) -> dict[str, float] | None:
@@ -279,40 +290,30 @@ def _registry(run: Run) -> list[MatrixInfo]:
     ]
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Cost:
-    """Medians over the logged steps, but for peak and data; None where nothing was recorded."""
-
-    step_seconds: float | None
-    optimizer_seconds: float | None
-    """Observation and tracking included, in the steps that have them."""
-    data_seconds: float | None
-    """Mean over the steps, which have long waits and none: of the slowest rank in each."""
-    tokens_per_second: float | None
-    peak_memory: float | None
-    """Bytes."""
-    observe_seconds: float | None
-    """Of one observation, on the slowest rank."""
-    geometry_seconds: float | None
-    """Of one tracked step, on the slowest rank."""
+COSTS = (
+    "seconds_per_step",
+    costs.OPTIMIZER_SECONDS,
+    "tokens_per_second",
+    "observe_seconds",
+    "geometry_seconds",
+)
+"""Fields whose medians tell what a run costs."""
 
 
-def cost(run: Run) -> Cost:
-    """What a run took. The first record is left out where there are more: it pays for start-up."""
+def cost(run: Run) -> dict[str, float | None]:
+    """What a run took, by field; ``None`` where nothing was recorded.
+
+    Medians of :data:`COSTS`, the most of ``peak_memory_bytes``, and of ``data_seconds_per_step``
+    the mean: steps have long waits and none. The first record is left out where there are more: it
+    pays for start-up.
+    """
     records = costs.without_start(run.metrics)
-
-    def median(field: str) -> float | None:
-        return costs.median(value for value in costs.values(records, field) if value > 0)
-
-    return Cost(
-        median("seconds_per_step"),
-        median(costs.OPTIMIZER_SECONDS),
-        costs.mean_of(run.metrics, "data_seconds_per_step"),
-        median("tokens_per_second"),
-        costs.peak_memory(records),
-        median("observe_seconds"),
-        median("geometry_seconds"),
-    )
+    medians = {f: costs.median(v for v in costs.values(records, f) if v > 0) for f in COSTS}
+    return {
+        **medians,
+        "data_seconds_per_step": costs.mean_of(run.metrics, "data_seconds_per_step"),
+        "peak_memory_bytes": costs.peak_memory(records),
+    }
 
 
 def optimizer_seconds_by_phase(run: Run) -> dict[str, float]:

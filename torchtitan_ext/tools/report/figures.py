@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from amo_dist.config import sort_operator_types
@@ -13,6 +13,16 @@ from torchtitan_ext.tools.report import data, style
 from torchtitan_ext.tools.report.data import Run
 
 KAPPA = r"condition number $\kappa$"
+GUARD = "newton_schulz/residual"
+CURVES = {
+    "lr": "learning rate",
+    "grad_norm": "gradient norm",
+    "optimizer/steps_skipped": "skipped steps, in all",
+    GUARD: "residual of the guard",
+    "data_seconds_per_step": "waits for data (s a step)",
+    "tokens_per_second": "tokens a second",
+}
+"""Titles of small pictures by what they show."""
 DEPTH_TYPES = ("attn_q", "mlp_up")
 """Operator types whose depth the AMO paper compares."""
 
@@ -39,23 +49,27 @@ def _whole(axes: Any) -> None:
 
 def _over_steps(axes: Any, runs: Sequence[Run], **labels: str) -> None:
     """Optimizer steps along ``x``, to the end of the longest run."""
-    axes.set(xlabel="optimizer step", **labels)
+    axes.set(**{"xlabel": "optimizer step", **labels})
     axes.set_xlim(0, max(run.metrics[-1]["step"] for run in runs) * 1.01)
     _whole(axes)
 
 
-def _shade(axes: Any, run: Run) -> None:
+def _places(run: Run, field: str, name: str = "") -> list[tuple[Any, int, int]]:
+    """``(value, left, right)`` of each stretch of one value: from its first step to the next's."""
+    spans = run.spans(field, name)
+    edges = [0, *(first for _, first, _ in spans[1:]), run.metrics[-1]["step"]]
+    return [(span[0], *ends) for span, ends in zip(spans, itertools.pairwise(edges), strict=False)]
+
+
+def _shade(axes: Any, run: Run, *, named: bool = True) -> None:
     """Backgrounds for phases, named on top."""
-    spans = run.phases()
-    before = 0
-    for index, (phase, _, last) in enumerate(spans):
-        axes.axvspan(before, last, color=style.PHASES.get(phase, "#FFFFFF"), zorder=-2, lw=0)
-        if index < len(spans) - 1:
-            axes.axvline(last, color="#777777", lw=0.9, ls=(0, (2, 2)), zorder=1)
-        middle = (before + last) / 2
+    for phase, left, right in _places(run, "phase"):
+        axes.axvspan(left, right, color=style.PHASES.get(phase, "#FFFFFF"), zorder=-2, lw=0)
+        if left:
+            axes.axvline(left, color="#777777", lw=0.9, ls=(0, (2, 2)), zorder=1)
         axes.annotate(
-            phase,
-            (middle, 1.0),
+            phase if named else "",
+            ((left + right) / 2, 1.0),
             xycoords=axes.get_xaxis_transform(),
             xytext=(0, 3),
             textcoords="offset points",
@@ -64,49 +78,73 @@ def _shade(axes: Any, run: Run) -> None:
             fontsize=8.5,
             color="#555555",
         )
-        before = last
 
 
 def losses(runs: Sequence[Run]) -> Any:
-    """Training loss of every run."""
+    """Training loss of every run, and the loss of its validations."""
     figure, axes = _new()
     for index, run in enumerate(runs):
-        steps, values = zip(*run.series("loss"), strict=True)
-        axes.plot(
-            steps,
-            values,
-            **style.run_line(index),
-            label=run.label,
-        )
+        line = style.run_line(index)
+        axes.plot(*_columns(run.series("loss")), **line, label=run.label)
+        if run.validations:
+            dots = {**line, "linestyle": ":", "marker": "o", "markersize": 3.6}
+            axes.plot(*_columns(run.validations), **dots, label=f"{run.label}, validation")
     if len(runs) == 1:
         _shade(axes, runs[0])
-    else:
+    if len(runs) > 1 or runs[0].validations:
         axes.legend()
-    _over_steps(axes, runs, ylabel="training loss (nats per token)")
+    _over_steps(axes, runs, ylabel="loss (nats per token)")
     return figure
 
 
-def timeline(run: Run) -> Any:
-    """Newton-Schulz steps of each operator type: a row each, a column for every logged step."""
-    records = [record for record in run.metrics if record["num_steps_by_type"]]
-    if not records:
+def curves(runs: Sequence[Run]) -> Any:
+    """Small pictures of what :data:`CURVES` names, as far as any run has it."""
+    found = {key: [run.series(key) for run in runs] for key in CURVES}
+    # 0 before the first measurement.
+    found[GUARD] = [[point for point in series if point[1]] for series in found[GUARD]]
+    shown = {key: series for key, series in found.items() if any(series)}
+    if not shown:
         return None
-    types = sort_operator_types(records[-1]["num_steps_by_type"])
-    counts = [[record["num_steps_by_type"][name] for record in records] for name in types]
-    edges = [0, *(record["step"] for record in records)]
+    rows = -(-len(shown) // 2)
+    figure, axes = _new(9.0, 1.7 * rows + 0.2, nrows=rows, ncols=2, squeeze=False)
+    for ax, (key, by_run) in zip(axes.flat, shown.items(), strict=False):
+        for index, (run, series) in enumerate(zip(runs, by_run, strict=True)):
+            ax.plot(*_columns(series), **style.run_line(index), label=run.label)
+        if len(runs) == 1:
+            _shade(ax, runs[0], named=False)
+        ax.set_title(CURVES[key])
+        ax.set_ylim(0, None if any(value for one in by_run for _, value in one) else 1)
+        _over_steps(ax, runs, xlabel="")
+    if len(runs) > 1:
+        axes.flat[0].legend()
+    if len(shown) % 2:
+        axes.flat[-1].set_axis_off()
+    return figure
+
+
+def _columns(series: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
+    return [step for step, _ in series], [value for _, value in series]
+
+
+def timeline(run: Run) -> Any:
+    """Newton-Schulz steps of each operator type: a row each, a bar for every stretch of steps."""
+    types = sort_operator_types(run.metrics[-1]["num_steps_by_type"])
+    if not types:
+        return None
+    rows = [_places(run, "num_steps_by_type", name) for name in types]
+    counts, end = [count for row in rows for count, _, _ in row], run.metrics[-1]["step"]
     figure, axes = _new(8.0, 0.38 * len(types) + 1.1)
-    low = min(3, *(min(row) for row in counts))
-    high = max(7, *(max(row) for row in counts))
+    low, high = min(3, *counts), max(7, *counts)
     colors = _shades(high - low + 1)
     from matplotlib.cm import ScalarMappable
     from matplotlib.colors import BoundaryNorm
 
     norm = BoundaryNorm([low - 0.5 + i for i in range(high - low + 2)], colors.N)
-    for y, row in enumerate(counts):
-        for value, left, right in _stretches(row, edges):
+    for y, row in enumerate(rows):
+        for value, left, right in row:
             # One bar for a stretch: cells side by side would show seams.
             axes.barh(y, right - left, left=left, height=0.9, color=colors(norm(value)), lw=0)
-            if right - left > 0.035 * edges[-1]:
+            if right - left > 0.035 * end:
                 tone = "white" if value > (low + high) / 2 else "#222222"
                 axes.text(
                     (left + right) / 2, y, str(value), ha="center", va="center", color=tone, size=9
@@ -121,7 +159,7 @@ def timeline(run: Run) -> Any:
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.set_xlabel("optimizer step")
-    axes.set_xlim(0, edges[-1])
+    axes.set_xlim(0, end)
     _whole(axes)
     bar = figure.colorbar(
         ScalarMappable(norm, colors), ax=axes, ticks=range(low, high + 1), pad=0.02, aspect=14
@@ -138,15 +176,6 @@ def _shades(count: int) -> Any:
 
     ends = LinearSegmentedColormap.from_list("steps", ["#E4EEF6", "#6FA8D0", "#0B3C66"])
     return ends.resampled(count)
-
-
-def _stretches(row: Sequence[int], edges: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """``(value, left, right)`` of each stretch of one value."""
-    start = 0
-    for value, stretch in itertools.groupby(row):
-        stop = start + len(list(stretch))
-        yield value, edges[start], edges[stop]
-        start = stop
 
 
 def plan(run: Run) -> Any:
@@ -180,12 +209,12 @@ def plan(run: Run) -> Any:
 
 def ells(run: Run) -> Any:
     """Observed ``ell`` of each operator type, and the last plan's targets."""
-    types = [name for name in run.operator_types if run.optimizer_series(f"amo/ell/{name}")]
+    types = [name for name in run.operator_types if run.series(f"amo/ell/{name}")]
     if not types:
         return None
     figure, axes = _new()
     for name in types:
-        series = run.optimizer_series(f"amo/ell/{name}")
+        series = run.series(f"amo/ell/{name}")
         # Before the first observation there is only the base value.
         changes = [b for a, b in itertools.pairwise(series) if b[1] != a[1]] or series[-1:]
         steps, values = zip(*changes, strict=True)

@@ -1,0 +1,53 @@
+"""``[validation]``: the loss on held-out data, of the same sequences on any number of ranks."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import torchtitan.components.validate as titan
+
+from torchtitan_ext.data.loader import Streams
+
+
+class Validator(titan.Validator):
+    """torchtitan's validator, whose steps are of the global batch as those of training are.
+
+    Each validation reads its data from the beginning: a resume has nothing to go on with.
+    """
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(titan.Validator.Config):
+        """``[validation]``."""
+
+        steps: int = -1
+        """Global batches of a validation; -1 for all sequences of the data, each once."""
+
+        dataloader: Streams.Config = field(
+            default_factory=lambda: Streams.Config(dataset="c4_validation", infinite=False)
+        )
+        """``[validation.dataloader]``: the fields of ``[data]``."""
+
+    def __init__(
+        self,
+        config: Config,
+        *,
+        metrics_processor: Any,
+        dp_world_size: int,
+        local_batch_size: int,
+        seq_len: int,
+        **options: Any,
+    ) -> None:
+        if config.steps > 0:
+            batch = dp_world_size * local_batch_size * seq_len
+            steps = config.steps * metrics_processor.tokens_per_step // batch
+            config = dataclasses.replace(config, steps=steps)
+        super().__init__(
+            config,
+            metrics_processor=metrics_processor,
+            dp_world_size=dp_world_size,
+            local_batch_size=local_batch_size,
+            seq_len=seq_len,
+            **options,
+        )
