@@ -11,7 +11,7 @@ from typing import Any
 
 from amo_dist.schedule.plan import Plan
 from amo_dist.tools.plan_source import PLAN_FILE
-from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, METRICS_FILE, read_records
+from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, read_metrics
 from torchtitan_ext.tools import costs
 from torchtitan_ext.tools.costs import Records
 from torchtitan_ext.tools.experiments import runner
@@ -86,7 +86,7 @@ def gather(experiment: Experiment, place: Place) -> list[Found]:
 def _found(row: Row, block: str, job: Job) -> Found:
     folder = ROOT / job.folder
     step = job.step_of(row.step)
-    records = [r for r in read_records(folder / METRICS_FILE) if r["step"] <= step]
+    records = [r for r in read_metrics(folder) if r["step"] <= step]
     # A loss is that of the last logged step: 2000 need not be one of them, 120 of 120 always is.
     reached = runner.steps_done(job) >= step
     results = job.results(row.step)

@@ -21,7 +21,7 @@ LAUNCHER = ROOT / "launch" / "train.slurm"
 
 def steps_done(job: Job) -> int:
     """The last logged step; a run logs its very last one, before it saves it."""
-    records = run_files.read_records(ROOT / job.folder / run_files.METRICS_FILE)
+    records = run_files.read_metrics(ROOT / job.folder)
     return int(records[-1]["step"]) if records else 0
 
 
