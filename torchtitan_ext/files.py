@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SCRATCH = ".tmp"
@@ -30,25 +30,27 @@ def replace(path: Path, content: str | bytes) -> None:
     data = content.encode() if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
-        target.write_bytes(data)
+        with _named(path):
+            target.write_bytes(data)
         return
     scratch = target.with_name(target.name + SCRATCH)
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
     # As an ordinary write would leave it: a new file's by the mask of the process.
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
-    file = os.open(scratch, flags, mode)
-    try:
+    with _named(path):
+        file = os.open(scratch, flags, mode)
         try:
-            _write(file, data)
-            # Else some file systems keep the new name and lose the content.
-            os.fsync(file)
-        finally:
-            os.close(file)
-        os.replace(scratch, target)
-    except OSError:  # a full disk needs the space
-        with contextlib.suppress(OSError):
-            os.unlink(scratch)
-        raise
+            try:
+                _write(file, data)
+                # Else some file systems keep the new name and lose the content.
+                os.fsync(file)
+            finally:
+                os.close(file)
+            os.replace(scratch, target)
+        except OSError:  # a full disk needs the space
+            with contextlib.suppress(OSError):
+                os.unlink(scratch)
+            raise
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
@@ -62,16 +64,27 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
         OSError: If they cannot be written; the file then ends where it did.
     """
     data = "".join(f"{line}\n" for line in lines).encode()
-    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
-    try:
-        size = os.fstat(file).st_size
+    with _named(path):
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         try:
-            _write(file, data)
-        except OSError:  # a full disk takes a part
-            os.ftruncate(file, size)
-            raise
-    finally:
-        os.close(file)
+            size = os.fstat(file).st_size
+            try:
+                _write(file, data)
+            except OSError:  # a full disk takes a part
+                os.ftruncate(file, size)
+                raise
+        finally:
+            os.close(file)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Have errors name the file, which those of a write do not."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = os.fspath(path), None
+        raise
 
 
 def _write(file: int, data: bytes) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import threading
 from collections.abc import Iterable, Iterator
@@ -128,7 +129,7 @@ class Membership:
         for ranks in of_all:
             is_member = this_rank() in ranks
             if is_whole:
-                made = dist.new_group(list(ranks))
+                made = dist.new_group(list(ranks), timeout=_timeout())
             else:
                 # The others make one of their own, so that each goes on with as many.
                 made = _make_alone(ranks if is_member else (this_rank(),), num_groups)
@@ -207,8 +208,16 @@ def _make_alone(ranks: Ranks, num_groups: int) -> dist.ProcessGroup:
         )
     while _num_groups() < num_groups:
         dist.new_group([this_rank()], use_local_synchronization=True)
-    _made[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    _made[ranks] = dist.new_group(list(ranks), timeout=_timeout(), use_local_synchronization=True)
     return _made[ranks]
+
+
+def _timeout() -> datetime.timedelta | None:
+    """That of the job's group: PyTorch gives a new one its own default, of up to half an hour."""
+    assert dist.group.WORLD is not None
+    backend = dist.group.WORLD._get_backend(control_device(dist.group.WORLD))
+    found: datetime.timedelta | None = getattr(backend.options, "_timeout", None)
+    return found
 
 
 def _most_groups(groups: Iterable[dist.ProcessGroup | None]) -> int:

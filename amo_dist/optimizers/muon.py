@@ -11,6 +11,7 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 
 from amo_dist.config import MuonConfig
+from amo_dist.distributed.absence import name_absent
 from amo_dist.distributed.agreement import check_alike
 from amo_dist.distributed.groups import Given
 from amo_dist.engine.gradients import raise_together
@@ -146,6 +147,8 @@ class Muon(Assembly):
                 Newton-Schulz in the one before, as without memory left; names the rank and its
                 error. Matrices that were not orthogonalized were only decayed then.
 
+            AbsentRanksError: A collective failed or timed out, as ranks are gone; names them.
+
         On devices nothing here waits for the device in most steps: what is wrong with a step
         leaves parameters and state as they were, and is raised by the next one, or when state is
         saved. Steps wait that observe, measure a residual, deal matrices anew, or bring gradients
@@ -161,8 +164,12 @@ class Muon(Assembly):
     @_disable_dynamo
     def _step(self) -> None:
         with self._stopwatch.measure(self._engine.parameters.device):
-            fault = self._fault()
-            self._run(self._connect(fault), fault)
+            try:
+                fault = self._fault()
+                self._run(self._connect(fault), fault)
+            except RuntimeError as error:
+                name_absent(error, f"step {self.num_steps_taken + 1} of the optimizer")
+                raise
 
     def _run(self, world: World, fault: str) -> None:
         engine, driver = self._engine, self._driver

@@ -122,7 +122,7 @@ def read_toml(field: str, path: str | Path) -> dict[str, Any]:
         content: dict[str, Any] = _toml.loads(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{field}: cannot read {path}: {error.strerror}") from None
-    except ValueError as error:  # TOML's errors and those of UTF-8
+    except (ValueError, RecursionError) as error:  # TOML's errors and those of UTF-8
         raise ValueError(f"{field}: {path} is not TOML: {error}") from None
     return content
 

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
+import json
+import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import NoReturn, TypeAlias, TypeVar
+from pathlib import Path
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What ``argparse.ArgumentParser.add_subparsers`` returns."""
@@ -14,13 +19,81 @@ Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 _T = TypeVar("_T")
 
 
+MOST_RANKS = 1024
+"""Processes that one command starts on a node, at most."""
+MOST_WORLD = 65_536
+"""Ranks that are laid out without being started, at most: minutes of work."""
+
+_LONGEST = 1000
+_FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
+
+
 class Parser(argparse.ArgumentParser):
     """A parser whose errors are one line."""
 
     def error(self, message: str) -> NoReturn:
         """Tell a mistake among the arguments, and exit with status 2."""
-        print(f"{self.prog}: error: {message} (see --help)", file=sys.stderr)
+        print(one_line(f"{self.prog}: error: {message} (see --help)"), file=sys.stderr)
         raise SystemExit(2)
+
+    def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
+        # Python 3.11 takes `--option=--` for an option with an empty list.
+        if action.option_strings and "--" in arg_strings:
+            self.error(f"argument {'/'.join(action.option_strings)}: found '--', expected a value")
+        return super()._get_values(action, arg_strings)
+
+
+def one_line(text: str) -> str:
+    """A message on one line of bounded length, whatever a user's words in it hold."""
+    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    half = _LONGEST // 2
+    return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
+
+
+def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
+    """An ``argparse`` type: integers from ``least`` to ``most``."""
+
+    def read(text: str) -> int:
+        found: int | str = text
+        with contextlib.suppress(ValueError):
+            found = int(text)
+        if not isinstance(found, int) or not least <= found <= most:
+            _refuse(found, f"an integer >= {least} and <= {most}")
+        return found
+
+    return read
+
+
+def positive(most: float = math.inf) -> Callable[[str], float]:
+    """An ``argparse`` type: finite numbers above 0."""
+
+    def read(text: str) -> float:
+        found: float | str = text
+        with contextlib.suppress(ValueError):
+            found = float(text)
+        if not isinstance(found, float) or not 0 < found <= most or math.isinf(found):
+            _refuse(found, f"a number > 0{'' if math.isinf(most) else f' and <= {most:g}'}")
+        return found
+
+    return read
+
+
+def _refuse(found: object, expected: str) -> NoReturn:
+    raise argparse.ArgumentTypeError(f"found {found!r}, expected {expected}")
+
+
+def read_json_file(path: Path) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        ValueError: Names the file, which cannot be read or is no JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
+    except (ValueError, RecursionError) as error:  # JSON's, and that of UTF-8
+        raise ValueError(f"{path}: not JSON: {error}") from None
 
 
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
@@ -33,8 +106,9 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         argv: Arguments after the program's name; those of the process by default.
 
     Returns:
-        The command's own exit status, 2 for a mistake of the user's (told in one line), or 0 where
-        the reader of the output, such as ``head``, has seen enough and closed it.
+        The command's own exit status, 2 for a mistake of the user's or a file that cannot be read
+        or written (told in one line), or 0 where the reader of the output, such as ``head``, has
+        seen enough and closed it.
     """
     try:
         args, rest = parser.parse_known_args(argv)
@@ -48,11 +122,27 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
     except SystemExit as stop:  # after --help, or an error that argparse reported
         return int(stop.code or 0)
     except ValueError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return _mistake(str(error))
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 0
+    except OSError as error:
+        if error.filename is not None:
+            return _mistake(f"{os.fsdecode(error.filename)}: {error.strerror}")
+        if error.errno not in _FULL_DISK:
+            raise
+        _drop_output()
+        return _mistake(f"standard output: {error.strerror}")
+
+
+def _mistake(text: str) -> int:
+    print(one_line(f"error: {text}"), file=sys.stderr)
+    return 2
+
+
+def _drop_output() -> None:
+    """Else what is left would fail again at the end of the process."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def read_pair(flag: str, text: str, kind: Callable[[str], _T], expected: str) -> tuple[str, _T]:

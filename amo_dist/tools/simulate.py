@@ -21,7 +21,7 @@ from amo_dist.distributed.relays import relay
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.fields import read_int
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.command import Subparsers, pad, read_steps
+from amo_dist.tools.command import MOST_WORLD, Subparsers, pad, read_json_file, read_steps, whole
 from amo_dist.tools.ledger import reduced_by_rank, sent_by_rank
 from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
 
@@ -171,12 +171,15 @@ def add_simulate_command(subparsers: Subparsers) -> None:
         metavar="FILE",
         help="a JSON object with layers, dim, ffn_dim, heads, kv_heads and q_ratio",
     )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[32, 256, 1024], help="world sizes")
-    parser.add_argument("--layout", choices=("fsdp", "hsdp", "ddp"), default="fsdp")
-    parser.add_argument("--replica-size", type=int, default=8, help="ranks that hold one replica")
-    parser.add_argument("--ranks-per-node", type=int, default=8)
+    size = whole(1, MOST_WORLD)
     parser.add_argument(
-        "--max-team", type=int, default=1, help="most ranks that share one matrix; adds rows"
+        "--ranks", type=size, nargs="+", default=[32, 256, 1024], help="world sizes"
+    )
+    parser.add_argument("--layout", choices=("fsdp", "hsdp", "ddp"), default="fsdp")
+    parser.add_argument("--replica-size", type=size, default=8, help="ranks that hold one replica")
+    parser.add_argument("--ranks-per-node", type=size, default=8)
+    parser.add_argument(
+        "--max-team", type=size, default=1, help="most ranks that share one matrix; adds rows"
     )
     parser.add_argument(
         "--owners",
@@ -231,8 +234,8 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 def _read_shape(path: Path) -> DecoderShape:
     try:
-        return DecoderShape(**json.loads(path.read_text()))
-    except (OSError, json.JSONDecodeError, TypeError) as error:
+        return DecoderShape(**read_json_file(path))
+    except TypeError as error:
         names = ", ".join(field.name for field in dataclasses.fields(DecoderShape))
         raise ValueError(
             f"--shapes: found {path} ({error}), expected a JSON object with {names}"

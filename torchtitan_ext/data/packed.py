@@ -69,7 +69,7 @@ def read_index(folder: Path) -> Index | None:
         return Index(**record)
     except FileNotFoundError:
         return None
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"{folder / INDEX}: not an index of packed shards: {error}") from None
 
 

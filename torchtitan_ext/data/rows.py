@@ -139,7 +139,7 @@ def _parse(line: bytes, fields: Sequence[str]) -> Values | BadRow:
         record = json.loads(line.decode("utf-8"))
     except UnicodeDecodeError:
         return BadRow("not UTF-8")
-    except (json.JSONDecodeError, RecursionError):
+    except (ValueError, RecursionError):  # also for numbers of thousands of digits
         return BadRow("not JSON")
     if not isinstance(record, Mapping):
         return BadRow("wrong type")

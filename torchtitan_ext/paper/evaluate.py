@@ -16,11 +16,11 @@ import json
 import re
 import statistics
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.command import Subparsers
+from amo_dist.tools.command import Subparsers, whole
 from torchtitan_ext import files
 from torchtitan_ext.paper.results import PAPER_TASKS, Result, score_table, sort_tasks
 from torchtitan_ext.plugin.run_files import checkpoint_step, find_checkpoint
@@ -261,15 +261,15 @@ def add_command(subparsers: Subparsers) -> None:
     )
     parser.add_argument("checkpoint", type=Path, help=export.CHECKPOINT_HELP)
     default = Request(Path())
-    options: Sequence[tuple[str, type, str]] = (
+    options: Sequence[tuple[str, Callable[[str], Any], str]] = (
         ("--tasks", str, "'paper', or the harness's names with commas (default paper)"),
         ("--config", str, "TOML of the run (default: what its folder says)"),
         ("--include-path", str, "folder with tasks of your own"),
-        ("--limit", int, "only so many questions of each task, to try out"),
+        ("--limit", whole(1), "only so many questions of each task, to try out"),
         ("--batch-size", str, "a number or 'auto' (default auto)"),
         ("--device", str, "default: the accelerator, where there is one"),
         ("--dtype", str, "default: bfloat16 on an accelerator, else float32"),
-        ("--max-length", int, "the most tokens the model sees (default 4096)"),
+        ("--max-length", whole(1), "the most tokens the model sees (default 4096)"),
         ("--hf-folder", Path, "keep the exported Hugging Face model here"),
     )
     for flag, kind, text in options:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
-from amo_dist.tools.command import Subparsers
+from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
 from torchtitan_ext import files
 from torchtitan_ext.paper import gather, runner
 from torchtitan_ext.paper.catalog import EXPERIMENTS, Experiment, experiment_named
@@ -36,7 +36,9 @@ def add_command(subparsers: Subparsers) -> None:
     run = _add(actions, "run", "run an experiment on this machine, or write it for Slurm", _run)
     run.add_argument("--dry-run", action="store_true", help="only print what would run")
     run.add_argument("--slurm", metavar="FILE", help="write array scripts instead of running")
-    run.add_argument("--ranks", type=int, help="processes (default: GPUs, or 2 without any)")
+    run.add_argument(
+        "--ranks", type=whole(1, MOST_RANKS), help="processes (default: GPUs, or 2 without any)"
+    )
     run.set_defaults(overrides=[])
     run.epilog = "Other options go to torchtitan, for all runs."
     collect = _add(actions, "gather", "print the table of an experiment", _gather)

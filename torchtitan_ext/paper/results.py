@@ -13,14 +13,13 @@ harness's version); readers ignore those they do not know.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.command import pad
+from amo_dist.tools.command import pad, read_json_file
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -105,12 +104,7 @@ def read_results(paths: Iterable[str | Path]) -> list[Result]:
 
 
 def _records(path: Path) -> list[Any]:
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise ValueError(f"{path}: not JSON: {error}") from None
+    content = read_json_file(path)
     return content if isinstance(content, list) else [content]
 
 

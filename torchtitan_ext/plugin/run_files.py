@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
+from amo_dist.schedule.fields import fail, show
 from amo_dist.schedule.plan import Plan
 from amo_dist.tools.plan_source import PLAN_FILE
 from torchtitan_ext import files
@@ -29,6 +30,8 @@ VALIDATION = "validation_loss"
 RUN_FILE = "run.json"
 """The config of the run."""
 LOCK_FILE = "lock"
+_SECTIONS = ("model", "optimizer", "training", "checkpoint", "tokenizer")
+"""Those that tools look into."""
 
 COMPLETE_FILES = (".metadata", "model.safetensors.index.json")
 """Files that are written last: torchtitan takes a checkpoint for complete that has one of them."""
@@ -119,6 +122,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         raise ValueError(f"{file}: not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file}: found {type(found).__name__}, expected an object of sections")
+    check_fields(str(file), found, {key: (dict, type(None)) for key in _SECTIONS})
     return found
 
 
@@ -212,23 +216,52 @@ class Metrics(NamedTuple):
     """What ``metrics.jsonl`` holds."""
 
     steps: list[dict[str, Any]]
-    """A record of each logged step."""
+    """A record of each logged step.
+
+    Each has a step, a phase (empty if unknown), ``num_steps_by_type`` and ``optimizer``. All else
+    is a number or ``None``.
+    """
     validations: list[tuple[int, float]]
     """``(step, loss)`` of each validation whose loss is a number."""
 
 
 def read_metrics(folder: Path) -> Metrics:
-    """The metrics of the run in a dump folder; none where it has no file of them.
+    """The metrics of the run in a dump folder; none where it has logged nothing.
 
     Raises:
-        ValueError: As :func:`read_records`.
+        ValueError: As `read_records`, or a field is of another type.
     """
-    records = read_records(folder / METRICS_FILE)
+    path = folder / METRICS_FILE
+    records = read_records(path)
+    for number, record in enumerate(records, start=1):
+        record.update({key: record.get(key) or kind() for key, kind in _FIELDS.items()})
+        where = f"{path}, line {number}"
+        check_fields(where, record, dict.fromkeys(record, (int, float, type(None))) | _FIELDS)
+        check_fields(where, record, {"step": int})
+        for key in ("num_steps_by_type", "optimizer"):
+            inner = record[key]
+            check_fields(f"{where}: {key}", inner, dict.fromkeys(inner, (int, float, type(None))))
     losses = [(one["step"], one[VALIDATION]) for one in records if VALIDATION in one]
     return Metrics(
         [one for one in records if VALIDATION not in one],
         [(step, loss) for step, loss in losses if loss is not None],
     )
+
+
+_FIELDS: Mapping[str, Any] = {"phase": str, "num_steps_by_type": dict, "optimizer": dict}
+
+
+def check_fields(where: str, record: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """Check the types of some fields of a record.
+
+    Raises:
+        ValueError: One is of another type, or missing where ``None`` is none of its types.
+    """
+    for key, kind in kinds.items():
+        if not isinstance(found := record.get(key), kind):
+            kinds_of = kind if isinstance(kind, tuple) else (kind,)
+            expected = " or ".join(one.__name__ for one in kinds_of if one is not type(None))
+            fail(f"{where}: {key}", found, expected)
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -283,7 +316,7 @@ def _parsed(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         if isinstance(record, dict):
             records.append(record)
         else:
-            problems.append(f"{path}, line {number}: found {record!r}, expected an object")
+            problems.append(f"{path}, line {number}: found {show(record)}, expected an object")
     return records, problems
 
 
@@ -330,7 +363,7 @@ def find_checkpoint(path: Path) -> Path:
     if checkpoint_step(path) is not None or is_complete(path):
         return path
     config = read_config(path) or {}
-    folder = path / config.get("checkpoint", {}).get("folder", "checkpoint")
+    folder = path / str((config.get("checkpoint") or {}).get("folder", "checkpoint"))
     for one in (folder, path):
         if steps := complete_steps(one):
             return one / f"step-{max(steps)}"

@@ -18,6 +18,7 @@ import torchtitan.trainer as titan
 import tyro
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
+from amo_dist.distributed.absence import name_absent
 from torchtitan_ext.data.loader import Streams
 from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.plugin import checks, console, machine, models
@@ -183,11 +184,19 @@ class Trainer(titan.Trainer):
             return super().init_distributed()
 
     def train(self) -> None:
-        """Train to the end, or until told to stop."""
+        """Train to the end, or until told to stop.
+
+        Raises:
+            AbsentRanksError: A collective failed as other ranks are gone or stopped; names them.
+        """
         with self._request.listening():
-            super().train()
-            self.checkpointer.maybe_wait_for_saving()
-            check_last_update(self.optimizers)  # which no further step tells of
+            try:
+                super().train()
+                self.checkpointer.maybe_wait_for_saving()
+                check_last_update(self.optimizers)  # which no further step tells of
+            except RuntimeError as error:
+                name_absent(error, f"step {self.step}")
+                raise
             if self._stops and self.step < self.config.training.steps:
                 saves = self.checkpointer.enable and not self.checkpointer.load_only
                 what = "saved" if saves else "not saved: checkpoints are off"

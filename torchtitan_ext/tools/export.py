@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from amo_dist.schedule.fields import fail
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext.plugin.run_files import RUN_FILE, find_checkpoint, read_config
 from torchtitan_ext.tools import runs
@@ -75,6 +76,10 @@ def find_source(checkpoint: Path, config: str | None = None) -> Source:
 
 def _source(config: Mapping[str, Any]) -> Source:
     fields = runs.flat(config)
+    needed = ("model.name", "model.flavor", "tokenizer.kind", "hf_assets_path", "optimizer.name")
+    for name in needed:
+        if not isinstance(fields.get(name), str):
+            fail(f"config: {name}", fields.get(name), "the config of a run")
     return Source(
         name=fields["model.name"],
         flavor=fields["model.flavor"],

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from amo_dist.distributed.absence import DID_NOT_ANSWER
 from torchtitan_ext import train
 from torchtitan_ext.tools import runs
 
@@ -75,15 +76,20 @@ def explain(text: str) -> tuple[str, int]:
     told = [line for line in text.splitlines() if line.startswith("error")]
     statuses = [int(one["exitcode"]) for one in failures]
     status = next((one for one in statuses[-1:] + statuses if one > 0), 1)
-    if told:
-        return told[0], status
+    # Who misses a rank says so in the end, whatever that rank had to say before.
+    lost = [line for line in told if DID_NOT_ANSWER in line]
+    if len(lost) < len(told):
+        return next(line for line in told if line not in lost), status
     # torchrun ends the others by SIGTERM; who was killed otherwise dragged them along.
     killed = [one for one in failures if int(one["exitcode"]) in (-9, -11, -7)]
     if killed:
         name = signal.Signals(-int(killed[0]["exitcode"])).name
         hint = "; its memory may have run out" if name == "SIGKILL" else ""
         return f"error (rank {killed[0]['rank']}): ended by {name}{hint}", 1
-    if first := min((_recorded(one) for one in failures), default=None):
+    first = min((_recorded(one) for one in failures), default=None)
+    if lost and (first is None or DID_NOT_ANSWER in first[2]):
+        return lost[0], status
+    if first is not None:
         return f"error (rank {first[1]}): {first[2]}", status
     lines = [line for line in text.splitlines() if line.strip()]
     return f"error: {lines[-1] if lines else 'torchrun failed and told nothing'}", status

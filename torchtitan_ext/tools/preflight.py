@@ -14,7 +14,7 @@ from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.command import Subparsers
+from amo_dist.tools.command import MOST_WORLD, Subparsers, whole
 from amo_dist.tools.simulate import lay_out
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.tools import preflight_costs as costs
@@ -33,8 +33,9 @@ def add_command(subparsers: Subparsers) -> None:
         epilog="example: amo preflight configs/qwen3_1.7b.toml --world 32; torchtitan's options "
         "follow the file, e.g. --training.steps 200",
     )
-    parser.add_argument("--world", type=int, default=32, help="number of ranks (default 32)")
-    parser.add_argument("--gpus-per-node", type=int, default=8, help="ranks of a node (default 8)")
+    size = whole(1, MOST_WORLD)
+    parser.add_argument("--world", type=size, default=32, help="number of ranks (default 32)")
+    parser.add_argument("--gpus-per-node", type=size, default=8, help="ranks of a node (default 8)")
     parser.add_argument(
         "--plan",
         metavar="TYPE=STEPS,...",
@@ -67,9 +68,6 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: For arguments that cannot work.
     """
-    for name, found in (("--world", args.world), ("--gpus-per-node", args.gpus_per_node)):
-        if found < 1:
-            raise ValueError(f"{name}: found {found}, expected an integer >= 1")
     from torchtitan_ext.tools import preflight_checks, preflight_here
 
     overrides = runs.with_file(args.overrides)

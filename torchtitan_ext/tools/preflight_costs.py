@@ -7,7 +7,6 @@ from the figures of a :class:`Hardware`, assumed or measured by ``amo doctor``.
 from __future__ import annotations
 
 import dataclasses
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -24,6 +23,7 @@ from amo_dist.distributed.relays import relay
 from amo_dist.kernels.spectra import observation_flops
 from amo_dist.schedule.schedule_file import read_toml
 from amo_dist.schedule.types import MatrixInfo
+from amo_dist.tools.command import read_json_file
 from amo_dist.tools.ledger import reduced_by_rank, sent_by_rank
 from amo_dist.tools.simulate import OWNERSHIPS, flops_by_matrix
 
@@ -97,13 +97,11 @@ def read_hardware(path: Path, name: str) -> tuple[Hardware, list[str]]:
 
 
 def _read_doctor(path: Path) -> dict[str, Any]:
-    try:
-        found: dict[str, Any] = dict(json.loads(path.read_text())["hardware"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(
-            f"--hardware: found {path} ({error!r}), expected the JSON of `amo doctor --json`"
-        ) from None
-    return found
+    found = read_json_file(path)
+    table = found.get("hardware") if isinstance(found, dict) else None
+    if not isinstance(table, dict):
+        raise ValueError(f"--hardware: found {path}, expected the JSON of `amo doctor --json`")
+    return table
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

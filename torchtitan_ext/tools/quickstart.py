@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.plan_table import plan_table
-from amo_dist.tools.command import Subparsers
+from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
 from torchtitan_ext.plugin.run_files import (
     METRICS_FILE,
     read_metrics,
@@ -30,7 +30,9 @@ def add_command(subparsers: Subparsers) -> None:
         epilog="Other options go to torchtitan, e.g. --training.steps 200 --optimizer.lr 2e-3.",
     )
     parser.add_argument("--fresh", action="store_true", help="delete the run's folder first")
-    parser.add_argument("--ranks", type=int, help="processes (default: GPUs, or 2 without any)")
+    parser.add_argument(
+        "--ranks", type=whole(1, MOST_RANKS), help="processes (default: GPUs, or 2 without any)"
+    )
     parser.set_defaults(run=run, overrides=[])
 
 

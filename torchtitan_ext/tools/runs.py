@@ -171,15 +171,10 @@ def num_ranks(given: int | None, most: int | None = None) -> int:
     Args:
         given: Value of ``--ranks``.
         most: Without a given value, no more than these.
-
-    Raises:
-        ValueError: For a value below 1.
     """
-    if given is None:
-        import torch
+    if given is not None:
+        return given
+    import torch
 
-        found = torch.cuda.device_count() or 2
-        return found if most is None else min(found, most)
-    if given < 1:
-        raise ValueError(f"--ranks: found {given}, expected an integer >= 1")
-    return given
+    found = torch.cuda.device_count() or 2
+    return found if most is None else min(found, most)

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools.command import Subparsers
+from amo_dist.tools.command import Subparsers, whole
 from torchtitan_ext.data.files import Files, Hub, find_files
 from torchtitan_ext.data.packed import COMMIT, INDEX, Index, read_index, write_index, write_shard
 from torchtitan_ext.data.rows import BadRows, deal, read_parts, texts
@@ -174,10 +174,11 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument("--tokenizer", choices=("hf", "tiktoken", "byte"), default="hf")
     parser.add_argument("--tokenizer-path", default="", metavar="PATH", help="folder or file")
     parser.add_argument("--eos-token", default="", help="token after each document")
-    parser.add_argument("--seq-len", type=int, default=2048, help="training.seq_len (2048)")
+    size = whole(1, 2**24)
+    parser.add_argument("--seq-len", type=size, default=2048, help="training.seq_len (2048)")
     parser.add_argument("--text-field", default="text", help="field of a row (text)")
     parser.add_argument("--bad-rows", choices=("error", "skip"), default="error")
-    parser.add_argument("--shard-sequences", type=int, default=8192, metavar="N")
+    parser.add_argument("--shard-sequences", type=size, default=8192, metavar="N")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="one of N parts, from 0")
     parser.add_argument("--hub-config", default="", help="subset of a hub dataset")
     parser.add_argument("--split", default="train", help="split of a hub dataset (train)")
@@ -189,10 +190,6 @@ def _run(args: argparse.Namespace) -> int:
     from torchtitan_ext.data.tokenizers import make_tokenizer
 
     progress_bar: Any = importlib.import_module("tqdm").tqdm  # which has no types
-    for name in ("seq_len", "shard_sequences"):
-        if getattr(args, name) < 1:
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"{flag}: found {getattr(args, name)}, expected at least 1")
     if args.tokenizer != "byte" and not args.tokenizer_path:
         raise ValueError(f"--tokenizer-path: found none, expected one for {args.tokenizer!r}")
     part, num_parts = part_of(args.part)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from amo_dist.tools.command import Subparsers
+from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
 from torchtitan_ext import train
 from torchtitan_ext.plugin import machine
 from torchtitan_ext.plugin.run_files import require_unlocked
@@ -40,7 +40,9 @@ def add_command(subparsers: Subparsers) -> None:
         epilog="Other options go to torchtitan, e.g. --training.steps 200 --optimizer.lr 2e-3.",
     )
     parser.add_argument("config", metavar="FILE", help="TOML file, such as those of configs")
-    parser.add_argument("--ranks", type=int, help="processes; 1 trains in this one")
+    parser.add_argument(
+        "--ranks", type=whole(1, MOST_RANKS), help="processes; 1 trains in this one"
+    )
     parser.set_defaults(run=run, overrides=[])
 
 
@@ -85,7 +87,7 @@ def _train(arguments: list[str]) -> int:
     """Train in this process."""
     try:
         return train.main(arguments)
-    except ValueError:
+    except (OSError, ValueError):
         # No mistake of the user's, those are told already: the front door would hide where it is.
         traceback.print_exc()
         return 1
@@ -100,15 +102,14 @@ def _pick(given: int | None, config: Any) -> int:
     """Processes: as many as are asked for, or else the most of this node that a config fits.
 
     Raises:
-        ValueError: For a number below 1, or above that of the GPUs.
+        ValueError: For a number above that of the GPUs.
     """
     from torchtitan_ext.tools import preflight_checks
 
     gpus = _num_gpus()
     if given is not None:
-        if given < 1 or (gpus and given > gpus):
-            expected = f"1 to {gpus}, the GPUs of this node" if gpus else "an integer >= 1"
-            raise ValueError(f"--ranks: found {given}, expected {expected}")
+        if gpus and given > gpus:
+            raise ValueError(f"--ranks: found {given}, expected 1 to {gpus}, the GPUs of this node")
         return given
     most = gpus or 2
     fitting = (n for n in range(most, 0, -1) if not preflight_checks.check(config, n))

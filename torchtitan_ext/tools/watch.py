@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from amo_dist.config import sort_operator_types
-from amo_dist.tools.command import Subparsers
+from amo_dist.tools.command import Subparsers, positive
 from torchtitan_ext.plugin.console import duration
 from torchtitan_ext.plugin.run_files import Metrics, read_metrics
 from torchtitan_ext.tools import costs
@@ -23,6 +23,7 @@ Record = Mapping[str, Any]
 
 _CLEAR = "\x1b[H\x1b[J"
 _BLOCKS = " ▁▂▃▄▅▆▇█"
+_MOST_SECONDS = 86_400.0
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -39,7 +40,10 @@ def add_command(subparsers: Subparsers) -> None:
         "--follow", action="store_true", help="keep printing where there is no terminal"
     )
     parser.add_argument(
-        "--interval", type=float, default=2.0, help="seconds between views (default %(default)s)"
+        "--interval",
+        type=positive(_MOST_SECONDS),
+        default=2.0,
+        help="seconds between views (default %(default)s)",
     )
     parser.set_defaults(run=run)
 
@@ -48,13 +52,11 @@ def run(args: argparse.Namespace) -> int:
     """Show the run of parsed arguments.
 
     Raises:
-        ValueError: There is no such folder, a file is malformed, or the interval is not positive.
+        ValueError: There is no such folder, or a file is malformed.
     """
     folder = Path(args.run_folder)
     if not folder.is_dir():
         raise ValueError(f"RUN: found no folder {folder}, expected the dump folder of a run")
-    if not args.interval > 0:
-        raise ValueError(f"--interval: found {args.interval!r}, expected seconds > 0")
     try:
         _show(folder, sys.stdout, follows=args.follow, interval=args.interval)
     except KeyboardInterrupt:

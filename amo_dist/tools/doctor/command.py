@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
-from amo_dist.tools.command import Subparsers
+from amo_dist.tools.command import Subparsers, positive
 from amo_dist.tools.shapes import MODELS
 
 if TYPE_CHECKING:
@@ -46,7 +46,10 @@ def add_doctor_command(subparsers: Subparsers) -> None:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument(
-        "--seconds", type=float, default=300.0, help="for all checks together (default 300)"
+        "--seconds",
+        type=positive(86_400.0),
+        default=300.0,
+        help="for all checks together (default 300)",
     )
     parser.add_argument("--quick", action="store_true", help="the smallest sizes only")
     parser.add_argument(
@@ -60,18 +63,15 @@ def run_doctor(args: argparse.Namespace) -> int:
 
     Returns:
         1 on rank 0 where a check failed, else 0.
-
-    Raises:
-        ValueError: ``--seconds`` is not positive.
     """
-    if not args.seconds > 0:
-        raise ValueError(f"--seconds: found {args.seconds}, expected a number > 0")
     # Here, so that other commands start without them.
     from amo_dist.tools.doctor import hardware, optimizer
     from amo_dist.tools.doctor.examination import Examination, Verdict
     from amo_dist.tools.doctor.site import Fault, join
 
     is_first = os.environ.get("RANK", "0") == "0"
+    if is_first and args.json is not None:
+        args.json.open("a").close()  # minutes before it is written
     say = functools.partial(print, flush=True) if is_first else _say_nothing
     try:
         site = join(2 * args.seconds, 0.0 if args.quick else MOST_SHARE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
+import os
 import statistics
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -18,6 +19,7 @@ from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.plugin.run_files import (
     GEOMETRY_FILE,
     METRICS_FILE,
+    check_fields,
     read_config,
     read_metrics,
     read_plan,
@@ -86,9 +88,10 @@ def load(folders: Iterable[str | Path]) -> list[Run]:
         ValueError: A folder holds no metrics, or a file is malformed.
     """
     paths = [Path(folder) for folder in folders]
-    labels = [path.resolve().name for path in paths]
+    real = [Path(os.path.realpath(path)) for path in paths]  # of a loop, too
+    labels = [path.name for path in real]
     if len(set(labels)) < len(labels):
-        labels = ["/".join(path.resolve().parts[-2:]) for path in paths]
+        labels = ["/".join(path.parts[-2:]) for path in real]
     if len(set(labels)) < len(labels):
         raise ValueError(f"RUN: found {', '.join(labels)}, expected each run once")
     return [load_one(path, label) for path, label in zip(paths, labels, strict=True)]
@@ -106,13 +109,23 @@ def load_one(folder: Path, label: str | None = None) -> Run:
             f"{folder}: found no {METRICS_FILE} with a record, expected the dump folder of a run"
         )
     return Run(
-        label=label or folder.resolve().name,
+        label=label or os.path.realpath(folder).rpartition("/")[2],
         metrics=metrics.steps,
         validations=metrics.validations,
         plan=read_plan(folder),
-        geometry=read_records(folder / GEOMETRY_FILE),
+        geometry=_geometry(folder / GEOMETRY_FILE),
         config=read_config(folder) or {},
     )
+
+
+def _geometry(path: Path) -> Records:
+    """The log of a run; none where tracking was off."""
+    records, number = read_records(path), (int, float, type(None))
+    kinds: Mapping[str, Any] = {"step": int, "operator_type": str, "layer": (int, type(None))}
+    for index, record in enumerate(records, start=1):
+        where = f"{path}, line {index}"
+        check_fields(where, record, {**kinds, "kappa": number, "ns_residual": number})
+    return records
 
 
 # ---------------------------------------------------------------- statistics

@@ -1,0 +1,63 @@
+"""Which ranks a collective waited for in vain: asked only once it has failed."""
+
+from __future__ import annotations
+
+import threading
+import time
+
+import torch.distributed as dist
+
+PATIENCE = 10.0
+"""Seconds for the other ranks to say that they are there."""
+DID_NOT_ANSWER = "did not answer"
+_POLL = 0.1
+
+
+class AbsentRanksError(RuntimeError):
+    """A collective failed, and some ranks do not answer: they are stopped, dead or far behind."""
+
+
+def name_absent(error: RuntimeError, what: str) -> None:
+    """Name the ranks that do not answer, where a collective has failed; else do nothing.
+
+    A collective tells at most that it timed out (the time-out is that of the process group), or
+    that a connection was closed. On every rank it fails on, this says so in the store of the
+    process group, and waits for the others to do the same. Steps that succeed do nothing of this.
+
+    Args:
+        error: What was raised.
+        what: Was under way, for the message.
+
+    Raises:
+        AbsentRanksError: Some ranks have not said anything for `PATIENCE`; names them.
+    """
+    is_of_gloo = "/gloo/" in str(error)  # which raises plain errors
+    if isinstance(error, AbsentRanksError) or not dist.is_initialized():
+        return
+    if not (is_of_gloo or isinstance(error, dist.DistError)):
+        return
+    rank, ranks = dist.get_rank(), range(dist.get_world_size())
+    missing: list[int] = [other for other in ranks if other != rank]
+    # A store that lives in a process which is stopped itself never answers.
+    thread = threading.Thread(target=_look_for, args=(rank, missing), daemon=True)
+    thread.start()
+    thread.join(1.5 * PATIENCE)
+    if not missing:
+        return
+    store = ", nor the store of the process group" if thread.is_alive() else ""
+    reason = " ".join(str(error).split())[:200]
+    raise AbsentRanksError(
+        f"{what}: rank(s) {', '.join(map(str, missing))} {DID_NOT_ANSWER}{store}: stopped, dead or "
+        f"far behind; a collective of rank {rank} failed for it: {reason}"
+    ) from error
+
+
+def _look_for(rank: int, missing: list[int]) -> None:
+    """Say that this rank is there, and take from ``missing`` those that say so."""
+    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + PATIENCE
+    store.set(f"amo/failed/{rank}", "1")
+    while missing and time.monotonic() < end:
+        for other in [*missing]:
+            if store.check([f"amo/failed/{other}"]):
+                missing.remove(other)
+        time.sleep(_POLL)
