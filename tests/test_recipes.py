@@ -23,6 +23,7 @@ MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
 # What of the last checkpoint is compared, and the packages that the recipe needs.
 SAVED: dict[str, tuple[str, ...]] = {
     "plain.py": ("saved.pt",),
+    "ddp.py": ("saved.pt",),
     "accelerate_ddp.py": (f"saved/{MODEL}", "saved/optimizer.bin"),
     "accelerate_fsdp2.py": ("saved/pytorch_model_fsdp_0", "saved/optimizer_0"),
     "trainer.py": (MODEL, OPTIMIZER, "scheduler.pt"),
@@ -33,7 +34,8 @@ SAVED: dict[str, tuple[str, ...]] = {
     "fabric_fsdp2.py": ("saved",),
 }
 NEEDS = ("accelerate", "lightning", "peft", "transformers")
-"""The extra ``recipes``; a plain loop needs the last alone."""
+"""The extra ``recipes``; plain loops need the last alone."""
+PLAIN = ("plain.py", "ddp.py")
 TRAINERS = ("trainer.py", "peft_lora.py")
 """They keep a checkpoint of every epoch, print rounded losses and plan rates for all epochs."""
 FSDP2_ON_CPU = """\
@@ -76,7 +78,7 @@ def phases(printed: str) -> list[tuple[str, str]]:
 
 def prepare(name: str, folder: Path) -> list[str]:
     """Write a recipe into a folder, and return its command without the number of epochs."""
-    for package in NEEDS[-1:] if name == "plain.py" else NEEDS:
+    for package in NEEDS[-1:] if name in PLAIN else NEEDS:
         pytest.importorskip(package)
     folder.mkdir()
     (small,) = [text for text in blocks([PAGE]) if "epochs = int(sys.argv[1])" in text]

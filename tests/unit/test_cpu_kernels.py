@@ -1,5 +1,8 @@
 """Newton-Schulz on CPU, laid out once and run over and over on memory that stays."""
 
+import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -85,3 +88,32 @@ def test_a_workspace_hands_out_the_same_memory_for_the_same_use() -> None:
     large = workspace.take("a", (4, 3), torch.float32).zero_()
     assert small.eq(7.0).all()
     assert workspace.take("a", (2, 3), torch.float32).data_ptr() == large.data_ptr()
+
+
+RUN_MANY_SCHEDULES = """
+import torch
+from amo_dist.kernels.newton_schulz import orthogonalize
+for number in [*range(150), 0]:
+    print("schedule", number, flush=True)
+    triples = [(2.0 + number / 1024, -1.5 - number / 1024, 0.5)]
+    orthogonalize(torch.ones(32, 48), triples, dtype=torch.bfloat16)
+"""
+
+
+def test_compiled_products_of_past_schedules_are_given_up() -> None:
+    names = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
+    environment = {name: value for name, value in os.environ.items() if name not in names}
+    done = subprocess.run(
+        [sys.executable, "-c", RUN_MANY_SCHEDULES],
+        env={**environment, "ONEDNN_VERBOSE": "profile_create"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    first, *_, again = [
+        part.count("create:cache_miss") for part in done.stdout.split("schedule")[1:]
+    ]
+    if not first:
+        pytest.skip("oneDNN does not run these products here")
+    # Two products a schedule have a beta of their own.
+    assert again >= 2
