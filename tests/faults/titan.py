@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import random
 import tempfile
-from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
+from tests.faults.series import Trial as SeriesTrial
 from tests.integration.titan_ranks import Job, Run, Server, assert_same_end, server
 
 NUM_STEPS, PLAN_STEP = 10, 4
@@ -122,22 +124,9 @@ def _phase(first: int) -> str:
     return "plan" if first == PLAN_STEP else "transition" if first < 8 else "lock"
 
 
-def run_trials(num_trials: int, seed: int, *, verbose: bool = False) -> Counter[str]:
-    """Run trials; counts from which phase they went on.
-
-    Raises:
-        AssertionError: A trial failed; names it by seed and number.
-    """
-    counts: Counter[str] = Counter()
+@contextlib.contextmanager
+def trials() -> Iterator[SeriesTrial]:
+    """Trials in a temporary folder."""
     with server() as titan, tempfile.TemporaryDirectory() as folder:
         campaign = Campaign(titan, Path(folder))
-        for number in range(num_trials):
-            trial = draw(random.Random(f"{seed}/{number}"))
-            try:
-                outcome = campaign.trial(trial)
-            except AssertionError as error:
-                raise AssertionError(f"trial {number} of seed {seed}: {trial}: {error}") from error
-            counts[outcome] += 1
-            if verbose:
-                print(f"{number}: went on from {outcome}; {trial}", flush=True)
-    return counts
+        yield lambda rng: [campaign.trial(draw(rng))]
