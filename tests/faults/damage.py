@@ -22,17 +22,12 @@ class Expected:
 
 
 class Ledger:
-    """Knows which checkpoints of a folder are whole.
-
-    Args:
-        step_of: The step of a checkpoint's folder, from its name.
-    """
+    """Knows which checkpoints of a folder are whole."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._stamps: dict[Path, tuple[int, int]] = {}
-        self._damaged: dict[int, set[str]] = {}
-        self._doubtful: set[int] = set()
+        self._originals: dict[Path, bytes] = {}  # of files that were damaged
 
     def complete(self) -> dict[int, Path]:
         """Checkpoints with metadata, by step, in order."""
@@ -48,12 +43,12 @@ class Ledger:
         stamps = self._stamps
         self._stamps = self._read_stamps()
         changed = {path for path, stamp in self._stamps.items() if stamps.get(path) != stamp}
-        for step, folder in self.complete().items():
-            if folder / METADATA in changed:  # written once all else is
-                self._damaged.pop(step, None)
-                self._doubtful.discard(step)
-            else:  # one that is written over is incomplete until it is whole again
-                assert not any(path.parent == folder for path in changed), folder
+        rewritten = {path.parent for path in changed}
+        # One that is written over is incomplete until it is whole again.
+        for folder in self.complete().values():
+            assert folder not in rewritten or folder / METADATA in changed, folder
+        for path in [path for path in self._originals if path.parent in rewritten]:
+            del self._originals[path]
 
     def _read_stamps(self) -> dict[Path, tuple[int, int]]:
         found = [(path, path.stat()) for path in self._folder.glob("step-*/*")]
@@ -64,52 +59,55 @@ class Ledger:
         complete = self.complete()
         if not complete:
             return ""
-        step, folder = complete.popitem()
-        names = _files(folder)
-        if CHECKSUMS not in names and kind in ("flip", "swap"):
+        _, folder = complete.popitem()
+        names = self._vulnerable(folder)
+        others = [(path, names & self._vulnerable(path)) for path in complete.values()]
+        others = [(path, common) for path, common in others if common]
+        if kind == "swap" and not others:
+            kind = "flip"
+        if kind == "flip" and CHECKSUMS not in _files(folder):
             kind = "cut"  # as of old checkpoints: sizes are all that is known
+        if not names:
+            return ""
         if kind == "swap":
-            steps = [step for step, other in complete.items() if CHECKSUMS in _files(other)]
-            others = {step: set(names) & set(_files(complete[step])) for step in steps}
-            if not any(others.values()):
-                kind = "flip"
-            else:
-                other = rng.choice([step for step, common in others.items() if common])
-                name = rng.choice(sorted(others[other]))
-                self._swap(step, folder / name)
-                self._swap(other, complete[other] / name)
-                _exchange(folder / name, complete[other] / name)
-                self._stamps = self._read_stamps()
-                return f"swap {_sort(name)}"
-        name = rng.choice(names)
-        _DAMAGES[kind](folder / name, rng)
-        self._note(step, name, kind)
-        self._stamps = self._read_stamps()
-        return f"{kind} {_sort(name)}"
-
-    def _swap(self, step: int, path: Path) -> None:
-        self._note(step, path.name, "swap")
-
-    def _note(self, step: int, name: str, kind: str) -> None:
-        if name == METADATA and kind == "delete":
-            self._damaged.pop(step, None)  # incomplete, as one cut short
-        elif name == CHECKSUMS and kind != "cut":
-            self._doubtful.add(step)  # all that is loaded is whole; a note may say less
+            other, names = rng.choice(others)
+        path = folder / rng.choice(sorted(names))
+        for each in (path, other / path.name) if kind == "swap" else (path,):
+            self._originals.setdefault(each, each.read_bytes())
+        if kind == "swap":
+            _exchange(path, other / path.name)
         else:
-            self._damaged.setdefault(step, set()).add(name)
+            _DAMAGES[kind](path, rng)
+        self._stamps = self._read_stamps()
+        return f"{kind} {'shard' if path.suffix == '.distcp' else path.name}"
+
+    def _vulnerable(self, folder: Path) -> set[str]:
+        """Files of which damage shows: without their checksums it may not."""
+        files, damaged = _files(folder), self._damaged(folder)
+        if CHECKSUMS in damaged:
+            return set()
+        return files - {CHECKSUMS} if damaged else files
+
+    def _damaged(self, folder: Path) -> set[str]:
+        return {
+            path.name
+            for path, data in self._originals.items()
+            if path.parent == folder and not (path.exists() and path.read_bytes() == data)
+        }
 
     def expected(self) -> Expected:
         """What a resume may do."""
         steps: set[int] = set()
-        damaged: dict[int, set[str]] = {}
-        for step in reversed(self.complete()):
-            if step in self._damaged:
-                damaged[step] = self._damaged[step]
-                continue
-            steps.add(step)
-            if step not in self._doubtful:
-                return Expected(steps, damaged)
-        return Expected(steps | {0}, damaged)
+        named: dict[int, set[str]] = {}
+        for step, folder in reversed(self.complete().items()):
+            damaged = self._damaged(folder)
+            if damaged == {CHECKSUMS}:
+                steps.add(step)  # all that is loaded is whole, which may show or not
+            elif damaged:
+                named[step] = damaged
+            else:
+                return Expected(steps | {step}, named)
+        return Expected(steps | {0}, named)
 
 
 def names_one(names: set[str], text: str) -> bool:
@@ -122,17 +120,13 @@ def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _files(folder: Path) -> list[str]:
+def _files(folder: Path) -> set[str]:
     """Those that count: a smaller world that wrote over a checkpoint left others behind."""
     try:
-        sums = json.loads((folder / CHECKSUMS).read_bytes())
-        return [name for name in (*sums, CHECKSUMS) if (folder / name).exists()]
+        names = {*json.loads((folder / CHECKSUMS).read_bytes()), CHECKSUMS}
     except (FileNotFoundError, ValueError):
-        return [*sorted(path.name for path in folder.glob("*.distcp")), METADATA]
-
-
-def _sort(name: str) -> str:
-    return "shard" if name.endswith(".distcp") else name
+        names = {METADATA, *(path.name for path in folder.glob("*.distcp"))}
+    return {name for name in names if (folder / name).exists()}
 
 
 def _cut(path: Path, rng: random.Random) -> None:

@@ -7,7 +7,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 Trial = Callable[[random.Random], list[str]]
@@ -18,13 +18,18 @@ Raises ``AssertionError`` where something that must be equal is not.
 
 
 def run_series(
-    trial: Trial, count: int, seed: int, results: Path | None = None, *, stop: bool = False
+    trial: Trial,
+    numbers: Sequence[int],
+    seed: int,
+    results: Path | None = None,
+    *,
+    stop: bool = False,
 ) -> Counter[str]:
-    """Run trials ``0`` to ``count - 1``; counts what happened.
+    """Run trials; counts what happened.
 
     Args:
         trial: Gets numbers that depend on the seed and the trial's own number alone.
-        count: How many.
+        numbers: Which.
         seed: Of all of them.
         results: A file that gets a line of each trial; those that it has are not run again.
         stop: Whether to raise at the first failure. Else it is counted as ``DIFFERS``.
@@ -32,9 +37,9 @@ def run_series(
     Raises:
         AssertionError: A trial failed; names it by seed and number.
     """
-    done = _read(results, seed)
-    start, num_before = time.monotonic(), len(done)
-    for number in range(count):
+    done = {number: done for number, done in _read(results, seed).items() if number in numbers}
+    start, num_before, count = time.monotonic(), len(done), len(numbers)
+    for number in numbers:
         if number in done:
             continue
         failure = ""
@@ -57,7 +62,6 @@ def run_series(
             line = f"{len(done)} of {count}, {seconds:.1f} s each, {left:.0f} minutes left"
             if sys.stdout.isatty() or num_run % 10 == 0:
                 print(line, end="\r" if sys.stdout.isatty() else "\n", flush=True)
-    numbers = [number for number in done if number < count]
     return Counter(event for number in numbers for event in done[number])
 
 

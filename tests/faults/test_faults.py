@@ -18,7 +18,7 @@ def test_three_trials() -> None:
     drawn = [draw(random.Random(f"{SEED}/{number}")) for number in range(3)]
     assert {trial.runs[0].objective for trial in drawn} == set(OBJECTIVES)
     with trials() as trial:
-        events = run_series(trial, 3, SEED, stop=True)
+        events = run_series(trial, range(3), SEED, stop=True)
     assert events["a damaged checkpoint named"] > 0
 
 
