@@ -63,7 +63,8 @@ class CheckpointWriter(FileSystemWriter):
     """Writes a checkpoint as PyTorch does, and beside it the checksums of its files.
 
     Give it to ``torch.distributed.checkpoint.save`` as ``storage_writer``. Each rank reads back
-    what it wrote. PyTorch's own reader reads what this writes.
+    what it wrote. PyTorch's own reader reads what this writes. A checkpoint that is written over is
+    incomplete until it is whole again.
 
     Args:
         path: The checkpoint's folder.
@@ -71,6 +72,12 @@ class CheckpointWriter(FileSystemWriter):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """As the base class; on one rank, before any of them writes."""
+        for name in (CHECKSUMS, _METADATA):
+            Path(self.path, name).unlink(missing_ok=True)
+        return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As the base class."""
@@ -84,7 +91,6 @@ class CheckpointWriter(FileSystemWriter):
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """As the base class; then the checksums, which are there only once all is."""
         path = Path(self.path, CHECKSUMS)
-        path.unlink(missing_ok=True)
         sums = {}
         for result in itertools.chain(*results):
             sums[result.storage_data.relative_path] = result.storage_data.sum

@@ -1,15 +1,16 @@
-"""Trials: a run that is killed, a run that resumes, and what must be equal."""
+"""Trials through plain DCP: a run is killed, its checkpoints are damaged, it resumes elsewhere."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import multiprocessing
 import os
 import random
+import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Iterator
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -17,10 +18,18 @@ from typing import Any
 
 import torch
 
-from tests.faults.worker import STEPS, Kill, Run, main, newest_complete
+from tests.faults.damage import KINDS, Ledger, names_one
+from tests.faults.series import Trial as SeriesTrial
+from tests.faults.worker import SAVE_POINTS, STEPS, Kill, Run, main
 
-POINTS = ("before_step", "in_step", "in_save", "before_metadata")
+POINTS = ("before_step", "in_step", *SAVE_POINTS)
 OBJECTIVES = ("measured", "projected")
+LAYOUTS = {
+    1: ("plain",),
+    2: ("plain", "fsdp", "fsdp", "tp"),
+    3: ("plain", "fsdp", "fsdp", "tp"),
+    4: ("plain", "fsdp", "hsdp", "tp"),
+}
 TIMEOUT = 120.0
 """Seconds for a run; a rank that waits for a dead one longer than that has hung."""
 GRACE = 5.0
@@ -29,47 +38,50 @@ GRACE = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Trial:
-    """Two runs over one folder of checkpoints."""
+    """Runs over one folder of checkpoints; each but the last is killed.
 
-    before: Run
-    after: Run
+    Attributes:
+        runs: What they do.
+        damages: After each killed run, how often the newest checkpoint is damaged, and how.
+    """
+
+    runs: tuple[Run, ...]
+    damages: tuple[tuple[str, ...], ...]
 
 
 def draw(rng: random.Random) -> Trial:
     """A random trial."""
-    before_size, after_size = rng.randint(1, 4), rng.randint(1, 4)
-    save_every, saves_async = rng.randint(1, 3), rng.random() < 0.5
-    point = rng.choice(POINTS)
-    step = rng.randint(1, STEPS)
-    if point in ("in_save", "before_metadata"):
+    num_kills = rng.randint(1, 3)
+    replans, objective = rng.random() < 0.5, rng.choice(OBJECTIVES)
+    runs = []
+    # At later steps each, so that most runs get to their end.
+    for step in [*sorted(rng.sample(range(1, STEPS + 1), num_kills)), None]:
+        world_size, save_every = rng.randint(1, 4), rng.randint(1, 3)
+        kill = None if step is None else _draw_kill(rng, step, world_size, save_every)
+        layout, saves_async = rng.choice(LAYOUTS[world_size]), rng.random() < 0.5
+        runs.append(Run(world_size, layout, save_every, saves_async, kill, replans, objective))
+    damages = [tuple(rng.choices(KINDS, k=rng.choice((0, 1, 1, 2)))) for _ in range(num_kills)]
+    return Trial(tuple(runs), tuple(damages))
+
+
+def _draw_kill(rng: random.Random, step: int, world_size: int, save_every: int) -> Kill:
+    point, ranks = rng.choice(POINTS), tuple(range(world_size))
+    if point in SAVE_POINTS:
         step = min(-(-step // save_every), STEPS // save_every) * save_every
-    ranks = tuple(range(before_size))
-    if point == "before_metadata":
+    if point in ("before_metadata", "before_checksums"):
         ranks = (0,)  # only the coordinator writes metadata; the others wait for it
     elif rng.random() < 0.5:
-        ranks = (rng.randrange(before_size),)
-    kill, replans = Kill(step, point, ranks), rng.random() < 0.5
-    before, after = _layout(rng, before_size), _layout(rng, after_size)
-    objective = rng.choice(OBJECTIVES)
-    return Trial(
-        Run(before_size, before, save_every, saves_async, kill, replans, objective),
-        Run(after_size, after, save_every, saves_async, None, replans, objective),
-    )
-
-
-def _layout(rng: random.Random, world_size: int) -> str:
-    if world_size == 1:
-        return "plain"
-    return "hsdp" if world_size == 4 and rng.random() < 0.5 else "fsdp"
+        ranks = (rng.randrange(world_size),)
+    return Kill(step, point, ranks)
 
 
 class Campaign:
-    """Runs trials; forks ranks from a server that has imported torch once."""
+    """Runs trials; forks ranks from a server that has trained once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload(["tests.faults.worker"])
+        self._context.set_forkserver_preload(["tests.faults.warm"])
         self._number = 0
         self._references: dict[tuple[bool, str], dict[str, Any]] = {}
 
@@ -78,55 +90,71 @@ class Campaign:
         key = replans, objective
         if key not in self._references:
             run = Run(1, "plain", STEPS + 1, False, replans=replans, objective=objective)
-            found = self.run(run, self._folder / f"reference{replans}{objective}")
+            found = self.run(run, self._folder / f"reference{replans}{objective}")[1]
             assert found is not None
             assert found["controls"][STEPS]["policy"]["plan"]["criterion"] == objective
             self._references[key] = found
         return self._references[key]
 
-    def run(self, run: Run, checkpoints: Path) -> dict[str, Any] | None:
-        """What rank 0 reported, or None where the run was to be killed."""
+    def run(self, run: Run, checkpoints: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
+        """How the run resumed, and what rank 0 reported; None where the run was killed."""
         self._number += 1
-        store, result = (self._folder / f"{name}{self._number}" for name in ("store", "result"))
+        store, result, resumed = (
+            self._folder / f"{name}{self._number}" for name in ("store", "result", "resumed")
+        )
         processes: list[BaseProcess] = [
-            self._context.Process(target=main, args=(rank, run, checkpoints, store, result))
+            self._context.Process(
+                target=main, args=(rank, run, checkpoints, store, result, resumed)
+            )
             for rank in range(run.world_size)
         ]
         for process in processes:
             process.start()
         exits = _wait(processes)
-        if run.kill is None:
-            assert exits == [0] * run.world_size, exits
+        how: dict[str, Any] = json.loads(resumed.read_text()) if resumed.exists() else {}
+        store.unlink(missing_ok=True)
+        if run.kill is None or set(exits) == {0}:
+            assert set(exits) == {0}, exits
+            assert run.kill is None or run.kill.step <= how["first"], exits
             loaded: dict[str, Any] = torch.load(result, weights_only=True)
-            return loaded
+            result.unlink()
+            return how, loaded
         killed = [exits[rank] for rank in run.kill.ranks]
         # The last of several to get there may find its peers gone, and fail of that first.
         assert -9 in killed, exits
         assert 0 not in killed, exits
-        return None
+        return how, None
 
-    def trial(self, trial: Trial) -> str:
-        """Kill, resume, compare; returns from where it was resumed.
+    def trial(self, trial: Trial, rng: random.Random) -> list[str]:
+        """Kill, damage, resume, and compare in the end; returns what happened.
 
         Raises:
             AssertionError: Something that must be equal is not.
         """
         checkpoints = self._folder / f"checkpoints{self._number}"
-        self.run(trial.before, checkpoints)
-        newest = newest_complete(checkpoints)
-        expected_first = 0 if newest is None else int(newest.name.removeprefix("step-"))
-        assert newest is None or expected_first % trial.before.save_every == 0
-        kill = trial.before.kill
-        assert kill is not None
-        assert expected_first < kill.step + (kill.point not in ("in_save", "before_metadata"))
-        folders = sorted(path.name for path in checkpoints.glob("step-*"))
-        incomplete = [name for name in folders if not (checkpoints / name / ".metadata").exists()]
-        found = self.run(trial.after, checkpoints)
+        ledger, events = Ledger(checkpoints), [f"resumes: {len(trial.damages)}"]
+        for run, damages in zip(trial.runs, (*trial.damages, ()), strict=True):
+            expected, incomplete = ledger.expected(), ledger.incomplete()
+            how, found = self.run(run, checkpoints)
+            first = how["first"]
+            assert first in expected.steps, (first, expected)
+            for step, names in expected.damaged.items():
+                if step > first:
+                    reasons = how["told"].get(f"step-{step:04}", [])
+                    assert names_one(names, "\n".join(reasons)), (names, reasons)
+                    events.append("a damaged checkpoint named")
+            if any(step > first for step in incomplete):
+                events.append("resumed past an incomplete checkpoint")
+            if run is not trial.runs[0]:
+                events.append(f"resumed from {_phase(first, run.replans)}")
+            ledger.look()
+            if found is not None:
+                break  # the last one, or one past the step of its kill already
+            events += filter(None, [ledger.harm(rng, kind) for kind in damages])
         assert found is not None
-        reference = self.reference(trial.after.replans, trial.after.objective)
-        self._compare(found, expected_first, reference)
-        phase = "the start" if newest is None else _phase(expected_first, trial.after.replans)
-        return f"{phase}{', past an incomplete one' if incomplete else ''}"
+        self._compare(found, first, self.reference(run.replans, run.objective))
+        shutil.rmtree(checkpoints, ignore_errors=True)
+        return events
 
     def _compare(self, found: dict[str, Any], first: int, reference: dict[str, Any]) -> None:
         assert found["first"] == first, (found["first"], first)
@@ -143,6 +171,8 @@ class Campaign:
 
 
 def _phase(step: int, replans: bool) -> str:
+    if step == 0:
+        return "the start"
     if step <= 4:
         return "the plan" if step == 4 else "the observation phase"
     if step < 7:
@@ -167,31 +197,12 @@ def _wait(processes: list[BaseProcess]) -> list[int | None]:
 
 
 @contextlib.contextmanager
-def campaign() -> Iterator[Campaign]:
-    """A campaign in a temporary folder."""
+def trials() -> Iterator[SeriesTrial]:
+    """Trials in a temporary folder."""
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
         for name, value in (("OMP_NUM_THREADS", "1"), ("GLOO_SOCKET_IFNAME", "lo")):
             if name not in os.environ:
                 os.environ[name] = value
                 stack.callback(os.environ.pop, name)
-        yield Campaign(Path(folder))
-
-
-def run_trials(num_trials: int, seed: int, *, verbose: bool = False) -> Counter[str]:
-    """Run trials; counts from where they were resumed.
-
-    Raises:
-        AssertionError: A trial failed; names it by seed and number.
-    """
-    counts: Counter[str] = Counter()
-    with campaign() as runner:
-        for number in range(num_trials):
-            trial = draw(random.Random(f"{seed}/{number}"))
-            try:
-                outcome = runner.trial(trial)
-            except AssertionError as error:
-                raise AssertionError(f"trial {number} of seed {seed}: {trial}: {error}") from error
-            counts[outcome] += 1
-            if verbose:
-                print(f"{number}: resumed from {outcome}; {trial}", flush=True)
-    return counts
+        campaign = Campaign(Path(folder))
+        yield lambda rng: campaign.trial(draw(rng), rng)

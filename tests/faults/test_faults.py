@@ -6,26 +6,34 @@ import random
 
 import pytest
 
-from tests.faults.campaign import OBJECTIVES, POINTS, draw, run_trials
+from tests.faults.campaign import LAYOUTS, OBJECTIVES, POINTS, draw, trials
+from tests.faults.damage import KINDS
+from tests.faults.series import run_series
 
 SEED = 1
 
 
 @pytest.mark.slow
 def test_three_trials() -> None:
-    trials = [draw(random.Random(f"{SEED}/{number}")) for number in range(3)]
-    assert {trial.after.objective for trial in trials} == set(OBJECTIVES)
-    assert run_trials(3, seed=SEED).total() == 3
+    drawn = [draw(random.Random(f"{SEED}/{number}")) for number in range(3)]
+    assert {trial.runs[0].objective for trial in drawn} == set(OBJECTIVES)
+    with trials() as trial:
+        events = run_series(trial, range(3), SEED, stop=True)
+    assert events["a damaged checkpoint named"] > 0
 
 
 def test_trials_cover_every_kind() -> None:
-    trials = [draw(random.Random(f"0/{number}")) for number in range(100)]
-    kills = [trial.before.kill for trial in trials]
-    assert {kill.point for kill in kills if kill} == set(POINTS)
-    for sizes in ({t.before.world_size for t in trials}, {t.after.world_size for t in trials}):
-        assert sizes == {1, 2, 3, 4}
-    assert {trial.before.objective for trial in trials} == set(OBJECTIVES)
-    assert all(trial.before.objective == trial.after.objective for trial in trials)
-    assert {trial.before.saves_async for trial in trials} == {True, False}
-    assert {trial.before.layout for trial in trials} == {"plain", "fsdp", "hsdp"}
-    assert {len(kill.ranks) for kill in kills if kill} >= {1, 2, 3, 4}
+    drawn = [draw(random.Random(f"0/{number}")) for number in range(100)]
+    runs = [run for trial in drawn for run in trial.runs]
+    kills = [run.kill for run in runs if run.kill]
+    assert {kill.point for kill in kills} == set(POINTS)
+    assert {run.world_size for run in runs} == set(LAYOUTS)
+    for world_size, layouts in LAYOUTS.items():
+        assert {run.layout for run in runs if run.world_size == world_size} == set(layouts)
+    assert {run.objective for run in runs} == set(OBJECTIVES)
+    assert {run.saves_async for run in runs} == {True, False}
+    assert {len(kill.ranks) for kill in kills} >= {1, 2, 3, 4}
+    assert {len(trial.runs) for trial in drawn} == {2, 3, 4}
+    damages = [damages for trial in drawn for damages in trial.damages]
+    assert {kind for kinds in damages for kind in kinds} == set(KINDS)
+    assert {len(kinds) for kinds in damages} == {0, 1, 2}

@@ -5,9 +5,11 @@ from __future__ import annotations
 import copy
 import dataclasses
 import datetime
+import json
 import logging
 import os
 import signal
+import warnings
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -16,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -23,7 +26,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, CheckpointReader, param_groups
+from amo_dist import AMO, AMOConfig, CheckpointReader, CheckpointWriter, param_groups
 from amo_dist.kernels.interface import Orthogonalizer
 from tests.distributed import models
 
@@ -51,14 +54,16 @@ SHAPES = {
     "norm.weight": (8,),
 }
 
+SAVE_POINTS = ("in_save", "before_metadata", "before_checksums")
+
 
 @dataclasses.dataclass(frozen=True)
 class Kill:
     """Where a run ends.
 
     Attributes:
-        step: Optimizer step; the save after it for the last two points.
-        point: ``before_step``, ``in_step``, ``in_save`` or ``before_metadata``.
+        step: Optimizer step; the save after it for `SAVE_POINTS`.
+        point: ``before_step``, ``in_step``, or one of `SAVE_POINTS`.
         ranks: Who is killed.
     """
 
@@ -73,7 +78,7 @@ class Run:
 
     Attributes:
         world_size: Number of ranks.
-        layout: See `tests.distributed.models.make_model`.
+        layout: See `tests.distributed.models.make_model`; ``plain`` ranks are replicas.
         save_every: Steps from one checkpoint to the next.
         saves_async: Whether a checkpoint is written while training goes on.
         kill: Where it ends, if not at the last step.
@@ -96,12 +101,6 @@ class Run:
         return AMOConfig(objective=self.objective, **FIELDS, **again)
 
 
-def newest_complete(folder: Path) -> Path | None:
-    """The newest complete checkpoint: DCP renames its metadata into place last of all."""
-    complete = [path.parent for path in folder.glob("step-*/.metadata")]
-    return max(complete, default=None)
-
-
 def _die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -110,7 +109,7 @@ def _kill_instead(*_: Any, **__: Any) -> None:
     _die()
 
 
-class _Writer(dcp.FileSystemWriter):
+class _Writer(CheckpointWriter):
     """Writes a checkpoint, or ends the process in the middle of it."""
 
     def __init__(self, path: Path, die_at: str) -> None:
@@ -125,9 +124,17 @@ class _Writer(dcp.FileSystemWriter):
 
     def finish(self, metadata: Any, results: Any) -> None:
         # Called on one rank only, once every rank has written.
-        if self._die_at == "before_metadata":
-            _die()
-        super().finish(metadata, results)
+        stock = dcp.FileSystemWriter.finish
+
+        def finish(*args: Any) -> None:
+            if self._die_at == "before_metadata":
+                _die()
+            stock(*args)
+            if self._die_at == "before_checksums":
+                _die()
+
+        with mock.patch.object(dcp.FileSystemWriter, "finish", finish):
+            super().finish(metadata, results)
 
 
 def state_of(model: nn.Module, optimizer: AMO) -> dict[str, Any]:
@@ -171,14 +178,46 @@ class _Saver:
             self._pending = None
 
 
-def train(rank: int, run: Run, folder: Path) -> dict[str, Any]:
-    """From the newest complete checkpoint, or from the start, to the end."""
+def make(run: Run) -> tuple[nn.Module, AMO]:
+    """Model and optimizer before the first step."""
     model = models.make_model(run.layout, SHAPES)
-    optimizer = AMO(param_groups(model), lr=1e-2, config=run.config)
-    checkpoint = newest_complete(folder)
-    if checkpoint is not None:
-        load(checkpoint, model, optimizer)
+    group = dist.group.WORLD if run.layout == "plain" and run.world_size > 1 else None
+    return model, AMO(param_groups(model), lr=1e-2, config=run.config, process_group=group)
+
+
+def resume(run: Run, folder: Path) -> tuple[nn.Module, AMO, dict[str, list[str]]]:
+    """From the newest checkpoint that can be read, or the start; and the errors of those before.
+
+    DCP renames metadata into place last of all: a checkpoint without it is not complete.
+    """
+    told: dict[str, list[str]] = {}
+    for path in sorted((path.parent for path in folder.glob("step-*/.metadata")), reverse=True):
+        model, optimizer = make(run)
+        try:
+            load(path, model, optimizer)
+        except CheckpointException as error:
+            reasons = [reason for reason, _ in error.failures.values()]
+            told[path.name] = [f"{type(reason).__name__}: {reason}" for reason in reasons]
+        else:
+            return model, optimizer, told
+    return *make(run), told
+
+
+def train(rank: int, run: Run, folder: Path, resumed: Path | None = None) -> dict[str, Any]:
+    """From the newest checkpoint that can be read, or from the start, to the end.
+
+    Args:
+        rank: Of this process.
+        run: What to do.
+        folder: Of the checkpoints.
+        resumed: Where the first rank writes what it went on from, and what it could not read.
+    """
+    model, optimizer, told = resume(run, folder)
     first = optimizer.num_steps_taken
+    if resumed is not None:
+        if rank == 0:
+            resumed.write_text(json.dumps({"first": first, "told": told}))
+        dist.barrier()  # or a kill of another rank could come before
     controls = {first: copy.deepcopy(optimizer.control_state_dict())}
     saver, schedules = _Saver(folder, run, rank), {}
     for step in range(first + 1, STEPS + 1):
@@ -206,11 +245,18 @@ def train(rank: int, run: Run, folder: Path) -> dict[str, Any]:
     }
 
 
-def main(rank: int, run: Run, folder: Path, store: Path, result: Path) -> None:
+def quiet() -> None:
+    """Silence what runs of trials say without end."""
+    # Residuals above the bound at every step of a run that falls back; the stacks of errors that
+    # DCP raises anyway.
+    logging.getLogger().setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", "Detected an existing checkpoint")
+
+
+def main(rank: int, run: Run, folder: Path, store: Path, result: Path, resumed: Path) -> None:
     """The whole life of a rank; rank 0 leaves the result in a file."""
     torch.set_num_threads(1)
-    # Residuals above the bound are warned of at every step of a run that falls back.
-    logging.getLogger("amo_dist.engine.driver").setLevel(logging.ERROR)
+    quiet()
     if run.kill is not None:
         # The ranks left over say at length that one has gone.
         os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
@@ -221,7 +267,7 @@ def main(rank: int, run: Run, folder: Path, store: Path, result: Path) -> None:
         world_size=run.world_size,
         timeout=datetime.timedelta(seconds=60),
     )
-    outcome = train(rank, run, folder)
+    outcome = train(rank, run, folder, resumed)
     if rank == 0:
         torch.save(outcome, result)
     dist.destroy_process_group()
