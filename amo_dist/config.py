@@ -138,6 +138,10 @@ class MuonConfig:
     adamw_implementation: str = "auto"
     """PyTorch's AdamW for the rest of the parameters: ``auto`` (``foreach`` on CPU, else
     ``fused``), ``foreach``, ``fused`` or ``for-loop``."""
+    on_config_change: str = "error"
+    """Where a checkpoint has other settings that change results: ``error``, ``keep_checkpoint`` (go
+    on with those of the checkpoint) or ``replan`` (with those of this run; AMO drops a plan that
+    was made with others)."""
 
     def __post_init__(self) -> None:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
@@ -167,6 +171,9 @@ class MuonConfig:
             "adamw_implementation",
             self.adamw_implementation,
             ("auto", "foreach", "fused", "for-loop"),
+        )
+        _require_choice(
+            "on_config_change", self.on_config_change, ("error", "keep_checkpoint", "replan")
         )
         _require_int("seed", self.seed, 0)
         for field in ("nesterov", "cuda_graphs", "cautious_decay"):
@@ -244,8 +251,6 @@ class AMOConfig(MuonConfig):
     ns_guard_fallback: bool = False
     """An operator type whose residual is above ``ns_guard_bound`` runs the uniform schedule from
     then on, until a new plan."""
-    on_config_change: str = "error"
-    """Where a checkpoint has other settings: ``error``, ``keep_checkpoint`` or ``replan``."""
 
     def __post_init__(self) -> None:
         # The zero-argument form of super() fails here: slots=True makes a second class.
@@ -281,9 +286,6 @@ class AMOConfig(MuonConfig):
             found = getattr(self, field)
             _require(isinstance(found, bool), field, found, "true or false")
         self._check_replan()
-        _require_choice(
-            "on_config_change", self.on_config_change, ("error", "keep_checkpoint", "replan")
-        )
 
     def _check_replan(self) -> None:
         _require_int("replan_every", self.replan_every, 0)

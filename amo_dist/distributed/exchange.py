@@ -81,6 +81,10 @@ class Exchange:
         self._buckets_in_flight = buckets_in_flight
         self._routes: list[_Route] = []
 
+    def allocate(self) -> None:
+        """Allocate the buffers where they are not there yet; communicates nothing."""
+        self._routes = self._routes or self._lay_out()
+
     def run(
         self,
         read: Read,
@@ -90,7 +94,7 @@ class Exchange:
     ) -> None:
         """Gather, compute, deliver and write back every matrix once; a collective over the peers.
 
-        The first run, and one after a run that failed, allocates the buffers.
+        A run after one that failed allocates the buffers anew.
 
         Args:
             read: Called for parts that are sent, and for those of matrices owned here.
@@ -102,7 +106,8 @@ class Exchange:
         self.sent_elements.clear()
         # Put back only at the end: after an error, what is still under way must not arrive in the
         # buffers of a later step.
-        routes, self._routes = self._routes or self._lay_out(), []
+        self.allocate()
+        routes, self._routes = self._routes, []
         local, moving = routes[: len(self.plan.local)], routes[len(self.plan.local) :]
         ahead = self._buckets_in_flight
         for route in moving[:ahead]:

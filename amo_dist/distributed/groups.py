@@ -6,7 +6,7 @@ import contextlib
 import datetime
 import logging
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias, TypeGuard
 
 import torch
@@ -53,6 +53,42 @@ def replica_ranks(given: Given) -> list[int]:
             "this rank in it, or a mesh"
         )
     return dist.get_process_group_ranks(given)
+
+
+class Kept:
+    """What was given, for a copy: PyTorch copies no process group.
+
+    A deep copy has the same one; one that was pickled has a group of the same ranks, if it is read
+    by a rank of a job.
+
+    Args:
+        given: As for `Membership`.
+        ranks: Of the world.
+
+    Raises:
+        ValueError: When pickled ones are read: the job has no such group on this rank.
+    """
+
+    def __init__(self, given: Given, ranks: Ranks) -> None:
+        self.given, self._ranks = given, ranks
+
+    def __deepcopy__(self, memo: object) -> Kept:
+        return self
+
+    def __reduce__(self) -> tuple[Callable[..., Kept], tuple[object, ...]]:
+        return Kept._read, (self.given is None, self._ranks)
+
+    @staticmethod
+    def _read(is_default: bool, ranks: Ranks) -> Kept:
+        if is_default or not _is_distributed():
+            return Kept(None, ranks)
+        for group in dist.distributed_c10d._world.pg_map:
+            if _members(group) == ranks:
+                return Kept(group, ranks)
+        raise ValueError(
+            f"process_group: found none of ranks {ranks} on rank {this_rank()}, expected one, as "
+            "the optimizer had that was pickled"
+        )
 
 
 class Membership:

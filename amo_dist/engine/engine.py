@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import math
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -155,21 +157,27 @@ class Engine:
     def run(self, orders: Orders, agreed: Agreement) -> None:
         """Update every parameter; a collective over the ranks that share parameters.
 
+        What fails on this rank alone stops no other one: this rank sends what it has, or NaN in
+        place of momentum, for which nobody writes an update, and all raise at their next agreement.
+
         Args:
             orders: As all ranks have agreed on them.
             agreed: What `agree` returned.
         """
         assert self.world is not None
         assert self.check is not None
+        self._orders = orders
+        self._plan_exchanges(orders)
         self._begin(orders, agreed)
         try:
-            self._plan_exchanges(orders)
             for index, exchange in enumerate(self.exchanges):
                 meanwhile = self._step_adamw if index == 0 else None
-                exchange.run(self._read, self._compute, self._updates.take, meanwhile)
+                exchange.run(self._read, self._compute, self._write, meanwhile)
             if not self.exchanges:
                 self._step_adamw()
-            self._updates.finish(self.world)
+            self._updates.finish(
+                self.world, functools.partial(self._deferring, "finishing updates")
+            )
         finally:
             # Gradients would live on, past the user's zero_grad().
             self._grads = ()
@@ -186,23 +194,34 @@ class Engine:
             [state[e.param]["momentum_buffer"] if e.views else e.param for e in entries]
         )
         grads = list(agreed.grads)
-        for index in self._convolutions:
-            if (grad := grads[index]) is not None:
-                grads[index] = flattened(grad.contiguous())
-        moving = [i for i, entry in enumerate(entries) if entry.views and grads[i] is not None]
         self.kernels.begin_step(agreed.bad)
-        with span("amo::momentum"):
+        with span("amo::momentum"), self._deferring("updating momentum"):
+            for index in self._convolutions:
+                if (grad := grads[index]) is not None:
+                    grads[index] = flattened(grad.contiguous())
+            moving = [i for i, entry in enumerate(entries) if entry.views and grads[i] is not None]
             for (momentum, _), some in self._by_momentum(moving).items():
                 buffers = [self._buffers[moving[place]] for place in some]
                 found = [grads[moving[place]] for place in some]
                 self.kernels.update_momentum(buffers, found, momentum)  # type: ignore[arg-type]
-        assert self.world is not None
         self._rounding.begin(orders.step, self.world.rank, state)
-        self._orders, self._grads = orders, grads
+        self._grads = grads
         self._batches.begin_step(orders.schedules)
         self._updates.begin(self._params, grads, agreed.bad)
 
     def _read(self, parts: Sequence[Part], places: Sequence[Tensor]) -> None:
+        """Write the momentum to orthogonalize, NaN where that fails."""
+        with self._deferring("reading momentum"):
+            self._fill(parts, places)
+            return
+        for place in places:
+            place.fill_(math.nan)
+
+    def _write(self, parts: Sequence[Part], values: Sequence[Tensor]) -> None:
+        with self._deferring("updating matrices"):
+            self._updates.take(parts, values)
+
+    def _fill(self, parts: Sequence[Part], places: Sequence[Tensor]) -> None:
         """Write the momentum to orthogonalize; zeros where a parameter has no gradient.
 
         What travels must not depend on which gradients exist: sizes were agreed before.
@@ -260,39 +279,43 @@ class Engine:
         nothing can be sent: the team waits for sums, and the error is raised here.
         """
         assert self.world is not None
-        team = self.world.teams[task.team] if task.team else None
+        known, team = self.parameters.matrices, self.world.teams[task.team] if task.team else None
         with span("amo::orthogonalize"):
             try:
                 results = self._batches.run(task.owned, matrices, team)
             except Exception as error:
                 if team is not None:
                     raise
-                self._report("orthogonalizing", task.owned[0], error)
+                self._tell(f"orthogonalizing {known[task.owned[0]].name}", error)
                 return [matrix.zero_().to(self.kernels.ns_dtype) for matrix in matrices]
         for index, matrix, result in zip(task.owned, matrices, results, strict=True):
             if index in task.reported:
-                try:
-                    self._measure(index, matrix, result)
-                except Exception as error:
-                    self._report("measuring", index, error)
+                name = known[index].name
+                with self._deferring(f"measuring {name}"):
+                    self._measure(name, matrix, result)
         return results
 
-    def _measure(self, index: int, matrix: Tensor, result: Tensor) -> None:
+    def _measure(self, name: str, matrix: Tensor, result: Tensor) -> None:
         assert self._orders is not None
-        name = self.parameters.matrices[index].name
         for probe in self._orders.probes:
             if name in probe.names:
                 probe.measure(name, matrix, result)
 
-    def _report(self, what: str, index: int, error: Exception) -> None:
-        """Tell of what failed on this rank alone; the others wait for it in the exchange."""
+    @contextlib.contextmanager
+    def _deferring(self, what: str) -> Iterator[None]:
+        """Go on where the body, which must not communicate, fails here alone: others wait."""
+        try:
+            yield
+        except Exception as error:
+            self._tell(what, error)
+
+    def _tell(self, what: str, error: Exception) -> None:
         assert self._orders is not None
         assert self.check is not None
-        name = self.parameters.matrices[index].name
-        self.check.report_failure(f"step {self._orders.step}: {what} {name}", error)
+        self.check.report_failure(f"step {self._orders.step}: {what}", error)
 
     def _step_adamw(self) -> None:
-        with span("amo::adamw"), contextlib.ExitStack() as stack:
+        with span("amo::adamw"), self._deferring("AdamW"), contextlib.ExitStack() as stack:
             params = self._widened(stack) if self._rounding.is_wanted else self._params
             self._adamw.step(params, self._grads, self.kernels.bad)
 
@@ -319,34 +342,40 @@ class Engine:
         return orders.wide, orders.is_settled, orders.measured, orders.num_steps
 
     def _plan_exchanges(self, orders: Orders) -> None:
+        """Deal matrices anew where that is due; a collective over the world, which may wait."""
         assert self.world is not None
-        if self._key(orders) != self._exchange_key:
-            if self._exchange_key is None:
-                tell_balance(
-                    self.parameters, orders.schedules, world=self.world, config=self._config
-                )
-            if orders.is_settled and self._config.ns_backend == "auto":
-                self._choose_kernels(orders.schedules)
-            self.exchanges = plan_exchanges(
-                self.parameters,
-                orders.schedules,
-                orders.wide,
-                orders.measured,
-                world=self.world,
-                membership=self.membership,
-                config=self._config,
-                kernels=self.kernels,
-            )
-            self._exchange_key = self._key(orders)
+        assert self.check is not None
+        if self._key(orders) == self._exchange_key:
+            return
+        if self._exchange_key is None:
+            tell_balance(self.parameters, orders.schedules, world=self.world, config=self._config)
+        # First, to free their buffers; and after a failure all plan anew.
+        self.exchanges, self._exchange_key = [], ()
+        if orders.is_settled and self._config.ns_backend == "auto":
+            self._choose_kernels(orders.schedules)
+        planned = plan_exchanges(
+            self.parameters,
+            orders.schedules,
+            orders.wide,
+            orders.measured,
+            world=self.world,
+            membership=self.membership,
+            config=self._config,
+            kernels=self.kernels,
+        )
+        with self._deferring("allocating buffers"):
+            for exchange in planned:
+                exchange.allocate()
+        self.check.agree_on_text(f"the exchange plan of step {orders.step}")
+        self.exchanges, self._exchange_key = planned, self._key(orders)
 
     def _choose_kernels(self, schedules: Sequence[Schedule]) -> None:
-        """Measure what runs the locked schedules fastest, where nothing is chosen yet.
-
-        A collective over the world, where it may wait: matrices are dealt anew in this step.
-        """
+        """Measure what runs the locked schedules fastest, where nothing is chosen yet."""
         assert self.world is not None
         works = [work for work in self._batches.works(schedules) if work.key not in self.chosen]
-        found = choice.measure(self.kernels, works, self.parameters.device)
+        found: choice.Measured = {}
+        with self._deferring("measuring kernels"):
+            found = choice.measure(self.kernels, works, self.parameters.device)
         chosen = choice.choose(gather_json(found, self.world.group))
         if chosen:
             self.chosen.update(chosen)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -102,17 +102,24 @@ class Updates:
     def _has_gradient(self, part: Part) -> bool:
         return self._grads[self._parameters.matrices[part.matrix].tensor] is not None
 
-    def finish(self, world: World) -> None:
+    def finish(
+        self, world: World, deferring: Callable[[], contextlib.AbstractContextManager[None]]
+    ) -> None:
         """Add up the sums that rules wait for, and write the rest; a collective if there are any.
 
         One all-reduce for each set of ranks that shares matrices, and for each sum of the rule.
+
+        Args:
+            world: Process groups.
+            deferring: Goes around what communicates nothing, and keeps its error for later.
         """
         for number in range(max(map(len, self._sums), default=0)):
             with span("amo::sums"):
                 totals = self._add_up(number, world)
-                pending, self._pending = self._pending, []
+            pending, self._pending = self._pending, []
+            with deferring(), span("amo::finish"):
                 done = self._advance((part, each, totals[part.matrix]) for part, each, _ in pending)
-            self._apply(*done)
+                self._apply(*done)
 
     def _advance(
         self, waiting: Iterable[tuple[Part, Finish, Tensor | None]]

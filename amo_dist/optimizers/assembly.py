@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import torch
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.groups import Given, replica_ranks
+from amo_dist.distributed.groups import Given, Kept, replica_ranks
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.engine.adaptive import make_driver
 from amo_dist.engine.driver import Driver
@@ -186,13 +186,16 @@ class Assembly(torch.optim.Optimizer):
         """
         self._follow()
         self._driver.begin(self._engine.check, saving=True)
+        given = Kept(self._process_group, self._engine.membership.ranks)
         kept = {"_structure": self._structure, "_allow_no_matrices": self._allow_no_matrices}
-        return {**super().__getstate__(), **kept, "_is_built": True, "control": self._control()}
+        kept |= {"_is_built": True, "_process_group": given, "control": self._control()}
+        return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Build a copy, which agrees with all ranks at its first step, as a new optimizer does."""
         rest = {key: value for key, value in state.items() if key != "control"}
-        super().__setstate__({**rest, "_process_group": None, "tracker": None})
+        given = state["_process_group"].given
+        super().__setstate__({**rest, "_process_group": given, "tracker": None})
         self._stopwatch = Stopwatch()
         self._assemble(state["control"])
 

@@ -143,9 +143,10 @@ class Muon(Assembly):
                 ranks only, or no matrix has had one on any rank in any step so far.
             RankMismatchError: On every rank, where ranks hold different structures, schedules or
                 hyperparameters.
-            RuntimeError: On every rank, where a measurement has failed on one in this step, or
-                Newton-Schulz in the one before, as without memory left; names the rank and its
-                error. Matrices that were not orthogonalized were only decayed then.
+            RuntimeError: On every rank, where something has failed on one, as without memory left:
+                a measurement or a new exchange in this step, or else the step before, which is
+                incomplete then: matrices that were not orthogonalized were only decayed, and what
+                failed was left out. Names the rank and its error.
 
             AbsentRanksError: A collective failed or timed out, as ranks are gone; names them.
 
@@ -234,7 +235,7 @@ class Muon(Assembly):
 
         Raises:
             NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
-            RuntimeError: On every rank, where Newton-Schulz has failed on one.
+            RuntimeError: On every rank, where the last step has failed on one.
         """
         self._driver.settle(self._engine.check)
         if self._engine.check is not None:

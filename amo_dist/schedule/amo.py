@@ -26,7 +26,7 @@ from amo_dist.schedule.planning import (
     targets,
 )
 from amo_dist.schedule.polar_express import composed
-from amo_dist.schedule.policies import Policy, list_changes
+from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.trials import Errors, ErrorSums, Trials
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
@@ -243,42 +243,26 @@ class AMOPolicy(Policy):
         *,
         steps_taken: int,
         config: MuonConfig,
-        changed: Mapping[str, Any],
-    ) -> tuple[Policy, MuonConfig]:
-        """See ``Policy.resumed``; where settings have changed, ``on_config_change`` decides.
+        changed: Collection[str] = (),
+    ) -> Policy:
+        """See ``Policy.resumed``; where a setting that AMO adds has changed, the plan is dropped.
 
-        ``error`` raises. ``keep_checkpoint`` goes on with all settings of the checkpoint
-        (``momentum_dtype`` and ``bfloat16_params``, by which state is made, must be the same).
-        ``replan`` goes on with those of this run and, where one that AMO adds has changed, drops
-        the plan: the uniform schedule returns until the plan, which comes with the first
-        observation due at or after ``observe_until`` of this run, at least one more being made.
-        Earlier observations of ``ell`` are kept, unless ``granularity`` has changed; measured
-        residuals are of the later ones.
+        The uniform schedule returns until the next plan, which comes with the first observation due
+        at or after ``observe_until`` of this run, at least one more being made. Earlier
+        observations of ``ell`` are kept, unless ``granularity`` has changed; measured residuals
+        are of the later ones.
         """
         memory = AMOState.from_dict(self._read(state), "state")
-        rule = config.on_config_change if isinstance(config, AMOConfig) else "error"
-        if changed and rule == "error":
-            raise ValueError(
-                f"control.config: {list_changes(changed, config)}; set on_config_change to "
-                "'keep_checkpoint' or 'replan' to go on all the same"
-            )
-        if changed and rule == "keep_checkpoint":
-            config = _kept_settings(config, changed)
-        elif changed:
-            logger.warning(
-                "settings have changed, and those of this run are in force: %s",
-                list_changes(changed, config),
-            )
-            if not changed.keys() <= {field.name for field in dataclasses.fields(MuonConfig)}:
-                # What was observed of other groups says nothing of these.
-                kept = () if "granularity" in changed else memory.all_observations
-                memory = AMOState(kept, replanned_at=steps_taken)
+        if set(changed) - {field.name for field in dataclasses.fields(MuonConfig)}:
+            # What was observed of other groups says nothing of these.
+            kept = () if "granularity" in changed else memory.all_observations
+            memory = AMOState(kept, replanned_at=steps_taken)
         policy = type(self)(config if isinstance(config, AMOConfig) else self.config)
         policy._memory = memory
         if self._registry is not None:
             policy.bind(self._registry)
         policy._check_progress(steps_taken)
-        return policy, config
+        return policy
 
     def check_operator_types(self, operator_types: Collection[str], *, is_alone: bool) -> None:
         """See ``Policy.check_operator_types``; only where they are what matrices are grouped by."""
@@ -397,22 +381,3 @@ class AMOPolicy(Policy):
             return seen | {"measured": None}
         pairs = zip(means.values(), seen["ell_target"], strict=True)
         return seen | {"measured": tuple(self._trials.at(errors, ell) for errors, ell in pairs)}
-
-
-def _kept_settings(config: MuonConfig, changed: Mapping[str, Any]) -> MuonConfig:
-    """This run's settings with those of the checkpoint where they differ."""
-    for field in ("momentum_dtype", "bfloat16_params"):
-        if field in changed:
-            made = (
-                f"{getattr(config, field)!r}: state has been made, keep_checkpoint cannot change it"
-            )
-            fail(f"control.config.{field}", changed[field], made)
-    try:
-        kept = dataclasses.replace(config, **changed)
-    except (ValueError, TypeError, OverflowError) as error:
-        raise ValueError(f"control.config.{error}") from None
-    logger.warning(
-        "settings have changed, and those of the checkpoint stay in force: %s",
-        "; ".join(f"{field} = {found!r}" for field, found in changed.items()),
-    )
-    return kept

@@ -6,6 +6,7 @@ import abc
 import copy
 import hashlib
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -15,6 +16,8 @@ from amo_dist.schedule import fields
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.grouping import matrices_by_group
 from amo_dist.schedule.types import MatrixInfo, Schedule
+
+logger = logging.getLogger(__name__)
 
 _VERSION = 1
 
@@ -189,28 +192,22 @@ class Policy(abc.ABC):
         *,
         steps_taken: int,
         config: MuonConfig,
-        changed: Mapping[str, Any],
-    ) -> tuple[Policy, MuonConfig]:
+        changed: Collection[str] = (),
+    ) -> Policy:
         """A new policy that goes on from a saved state, bound as this one, which stays as it is.
 
         Args:
             state: What ``state_dict`` returned.
             steps_taken: Optimizer steps of the saved run.
-            config: Settings of this run.
-            changed: Those that the saved run had otherwise, with its values.
-
-        Returns:
-            The policy, and the settings to go on with.
+            config: Settings to go on with.
+            changed: Names of those that the saved run had otherwise.
 
         Raises:
-            ValueError: Settings have changed, or the state is malformed, or not one of a run of so
-                many steps.
+            ValueError: The state is malformed, or not one of a run of so many steps.
         """
-        if changed:
-            raise ValueError(f"control.config: {list_changes(changed, config)}")
         policy = copy.copy(self)
         policy.load_state_dict(state)
-        return policy, config
+        return policy
 
     def check_operator_types(self, operator_types: Collection[str], *, is_alone: bool) -> None:  # noqa: B027 (most have none)
         """Refuse a restored state of other operator types, before the registry is known.
@@ -281,6 +278,21 @@ class TablePolicy(Policy):
         self._require_bound()
         return self._schedules
 
+    def resumed(
+        self,
+        state: Mapping[str, Any],
+        *,
+        steps_taken: int,
+        config: MuonConfig,
+        changed: Collection[str] = (),
+    ) -> Policy:
+        """As `Policy.resumed`; ``on_config_change = "replan"`` lets the table change, too."""
+        saved = fields.read_record("state", self._read(state), ["schedules"])["schedules"]
+        if config.on_config_change != "replan" or saved == self._table_digest():
+            return super().resumed(state, steps_taken=steps_taken, config=config)
+        logger.warning("the coefficients have changed, and those of this run are in force")
+        return copy.copy(self)
+
     def _state(self) -> dict[str, Any]:
         # A digest of the table: there is nothing else to restore.
         return {"schedules": self._table_digest()}
@@ -288,7 +300,10 @@ class TablePolicy(Policy):
     def _restore(self, state: Mapping[str, Any]) -> None:
         found = fields.read_record("state", state, ["schedules"])["schedules"]
         if found != self._table_digest():
-            expected = f"{self._table_digest()}: the coefficients have changed"
+            expected = (
+                f"{self._table_digest()}: the coefficients have changed; set on_config_change to "
+                "'replan' to go on with those of this run"
+            )
             fields.fail("state.schedules", found, expected)
 
     def _bind(self, matrices_by_group: Mapping[str, Sequence[MatrixInfo]]) -> None:
@@ -331,12 +346,3 @@ def named_policy(name: str) -> Policy:
     if found.by_type:
         return TablePolicy(found.by_type, default=found.schedule)
     return UniformPolicy(found.schedule)
-
-
-def list_changes(changed: Mapping[str, Any], config: MuonConfig) -> str:
-    """Text that names each changed setting, with its value in the checkpoint and in this run."""
-    running = config.to_dict()
-    return "; ".join(
-        f"{field}: the checkpoint has {found!r}, this run has {running[field]!r}"
-        for field, found in changed.items()
-    )

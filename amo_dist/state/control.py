@@ -35,11 +35,15 @@ _FREE_FIELDS = frozenset(
         "ns_guard_fallback",
         "adamw_implementation",
         "cuda_graphs",
+        "ns_backend",
         "on_config_change",
     }
 )
 """Configuration that may change on resume: it says how the work is done, or what to do about a
 fault, and nothing that a plan was made of."""
+
+_SHAPES_STATE = ("momentum_dtype", "bfloat16_params")
+"""Configuration by which state tensors are made, before a checkpoint is read."""
 
 _BEFORE = {"objective": "projected"}
 """Configuration that meant something else before there was a field for it."""
@@ -92,8 +96,8 @@ def restore(
     """A control that goes on from a record; the running one stays as it is.
 
     Fields that an older version did not write take their defaults, or stand for what was done
-    before there was a choice; one line of the log names them. Where settings differ, the policy
-    decides: see ``Policy.resumed``.
+    before there was a choice; one line of the log names them. Where settings differ,
+    ``on_config_change`` of this run decides.
 
     Args:
         record: What `control_record` returned.
@@ -114,11 +118,12 @@ def restore(
         name: _BEFORE.get(name, value) for name, value in known.items() if name not in _FREE_FIELDS
     }
     saved = {**defaults, **found["config"]}
-    policy, config = running.policy.resumed(
+    config = _settled(running.config, _changed(saved, running.config))
+    policy = running.policy.resumed(
         state,
         steps_taken=found["steps_taken"],
-        config=running.config,
-        changed=_changed(saved, running.config),
+        config=config,
+        changed=_changed(saved, config),
     )
     policy.check_operator_types(operator_types, is_alone=is_alone)
     # Last: what is malformed has been named by then.
@@ -161,6 +166,40 @@ def _changed(saved: Mapping[str, Any], config: MuonConfig) -> dict[str, Any]:
         for name, value in sorted(config.to_dict().items())
         if name not in _FREE_FIELDS and (type(saved[name]), saved[name]) != (type(value), value)
     }
+
+
+def _settled(config: MuonConfig, changed: Mapping[str, Any]) -> MuonConfig:
+    """The settings to go on with, where the checkpoint has others, as ``on_config_change`` says.
+
+    Args:
+        config: Of this run.
+        changed: The checkpoint's values of those that differ.
+    """
+    if not changed:
+        return config
+    running, rule = config.to_dict(), config.on_config_change
+    told = "; ".join(
+        f"{field}: the checkpoint has {saved!r}, this run has {running[field]!r}"
+        for field, saved in changed.items()
+    )
+    if rule == "error":
+        raise ValueError(
+            f"control.config: {told}; set on_config_change to 'keep_checkpoint' or 'replan' to go "
+            "on all the same"
+        )
+    if rule == "replan":
+        logger.warning("settings have changed, and those of this run are in force: %s", told)
+        return config
+    for field in _SHAPES_STATE:
+        if field in changed:
+            expected = f"{running[field]!r}: state has been made, keep_checkpoint cannot change it"
+            fields.fail(f"control.config.{field}", changed[field], expected)
+    try:
+        kept = dataclasses.replace(config, **changed)
+    except (ValueError, TypeError, OverflowError) as error:
+        raise ValueError(f"control.config.{error}") from None
+    logger.warning("settings have changed, and those of the checkpoint stay in force: %s", told)
+    return kept
 
 
 def _filled(found: Any, read: Any, place: str = "") -> Iterator[str]:

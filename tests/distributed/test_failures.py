@@ -6,18 +6,25 @@ import contextlib
 import copy
 import functools
 import logging
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import amo_dist.engine.driver
 import amo_dist.engine.observer
-from amo_dist import AMO, AMOConfig, Muon, MuonConfig, import_state, param_groups
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, NorMuon, import_state, param_groups
+from amo_dist.distributed.exchange import Exchange
+from amo_dist.engine.adamw import AdamW
 from amo_dist.engine.batches import Batches
+from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
+from amo_dist.kernels import choice
+from amo_dist.kernels.cpu.kernels import CpuKernels
+from amo_dist.optimizers.normuon import NorMuonRule
 from amo_dist.tools.tracker import GeometryTracker
 from tests import rehearsal
 from tests.distributed import models
@@ -36,9 +43,9 @@ FIELDS: dict[str, Any] = {
 
 
 @contextlib.contextmanager
-def full(target: Any, name: str, is_so: bool) -> Iterator[None]:
+def full(target: Any, name: str, is_so: bool, **how: Any) -> Iterator[None]:
     """There is no memory left for a function, and nobody hears of it but by an error."""
-    broken = mock.patch.object(target, name, side_effect=FULL)
+    broken = mock.patch.object(target, name, **(how or {"side_effect": FULL}))
     logger = logging.getLogger("amo_dist.engine.gradients")
     with broken if is_so else contextlib.nullcontext():
         logger.disabled = True
@@ -166,6 +173,83 @@ def test_a_single_process_raises_at_once() -> None:
     optimizer = Muon(param_groups(model))
     with full(Batches, "run", True):
         assert take(model, optimizer, 1) == "OutOfMemoryError: CUDA out of memory"
+
+
+# ------------------------------------------------------------------ the rest of a step
+
+
+def finish_without_memory(self: UpdateRule, result: Tensor, piece: MatrixPiece) -> Finish:
+    """`finish` of a rule that asks for a sum, and fails once it has it."""
+    (size,) = self.sums(piece.matrix, piece.dim)
+    yield torch.zeros(size, dtype=self.sum_dtype)
+    raise FULL
+
+
+FAILING: dict[str, tuple[Any, str, Any]] = {
+    "updating momentum": (CpuKernels, "update_momentum", FULL),
+    "reading momentum": (CpuKernels, "nesterov", FULL),
+    "AdamW": (AdamW, "step", FULL),
+    "updating matrices": (NorMuonRule, "finish", FULL),
+    "finishing updates": (NorMuonRule, "finish", finish_without_memory),
+}
+"""By what the error names: what fails, and how."""
+
+
+def fail_in_a_step(rank: int, world_size: int) -> dict[str, tuple[list[str], float]]:
+    """Of each: what four steps raised, and seconds from the failure until it was raised here."""
+    found = {}
+    for what, (target, name, how) in FAILING.items():
+        model = models.make_model("fsdp", models.shapes())
+        optimizer = NorMuon(param_groups(model), lr=1e-2, config=MuonConfig(bucket_bytes=256))
+        texts = [take(model, optimizer, 1)]
+        patch = {"side_effect": how} if how is FULL else {"new": how}
+        start = time.perf_counter()
+        with full(target, name, rank == 1, **patch):
+            texts.append(take(model, optimizer, 2))
+        texts.append(take(model, optimizer, 3))
+        seconds = time.perf_counter() - start
+        texts.append(take(model, optimizer, 3))
+        assert optimizer.num_steps_taken == 3
+        assert all(torch.isfinite(tensor).all() for tensor in everything(model, optimizer))
+        found[what] = texts, seconds
+    return found
+
+
+def test_whatever_fails_in_a_step_is_raised_on_all(run_on: Ranks) -> None:
+    ranks = run_on(2, timeout=60.0)(fail_in_a_step)
+    for what in FAILING:
+        (first, second, third, fourth), _ = ranks[0][what]
+        assert (first, second, fourth) == ("", "", ""), what
+        error = f"step 2: {what} failed on rank 1: OutOfMemoryError: CUDA out of memory"
+        assert third == f"RuntimeError: {error}"
+        assert [texts for texts, _ in (found[what] for found in ranks)] == [ranks[0][what][0]] * 2
+        print(what, *(f"{found[what][1]:.2f} s" for found in ranks))
+
+
+FAILING_FIRST: dict[str, tuple[Any, str]] = {
+    "allocating buffers": (Exchange, "_lay_out"),
+    "measuring kernels": (choice, "measure"),
+}
+
+
+def fail_to_plan(rank: int, world_size: int) -> dict[str, tuple[str, bool, str]]:
+    found = {}
+    for what, (target, name) in FAILING_FIRST.items():
+        model = models.make_model("fsdp", models.shapes())
+        optimizer = Muon(param_groups(model), lr=1e-2)
+        before = everything(model, optimizer)
+        with full(target, name, rank == 1):
+            failed = take(model, optimizer, 1)
+        unchanged = same_bits(everything(model, optimizer), before)
+        found[what] = failed, unchanged, take(model, optimizer, 1)
+    return found
+
+
+def test_an_exchange_that_fails_on_one_rank_changes_nothing(run_on: Ranks) -> None:
+    for found in run_on(2, timeout=60.0)(fail_to_plan):
+        for what in FAILING_FIRST:
+            error = f"step 1: {what} failed on rank 1: OutOfMemoryError: CUDA out of memory"
+            assert found[what] == (f"RuntimeError: {error}", True, "")
 
 
 # ------------------------------------------------------------------ loads

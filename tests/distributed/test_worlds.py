@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
@@ -67,9 +68,18 @@ class Run:
             self.optimizer.load_state_dict(copy.deepcopy(self.optimizer.state_dict()))
         self.optimizer.check_last_update()
 
+    def replace_by(self, copied: Callable[[Any], Any]) -> None:
+        """Go on with a copy of both."""
+        self.model, self.optimizer = copied((self.model, self.optimizer))
+        self.optimizer.tracker = GeometryTracker(3, sink=self._note)
+
     def result(self) -> tuple[dict[str, Tensor], Any]:
         named = self.model.named_parameters()
         return {name: models.whole(p) for name, p in named}, self.optimizer.control_state_dict()
+
+
+def pickled(both: Any) -> Any:
+    return pickle.loads(pickle.dumps(both))
 
 
 def on_mesh(mesh: DeviceMesh) -> nn.Module:
@@ -94,7 +104,7 @@ def same(found: Any, expected: Any) -> bool:
 def on_some_ranks(rank: int, world_size: int, how: str, ranks: list[int]) -> Any:
     """The model is on some ranks; the others never hear of it."""
     mesh, group = None, None
-    if how == "plain":
+    if how in ("plain", "copied"):
         group = dist.new_group(ranks)
     elif how == "hsdp":
         # One group more on one rank: PyTorch names a group that its members make alone after the
@@ -109,6 +119,8 @@ def on_some_ranks(rank: int, world_size: int, how: str, ranks: list[int]) -> Any
     run = Run(model, SEED, group)
     for step in range(1, 9):
         run.step(step)
+        if how == "copied" and step in (3, 5):
+            run.replace_by(copy.deepcopy if step == 3 else pickled)
     assert run.optimizer.world is not None
     assert run.optimizer.world.shares_all == (len(ranks) > 1)
     assert run.tracked == ([21, 21] if rank == ranks[0] else [])
@@ -116,10 +128,14 @@ def on_some_ranks(rank: int, world_size: int, how: str, ranks: list[int]) -> Any
 
 
 @pytest.mark.parametrize(
-    ("how", "ranks"), [("fsdp", [0, 1]), ("fsdp", [1, 2]), ("hsdp", [0, 2]), ("plain", [1, 2])]
+    ("how", "ranks"),
+    [
+        *(("fsdp", [0, 1]), ("fsdp", [1, 2]), ("hsdp", [0, 2])),
+        *(("plain", [1, 2]), ("copied", [1, 2])),
+    ],
 )
 def test_a_model_on_some_ranks_trains_there(run_on: Ranks, how: str, ranks: list[int]) -> None:
-    layout = "plain" if how == "plain" else "fsdp"
+    layout = "plain" if how in ("plain", "copied") else "fsdp"
     expected = run_on(2)(alone, SEED, layout)[0]
     found = run_on(3, timeout=60.0)(on_some_ranks, how, ranks)
     assert [each is None for each in found] == [rank not in ranks for rank in range(3)]

@@ -7,8 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
-from tests.unit.checkpoint_runs import STEPS, everything, make, refusal, save, train
+from amo_dist import Muon, MuonConfig, param_groups
+from amo_dist.optimizers.named import make_optimizer
+from amo_dist.state import control as controls
+from tests.distributed import models
+from tests.unit.checkpoint_runs import SHAPES, STEPS, everything, make, refusal, save, train
 
 NEW = {"observe_until": 6, "observe_every": 3, "transition_steps": 2}
 
@@ -30,9 +35,10 @@ def test_a_change_is_an_error_that_names_every_field(saved: dict[str, Any]) -> N
 
 
 def test_what_only_says_how_may_change(saved: dict[str, Any]) -> None:
-    _, optimizer = make(bucket_bytes=512, ownership="balanced", nonfinite="skip_step")
+    free = {"bucket_bytes": 512, "ownership": "balanced", "nonfinite": "skip_step"}
+    _, optimizer = make(**free, ns_backend="symmetric", observe_in_background=True)
     optimizer.load_state_dict(saved)
-    assert optimizer.config.bucket_bytes == 512
+    assert (optimizer.config.bucket_bytes, optimizer.config.ns_backend) == (512, "symmetric")
 
 
 def test_keep_checkpoint_goes_on_as_if_nothing_had_changed(
@@ -86,3 +92,72 @@ def test_replan_drops_observations_of_other_groups(saved: dict[str, Any]) -> Non
     (seen,) = optimizer.control_state_dict()["policy"]["observations"]
     assert seen["step"] == 6
     assert len(seen["ell"]) == 3
+
+
+# ---------------------------------------------------------------- the rest of the family
+
+FAMILY = ("Muon", "Muon-CANS", "AdaMuon", "NorMuon", "ROOT")
+OTHER = {"momentum": 0.8, "update_scale": 0.3, "ns_backend": "single", "ns_guard_every": 7}
+
+
+def make_named(name: str, **fields: Any) -> tuple[nn.Module, Muon]:
+    model = models.plain_model(SHAPES)
+    config = MuonConfig(**{"ns_dtype": "float32", **fields})
+    return model, make_optimizer(name, param_groups(model), lr=1e-2, config=config)  # type: ignore[return-value]
+
+
+@pytest.mark.parametrize("rule", ["keep_checkpoint", "replan"])
+@pytest.mark.parametrize("name", FAMILY)
+def test_every_optimizer_goes_on_with_other_settings(
+    name: str, rule: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model, optimizer = make_named(name)
+    train(model, optimizer, 1, 3)
+    saved = copy.deepcopy(optimizer.state_dict())
+    _, other = make_named(name, **OTHER)
+    with pytest.raises(
+        ValueError, match=r"momentum: the checkpoint has 0\.95, this run has 0\.8; "
+    ):
+        other.load_state_dict(saved)
+    assert other.num_steps_taken == 0
+    resumed, other = make_named(name, **OTHER, on_config_change=rule)
+    other.load_state_dict(saved)
+    assert "settings have changed" in caplog.text
+    resumed.load_state_dict(model.state_dict())
+    # The twin never stopped: it has the settings that stay in force, and loads without a change.
+    free = {"ns_backend": "single", "ns_guard_every": 7, "on_config_change": rule}
+    fields = free if rule == "keep_checkpoint" else {**OTHER, **free}
+    twin, expected = make_named(name, **fields)
+    assert other.config.to_dict() == expected.config.to_dict()
+    record = optimizer.control_state_dict()
+    saved["param_groups"] = [
+        {**group, "control": controls.to_text({**record, "config": expected.config.to_dict()})}
+        for group in saved["param_groups"]
+    ]
+    expected.load_state_dict(saved)
+    twin.load_state_dict(model.state_dict())
+    train(resumed, other, 4, 6)
+    train(twin, expected, 4, 6)
+    assert all(map(torch.equal, everything(resumed, other), everything(twin, expected)))
+
+
+@pytest.mark.parametrize("field", [{"momentum_dtype": "float64"}, {"bfloat16_params": "master"}])
+def test_keep_checkpoint_cannot_change_what_shapes_state(field: dict[str, str]) -> None:
+    (name,) = field
+    _, optimizer = make_named("NorMuon")
+    _, other = make_named("NorMuon", **field, on_config_change="keep_checkpoint")
+    with pytest.raises(ValueError, match=rf"control\.config\.{name}: found .*state has been made"):
+        other.load_state_dict(optimizer.state_dict())
+
+
+def test_replan_takes_other_coefficients() -> None:
+    _, optimizer = make_named("Muon")
+    saved = optimizer.state_dict()
+    for rule in ("error", "keep_checkpoint"):
+        _, other = make_named("Muon-PE", on_config_change=rule)
+        with pytest.raises(ValueError, match="coefficients have changed; set on_config_change to"):
+            other.load_state_dict(saved)
+    _, other = make_named("Muon-PE", on_config_change="replan")
+    other.load_state_dict(saved)
+    found = other.control_state_dict()["policy"]
+    assert found == make_named("Muon-PE")[1].control_state_dict()["policy"]

@@ -12,7 +12,7 @@ from torch import nn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin.optimizers import OptimizersContainer
+    from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
 
 from torchtitan.components.optimizer import LRSchedulersContainer
 
@@ -94,6 +94,7 @@ def test_a_changed_value_is_refused_and_named(name: str, field: str) -> None:
         ("Muon", {"on_config_change": "use_config"}),
         ("AMO", {"on_config_change": "use_config"}),
         ("AMO", {"amo": "replan"}),
+        ("Muon", {"muon": MuonSection(on_config_change="replan")}),
     ],
 )
 def test_the_config_is_taken_over_where_that_is_asked_for(
@@ -116,6 +117,7 @@ def test_the_config_is_taken_over_where_that_is_asked_for(
     [
         ("AdamW", {"on_config_change": "keep_checkpoint"}),
         ("AMO", {"amo": "keep_checkpoint"}),
+        ("Muon", {"muon": MuonSection(on_config_change="keep_checkpoint")}),
         ("AMO", {"amo": "replan", "on_config_change": "keep_checkpoint"}),
     ],
 )
@@ -129,3 +131,16 @@ def test_the_checkpoint_is_kept_where_that_is_asked_for(
         assert run.values(key) == saved.values(key)
     run.step()
     assert run.rates() == {OLD["lr"]}
+
+
+@pytest.mark.parametrize("name", ["Muon", "NorMuon"])
+def test_one_word_decides_about_settings_too(name: str) -> None:
+    saved, section = Run(name, steps=2), MuonSection(momentum=0.5)
+    with pytest.raises(ValueError, match=r"momentum: the checkpoint has 0\.95, this run has 0\.5"):
+        Run(name, muon=section).resume(saved)
+    expected = {"use_config": (0.5, NEW["lr"]), "keep_checkpoint": (0.95, OLD["lr"])}
+    for rule, (momentum, lr) in expected.items():
+        run = Run(name, muon=section, **NEW, on_config_change=rule)
+        run.resume(saved)
+        assert run.optimizers.optimizer.config.momentum == momentum
+        assert run.values("initial_lr") == {lr}

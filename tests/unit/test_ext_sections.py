@@ -76,6 +76,29 @@ def test_torchtitans_implementation_is_that_of_adamw(
     assert built(config).adamw_implementation == expected
 
 
+@pytest.mark.parametrize("name", ["AMO", "Muon"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), ("error", "error")),
+        (("--optimizer.on_config_change=use_config",), ("use_config", "replan")),
+        (("own=keep_checkpoint",), ("keep_checkpoint", "keep_checkpoint")),
+        (("own=replan",), ("use_config", "replan")),
+        # Each its own: a new learning rate, and the settings of the checkpoint.
+        (
+            ("--optimizer.on_config_change=use_config", "own=keep_checkpoint"),
+            ("use_config", "keep_checkpoint"),
+        ),
+    ],
+)
+def test_one_word_about_changes_is_enough(
+    name: str, options: tuple[str, ...], expected: tuple[str, str]
+) -> None:
+    own = f"--optimizer.{name.lower()}.on_config_change="
+    config = parse(name, *(option.replace("own=", own) for option in options))
+    assert (config.optimizer.on_config_change, built(config).on_config_change) == expected
+
+
 def test_a_default_implementation_that_nobody_names_changes_nothing(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
     file.write_text("[optimizer]\nname = 'Muon'\n[data]\ntokenizer = 'byte'\n")

@@ -160,7 +160,7 @@ def test_a_state_of_another_step_is_refused(stop: int) -> None:
 
 def restored(state: dict[str, Any], steps_taken: int, config: AMOConfig = CONFIG) -> AMOPolicy:
     fresh = AMOPolicy(config)
-    target, _ = fresh.resumed(state, steps_taken=steps_taken, config=config, changed={})
+    target = fresh.resumed(state, steps_taken=steps_taken, config=config)
     assert isinstance(target, AMOPolicy)
     target.bind(REGISTRY)
     return target

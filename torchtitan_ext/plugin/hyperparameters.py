@@ -30,14 +30,11 @@ def install(container: Any, config: Any) -> None:
 
     Args:
         container: Of any class.
-        config: The section.
+        config: The section, settled.
     """
-    rule = config.on_config_change
-    if rule == "error" and config.name == "AMO":
-        # Who takes over AMO's settings (``replan``), or keeps them, means these too.
-        rule = config.amo.on_config_change
+    hook = functools.partial(_resolve, config.on_config_change)
     for optimizer in container.optimizers:
-        optimizer.register_load_state_dict_pre_hook(functools.partial(_resolve, rule))
+        optimizer.register_load_state_dict_pre_hook(hook)
 
 
 def follow(schedulers: Iterable[Any]) -> None:

@@ -200,11 +200,12 @@ class OptimizersContainer(titan.OptimizersContainer):
 
         on_config_change: Literal["error", "keep_checkpoint", "use_config"] = "error"
         """
-        Where a checkpoint has another ``lr``, ``weight_decay``, ``beta1``, ``beta2`` or ``eps``:
-        stop, go on with those of the checkpoint, or with those of the config. With ``error`` and
-        ``name = "AMO"`` the field of the same name in ``[optimizer.amo]`` decides about these too
-        (``replan`` takes over the config's). Changes of ``[lr_scheduler]`` and of
-        ``training.steps`` always hold.
+        Where a checkpoint has other values than this section: stop, go on with those of the
+        checkpoint, or with those of the config. One word is enough: given here it decides about
+        ``[optimizer.muon]`` and ``[optimizer.amo]`` too, whose own ``on_config_change`` says
+        ``replan`` for ``use_config``, and given there about ``lr``, ``weight_decay``, ``beta1``,
+        ``beta2`` and ``eps``; where both are given each decides about its own. Changes of
+        ``[lr_scheduler]`` and of ``training.steps`` always hold.
         """
 
         muon: MuonSection = field(default_factory=MuonSection)

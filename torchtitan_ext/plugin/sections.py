@@ -32,7 +32,8 @@ def settle(config: Any, given: Collection[str] | None = None) -> None:
 
     An optimizer of the Muon family takes from ``[optimizer.amo]`` what both sections have and
     ``[optimizer.muon]`` leaves open. ``implementation`` is that of AdamW for the rest of
-    the parameters where ``adamw_implementation`` is left open.
+    the parameters where ``adamw_implementation`` is left open. Of ``[optimizer]
+    on_config_change`` and that of the section, the one that is not ``error`` holds for both.
 
     Args:
         config: The ``[optimizer]`` section.
@@ -57,6 +58,14 @@ def settle(config: Any, given: Collection[str] | None = None) -> None:
             section = getattr(config, name)
             changed = dataclasses.replace(section, adamw_implementation=config.implementation)
             setattr(config, name, changed)
+    if config.on_config_change == "error":
+        rule = own.on_config_change
+        config.on_config_change = "use_config" if rule == "replan" else rule
+    elif own.on_config_change == "error":
+        rule = "replan" if config.on_config_change == "use_config" else config.on_config_change
+        for name in sections:
+            section = dataclasses.replace(getattr(config, name), on_config_change=rule)
+            setattr(config, name, section)
 
 
 def _with(section: Any, other: Any, fields: Collection[str]) -> Any:
