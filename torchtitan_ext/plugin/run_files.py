@@ -234,13 +234,7 @@ def read_metrics(folder: Path) -> Metrics:
     path = folder / METRICS_FILE
     records = read_records(path)
     for number, record in enumerate(records, start=1):
-        record.update({key: record.get(key) or kind() for key, kind in _FIELDS.items()})
-        where = f"{path}, line {number}"
-        check_fields(where, record, dict.fromkeys(record, (int, float, type(None))) | _FIELDS)
-        check_fields(where, record, {"step": int})
-        for key in ("num_steps_by_type", "optimizer"):
-            inner = record[key]
-            check_fields(f"{where}: {key}", inner, dict.fromkeys(inner, (int, float, type(None))))
+        _check_record(f"{path}, line {number}", record)
     losses = [(one["step"], one[VALIDATION]) for one in records if VALIDATION in one]
     return Metrics(
         [one for one in records if VALIDATION not in one],
@@ -248,7 +242,20 @@ def read_metrics(folder: Path) -> Metrics:
     )
 
 
+_NUMBER = (int, float, type(None))
 _FIELDS: Mapping[str, Any] = {"phase": str, "num_steps_by_type": dict, "optimizer": dict}
+
+
+def _check_record(where: str, record: dict[str, Any]) -> None:
+    record.update({key: record.get(key) or kind() for key, kind in _FIELDS.items()})
+    kinds = dict.fromkeys(record, _NUMBER) | _FIELDS | {"step": int}
+    check_fields(where, record, kinds | ({"changes": list} if "changes" in record else {}))
+    for key in ("num_steps_by_type", "optimizer"):
+        check_fields(f"{where}: {key}", record[key], dict.fromkeys(record[key], _NUMBER))
+    for change in record.get("changes", ()):
+        check_fields(where, {"changes": change}, {"changes": dict})
+        kinds = {"step": int, "phase": str, "num_steps_by_type": dict}
+        check_fields(f"{where}: changes", change, kinds)
 
 
 def check_fields(where: str, record: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
