@@ -119,7 +119,8 @@ def build(
     degrees = preflight_checks.degrees(config, world_size)
     model = preflight_memory.meta_model(config)
     groups = preflight_memory.groups_of(model, config)
-    before, after, origin = preflight_schedule.steps(config, _registry(groups), plan)
+    registry = _registry(groups)
+    before, after, origin = preflight_schedule.steps(config, registry, plan)
     report: dict[str, Any] = {
         "problems": [],
         "notes": [],
@@ -134,8 +135,8 @@ def build(
             "gpus_per_node": ranks_per_node,
             "degrees": degrees,
         },
-        "parameters": _parameters(groups),
-        "operator_types": _operator_types(groups, before, after),
+        "parameters": {**_parameters(groups), "num_matrices": len(registry)},
+        "operator_types": _operator_types(registry, before, after),
         "plan_origin": origin,
         "run": _run(config, degrees, groups),
         "timeline": _timeline(config),
@@ -172,15 +173,13 @@ def _parameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "optimizer": group["algorithm"],
                 "operator_types": sorted({view.operator_type for view in views}),
             }
-    total = sum(counts.values())
-    return {"total": total, **counts, "num_matrices": len(_registry(groups)), "by_name": by_name}
+    return {"total": sum(counts.values()), **counts, "by_name": by_name}
 
 
 def _operator_types(
-    groups: Sequence[Mapping[str, Any]], before: Mapping[str, int], after: Mapping[str, int]
+    registry: Sequence[MatrixInfo], before: Mapping[str, int], after: Mapping[str, int]
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    registry = _registry(groups)
     for name in before:
         shapes = [info.shape for info in registry if info.operator_type == name]
         found[name] = {

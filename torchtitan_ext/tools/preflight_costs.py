@@ -200,8 +200,7 @@ class Step:
             "sent_within": _spread(within),
             "sent_across": _spread(across),
             "orthogonalize_seconds": max(orthogonalize.values(), default=0.0),
-            "exchange_seconds": max(wires)
-            + self._num_collectives() * hardware.collective_us * 1e-6,
+            "exchange_seconds": max(wires) + latency,
             "elementwise_seconds": world.elementwise_bytes / hardware.hbm_bytes_per_second,
         }
 
