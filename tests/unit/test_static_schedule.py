@@ -169,7 +169,7 @@ def test_the_command_writes_what_the_loader_reads(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     output = tmp_path / "new" / "schedule.toml"
-    options = ("--rule", "floor", "--pool", "family", "--family", "Qwen3", "-o", str(output))
+    options = ("--rule", "floor", "--family", "Qwen3", "-o", str(output))
     assert static_schedule.run(parse(str(LOG), *options)) == 0
     table = make_table(read_pool([LOG], "Qwen3"), "floor", 1e-2)
     assert read_schedule_file(output) == table
@@ -184,9 +184,7 @@ def test_the_command_writes_what_the_loader_reads(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--pool", "family"), "expected one of Llama-3.1, Qwen3"),
-        (("--family", "Qwen3"), "only with --pool family"),
-        (("--pool", "family", "--family", "Gemma"), "no valid record of family 'Gemma'"),
+        (("--family", "Gemma"), "no valid record of family 'Gemma'"),
         (("--tolerance", "0"), "--tolerance: found 0.0"),
     ],
 )

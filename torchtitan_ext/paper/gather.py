@@ -14,7 +14,7 @@ from amo_dist.tools.plan_source import PLAN_FILE
 from torchtitan_ext.paper import runner
 from torchtitan_ext.paper.catalog import Experiment, Row
 from torchtitan_ext.paper.resolve import ROOT, Job, Place, resolve
-from torchtitan_ext.paper.results import PAPER_TASKS, Result, markdown, read_results, sort_tasks
+from torchtitan_ext.paper.results import SHORT, Result, markdown, read_results, sort_tasks
 from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, read_metrics
 from torchtitan_ext.tools import costs
 from torchtitan_ext.tools.costs import Records
@@ -165,8 +165,7 @@ def table(experiment: Experiment, found: Sequence[Found]) -> str:
 
 def _block(name: str, rows: Sequence[Found]) -> str:
     tasks = sort_tasks(task for row in rows for task in row.tasks)
-    short = {task.name: task.short for task in PAPER_TASKS}
-    header = ["", "step", "loss", "NS steps", *(short.get(task, task) for task in tasks)]
+    header = ["", "step", "loss", "NS steps", *(SHORT.get(task, task) for task in tasks)]
     averaged = ["Avg"] if tasks else []
     cells = [
         [

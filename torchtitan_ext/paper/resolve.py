@@ -301,10 +301,7 @@ def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, 
         str(place.folder / run_folder(catalog.geometry_run(model), place) / GEOMETRY_FILE)
         for model in models
     ]
-    family: tuple[str, ...] = ()
-    if static.family is not None:
-        named = ("--family", static.family) if place.base is None else ()
-        family = ("--pool", "family", *named)
+    family = ("--family", static.family) if static.family and place.base is None else ()
     rule = ("--rule", static.rule, "--tolerance", static.tolerance)
     command = ("paper", "static-schedule", *logs, *rule, *family, "-o", str(path))
     return {"optimizer.muon.schedule_file": str(path)}, (command,)

@@ -52,7 +52,8 @@ PAPER_TASKS: tuple[Task, ...] = (
 )
 """The twelve tasks whose unweighted average is the paper's main metric, in its order."""
 
-_SHORT = {task.name: task.short for task in PAPER_TASKS}
+SHORT = {task.name: task.short for task in PAPER_TASKS}
+"""Heading of a column by the name of its task."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -154,7 +155,7 @@ def score_table(results: Sequence[Result]) -> str:
         The tables; the best average of each is bold.
     """
     tasks = sort_tasks(results[0].tasks)
-    header = ["optimizer", *(_SHORT.get(name, name) for name in tasks), "Avg"]
+    header = ["optimizer", *(SHORT.get(name, name) for name in tasks), "Avg"]
     tables = []
     for model in dict.fromkeys(result.model for result in results):
         rows = [result for result in results if result.model == model]

@@ -228,15 +228,7 @@ def add_command(subparsers: Subparsers) -> None:
         default=1e-2,
         help="error allowed after the last step (default %(default)s)",
     )
-    parser.add_argument(
-        "--pool",
-        choices=("all", "family"),
-        default="all",
-        help="pool all logs, or those of one family (default %(default)s)",
-    )
-    parser.add_argument(
-        "--family", help="with --pool family; may be left out where the logs have only one"
-    )
+    parser.add_argument("--family", help="pool the records of this family (default: of all)")
     parser.add_argument("-o", "--output", help="file to write (default: standard output)")
     parser.set_defaults(run=run)
 
@@ -245,14 +237,9 @@ def run(args: argparse.Namespace) -> int:
     """Write the schedule file for parsed arguments.
 
     Raises:
-        ValueError: As in :func:`read_pool` and :func:`make_table`, or the family is ambiguous.
+        ValueError: As in :func:`read_pool` and :func:`make_table`.
     """
-    if args.family is not None and args.pool != "family":
-        raise ValueError(f"--family: found {args.family!r}, expected it only with --pool family")
     pool = read_pool(args.logs, args.family)
-    if args.pool == "family" and len(pool.families) != 1:
-        known = ", ".join(pool.families)
-        raise ValueError(f"--family: found none, expected one of {known}")
     table = make_table(pool, args.rule, args.tolerance)
     if args.output is None:
         print(table.to_toml(), end="")

@@ -243,19 +243,21 @@ def read_metrics(folder: Path) -> Metrics:
 
 
 _NUMBER = (int, float, type(None))
-_FIELDS: Mapping[str, Any] = {"phase": str, "num_steps_by_type": dict, "optimizer": dict}
+_FIELDS: dict[str, Any] = {"phase": str, "num_steps_by_type": dict, "optimizer": dict}
 
 
 def _check_record(where: str, record: dict[str, Any]) -> None:
     record.update({key: record.get(key) or kind() for key, kind in _FIELDS.items()})
-    kinds = dict.fromkeys(record, _NUMBER) | _FIELDS | {"step": int}
-    check_fields(where, record, kinds | ({"changes": list} if "changes" in record else {}))
+    kinds: dict[str, Any] = dict.fromkeys(record, _NUMBER)
+    if "changes" in record:
+        kinds["changes"] = list
+    check_fields(where, record, kinds | _FIELDS | {"step": int})
     for key in ("num_steps_by_type", "optimizer"):
         check_fields(f"{where}: {key}", record[key], dict.fromkeys(record[key], _NUMBER))
     for change in record.get("changes", ()):
         check_fields(where, {"changes": change}, {"changes": dict})
-        kinds = {"step": int, "phase": str, "num_steps_by_type": dict}
-        check_fields(f"{where}: changes", change, kinds)
+        change_fields = {"step": int, "phase": str, "num_steps_by_type": dict}
+        check_fields(f"{where}: changes", change, change_fields)
 
 
 def check_fields(where: str, record: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:

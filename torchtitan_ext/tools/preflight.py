@@ -15,7 +15,7 @@ from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import MOST_WORLD, Subparsers, whole
-from amo_dist.tools.simulate import lay_out
+from amo_dist.tools.simulate import OWNERSHIPS, lay_out
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.tools import preflight_costs as costs
 from torchtitan_ext.tools import preflight_memory, preflight_report, preflight_schedule, runs
@@ -117,7 +117,8 @@ def build(
     degrees = preflight_checks.degrees(config, world_size)
     model = preflight_memory.meta_model(config)
     groups = preflight_memory.groups_of(model, config)
-    before, after, origin = preflight_schedule.steps(config, _registry(groups), plan)
+    registry = _registry(groups)
+    before, after, origin = preflight_schedule.steps(config, registry, plan)
     report: dict[str, Any] = {
         "problems": [],
         "notes": [],
@@ -132,8 +133,8 @@ def build(
             "gpus_per_node": ranks_per_node,
             "degrees": degrees,
         },
-        "parameters": _parameters(groups),
-        "operator_types": _operator_types(groups, before, after),
+        "parameters": {**_parameters(groups), "num_matrices": len(registry)},
+        "operator_types": _operator_types(registry, before, after),
         "plan_origin": origin,
         "run": _run(config, degrees, groups),
         "timeline": _timeline(config),
@@ -170,15 +171,13 @@ def _parameters(groups: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
                 "optimizer": group["algorithm"],
                 "operator_types": sorted({view.operator_type for view in views}),
             }
-    total = sum(counts.values())
-    return {"total": total, **counts, "num_matrices": len(_registry(groups)), "by_name": by_name}
+    return {"total": sum(counts.values()), **counts, "by_name": by_name}
 
 
 def _operator_types(
-    groups: Sequence[Mapping[str, Any]], before: Mapping[str, int], after: Mapping[str, int]
+    registry: Sequence[MatrixInfo], before: Mapping[str, int], after: Mapping[str, int]
 ) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    registry = _registry(groups)
     for name in before:
         shapes = [info.shape for info in registry if info.operator_type == name]
         found[name] = {
@@ -317,8 +316,7 @@ def _add_costs(
         return
     registry = _registry(groups)
     if not registry:
-        bandwidth = hardware.hbm_tb_per_s * 1e12 * hardware.hbm_efficiency
-        optimizer = elementwise / bandwidth
+        optimizer = elementwise / hardware.hbm_bytes_per_second
         report["time"].update(optimizer_before=optimizer, optimizer_after=optimizer)
         return
     world = costs.World(
@@ -329,8 +327,9 @@ def _add_costs(
         config=config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon,
         elementwise_bytes=elementwise,
     )
-    memory["exchange"] = max(costs.exchange_memory(world, one) for one in steps)
-    _add_seconds(report, config, world, steps, hardware)
+    before, after = (costs.Step(world, one) for one in steps)
+    memory["exchange"] = max(before.exchange_memory(), after.exchange_memory())
+    _add_seconds(report, config, before, after, hardware)
 
 
 def _layouts(
@@ -347,24 +346,28 @@ def _layouts(
 def _add_seconds(
     report: dict[str, Any],
     config: Any,
-    world: costs.World,
-    steps: tuple[dict[str, int], dict[str, int]],
+    before: costs.Step,
+    after: costs.Step,
     hardware: costs.Hardware,
 ) -> None:
-    before, after = (costs.step_cost(world, one, hardware) for one in steps)
-    report["step"] = {
+    world = after.world
+    others = {one: dataclasses.replace(world.config, ownership=one) for one in OWNERSHIPS}
+    worlds = {one: dataclasses.replace(world, config=config) for one, config in others.items()}
+    found = report["step"] = {
         "ownership": world.config.ownership,
-        "before": dataclasses.asdict(before),
-        "after": dataclasses.asdict(after),
-        "imbalance": costs.imbalance_by_ownership(world, steps[1]),
+        "before": before.cost(hardware),
+        "after": after.cost(hardware),
+        "imbalance": {one: costs.Step(w, after.steps).imbalance() for one, w in worlds.items()},
     }
-    report["time"].update(optimizer_before=before.seconds, optimizer_after=after.seconds)
+    for phase in ("before", "after"):
+        parts = (found[phase][f"{part}_seconds"] for part in costs.PARTS)
+        report["time"][f"optimizer_{phase}"] = sum(parts)
     samples = _samples(config, world.registry)
     if samples:
         report["observation"] = {
             "count": _num_observations(config),
             "matrices": max(map(len, samples)),
-            "seconds": costs.observation_seconds(world, steps[0], samples, hardware),
+            "seconds": before.observation_seconds(samples, hardware),
         }
     paper = PAPER.get(config.model.flavor)
     if paper and config.optimizer.name == "AMO" and paper["ranks"] == report["world"]["ranks"]:

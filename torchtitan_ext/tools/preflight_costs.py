@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import torch
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import MatrixLayout
-from amo_dist.distributed.ownership import Job, Teams, assign, imbalance, load_by_rank
+from amo_dist.distributed.ownership import Teams, assign, imbalance, load_by_rank
 from amo_dist.distributed.plan import Bucket, Transfer, count_elements, plan_exchange
 from amo_dist.distributed.relays import relay
 from amo_dist.kernels.spectra import observation_flops
@@ -25,7 +25,7 @@ from amo_dist.schedule.schedule_file import read_toml
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import read_json_file
 from amo_dist.tools.ledger import reduced_by_rank, sent_by_rank
-from amo_dist.tools.simulate import OWNERSHIPS, flops_by_matrix
+from amo_dist.tools.simulate import flops_by_matrix
 
 HARDWARE_FILE = Path(__file__).with_name("hardware.toml")
 
@@ -62,9 +62,15 @@ class Hardware:
         share = short / (short + self.ns_half_dim)
         return self.bf16_tflops * 1e12 * self.ns_efficiency * share
 
-    def observe_seconds(self, shape: tuple[int, int]) -> float:
-        """Time to observe one matrix: its Gram matrix, and the eigenvalues of that."""
-        return observation_flops(*shape) / (self.observe_tflops * 1e12)
+    @property
+    def hbm_bytes_per_second(self) -> float:
+        """Rate of elementwise kernels."""
+        return self.hbm_tb_per_s * 1e12 * self.hbm_efficiency
+
+    @property
+    def network_bytes_per_second(self) -> float:
+        """Rate at which a rank sends to other nodes."""
+        return self.network_gb_per_s * 1e9 * self.network_efficiency
 
 
 def read_hardware(path: Path, name: str) -> tuple[Hardware, list[str]]:
@@ -104,48 +110,6 @@ def _read_doctor(path: Path) -> dict[str, Any]:
     return table
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spread:
-    """A quantity of the ranks."""
-
-    least: float
-    mean: float
-    most: float
-
-    @staticmethod
-    def of(values: Sequence[float]) -> Spread:
-        """The spread of the values of all ranks."""
-        return Spread(min(values), math.fsum(values) / len(values), max(values))
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class StepCost:
-    """One optimizer step, on a world of ranks.
-
-    Attributes:
-        num_owners: Ranks that own a matrix.
-        gflop: Newton-Schulz work of a rank, in 1e9 flops.
-        sent_within: Bytes that a rank sends to ranks of its node.
-        sent_across: Bytes that a rank sends to other nodes.
-        orthogonalize_seconds: Of the slowest rank.
-        exchange_seconds: Of the slowest rank, with the latency of each collective.
-        elementwise_seconds: Momentum, update and AdamW.
-    """
-
-    num_owners: int
-    gflop: Spread
-    sent_within: Spread
-    sent_across: Spread
-    orthogonalize_seconds: float
-    exchange_seconds: float
-    elementwise_seconds: float
-
-    @property
-    def seconds(self) -> float:
-        """The sum: no part is taken to hide behind another."""
-        return self.orthogonalize_seconds + self.exchange_seconds + self.elementwise_seconds
-
-
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class World:
     """What stays the same over the run.
@@ -172,168 +136,157 @@ class World:
         return int(getattr(torch, self.config.ns_dtype).itemsize)
 
 
-def deal(world: World, steps: Mapping[str, int]) -> tuple[Job, ...]:
-    """Owners and relays under a schedule, as the optimizer finds them."""
-    costs = flops_by_matrix(world.registry, steps)
-    config = world.config
-    jobs = assign(
-        world.matrices,
-        costs,
-        ownership=config.ownership,
-        owners=config.owners,
-        teams=Teams(config.max_team, world.wire_bytes),
-    )
-    nodes = {rank: rank // world.ranks_per_node for rank in range(world.num_ranks)}
-    return relay(world.matrices, jobs, nodes)
+PARTS = ("orthogonalize", "exchange", "elementwise")
+"""Of a step; no part is taken to hide behind another."""
 
 
-def step_cost(world: World, steps: Mapping[str, int], hardware: Hardware) -> StepCost:
-    """Cost of one step without observation.
+class Step:
+    """One optimizer step under a schedule, dealt to ranks as the optimizer does.
 
     Args:
         world: The matrices and where they lie.
         steps: Newton-Schulz steps of each operator type.
-        hardware: Stated figures.
     """
-    costs = flops_by_matrix(world.registry, steps)
-    jobs = deal(world, steps)
-    loads = load_by_rank(jobs, costs)
-    seconds = [
-        flops / hardware.ns_flops_per_second(info.shape)
-        for flops, info in zip(costs, world.registry, strict=True)
-    ]
-    orthogonalize = load_by_rank(jobs, seconds)
-    sizes = world.num_ranks, world.ranks_per_node
-    num_steps = [steps[info.operator_type] for info in world.registry]
-    sent = sent_by_rank(world.matrices, jobs, *sizes)
-    reduced = reduced_by_rank(world.matrices, jobs, num_steps, *sizes)
-    within, across = (
-        [float(world.wire_bytes * each) for each in (one + other).tolist()]
-        for one, other in zip(sent, reduced, strict=True)
-    )
-    wires = [
-        near / (hardware.nvlink_gb_per_s * 1e9 * hardware.nvlink_efficiency)
-        + far / (hardware.network_gb_per_s * 1e9 * hardware.network_efficiency)
-        for near, far in zip(within, across, strict=True)
-    ]
-    collectives = _num_collectives(world, steps)
-    return StepCost(
-        num_owners=len(loads),
-        gflop=Spread.of([loads.get(rank, 0.0) / 1e9 for rank in range(world.num_ranks)]),
-        sent_within=Spread.of(within),
-        sent_across=Spread.of(across),
-        orthogonalize_seconds=max(orthogonalize.values(), default=0.0),
-        exchange_seconds=max(wires) + collectives * hardware.collective_us * 1e-6,
-        elementwise_seconds=world.elementwise_bytes
-        / (hardware.hbm_tb_per_s * 1e12 * hardware.hbm_efficiency),
-    )
 
+    def __init__(self, world: World, steps: Mapping[str, int]) -> None:
+        self.world, self.steps = world, steps
+        self.flops = flops_by_matrix(world.registry, steps)
+        config = world.config
+        jobs = assign(
+            world.matrices,
+            self.flops,
+            ownership=config.ownership,
+            owners=config.owners,
+            teams=Teams(config.max_team, world.wire_bytes),
+        )
+        nodes = {rank: rank // world.ranks_per_node for rank in range(world.num_ranks)}
+        self.jobs = relay(world.matrices, jobs, nodes)
+        self.loads = load_by_rank(self.jobs, self.flops)
 
-def imbalance_by_ownership(world: World, steps: Mapping[str, int]) -> dict[str, float]:
-    """Greatest load of a rank over the mean of all, for each way of dealing matrices."""
-    costs = flops_by_matrix(world.registry, steps)
-    found: dict[str, float] = {}
-    for ownership in OWNERSHIPS:
-        config = dataclasses.replace(world.config, ownership=ownership)
-        jobs = deal(dataclasses.replace(world, config=config), steps)
-        found[ownership] = imbalance(jobs, costs, world.num_ranks)
-    return found
+    def cost(self, hardware: Hardware) -> dict[str, Any]:
+        """What the step takes without an observation.
 
-
-def _num_collectives(world: World, steps: Mapping[str, int]) -> int:
-    """Of one rank in a step, one after the other."""
-    if world.num_ranks == 1:
-        return 0
-    count = 1  # the agreement of the ranks
-    for bucket in _buckets(world, steps):
-        batches = {
-            (world.registry[index].shape, world.registry[index].operator_type, task.team)
-            for task in bucket.tasks
-            for index in task.owned
+        Returns:
+            ``num_owners``: ranks that own a matrix. Of a rank, the least, the mean and the most:
+            ``gflop`` of Newton-Schulz in 1e9 flops, and bytes that it sends, ``sent_within`` its
+            node and ``sent_across`` nodes. Of the slowest rank ``orthogonalize_seconds``,
+            ``exchange_seconds`` and ``elementwise_seconds`` (momentum, update and AdamW).
+        """
+        world = self.world
+        seconds = [
+            flops / hardware.ns_flops_per_second(info.shape)
+            for flops, info in zip(self.flops, world.registry, strict=True)
+        ]
+        orthogonalize = load_by_rank(self.jobs, seconds)
+        sizes = world.num_ranks, world.ranks_per_node
+        num_steps = [self.steps[info.operator_type] for info in world.registry]
+        sent = sent_by_rank(world.matrices, self.jobs, *sizes)
+        reduced = reduced_by_rank(world.matrices, self.jobs, num_steps, *sizes)
+        within, across = (
+            [float(world.wire_bytes * each) for each in (one + other).tolist()]
+            for one, other in zip(sent, reduced, strict=True)
+        )
+        wires = [
+            near / (hardware.nvlink_gb_per_s * 1e9 * hardware.nvlink_efficiency)
+            + far / hardware.network_bytes_per_second
+            for near, far in zip(within, across, strict=True)
+        ]
+        latency = self._num_collectives() * hardware.collective_us * 1e-6
+        return {
+            "num_owners": len(self.loads),
+            "gflop": _spread([self.loads.get(rank, 0.0) / 1e9 for rank in range(world.num_ranks)]),
+            "sent_within": _spread(within),
+            "sent_across": _spread(across),
+            "orthogonalize_seconds": max(orthogonalize.values(), default=0.0),
+            "exchange_seconds": max(wires) + latency,
+            "elementwise_seconds": world.elementwise_bytes / hardware.hbm_bytes_per_second,
         }
-        # One each way, what relays forward, and of a team: a Gram matrix a step, the greatest
-        # entry, the norm, and what is not finite.
-        count += 2 + (bucket.forward is not None)
-        count += sum(steps[operator_type] + 3 for _, operator_type, team in batches if team)
-    return count
+
+    def imbalance(self) -> float:
+        """Greatest load of a rank over the mean of all."""
+        return imbalance(self.jobs, self.flops, self.world.num_ranks)
+
+    def _num_collectives(self) -> int:
+        """Of one rank in a step, one after the other."""
+        if self.world.num_ranks == 1:
+            return 0
+        count, registry = 1, self.world.registry  # the agreement of the ranks
+        for bucket in self._buckets():
+            batches = {
+                (registry[index].shape, registry[index].operator_type, task.team)
+                for task in bucket.tasks
+                for index in task.owned
+            }
+            # One each way, what relays forward, and of a team: a Gram matrix a step, the greatest
+            # entry, the norm, and what is not finite.
+            count += 2 + (bucket.forward is not None)
+            count += sum(self.steps[kind] + 3 for _, kind, team in batches if team)
+        return count
+
+    def _buckets(self) -> tuple[Bucket, ...]:
+        """Buckets of the rank with the most work; those of one rank need no exchange."""
+        world = self.world
+        plan = plan_exchange(
+            world.matrices,
+            self.jobs,
+            rank=min(self.loads, key=lambda rank: (-self.loads[rank], rank), default=0),
+            peers=range(world.num_ranks),
+            bytes_by_matrix=[matrix.num_elements * world.wire_bytes for matrix in world.matrices],
+            bucket_bytes=world.config.bucket_bytes,
+        )
+        return plan.buckets or plan.local
+
+    def exchange_memory(self) -> int:
+        """Bytes that the busiest rank holds for the exchange at its worst moment.
+
+        Gathers in flight (sent and received), the bucket at hand whole, stacked, and in two
+        iterates with two Gram matrices, its delivery and the one before, which relays forward.
+        """
+        gathers, wholes, deliveries, forwards = [], [], [], [0]
+        for bucket in self._buckets():
+            gathers.append(_both_ways(bucket.gather))
+            deliveries.append(_both_ways(bucket.deliver))
+            forwards.append(_both_ways(bucket.forward) if bucket.forward else 0)
+            shapes = [shape for task in bucket.tasks for shape in task.shapes]
+            batches = Counter(shapes)
+            iterates = max((3 * n * math.prod(s) for s, n in batches.items()), default=0)
+            grams = max((2 * n * min(s) ** 2 for s, n in batches.items()), default=0)
+            wholes.append(2 * sum(map(math.prod, shapes)) + iterates + grams)
+        ahead = 1 + self.world.config.buckets_in_flight
+        moments = (
+            sum(gathers[index : index + ahead]) + sum(at_hand)
+            for index, at_hand in enumerate(
+                zip(wholes, deliveries, [0, *deliveries], forwards, strict=False)
+            )
+        )
+        return max(moments, default=0) * self.world.wire_bytes
+
+    def observation_seconds(self, samples: Sequence[Sequence[str]], hardware: Hardware) -> float:
+        """Time that the slowest observation adds to its step.
+
+        Args:
+            samples: Names of the matrices drawn at each observation; at least one.
+            hardware: Stated figures.
+        """
+        world = self.world
+        owners = {world.registry[job.matrix].name: job.owner for job in self.jobs if job.reports}
+        shapes = {info.name: info.shape for info in world.registry}
+        # Wide buckets carry the momentum in float32 instead of the wire's dtype.
+        wide = getattr(torch, world.config.momentum_dtype).itemsize if world.num_ranks > 1 else 0
+        slowest = 0.0
+        for names in samples:
+            seconds: dict[int, float] = defaultdict(float)
+            for name in names:
+                gather = wide * math.prod(shapes[name]) / hardware.network_bytes_per_second
+                observe = observation_flops(*shapes[name]) / (hardware.observe_tflops * 1e12)
+                seconds[owners[name]] += observe + gather
+            slowest = max(slowest, *seconds.values())
+        return slowest + hardware.collective_us * 1e-6
 
 
-def busiest_rank(world: World, steps: Mapping[str, int]) -> int:
-    """The rank with the most Newton-Schulz work."""
-    loads = load_by_rank(deal(world, steps), flops_by_matrix(world.registry, steps))
-    return min(loads, key=lambda rank: (-loads[rank], rank), default=0)
-
-
-def _buckets(world: World, steps: Mapping[str, int]) -> tuple[Bucket, ...]:
-    """Buckets of the busiest rank; those of one rank need no exchange."""
-    wire = world.wire_bytes
-    plan = plan_exchange(
-        world.matrices,
-        deal(world, steps),
-        rank=busiest_rank(world, steps),
-        peers=range(world.num_ranks),
-        bytes_by_matrix=[matrix.num_elements * wire for matrix in world.matrices],
-        bucket_bytes=world.config.bucket_bytes,
-    )
-    return plan.buckets or plan.local
-
-
-def exchange_memory(world: World, steps: Mapping[str, int]) -> int:
-    """Bytes that the busiest rank holds for the exchange at its worst moment.
-
-    Gathers in flight (sent and received), the bucket at hand whole, stacked, and in two iterates
-    with two Gram matrices, its delivery and the one before, which relays forward.
-    """
-    wire, ahead = world.wire_bytes, world.config.buckets_in_flight
-    gathers, wholes, deliveries, forwards = [], [], [], []
-    for bucket in _buckets(world, steps):
-        gathers.append(_both_ways(bucket.gather))
-        deliveries.append(_both_ways(bucket.deliver))
-        forwards.append(_both_ways(bucket.forward) if bucket.forward else 0)
-        shapes = [shape for task in bucket.tasks for shape in task.shapes]
-        batches = Counter(shapes)
-        iterates = max((3 * n * math.prod(s) for s, n in batches.items()), default=0)
-        grams = max((2 * n * min(s) ** 2 for s, n in batches.items()), default=0)
-        wholes.append(2 * sum(map(math.prod, shapes)) + iterates + grams)
-    peak = 0
-    for index, whole in enumerate(wholes):
-        landing = deliveries[index] + (deliveries[index - 1] + forwards[index - 1] if index else 0)
-        peak = max(peak, sum(gathers[index : index + 1 + ahead]) + whole + landing)
-    return peak * wire
+def _spread(values: Sequence[float]) -> dict[str, float]:
+    return {"least": min(values), "mean": math.fsum(values) / len(values), "most": max(values)}
 
 
 def _both_ways(transfer: Transfer) -> int:
     return sum(count_elements(parts) for parts in (*transfer.send, *transfer.receive))
-
-
-def observation_seconds(
-    world: World,
-    steps: Mapping[str, int],
-    samples: Sequence[Sequence[str]],
-    hardware: Hardware,
-) -> float:
-    """Time that the slowest observation adds to its step.
-
-    Args:
-        world: The matrices and where they lie.
-        steps: Newton-Schulz steps of each operator type meanwhile.
-        samples: Names of the matrices drawn at each observation.
-        hardware: Stated figures.
-    """
-    if not samples:
-        return 0.0
-    jobs = [job for job in deal(world, steps) if job.reports]
-    owner_by_name = {world.registry[job.matrix].name: job.owner for job in jobs}
-    shape_by_name = {info.name: info.shape for info in world.registry}
-    # Wide buckets carry the momentum in float32 instead of the wire's dtype.
-    wide = getattr(torch, world.config.momentum_dtype).itemsize
-    rate = hardware.network_gb_per_s * 1e9 * hardware.network_efficiency
-    slowest = 0.0
-    for names in samples:
-        seconds: Counter[int] = Counter()
-        for name in names:
-            shape = shape_by_name[name]
-            gather = wide * math.prod(shape) / rate if world.num_ranks > 1 else 0.0
-            seconds[owner_by_name[name]] += hardware.observe_seconds(shape) + gather  # type: ignore[assignment]
-        slowest = max(slowest, *seconds.values())
-    return slowest + hardware.collective_us * 1e-6

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from amo_dist.tools.command import pad
+from torchtitan_ext.tools.preflight_costs import PARTS
 from torchtitan_ext.tools.preflight_memory import peak
 
 _ASSUMED = "torchtitan_ext/tools/hardware.toml; --hardware takes another file, or the doctor's"
@@ -128,10 +129,7 @@ def _seconds(report: Mapping[str, Any]) -> list[str]:
     )
     for phase in ("before", "after") if "step" in report else ():
         one = report["step"][phase]
-        parts = ", ".join(
-            f"{name} {one[name + '_seconds'] * 1e3:.1f}"
-            for name in ("orthogonalize", "exchange", "elementwise")
-        )
+        parts = ", ".join(f"{name} {one[name + '_seconds'] * 1e3:.1f}" for name in PARTS)
         lines.append(f"    {phase:<6} {parts} ms")
     lines.append(f"  share of the step      {after / (model + after):.2%}")
     if found := report.get("observation"):
