@@ -137,7 +137,8 @@ def prose(text: str) -> str:
 
 def links(text: str) -> list[tuple[str, str]]:
     """Path and heading of each link and picture that does not leave the project."""
-    return re.findall(r"\]\((?!\w+:)([^)#]*)#?([^)]*)\)", prose(text))
+    pictures = [(path, "") for path in re.findall(r'<img src="([^"]+)"', prose(text))]
+    return re.findall(r"\]\((?!\w+:)([^)#]*)#?([^)]*)\)", prose(text)) + pictures
 
 
 def headings(text: str) -> set[str]:
@@ -163,11 +164,12 @@ def test_links_lead_somewhere(document: str) -> None:
 
 def test_links_and_headings_are_found() -> None:
     text = "# A `b`, c\n[a](LICENSE) [b](https://x.org/y) ![c](x/y.png)\n```md\n[d](e)\n```\n"
-    assert links(f"{text}[f](g.md#h-i) [j](#k)") == [
+    assert links(f'{text}[f](g.md#h-i) [j](#k)\n<img src="l.png" alt="m">') == [
         ("LICENSE", ""),
         ("x/y.png", ""),
         ("g.md", "h-i"),
         ("", "k"),
+        ("l.png", ""),
     ]
     assert headings(text) == {"a-b-c"}
 
