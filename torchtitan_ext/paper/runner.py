@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 import subprocess
@@ -17,6 +16,9 @@ from torchtitan_ext.tools import runs
 
 LAUNCHER = ROOT / "launch" / "train.slurm"
 """Starts one run; its demands on Slurm are those of an array's tasks too."""
+
+AMO = (sys.executable, "-m", "torchtitan_ext")
+"""Runs a command of this project."""
 
 
 def steps_done(job: Job) -> int:
@@ -127,25 +129,18 @@ def _prepare(job: Job) -> None:
         if output.exists():
             continue
         # Paths of commands are relative to the repository, wherever this process runs.
-        status = subprocess.run(
-            [sys.executable, "-m", "torchtitan_ext", *command], cwd=ROOT, check=False
-        ).returncode
+        status = subprocess.run([*AMO, *command], cwd=ROOT, check=False).returncode
         if status != 0:
             raise ValueError(f"{job.folder.name}: failed: amo {shlex.join(command)}")
 
 
 def _train(job: Job, extra: Sequence[str], ranks: int) -> int:
-    environment = runs.environment(
-        ranks,
-        GPUS=str(ranks),
-        MAX_RESTARTS="0",  # a failure here is looked at, not repeated
-        LOGS=str(ROOT / job.folder / "logs"),
-        PATH=f"{Path(sys.executable).parent}{os.pathsep}{os.environ.get('PATH', '')}",
-    )
-    process = subprocess.Popen([*job.command(), *extra], cwd=ROOT, env=environment)
+    # A run of its own, as one would start it; a failure here is looked at, not repeated.
+    command = ("train", str(job.config), "--ranks", str(ranks), *job.arguments(), *extra)
+    process = subprocess.Popen([*AMO, *command], cwd=ROOT)
     try:
         return process.wait()
-    finally:  # torchrun ends its ranks when it is terminated
+    finally:  # it ends its ranks when it is terminated
         if process.poll() is None:
             process.terminate()
             process.wait()

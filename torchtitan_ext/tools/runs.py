@@ -159,10 +159,10 @@ def parse(arguments: Sequence[str]) -> Any:
     return settings.parse(arguments)
 
 
-def environment(num_ranks: int, **more: str) -> dict[str, str]:
+def environment(num_ranks: int) -> dict[str, str]:
     """This process's environment for torchrun: threads for each rank where nothing sets them."""
     threads = max((os.cpu_count() or 1) // num_ranks, 1)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ, **more}
+    return {"OMP_NUM_THREADS": str(threads), **os.environ}
 
 
 def num_ranks(given: int | None, most: int | None = None) -> int:
