@@ -21,7 +21,12 @@ from tests.examples import ROOT, examples
 
 FOLDERS = ("amo_dist", "torchtitan_ext", "benchmarks", "configs", "docs", "launch", "tests")
 NOT_COPIED = shutil.ignore_patterns("__pycache__", "results")
-BUILD = "from setuptools import build_meta; print(build_meta.build_{kind}({folder!r}))"
+BUILD = """
+import sys
+sys.modules["torch"] = None  # pip builds in an environment without it
+from setuptools import build_meta
+print(build_meta.build_{kind}({folder!r}))
+"""
 WHO = (
     "import amo_dist, importlib.metadata as m; "
     "print(amo_dist.__file__, amo_dist.__version__, m.version('amo-dist'))"
