@@ -40,7 +40,7 @@ def main(args: Sequence[str] | None = None) -> int:
         end_with_parent()
     from torchtitan.tools.logging import init_logger
 
-    from torchtitan_ext.data.rows import DataError
+    from torchtitan_ext.data.files import DataError
     from torchtitan_ext.plugin import settings
     from torchtitan_ext.plugin.checkpoints import CheckpointError
 

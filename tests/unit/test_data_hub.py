@@ -13,9 +13,9 @@ import pytest
 from tests.unit import hub_server
 from tests.unit.data_corpus import build
 from torchtitan_ext import cli
+from torchtitan_ext.data.files import DataError
 from torchtitan_ext.data.loader import Streams
 from torchtitan_ext.data.packed import PackedSequences
-from torchtitan_ext.data.rows import DataError
 from torchtitan_ext.data.streams import permutation
 
 
