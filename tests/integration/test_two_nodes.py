@@ -283,5 +283,5 @@ def test_slurm_saves_and_queues_the_job_again_before_its_time_is_up(tmp_path: Pa
 def test_slurm_headers_ask_for_a_requeue() -> None:
     text = (LAUNCH / "train.slurm").read_text()
     headers = re.findall(r"^#SBATCH (--[a-z-]+)(?:=(\S+))?$", text, re.MULTILINE)
-    assert dict(headers)["--signal"] == "B:USR1@420"
+    assert dict(headers)["--signal"] == "B:USR1@720"
     assert {"--requeue", "--exclusive"} <= {name for name, _ in headers}

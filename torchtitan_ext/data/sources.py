@@ -82,8 +82,9 @@ class Dataset(titan.HuggingFaceTextDataLoader.Config):
 
     num_workers: int | None = None
     """
-    Processes of each rank that read and tokenize ahead; 0 reads in the training process. By
-    default 1, and for torchtitan's own datasets 0. The documents and a resume are the same.
+    Processes of each rank that read and tokenize ahead; 0 does so in the training process, where a
+    thread reads the next block of a dataset on the hub. By default 1, and for torchtitan's own
+    datasets 0. The documents and a resume are the same.
     """
 
     prefetch_factor: int | None = None
