@@ -9,6 +9,7 @@ from typing import Any
 
 from amo_dist.tools.cli import add_commands
 from amo_dist.tools.command import Parser, run_command
+from torchtitan_ext.data.files import DataError
 from torchtitan_ext.paper import cli as paper
 from torchtitan_ext.tools import export, preflight, quickstart, report, tokenize, train, watch
 
@@ -40,8 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         argv: Arguments after the program's name; those of the process by default.
 
     Returns:
-        The exit status: 0, 2 for a mistake of the user's or a missing extra (told in one line), or
-        the command's own.
+        The exit status: 0, 2 for a mistake of the user's or a missing extra, 1 for data that cannot
+        be read now (told in one line), or the command's own.
     """
     arguments = sys.argv[1:] if argv is None else argv
     if arguments and arguments[0] in MOVED:
@@ -49,6 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     try:
         return run_command(build_parser(), arguments)
+    except DataError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     except ModuleNotFoundError as error:
         missing = (error.name or "").partition(".")[0]
         if missing not in TITAN:

@@ -41,7 +41,7 @@ def main(args: Sequence[str] | None = None) -> int:
     from torchtitan.tools.logging import init_logger
 
     from amo_dist.distributed.absence import AbsentRanksError
-    from torchtitan_ext.data.rows import DataError
+    from torchtitan_ext.data.files import DataError
     from torchtitan_ext.plugin import settings
     from torchtitan_ext.plugin.checkpoints import CheckpointError
 

@@ -22,7 +22,7 @@ LAUNCH = ROOT / "launch"
 CONFIG = ROOT / "configs" / "debug_llama3.toml"
 STEPS = 30
 INTERVAL = 10  # AMO locks at step 14: a run resumed from step 10 is in its transition
-SHELL_SCRIPTS = ("train_node.sh", "train_nodes.sh", "train.slurm")
+SHELL_SCRIPTS = ("setup.sh", "train_node.sh", "train_nodes.sh", "train.slurm")
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the scripts are bash")
 
@@ -171,9 +171,19 @@ def test_a_killed_run_of_two_nodes_ends_as_if_it_had_never_stopped(tmp_path: Pat
     ("variables", "arguments", "told"),
     [
         ({}, ["configs/debug_llama3.toml"], "usage:"),
-        ({"NODES": "2", "HEAD": "localhost:1"}, [], "usage:"),
         ({"NODES": "2", "HEAD": "localhost:1"}, ["configs/no.toml"], "no config configs/no.toml"),
+        (
+            {"NODES": "2", "HEAD": "localhost:1", "CUDA_VISIBLE_DEVICES": ""},
+            ["configs/debug_llama3.toml"],
+            "error: AMO_DEVICE: found no accelerator on ",
+        ),
+        (
+            {"NODES": "2", "HEAD": "localhost:1", "GPUS": "3", "AMO_DEVICE": "cpu"},
+            ["configs/debug_llama3.toml", "--training.steps=0", "--training.global_batch_size=4"],
+            "error: training.global_batch_size: found 4, expected a multiple of ",
+        ),
     ],
+    ids=["usage", "no config", "no accelerator", "mistakes"],
 )
 def test_mistakes_are_told_before_any_rank_starts(
     variables: dict[str, str], arguments: list[str], told: str
@@ -187,6 +197,7 @@ def test_mistakes_are_told_before_any_rank_starts(
     )
     assert result.returncode == 2
     assert told in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 def stub(folder: Path, name: str, body: str) -> None:
@@ -196,18 +207,19 @@ def stub(folder: Path, name: str, body: str) -> None:
 
 
 def test_one_node_meets_itself_on_a_free_port(tmp_path: Path) -> None:
-    # Everything but torchrun itself.
-    stub(tmp_path, "python", f'[[ "$1" == -c ]] || echo "$@" > {tmp_path}/called')
+    # Everything but the launcher itself.
+    stub(
+        tmp_path, "python", f'[[ "$1" == -c ]] || echo "$NODES $HEAD $GPUS $@" > {tmp_path}/called'
+    )
     path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
     subprocess.run(
         [str(LAUNCH / "train_node.sh"), "configs/qwen3_70m.toml", "--training.steps", "3"],
-        env=environment(PATH=path, GPUS="6", LOGS=str(tmp_path / "logs")),
+        env=environment(PATH=path, GPUS="6"),
         check=True,
     )
-    called = (tmp_path / "called").read_text()
-    assert "--nnodes 1 --nproc-per-node 6" in called
-    assert "--rdzv-endpoint localhost:0" in called
-    assert "--job.config_file configs/qwen3_70m.toml --training.steps 3" in called
+    assert (tmp_path / "called").read_text() == (
+        "1 localhost:0 6 -m torchtitan_ext.tools.nodes configs/qwen3_70m.toml --training.steps 3\n"
+    )
 
 
 # ------------------------------------------------------------------ Slurm
@@ -219,6 +231,7 @@ def slurm(tmp_path: Path, srun: str) -> subprocess.Popen[bytes]:
         "scontrol",
         f'[[ "$1" == show ]] && echo -e "n1\\nn2" || echo "$@" >> {tmp_path}/requeued',
     )
+    stub(tmp_path, "scancel", f'echo "$@" > {tmp_path}/cancelled')
     stub(tmp_path, "srun", srun)
     variables = environment(
         PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
@@ -226,6 +239,7 @@ def slurm(tmp_path: Path, srun: str) -> subprocess.Popen[bytes]:
         SLURM_JOB_ID="123456",
         SLURM_JOB_NODELIST="n[1-2]",
         SLURM_GPUS_ON_NODE="8",
+        SLURM_CPUS_ON_NODE="96",
         SLURM_RESTART_COUNT="3",
     )
     # A copy, from elsewhere: so does Slurm.
@@ -243,25 +257,31 @@ def test_slurm_starts_every_node_with_the_same_meeting_point(tmp_path: Path) -> 
     assert job.wait(timeout=60) == 7  # and a failed run is not queued again
     assert (tmp_path / "called").read_text().split() == [
         *("2", "n1:23456", "8", "123456-3", str(ROOT), "--kill-on-bad-exit=1"),
-        *("launch/train_nodes.sh", "configs/qwen3_1.7b.toml", "--training.steps", "3"),
+        *(
+            "--cpus-per-task=96",
+            "launch/train_nodes.sh",
+            "configs/qwen3_1.7b.toml",
+            "--training.steps",
+            "3",
+        ),
     ]
     assert not (tmp_path / "requeued").exists()
 
 
-def test_slurm_queues_the_job_again_before_its_time_is_up(tmp_path: Path) -> None:
-    job = slurm(
-        tmp_path, f"touch {tmp_path}/started; for i in {{1..30}}; do sleep 0.1; done; exit 5"
-    )
+def test_slurm_saves_and_queues_the_job_again_before_its_time_is_up(tmp_path: Path) -> None:
+    # The ranks are told by scancel alone, and end when they have saved.
+    body = f"touch {tmp_path}/started; until [[ -e {tmp_path}/cancelled ]]; do sleep 0.1; done"
+    job = slurm(tmp_path, f"{body}; [[ ! -e {tmp_path}/requeued ]] || exit 9; exit 5")
     while not (tmp_path / "started").exists():
         time.sleep(0.02)
     job.send_signal(signal.SIGUSR1)
-    # The run trained on until it ended, and its status is the job's.
     assert job.wait(timeout=60) == 5
+    assert (tmp_path / "cancelled").read_text() == "--signal=TERM 123456\n"
     assert (tmp_path / "requeued").read_text() == "requeue 123456\n"
 
 
 def test_slurm_headers_ask_for_a_requeue() -> None:
     text = (LAUNCH / "train.slurm").read_text()
     headers = re.findall(r"^#SBATCH (--[a-z-]+)(?:=(\S+))?$", text, re.MULTILINE)
-    assert dict(headers)["--signal"] == "B:USR1@120"
+    assert dict(headers)["--signal"] == "B:USR1@720"
     assert {"--requeue", "--exclusive"} <= {name for name, _ in headers}

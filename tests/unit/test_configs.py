@@ -30,6 +30,7 @@ from amo_dist.tools.tracker import WHAT
 from torchtitan_ext.learning_rate import scaling_law_lr
 from torchtitan_ext.plugin import models, settings
 from torchtitan_ext.plugin.geometry import Geometry
+from torchtitan_ext.tools import launch
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -116,6 +117,19 @@ def test_every_config_of_amo_is_of_the_paper_or_small() -> None:
 @pytest.mark.parametrize("name", ["quickstart", "debug_llama3", "debug_qwen3"])
 def test_small_configs_have_a_seed(name: str) -> None:
     assert parsed(name).debug.seed == 42
+
+
+@pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
+def test_time_outs_of_clusters_fit_each_other(name: str) -> None:
+    if name == "quickstart" or name.startswith("debug_"):
+        return
+    comm = parsed(name).comm
+    hub_seconds = 300  # over which the hub counts requests, and asks to come back
+    assert 0.8 * comm.train_timeout_seconds > hub_seconds
+    assert comm.init_timeout_seconds >= comm.train_timeout_seconds
+    script = (ROOT / "launch" / "train.slurm").read_text()
+    (announced,) = re.findall(r"^#SBATCH --signal=B:USR1@(\d+)$", script, re.MULTILINE)
+    assert int(announced) > launch.grace(parsed(name)) + 30  # to end, and to queue the job again
 
 
 @pytest.mark.parametrize(("model", "family"), RUN_TABLE)

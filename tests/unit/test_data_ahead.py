@@ -23,7 +23,7 @@ import torch
 
 from tests.unit.data_corpus import build, dataset, write_jsonl, write_parquet
 from tests.unit.test_data_streams import small_corpus, small_stream
-from torchtitan_ext.data import rows
+from torchtitan_ext.data import files, rows
 from torchtitan_ext.data.ahead import Depth
 from torchtitan_ext.data.files import find_files
 
@@ -328,14 +328,14 @@ def test_a_wait_for_data_ends_before_ranks_stop_waiting(tmp_path: Path) -> None:
     one._depth = limits
     with (
         hanging(after=0),
-        pytest.raises(rows.DataError, match=r"waited .* comm\.init_timeout_seconds"),
+        pytest.raises(files.DataError, match=r"waited .* comm\.init_timeout_seconds"),
     ):
         next(iter(one))
     one._depth = dataclasses.replace(limits, start_seconds=0)
     # In the second blocks.
     with (
         hanging(130),
-        pytest.raises(rows.DataError, match=r"waited .* comm\.train_timeout_seconds"),
+        pytest.raises(files.DataError, match=r"waited .* comm\.train_timeout_seconds"),
     ):
         collections.deque(one, maxlen=0)
 

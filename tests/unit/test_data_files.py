@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.data_corpus import write_arrow, write_jsonl, write_parquet
-from torchtitan_ext.data.files import Hub, find_files, format_of, hub_files
+from torchtitan_ext.data.files import DataError, Hub, find_files, format_of, hub_files
 from torchtitan_ext.data.rows import BadRow, BadRows, Part, deal, read_parts, read_rows, texts
 
 TEXTS = [f"text {i} é" for i in range(8)]
@@ -205,6 +205,6 @@ def test_a_remote_file_is_opened_again_where_it_broke_off(
         assert waits == [2, 4, 8, 16, 32, 60, 60, 60, 60]
     else:
         with pytest.raises(
-            rows.DataError, match=r"^cannot read hf://a\.jsonl: reset by peer \(10 tries"
+            DataError, match=r"^cannot read hf://a\.jsonl: reset by peer \(10 tries"
         ):
             next(read)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from torchtitan.config import CommConfig
 
 from tests.unit import hub_server
 from tests.unit.data_corpus import build
 from torchtitan_ext import cli
+from torchtitan_ext.data.files import DataError
 from torchtitan_ext.data.loader import Streams
 from torchtitan_ext.data.packed import PackedSequences
-from torchtitan_ext.data.rows import DataError
 from torchtitan_ext.data.streams import permutation
 
 
@@ -38,9 +39,10 @@ def repository(letter: str, num_files: int = 6) -> dict[str, bytes]:
     return {"README.md": b"A dataset.\n", **files}
 
 
-def loader(**fields: Any) -> Any:
+def loader(train_timeout: int = 100, **fields: Any) -> Any:
     options: dict[str, Any] = {"num_streams": 2, "shuffle_buffer": 4, "num_workers": 0, **fields}
     config = Streams.Config(dataset="documents", dataset_path=hub_server.NAME, **options)
+    config._comm = CommConfig(train_timeout_seconds=train_timeout)
     return build(config)
 
 
@@ -183,9 +185,13 @@ def test_a_server_that_hangs_is_asked_again(
     assert faults.hits == 2
 
 
-def test_the_present_block_serves_while_the_server_hangs(hub: hub_server.Hub) -> None:
+@pytest.mark.parametrize("num_workers", [0, 1])
+@pytest.mark.parametrize("train_timeout", [100, 1])
+def test_the_present_block_serves_while_the_server_hangs_and_a_wait_ends_before_ranks_give_up(
+    train_timeout: int, num_workers: int, hub: hub_server.Hub
+) -> None:
     # Two streams of three files each, blocks of 20 documents: one file.
-    options: dict[str, Any] = {"shuffle_buffer": 20, "num_workers": 1, "prefetch_factor": 2}
+    options: dict[str, Any] = {"shuffle_buffer": 20, "prefetch_factor": 2}
     expected = draw(loader(**options), 20)
     released = threading.Event()
 
@@ -197,9 +203,40 @@ def test_the_present_block_serves_while_the_server_hangs(hub: hub_server.Hub) ->
         return None
 
     hub.fault = hang_on_the_second_block
-    batches = iter(loader(**options))
+    batches = iter(loader(train_timeout, num_workers=num_workers, **options))
     found = [next(batches)[1].tolist() for _ in range(8)]
     assert not released.is_set()
+    if train_timeout == 1:
+        with pytest.raises(DataError, match=r"waited .* comm\.train_timeout_seconds"):
+            draw(batches, 20)
+        released.set()
+        return
     released.set()
     found += [next(batches)[1].tolist() for _ in range(12)]
     assert found == expected
+
+
+@pytest.mark.parametrize("outcome", [429, 503, None], ids=["too many requests", "down", "gone"])
+def test_a_server_that_does_not_serve_at_a_start_is_no_mistake(
+    outcome: int | None, hub: hub_server.Hub, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    hub.fault = lambda method, path: outcome
+    if outcome is None:
+        gone = hub_server.Hub(url="http://127.0.0.1:9")
+        hub_server.use(gone, monkeypatch, str(tmp_path / "cache"))
+    with pytest.raises(DataError, match=r"^cannot find the files of 'owner/name' on the hub now: "):
+        loader()
+    hub.fault = lambda method, path: 404
+    hub_server.use(hub, monkeypatch, str(tmp_path / "cache"))
+    with pytest.raises(ValueError, match="nor a dataset that the hub gives"):
+        loader()
+
+
+def test_each_validation_reads_the_commit_of_the_first(hub: hub_server.Hub) -> None:
+    config = Streams.Config(
+        dataset="documents", dataset_path=hub_server.NAME, num_streams=2, num_workers=0
+    )
+    config._validates = True
+    expected = draw(build(config), 8)
+    hub.commit(11, repository("b"))
+    assert draw(build(config), 8) == expected

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import signal
+import socket
 import time
 import warnings
 from pathlib import Path
@@ -75,7 +76,7 @@ def test_the_plan_is_saved_once_and_forgotten_by_a_new_run(tmp_path: Path) -> No
 def test_two_runs_cannot_write_into_one_folder(tmp_path: Path) -> None:
     require_unlocked(tmp_path / "missing")
     files = RunFiles(tmp_path)
-    with pytest.raises(ValueError, match=rf"being written by process {os.getpid()};"):
+    with pytest.raises(ValueError, match=rf"process {os.getpid()} on {socket.gethostname()};"):
         RunFiles(tmp_path)
     with pytest.raises(ValueError, match="being written by process"):
         require_unlocked(tmp_path)
@@ -177,9 +178,9 @@ def test_the_quickstart_tells_how_training_ended(
     saved: int,
     told: str,
 ) -> None:
-    def train(_arguments: list[str], _num_ranks: int, folder: Path) -> int | None:
+    def train(_arguments: list[str], _num_ranks: int, config: Any) -> int | None:
         if saved:
-            checkpoint(folder, saved)
+            checkpoint(Path(config.dump_folder), saved)
         return status
 
     monkeypatch.setattr(quickstart.launch, "start", train)

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -188,8 +189,9 @@ def test_train_picks_as_many_ranks_as_the_config_fits(
 ) -> None:
     started: list[int] = []
 
-    def start(_: list[str], num_ranks: int, folder: Path) -> int:
-        assert folder.is_dir()
+    def start(_: list[str], num_ranks: int, config: Any) -> int:
+        assert Path(config.dump_folder).is_dir()
+        assert launch.grace(config) > config.comm.init_timeout_seconds  # which ranks take to save
         started.append(num_ranks)
         return 5
 

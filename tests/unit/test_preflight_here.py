@@ -154,6 +154,10 @@ SMALL = ("quickstart", "--training.steps=80")
             (*SMALL, "--comm.train_timeout_seconds=0"),
             "comm.train_timeout_seconds: found 0, expected more than the 0 s in which a checkpoint",
         ),
+        (
+            (*SMALL, "--comm.init_timeout_seconds=0"),
+            "comm.init_timeout_seconds: found 0, expected more than the 0 s in which a checkpoint",
+        ),
         ((*SMALL, "--dump_folder=a_file"), "dump_folder: found a_file, which cannot be written"),
     ],
 )

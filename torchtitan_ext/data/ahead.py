@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from torchtitan_ext.data.rows import DataError
+from torchtitan_ext.data.files import DataError
 from torchtitan_ext.data.streams import DealtStream
 
 

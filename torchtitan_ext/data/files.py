@@ -17,6 +17,10 @@ COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
 """Suffixes after ``.jsonl``. ``.zst``, that of SlimPajama, needs the package ``zstandard``."""
 
 
+class DataError(RuntimeError):
+    """What could be read cannot be read now: no mistake of the user, and a restart may help."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hub:
     """Which part of a dataset on the hub to read; empty strings stand for the hub's defaults."""
@@ -106,6 +110,7 @@ def hub_files(name: str, hub: Hub) -> Files:
 
     Raises:
         ValueError: If the dataset, its subset or its split cannot be found.
+        DataError: If the hub does not answer, or asks to come back later.
     """
     import datasets
 
@@ -113,7 +118,11 @@ def hub_files(name: str, hub: Hub) -> Files:
         builder = datasets.load_dataset_builder(
             name, name=hub.config or None, revision=hub.revision or None
         )
-    except (OSError, RuntimeError, ValueError) as error:
+    except Exception as error:  # clients of networks raise what they like
+        if _is_outage(error):
+            raise DataError(f"cannot find the files of {name!r} on the hub now: {error}") from error
+        if not isinstance(error, (OSError, RuntimeError, ValueError)):
+            raise
         raise ValueError(
             f"training.dataset_path: found {name!r}, neither a folder here nor a dataset that the "
             f"hub gives: {error}"
@@ -128,6 +137,21 @@ def hub_files(name: str, hub: Hub) -> Files:
         )
     commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", urls[0])
     return Files(urls, _digest(urls), commit[1] if commit else "")
+
+
+def _is_outage(error: BaseException | None) -> bool:
+    """Whether an error, or what caused it, is that of a server that does not serve now."""
+    while error is not None:
+        response = getattr(error, "response", None)
+        if (status := getattr(response, "status_code", None)) is not None:
+            return status in (408, 429) or status >= 500
+        if "OfflineModeIsEnabled" in f"{type(error).__name__} {error}":
+            return False
+        is_client_s = type(error).__module__.partition(".")[0] in ("httpx", "requests")
+        if is_client_s or isinstance(error, (ConnectionError, TimeoutError)):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def is_commit(revision: str) -> bool:

@@ -20,7 +20,7 @@ from torchtitan.tools import utils
 
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.data import sources
-from torchtitan_ext.data.ahead import Depth, Drawn, draw, draw_ahead
+from torchtitan_ext.data.ahead import Depth, Drawn, Reader, draw, draw_ahead
 from torchtitan_ext.data.files import is_commit
 from torchtitan_ext.data.packed import COMMIT
 from torchtitan_ext.data.sources import check
@@ -71,7 +71,11 @@ class Streams(BaseDataLoader):
         def build(self, **options: Any) -> BaseDataLoader:
             """The loader, see :func:`build`."""
             with _named_for(self._validates):
-                return build(self, **options)
+                loader = build(self, **options)
+            if self._validates and isinstance(loader, Streams):
+                # Each validation opens its set anew: of a dataset on the hub the same commit.
+                self.revision = loader.commit or self.revision
+            return loader
 
     def __init__(
         self,
@@ -263,12 +267,19 @@ def build(
         num_drawn = training.steps * num_sequences * seq_len if dp_rank == 0 else 0
     numbers = range(dp_rank, config.num_streams, dp_world_size)
 
+    num_workers = 1 if config.num_workers is None else config.num_workers
+
     def opened(commit: str, num_drawn: int = 0) -> Opened:
         pinned = dataclasses.replace(config, revision=commit)
         make, source = sources.open_source(pinned, tokenizer, seq_len + 1, num_drawn)
-        return [make(number=number) for number in numbers], source
+        streams = [make(number=number) for number in numbers]
+        if not num_workers and COMMIT in source:
+            # Else retries here could take longer than the other ranks wait.
+            reader = Reader(_limits(config).get("seconds", 0.0))
+            for stream in streams:
+                stream.read_ahead(reader.submit)
+        return streams, source
 
-    num_workers = 1 if config.num_workers is None else config.num_workers
     depth = None
     if num_workers:
         depth = Depth.of(

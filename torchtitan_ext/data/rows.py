@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from torchtitan_ext.data.files import format_of
+from torchtitan_ext.data.files import DataError, format_of
 
 logger = logging.getLogger(__name__)
 
@@ -39,10 +39,6 @@ Place = tuple[int, int]
 
 Row = tuple[Place, str, int, Any]
 """The place after a row, its file and unit, its number, and what :func:`read_rows` yields."""
-
-
-class DataError(RuntimeError):
-    """What could be read cannot be read now: no mistake of the user, and a restart may help."""
 
 
 class BadRow(Exception):

@@ -18,7 +18,7 @@ from torchtitan.hf_datasets import text_datasets as titan
 from amo_dist.distributed.agreement import broadcast_text, world_group
 from torchtitan_ext.data.buffered import BufferedStream
 from torchtitan_ext.data.documents import Documents, standard_library, text_files
-from torchtitan_ext.data.files import Files, Hub, find_files, is_on_hub
+from torchtitan_ext.data.files import DataError, Files, Hub, find_files, is_on_hub
 from torchtitan_ext.data.packed import COMMIT, PackedSequences, PackedStream
 from torchtitan_ext.data.pool import Pool
 from torchtitan_ext.data.streams import DealtStream, Order, ShuffledOrder, SortedOrder, Stream
@@ -82,8 +82,9 @@ class Dataset(titan.HuggingFaceTextDataLoader.Config):
 
     num_workers: int | None = None
     """
-    Processes of each rank that read and tokenize ahead; 0 reads in the training process. By
-    default 1, and for torchtitan's own datasets 0. The documents and a resume are the same.
+    Processes of each rank that read and tokenize ahead; 0 does so in the training process, where a
+    thread reads the next block of a dataset on the hub. By default 1, and for torchtitan's own
+    datasets 0. The documents and a resume are the same.
     """
 
     prefetch_factor: int | None = None
@@ -278,10 +279,10 @@ def _files(config: Dataset) -> Files:
         try:
             answer = {"files": dataclasses.asdict(find_files(where, hub))}
         except Exception as error:  # which the others would wait for
-            answer = {"error": str(error)}
+            answer = {"error": str(error), "may_pass": isinstance(error, DataError)}
     answer = json.loads(broadcast_text(json.dumps(answer), group))
     if "error" in answer:
-        raise ValueError(answer["error"])
+        raise (DataError if answer["may_pass"] else ValueError)(answer["error"])
     return Files(**{**answer["files"], "urls": tuple(answer["files"]["urls"])})
 
 

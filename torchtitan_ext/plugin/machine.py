@@ -10,6 +10,7 @@ import importlib
 import os
 import platform
 import resource
+import socket
 import sys
 import types
 from typing import Any, Literal
@@ -27,8 +28,26 @@ def cpu_is_needed() -> bool:
     True without an accelerator, with one that has no collectives (Apple's MPS), and where the
     environment variable ``AMO_DEVICE`` is ``cpu``.
     """
-    device_type = torch._utils._get_available_device_type()
-    return device_type in (None, "mps") or os.environ.get("AMO_DEVICE") == "cpu"
+    return device_type() == "cpu"
+
+
+def device_type() -> str:
+    """What training runs on here: ``cpu``, or a kind of accelerator such as ``cuda``.
+
+    Raises:
+        ValueError: Where ``AMO_DEVICE`` names a kind that is not there: one rank on CPU would hold
+            up all the others.
+    """
+    wanted = os.environ.get("AMO_DEVICE", "")
+    found = torch._utils._get_available_device_type()
+    if wanted == "cpu" or (found in (None, "mps") and not wanted):
+        return "cpu"
+    if wanted not in ("", found):
+        raise ValueError(
+            f"AMO_DEVICE: found {found or 'no accelerator'} on {socket.gethostname()}, expected "
+            f"{wanted!r}; AMO_DEVICE=cpu trains on CPUs"
+        )
+    return str(found)
 
 
 def spmd_backend() -> Literal["partial_dtensor", "spmd_types"]:

@@ -11,6 +11,7 @@ import logging
 import math
 import os
 import re
+import socket
 import weakref
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -47,7 +48,7 @@ def lock(folder: Path) -> TextIO:
         folder: Exists.
 
     Returns:
-        The open lock file, which holds the process's number.
+        The open lock file, which holds the process's number and host.
 
     Raises:
         ValueError: If another process holds the folder, or its lock cannot be written.
@@ -72,7 +73,7 @@ def lock(folder: Path) -> TextIO:
         # Some network file systems know no locks: then there is no guard.
     file.seek(0)
     file.truncate()
-    file.write(f"{os.getpid()}\n")
+    file.write(f"{os.getpid()} on {socket.gethostname()}\n")
     file.flush()
     os.register_at_fork(after_in_child=functools.partial(_let_go, weakref.ref(file)))
     return file

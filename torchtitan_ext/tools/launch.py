@@ -9,19 +9,28 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from amo_dist.distributed.absence import DID_NOT_ANSWER
 from torchtitan_ext import train
 from torchtitan_ext.tools import runs
 
 
-def start(arguments: Sequence[str], num_ranks: int, folder: Path) -> int | None:
+def grace(config: Any) -> int:
+    """Seconds after which ranks that were told to stop are killed.
+
+    More than they grant themselves to save; torchrun's default is 30.
+    """
+    return int(config.comm.init_timeout_seconds) + 30
+
+
+def start(arguments: Sequence[str], num_ranks: int, config: Any) -> int | None:
     """Run the ranks under torchrun; on failure tell what the first of them had to say.
 
     Args:
         arguments: Of torchtitan.
         num_ranks: Processes.
-        folder: Exists; gets what they write to standard error.
+        config: Theirs; its dump folder exists, and gets what they write to standard error.
 
     Returns:
         0, the exit status of the rank that failed first, or 1 where a signal ended it; ``None``
@@ -29,9 +38,10 @@ def start(arguments: Sequence[str], num_ranks: int, folder: Path) -> int | None:
     """
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--nproc-per-node", str(num_ranks), "-m", "torchtitan_ext.train", *arguments),
+        *("--shutdown-timeout", str(grace(config)), "--nproc-per-node", str(num_ranks)),
+        *("-m", "torchtitan_ext.train", *arguments),
     ]
-    errors = folder / runs.ERRORS_FILE
+    errors = Path(config.dump_folder) / runs.ERRORS_FILE
     # torchrun adds a traceback of its own to every failure; ours are one line.
     with errors.open("w") as file:
         status = _wait(
@@ -80,21 +90,34 @@ def explain(text: str) -> tuple[str, int]:
     lost = [line for line in told if DID_NOT_ANSWER in line]
     if len(lost) < len(told):
         return next(line for line in told if line not in lost), status
-    # torchrun ends the others by SIGTERM; who was killed otherwise dragged them along.
-    killed = [one for one in failures if int(one["exitcode"]) in (-9, -11, -7)]
-    if killed:
-        name = signal.Signals(-int(killed[0]["exitcode"])).name
-        hint = "; its memory may have run out" if name == "SIGKILL" else ""
-        return f"error (rank {killed[0]['rank']}): ended by {name}{hint}", 1
-    first = min((_recorded(one) for one in failures), default=None)
-    if lost and (first is None or DID_NOT_ANSWER in first[2]):
+    if failures:
+        reason = reason_of(failures)
+        tells_nothing_more = DID_NOT_ANSWER in reason or _ENDED in reason
+        return lost[0] if lost and tells_nothing_more else reason, status
+    if lost:
         return lost[0], status
-    if first is not None:
-        return f"error (rank {first[1]}): {first[2]}", status
     lines = [line for line in text.splitlines() if line.strip()]
     return f"error: {lines[-1] if lines else 'torchrun failed and told nothing'}", status
 
 
+def reason_of(failures: Sequence[Mapping[str, str]]) -> str:
+    """Why ranks failed, in one line: a user's mistake, a signal, or what failed first.
+
+    Args:
+        failures: ``rank``, ``exitcode`` and, where there is one, ``error_file`` of some.
+    """
+    mistakes = [one for one in failures if int(one["exitcode"]) == train.USER_ERROR]
+    # torchrun ends the others by SIGTERM; who was killed otherwise dragged them along.
+    killed = [one for one in failures if int(one["exitcode"]) in (-9, -11, -7)]
+    if killed and not mistakes:
+        name = signal.Signals(-int(killed[0]["exitcode"])).name
+        hint = "; its memory may have run out" if name == "SIGKILL" else ""
+        return f"error (rank {killed[0]['rank']}): ended by {name}{hint}"
+    _, rank, message = min(_recorded(one) for one in mistakes or failures)
+    return f"error (rank {rank}): {message.removeprefix('ValueError: ') if mistakes else message}"
+
+
+_ENDED = "ended with status"
 _BLOCK = r"(?m)^(?:\[rank\d+\]:)?\[\d+\]:$"
 """Begins what torchrun says of a rank that failed."""
 _FIELD = r"(?m)^\s+(rank|exitcode|error_file|traceback)\s*: (-?\d+|\S.*)"
@@ -107,5 +130,5 @@ def _recorded(failure: Mapping[str, str]) -> tuple[int, str, str]:
         when = file.stat().st_mtime_ns
         message = json.loads(file.read_text())["message"]["message"]
     except (OSError, ValueError, KeyError, TypeError):
-        return sys.maxsize, failure["rank"], f"ended with status {failure['exitcode']}"
+        return sys.maxsize, failure["rank"], f"{_ENDED} {failure['exitcode']}"
     return when, failure["rank"], " ".join(str(message).split())[:400]

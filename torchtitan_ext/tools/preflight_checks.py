@@ -138,13 +138,23 @@ def _check_batch(config: Any, num_data_ranks: int) -> None:
 
 def _check_timeouts(config: Any, size: int, disk_gb_per_s: float) -> None:
     """What ranks wait for one another through must end before they give one another up."""
+    if not config.checkpoint.enable:
+        return
+    seconds = size / (disk_gb_per_s * 1e9)
+    written = (
+        f"expected more than the {seconds:.0f} s in which a checkpoint of {size / 1e9:.1f} GB is "
+        f"written at {disk_gb_per_s} GB/s"
+    )
     timeout = config.comm.train_timeout_seconds
-    waits = config.checkpoint.enable and config.checkpoint.async_mode == "disabled"
-    if waits and timeout <= (seconds := size / (disk_gb_per_s * 1e9)):
+    if timeout <= seconds and config.checkpoint.async_mode == "disabled":
         raise ValueError(
-            f"comm.train_timeout_seconds: found {timeout}, expected more than the "
-            f"{seconds:.0f} s in which a checkpoint of {size / 1e9:.1f} GB is written at "
-            f"{disk_gb_per_s} GB/s (or checkpoint.async_mode = 'async')"
+            f"comm.train_timeout_seconds: found {timeout}, {written} (or checkpoint.async_mode = "
+            "'async')"
+        )
+    if (grace := config.comm.init_timeout_seconds) <= seconds:
+        raise ValueError(
+            f"comm.init_timeout_seconds: found {grace}, {written}: a run that is told to stop has "
+            "that long to save"
         )
 
 

@@ -60,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _announce(folder.path, step, steps, num_ranks)
         start = time.monotonic()
-        status = launch.start(arguments, num_ranks, folder.path)
+        status = launch.start(arguments, num_ranks, config)
         if status not in (0, None):
             return status
         # Ranks that are told to stop save, and end well: only what they have saved tells.

@@ -79,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
         return _train(arguments)
     print(f"Training on {num_ranks} ranks, in {folder}.", flush=True)
     folder.mkdir(parents=True, exist_ok=True)
-    status = launch.start(arguments, num_ranks, folder)
+    status = launch.start(arguments, num_ranks, config)
     return 130 if status is None else status
 
 
