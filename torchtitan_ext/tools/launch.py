@@ -80,13 +80,16 @@ def explain(text: str) -> tuple[str, int]:
     lost = [line for line in told if DID_NOT_ANSWER in line]
     if len(lost) < len(told):
         return next(line for line in told if line not in lost), status
+    first = min((_recorded(one) for one in failures), default=None)
+    waited = [line for line in lost if "Timed out" in line]
+    if waited and (first is None or DID_NOT_ANSWER in first[2]):
+        return waited[0], status  # for a rank that torchrun had to kill
     # torchrun ends the others by SIGTERM; who was killed otherwise dragged them along.
     killed = [one for one in failures if int(one["exitcode"]) in (-9, -11, -7)]
     if killed:
         name = signal.Signals(-int(killed[0]["exitcode"])).name
         hint = "; its memory may have run out" if name == "SIGKILL" else ""
         return f"error (rank {killed[0]['rank']}): ended by {name}{hint}", 1
-    first = min((_recorded(one) for one in failures), default=None)
     if lost and (first is None or DID_NOT_ANSWER in first[2]):
         return lost[0], status
     if first is not None:
