@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import errno
+import io
 import json
 import math
 import os
@@ -21,8 +22,8 @@ _T = TypeVar("_T")
 
 MOST_RANKS = 1024
 """Processes that one command starts on a node, at most."""
-MOST_WORLD = 65_536
-"""Ranks that are laid out without being started, at most: minutes of work."""
+MOST_WORLD = 32_768
+"""Ranks that are laid out without being started, at most: half a minute of work."""
 
 _LONGEST = 1000
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
@@ -110,6 +111,9 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         or written (told in one line), or 0 where the reader of the output, such as ``head``, has
         seen enough and closed it.
     """
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        # Names of files may be no UTF-8, and a terminal may know no blocks.
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         args, rest = parser.parse_known_args(argv)
         if hasattr(args, "overrides"):

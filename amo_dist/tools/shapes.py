@@ -8,6 +8,8 @@ from collections.abc import Mapping
 from amo_dist.schedule.fields import read_int
 from amo_dist.schedule.types import MatrixInfo
 
+_MOST_LAYERS, _WIDEST = 1000, 2**24
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderShape:
@@ -22,7 +24,8 @@ class DecoderShape:
         q_ratio: Width of all heads together over ``dim``.
 
     Raises:
-        ValueError: A size is not an integer >= 1, or the heads do not divide their width.
+        ValueError: A size is no integer from 1 on, or far beyond any model's, or the heads do not
+            divide their width.
     """
 
     layers: int
@@ -33,8 +36,9 @@ class DecoderShape:
     q_ratio: float = 1.0
 
     def __post_init__(self) -> None:
-        for field in ("layers", "dim", "ffn_dim", "heads", "kv_heads"):
-            read_int(field, getattr(self, field), 1)
+        read_int("layers", self.layers, 1, _MOST_LAYERS)
+        for field in ("dim", "ffn_dim", "heads", "kv_heads"):
+            read_int(field, getattr(self, field), 1, _WIDEST)
         if not self.q_ratio > 0 or (self.q_ratio * self.dim) % self.heads:
             raise ValueError(
                 f"q_ratio: found {self.q_ratio!r}, expected a number > 0 that gives "

@@ -212,6 +212,11 @@ def test_the_front_door_offers_the_commands_of_both_packages(
         (["plan", "--ell=attn_q=0.001", "--nonsense"], "unrecognized arguments: --nonsense"),
         (["quickstart", "--ranks", "0"], "--ranks: found 0, expected an integer >= 1"),
         (["quickstart", "--optimizer.name", "SGD"], "optimizer.name: found 'SGD'"),
+        (
+            ["quickstart", "--training.global_batch_size", "7"],
+            "training.global_batch_size: found 7, expected a multiple of 16",
+        ),
+        (["quickstart", "--job.dump_folder", "/dev/null"], "dump_folder: found /dev/null"),
     ],
 )
 def test_the_front_door_tells_mistakes_in_one_line(

@@ -288,6 +288,29 @@ def test_a_rank_that_was_killed_is_named_and_not_who_missed_it(tmp_path: Path) -
     assert launch.explain(text)[0] == "error (rank 0): RuntimeError: Connection closed by peer"
 
 
+@pytest.mark.parametrize(
+    ("own", "reason", "second", "expected"),
+    [
+        # torchrun has to kill a stopped rank; a killed one closes its connections at once.
+        ("", "Timed out waiting 1000ms", -9, "{lost}"),
+        ("", "Read error: Connection reset", -9, "error (rank 1): ended by SIGKILL; its memory"),
+        ("", "Read error: Connection reset", -15, "{lost}"),
+        ("ZeroDivisionError: here", "Timed out", 1, "error (rank 1): ZeroDivisionError: here"),
+        ("error (rank 1): no such data", "Timed out", 2, "error (rank 1): no such data"),
+    ],
+)
+def test_who_misses_a_rank_is_told_last(
+    tmp_path: Path, own: str, reason: str, second: int, expected: str
+) -> None:
+    lost = f"step 3: rank(s) 1 did not answer: {reason}"
+    recorded(tmp_path, 0, f"AbsentRanksError: {lost}", 200)
+    if own:
+        recorded(tmp_path, 1, own, 100)
+    told = "\n".join([f"error (rank 0): {lost}", own if own.startswith("error") else "", ""])
+    text = told + SUMMARY.format(files=tmp_path, first=1, second=second)
+    assert launch.explain(text)[0].startswith(expected.format(lost=f"error (rank 0): {lost}"))
+
+
 def test_what_a_rank_told_in_one_line_is_the_reason_and_its_status_that_of_the_command() -> None:
     text = "error (rank 0): dump_folder: is being written\n"
     summary = SUMMARY.format(files="/nowhere", first=2, second=2)

@@ -159,6 +159,10 @@ SMALL = ("quickstart", "--training.steps=80")
             "comm.init_timeout_seconds: found 0, expected more than the 0 s in which a checkpoint",
         ),
         ((*SMALL, "--dump_folder=a_file"), "dump_folder: found a_file, which cannot be written"),
+        (
+            (*SMALL, "--dump_folder=.", "--checkpoint.folder=a_file"),
+            "checkpoint.folder: found a_file, which cannot be written",
+        ),
     ],
 )
 def test_what_would_fail_is_an_error(

@@ -59,6 +59,7 @@ def load(args: Sequence[str]) -> tuple[Trainer.Config, list[str]]:
     ConfigManager()  # which makes torchtitan's rules for the types of arguments known
     config = tyro.cli(
         type(config),
+        prog="amo train",
         args=_renamed(args),
         default=config,
         registry=custom_registry,

@@ -90,12 +90,14 @@ def explain(text: str) -> tuple[str, int]:
     lost = [line for line in told if DID_NOT_ANSWER in line]
     if len(lost) < len(told):
         return next(line for line in told if line not in lost), status
+    waited = [line for line in lost if "Timed out" in line]
+    reason = reason_of(failures) if failures else _ENDED
+    # torchrun has to kill a rank that is stopped.
+    was_stopped = waited and "ended by SIGKILL" in reason
+    if lost and (was_stopped or DID_NOT_ANSWER in reason or _ENDED in reason):
+        return (waited or lost)[0], status
     if failures:
-        reason = reason_of(failures)
-        tells_nothing_more = DID_NOT_ANSWER in reason or _ENDED in reason
-        return lost[0] if lost and tells_nothing_more else reason, status
-    if lost:
-        return lost[0], status
+        return reason, status
     lines = [line for line in text.splitlines() if line.strip()]
     return f"error: {lines[-1] if lines else 'torchrun failed and told nothing'}", status
 

@@ -155,14 +155,19 @@ def _initial(section: Any) -> None:
 
 
 def _disk(config: Any, run: dict[str, Any]) -> None:
-    """Check that the dump folder can be written, and holds the checkpoints."""
+    """Check that the dump folder and that of checkpoints can be written, and hold what comes."""
     folder = Path(config.dump_folder)
     at = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not at.is_dir() or not os.access(at, os.W_OK):
         raise ValueError(f"dump_folder: found {folder}, which cannot be written; expected a folder")
     if not run["checkpoints_saved"]:
         return
-    there = checkpoints(folder / config.checkpoint.folder).values()
+    saves = folder / config.checkpoint.folder
+    if saves.exists() and not (saves.is_dir() and os.access(saves, os.W_OK)):
+        raise ValueError(
+            f"checkpoint.folder: found {saves}, which cannot be written; expected a folder"
+        )
+    there = checkpoints(saves).values()
     held = sum(file.stat().st_size for one in there for file in one.rglob("*") if file.is_file())
     free = shutil.disk_usage(at).free + held  # what is purged, or stays and is counted below
     kept, size = run["checkpoints_kept"], run["checkpoint_bytes"]

@@ -15,7 +15,7 @@ from torchtitan_ext.plugin.run_files import (
     read_plan,
     require_unlocked,
 )
-from torchtitan_ext.tools import launch, runs
+from torchtitan_ext.tools import launch, runs, train
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
@@ -51,6 +51,8 @@ def run(args: argparse.Namespace) -> int:
     num_ranks = runs.num_ranks(args.ranks, most=2)  # more would need a larger global batch
     folder = runs.RunFolder(Path(config.dump_folder), config.checkpoint.folder)
     require_unlocked(folder.path)
+    if problems := train.find_problems(config, num_ranks):
+        raise ValueError(problems[0])
     if args.fresh:
         folder.delete()
     step = folder.prepare(config.to_dict())

@@ -60,14 +60,11 @@ def run(args: argparse.Namespace) -> int:
     arguments = ["--job.config_file", args.config, *args.overrides]
     if "RANK" in os.environ:  # torchrun's
         return _train(arguments)
-    from torchtitan_ext.tools import preflight_checks, preflight_here
+    from torchtitan_ext.tools import preflight_checks
 
     config, problems = preflight_checks.load(arguments)
     num_ranks = _pick(args.ranks, config)
-    problems += preflight_checks.check(config, num_ranks, _hardware(num_ranks))
-    if not problems:
-        groups = groups_of(meta_model(config), config)
-        problems += preflight_here.lacks(config, checkpoint_sizes(config, groups))
+    problems += find_problems(config, num_ranks, lacks=not problems)
     if problems:
         for problem in dict.fromkeys(problems):
             print(f"error: {problem}", file=sys.stderr)
@@ -81,6 +78,23 @@ def run(args: argparse.Namespace) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     status = launch.start(arguments, num_ranks, config)
     return 130 if status is None else status
+
+
+def find_problems(config: Any, num_ranks: int, *, lacks: bool = True) -> list[str]:
+    """What is wrong with a config on this node, one line each.
+
+    Args:
+        config: Parsed; what follows from other fields is filled in.
+        num_ranks: Processes.
+        lacks: Ask also what this machine lacks, where nothing else is wrong.
+    """
+    from torchtitan_ext.tools import preflight_checks, preflight_here
+
+    problems = preflight_checks.check(config, num_ranks, _hardware(num_ranks))
+    if lacks and not problems:
+        groups = groups_of(meta_model(config), config)
+        problems = preflight_here.lacks(config, checkpoint_sizes(config, groups))
+    return problems
 
 
 def _train(arguments: list[str]) -> int:
