@@ -30,7 +30,7 @@ TABLES = {
     "commands": "docs/commands.md",
 }
 """The page of each table that the code writes."""
-ELSEWHERE = ("git", "hf", "salloc", "sbatch")
+ELSEWHERE = ("export", "git", "hf", "salloc", "sbatch")
 """Programs of others, whose words no test here knows."""
 
 
@@ -181,7 +181,7 @@ def paths(text: str) -> set[str]:
     named = [word for word in [*quoted, *commands] if re.fullmatch(r"[\w./-]+", word)]
     is_path = re.compile(r"(\./)?[.\w-]+/[\w./-]*|[\w-]+\.(md|toml|sh|yaml)")
     # What runs write, folders of a user's machine, data sets of the hub.
-    made = re.compile(r"outputs/|assets/|data/|sample/|\.\./|meta-llama/|DKYoon/")
+    made = re.compile(r"outputs/|assets/|data/|sample/|\.\./|meta-llama/|DKYoon/|HuggingFaceFW/|Qwen/")
     return {word for word in named if is_path.fullmatch(word) and not made.match(word)}
 
 
