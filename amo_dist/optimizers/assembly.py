@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -65,7 +65,7 @@ class Assembly(torch.optim.Optimizer):
         self._structure, self._allow_no_matrices = structure, allow_no_matrices
         self._process_group, self._stopwatch = process_group, Stopwatch()
         self._assemble(Control(0, 0, config, policy))
-        check_keys(self.param_groups, self.rule_class.defaults)
+        self._check_keys(self.param_groups)
         if len(self._engine.membership.ranks) == 1:
             self._check_matrices(len(self._engine.parameters.matrices))
         self._engine.make_state()
@@ -144,10 +144,13 @@ class Assembly(torch.optim.Optimizer):
         """Why groups and parameters cannot be used as they are now, or nothing."""
         try:
             self._follow()
-            check_keys(self.param_groups, self.rule_class.defaults)
+            self._check_keys(self.param_groups)
         except ValueError as error:
             return str(error)
         return ""
+
+    def _check_keys(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        check_keys(groups, self.rule_class.defaults)
 
     def _check_matrices(self, num_matrices: int) -> None:
         """Refuse to train by AdamW alone, unless told so."""

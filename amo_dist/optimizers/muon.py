@@ -342,4 +342,4 @@ class Muon(Assembly):
             ValueError: On every rank: the state of one is of another structure, optimizer or
                 configuration; names the rank.
         """
-        load.load_state_dict(self, state_dict, self._restoring)
+        load.load_state_dict(self, state_dict, self._restoring, self._check_keys)

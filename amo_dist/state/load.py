@@ -43,6 +43,7 @@ def load_state_dict(
     optimizer: Loadable,
     state_dict: Mapping[str, Any],
     restoring: Callable[[Mapping[str, Any]], Callable[[], None]],
+    check_keys: Callable[[Sequence[Mapping[str, Any]]], None],
 ) -> None:
     """Restore what ``state_dict()`` of the optimizer returned; a collective over its world.
 
@@ -52,6 +53,7 @@ def load_state_dict(
         optimizer: Modified, or not at all where an error is raised.
         state_dict: That one.
         restoring: Gives what restores a control state, or raises ``ValueError`` where it is none.
+        check_keys: Raises ``ValueError`` where groups have keys with which no step would be taken.
 
     Raises:
         ValueError: On every rank: the state of one is of another structure, optimizer or
@@ -62,7 +64,9 @@ def load_state_dict(
         for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
             replaced = hook(optimizer, loaded)
             loaded = loaded if replaced is None else replaced
+        _check_form(loaded)
         groups = _check_groups(loaded.get("param_groups"), optimizer.param_groups)
+        check_keys(groups)
         copies = _check_state(loaded.get("state"), groups, optimizer)
         restore = restoring(read_json("control", groups[0]["control"]))
     restore()
@@ -86,6 +90,18 @@ def together(optimizer: Loadable, what: str) -> Iterator[None]:
         optimizer.raise_together(what, error)
         raise
     optimizer.raise_together(what, None)
+
+
+def _check_form(found: Mapping[str, Any]) -> None:
+    """Refuse the flattened form, which PyTorch's helper leaves where it cannot undo it."""
+    flat = next((key for key in found if str(key).startswith(("state.", "param_groups."))), None)
+    if flat is not None and "state" not in found:
+        fail(
+            str(flat),
+            "a flattened key",
+            "state and param_groups: set_optimizer_state_dict undoes flatten_optimizer_state_dict, "
+            "but not together with full_state_dict; leave one of the two out",
+        )
 
 
 def _check_groups(found: object, expected: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:

@@ -1,0 +1,276 @@
+"""What PyTorch's own tests ask of groups, rates and loads, asked of this family."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.optim import lr_scheduler as schedules
+from torch.optim.swa_utils import SWALR
+
+from amo_dist import Muon, make_optimizer, param_groups
+from tests.distributed import models
+from tests.unit.in_use import FAMILY, SHAPES, WQ, muon, same, train, weights
+
+# ---------------------------------------------------------------- loads of other forms
+
+
+def with_names(optimizer: Muon, state: dict[str, Any]) -> None:
+    """As PyTorch's optimizers write it that were given named parameters."""
+    names = iter(optimizer.params_by_name)
+    for group in state["param_groups"]:
+        group["param_names"] = [next(names) for _ in group["params"]]
+
+
+def without(*keys: str) -> Callable[[Muon, dict[str, Any]], None]:
+    def drop(optimizer: Muon, state: dict[str, Any]) -> None:
+        for group in state["param_groups"]:
+            for key in keys:
+                del group[key]
+
+    return drop
+
+
+def with_whole_steps(optimizer: Muon, state: dict[str, Any]) -> None:
+    for own in state["state"].values():
+        if "step" in own:
+            own["step"] = own["step"].item()
+
+
+@pytest.mark.parametrize(
+    "change", [with_names, without("lr_scale", "eps"), without("lr"), with_whole_steps]
+)
+@pytest.mark.parametrize("name", FAMILY)
+def test_a_state_of_another_form_goes_on_alike(
+    name: str, change: Callable[[Muon, dict[str, Any]], None]
+) -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = make_optimizer(name, param_groups(model), lr=1e-2)
+    assert isinstance(optimizer, Muon)
+    train(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    change(optimizer, state)
+    found = []
+    for names_before in (False, True):
+        twin = copy.deepcopy(model)
+        other = make_optimizer(name, param_groups(twin), lr=1e-2)
+        assert isinstance(other, Muon)
+        if names_before:
+            for group in other.param_groups:
+                group["param_names"] = ["another"] * len(group["params"])
+        other.load_state_dict(state)
+        train(twin, other, 4, 6)
+        other.load_state_dict(other.state_dict())
+        found.append((twin, other))
+    train(model, optimizer, 4, 6)
+    for (twin, other), is_named in zip(found, (change is with_names, True), strict=True):
+        assert same(model, twin)
+        assert all(("param_names" in group) == is_named for group in other.param_groups)
+
+
+def test_loading_changes_neither_the_state_dict_nor_what_it_came_from() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    train(model, optimizer)
+    state, twin = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model)
+    before = copy.deepcopy(state)
+    other = muon(twin)
+    other.load_state_dict(state)
+    train(twin, other, 4, 6)
+    for found in (state, optimizer.state_dict()):
+        assert found["param_groups"] == before["param_groups"]
+        for key, values in before["state"].items():
+            assert all(torch.equal(found["state"][key][field], values[field]) for field in values)
+
+
+def test_a_load_with_a_key_that_no_step_takes_is_refused_and_changes_nothing() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    train(model, optimizer)
+    state = copy.deepcopy(optimizer.state_dict())
+    state["param_groups"][1]["foreach"] = None
+    with pytest.raises(ValueError, match=r"^groups\[1\]\.foreach: found a key that nothing reads"):
+        optimizer.load_state_dict(state)
+    train(model, optimizer, 4, 4)
+
+
+def test_a_flattened_state_is_refused_with_what_to_do() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    options = StateDictOptions(flatten_optimizer_state_dict=True)
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    message = (
+        r"^state\..*: found 'a flattened key', expected state and param_groups: .*"
+        "flatten_optimizer_state_dict, but not together with full_state_dict"
+    )
+    # What PyTorch makes of a full one on the way from rank 0 has groups beside.
+    for found in (state, {**state, "param_groups": optimizer.state_dict()["param_groups"]}):
+        with pytest.raises(ValueError, match=message):
+            optimizer.load_state_dict(found)
+
+
+def test_equal_histories_give_equal_state_dicts() -> None:
+    found = []
+    for _ in range(2):
+        model = models.plain_model(SHAPES)
+        optimizer = muon(model)
+        train(model, optimizer)
+        found.append(optimizer.state_dict())
+    one, other = found
+    assert one["param_groups"] == other["param_groups"]
+    for key, values in one["state"].items():
+        assert all(torch.equal(values[field], other["state"][key][field]) for field in values)
+
+
+# ---------------------------------------------------------------- groups
+
+
+def first_pair(groups: list[dict[str, Any]]) -> Any:
+    return groups[0]["params"][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda groups: [], "expected the groups that"),
+        (lambda groups: [*groups, {**groups[0], "params": []}], "expected the groups that"),
+        (
+            lambda groups: [*groups, {**groups[0], "params": [first_pair(groups)]}],
+            "some parameters appear in more than one parameter group",
+        ),
+        (
+            lambda groups: [{**groups[0], "params": [param for _, param in groups[0]["params"]]}],
+            r"found a group without \(name, parameter\) pairs",
+        ),
+        (
+            lambda groups: [{**groups[0], "params": [(WQ, first_pair(groups)[1] * 1)]}],
+            "can't optimize a non-leaf Tensor",
+        ),
+    ],
+    ids=["none", "empty", "twice", "unnamed", "non-leaf"],
+)
+def test_groups_that_are_refused(change: Callable[[Any], Any], message: str) -> None:
+    groups = param_groups(models.plain_model(SHAPES))
+    with pytest.raises(ValueError, match=message):
+        Muon(change(groups))
+
+
+def test_a_parameter_twice_in_one_group_is_refused() -> None:
+    groups = param_groups(models.plain_model(SHAPES))
+    groups[0]["params"] = [*groups[0]["params"], first_pair(groups)]
+    # PyTorch warns and goes on.
+    with (
+        pytest.warns(UserWarning, match="a parameter group with duplicate parameters"),
+        pytest.raises(ValueError, match=f"{WQ} more than once, expected unique names"),
+    ):
+        Muon(groups)
+
+
+@pytest.mark.parametrize(
+    "flag", ["foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad"]
+)
+def test_flags_of_other_optimizers_are_refused(flag: str) -> None:
+    groups = param_groups(models.plain_model(SHAPES))
+    with pytest.raises(TypeError, match=rf"unexpected keyword arguments \['{flag}'\]"):
+        Muon(groups, **{flag: True})
+
+
+def test_no_gradient_and_zero_gradients_change_nothing() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model, weight_decay=0.0)
+    before = weights(model)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+
+
+def test_strides_of_parameters_change_no_bit() -> None:
+    found = []
+    for is_strided in (False, True):
+        model = models.plain_model(SHAPES)
+        if is_strided:
+            for param in model.parameters():
+                param.data = param.data.mT.contiguous().mT if param.dim() == 2 else param.data
+        train(model, muon(model), 1, 6)
+        found.append(model)
+    assert not found[1].get_parameter(WQ).is_contiguous()
+    assert same(*found)
+
+
+def test_a_profile_names_the_step() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        train(model, optimizer, 1, 1)
+    assert "Optimizer.step#Muon.step" in {event.key for event in profile.key_averages()}
+
+
+def test_a_copy_has_all_public_attributes() -> None:
+    def public(optimizer: Muon) -> set[str]:
+        return {name for name in vars(optimizer) if not name.startswith("_")}
+
+    optimizer = muon(models.plain_model(SHAPES))
+    assert public(copy.deepcopy(optimizer)) == public(optimizer)
+
+
+# ---------------------------------------------------------------- schedulers
+
+SCHEDULES: dict[str, Callable[[Muon], Any]] = {
+    "lambda": lambda own: schedules.LambdaLR(own, lambda step: 0.9**step),
+    "multiplicative": lambda own: schedules.MultiplicativeLR(own, lambda _: 0.9),
+    "step": lambda own: schedules.StepLR(own, 2),
+    "multi-step": lambda own: schedules.MultiStepLR(own, [2, 4]),
+    "constant": lambda own: schedules.ConstantLR(own, total_iters=3),
+    "linear": lambda own: schedules.LinearLR(own),
+    "exponential": lambda own: schedules.ExponentialLR(own, 0.9),
+    "polynomial": lambda own: schedules.PolynomialLR(own, 5),
+    "cosine": lambda own: schedules.CosineAnnealingLR(own, 5),
+    "warm restarts": lambda own: schedules.CosineAnnealingWarmRestarts(own, 3),
+    "cyclic": lambda own: schedules.CyclicLR(own, 1e-3, 1e-2, 2),
+    "one cycle": lambda own: schedules.OneCycleLR(own, 1e-2, total_steps=20),
+    "plateau": lambda own: schedules.ReduceLROnPlateau(own, patience=0),
+    "chained": lambda own: schedules.ChainedScheduler(
+        [schedules.ConstantLR(own), schedules.ExponentialLR(own, 0.9)]
+    ),
+    "sequential": lambda own: schedules.SequentialLR(
+        own, [schedules.ConstantLR(own, 0.1, 2), schedules.ExponentialLR(own, 0.9)], [3]
+    ),
+    "swa": lambda own: SWALR(own, 1e-3),
+}
+
+
+@pytest.mark.parametrize("as_tensor", [False, True])
+@pytest.mark.parametrize("kind", SCHEDULES)
+def test_schedulers_move_the_rate_and_resume(kind: str, as_tensor: bool) -> None:
+    def build(model: nn.Module) -> tuple[nn.Module, Muon, Any]:
+        lr = torch.tensor(1e-2) if as_tensor else 1e-2
+        optimizer = Muon(param_groups(model), lr=lr)
+        return model, optimizer, SCHEDULES[kind](optimizer)
+
+    def run(model: nn.Module, optimizer: Muon, scheduler: Any, first: int, last: int) -> set[float]:
+        rates = set()
+        for step in range(first, last + 1):
+            rates.add(float(optimizer.param_groups[0]["lr"]))
+            train(model, optimizer, step, step)
+            scheduler.step(*([1.0] if kind == "plateau" else []))
+        return rates
+
+    model, optimizer, scheduler = build(models.plain_model(SHAPES))
+    rates = run(model, optimizer, scheduler, 1, 5)
+    assert len(rates) > 1
+    twin, other, again = build(copy.deepcopy(model))
+    other.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    again.load_state_dict(copy.deepcopy(scheduler.state_dict()))
+    run(model, optimizer, scheduler, 6, 9)
+    run(twin, other, again, 6, 9)
+    assert same(model, twin)
+    assert isinstance(other.param_groups[0]["lr"], torch.Tensor) == as_tensor
+    assert other.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"]
