@@ -216,7 +216,7 @@ def test_the_front_door_offers_the_commands_of_both_packages(
             ["quickstart", "--training.global_batch_size", "7"],
             "training.global_batch_size: found 7, expected a multiple of 16",
         ),
-        (["quickstart", "--job.dump_folder", "/dev/null"], "dump_folder: found /dev/null"),
+        (["quickstart", "--dump_folder", "/dev/null"], "dump_folder: found /dev/null"),
     ],
 )
 def test_the_front_door_tells_mistakes_in_one_line(
