@@ -180,8 +180,9 @@ def paths(text: str) -> set[str]:
     commands = [word for block in code_blocks(text, "(?:bash|sh)") for word in block.split()]
     named = [word for word in [*quoted, *commands] if re.fullmatch(r"[\w./-]+", word)]
     is_path = re.compile(r"(\./)?[.\w-]+/[\w./-]*|[\w-]+\.(md|toml|sh|yaml)")
-    # What runs write, folders of a user's machine, data sets of the hub.
-    made = re.compile(r"outputs/|assets/|data/|sample/|\.\./|meta-llama/|DKYoon/|HuggingFaceFW/|Qwen/")
+    # What runs write, folders of a user's machine, data sets of the hub, words of NCCL.
+    hub = "meta-llama/|DKYoon/|HuggingFaceFW/|Qwen/"
+    made = re.compile(rf"outputs/|assets/|data/|sample/|\.\./|NET/|{hub}")
     return {word for word in named if is_path.fullmatch(word) and not made.match(word)}
 
 
