@@ -32,7 +32,8 @@ class Node:
         ranks: Processes here.
         device: Kind of the accelerator that each rank must find, or ``cpu``.
         run_id: The same on all nodes.
-        max_restarts: Starts that may fail, since the start or since a new checkpoint.
+        max_restarts: Failures after which ranks are started again, since the start or since the
+            last new checkpoint.
         logs: Folder.
     """
 
