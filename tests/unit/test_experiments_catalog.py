@@ -253,7 +253,7 @@ def test_static_runs_make_their_schedule_from_the_pilots_logs() -> None:
     (made,) = job.prepare
     assert made[-1] == job.options["optimizer.muon.schedule_file"]
     args = cli.build_parser().parse_args(list(made))
-    assert (args.rule, args.tolerance, args.pool, args.family) == ("floor", 5e-2, "family", "Qwen3")
+    assert (args.rule, args.tolerance, args.family) == ("floor", 5e-2, "Qwen3")
     folders = {str(resolve(run, PAPER).folder) for run in EXPERIMENTS["geometry"].runs()}
     assert {str(Path(log).parent) for log in args.logs} == folders
     # One file for each rule, tolerance and pool: the models of a mixed pool share theirs.
