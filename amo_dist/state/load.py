@@ -66,9 +66,9 @@ def load_state_dict(
             loaded = loaded if replaced is None else replaced
         _check_form(loaded)
         groups = _check_groups(loaded.get("param_groups"), optimizer.param_groups)
-        check_keys(groups)
         copies = _check_state(loaded.get("state"), groups, optimizer)
         restore = restoring(read_json("control", groups[0]["control"]))
+        check_keys(groups)  # last: state of another optimizer has been named by then
     restore()
     with torch.no_grad():
         for target, source in copies:
