@@ -147,7 +147,6 @@ class Muon(Assembly):
                 a measurement or a new exchange in this step, or else the step before, which is
                 incomplete then: matrices that were not orthogonalized were only decayed, and what
                 failed was left out. Names the rank and its error.
-
             AbsentRanksError: A collective failed or timed out, as ranks are gone; names them.
 
         On devices nothing here waits for the device in most steps: what is wrong with a step
