@@ -124,8 +124,6 @@ def test_a_terminal_is_refreshed_in_place(
 def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="found no folder"):
         watched(tmp_path / "none")
-    with pytest.raises(ValueError, match="--interval: found 0"):
-        watched(tmp_path, interval=0)
 
 
 def test_the_sparkline_goes_from_low_to_high() -> None:

@@ -216,8 +216,8 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
     for number, record in enumerate(records, start=1):
         record.update({key: record.get(key) or kind() for key, kind in _FIELDS.items()})
         where = f"{path}, line {number}"
-        check_fields(where, record, dict.fromkeys(record, (int, float, type(None))) | _FIELDS)
-        check_fields(where, record, {"step": int})
+        number_or_none: Any = dict.fromkeys(record, (int, float, type(None)))
+        check_fields(where, record, {**number_or_none, **_FIELDS, "step": int})
         for key in ("num_steps_by_type", "optimizer"):
             inner = record[key]
             check_fields(f"{where}: {key}", inner, dict.fromkeys(inner, (int, float, type(None))))
