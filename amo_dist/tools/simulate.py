@@ -234,7 +234,11 @@ def run_simulate(args: argparse.Namespace) -> int:
 
 def _read_shape(path: Path) -> DecoderShape:
     try:
-        return DecoderShape(**read_json_file(path))
+        found = read_json_file(path)
+    except ValueError as error:
+        raise ValueError(f"--shapes: found {error}") from None
+    try:
+        return DecoderShape(**found)
     except TypeError as error:
         names = ", ".join(field.name for field in dataclasses.fields(DecoderShape))
         raise ValueError(

@@ -208,7 +208,6 @@ def test_train_picks_as_many_ranks_as_the_config_fits(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--ranks", "0"], ["--ranks: found 0, expected an integer >= 1"]),
         (["--ranks", "3"], ["training.global_batch_size: found 16", "data.num_streams: found 64"]),
         (["--tokenizer.kind=hf", "--hf_assets_path=gone"], ["hf_assets_path: found no tokenizer"]),
     ],

@@ -152,7 +152,7 @@ def test_json_holds_the_settings_and_the_rows(
         (["--model", "qwen3-1.7b", "--steps", "attn_q"], "--steps: found 'attn_q'"),
         (["--model", "qwen3-1.7b", "--steps", "attn_x=3"], "--steps: found 'attn_x=3'"),
         (["--model", "qwen3-1.7b", "--steps", "attn_q=0"], "--steps: found 'attn_q=0'"),
-        (["--shapes", "missing.json"], "--shapes: found missing.json ("),
+        (["--shapes", "missing.json"], "--shapes: found missing.json: cannot be read"),
     ],
 )
 def test_mistakes_are_told_in_one_line(
@@ -189,4 +189,4 @@ def test_teams_have_rows_and_columns_of_their_own(capsys: pytest.CaptureFixture[
     assert {"teams", "max/whole"} <= {*lines[5].replace("  ", "\0").split("\0")}
     assert ["84 of 2" in line for line in lines[6:]] == [False] * 4 + [True] * 4
     assert main([*arguments, "--max-team", "0"]) == 2
-    assert "max_team: found 0" in capsys.readouterr().err
+    assert "--max-team: found 0" in capsys.readouterr().err

@@ -103,11 +103,12 @@ def read_hardware(path: Path, name: str) -> tuple[Hardware, list[str]]:
 
 
 def _read_doctor(path: Path) -> dict[str, Any]:
-    found = read_json_file(path)
-    table = found.get("hardware") if isinstance(found, dict) else None
-    if not isinstance(table, dict):
-        raise ValueError(f"--hardware: found {path}, expected the JSON of `amo doctor --json`")
-    return table
+    try:
+        return dict(read_json_file(path)["hardware"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(
+            f"--hardware: found {path} ({error!r}), expected the JSON of `amo doctor --json`"
+        ) from None
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
