@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterable
 
 import torch.distributed as dist
 
@@ -17,7 +18,7 @@ class AbsentRanksError(RuntimeError):
     """A collective failed, and some ranks do not answer: they are stopped, dead or far behind."""
 
 
-def name_absent(error: RuntimeError, what: str) -> None:
+def name_absent(error: RuntimeError, what: str, ranks: Iterable[int] | None = None) -> None:
     """Name the ranks that do not answer, where a collective has failed; else do nothing.
 
     A collective tells at most that it timed out (the time-out is that of the process group), or
@@ -27,6 +28,7 @@ def name_absent(error: RuntimeError, what: str) -> None:
     Args:
         error: What was raised.
         what: Was under way, for the message.
+        ranks: Global ranks that took part; by default those of the job.
 
     Raises:
         AbsentRanksError: Some ranks have not said anything for `PATIENCE`; names them.
@@ -36,8 +38,9 @@ def name_absent(error: RuntimeError, what: str) -> None:
         return
     if not (is_of_gloo or isinstance(error, dist.DistError)):
         return
-    rank, ranks = dist.get_rank(), range(dist.get_world_size())
-    missing: list[int] = [other for other in ranks if other != rank]
+    rank = dist.get_rank()
+    members = range(dist.get_world_size()) if ranks is None else ranks
+    missing = [other for other in members if other != rank]
     # A store that lives in a process which is stopped itself never answers.
     thread = threading.Thread(target=_look_for, args=(rank, missing), daemon=True)
     thread.start()

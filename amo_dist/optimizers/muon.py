@@ -168,7 +168,8 @@ class Muon(Assembly):
                 fault = self._fault()
                 self._run(self._connect(fault), fault)
             except RuntimeError as error:
-                name_absent(error, f"step {self.num_steps_taken + 1} of the optimizer")
+                what = f"step {self.num_steps_taken + 1} of the optimizer"
+                name_absent(error, what, self._engine.membership.ranks)
                 raise
 
     def _run(self, world: World, fault: str) -> None:

@@ -77,5 +77,17 @@ def fail_alike(rank: int, world_size: int) -> str:
     return "nobody is accused"
 
 
+def fail_without_the_third(rank: int, world_size: int) -> str:
+    """A collective of two ranks fails while the third does something else."""
+    absence.PATIENCE = 1.0
+    if rank < 2:
+        absence.name_absent(RuntimeError("[/gloo/transport] Timed out"), "step 1", (0, 1))
+    return "nobody is accused"
+
+
+def test_ranks_that_take_no_part_are_not_accused(run_on: Ranks) -> None:
+    assert run_on(3, fresh=True)(fail_without_the_third) == ["nobody is accused"] * 3
+
+
 def test_ranks_that_answer_are_not_accused(run_on: Ranks) -> None:
     assert run_on(2, fresh=True)(fail_alike) == ["nobody is accused"] * 2
