@@ -30,7 +30,7 @@ from amo_dist.config import sort_operator_types
 from amo_dist.schedule.polar_express import SAFETY, compose, simulate
 from amo_dist.schedule.schedule_file import ScheduleTable
 from amo_dist.schedule.types import Schedule
-from amo_dist.tools.command import Subparsers, positive
+from amo_dist.tools.command import Subparsers
 from torchtitan_ext import files
 from torchtitan_ext.plugin.run_files import read_records
 
@@ -224,7 +224,7 @@ def add_command(subparsers: Subparsers) -> None:
     )
     parser.add_argument(
         "--tolerance",
-        type=positive(),
+        type=float,
         default=1e-2,
         help="error allowed after the last step (default %(default)s)",
     )
