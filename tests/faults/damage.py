@@ -61,11 +61,12 @@ class Ledger:
             return ""
         _, folder = complete.popitem()
         names = self._vulnerable(folder)
-        others = [(path, names & self._vulnerable(path)) for path in complete.values()]
+        summed = [path for path in complete.values() if CHECKSUMS in _files(path)]
+        others = [(path, names & self._vulnerable(path)) for path in summed]
         others = [(path, common) for path, common in others if common]
         if kind == "swap" and not others:
             kind = "flip"
-        if kind == "flip" and CHECKSUMS not in _files(folder):
+        if kind != "delete" and CHECKSUMS not in _files(folder):
             kind = "cut"  # as of old checkpoints: sizes are all that is known
         if not names:
             return ""

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -241,6 +242,21 @@ def test_a_checkpoint_is_written_over(tmp_path: Path) -> None:
     save(folder, state(2.0), sums=True)
     assert (folder / CHECKSUMS).read_text() != first
     assert find_damage(folder) == ""
+    with (
+        mock.patch.object(FileSystemWriter, "write_data", side_effect=OSError("killed")),
+        pytest.raises(CheckpointException, match="killed"),
+    ):
+        save(folder, state(3.0), sums=True)
+    assert not (folder / ".metadata").exists()  # as one that was cut short
+
+
+def test_a_bit_of_a_key_is_no_missing_key(tmp_path: Path) -> None:
+    file = save(tmp_path / "flipped", state(1.0), sums=True) / ".metadata"
+    data = file.read_bytes()
+    assert b"train.step" in data
+    file.write_bytes(data.replace(b"train.step", b"train.stdp"))
+    with pytest.raises(CheckpointException, match=re.escape(f"{file}: found other bytes than")):
+        plain_recipe(file.parent)
 
 
 def test_nothing_else_unpickles() -> None:
