@@ -123,7 +123,12 @@ def draw_ahead(
         # Without one it draws from the generator that training draws from.
         generator=torch.Generator(),
     )
-    arrived = iter(shares)
+    # Blocked in all threads of the processes, those too that libraries (Arrow) start as they fork.
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
+    try:
+        arrived = iter(shares)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     while True:
         try:
             # The loader takes turns among its processes.
@@ -235,11 +240,11 @@ def _end_with_training(_: int) -> None:
     """Leave signals to the process of training, which saves before it ends, and end with it.
 
     A process that outlived a killed one would hold its folder, its port and its device's memory.
+    SIGTERM is blocked here, and taken by a thread alone.
     """
     parent = os.getppid()
     signal.set_wakeup_fd(-1)  # that of the trainer, which would take our signals for its own
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
 
     def watch() -> None:
         while os.getppid() == parent:
