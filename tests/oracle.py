@@ -108,10 +108,11 @@ class Oracle:
 
     def _momentum(self, name: str, grad: Tensor) -> Tensor:
         buffer = self.buffers[name]
-        buffer.mul_(self.config.momentum).add_(grad.to(buffer.dtype))
+        wide = torch.float64 if buffer.dtype == torch.float64 else torch.float32
+        buffer.copy_(buffer.to(wide) * self.config.momentum + grad.to(wide))  # rounded once
         if not self.config.nesterov:
             return buffer
-        return buffer * self.config.momentum + grad.to(buffer.dtype)
+        return buffer.to(wide) * self.config.momentum + grad.to(wide)
 
     def _step_adamw(self, grads: Mapping[str, Tensor | None]) -> None:
         if self.adamw is None:

@@ -8,6 +8,9 @@ import random
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
+
+from torch.distributed.checkpoint import FileSystemReader
 
 KINDS = ("cut", "flip", "delete", "swap")
 METADATA, CHECKSUMS = ".metadata", "checksums.json"
@@ -126,8 +129,17 @@ def _files(folder: Path) -> set[str]:
     try:
         names = {*json.loads((folder / CHECKSUMS).read_bytes()), CHECKSUMS}
     except (FileNotFoundError, ValueError):
-        names = {METADATA, *(path.name for path in folder.glob("*.distcp"))}
+        names = {METADATA, *_shards(folder)}
     return {name for name in names if (folder / name).exists()}
+
+
+def _shards(folder: Path) -> set[str]:
+    """As PyTorch's own reader finds them; none where it does not."""
+    try:
+        metadata: Any = FileSystemReader(folder).read_metadata()
+        return {info.relative_path for info in metadata.storage_data.values()}
+    except Exception:  # whatever damaged bytes happen to mean
+        return set()
 
 
 def _cut(path: Path, rng: random.Random) -> None:

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 
+DIFFERS = "DIFFERS"
 Trial = Callable[[random.Random], list[str]]
 """Runs one trial; returns what happened in it.
 
@@ -23,6 +26,7 @@ def run_series(
     seed: int,
     results: Path | None = None,
     *,
+    command: str = "",
     stop: bool = False,
 ) -> Counter[str]:
     """Run trials; counts what happened.
@@ -32,10 +36,11 @@ def run_series(
         numbers: Which.
         seed: Of all of them.
         results: A file that gets a line of each trial; those that it has are not run again.
-        stop: Whether to raise at the first failure. Else it is counted as ``DIFFERS``.
+        command: To which ``--seed`` and ``--only`` are added to run one that failed again.
+        stop: Whether to raise at the first failure. Else it is counted as `DIFFERS`.
 
     Raises:
-        AssertionError: A trial failed; names it by seed and number.
+        AssertionError: A trial failed; says how to run it again.
     """
     done = {number: done for number, done in _read(results, seed).items() if number in numbers}
     start, num_before, count = time.monotonic(), len(done), len(numbers)
@@ -46,11 +51,12 @@ def run_series(
         try:
             done[number] = trial(random.Random(f"{seed}/{number}"))
         except Exception as error:
-            failure = f"trial {number} of seed {seed}: {type(error).__name__}: {error}"
+            again = f"{command} --seed {seed} --only {number}".strip()
+            failure = f"{again}: {type(error).__name__}: {error}"
             if stop:
                 raise AssertionError(failure) from error
             print(f"\n{failure}", flush=True)
-            done[number] = ["DIFFERS"]
+            done[number] = [DIFFERS]
         if results is not None:
             record = {"seed": seed, "number": number, "events": done[number], "failure": failure}
             with results.open("a") as stream:
@@ -70,3 +76,37 @@ def _read(results: Path | None, seed: int) -> dict[int, list[str]]:
         return {}
     records = [json.loads(line) for line in results.read_text().splitlines()]
     return {record["number"]: record["events"] for record in records if record["seed"] == seed}
+
+
+def main(
+    module: str, noun: str, kinds: Mapping[str, Callable[[], AbstractContextManager[Trial]]]
+) -> int:
+    """A command line of series.
+
+    Args:
+        module: As ``python -m`` runs it.
+        noun: What is counted; its option gives their number.
+        kinds: What trials run in, by the choices of ``--through``; the first is the default.
+
+    Returns:
+        1 where one failed.
+    """
+    parser = argparse.ArgumentParser(prog=f"python -m {module}")
+    parser.add_argument(f"--{noun}", dest="count", type=int, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", type=int, help="one, by its number")
+    parser.add_argument("--results", type=Path, help="a file of JSON lines; what it has is done")
+    if len(kinds) > 1:
+        parser.add_argument("--through", choices=kinds)
+    arguments = parser.parse_args()
+    kind = getattr(arguments, "through", None) or next(iter(kinds))
+    numbers = range(arguments.count) if arguments.only is None else [arguments.only]
+    command = f"python -m {module}" + (f" --through {kind}" if len(kinds) > 1 else "")
+    start = time.monotonic()
+    with kinds[kind]() as trial:
+        counts = run_series(trial, numbers, arguments.seed, arguments.results, command=command)
+    failed = counts[DIFFERS]
+    print(f"\n{len(numbers)} {noun} in {time.monotonic() - start:.0f} s, {failed} differ")
+    for event, count in sorted(counts.items()):
+        print(f"  {event}: {count}")
+    return int(failed > 0)

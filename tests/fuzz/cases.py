@@ -1,0 +1,251 @@
+"""Random cases: what ranks end with, one process, and the slow twin."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import random
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+from amo_dist import AMOConfig, MuonConfig, param_groups
+from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
+from amo_dist.optimizers.root import fit
+from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.types import Schedule
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+from tests.distributed.test_layouts_more import by_matrix, gradient, place, views_of, world_mesh
+from tests.faults.series import Trial
+from tests.oracle import AdaMuonOracle, NorMuonOracle, Oracle
+
+LR, WEIGHT_DECAY, STEPS = 3e-3, 0.1, 6
+LAYOUTS = {
+    1: ("plain",),
+    2: ("plain", "fsdp", "tp", "experts_1", "experts_2"),
+    3: ("plain", "fsdp", "tp", "experts_1", "experts_2"),
+    4: ("plain", "fsdp", "hsdp", "tp", "tp_fsdp"),
+}
+NAMES = tuple(name for name in OPTIMIZER_NAMES if name != "AdamW")
+SIZES = (1, 2, 3, 5, 8, 13, 24)
+EVEN = (2, 4, 8, 16, 24)  # FSDP over TP: torch pads nothing there
+ADJUSTMENTS = ("match_rms_adamw", "original", "spectral")
+TWINS = {"AdaMuon": AdaMuonOracle, "NorMuon": NorMuonOracle}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A model, its layout, its optimizer.
+
+    Attributes:
+        world_size: Number of ranks.
+        layout: See `tests.distributed.models.make_model`; ``experts_<dim>`` shards experts there.
+        name: Of the optimizer.
+        shapes: By parameter.
+        dtype: Of parameters.
+        fields: Of the configuration.
+        has_twin: Whether the twin knows all of the fields.
+    """
+
+    world_size: int
+    layout: str
+    name: str
+    shapes: dict[str, tuple[int, ...]]
+    dtype: str
+    fields: dict[str, Any]
+    has_twin: bool
+
+    @property
+    def config(self) -> MuonConfig:
+        """Settings of the optimizer."""
+        return (AMOConfig if self.name == "AMO" else MuonConfig)(**self.fields)
+
+
+def draw(rng: random.Random) -> Case:
+    """A random case."""
+    world_size, name = rng.randint(1, 4), rng.choice(NAMES)
+    layout = rng.choice(LAYOUTS[world_size])
+    fields: dict[str, Any] = {
+        "momentum": rng.choice((0.0, 0.5, 0.95)),
+        "nesterov": rng.random() < 0.5,
+        "update_scale": rng.choice((None, 0.1)),
+        # As printed, the coefficients of CANS diverge in bfloat16.
+        "ns_dtype": "float32" if name == "Muon-CANS" else rng.choice(("float32", "bfloat16")),
+        "momentum_dtype": rng.choice(("float32", "float64", "bfloat16")),
+        "ownership": rng.choice(("round_robin", "balanced")),
+        "owners": rng.choice(("mesh", "replica")),
+        "bucket_bytes": rng.choice((1, 256, 4096)),
+        "buckets_in_flight": rng.randint(1, 3),
+        "ns_guard_every": rng.choice((0, 1, 2)),
+        "ns_guard_bound": 1e9,
+        "seed": rng.randrange(1000),
+        "adamw_implementation": "for-loop",
+    }
+    if name == "AMO":
+        fields |= _amo_fields(rng)
+    has_twin = rng.random() < 0.7
+    if not has_twin:
+        fields |= {
+            # The others scale updates themselves.
+            "adjust_lr": "match_rms_adamw" if name in TWINS else rng.choice(ADJUSTMENTS),
+            "cautious_decay": rng.random() < 0.5,
+            "bfloat16_params": rng.choice(("nearest", "stochastic", "master")),
+        }
+    dtype = rng.choice(("float32", "float32", "bfloat16"))
+    return Case(world_size, layout, name, _shapes(rng, layout), dtype, fields, has_twin)
+
+
+def _amo_fields(rng: random.Random) -> dict[str, Any]:
+    paper = {"objective": "projected", "budget_unit": "steps"}
+    objective: dict[str, Any] = rng.choice(({}, {"budget_unit": "steps"}, paper))
+    every = rng.choice((1, 2))
+    return objective | {
+        "observe_until": 2,
+        "observe_every": every,
+        "sample_size": rng.randint(1, 3),
+        "transition_steps": rng.randint(1, 2),
+        "budget_ratio": rng.choice((1.0, 1.2)),
+        "shrinkage": rng.choice((0.5, 0.7)),
+        "observe_in_background": rng.random() < 0.3,
+    }
+
+
+def _shapes(rng: random.Random, layout: str) -> dict[str, tuple[int, ...]]:
+    sizes = EVEN if layout == "tp_fsdp" else SIZES
+
+    def draw_shape(num_dims: int) -> tuple[int, ...]:
+        return tuple(rng.choice(sizes) for _ in range(num_dims))
+
+    shapes: dict[str, tuple[int, ...]] = {}
+    # Three types at most: the twin tries all allocations.
+    for name in rng.sample(list(models.TYPES), rng.randint(1, 3)):
+        for layer in range(rng.randint(1, 3)):
+            shapes[f"layers.{layer}.{name}"] = draw_shape(2)
+    if layout.startswith("experts") or (layout != "tp_fsdp" and rng.random() < 0.3):
+        shapes["layers.0.moe.experts.w1"] = (rng.randint(1, 5), *draw_shape(2))
+    if rng.random() < 0.7:
+        shapes["norm.weight"] = draw_shape(1)
+    if rng.random() < 0.5:
+        empty = layout in ("plain", "fsdp") and rng.random() < 0.3
+        shapes["tok_embeddings.weight"] = (0, 8) if empty else draw_shape(2)
+    return shapes
+
+
+def _model(case: Case) -> nn.Module:
+    if case.layout.startswith("experts"):
+        dim = int(case.layout[-1])
+        model = models.build(
+            place(case.shapes, {"experts": [Shard(dim)], "": [Shard(0)]}, world_mesh())
+        )
+    else:
+        model = models.make_model(case.layout, case.shapes)
+    return model.to(getattr(torch, case.dtype))
+
+
+def train(rank: int, world_size: int, case: Case) -> dict[str, Tensor]:
+    """Parameters after the last step, whole; the case of the harness."""
+    logging.disable(logging.WARNING)  # plans of random models starve types, and say so
+    try:
+        return _train(world_size, case)
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def _train(world_size: int, case: Case) -> dict[str, Tensor]:
+    model = _model(case)
+    group = dist.group.WORLD if case.layout == "plain" and world_size > 1 else None
+    optimizer = make_optimizer(
+        case.name,
+        param_groups(model),
+        LR,
+        WEIGHT_DECAY,
+        config=case.config,
+        process_group=group,
+    )
+    for step in range(1, STEPS + 1):
+        for name, param in model.named_parameters():
+            grad = gradient(step, name, case.shapes[name]).to(param.dtype)
+            param.grad = models.place_like(grad, param)
+        optimizer.step()
+    return {name: models.whole(param) for name, param in model.named_parameters()}
+
+
+def twin(case: Case) -> dict[str, Tensor]:
+    """Matrices, and what is under AdamW, after the last step."""
+    dtype = getattr(torch, case.dtype)
+    params: dict[str, Tensor] = {}
+    types: dict[str, str] = {}
+    for name, shape in case.shapes.items():
+        params |= by_matrix(name, models.initial(name, shape).to(dtype))
+        for view in views_of(name, shape) or ():
+            types[name + view.suffix] = view.operator_type
+    fixed: dict[str, Schedule] = {}
+    if case.name == "ROOT":
+        shapes = {name: tuple(params[name].shape) for name in types}
+        for name, (rows, columns) in shapes.items():
+            fixed[name] = Schedule((fit((rows, columns)),) * 5, norm_scale=1.0)
+    elif case.name != "AMO":
+        fixed = dict.fromkeys(types, named_schedule(MUON_SCHEDULES.get(case.name, "kj")).schedule)
+    kind = TWINS.get(case.name, Oracle)
+    oracle = kind(params, types, case.config, lr=LR, weight_decay=WEIGHT_DECAY, schedules=fixed)
+    for step in range(1, STEPS + 1):
+        grads: dict[str, Tensor | None] = {}
+        for name, shape in case.shapes.items():
+            grads |= by_matrix(name, gradient(step, name, shape).to(dtype))
+        oracle.step(grads)
+    return oracle.params
+
+
+def check(case: Case, run_on: Ranks) -> list[str]:
+    """Run a case; returns what it was.
+
+    Raises:
+        AssertionError: Ranks, one process and the twin do not end alike.
+    """
+    ends = {"one process": train(0, 1, dataclasses.replace(case, layout="plain"))}
+    if case.world_size > 1:
+        results = run_on(case.world_size)(train, case)
+        ends |= {f"rank {rank}": result for rank, result in enumerate(results)}
+    expected = twin(case) if case.has_twin else {}
+    first = ends["one process"]
+    for who, params in ends.items():
+        assert params.keys() == case.shapes.keys()
+        for name, found in params.items():
+            assert found.isfinite().all(), (who, name, case)
+            is_matrix = views_of(name, case.shapes[name]) is not None
+            _assert_alike(found, first[name], not is_matrix, f"{who}, {name}: {case}")
+            if case.has_twin:
+                # The factor to a norm may differ in its last bit in each step.
+                rounds = not is_matrix or case.name in TWINS
+                for key, matrix in by_matrix(name, found).items():
+                    _assert_alike(matrix, expected[key], rounds, f"{who} and twin, {key}: {case}")
+    return [f"{case.name}", f"{case.layout} on {case.world_size}", f"twin: {case.has_twin}"]
+
+
+def _assert_alike(found: Tensor, expected: Tensor, rounds: bool, what: str) -> None:
+    """To the bit; or within a rounding a step: AdamW's kernel rounds the end of a shard anew."""
+    if not rounds or not found.numel():
+        assert torch.equal(found, expected), what
+        return
+    scale = expected.abs().max().float() * torch.finfo(expected.dtype).eps
+    assert (found.float() - expected.float()).abs().max() <= STEPS * scale, what
+
+
+@contextlib.contextmanager
+def cases(run_on: Ranks | None = None) -> Iterator[Trial]:
+    """Cases on ranks that they share."""
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = run_on or Ranks(lambda: Path(tempfile.mkdtemp(dir=folder)))
+        try:
+            yield lambda rng: check(draw(rng), ranks)
+        finally:
+            if run_on is None:
+                ranks.close()
