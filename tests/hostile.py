@@ -128,16 +128,16 @@ QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 STARTS: dict[str, list[list[str]]] = {
     "quickstart": [[]],
     "train": [[QUICKSTART]],
-    "compare": [["scores.json", "--no-test"]],
-    "evaluate": [["run", "--tasks", "sciq"]],
-    "experiments list": [[]],
-    "experiments show": [["ell"]],
-    "experiments run": [["ell", "--small", "--out", "new"], ["ell", "--dry-run"]],
-    "experiments gather": [["ell", "--small"]],
-    "experiments evaluate": [["ell", "--small", "--dry-run"]],
+    "paper compare": [["scores.json", "--no-test"]],
+    "paper evaluate": [["run", "--tasks", "sciq"]],
+    "paper experiments list": [[]],
+    "paper experiments show": [["ell"]],
+    "paper experiments run": [["ell", "--small", "--out", "new"], ["ell", "--dry-run"]],
+    "paper experiments gather": [["ell", "--small"]],
+    "paper experiments evaluate": [["ell", "--small", "--dry-run"]],
     "export": [["run", "-o", "new"]],
     "preflight": [[QUICKSTART, "--world", "2"]],
-    "static-schedule": [["log.jsonl"]],
+    "paper static-schedule": [["log.jsonl"]],
     "tokenize": [["corpus.jsonl", "-o", "new", "--tokenizer", "byte"]],
     "report": [["run"]],
     "watch": [["run"]],
@@ -199,11 +199,11 @@ def lines(values: Sequence[str], fields: Sequence[str]) -> Iterator[tuple[str, .
     """
     from torchtitan_ext.cli import build_parser
 
-    yield from ((), ("--",), ("",), ("no",), ("plan",), ("experiments",), ("experiments", ""))
+    yield from ((), ("--",), ("",), ("no",), ("plan",), ("paper",), ("paper", "experiments", ""))
     for words, parser in _leaves(build_parser()):
         for start in STARTS[" ".join(words)]:
             yield from _of_command(words, parser, start, values)
-        if parser.get_default("overrides") is not None and words[0] != "experiments":
+        if parser.get_default("overrides") is not None and words[:2] != ("paper", "experiments"):
             start = STARTS[" ".join(words)][0]
             for field in fields:
                 for value in values:
@@ -257,12 +257,11 @@ def config_fields() -> list[str]:
 @contextlib.contextmanager
 def stopped() -> Iterator[None]:
     """Have commands end where they would start ranks, load a model or ask the network."""
-    from torchtitan_ext.tools.experiments import runner
-
     import torchtitan_ext.train
     from amo_dist.tools.doctor import site
     from torchtitan_ext.data import files
-    from torchtitan_ext.tools import evaluate, export, launch, preflight_here
+    from torchtitan_ext.paper import evaluate, runner
+    from torchtitan_ext.tools import export, launch, preflight_here
 
     def reach(*_: Any, **__: Any) -> Any:
         raise Reached

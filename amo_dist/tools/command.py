@@ -89,6 +89,8 @@ def read_json_file(path: Path) -> Any:
     Raises:
         ValueError: Names the file, which cannot be read or is no JSON.
     """
+    if path.is_char_device():
+        raise ValueError(f"{path}: found a device, expected a file")  # it may have no end
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

@@ -19,7 +19,7 @@ from tests import hostile
 from torchtitan_ext.cli import main
 
 SAMPLE = 150
-QUICK = ("compare", "plan", "simulate", "static-schedule", "watch", "export", "doctor")
+QUICK = ("plan", "simulate", "watch", "export", "doctor", "paper compare", "paper static-schedule")
 """Commands that answer in milliseconds."""
 
 
@@ -27,7 +27,7 @@ def test_hostile_command_lines_end_in_one_line() -> None:
     dice = random.Random(0)
     with hostile.in_corner() as values:
         found = [*hostile.lines(values, dice.sample(hostile.config_fields(), 4))]
-        quick = [line for line in found if line[:1] and line[0] in QUICK]
+        quick = [line for line in found if " ".join(line).startswith(QUICK)]
         rest = [line for line in found if line not in set(quick)]
         # Pictures and models take seconds.
         rest = [line for line in rest if line[:2] != ("report", "run") and line[:1] != ("train",)]
@@ -41,11 +41,12 @@ def test_hostile_command_lines_end_in_one_line() -> None:
 KINDS = {
     "a path that is too long": ["watch", "x" * 300],
     "a loop of links": ["report", "loop"],
-    "a path below a file": ["static-schedule", "empty/x"],
-    "a folder for a file": ["static-schedule", "log.jsonl", "-o", "folder"],
-    "a full disk": ["static-schedule", "log.jsonl", "-o", "/dev/full"],
-    "deep JSON": ["compare", "deep.json"],
+    "a path below a file": ["paper", "static-schedule", "empty/x"],
+    "a folder for a file": ["paper", "static-schedule", "log.jsonl", "-o", "folder"],
+    "a full disk": ["paper", "static-schedule", "log.jsonl", "-o", "/dev/full"],
+    "deep JSON": ["paper", "compare", "deep.json"],
     "deep TOML": ["export", "run", "-o", "new", "--config", "deep.toml"],
+    "a file without end": ["paper", "compare", "/dev/zero"],
     "deep JSON of shapes": ["simulate", "--shapes", "deep.json"],
     "fields of other types": ["watch", "run_types"],
     "a config of other types": ["export", "run_sparse", "-o", "new"],
