@@ -64,6 +64,7 @@ class Oracle:
         self.residuals: list[dict[str, list[float]]] = []  # of all trials, by observation
         self.allocation: dict[str, int] = {}
         self.targets: dict[str, float] = {}
+        self.is_tied = False  # of equal projected plans the package takes the greedy planner's
         self.planned_at: int | None = None
         self.start: dict[str, tuple[int, float]] = {}  # where the glide to the plan begins
         found = set(types.values())
@@ -253,6 +254,7 @@ class Oracle:
                 costs[choice] = math.fsum(errors[kind][k] for kind, k in pairs)
         best = min(costs.values())
         near = [choice for choice, cost in costs.items() if cost <= best + 1e-12]
+        self.is_tied |= len(near) > 1
         return dict(zip(self.order, min(near), strict=True))
 
     def _schedules(self) -> dict[str, tuple[tuple[float, float, float], ...]]:
@@ -321,6 +323,9 @@ class NorMuonOracle(NormedOracle):
 
     def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:
         moment = self._moment(name, update[:, :1])
-        means = [math.fsum(x * x for x in row) / len(row) for row in update.double().tolist()]
+        # In the unit of the package's exact sums, which shows where a row is almost nothing.
+        unit = 2.0 ** (math.ceil(math.log2(4 * update.shape[1])) - 62)
+        rows = update.double().tolist()
+        means = [sum(round(x * x / unit) for x in row) * unit / len(row) for row in rows]
         moment.copy_(moment * 0.95 + torch.tensor(means).unsqueeze(1) * (1 - 0.95))
         return self._normed(update / (moment.sqrt() + 1e-8))

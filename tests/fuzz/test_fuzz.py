@@ -16,7 +16,7 @@ SEED = 7
 @pytest.mark.slow
 def test_twenty_cases(run_on: Ranks) -> None:
     with cases(run_on) as case:
-        assert run_series(case, range(20), SEED, stop=True)["twin: True"] > 5
+        assert run_series(case, range(20), SEED, stop=True)["with twin"] > 5
 
 
 def test_cases_are_of_every_kind() -> None:
