@@ -89,14 +89,17 @@ class CheckpointWriter(FileSystemWriter):
         return told
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """As the base class; then the checksums, which are there only once all is."""
-        path = Path(self.path, CHECKSUMS)
+        """As the base class; checksums lie there first, as a kill may leave nothing else behind."""
         sums = {}
         for result in itertools.chain(*results):
             sums[result.storage_data.relative_path] = result.storage_data.sum
         plain = [[_without_sum(result) for result in some] for some in results]
+        self._write_sums(sums)
         super().finish(metadata, plain)
-        sums[_METADATA] = _sum(Path(self.path, _METADATA))
+        self._write_sums({**sums, _METADATA: _sum(Path(self.path, _METADATA))})
+
+    def _write_sums(self, sums: Mapping[str, tuple[int, int]]) -> None:
+        path = Path(self.path, CHECKSUMS)
         scratch = path.with_suffix(".tmp")
         with scratch.open("w") as stream:
             json.dump(dict(sorted(sums.items())), stream, indent=1)

@@ -250,6 +250,28 @@ def test_a_checkpoint_is_written_over(tmp_path: Path) -> None:
     assert not (folder / ".metadata").exists()  # as one that was cut short
 
 
+def test_a_kill_after_the_metadata_leaves_checksums_of_the_rest(tmp_path: Path) -> None:
+    stock = FileSystemWriter.finish
+
+    def finish(*args: Any) -> None:
+        stock(*args)
+        raise OSError("killed")
+
+    folder = tmp_path / "killed"
+    with (
+        mock.patch.object(FileSystemWriter, "finish", finish),
+        pytest.raises(CheckpointException, match="killed"),
+    ):
+        save(folder, state(1.0), sums=True)
+    assert (folder / ".metadata").exists()
+    assert find_damage(folder) == ""
+    shard = folder / "__0_0.distcp"
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    assert find_damage(folder) == f"{shard.name} has other bytes than were written"
+
+
 def test_a_bit_of_a_key_is_no_missing_key(tmp_path: Path) -> None:
     file = save(tmp_path / "flipped", state(1.0), sums=True) / ".metadata"
     data = file.read_bytes()
