@@ -98,12 +98,12 @@ def test_the_wheel_runs_the_first_example_beside_torch_alone(tmp_path: Path) -> 
     wheel = build("wheel", unpacked, dist)
 
     python = environment_with_torch(tmp_path / "empty")
+    own = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     # pip looks for the requirements, torch among them, and may fetch none.
     install = ["-m", "pip", "--python", python, "install", "--quiet", "--no-index", wheel]
-    subprocess.run([sys.executable, *install], check=True)
+    subprocess.run([sys.executable, *install], env=own, check=True)
     folder = tmp_path / "elsewhere"
     folder.mkdir()
-    own = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}
     own["PATH"] = f"{python.parent}{os.pathsep}{own['PATH']}"
     own |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 
