@@ -193,7 +193,7 @@ def test_training_tells_a_mistake_in_one_line(tmp_path: Path) -> None:
 
 
 def test_only_errors_of_the_project_lose_their_traceback() -> None:
-    with pytest.raises(ValueError, match="found .nowhere., expected a TOML file") as ours:
+    with pytest.raises(ValueError, match=r"found 'nowhere', expected a TOML file") as ours:
         settings.parse(["--job.config_file=nowhere"])
     with pytest.raises(ValueError, match="Expecting value") as others:
         json.loads("nothing")
