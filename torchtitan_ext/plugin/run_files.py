@@ -243,18 +243,20 @@ def read_metrics(folder: Path) -> Metrics:
     )
 
 
-_NUMBER = (int, float, type(None))
+NUMBER = (int, float, type(None))
+"""Types of a number in a record, for `check_fields`; ``None`` is one that was not finite."""
+
 _FIELDS: dict[str, Any] = {"phase": str, "num_steps_by_type": dict, "optimizer": dict}
 
 
 def _check_record(where: str, record: dict[str, Any]) -> None:
     record.update({key: record.get(key) or kind() for key, kind in _FIELDS.items()})
-    kinds: dict[str, Any] = dict.fromkeys(record, _NUMBER)
+    kinds: dict[str, Any] = dict.fromkeys(record, NUMBER)
     if "changes" in record:
         kinds["changes"] = list
     check_fields(where, record, kinds | _FIELDS | {"step": int})
     for key in ("num_steps_by_type", "optimizer"):
-        check_fields(f"{where}: {key}", record[key], dict.fromkeys(record[key], _NUMBER))
+        check_fields(f"{where}: {key}", record[key], dict.fromkeys(record[key], NUMBER))
     for change in record.get("changes", ()):
         check_fields(where, {"changes": change}, {"changes": dict})
         change_fields = {"step": int, "phase": str, "num_steps_by_type": dict}

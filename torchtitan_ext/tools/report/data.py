@@ -19,6 +19,7 @@ from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.plugin.run_files import (
     GEOMETRY_FILE,
     METRICS_FILE,
+    NUMBER,
     check_fields,
     read_config,
     read_metrics,
@@ -109,7 +110,7 @@ def load_one(folder: Path, label: str | None = None) -> Run:
             f"{folder}: found no {METRICS_FILE} with a record, expected the dump folder of a run"
         )
     return Run(
-        label=label or os.path.realpath(folder).rpartition("/")[2],
+        label=label or Path(os.path.realpath(folder)).name,
         metrics=metrics.steps,
         validations=metrics.validations,
         plan=read_plan(folder),
@@ -120,11 +121,11 @@ def load_one(folder: Path, label: str | None = None) -> Run:
 
 def _geometry(path: Path) -> Records:
     """The log of a run; none where tracking was off."""
-    records, number = read_records(path), (int, float, type(None))
-    kinds: Mapping[str, Any] = {"step": int, "operator_type": str, "layer": (int, type(None))}
+    records = read_records(path)
+    kinds: dict[str, Any] = {"step": int, "operator_type": str, "layer": (int, type(None))}
+    kinds |= {"kappa": NUMBER, "ns_residual": NUMBER}
     for index, record in enumerate(records, start=1):
-        where = f"{path}, line {index}"
-        check_fields(where, record, {**kinds, "kappa": number, "ns_residual": number})
+        check_fields(f"{path}, line {index}", record, kinds)
     return records
 
 
