@@ -7,22 +7,22 @@ optimizer = AMO(param_groups(model), lr=1.8e-3, weight_decay=0.1, config=AMOConf
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.agreement import RankMismatchError
-from amo_dist.engine.gradients import (
+from amo_dist.engine.rule import MatrixPiece, UpdateRule
+from amo_dist.engine.verdict import (
     MissingGradientError,
     NonFiniteGradientError,
     NonFiniteUpdateError,
 )
-from amo_dist.engine.rule import MatrixPiece, UpdateRule
 from amo_dist.operators.groups import param_groups
 from amo_dist.operators.views import Fused, MatrixView
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
+from amo_dist.optimizers.foreign import ImportReport, import_state
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
 from amo_dist.optimizers.normuon import NorMuon
 from amo_dist.optimizers.root import ROOT
 from amo_dist.schedule.types import Schedule
-from amo_dist.state.foreign import ImportReport, import_state
 from amo_dist.state.storage import CheckpointReader, CheckpointWriter
 
 __version__ = "0.1.0"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
 OPERATOR_TYPES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
@@ -37,25 +36,26 @@ Triple: TypeAlias = tuple[float, float, float]
 Box: TypeAlias = tuple[tuple[int, int], ...]
 """A region of a tensor: half-open ``(start, stop)`` for each of its dims."""
 
+BUDGET_RATIO = 1.0
+"""Planned Newton-Schulz work over that of the uniform schedule, where nothing else is asked for."""
+
 MOST_STEPS = 100
 """Newton-Schulz steps that a type may get: the error is down to rounding long before."""
 
 PRECONDITIONERS = ("frobenius", "aol")
 """How a matrix is scaled before the first step."""
 
-NS_BACKENDS = (
-    *("auto", "standard", "single", "symmetric", "gram"),
-    *("triton", "gram_newton_schulz"),
-)
-"""How Newton-Schulz may be run; see `amo_dist.kernels.cpu.backends`. On CUDA alone: ``triton``,
-which is ``symmetric`` by tiles in one kernel, and ``gram_newton_schulz``, a package."""
+NS_BACKENDS = ("auto", "standard", "gram", "triton", "gram_newton_schulz")
+"""How Newton-Schulz may be run; see `amo_dist.kernels.newton_schulz`. On CUDA alone: ``triton``,
+which computes half of each symmetric product, and ``gram_newton_schulz``, a package."""
 
 _ADJUST_LR = ("match_rms_adamw", "original", "spectral")
+_UPDATE_NORMS = ("as_is", "exact")
 _BFLOAT16_PARAMS = ("nearest", "stochastic", "master")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
-_GRANULARITIES = ("operator_type", "layer_group", "shape", "matrix")
+_GRANULARITIES = ("operator_type", "layer_group", "shape")
 _TEAM_BACKENDS = ("auto", "standard")
 
 
@@ -98,6 +98,9 @@ class MuonConfig:
     Muon) by ``sqrt(max(1, m/n))``, ``spectral`` by ``sqrt(m/n)``; each times ``update_scale``."""
     update_scale: float | None = None
     """Multiplies ``adjust_lr``; None: 0.2 for ``match_rms_adamw``, 1 for the others."""
+    update_norm: str = "as_is"
+    """Size of what Newton-Schulz gives: ``as_is``, which fewer steps leave smaller; or ``exact``,
+    scaled to the Frobenius norm of an exact polar factor, ``sqrt(min(m, n))``."""
     cautious_decay: bool = False
     """Decay an entry of a matrix only where its update has the same sign."""
     bfloat16_params: str = "nearest"
@@ -107,11 +110,9 @@ class MuonConfig:
     ns_dtype: str = "bfloat16"
     """Dtype of the Newton-Schulz products, and of matrices on the wire."""
     ns_backend: str = "auto"
-    """How Newton-Schulz is run: ``auto`` (on CPU by a cost model; else measured at the first locked
-    step, and kept), ``standard``, ``single`` (one matrix at a time), ``symmetric``, ``gram`` (where
-    it is stable, else ``symmetric``), ``triton`` or ``gram_newton_schulz`` (on CUDA)."""
-    cuda_graphs: bool = False
-    """On CUDA, capture Newton-Schulz of a schedule that stays, and replay it."""
+    """How Newton-Schulz is run: ``auto`` (on CPU ``gram`` for elongated matrices in float32, else
+    ``standard``), ``standard``, ``gram`` (in float32 and float64, else ``standard``), ``triton`` or
+    ``gram_newton_schulz`` (on CUDA)."""
     momentum_dtype: str = "float32"
     """Dtype in which momentum is kept, whatever the dtype of the parameter."""
     ownership: str = "round_robin"
@@ -123,8 +124,6 @@ class MuonConfig:
     matrices run ``standard`` products, and their bits depend on the number of ranks."""
     bucket_bytes: int = 64 * 2**20
     """Matrices travel in buckets of about this many bytes (a larger matrix has its own)."""
-    buckets_in_flight: int = 2
-    """How many buckets may be under way at once."""
     nonfinite: str = "error"
     """On a NaN or inf in a gradient on any rank: ``error``, or ``skip_step`` on all ranks."""
     ns_guard_every: int = 100
@@ -135,9 +134,6 @@ class MuonConfig:
     values below ``sqrt(2)`` leave at most 1."""
     seed: int = 42
     """Seeds the draw of observed matrices, and stochastic rounding."""
-    adamw_implementation: str = "auto"
-    """PyTorch's AdamW for the rest of the parameters: ``auto`` (``foreach`` on CPU, else
-    ``fused``), ``foreach``, ``fused`` or ``for-loop``."""
     on_config_change: str = "error"
     """Where a checkpoint has other settings that change results: ``error``, ``keep_checkpoint`` (go
     on with those of the checkpoint) or ``replan`` (with those of this run; AMO drops a plan that
@@ -148,6 +144,7 @@ class MuonConfig:
         _require_choice("adjust_lr", self.adjust_lr, _ADJUST_LR)
         if self.update_scale is not None:
             _require_real("update_scale", self.update_scale, "a number > 0", 5e-324, math.inf)
+        _require_choice("update_norm", self.update_norm, _UPDATE_NORMS)
         _require_choice("bfloat16_params", self.bfloat16_params, _BFLOAT16_PARAMS)
         _require_choice("ns_dtype", self.ns_dtype, _WIRE_DTYPES)
         _require_choice("ns_backend", self.ns_backend, NS_BACKENDS)
@@ -163,20 +160,14 @@ class MuonConfig:
             "'mesh', and 'auto' or 'standard'",
         )
         _require_int("bucket_bytes", self.bucket_bytes, 1)
-        _require_int("buckets_in_flight", self.buckets_in_flight, 1)
         _require_int("ns_guard_every", self.ns_guard_every, 0)
         _require_real("ns_guard_bound", self.ns_guard_bound, "a number > 0", 5e-324, math.inf)
         _require_choice("nonfinite", self.nonfinite, ("error", "skip_step"))
         _require_choice(
-            "adamw_implementation",
-            self.adamw_implementation,
-            ("auto", "foreach", "fused", "for-loop"),
-        )
-        _require_choice(
             "on_config_change", self.on_config_change, ("error", "keep_checkpoint", "replan")
         )
         _require_int("seed", self.seed, 0)
-        for field in ("nesterov", "cuda_graphs", "cautious_decay"):
+        for field in ("nesterov", "cautious_decay"):
             found = getattr(self, field)
             _require(isinstance(found, bool), field, found, "true or false")
 
@@ -189,12 +180,6 @@ class MuonConfig:
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values, with the ``update_scale`` in force."""
         return {**dataclasses.asdict(self), "update_scale": self.update_factor}
-
-
-PAPERS_PLANS: Mapping[str, str] = MappingProxyType(
-    {"objective": "projected", "planner": "greedy", "budget_unit": "steps"}
-)
-"""Fields of ``AMOConfig`` with which plans are those of the AMO paper."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,16 +196,15 @@ class AMOConfig(MuonConfig):
     """Observation interval in optimizer steps; must divide ``observe_until``."""
     sample_size: int = 8
     """Matrices of each operator type drawn for one observation (all, where there are fewer)."""
-    observe_in_background: bool = False
-    """Measure samples on a thread while training goes on; the values are taken in at the next step.
-    Saving state in between is then a collective."""
-    objective: str = "measured"
-    """What a plan minimises: the ``measured`` mean squared residual of the sampled matrices, never
-    above the uniform schedule's where ``budget_ratio`` is at least 1; or the ``projected`` error at
-    the lower bound ``ell_target``, as in the AMO paper, which can starve a type."""
+    planner: str = "measured"
+    """How to plan. ``measured``: the least squared error of the update, by the spectra of the
+    sampled matrices, within a budget of flops, exactly, and never above the uniform schedule's
+    where ``budget_ratio`` is at least 1. ``paper``: the projected error at a lower bound
+    ``ell_target`` within a budget of steps, by the AMO paper's greedy passes, which can starve a
+    type."""
     shrinkage: float = 0.7
-    """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]. Only for
-    the ``projected`` objective."""
+    """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]. Of the
+    ``paper`` alone."""
     transition_steps: int = 300
     """``Delta``: optimizer steps from the uniform schedule, or the plan before, to a plan; at least
     1."""
@@ -228,29 +212,23 @@ class AMOConfig(MuonConfig):
     """``T_base``: Newton-Schulz steps of every operator type before the first plan."""
     base_ell: float = 1e-3
     """``ell_base``: the lower bound for which the uniform schedule is composed; in (0, 0.99]."""
-    budget_ratio: float = 1.0
+    budget_ratio: float = BUDGET_RATIO
     """Planned Newton-Schulz work over that of the uniform schedule; > 0."""
+    as_good_as: str | None = None
+    """Instead of a budget: plan for the fewest flops whose error is no greater than that of this
+    schedule on the same spectra. ``uniform``, or the name of a fixed schedule such as ``kj``."""
     min_steps: int = 3
     """Fewest steps a type may get (relaxed, and logged, only where the budget is infeasible)."""
     max_steps: int = 7
     """Most steps a type may get (relaxed, and logged, only where the budget is infeasible)."""
-    planner: str = "exact"
-    """``exact`` (dynamic programming) or ``greedy`` (the paper's add, remove, transfer; only for
-    the ``projected`` objective and a budget of steps)."""
-    budget_unit: str = "flops"
-    """What the budget counts: ``flops`` weighted by the matrices' shapes, or ``steps``."""
     granularity: str = "operator_type"
     """What shares a schedule: an ``operator_type``, a ``layer_group`` (type and third of the
-    depth), a ``shape`` (short side x long side, whatever the type), or nothing: one for each
-    ``matrix``."""
+    depth) or a ``shape`` (short side x long side, whatever the type)."""
     observe_only: bool = False
     """Observe and record, but never plan: the uniform schedule stays for the whole run."""
     replan_every: int = 0
     """Plan anew so many optimizer steps after each plan, from observations since its lock, and
     glide there from the plan before; 0: plan once."""
-    ns_guard_fallback: bool = False
-    """An operator type whose residual is above ``ns_guard_bound`` runs the uniform schedule from
-    then on, until a new plan."""
 
     def __post_init__(self) -> None:
         # The zero-argument form of super() fails here: slots=True makes a second class.
@@ -264,27 +242,22 @@ class AMOConfig(MuonConfig):
             f"a divisor of observe_until = {self.observe_until}",
         )
         _require_int("sample_size", self.sample_size, 1)
-        _require_choice("objective", self.objective, ("measured", "projected"))
+        _require_choice("planner", self.planner, ("measured", "paper"))
         _require_real("shrinkage", self.shrinkage, "a number in [0, 1]", 0.0, 1.0)
         _require_int("transition_steps", self.transition_steps, 1)
         _require_int("base_steps", self.base_steps, 1, MOST_STEPS)
         _require_real("base_ell", self.base_ell, "a number in (0, 0.99]", 5e-324, 0.99)
         _require_real("budget_ratio", self.budget_ratio, "a number > 0", 5e-324, math.inf)
+        if self.as_good_as is not None:
+            _require(isinstance(self.as_good_as, str), "as_good_as", self.as_good_as, "a name")
+            for field, expected in (("planner", "measured"), ("budget_ratio", BUDGET_RATIO)):
+                found, told = getattr(self, field), f"{expected!r} with as_good_as"
+                _require(found == expected, field, found, told)
         _require_int("min_steps", self.min_steps, 1, MOST_STEPS)
         _require_int("max_steps", self.max_steps, self.min_steps, MOST_STEPS)
-        _require_choice("planner", self.planner, ("exact", "greedy"))
-        _require_choice("budget_unit", self.budget_unit, ("steps", "flops"))
-        _require(
-            self.planner != "greedy" or self.plans_as_paper,
-            "planner",
-            self.planner,
-            "'exact', or objective = 'projected' and budget_unit = 'steps' with it, found "
-            f"{self.objective!r} and {self.budget_unit!r}",
-        )
         _require_choice("granularity", self.granularity, _GRANULARITIES)
-        for field in ("observe_in_background", "observe_only", "ns_guard_fallback"):
-            found = getattr(self, field)
-            _require(isinstance(found, bool), field, found, "true or false")
+        only = self.observe_only
+        _require(isinstance(only, bool), "observe_only", only, "true or false")
         self._check_replan()
 
     def _check_replan(self) -> None:
@@ -302,8 +275,27 @@ class AMOConfig(MuonConfig):
         _require(not self.observe_only, "replan_every", self.replan_every, "0 with observe_only")
 
     @classmethod
+    def for_run(cls, num_steps: int, **changes: Any) -> AMOConfig:
+        """Settings for a run of so many steps: it observes for two fifths, and glides for a tenth.
+
+        Eight observations, and a transition of at most 300 steps, as in the AMO paper.
+
+        Args:
+            num_steps: Optimizer steps of the run, at least 20.
+            changes: Fields with other values.
+
+        Raises:
+            ValueError: As for the constructor.
+        """
+        _require_int("num_steps", num_steps, 20)
+        every = num_steps // 20
+        glide = min(300, num_steps // 10)
+        fitting = {"observe_until": 8 * every, "observe_every": every, "transition_steps": glide}
+        return cls(**{**fitting, **changes})
+
+    @classmethod
     def paper(cls, **changes: Any) -> AMOConfig:
-        """The settings with which plans are those of the AMO paper, ``PAPERS_PLANS``.
+        """The settings with which plans are those of the AMO paper.
 
         Args:
             changes: Fields with other values.
@@ -311,12 +303,7 @@ class AMOConfig(MuonConfig):
         Raises:
             ValueError: As for the constructor.
         """
-        return cls(**{**PAPERS_PLANS, **changes})
-
-    @property
-    def plans_as_paper(self) -> bool:
-        """Whether plans are those of the AMO paper."""
-        return all(getattr(self, field) == value for field, value in PAPERS_PLANS.items())
+        return cls(**{"planner": "paper", **changes})
 
     @property
     def lock_step(self) -> int:

@@ -1,17 +1,22 @@
 # shellcheck shell=bash
-# Shared by the scripts of this folder: a Python environment with the project in it.
-# Source it, then:
+# Shared by the scripts of this folder: a Python environment with the project in it, and what ranks
+# find in theirs. Source it, then:
 #
 #   amo_activate titan        # extras of pyproject.toml, e.g. dev
+#   amo_environment           # for ranks: nothing is installed
+#   amo_slurm_nodes           # in a Slurm job: NODES, HEAD and GPUS
+#   amo_srun ...              # a task on each node, with all of its CPUs
 #
 # An active virtual environment (or conda environment) is used as it is; otherwise `.venv` in the
 # repository root is created and activated. An installed torch is kept, whatever its build. The
 # second call costs a fraction of a second: a stamp records what was installed.
 #
-# AMO_PYTHON  the interpreter `.venv` is made with (default python3)
+# AMO_PYTHON         the interpreter `.venv` is made with (default python3)
+# AMO_TORCH_VERSION  a PyTorch to run on instead, such as 2.15.0: in .venv-2.15.0, made once,
+#                    whatever environment is active
 
 AMO_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
-AMO_TORCH_VERSION="2.13.0"
+AMO_VENV="$AMO_ROOT/.venv${AMO_TORCH_VERSION:+-$AMO_TORCH_VERSION}"
 
 amo_say() { printf '[amo] %s\n' "$*" >&2; }
 
@@ -41,13 +46,13 @@ _amo_create_venv() {
   command -v "$python" >/dev/null || amo_die "no $python found; set AMO_PYTHON to Python >= 3.11"
   _amo_require_version "$python" "set AMO_PYTHON"
   # A machine with an accelerator often has its torch in the system's Python: let .venv see it.
-  if "$python" -c 'import torch' >/dev/null 2>&1; then
+  if [[ -z "${AMO_TORCH_VERSION:-}" ]] && "$python" -c 'import torch' >/dev/null 2>&1; then
     options+=(--system-site-packages)
   fi
-  amo_say "creating .venv with $("$python" --version)"
-  if ! "$python" -m venv ${options[@]+"${options[@]}"} "$AMO_ROOT/.venv"; then
-    rm -rf "$AMO_ROOT/.venv" # half of it would pass for a whole one at the next call
-    amo_die "cannot create .venv (on Debian and Ubuntu: apt install python3-venv)"
+  amo_say "creating ${AMO_VENV##*/} with $("$python" --version)"
+  if ! "$python" -m venv ${options[@]+"${options[@]}"} "$AMO_VENV"; then
+    rm -rf "$AMO_VENV" # half of it would pass for a whole one at the next call
+    amo_die "cannot create ${AMO_VENV##*/} (on Debian and Ubuntu: apt install python3-venv)"
   fi
 }
 
@@ -63,10 +68,10 @@ PY
 }
 
 _amo_install() {
-  local extras="$1" log="$2" constraints
+  local extras="$1" log="$2" torch="${AMO_TORCH_VERSION:-2.13.0}" constraints
   if ! python -c 'import torch' >/dev/null 2>&1; then
-    amo_say "installing torch $AMO_TORCH_VERSION"
-    _amo_quietly "$log" python -m pip install "torch==$AMO_TORCH_VERSION"
+    amo_say "installing torch $torch"
+    _amo_quietly "$log" python -m pip install "torch==$torch"
   fi
   constraints="$(mktemp)"
   # Without this line pip may replace a torch that was built for the machine's accelerator.
@@ -81,12 +86,12 @@ _amo_install() {
 # amo_activate EXTRAS: activates an environment with the project and these extras in it.
 amo_activate() {
   local extras="$1" prefix stamp fingerprint
-  if [[ -z "${VIRTUAL_ENV:-}" && -z "${CONDA_PREFIX:-}" ]]; then
-    [[ -x "$AMO_ROOT/.venv/bin/python" ]] || _amo_create_venv
+  if [[ -n "${AMO_TORCH_VERSION:-}" || -z "${VIRTUAL_ENV:-}${CONDA_PREFIX:-}" ]]; then
+    [[ -x "$AMO_VENV/bin/python" ]] || _amo_create_venv
     # shellcheck disable=SC1091
-    source "$AMO_ROOT/.venv/bin/activate"
+    source "$AMO_VENV/bin/activate"
   fi
-  _amo_require_version python "delete .venv, or leave this environment"
+  _amo_require_version python "delete ${AMO_VENV##*/}, or leave this environment"
   prefix="$(python -c 'import sys; print(sys.prefix)')"
   stamp="$prefix/.amo-installed-${extras//,/-}"
   fingerprint="$(_amo_fingerprint "$extras")"
@@ -94,4 +99,32 @@ amo_activate() {
     _amo_install "$extras" "$prefix/amo-install.log"
     printf '%s\n' "$fingerprint" 2>/dev/null >"$stamp" || true
   fi
+}
+
+# What ranks find, whether they train or are examined.
+amo_environment() {
+  # Nothing is installed here: several nodes would do so at once, in the same place.
+  if [[ -z "${VIRTUAL_ENV:-}" && -z "${CONDA_PREFIX:-}" && -f "$AMO_ROOT/.venv/bin/activate" ]]; then
+    # shellcheck disable=SC1091
+    source "$AMO_ROOT/.venv/bin/activate"
+  fi
+  # NCCL finds the network by itself on most clusters; launch/README.md tells what helps elsewhere.
+  export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
+  # Segments that grow leave less memory unused between tensors of many sizes.
+  export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
+  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
+}
+
+# Where the nodes of a Slurm job meet.
+amo_slurm_nodes() {
+  local nodes
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  export NODES="${#nodes[@]}"
+  export HEAD="${nodes[0]}:$((20000 + SLURM_JOB_ID % 20000))"
+  export GPUS="${GPUS:-${SLURM_GPUS_ON_NODE:-auto}}"
+}
+
+# The task of a node starts all of its ranks and needs all CPUs: srun would give it one.
+amo_srun() {
+  srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" "$@"
 }

@@ -21,21 +21,13 @@ set -euo pipefail
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 cd "$root" # a relative dump folder lies in the repository, wherever the call came from
 
-# Nothing is installed here: several nodes would do so at once, in the same place.
-if [[ -z "${VIRTUAL_ENV:-}" && -z "${CONDA_PREFIX:-}" && -f .venv/bin/activate ]]; then
-  # shellcheck disable=SC1091
-  source .venv/bin/activate
-fi
+# shellcheck source=launch/lib.sh
+source launch/lib.sh
+amo_environment
 python -c 'from importlib.metadata import version as v; v("torch"), v("torchtitan"), v("amo-dist")' \
   2>/dev/null || {
   echo "error: $(command -v python) lacks the project; launch/setup.sh sets one up" >&2
   exit 2
 }
-
-# NCCL finds the network by itself on most clusters; launch/README.md tells what helps elsewhere.
-export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-# Segments that grow leave less memory unused between tensors of many sizes.
-export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 
 exec python -m torchtitan_ext.tools.nodes "$@"

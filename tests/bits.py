@@ -54,7 +54,6 @@ CONTROL_FIELDS = {
         *("min_steps", "max_steps", "costs", "curves"),
     ),
     "transition_from": (),
-    "fallbacks": (),
     "fits": ("triple", "objective", "calibration"),
 }
 """What is hashed of the control state, and of records below it; no names: all that is there."""
@@ -85,7 +84,7 @@ GPT = shapes("""
     h.0.mlp.c_proj.weight 24 96, h.1.attn.c_attn.weight 24 80, h.1.attn.c_proj.weight 24 48,
     h.1.moe.experts.w1 4 20 24, h.1.moe.experts.w2 4 24 20, ln_f.weight 24
 """)
-# Large enough that `auto` takes symmetric products, blocks and the Gram form.
+# Large enough for the Gram form.
 WIDE = shapes("""
     layers.0.attention.wq.weight 512 512, layers.0.attention.wk.weight 128 512,
     layers.0.attention.wv.weight 128 512, layers.0.attention.wo.weight 512 512,
@@ -146,51 +145,39 @@ def amo(model: str, layout: str = "one", **fields: Any) -> Run:
 
 
 FP32 = {"ns_dtype": "float32"}
+STANDARD = {"ns_backend": "standard"}
 RUNS: dict[str, Run] = {
     "llama uniform bf16": Run("llama", "kj"),
     "llama uniform fp32": Run("llama", "kj", fields=FP32, missing_at=3),
-    "llama exact bf16": amo("llama"),
-    "llama exact bf16, resumed": amo("llama", resumes_at=6, param_dtype=torch.bfloat16),
-    "llama exact bf16, fallen back": amo("llama", ns_guard_fallback=True, ns_guard_bound=1e-3),
-    "llama greedy fp32": amo("llama", planner="greedy", sample_size=2, **FP32),
+    "llama paper bf16": amo("llama"),
+    "llama paper bf16, resumed": amo("llama", resumes_at=6, param_dtype=torch.bfloat16),
+    "llama paper fp32": amo("llama", sample_size=2, **FP32),
     "llama adamuon bf16": Run("llama", "adamuon", missing_at=3),
     "llama root fp32": Run("llama", "root", fields=FP32),
     "gpt uniform bf16": Run("gpt", "kj"),
     "gpt pe fp32, no Nesterov": Run("gpt", "pe", fields={**FP32, "nesterov": False}),
-    "gpt exact fp32, replanned": amo(
-        "gpt", replan_every=6, num_steps=16, granularity="layer_group", budget_unit="flops", **FP32
+    "gpt paper fp32, replanned": amo(
+        "gpt", replan_every=6, num_steps=16, granularity="layer_group", **FP32
     ),
-    "gpt greedy bf16, a step skipped": amo(
-        "gpt", planner="greedy", sample_size=3, nonfinite="skip_step", nan_at=5
-    ),
-    "wide exact bf16": amo("wide"),
-    "wide exact fp32": amo("wide", **FP32),
-    "wide symmetric bf16": Run("wide", "kj", fields={"ns_backend": "symmetric"}, num_steps=3),
+    "gpt paper bf16, a step skipped": amo("gpt", sample_size=3, nonfinite="skip_step", nan_at=5),
+    "gpt paper fp32, by shape": amo("gpt", granularity="shape", **FP32),
+    "wide paper bf16": amo("wide", **STANDARD),
+    "wide paper fp32": amo("wide", **STANDARD, **FP32),
     "wide gram bf16": Run("wide", "pe", fields={"ns_backend": "gram"}, num_steps=3),
     "llama uniform bf16, fsdp": Run("llama", "kj", "fsdp", {"bucket_bytes": 8192}),
-    "llama exact bf16, fsdp": amo("llama", "fsdp", missing_at=7),
-    "llama exact fp32, fsdp, resumed": amo("llama", "fsdp", resumes_at=6, **FP32),
+    "llama paper bf16, fsdp": amo("llama", "fsdp", missing_at=7),
+    "llama paper fp32, fsdp, resumed": amo("llama", "fsdp", resumes_at=6, **FP32),
     "llama adamuon fp32, fsdp": Run("llama", "adamuon", "fsdp", FP32),
-    "gpt greedy fp32, fsdp": amo("gpt", "fsdp", planner="greedy", ownership="balanced", **FP32),
+    "gpt paper fp32, fsdp": amo("gpt", "fsdp", ownership="balanced", **FP32),
     "gpt root bf16, fsdp": Run("gpt", "root", "fsdp"),
-    "gpt exact bf16, ddp": amo("gpt", "ddp", observe_in_background=True),
+    "gpt paper bf16, ddp": amo("gpt", "ddp"),
     "llama adamuon bf16, ddp": Run("llama", "adamuon", "ddp"),
-    "wide exact bf16, fsdp": amo("wide", "fsdp"),
+    "wide paper bf16, fsdp": amo("wide", "fsdp", **STANDARD),
+    "llama measured bf16": amo("llama", planner="measured"),
+    "gpt measured fp32, by shape": amo("gpt", planner="measured", granularity="shape", **FP32),
+    "llama measured bf16, fsdp": amo("llama", "fsdp", planner="measured", resumes_at=3),
+    "llama measured fp32, fsdp": amo("llama", "fsdp", planner="measured", **FP32),
 }
-STEPS, BY_SHAPE = {"budget_unit": "steps"}, {"granularity": "shape"}
-MEASURED = {
-    "llama measured bf16": amo("llama", objective="measured"),
-    "llama measured fp32, steps": amo("llama", objective="measured", **STEPS, **FP32),
-    "gpt measured fp32, by shape": amo("gpt", objective="measured", **BY_SHAPE, **FP32),
-    "llama measured bf16, fsdp": amo("llama", "fsdp", objective="measured", resumes_at=3),
-    "llama measured fp32, fsdp": amo("llama", "fsdp", objective="measured", **FP32),
-    "gpt measured bf16, by shape, steps, fsdp": amo(
-        "gpt", "fsdp", objective="measured", observe_in_background=True, **STEPS, **BY_SHAPE
-    ),
-}
-"""Runs of trees that have the objective."""
-if "objective" in AMOConfig.__dataclass_fields__:
-    RUNS |= MEASURED
 
 
 # ---------------------------------------------------------------- tensors
@@ -314,9 +301,8 @@ def make_optimizer(run: Run, model: nn.Module) -> Muon:
     )
     ranks = {"process_group": dist.group.WORLD} if run.layout == "ddp" else {}
     if run.optimizer == "amo":
-        # Trees without a choice of objective have the paper's, in steps, and plan exactly.
-        papers = AMOConfig if "objective" in run.fields else getattr(AMOConfig, "paper", AMOConfig)
-        settings = papers(**{"planner": "exact", **run.fields})
+        kind = AMOConfig if "planner" in run.fields else AMOConfig.paper
+        settings = kind(**run.fields)
         return AMO(groups, 1e-2, 0.1, config=settings, **ranks)
     config = MuonConfig(**run.fields)
     if run.optimizer in ("adamuon", "root"):
@@ -434,11 +420,10 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def compare(before: Mapping[str, Mapping[str, str]], found: Mapping[str, Mapping[str, str]]) -> int:
-    """Print what differs; 1 where anything does. An older tree need not have measured."""
+    """Print what differs; 1 where anything does."""
     differing = [
         f"{name}: {field} differs"
         for name in found
-        if name in before or name not in MEASURED
         for field in found[name]
         if found[name][field] != before.get(name, {}).get(field)
     ]

@@ -22,6 +22,7 @@ DOCUMENTS = tuple(
         str(path.relative_to(ROOT))
         for pattern in ("*.md", "*/README.md", "benchmarks/*/README.md", "docs/*.md")
         for path in ROOT.glob(pattern)
+        if not str(path.relative_to(ROOT)).startswith(".")  # such as the page in pytest's cache
     )
 )
 """Every page of the project, by its path."""

@@ -92,6 +92,11 @@ def make_corner(folder: Path) -> list[str]:
         for file in ("metrics.jsonl", "run.json", "plan.json", "lock", "checkpoint"):
             path = folder / f"run_of_{kind}s" / file
             path.symlink_to(file) if kind == "loop" else path.mkdir()
+    os.mkfifo(folder / "pipe")
+    for kind, target in (("zeros", "/dev/zero"), ("pipes", "../pipe")):
+        (folder / f"run_of_{kind}").mkdir()
+        for file in ("metrics.jsonl", "run.json", "plan.json", "geometry.jsonl"):
+            (folder / f"run_of_{kind}" / file).symlink_to(target)
     saved = folder / "run" / "checkpoint" / "step-1"
     saved.mkdir(parents=True)
     (saved / ".metadata").write_bytes(b"garbage")
@@ -106,7 +111,8 @@ def make_corner(folder: Path) -> list[str]:
     sizes |= {"sigma_min": 0.1, "sigma_max": 1, "frobenius": 2}
     (folder / "log.jsonl").write_text(json.dumps(sizes) + "\n")
     more = [*contents, *runs, "loop", "loop/x", "folder", "empty/x", "run_of_loops", "nothing"]
-    more += ["run_of_folders", "z/" * 3000, "/dev/null", "/proc/x"]
+    more += ["run_of_folders", "run_of_zeros", "run_of_pipes", "pipe", "/dev/zero"]
+    more += ["z/" * 3000, "/dev/null", "/proc/x"]
     more += ["run/checkpoint", "run/checkpoint/step-1", "scores.json", "log.jsonl", "corpus.jsonl"]
     return more
 

@@ -61,10 +61,9 @@ class Oracle:
         )
         self.step_number = 0
         self.observations: list[dict[str, float]] = []
-        self.residuals: list[dict[str, list[float]]] = []  # of all trials, by observation
+        self.distances: list[dict[str, list[float]]] = []  # of all trials, by observation
         self.allocation: dict[str, int] = {}
         self.targets: dict[str, float] = {}
-        self.is_tied = False  # of equal projected plans the package takes the greedy planner's
         self.planned_at: int | None = None
         self.start: dict[str, tuple[int, float]] = {}  # where the glide to the plan begins
         found = set(types.values())
@@ -168,17 +167,14 @@ class Oracle:
             table[i, :k] = torch.tensor(compose(min(SAFETY * ell, 1.0), k), dtype=torch.float64)
         by_type: dict[str, list[list[float]]] = {}
         for name in sorted(sampled):
-            found = observe(sampled[name], table, SAFETY).tolist()
-            by_type.setdefault(self.types[name], []).append(found[: 1 + len(trials)])
+            exact = config.update_norm == "exact"
+            found = observe(sampled[name], table, SAFETY, exact_norm=exact).tolist()
+            row = [self._weight(name), found[0], *found[1 + len(trials) :]]
+            by_type.setdefault(self.types[name], []).append(row)
         self.observations.append(
-            {kind: statistics.median(v[0] / SAFETY for v in rows) for kind, rows in by_type.items()}
+            {kind: statistics.median(v[1] / SAFETY for v in rows) for kind, rows in by_type.items()}
         )
-        self.residuals.append(
-            {
-                kind: [math.fsum(column) / len(rows) for column in zip(*rows, strict=True)][1:]
-                for kind, rows in by_type.items()
-            }
-        )
+        self.distances.append({kind: self._mean(rows) for kind, rows in by_type.items()})
         first, every = config.observe_until, config.replan_every
         if self.step_number < (first if self.planned_at is None else self.planned_at + every):
             return
@@ -188,37 +184,51 @@ class Oracle:
             alpha = Fraction(str(config.shrinkage))  # exact, and rounded once
             target = alpha * Fraction(robust) + (1 - alpha) * Fraction(config.base_ell)
             self.targets[kind] = float(target)
-        if config.objective == "measured":
+        if config.planner == "measured":
             self.allocation, self.targets = self._brute_force_measured(config)
         else:
             budget = Fraction(str(config.budget_ratio)) * len(self.order) * config.base_steps
-            self.allocation = self._brute_force(math.floor(budget + Fraction(1, 2)))
+            self.allocation = self._greedy(math.floor(budget + Fraction(1, 2)))
         self.planned_at, self.start = self.step_number, start
-        self.observations, self.residuals = [], []
+        self.observations, self.distances = [], []
+
+    def _weight(self, name: str) -> float:
+        """The squared norm of an exact update, but for the learning rate."""
+        shape = self.params[name].shape
+        scale = self.config.update_factor * math.sqrt(max(shape))
+        return scale * scale * min(shape)
+
+    def _mean(self, rows: list[list[float]]) -> list[float]:
+        """Of the distances of some matrices, each by its weight over the greatest of these."""
+        most = max(row[0] for row in rows)
+        shares = [row[0] / most for row in rows]
+        return [
+            math.fsum(share * value for share, value in zip(shares, column, strict=True))
+            / math.fsum(shares)
+            for column in list(zip(*rows, strict=True))[2:]
+        ]
 
     def _brute_force_measured(self, config: AMOConfig) -> tuple[dict[str, int], dict[str, float]]:
         """Of all allocations within the budget the best, and the best ell of each type."""
         trials, best = self._trials(config), dict[str, dict[int, tuple[float, float]]]()
         for kind in self.order:
             sums = [0.0] * len(trials)
-            for found in self.residuals:  # in the order of steps: sums of floats depend on it
+            for found in self.distances:  # in the order of steps: sums of floats depend on it
                 sums = [a + b for a, b in zip(sums, found[kind], strict=True)]
             best[kind] = {}
             for (k, ell), total in zip(trials, sums, strict=True):
-                pair = total / len(self.residuals), -ell  # of equal ones the greater ell
+                pair = total / len(self.distances), -ell  # of equal ones the greater ell
                 best[kind][k] = min(best[kind].get(k, pair), pair)
         members = [[n for n, kind in self.types.items() if kind == one] for one in self.order]
-        costs = [1] * len(self.order)
-        if config.budget_unit == "flops":
-            costs = [sum(self._flops(name) for name in names) for names in members]
+        costs = [sum(self._flops(name) for name in names) for names in members]
         ceiling = Fraction(str(config.budget_ratio)) * config.base_steps * sum(costs)
-        if config.budget_unit == "steps":
-            ceiling += Fraction(1, 2)  # rounded half up
+        weights = [math.fsum(map(self._weight, names)) for names in members]
+        shares = [weight / math.fsum(weights) for weight in weights]
         ranked: list[tuple[float, tuple[int, ...]]] = []
         steps = range(config.min_steps, config.max_steps + 1)
         losses = [
-            {k: len(names) * best[kind][k][0] for k in steps}
-            for kind, names in zip(self.order, members, strict=True)
+            {k: share * best[kind][k][0] for k in steps}
+            for kind, share in zip(self.order, shares, strict=True)
         ]
         for choice in itertools.product(steps, repeat=len(self.order)):
             if sum(k * cost for k, cost in zip(choice, costs, strict=True)) <= ceiling:
@@ -238,24 +248,39 @@ class Oracle:
         short, long = sorted(self.params[name].shape)
         return 2 * short * short * (2 * long + short)
 
-    def _brute_force(self, budget: int) -> dict[str, int]:
-        """All allocations; the first of the best in lexicographic order."""
+    def _greedy(self, budget: int) -> dict[str, int]:
+        """The paper's passes: add, remove, transfer; ties to the earlier type."""
         config = self.config
         assert isinstance(config, AMOConfig)
-        steps = range(config.min_steps, config.max_steps + 1)
+        low, high = config.min_steps, config.max_steps
         errors = {
-            kind: {k: 1 - simulate(SAFETY * self.targets[kind], k) for k in steps}
+            kind: {k: 1 - simulate(SAFETY * self.targets[kind], k) for k in range(low, high + 1)}
             for kind in self.order
         }
-        costs: dict[tuple[int, ...], float] = {}
-        for choice in itertools.product(steps, repeat=len(self.order)):
-            if sum(choice) == budget:
-                pairs = zip(self.order, choice, strict=True)
-                costs[choice] = math.fsum(errors[kind][k] for kind, k in pairs)
-        best = min(costs.values())
-        near = [choice for choice, cost in costs.items() if cost <= best + 1e-12]
-        self.is_tied |= len(near) > 1
-        return dict(zip(self.order, min(near), strict=True))
+        steps = dict.fromkeys(self.order, min(max(config.base_steps, low), high))
+
+        def change(kind: str, by: int) -> float:
+            """How much less is left with so many steps more."""
+            return errors[kind][steps[kind]] - errors[kind][steps[kind] + by]
+
+        def takers() -> list[str]:
+            return [kind for kind in self.order if steps[kind] < high]
+
+        def givers() -> list[str]:
+            return [kind for kind in self.order if steps[kind] > low]
+
+        while sum(steps.values()) < budget:
+            steps[max(takers(), key=lambda kind: change(kind, 1))] += 1
+        while sum(steps.values()) > budget:
+            steps[max(givers(), key=lambda kind: change(kind, -1))] -= 1
+        while True:
+            pairs = [(change(i, 1) + change(j, -1), i, j) for i in takers() for j in givers()]
+            pairs = [pair for pair in pairs if pair[1] != pair[2]]
+            gain, taker, giver = max(pairs, key=lambda pair: pair[0], default=(0.0, "", ""))
+            if not gain > 1e-12:
+                return steps
+            steps[taker] += 1
+            steps[giver] -= 1
 
     def _schedules(self) -> dict[str, tuple[tuple[float, float, float], ...]]:
         config = self.config

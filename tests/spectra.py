@@ -21,7 +21,9 @@ def spectrum(ell: float) -> list[float]:
     return [ell ** (i / (SIZE - 1)) for i in range(SIZE)]
 
 
-def errors_left(trials: Sequence[Schedule], sigmas: Sequence[float]) -> list[float]:
+def errors_left(
+    trials: Sequence[Schedule], sigmas: Sequence[float], exact_norm: bool = False
+) -> list[float]:
     """Mean squared residuals by schedule, then mean squared distances to the polar factor."""
     coefficients, norm_scale = _as_tensor(tuple(trials))
     y = torch.tensor(sigmas, dtype=torch.float64)
@@ -29,9 +31,10 @@ def errors_left(trials: Sequence[Schedule], sigmas: Sequence[float]) -> list[flo
     for a, b, c in coefficients:
         square = y * y
         y = y * (a + square * (b + square * c))
-    found: list[float] = torch.cat(
-        [(y * y - 1).square().mean(1), (y - 1).square().mean(1)]
-    ).tolist()
+    residuals = (y * y - 1).square().mean(1)
+    if exact_norm:
+        y = torch.nn.functional.normalize(y, dim=1, eps=0.0) * len(sigmas) ** 0.5
+    found: list[float] = torch.cat([residuals, (y - 1).square().mean(1)]).tolist()
     return found
 
 

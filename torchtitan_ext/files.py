@@ -34,10 +34,12 @@ def replace(path: Path, content: str | bytes) -> None:
             target.write_bytes(data)
         return
     scratch = target.with_name(target.name + SCRATCH)
-    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC
+    # Whoever may write to the folder may have made a link of this name, to any file.
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     # As an ordinary write would leave it: a new file's by the mask of the process.
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
     with _named(path):
+        scratch.unlink(missing_ok=True)
         file = os.open(scratch, flags, mode)
         try:
             try:

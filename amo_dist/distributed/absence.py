@@ -1,4 +1,10 @@
-"""Which ranks a collective waited for in vain: asked only once it has failed."""
+"""Which ranks a collective waited for in vain: asked only once it has failed.
+
+That is of use under gloo, whose collectives raise. Under NCCL nothing is raised: ``wait()`` holds
+the stream and not the host, and at the time-out PyTorch's watchdog ends the process. Which ranks
+were missing is then told by PyTorch's flight recorder: see ``TORCH_FR_BUFFER_SIZE`` (before:
+``TORCH_NCCL_TRACE_BUFFER_SIZE``) and ``TORCH_NCCL_DUMP_ON_TIMEOUT``.
+"""
 
 from __future__ import annotations
 

@@ -35,13 +35,49 @@ def world_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
+_devices: dict[str, torch.device] = {}
+"""By name of a group, where the parameters lie that are trained over it."""
+
+
 def control_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Device of small control tensors: the CPU where the group can reduce there."""
-    if group is None or "cpu:" in str(dist.get_backend_config(group)):
+    """Device of small control tensors: the CPU where the group can reduce there.
+
+    Else that of ``init_process_group(device_id=...)`` or of the parameters, as nobody may have set
+    a current device.
+    """
+    if group is None or "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
+    if group.bound_device_id is not None:
+        return group.bound_device_id
+    if group.group_name in _devices:
+        return _devices[group.group_name]
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None, "a process group without CPU backend needs an accelerator"
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
+
+
+def take_device(group: dist.ProcessGroup | None, device: torch.device) -> None:
+    """Put control tensors of a group where the parameters lie, if it can send them there.
+
+    Args:
+        group: The world.
+        device: Of the parameters.
+
+    Raises:
+        ValueError: Names the backends that were found, and the line that initialises what is
+            needed.
+    """
+    if group is None:
+        return
+    if device.type != "cpu":
+        _devices[group.group_name] = device
+    found = dist.get_backend_config(group)
+    if f"{device.type}:" not in found:
+        needed = "'cpu:gloo,cuda:nccl'" if device.type in ("cpu", "cuda") else "one for both"
+        raise ValueError(
+            f"process_group: found the backends {found!r} and parameters on {device.type}, "
+            f"expected a backend for {device.type}: init_process_group({needed})"
+        )
 
 
 def sum_over(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
@@ -200,3 +236,9 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
     texts = gather_text(json.dumps(value), group)
     values = {text: json.loads(text) for text in dict.fromkeys(texts)}
     return [values[text] for text in texts]
+
+
+def slowest(seconds: float, group: dist.ProcessGroup | None) -> float:
+    """The most seconds of any rank of the group, to a nanosecond; a collective over it."""
+    nanoseconds = torch.tensor([round(seconds * 1e9)], device=control_device(group))
+    return float(max_over(nanoseconds, group).item()) / 1e9

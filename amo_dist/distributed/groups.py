@@ -7,7 +7,7 @@ import datetime
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from typing import TypeAlias, TypeGuard
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -32,9 +32,6 @@ Given: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 
 _PATIENCE = 60.0
 """Seconds until a rank says for whom it waits."""
-
-_made: dict[Ranks, dist.ProcessGroup] = {}
-"""Groups that their members have made alone; optimizers over the same ranks share them."""
 
 
 def replica_ranks(given: Given) -> list[int]:
@@ -82,9 +79,8 @@ class Kept:
     def _read(is_default: bool, ranks: Ranks) -> Kept:
         if is_default or not _is_distributed():
             return Kept(None, ranks)
-        for group in dist.distributed_c10d._world.pg_map:
-            if _members(group) == ranks:
-                return Kept(group, ranks)
+        if ranks in (known := _groups_of_the_job()):
+            return Kept(known[ranks], ranks)
         raise ValueError(
             f"process_group: found none of ranks {ranks} on rank {this_rank()}, expected one, as "
             "the optimizer had that was pickled"
@@ -135,42 +131,50 @@ class Membership:
 
         Raises:
             RankMismatchError: On every rank, where ranks that share a mesh have different worlds.
-            ValueError: On every rank: there is no such group, and these ranks cannot make one.
+            ValueError: On every rank: there is no such group.
         """
         if len(self.ranks) == 1:
             return None
-        if self._group is not None:
-            return dist.group.WORLD if _is_whole(self.ranks) else self._group
-        num_groups, known = self._compare(), self._known()
-        return known.get(self.ranks) or _make_alone(self.ranks, num_groups)
+        self._compare()
+        known = self._known()
+        if self.ranks not in known:
+            raise ValueError(
+                f"process_group: found no group of ranks {list(self.ranks)}, those of the "
+                "parameters' meshes, expected one where they are not the whole job: have all ranks "
+                f"of the job make it, group = dist.new_group({list(self.ranks)}), and pass "
+                "process_group=group"
+            )
+        return known[self.ranks]
 
     def groups(
         self, wanted: Iterable[Ranks], world: dist.ProcessGroup | None
     ) -> dict[Ranks, dist.ProcessGroup | None]:
         """Process group of each set of ranks, None of a single rank; a collective over the world.
 
-        All ranks make all groups that any of them misses. Where the world is the whole job they do
-        so as PyTorch wants it: NCCL can then split each off a communicator of the job.
+        Where the world is the whole job it makes those that a rank misses, all ranks taking part,
+        as PyTorch wants it: NCCL can then split each off a communicator of the job.
 
         Args:
             wanted: Sets with this rank in them.
             world: What `join` returned.
+
+        Raises:
+            ValueError: On every rank: one misses a group, and others of the job would have to help.
         """
         wanted = sorted(set(wanted))
         known = self._known() if world is not None else {}
         missing = [ranks for ranks in wanted if len(ranks) > 1 and ranks not in known]
         of_all = sorted({tuple(ranks) for some in gather_json(missing, world) for ranks in some})
-        is_whole = _is_whole(self.ranks)
-        num_groups = 0 if is_whole or not of_all else _most_groups([world])
+        if of_all and not _is_whole(self.ranks):
+            raise ValueError(
+                f"process_group: found no group of ranks {list(of_all[0])}, which share a matrix, "
+                f"in a world of ranks {list(self.ranks)}, expected one where these are not the "
+                "whole job: have all ranks of the job make it before the first step, "
+                f"dist.new_group({list(of_all[0])})"
+            )
         for ranks in of_all:
-            is_member = this_rank() in ranks
-            if is_whole:
-                made = dist.new_group(list(ranks), timeout=_timeout())
-            else:
-                # The others make one of their own, so that each goes on with as many.
-                made = _make_alone(ranks if is_member else (this_rank(),), num_groups)
-                num_groups += 1
-            if is_member:
+            made = dist.new_group(list(ranks), timeout=_timeout())
+            if this_rank() in ranks:
                 known[ranks] = made
         return {ranks: known[ranks] if len(ranks) > 1 else None for ranks in wanted}
 
@@ -191,61 +195,57 @@ class Membership:
             timer.cancel()
 
     def _known(self) -> dict[Ranks, dist.ProcessGroup]:
-        """The groups that are there, by their ranks."""
-        meshes = (mesh.get_group() for mesh in self._meshes if mesh.ndim == 1)
-        # Before the meshes, which all of their ranks know, while one rank may pass a group alone.
-        found = [self._group, *_made.values(), *meshes, dist.group.WORLD]
-        return {_members(group): group for group in found if _is_alive(group)}
+        """The groups that are there, by their ranks: the user's, the job's, those of meshes.
 
-    def _compare(self) -> int:
-        """Compare worlds over the meshes that are not the whole job; the most groups of any rank.
+        Ranks that cannot make one, as they are not the whole job, take any other.
+        """
+        axes = (
+            mesh.get_group(axis)
+            for mesh in reversed(self._meshes)
+            for axis in range(mesh.ndim)
+            if mesh.size(axis) > 1
+        )
+        given = [] if self._group is None else [self._group]
+        found = {_members(group): group for group in (*axes, *given)}
+        whole = dist.group.WORLD
+        assert whole is not None
+        others = {} if _is_whole(self.ranks) else _groups_of_the_job()
+        return {**others, **found, _members(whole): whole}
+
+    def _compare(self) -> None:
+        """Compare worlds over the meshes that are not the whole job.
 
         Each mesh has a group for each of its axes. All ranks go through their meshes in the same
         order, and none raises before it has told all of them.
         """
+        if self._group is not None:
+            return
         small = [root for root, ranks in self._ranks_by_root.items() if not _is_whole(ranks)]
         small.sort(key=self._ranks_by_root.__getitem__)
-        groups = [
-            mesh.get_group(axis)
-            for mesh in small
-            for axis in range(mesh.ndim)
-            if mesh.size(axis) > 1
-        ]
         mark = text_mark(str(self.ranks))
-        found, negated, num_groups = _most([mark, -mark, _num_groups()], groups)
-        if found != -negated:
+        marks = [mark, -mark]
+        for mesh in small:
+            for axis in range(mesh.ndim):
+                if mesh.size(axis) > 1:
+                    group = mesh.get_group(axis)
+                    told = torch.tensor(marks, device=control_device(group))
+                    marks = max_over(told, group).tolist()
+        if marks[0] != -marks[1]:
             raise RankMismatchError(
                 f"the world of an optimizer: this rank has {list(self.ranks)}, the ranks of its "
                 "parameters' meshes, and a rank that shares a mesh has others; pass process_group, "
                 "a group of all these ranks, to the optimizers of all of them"
             )
-        return num_groups
 
 
-def _make_alone(ranks: Ranks, num_groups: int) -> dist.ProcessGroup:
-    """Make a group by its members alone; the rest of the job takes no part.
+def _groups_of_the_job() -> dict[Ranks, dist.ProcessGroup]:
+    """By ranks, the first that was made: of several alike the same one on all of its ranks.
 
-    PyTorch names such a group after its ranks and the number of groups that a member has; where
-    those differ the members wait for one another for good.
-
-    Args:
-        ranks: Of the group.
-        num_groups: At least as many as any member has, the same on all.
-
-    Raises:
-        ValueError: On every rank, where PyTorch splits each group off the communicator of the job.
+    Those with other backends are for something else, as for checkpoints on the host.
     """
-    assert dist.group.WORLD is not None
-    if dist.group.WORLD.bound_device_id is not None:
-        raise ValueError(
-            f"process_group: found none of ranks {ranks}, expected one: init_process_group was "
-            "given a device_id, so that all ranks of the job must make it: "
-            f"dist.new_group({list(ranks)})"
-        )
-    while _num_groups() < num_groups:
-        dist.new_group([this_rank()], use_local_synchronization=True)
-    _made[ranks] = dist.new_group(list(ranks), timeout=_timeout(), use_local_synchronization=True)
-    return _made[ranks]
+    backends = dist.get_backend_config()
+    groups = reversed([*dist.distributed_c10d._world.pg_map])
+    return {_members(each): each for each in groups if dist.get_backend_config(each) == backends}
 
 
 def _timeout() -> datetime.timedelta | None:
@@ -254,27 +254,6 @@ def _timeout() -> datetime.timedelta | None:
     backend = dist.group.WORLD._get_backend(control_device(dist.group.WORLD))
     found: datetime.timedelta | None = getattr(backend.options, "_timeout", None)
     return found
-
-
-def _most_groups(groups: Iterable[dist.ProcessGroup | None]) -> int:
-    """The most groups that a rank of these has; a collective."""
-    return _most([_num_groups()], groups)[0]
-
-
-def _most(numbers: list[int], groups: Iterable[dist.ProcessGroup | None]) -> list[int]:
-    """Maxima over one group after the other."""
-    for group in groups:
-        numbers = max_over(torch.tensor(numbers, device=control_device(group)), group).tolist()
-    return numbers
-
-
-def _num_groups() -> int:
-    return len(dist.distributed_c10d._world.pg_names)
-
-
-def _is_alive(group: dist.ProcessGroup | None) -> TypeGuard[dist.ProcessGroup]:
-    """Whether there is a group, and not of a job that was ended before."""
-    return group in dist.distributed_c10d._world.pg_map
 
 
 def _is_distributed() -> bool:

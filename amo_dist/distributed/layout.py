@@ -418,3 +418,21 @@ def matrix_layout(
         replicas=layout.replicas,
         key=f"{name}: {tuple(boxes)} along {dim} of {layout.key}",
     )
+
+
+def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
+    """Without the leading dims of a piece, which all have size 1."""
+    return tensor if tensor.dim() == 2 else tensor.view(tensor.shape[-2:])
+
+
+def cut(local: torch.Tensor, box: Box) -> torch.Tensor:
+    """The box of a local tensor, as a matrix; shares memory."""
+    if all(stop - start == size for (start, stop), size in zip(box, local.shape, strict=True)):
+        return as_matrix(local)
+    return as_matrix(local[tuple(slice(start, stop) for start, stop in box)])
+
+
+def cut_like(value: torch.Tensor, box: Box, shape: torch.Size) -> torch.Tensor:
+    """The box of a tensor in this shape, or with size 1 where the shape has another."""
+    pairs = zip(box, value.shape, shape, strict=True)
+    return cut(value, tuple(each if size == whole else (0, 1) for each, size, whole in pairs))

@@ -37,7 +37,6 @@ class Job:
             empty where the owner has all of it.
         box: What the owner has of the matrix.
         share: The owner's flops over those of the whole matrix.
-        forwards: By target, the ranks with the same pieces that get theirs from it.
     """
 
     matrix: int
@@ -48,7 +47,12 @@ class Job:
     team: tuple[int, ...]
     box: Box
     share: float
-    forwards: Mapping[int, tuple[int, ...]] = dataclasses.field(default_factory=dict, hash=False)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Of the box."""
+        (top, bottom), (left, right) = self.box
+        return bottom - top, right - left
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,12 +62,10 @@ class Teams:
     Attributes:
         most: Most ranks that share one.
         itemsize: Bytes of an element of what they add up.
-        whole: Matrices that nobody shares.
     """
 
     most: int = 1
     itemsize: int = 2
-    whole: frozenset[int] = frozenset()
 
 
 def assign(
@@ -111,9 +113,7 @@ def assign(
     slots = [known[id(matrix.pieces_by_rank)] for matrix in matrices]
     found: list[Job] = []
     for indices in by_ranks.values():
-        by_size = {
-            i: _costs_by_size(i, matrices[i], costs[i], len(slots[i]), teams) for i in indices
-        }
+        by_size = {i: _costs_by_size(matrices[i], costs[i], len(slots[i]), teams) for i in indices}
         deal = functools.partial(_deal, matrices, slots, by_size, ownership == "balanced")
         load, dealt = deal(dict.fromkeys(indices, 1))
         for sizes in choices(by_size) if teams.most > 1 else ():
@@ -149,11 +149,10 @@ def _slots(matrix: MatrixLayout, owners: str) -> tuple[_Slot, ...]:
 
 
 def _costs_by_size(
-    index: int, matrix: MatrixLayout, cost: float, num_slots: int, teams: Teams
+    matrix: MatrixLayout, cost: float, num_slots: int, teams: Teams
 ) -> dict[int, float]:
     """Cost of a member for each size of its team; a matrix that some ranks hold stays whole."""
-    is_shared = index not in teams.whole and num_slots == len(matrix.ranks)
-    most = min(teams.most, num_slots) if is_shared else 1
+    most = min(teams.most, num_slots) if num_slots == len(matrix.ranks) else 1
     return member_costs(matrix.shape, cost, most, teams.itemsize)
 
 

@@ -1,4 +1,4 @@
-"""How ranks share one matrix: pure, and the same on every rank.
+"""How ranks share one matrix: who holds which slab of it, the same on every rank.
 
 Each member of a team holds a slab: an interval of the long side, across the whole short side. A
 step of the computation adds up the slabs' Gram matrices over the team, squares the sum on each
@@ -9,6 +9,9 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Mapping
+
+import torch.distributed as dist
+from torch import Tensor
 
 from amo_dist.config import Box
 
@@ -87,3 +90,24 @@ def choices(costs: Mapping[int, Mapping[int, float]]) -> Iterator[dict[int, int]
         if tuple(sizes.values()) not in known:
             known.add(tuple(sizes.values()))
             yield sizes
+
+
+class TeamGroup:
+    """What the members of a team bring together while they compute, in place.
+
+    Collectives wait as the current stream does, not the host.
+
+    Args:
+        group: Process group of the members.
+    """
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+
+    def add(self, values: Tensor) -> None:
+        """Elementwise sum over the members."""
+        dist.all_reduce(values, group=self._group)
+
+    def take_greatest(self, values: Tensor) -> None:
+        """Elementwise maximum over the members; one that is NaN may be passed over."""
+        dist.all_reduce(values, op=dist.ReduceOp.MAX, group=self._group)

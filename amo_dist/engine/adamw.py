@@ -10,23 +10,19 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from amo_dist.engine.parameters import Entry
-from amo_dist.engine.pieces import Locals
+from amo_dist.engine.parameters import Locals, Parameters, learning_rate
 
 
-def make_state(
-    param: Tensor, implementation: str, dtype: torch.dtype | None = None
-) -> dict[str, Tensor]:
+def make_state(param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
     """``step`` (0-dim float32), ``exp_avg`` and ``exp_avg_sq`` (like the parameter), all zero.
 
     Args:
         param: The parameter.
         dtype: Of the moments; None for that of the parameter.
-        implementation: ``fused`` counts steps on the device, the others on the host.
     """
-    device = param.device if implementation == "fused" else torch.device("cpu")
     return {
-        "step": torch.zeros((), dtype=torch.float32, device=device),
+        # Fused kernels, which devices run, count steps where the parameter lies.
+        "step": torch.zeros((), dtype=torch.float32, device=param.device),
         "exp_avg": torch.zeros_like(param, dtype=dtype),
         "exp_avg_sq": torch.zeros_like(param, dtype=dtype),
     }
@@ -35,30 +31,26 @@ def make_state(
 class AdamW:
     """Updates the parameters without matrices, in place; the bits are those of whole tensors.
 
+    On CPU by PyTorch's foreach kernels: its fused one gives an element other bits in another
+    shard. On devices by the fused ones, which leave out a step without the host.
+
     Args:
-        entries: All parameters of the process.
-        states: By parameter, what `make_state` made.
+        parameters: Of this process.
+        state: By parameter, what `make_state` made.
         groups: Parameter groups with ``lr``, ``lr_scale``, ``betas``, ``eps``, ``weight_decay``;
             read at every step.
-        implementation: ``foreach``, ``fused`` or ``for-loop``.
     """
 
     def __init__(
         self,
-        entries: Sequence[Entry],
-        states: Mapping[Tensor, Mapping[str, Tensor]],
+        parameters: Parameters,
+        state: Mapping[Tensor, Mapping[str, Tensor]],
         groups: Sequence[Mapping[str, Any]],
-        implementation: str,
     ) -> None:
-        self.implementation = implementation
-        self._states, self._groups = states, groups
-        self._own = [(index, e) for index, e in enumerate(entries) if not e.views]
+        self._state, self._groups = state, groups
+        self._is_fused = parameters.device.type != "cpu"
+        self._own = [(i, entry) for i, entry in enumerate(parameters.entries) if not entry.views]
         self._means, self._squares = Locals(), Locals()
-
-    @property
-    def can_leave_out(self) -> bool:
-        """Whether `step` takes ``bad``."""
-        return self.implementation == "fused" or not self._own
 
     def step(
         self,
@@ -73,7 +65,7 @@ class AdamW:
             grads: Their local gradients; None for a parameter to skip.
             bad: 0-dim, boolean, on the device: where true, nothing changes.
         """
-        held = [self._states[entry.param] for _, entry in self._own]
+        held = [self._state[entry.param] for _, entry in self._own]
         means = self._means.take([state["exp_avg"] for state in held])
         squares = self._squares.take([state["exp_avg_sq"] for state in held])
         by_group: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
@@ -92,10 +84,6 @@ class AdamW:
         found_inf: Tensor | None,
     ) -> None:
         beta1, beta2 = map(float, group["betas"])
-        lr = group["lr"] * group["lr_scale"]
-        if isinstance(lr, Tensor) and self.implementation == "foreach":
-            # PyTorch refuses a tensor here. Reading it waits for the device only if it lies there.
-            lr = lr.item()
         params, grads, means, squares, steps = map(list, zip(*members, strict=True))
         adamw(
             params,
@@ -104,13 +92,13 @@ class AdamW:
             squares,
             [],
             steps,
-            foreach=self.implementation == "foreach",
-            fused=self.implementation == "fused",
+            foreach=not self._is_fused,
+            fused=self._is_fused,
             found_inf=found_inf,
             amsgrad=False,
             beta1=beta1,
             beta2=beta2,
-            lr=lr,
+            lr=learning_rate(group),
             weight_decay=float(group["weight_decay"]),
             eps=float(group["eps"]),
             maximize=False,

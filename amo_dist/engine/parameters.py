@@ -7,6 +7,7 @@ import math
 import operator
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from numbers import Real
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import (
     MatrixLayout,
     TensorLayout,
+    flattened,
     layout_of,
     local_tensor,
     matrix_layout,
@@ -70,6 +72,9 @@ class Parameters:
         operator_types: Of each matrix.
         params: Those of the entries.
         kinds: The dtype and the device of each, when they were laid out; all on one device.
+        device: That one.
+        convolutions: Indices of the entries whose four dims are one matrix.
+        matrix_names: Of each matrix.
     """
 
     entries: tuple[Entry, ...]
@@ -77,25 +82,15 @@ class Parameters:
     operator_types: tuple[str, ...]
     params: tuple[Tensor, ...]
     kinds: tuple[tuple[torch.dtype, torch.device], ...]
-
-    @property
-    def device(self) -> torch.device:
-        """Where all of them lie."""
-        return self.kinds[0][1]
-
-    @property
-    def convolutions(self) -> list[int]:
-        """Indices of the entries whose four dims are one matrix."""
-        return [i for i, e in enumerate(self.entries) if e.views and e.param.dim() == 4]
-
-    @property
-    def matrix_names(self) -> list[str]:
-        """Of each matrix."""
-        return [matrix.name for matrix in self.matrices]
+    device: torch.device
+    convolutions: tuple[int, ...]
+    matrix_names: tuple[str, ...]
 
     def are_in(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these very tensors are those of the groups, in the same order."""
-        found = [param for group in groups for param in group["params"]]
+        found = list[Tensor]()
+        for group in groups:
+            found += group["params"]
         return len(found) == len(self.params) and all(map(operator.is_, found, self.params))
 
     def check_unchanged(self) -> None:
@@ -117,38 +112,36 @@ class Parameters:
 _kind = operator.attrgetter("dtype", "device")
 
 
-def gradient_is_foreign(param: Tensor) -> bool:
-    """Whether the gradient is sparse, or plain where the parameter is a DTensor."""
-    grad = param.grad
-    if grad is None:
-        return False
-    return grad.is_sparse or (isinstance(param, DTensor) and not isinstance(grad, DTensor))
+class Locals:
+    """Local tensors of a list, the same list for as long as they stay where they are.
 
+    To make a view takes the host as long as to launch a kernel, and a step has hundreds.
 
-def gradient_is_misplaced(param: Tensor) -> bool:
-    """Whether the gradient has other placements than the parameter.
-
-    Under sequence parallelism the gradient of a norm is ``Partial``: its local tensor is one
-    term of a sum, and training on it would be silently wrong.
+    Args:
+        convolutions: Indices of those that come as `flattened`.
     """
-    if isinstance(param, DTensor) and isinstance(param.grad, DTensor):
-        return param.grad.placements != param.placements
-    return False
 
+    def __init__(self, convolutions: Sequence[int] = ()) -> None:
+        self._convolutions = convolutions
+        self._places: list[int] = []
+        self._held: list[Tensor] = []
 
-def local_gradient(param: Tensor) -> Tensor | None:
-    """This rank's part of the gradient, in the placements of the parameter.
+    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Those of parameters or of state, which share their memory.
 
-    A misplaced one is brought there by a collective, so that all ranks must know beforehand which
-    gradients exist.
-    """
-    grad = param.grad
-    if isinstance(grad, DTensor):
-        assert isinstance(param, DTensor)
-        if gradient_is_misplaced(param):
-            grad = grad.redistribute(placements=param.placements)
-        return raw_gradient(grad)
-    return grad
+        Args:
+            tensors: The same ones each time, though each may have come to lie elsewhere.
+        """
+        places = [
+            (each._local_tensor if isinstance(each, DTensor) else each).data_ptr()
+            for each in tensors
+        ]
+        if places != self._places:
+            held = [local_tensor(each) for each in tensors]
+            for index in self._convolutions:
+                held[index] = flattened(held[index])
+            self._places, self._held = places, held
+        return self._held
 
 
 def raw_gradient(grad: Tensor) -> Tensor:
@@ -157,6 +150,82 @@ def raw_gradient(grad: Tensor) -> Tensor:
         return grad
     local: Tensor = grad._local_tensor
     return local.wait() if hasattr(local, "wait") else local
+
+
+_READ = frozenset(
+    {
+        *("params", "algorithm", "control", "lr", "lr_scale", "weight_decay"),
+        *("betas", "eps", "momentum", "nesterov"),
+    }
+)
+"""Keys of a parameter group that every optimizer reads."""
+_NOTED = frozenset(
+    {
+        *("name", "param_names", "matrix_views", "initial_lr", "max_lr", "min_lr", "swa_lr"),
+        *("base_momentum", "max_momentum"),
+    }
+)
+"""Keys in which users, PyTorch's schedulers and checkpoint helpers keep notes of their own."""
+_BELOW_ZERO = -1e-12
+"""What a rate may be at least: PyTorch's ``LinearLR`` ends at -1e-18 instead of 0, by rounding."""
+
+
+def check_groups(groups: Sequence[Mapping[str, Any]], own: Mapping[str, float]) -> None:
+    """Refuse groups with which no step can be taken; for each step, as schedulers write to them.
+
+    A tensor on a device is not read: the host would wait.
+
+    Args:
+        groups: Parameter groups.
+        own: Hyperparameters of the optimizer's own.
+
+    Raises:
+        ValueError: A key that nothing reads, such as a misspelt one, or a value that means nothing;
+            names the group and the field, what was found and what was expected.
+    """
+    for index, group in enumerate(groups):
+        place = f"groups[{index}]."
+        if unknown := sorted(group.keys() - _READ - _NOTED - own.keys(), key=str):
+            known = ", ".join(sorted((_READ - {"params", "algorithm", "control"}) | own.keys()))
+            raise ValueError(
+                f"{place}{unknown[0]}: found a key that nothing reads, expected one of {known}"
+            )
+        check_hyperparameters(group, place)
+
+
+def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
+    """Refuse what no training can mean.
+
+    Args:
+        values: Any of ``lr``, ``lr_scale``, ``weight_decay``, ``eps``, ``betas``, ``momentum`` and
+            ``nesterov``.
+        place: Goes before the field in the message, such as ``groups[1].``.
+
+    Raises:
+        ValueError: Names the field, what was found and what was expected.
+    """
+    for field in ("lr", "lr_scale", "weight_decay", "eps"):
+        if field in values and not _is_between(values[field], math.inf):
+            found = f"{place}{field}: found {values[field]!r}"
+            raise ValueError(f"{found}, expected a finite number >= 0")
+    betas = values.get("betas", (0.0, 0.0))
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2
+    if not is_pair or not all(_is_between(beta, 1.0) for beta in betas):
+        raise ValueError(f"{place}betas: found {betas!r}, expected two numbers in [0, 1)")
+    momentum, nesterov = values.get("momentum", 0.0), values.get("nesterov", True)
+    if not _is_between(momentum, 1.0):
+        raise ValueError(f"{place}momentum: found {momentum!r}, expected a number in [0, 1)")
+    if not isinstance(nesterov, bool):
+        raise ValueError(f"{place}nesterov: found {nesterov!r}, expected True or False")
+
+
+def _is_between(found: object, end: float) -> bool:
+    """Whether this is a number from 0 up to and without ``end``, as far as the host knows."""
+    if isinstance(found, Tensor):
+        is_number = found.numel() == 1 and not found.is_complex()
+        is_elsewhere = found.device.type != "cpu"
+        return is_number and (is_elsewhere or _is_between(found.item(), end))
+    return isinstance(found, Real) and _BELOW_ZERO <= float(found) < end
 
 
 def describe_group(group: Mapping[str, Any], own: Iterable[str] = ()) -> str:
@@ -170,11 +239,13 @@ def describe_group(group: Mapping[str, Any], own: Iterable[str] = ()) -> str:
     """
     lr = group["lr"]
     is_far = isinstance(lr, Tensor) and lr.device.type != "cpu"
-    numbers: dict[str, object] = {"lr": "of a tensor" if is_far else float(lr)}
-    numbers |= {key: float(group[key]) for key in ("lr_scale", "weight_decay", "eps", *own)}
-    numbers["betas"] = tuple(float(beta) for beta in group["betas"])
-    numbers |= {key: float(group[key]) for key in ("momentum", "nesterov") if key in group}
-    return ", ".join(f"{key} {value}" for key, value in numbers.items())
+    told = [f"lr {'of a tensor' if is_far else float(lr)}"]
+    for key in ("lr_scale", "weight_decay", "eps", *own, "momentum", "nesterov"):
+        if key in group:
+            told.append(f"{key} {float(group[key])}")
+    beta1, beta2 = group["betas"]
+    told.append(f"betas {(float(beta1), float(beta2))}")
+    return ", ".join(told)
 
 
 def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
@@ -279,7 +350,16 @@ def resolve(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parame
         matrices += cut
     types = tuple(view.operator_type for entry in entries for view in entry.views)
     params = tuple(entry.param for entry in entries)
-    return Parameters(tuple(entries), tuple(matrices), types, params, tuple(map(_kind, params)))
+    return Parameters(
+        tuple(entries),
+        tuple(matrices),
+        types,
+        params,
+        tuple(map(_kind, params)),
+        first.param.device,
+        tuple(i for i, e in enumerate(entries) if e.views and e.param.dim() == 4),
+        tuple(matrix.name for matrix in matrices),
+    )
 
 
 def check_swap(before: Parameters, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import Box, MuonConfig
-from amo_dist.distributed.layout import flattened_layout
-from amo_dist.engine.parameters import Parameters
-from amo_dist.engine.pieces import Locals, cut
+from amo_dist.distributed.layout import cut, flattened_layout
+from amo_dist.engine.parameters import Locals, Parameters
 from amo_dist.kernels.rounding import (
     ROUNDED_OFF,
     random_bits,

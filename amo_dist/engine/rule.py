@@ -47,7 +47,8 @@ class UpdateRule:
         config: Of the optimizer.
 
     Raises:
-        ValueError: ``config.adjust_lr`` names a scale, and the rule has a `scale` of its own.
+        ValueError: ``config.adjust_lr`` or ``config.update_norm`` asks for a size, and the rule has
+            a `scale` of its own.
     """
 
     defaults: ClassVar[Mapping[str, float]] = MappingProxyType({})
@@ -56,13 +57,17 @@ class UpdateRule:
     """Of the sums. Integers add up to the same bits however a matrix is cut; floats do not."""
 
     def __init__(self, config: MuonConfig) -> None:
-        scales_itself = type(self).scale is not UpdateRule.scale
-        if scales_itself and config.adjust_lr != "match_rms_adamw":
-            raise ValueError(
-                f"adjust_lr: found {config.adjust_lr!r} with {type(self).__name__}, which scales "
-                "updates itself, expected 'match_rms_adamw'"
-            )
+        if type(self).scale is not UpdateRule.scale:
+            for field, only in (("adjust_lr", "match_rms_adamw"), ("update_norm", "as_is")):
+                if (found := getattr(config, field)) != only:
+                    raise ValueError(
+                        f"{field}: found {found!r} with {type(self).__name__}, which scales "
+                        f"updates itself, expected {only!r}"
+                    )
         self.config = config
+        kind = type(self)
+        self.prepares = kind.prepare is not UpdateRule.prepare
+        self.finishes = kind.finish is not UpdateRule.finish
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuse hyperparameters of the rule's own that mean nothing.

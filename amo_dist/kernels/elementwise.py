@@ -11,6 +11,7 @@ with a number rounds the number to bfloat16 first, and 0.95 becomes 0.9492.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from itertools import accumulate, repeat
 from typing import Any
@@ -18,10 +19,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amo_dist.kernels.scratch import Scratch
+Tensors = Sequence[Tensor]
 
 _TOGETHER = 2**25
 """Elements, about, of the tensors that are computed together: what is wide of them takes memory."""
+_CHUNK = 2**18
+"""Elements that go through all passes of a formula together on a CPU, in its caches."""
+
+
+def on_cpu(x: Tensor) -> bool:
+    """Whether work on a tensor is done when its call returns, and caches hold parts of it."""
+    return x.is_cpu
 
 
 def update_scale(
@@ -63,7 +71,7 @@ def largest_entry(x: Tensor) -> Tensor:
     return torch.maximum(greatest, least.neg()).view(1, 1)
 
 
-def exceed(tensors: Sequence[Tensor], bounds: Sequence[float] | Tensor) -> Tensor:
+def exceed(tensors: Tensors, bounds: Sequence[float] | Tensor) -> Tensor:
     """Whether each tensor holds a NaN, an inf or an entry beyond its bound, without a device sync.
 
     Args:
@@ -79,6 +87,9 @@ def exceed(tensors: Sequence[Tensor], bounds: Sequence[float] | Tensor) -> Tenso
     """
     if len(tensors) != len(bounds):
         raise ValueError(f"bounds: found {len(bounds)}, expected one for each of {len(tensors)}")
+    if on_cpu(tensors[0]):
+        numbers = bounds.tolist() if isinstance(bounds, Tensor) else bounds
+        return torch.tensor([*map(_exceeds, tensors, numbers)], device="cpu")
     # The largest entry, not the 2-norm: that of finite 1e30 entries is infinite.
     found = torch._foreach_norm(list(tensors), ord=float("inf"))
     if len({each.dtype for each in found}) > 1:
@@ -91,14 +102,34 @@ def exceed(tensors: Sequence[Tensor], bounds: Sequence[float] | Tensor) -> Tenso
     return ~(largest <= bounds)
 
 
+def _exceeds(x: Tensor, bound: float) -> bool:
+    """On a CPU, where 2-norms take half as long as largest entries."""
+    # No entry is beyond the 2-norm (a factor of two for its rounding).
+    if torch.linalg.vector_norm(x).item() <= bound / 2:
+        return False
+    return not largest_entry(x.reshape(1, -1)).item() <= bound
+
+
+def drop_nonfinite(updates: Tensor) -> Tensor:
+    """Zero, in place, each matrix that holds NaN or inf: a parameter once NaN stays so.
+
+    Args:
+        updates: ``(b, m, n)``, not empty; modified.
+
+    Returns:
+        Which were zeroed, boolean, ``(b,)``.
+    """
+    # A sum is finite only where all entries are; it costs half of what the largest entry does.
+    total = updates.sum(dim=(-2, -1), keepdim=True, dtype=torch.float64)
+    bad = total.sub_(total) != 0  # NaN where the sum is not finite
+    if not (on_cpu(updates) and not bad.any()):  # there, reading takes less than writing
+        updates.masked_fill_(bad, 0.0)
+    return bad.view(-1)
+
+
 @torch.no_grad()
 def update_momentum(
-    buffers: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum: float,
-    *,
-    bad: Tensor | None = None,
-    scratch: Scratch | None = None,
+    buffers: Tensors, grads: Tensors, momentum: float, *, bad: Tensor | None = None
 ) -> None:
     """``B <- momentum * B + G``, in place.
 
@@ -108,35 +139,24 @@ def update_momentum(
         momentum: Decay; no ``1 - momentum`` in front of the gradient.
         bad: 0-dim, boolean, on their device: where true, no buffer changes, whatever the gradients
             hold.
-        scratch: Memory to work in, kept by the caller.
 
     Raises:
         ValueError: lists of different lengths.
     """
-    scratch = scratch or Scratch()
-    for dtype, (some, found) in _alike(buffers, grads):
-        if bad is not None or found[0].dtype != dtype:
-            flat, cast = scratch.take("second", some, dtype)
-            torch._foreach_copy_(cast, found)
-            if bad is not None:
-                flat.masked_fill_(bad, -0.0)  # the one number that changes no other, not even 0.0
-            found = cast
-        factor = _unless(bad, momentum, 1.0, dtype)
-        wide = _widen(some, dtype, scratch)
-        torch._foreach_mul_(wide, factor)
-        torch._foreach_add_(wide, found)
+    for dtype, (some, found) in _parts(buffers, grads):
+        if bad is not None:
+            # The one number that changes no other, not even 0.0.
+            found = _copied(found, dtype, bad, -0.0)
+        wide = _widened(some, dtype)
+        torch._foreach_mul_(wide, _unless(bad, momentum, 1.0, dtype))
+        torch._foreach_add_(wide, _widened(found, dtype))
         _write_back(some, wide)
 
 
 @torch.no_grad()
 def nesterov(
-    buffers: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    momentum: float,
-    out: Sequence[Tensor] | None = None,
-    *,
-    scratch: Scratch | None = None,
-) -> Sequence[Tensor]:
+    buffers: Tensors, grads: Tensors, momentum: float, out: Tensors | None = None
+) -> Tensors:
     """``G + momentum * B`` in float32 (float64 for float64 buffers), rounded once into ``out``.
 
     Args:
@@ -145,7 +165,6 @@ def nesterov(
         momentum: Decay.
         out: Where the results go, of the same shapes, in any floating dtype and strides; new
             tensors where None.
-        scratch: Memory to work in, kept by the caller.
 
     Returns:
         ``out``.
@@ -153,33 +172,25 @@ def nesterov(
     Raises:
         ValueError: lists of different lengths.
     """
-    scratch = scratch or Scratch()
     if out is None:
         out = [torch.empty_like(each, dtype=wide_dtype(each.dtype)) for each in buffers]
-    for dtype, (some, found, places) in _alike(buffers, grads, out):
-        flat, ahead = scratch.take("first", some, dtype)
-        torch._foreach_copy_(ahead, some)
-        flat.mul_(momentum)
-        if found[0].dtype != dtype:
-            _, cast = scratch.take("second", some, dtype)
-            torch._foreach_copy_(cast, found)
-            found = cast
-        torch._foreach_add_(ahead, found)
+    for dtype, (some, found, places) in _parts(buffers, grads, out):
+        ahead = torch._foreach_mul(_widened(some, dtype), momentum)
+        torch._foreach_add_(ahead, _widened(found, dtype))
         torch._foreach_copy_(places, ahead)
     return out
 
 
 @torch.no_grad()
 def apply_update(
-    params: Sequence[Tensor],
-    updates: Sequence[Tensor],
+    params: Tensors,
+    updates: Tensors,
     *,
     lr: float | Tensor,
     weight_decay: float,
     scale: float | Sequence[float],
     cautious: bool = False,
     bad: Tensor | None = None,
-    scratch: Scratch | None = None,
 ) -> None:
     """``W <- W * (1 - lr * weight_decay) - lr * scale * X``, in place.
 
@@ -191,34 +202,29 @@ def apply_update(
         scale: ``update_scale`` of the whole matrix: one for all, or one for each parameter.
         cautious: Decay only entries whose update has the same sign.
         bad: 0-dim, boolean, on their device: where true, no parameter changes.
-        scratch: Memory to work in, kept by the caller.
 
     Raises:
         ValueError: lists of different lengths.
     """
-    scratch = scratch or Scratch()
     scales = [scale] * len(params) if isinstance(scale, (int, float)) else list(scale)
     # float64, so that a tensor learning rate takes the road of a Python float.
     rate = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
-    for dtype, (some, found, each) in _alike(params, updates, scales):
-        flat, steps = scratch.take("second", some, dtype)
-        torch._foreach_copy_(steps, found)
+    for dtype, (some, found, each) in _parts(params, updates, scales):
+        steps = _copied(found, dtype, bad, 0.0)
         for value in dict.fromkeys(each):
             alike = [step for step, own in zip(steps, each, strict=True) if own == value]
             torch._foreach_mul_(alike, _unless(None, rate * value, 0.0, dtype))
-        if bad is not None:
-            flat.masked_fill_(bad, 0.0)
-        wide = _widen(some, dtype, scratch)
+        wide = _widened(some, dtype)
         kept = _unless(bad, 1 - rate * weight_decay, 1.0, dtype)
         if weight_decay != 0 and cautious:
-            torch._foreach_mul_(wide, list(map(cautious_factor, wide, found, repeat(kept))))
+            torch._foreach_mul_(wide, list(map(_cautious, wide, found, repeat(kept))))
         elif weight_decay != 0:
             torch._foreach_mul_(wide, kept)
         torch._foreach_sub_(wide, steps)
         _write_back(some, wide)
 
 
-def cautious_factor(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
+def _cautious(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
     """``kept`` where a value and its update have one sign, else one; in the dtype of values."""
     return torch.where(values.sign() == updates.sign(), kept, torch.ones_like(values))
 
@@ -236,8 +242,8 @@ def _unless(
     return value.to(dtype).masked_fill(bad, otherwise)
 
 
-def _alike(
-    tensors: Sequence[Tensor], *others: Sequence[Any]
+def _parts(
+    tensors: Tensors, *others: Sequence[Any]
 ) -> Iterator[tuple[torch.dtype, list[list[Any]]]]:
     """Parts of lists that are computed together, in bounded memory, and the dtype in which.
 
@@ -248,26 +254,57 @@ def _alike(
     lengths = {len(each) for each in lists}
     if len(lengths) > 1:
         raise ValueError(f"tensors: found lists of {sorted(lengths)}, expected as many in each")
-    dtypes = [(each.dtype, other.dtype) for each, other in zip(*lists[:2], strict=True)]
-    filled = list(accumulate([each.numel() for each in tensors]))
-    if len(set(dtypes)) == 1 and filled[-1] <= _TOGETHER:
-        yield wide_dtype(dtypes[0][0]), lists
+    if tensors and on_cpu(tensors[0]):
+        for one in zip(*lists, strict=True):
+            yield from ((wide_dtype(one[0].dtype), chunk) for chunk in _chunks(one))
         return
     parts: dict[object, list[int]] = {}
-    for index, size in enumerate(filled):
-        parts.setdefault((size // _TOGETHER, dtypes[index]), []).append(index)
+    for index, size in enumerate(accumulate([each.numel() for each in tensors])):
+        key = (size // _TOGETHER, tensors[index].dtype, others[0][index].dtype)
+        parts.setdefault(key, []).append(index)
     for indices in parts.values():
-        dtype = wide_dtype(dtypes[indices[0]][0])
+        dtype = wide_dtype(tensors[indices[0]].dtype)
         yield dtype, [[each[index] for index in indices] for each in lists]
 
 
-def _widen(tensors: list[Tensor], dtype: torch.dtype, scratch: Scratch) -> list[Tensor]:
+def _chunks(one: Sequence[Any]) -> Iterator[list[list[Any]]]:
+    """One tensor of each list, and numbers; large tensors in rows."""
+    size = one[0].numel()
+    if size <= _CHUNK:
+        yield [[each] for each in one]
+        return
+    rows = max(_CHUNK * len(one[0]) // size, 1)
+    parts = [each.split(rows) if isinstance(each, Tensor) else repeat(each) for each in one]
+    for some in zip(*parts, strict=False):
+        yield [[part] for part in some]
+
+
+def _copied(
+    tensors: list[Tensor], dtype: torch.dtype, bad: Tensor | None, instead: float
+) -> list[Tensor]:
+    """Contiguous copies, all of one number where something is bad.
+
+    They lie in one tensor, those of one shape together: so neither views nor fills are one for
+    each of hundreds.
+    """
+    places: dict[torch.Size, list[int]] = defaultdict(list)
+    for index, each in enumerate(tensors):
+        places[each.shape].append(index)
+    sizes = [len(indices) * shape.numel() for shape, indices in places.items()]
+    flat = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
+    copies = list(tensors)
+    for (shape, indices), part in zip(places.items(), flat.split(sizes), strict=True):
+        for index, view in zip(indices, part.view(len(indices), *shape).unbind(), strict=True):
+            copies[index] = view
+    torch._foreach_copy_(copies, tensors)
+    if bad is not None:
+        flat.masked_fill_(bad, instead)
+    return copies
+
+
+def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
     """The tensors themselves where they have the dtype, else copies."""
-    if tensors[0].dtype == dtype:
-        return tensors
-    _, wide = scratch.take("first", tensors, dtype)
-    torch._foreach_copy_(wide, tensors)
-    return wide
+    return tensors if tensors[0].dtype == dtype else _copied(tensors, dtype, None, 0.0)
 
 
 def _write_back(tensors: list[Tensor], wide: list[Tensor]) -> None:

@@ -22,61 +22,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from amo_dist.kernels.spectra import DEFAULT_TAU, ell_and_spectrum, no_geometry, validate
+from amo_dist.kernels.sigma_min import first_of
+from amo_dist.kernels.spectra import DEFAULT_TAU, no_geometry, validate
 
 ENERGY = 0.99
 """Share of the energy that ``effective_rank`` singular directions hold."""
 
 SPECTRAL_METRICS = (
-    "sigma_min",
-    "sigma_max",
-    "frobenius",
-    "kappa",
-    "ell",
-    "ell_static",
-    "spectral_entropy",
-    "effective_rank",
+    *("sigma_min", "sigma_max", "frobenius", "kappa", "ell", "ell_static"),
+    *("spectral_entropy", "effective_rank"),
 )
 """Of one matrix, from its singular values; see `spectral_metrics`."""
-
-
-@torch.no_grad()
-def ell(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
-    """The control signal ``max(sigma_min, tau) / ||x||_F``.
-
-    Reading of tau: an absolute clamp, in the unit of ``x`` (the AMO paper, main text). Right to
-    1e-3 relative up to a condition number of 1e9, far beyond what float32 entries carry, at a
-    fraction of the time of a singular value decomposition; a batch is its loop.
-
-    Args:
-        x: Momentum matrices, shape ``(..., m, n)``, float32 or float64.
-        tau: Least singular value told apart from zero.
-
-    Returns:
-        Float64, shape ``(...)``, in (0, 1]; NaN where there is no geometry (see the module): with
-        ``sigma_max <= tau`` the clamp would answer above one for a matrix that is hardest.
-
-    Raises:
-        ValueError: fewer than two dims or a dtype that is not floating.
-    """
-    validate(x)
-    if x.numel() == 0:
-        return no_geometry(x)
-    found = [ell_and_spectrum(one, tau)[0] for one in x.reshape(-1, *x.shape[-2:]).unbind()]
-    return torch.stack(found).view(x.shape[:-2])
-
-
-def ell_by_svd(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
-    """``ell`` of one matrix from all of its singular values: the slow twin.
-
-    Args:
-        x: Momentum matrix, ``(m, n)``, float32 or float64.
-        tau: Least singular value told apart from zero.
-
-    Returns:
-        As ``ell``: float64, 0-dim.
-    """
-    return spectral_metrics(x, tau=tau)[SPECTRAL_METRICS.index("ell")].to(x.device)
 
 
 @torch.no_grad()
@@ -136,7 +92,8 @@ def spectrum(x: Tensor) -> Tensor:
         x: ``(m, n)``, any floating dtype.
 
     Returns:
-        Float64, ``(min(m, n),)``, in the unit of ``x``; NaN where an entry is not finite.
+        Float64, ``(min(m, n),)``, in the unit of ``x``; NaN where an entry is not finite, or each
+        decomposition fails.
 
     Raises:
         ValueError: not two dims or a dtype that is not floating.
@@ -144,10 +101,9 @@ def spectrum(x: Tensor) -> Tensor:
     validate(x, "(m, n)")
     x = x.to(torch.float64)
     # LAPACK raises on NaN, and on matrices without rows.
-    if x.numel() == 0 or not torch.isfinite(x).all():
-        return x.new_full((min(x.shape),), float("nan"))
-    sigma: Tensor = torch.linalg.svdvals(x)
-    return sigma
+    is_decomposed = x.numel() > 0 and bool(torch.isfinite(x).all())
+    sigma = first_of(x, torch.linalg.svdvals) if is_decomposed else None
+    return x.new_full((min(x.shape),), float("nan")) if sigma is None else sigma
 
 
 @torch.no_grad()

@@ -16,11 +16,14 @@ the next: LU or Cholesky, then QR, then the singular value decomposition.
 from __future__ import annotations
 
 import functools
+import logging
 import math
 from collections.abc import Callable
 
 import torch
 from torch import Tensor
+
+logger = logging.getLogger(__name__)
 
 Solve = Callable[[Tensor], Tensor]
 """Applies ``(X X^T)^-1``, X with its short side as rows, to a column ``(m, 1)``."""
@@ -35,6 +38,34 @@ _MAX_ITERATIONS = 160
 _CHECK_EVERY = 4
 
 
+def first_of(x: Tensor, *ways: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+    """What the first way finds that works, or else the first one on the CPU.
+
+    cuSOLVER fails on matrices that the CPU decomposes (pytorch #94772, #105359, #107082), and one
+    matrix that is not measured must not end a run.
+
+    Args:
+        x: Given to each way.
+        ways: Raise, or return None, where they fail.
+
+    Returns:
+        On the device of ``x``; None, with a warning, where each has failed.
+    """
+    failed: Exception | None = None
+    for place in dict.fromkeys((x.device, torch.device("cpu"))):
+        for way in ways:
+            try:
+                found = way(x.to(place))
+            except torch.OutOfMemoryError:
+                raise
+            except RuntimeError as error:
+                failed, found = error, None
+            if found is not None:
+                return found.to(x.device)
+    logger.warning("no decomposition of a matrix %s: %s", tuple(x.shape), failed)
+    return None
+
+
 @torch.no_grad()
 def sigma_min(x: Tensor) -> Tensor:
     """The smallest singular value, right to 1e-3 relative up to a condition number of 1e9.
@@ -47,44 +78,43 @@ def sigma_min(x: Tensor) -> Tensor:
             (``1 / sigma_min^2`` must not overflow, or the answer is zero).
 
     Returns:
-        Float64, 0-dim, on the device of ``x``.
+        Float64, 0-dim, on the device of ``x``; NaN where each decomposition fails.
     """
-    x = x.mT if x.shape[0] > x.shape[1] else x
-    if x.shape[0] > SMALL:
-        x = x.contiguous()
-        quick = _lu(x) if x.shape[0] == x.shape[1] else _cholesky(x)
-        found = None if quick is None else _smallest(x, quick)
-        if found is None:
-            # R is that of a matrix within rounding of X: what it calls singular, is.
-            exact = _qr(x)
-            found = 0.0 if exact is None else _smallest(x, exact, overflow=0.0)
-        if found is not None:
-            return x.new_tensor(found)
+    x = (x.mT if x.shape[0] > x.shape[1] else x).contiguous()
+    is_small, is_square = x.shape[0] <= SMALL, x.shape[0] == x.shape[1]
+    quick = _by_lu if is_square else _by_cholesky
+    found = first_of(x, *(() if is_small else (quick, _by_qr)), _by_svd)
+    return x.new_tensor(math.nan) if found is None else found
+
+
+def _by_svd(x: Tensor) -> Tensor:
     sigma: Tensor = torch.linalg.svdvals(x)[-1]
     return sigma
 
 
-def _lu(x: Tensor) -> Solve | None:
+def _by_lu(x: Tensor) -> Tensor | None:
     factor, pivots, info = torch.linalg.lu_factor_ex(x)
     if info.item():
         return None
-    return lambda v: torch.linalg.lu_solve(
-        factor, pivots, torch.linalg.lu_solve(factor, pivots, v), adjoint=True
-    )
+
+    def solve(v: Tensor) -> Tensor:
+        inner = torch.linalg.lu_solve(factor, pivots, v)
+        outer: Tensor = torch.linalg.lu_solve(factor, pivots, inner, adjoint=True)
+        return outer
+
+    return _smallest(x, solve)
 
 
-def _cholesky(x: Tensor) -> Solve | None:
+def _by_cholesky(x: Tensor) -> Tensor | None:
     factor, info = torch.linalg.cholesky_ex(lower_gram(x))
     # Not cholesky_solve, which copies the factor at every call.
-    return None if info.item() else _inverse(factor, lower=True)
+    return None if info.item() else _smallest(x, _inverse(factor.mT))
 
 
-def _inverse(factor: Tensor, *, lower: bool) -> Solve:
-    """``(L L^T)^-1`` of a lower factor L, ``(R^T R)^-1`` of an upper factor R."""
-    outer, solve = factor.mT, torch.linalg.solve_triangular
-    if lower:
-        return lambda v: solve(outer, solve(factor, v, upper=False), upper=True)
-    return lambda v: solve(factor, solve(outer, v, upper=False), upper=True)
+def _inverse(upper: Tensor) -> Solve:
+    """``(R^T R)^-1``, R being ``upper``."""
+    solve = torch.linalg.solve_triangular
+    return lambda v: solve(upper, solve(upper.mT, v, upper=False), upper=True)
 
 
 def lower_gram(x: Tensor, num_blocks: int = 8) -> Tensor:
@@ -97,14 +127,15 @@ def lower_gram(x: Tensor, num_blocks: int = 8) -> Tensor:
     return gram
 
 
-def _qr(x: Tensor) -> Solve | None:
+def _by_qr(x: Tensor) -> Tensor | None:
+    """R is that of a matrix within rounding of X: what it calls singular, is."""
     upper = torch.geqrf(x.mT)[0][: x.shape[0]].triu()
     if not upper.diagonal().all().item():
-        return None
-    return _inverse(upper, lower=False)
+        return x.new_tensor(0.0)
+    return _smallest(x, _inverse(upper), overflow=0.0)
 
 
-def _smallest(x: Tensor, solve: Solve, overflow: float | None = None) -> float | None:
+def _smallest(x: Tensor, solve: Solve, overflow: float | None = None) -> Tensor | None:
     """Sigma by Lanczos on ``solve``; None where it has not converged or X itself disagrees.
 
     ``overflow`` is the answer where ``1 / sigma^2`` overflows, and nothing can be checked.
@@ -114,7 +145,7 @@ def _smallest(x: Tensor, solve: Solve, overflow: float | None = None) -> float |
         return None
     eigenvalue, vector = ritz
     if not math.isfinite(eigenvalue):
-        return overflow
+        return None if overflow is None else x.new_tensor(overflow)
     estimate = 1 / math.sqrt(eigenvalue)
     # Once more through the inverse: what is left of the large singular directions would drown
     # the small one in the product below.
@@ -123,7 +154,7 @@ def _smallest(x: Tensor, solve: Solve, overflow: float | None = None) -> float |
     exact: float = torch.linalg.vector_norm(x.mT @ vector).item()
     resolution = 10 * torch.finfo(x.dtype).eps * torch.linalg.vector_norm(x).item()
     is_checked = exact <= resolution or abs(exact - estimate) <= _AGREEMENT * exact
-    return exact if is_checked else None
+    return x.new_tensor(exact) if is_checked else None
 
 
 def _lanczos(solve: Solve, x: Tensor) -> tuple[float, Tensor] | None:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.kernels.elementwise import largest_entry
-from amo_dist.kernels.sigma_min import SMALL, lower_gram, sigma_min
+from amo_dist.kernels.sigma_min import SMALL, first_of, lower_gram, sigma_min
 
 DEFAULT_TAU = 1e-10
 """Least singular value told apart from zero, in the unit of the matrix; see `geometry`."""
@@ -35,7 +35,9 @@ _CHUNK = 2**16
 
 
 @torch.no_grad()
-def observe(x: Tensor, coefficients: Tensor, norm_scale: float) -> Tensor:
+def observe(
+    x: Tensor, coefficients: Tensor, norm_scale: float, *, exact_norm: bool = False
+) -> Tensor:
     """``ell`` of one matrix, and what trial schedules leave of its spectrum.
 
     With ``s`` a singular value of ``x / (norm_scale * ||x||_F)`` and ``p`` the polynomial of a
@@ -48,6 +50,7 @@ def observe(x: Tensor, coefficients: Tensor, norm_scale: float) -> Tensor:
             Newton-Schulz step of each schedule, which sends ``s`` to ``a s + b s^3 + c s^5``. Pad
             a shorter schedule with ``(1, 0, 0)``.
         norm_scale: What the norm is multiplied by before the matrix is divided by it.
+        exact_norm: See `schedule_errors`.
 
     Returns:
         Float64, shape ``(1 + 2 * num_schedules,)``, on the device of ``x``: ``ell``; of each
@@ -65,7 +68,8 @@ def observe(x: Tensor, coefficients: Tensor, norm_scale: float) -> Tensor:
             "expected (num_schedules, num_steps, 3)"
         )
     ell, spectrum = ell_and_spectrum(x)
-    errors = schedule_errors(spectrum / norm_scale, coefficients.to(x.device))
+    sigma = spectrum / norm_scale
+    errors = schedule_errors(sigma, coefficients.to(x.device), exact_norm=exact_norm)
     return torch.cat((ell.view(1), errors.view(-1)))
 
 
@@ -79,7 +83,8 @@ def ell_and_spectrum(x: Tensor, tau: float = DEFAULT_TAU) -> tuple[Tensor, Tenso
 
     Returns:
         ``ell``, float64, 0-dim, in (0, 1], and float64 ``(min(m, n),)``, descending. NaN without
-        geometry: empty, an entry that is not finite, no singular value above ``tau``.
+        geometry: empty, an entry that is not finite, no singular value above ``tau``; or where
+        each decomposition fails.
     """
     nothing = no_geometry(x), no_geometry(x).expand(min(x.shape))
     largest = largest_entry(x).item() if x.numel() > 0 else 0.0
@@ -94,8 +99,10 @@ def ell_and_spectrum(x: Tensor, tau: float = DEFAULT_TAU) -> tuple[Tensor, Tenso
     if largest <= tau and not sigma[0].item() * largest > tau:
         return nothing
     norm = torch.linalg.vector_norm(unit)
-    value = _least(unit, sigma).clamp(min=tau / largest) / norm
-    return value.clamp(max=1.0), sigma / norm
+    least = _least(unit, sigma)
+    if (least + sigma[0]).isnan():
+        return nothing
+    return (least.clamp(min=tau / largest) / norm).clamp(max=1.0), sigma / norm
 
 
 def singular_values(x: Tensor) -> Tensor:
@@ -110,12 +117,16 @@ def singular_values(x: Tensor) -> Tensor:
             (their squares must stay in range).
 
     Returns:
-        Float64, ``(min(m, n),)``, descending, on the device of ``x``.
+        Float64, ``(min(m, n),)``, descending, on the device of ``x``; NaN where each decomposition
+        fails.
     """
     x = x.mT if x.shape[0] > x.shape[1] else x
-    if x.shape[0] <= SMALL:
-        sigma: Tensor = torch.linalg.svdvals(x)
-        return sigma
+    quick = () if x.shape[0] <= SMALL else (_by_eigenvalues,)
+    found = first_of(x, *quick, torch.linalg.svdvals)
+    return x.new_full((x.shape[0],), math.nan) if found is None else found
+
+
+def _by_eigenvalues(x: Tensor) -> Tensor:
     squares: Tensor = torch.linalg.eigvalsh(lower_gram(x), UPLO="L").flip(0)
     return squares.masked_fill(squares <= _noise(squares), 0.0).sqrt()
 
@@ -149,12 +160,14 @@ def _least(x: Tensor, sigma: Tensor) -> Tensor:
     return sigma_min(x)
 
 
-def schedule_errors(sigma: Tensor, coefficients: Tensor) -> Tensor:
+def schedule_errors(sigma: Tensor, coefficients: Tensor, *, exact_norm: bool = False) -> Tensor:
     """What schedules leave of given singular values: exact, on scalars.
 
     Args:
         sigma: Singular values as the first step gets them, float64, shape ``(m,)``.
         coefficients: As `observe` has them, on the device of ``sigma``.
+        exact_norm: Whether distances are of results that are scaled to the Frobenius norm of an
+            exact polar factor; residuals are of results as they are.
 
     Returns:
         Float64, shape ``(2, num_schedules)``: mean squared residual, mean squared distance to the
@@ -168,6 +181,9 @@ def schedule_errors(sigma: Tensor, coefficients: Tensor) -> Tensor:
             square = values.square()
             values *= (square * c).add_(b).mul_(square).add_(a)
         out[0] = values.square().sub_(1).square_().mean(dim=1)
+        if exact_norm:
+            mean = values.square().mean(dim=1, keepdim=True)
+            values *= mean.masked_fill_(mean == 0, 1).rsqrt_()  # zero stays zero
         out[1] = values.sub_(1).square_().mean(dim=1)
     return errors
 

@@ -12,8 +12,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from amo_dist.config import Triple
 from amo_dist.kernels.elementwise import largest_entry, wide_dtype
-from amo_dist.kernels.plain import Recipe, fused, symmetric_product
+from amo_dist.kernels.newton_schulz import precondition_aol, standard, symmetric_product
 
 
 class Team(Protocol):
@@ -29,46 +30,83 @@ class Team(Protocol):
         """Elementwise maximum over the members, which may pass over NaN."""
 
 
-def orthogonalize_slabs(x: Tensor, recipe: Recipe, team: Team, *, is_tall: bool) -> Tensor:
-    """What `amo_dist.kernels.plain` does to whole matrices, by the ``standard`` products.
+def orthogonalize_slabs(
+    x: Tensor,
+    coefficients: tuple[Triple, ...],
+    *,
+    norm_scale: float,
+    preconditioner: str,
+    dtype: torch.dtype,
+    team: Team,
+    is_tall: bool,
+    eps: float = 1e-7,
+) -> Tensor:
+    """What `amo_dist.kernels.newton_schulz` does to whole matrices, by the ``standard`` products.
 
     Args:
         x: Slabs ``(m, n)`` or ``(b, m, n)`` of matrices of one shape, not empty; not modified. One
             that holds NaN or inf on any member gives NaN on all.
-        recipe: Says how.
+        coefficients: One ``(a, b, c)`` for each step.
+        norm_scale: Safety factor.
+        preconditioner: ``"frobenius"`` or ``"aol"``.
+        dtype: Of the products and of the result.
         team: The members, which all call this at the same time.
         is_tall: Whether the whole matrices have more rows than columns: a slab need not.
+        eps: Added to the norm, in units of the largest entry.
 
     Returns:
-        In the shape of ``x``, in ``recipe.dtype``.
+        In the shape of ``x``, in ``dtype``.
     """
 
-    def gram_of(slab: Tensor) -> Tensor:
-        gram = symmetric_product(slab.mT if is_tall else slab)
-        team.add(gram)
-        return gram
+    def product(
+        slab: Tensor, added: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
+    ) -> Tensor:
+        found = symmetric_product(slab, added, beta, alpha)
+        if added is None:
+            team.add(found)
+        return found
 
     # Contiguous before any sum or product: their bits depend on the strides.
-    unit = torch.empty(x.shape, dtype=wide_dtype(x.dtype, recipe.dtype), device=x.device).copy_(x)
+    unit = torch.empty(x.shape, dtype=wide_dtype(x.dtype, dtype), device=x.device).copy_(x)
     largest = largest_entry(unit)
     team.take_greatest(largest)
     unit.div_(largest.masked_fill_(largest == 0, 1.0))
-    gram: Tensor | None = None
-    if recipe.preconditioner == "aol":
-        wide = gram_of(unit.to(recipe.dtype)).to(unit.dtype)
-        row_sums = wide.abs().sum(dim=-1, keepdim=True)
-        d = row_sums.rsqrt().masked_fill_(row_sums == 0, 1.0)
-        unit.mul_(d.mT if is_tall else d)
-        gram = wide.mul_(d).mul_(d.mT).to(recipe.dtype)
+    known: Tensor | None = None
+    if preconditioner == "aol":
+        slab, known = precondition_aol(unit, dtype, product, is_tall)
     else:
-        squares = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).square_()
-        team.add(squares)
-        norm = squares.sqrt_().clamp_(min=1.0)
-        unit.div_(norm.mul_(recipe.norm_scale).add_(recipe.eps))
-    slab = unit.to(recipe.dtype)
-    for a, b, c in recipe.coefficients:
-        gram = gram_of(slab) if gram is None else gram
-        polynomial = symmetric_product(gram, gram, b, c)
-        slab = fused(slab, *((slab, polynomial) if is_tall else (polynomial, slab)), a)
-        gram = None
-    return slab
+        norm = squared_norms(unit, team).sqrt_().clamp_(min=1.0)
+        slab = unit.div_(norm.mul_(norm_scale).add_(eps)).to(dtype)
+    return standard(slab, coefficients, known, product=product, is_tall=is_tall)
+
+
+def squared_norms(x: Tensor, team: Team) -> Tensor:
+    """Squared Frobenius norms of whole matrices.
+
+    Args:
+        x: Slabs ``(..., m, n)``, float32 or float64.
+        team: The members, which all call this at the same time.
+
+    Returns:
+        ``(..., 1, 1)``, the same on all members.
+    """
+    squares: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).square_()
+    team.add(squares)
+    return squares
+
+
+def drop_nonfinite_slabs(updates: Tensor, team: Team) -> Tensor:
+    """Zero, in place, the slabs of each matrix that holds NaN or inf on any member.
+
+    Args:
+        updates: ``(b, m, n)``, not empty; modified.
+        team: The members, which all call this at the same time.
+
+    Returns:
+        Which were zeroed, boolean, ``(b,)``, the same on all members.
+    """
+    flags = (~torch.isfinite(largest_entry(updates))).to(torch.float32)
+    team.take_greatest(flags)
+    bad = flags > 0
+    updates.masked_fill_(bad, 0.0)
+    return bad.view(-1)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Container, Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 from torch import nn
 
@@ -21,10 +21,11 @@ from amo_dist.operators.patterns import (
     clean_name,
     find,
     format_patterns,
+    is_head,
     suggest_patterns,
     unknown_matrices,
 )
-from amo_dist.operators.views import ADAMW, require
+from amo_dist.operators.views import ADAMW, cut_views, require
 
 
 def param_groups(
@@ -37,6 +38,7 @@ def param_groups(
     allow_unused: bool = False,
     suggest: bool = False,
     flatten_conv: bool = False,
+    unknown: Literal["error", "matrix"] = "error",
 ) -> list[dict[str, Any]]:
     """Parameter groups for the optimizers: matrices to the Muon family, the rest to AdamW.
 
@@ -63,6 +65,10 @@ def param_groups(
             matrices ``(out, in * height * width)`` of the operator type ``conv``, as in Keller
             Jordan's Muon; depthwise ones stay with AdamW, as all do by default. A pattern that
             names a convolution does the same for it.
+        unknown: ``"matrix"`` makes one operator type, ``matrix``, of all parameters of two dims
+            whose names nobody knows, inside blocks and outside, but for heads by their names and
+            what ``nn.Embedding`` holds. By default AdamW has those outside of blocks, and those
+            inside are an error.
 
     Raises:
         ValueError: nothing to train, an unknown matrix inside a block (see ``classify``), an
@@ -74,8 +80,10 @@ def param_groups(
     for pattern, factor in factors.items():
         is_valid = math.isfinite(factor) and factor > 0
         require(is_valid, f"lr_multipliers[{pattern!r}]", factor, "a number > 0")
+    require(unknown in ("error", "matrix"), "unknown", repr(unknown), "'error' or 'matrix'")
     targets = check_patterns(patterns)
-    names = _names([model] if isinstance(model, nn.Module) else model)
+    parts = [model] if isinstance(model, nn.Module) else model
+    names = _names(parts)
     expressions = {"patterns": targets, "no_decay": no_decay, "lr_multipliers": factors}
     for field, some in expressions.items():
         check_expressions(field, some)
@@ -87,7 +95,8 @@ def param_groups(
     for name, count in Counter(name for name, _ in parameters).items():
         require(count == 1, "model", f"two parameters {name!r}", "distinct names")
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-    found = _find_all(parameters, targets, shapes, suggest=suggest, flatten_conv=flatten_conv)
+    matrices = _unnamed(parts, parameters) if unknown == "matrix" else frozenset()
+    found = _find_all(parameters, targets, shapes, matrices, suggest, flatten_conv)
     groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
     for name, parameter in parameters:
         views, _ = found[name]
@@ -108,15 +117,21 @@ def _find_all(
     parameters: Sequence[tuple[str, nn.Parameter]],
     targets: Patterns,
     shapes: Shapes,
-    *,
+    matrices: Container[str],
     suggest: bool,
     flatten_conv: bool,
 ) -> dict[str, Found]:
-    """What each parameter is, by name; see `param_groups`."""
+    """What each parameter is, by name; see `param_groups`.
+
+    ``matrices`` are those that are matrices where their names tell nothing.
+    """
     found: dict[str, Found] = {}
     unknown: dict[str, tuple[int, ...]] = {}
     for name, _ in parameters:
-        if each := find(name, shapes[name], targets, shapes, flatten_conv):
+        each = find(name, shapes[name], targets, shapes, flatten_conv)
+        if name in matrices and (each is None or each[1] == OUTSIDE):
+            found[name] = cut_views(name, shapes[name], "matrix"), "of an unknown name"
+        elif each is not None:
             found[name] = each
         else:
             unknown[name] = shapes[name]
@@ -124,10 +139,23 @@ def _find_all(
     if suggest:
         print(format_patterns({**unknown, **outside}))
         suggested = check_patterns({**targets, **suggest_patterns(unknown)})
-        return _find_all(parameters, suggested, shapes, suggest=False, flatten_conv=flatten_conv)
+        return _find_all(parameters, suggested, shapes, matrices, False, flatten_conv)
     if unknown:
         raise unknown_matrices(unknown, outside)
     return found
+
+
+def _unnamed(
+    parts: Sequence[nn.Module], parameters: Sequence[tuple[str, nn.Parameter]]
+) -> frozenset[str]:
+    """Names of what is a matrix if its name tells nothing else."""
+    modules = (module for part in parts for module in part.modules())
+    embeddings = {m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    return frozenset(
+        name
+        for name, parameter in parameters
+        if parameter.dim() == 2 and parameter not in embeddings and not is_head(name)
+    )
 
 
 def describe(

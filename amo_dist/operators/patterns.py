@@ -123,6 +123,15 @@ _ADAMW_NAMES: _Table = (
 _WIDE_ROUTER = r"(?:mlp|mixer|feed_forward)\.gate\.weight"
 
 
+# Outside of blocks, where AdamW has them unless all that is unknown shall be matrices.
+_HEADS = r"(?:\w*head|output|classifier|score|logits)(?:\.\w+)?\.weight"
+
+
+def is_head(name: str) -> bool:
+    """Whether a name is that of a model's head, if no pattern knows it."""
+    return _BLOCK.search(name) is None and _ends_in(name, _HEADS) is not None
+
+
 def clean_name(name: str) -> str:
     """``name`` without the components that wrappers add.
 
@@ -270,7 +279,8 @@ def unknown_matrices(unknown: Shapes, others: Shapes | None = None) -> ValueErro
         "expected a pattern for each. Those of the whole model, to paste and to edit:\n"
         f"{format_patterns({**unknown, **(others or {})})}\n"
         "A value is any operator type (matrices of one share a schedule), 'adamw', or Fused(...) "
-        "for several matrices side by side; param_groups(model, patterns=patterns) takes them."
+        "for several matrices side by side; param_groups(model, patterns=patterns) takes them. "
+        "unknown='matrix' makes one operator type of all that are unknown."
     )
 
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 from torch import Tensor
 
 from amo_dist.config import AMOConfig
+from amo_dist.distributed.groups import Given
 from amo_dist.optimizers.muon import Muon
 from amo_dist.schedule.amo import AMOPolicy
+
+logger = logging.getLogger(__name__)
 
 
 class AMO(Muon):
@@ -18,8 +22,13 @@ class AMO(Muon):
         params: What `amo_dist.param_groups` returns.
         lr: Learning rate of all groups.
         weight_decay: Decoupled.
-        config: The controller's settings, beside those of `Muon`.
-        options: ``betas``, ``eps``, ``process_group`` and ``allow_no_matrices``, as for `Muon`.
+        config: When to observe, how to plan, and the settings of `Muon`.
+        betas: Of AdamW.
+        eps: Of AdamW.
+        process_group: As for `Muon`.
+        allow_no_matrices: As for `Muon`.
+        num_steps: Optimizer steps of the run, where they are known: a run that ends before the
+            plan is locked is warned of.
     """
 
     def __init__(
@@ -29,8 +38,27 @@ class AMO(Muon):
         weight_decay: float = 0.1,
         *,
         config: AMOConfig | None = None,
-        **options: Any,
+        betas: tuple[float, float] = (0.9, 0.95),
+        eps: float = 1e-8,
+        process_group: Given = None,
+        allow_no_matrices: bool = False,
+        num_steps: int | None = None,
     ) -> None:
         settings = AMOConfig() if config is None else config
-        policy = AMOPolicy(settings)
-        super().__init__(params, lr, weight_decay, schedule=policy, config=settings, **options)
+        if num_steps is not None and num_steps < settings.lock_step and not settings.observe_only:
+            logger.warning(
+                "config: the plan locks at step %d, and the run ends at step %d: write "
+                "config=AMOConfig.for_run(%d)",
+                *(settings.lock_step, num_steps, num_steps),
+            )
+        super().__init__(
+            params,
+            lr,
+            weight_decay,
+            schedule=AMOPolicy(settings),
+            config=settings,
+            betas=betas,
+            eps=eps,
+            process_group=process_group,
+            allow_no_matrices=allow_no_matrices,
+        )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -12,18 +14,31 @@ from torch._compile import _disable_dynamo
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.absence import name_absent
-from amo_dist.distributed.agreement import check_alike
-from amo_dist.distributed.groups import Given
-from amo_dist.engine.gradients import raise_together
-from amo_dist.engine.orders import Probe
-from amo_dist.engine.parameters import describe_group
+from amo_dist.distributed.agreement import check_alike, take_device
+from amo_dist.distributed.groups import Given, Kept, replica_ranks
+from amo_dist.distributed.layout import local_tensor
+from amo_dist.engine.controller import Controller
+from amo_dist.engine.parameters import (
+    Parameters,
+    check_groups,
+    check_hyperparameters,
+    check_swap,
+    describe_group,
+    resolve,
+    take_apart,
+)
+from amo_dist.engine.rule import UpdateRule
+from amo_dist.engine.step import Engine, Probe
+from amo_dist.engine.verdict import raise_together
 from amo_dist.engine.world import World, agree_on_world
-from amo_dist.optimizers.arguments import as_policy, check_hyperparameters
-from amo_dist.optimizers.assembly import Assembly
-from amo_dist.schedule.policies import Policy
+from amo_dist.kernels.elementwise import update_scale
+from amo_dist.schedule.observation import Observation
+from amo_dist.schedule.plan import Plan
+from amo_dist.schedule.policies import Policy, as_policy, named_policy
 from amo_dist.schedule.types import Schedule
 from amo_dist.state import control as controls
 from amo_dist.state import load
+from amo_dist.state.control import Control
 
 logger = logging.getLogger(__name__)
 
@@ -35,13 +50,13 @@ class Tracker(Protocol):
         """Whether to measure at a step; the same on every rank."""
 
     def measure(self, name: str, momentum: Tensor, result: Tensor) -> None:
-        """Measure one matrix that this rank owns."""
+        """Measure one matrix that this rank has whole."""
 
     def collect(self, step: int, world: World) -> None:
         """Bring the measurements together; a collective over the world."""
 
 
-class Muon(Assembly):
+class Muon(torch.optim.Optimizer):
     """Muon over any layout: momentum stays sharded, each matrix is orthogonalized by one rank.
 
     ``B <- momentum * B + G``; ``M = G + momentum * B`` with Nesterov, else ``B``;
@@ -51,7 +66,7 @@ class Muon(Assembly):
     State is made at once, for every parameter, with its placements, so that all ranks have the
     same keys: ``momentum_buffer`` (``config.momentum_dtype``) for matrices, ``step``, ``exp_avg``
     and ``exp_avg_sq`` for the rest. The state of the schedule rides as a JSON string, the same on
-    every rank, under ``control`` of each parameter group.
+    every rank, under ``control`` of each parameter group of ``state_dict()``.
 
     The world of an optimizer is the ranks that step together; others take no part, and may run
     optimizers of their own. It is the ranks of the parameters' meshes, where a mesh stands for
@@ -91,6 +106,9 @@ class Muon(Assembly):
             settings that the parameters' device cannot run; names field, found and expected.
     """
 
+    rule_class: ClassVar[type[UpdateRule]] = UpdateRule
+
+    @torch.inference_mode(False)  # state outlives the caller's mode
     def __init__(
         self,
         params: Any,
@@ -106,16 +124,58 @@ class Muon(Assembly):
         **own: float,
     ) -> None:
         config = MuonConfig() if config is None else config
-        policy = as_policy(schedule)
-        defaults = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        check_hyperparameters(defaults)
         if unknown := sorted(set(own) - set(self.rule_class.defaults)):
             raise TypeError(f"{type(self).__name__} got unexpected keyword arguments {unknown}")
-        defaults |= {**self.rule_class.defaults, **own}
-        super().__init__(params, defaults, policy, config, process_group, allow_no_matrices)
+        policy = as_policy(schedule)
+        groups, structure = take_apart(params, replica_ranks(process_group))
+        if allow_no_matrices and not any(structure.views) and not policy.is_fixed:
+            policy = named_policy("kj")  # there is nothing to observe or to fit
+        defaults: dict[str, Any] = {
+            "lr": lr,
+            "weight_decay": weight_decay,
+            "betas": betas,
+            "eps": eps,
+        }
+        check_hyperparameters(defaults)
+        defaults |= {**self.rule_class.defaults, **own, "lr_scale": 1.0, "control": ""}
+        self._is_built = False
+        super().__init__(groups, defaults)
+        self._is_built = True
+        # PyTorch's schedulers that cycle a momentum take `betas` where there are any: AdamW's, and
+        # not Muon's. Groups have `momentum` where they, or a scheduler, name it.
+        del self.defaults["betas"]
+        self.defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
+        rule = self.rule_class(config)
+        for group in self.param_groups:
+            rule.check(group)
+        self._structure, self._allow_no_matrices = structure, allow_no_matrices
+        self._process_group, self._stopwatch = process_group, _Stopwatch()
         self.tracker: Tracker | None = None
         """Measures every matrix at the steps that it names; set it on all ranks."""
-        self._write_control(self.control_state_dict())
+        self._assemble(Control(0, 0, config, policy, policy.start()))
+        check_groups(self.param_groups, self.rule_class.defaults)
+        if len(self._engine.membership.ranks) == 1:
+            self._check_matrices(len(self._engine.parameters.matrices))
+        self._engine.make_state()
+
+    def _assemble(self, control: Control, parameters: Parameters | None = None) -> None:
+        """Make the engine and the controller, which go on from a control state."""
+        parameters = parameters or resolve(self.param_groups, self._structure)
+        self._engine = Engine(
+            parameters,
+            self.param_groups,
+            self.state,
+            self.rule_class(control.config),
+            control.config,
+            self._process_group,
+        )
+        self._controller = Controller(
+            control.policy,
+            control.state,
+            control.config,
+            control.steps_taken,
+            control.steps_skipped,
+        )
 
     # ---------------------------------------------------------------- one step
 
@@ -133,7 +193,8 @@ class Muon(Assembly):
 
         Raises:
             ValueError: On every rank, before anything has changed, where parameters were cast,
-                moved or swapped too late, a group has an unknown key, or there is no matrix.
+                moved or swapped too late, a group has an unknown key or a bad hyperparameter, or
+                there is no matrix.
             NonFiniteGradientError: On every rank, before anything has changed, where a gradient
                 of any rank is NaN, inf, or so large that state would overflow, and
                 ``config.nonfinite`` is ``error``.
@@ -162,70 +223,153 @@ class Muon(Assembly):
         return loss
 
     @_disable_dynamo
+    @torch.inference_mode(False)  # buffers outlive the caller's mode
+    @torch.no_grad()
     def _step(self) -> None:
         with self._stopwatch.measure(self._engine.parameters.device):
             try:
-                fault = self._fault()
-                self._run(self._connect(fault), fault)
+                self._run(self._fault())
             except RuntimeError as error:
                 what = f"step {self.num_steps_taken + 1} of the optimizer"
                 name_absent(error, what, self._engine.membership.ranks)
                 raise
 
-    def _run(self, world: World, fault: str) -> None:
-        engine, driver = self._engine, self._driver
-        driver.begin(engine.check)
+    def _run(self, fault: str) -> None:
+        if self._engine.world is None:
+            self._connect(fault)
+        engine, controller = self._engine, self._controller
+        assert engine.verdict is not None
+        controller.settle(engine.verdict)
         if fault:
-            assert engine.check is not None
-            engine.check.agree_on_text(fault)
+            engine.verdict.agree_on_text(fault)
             raise ValueError(fault)
-        orders = driver.orders(engine.parameters.matrix_names)
-        tracker = self.tracker
+        orders, tracker = controller.orders(engine.parameters.matrix_names), self.tracker
         if tracker is not None and tracker.is_due(orders.step):
-            names = frozenset(info.name for info in world.registry)
-            orders = orders.with_probe(Probe(names, tracker.measure, is_wide=True))
+            orders = orders.with_probe(self._tracked(tracker))
         else:
             tracker = None
-        agreed = engine.agree(orders, driver.describe(orders))
+        agreed = engine.agree(orders)
         if agreed.fault:
-            logger.warning("step %d skipped: %s", orders.step, agreed.fault)
+            controller.skipped(orders.step, agreed.fault)
         else:
             engine.run(orders, agreed)
-        driver.finish(orders, skipped=bool(agreed.fault))
+        controller.finish(orders)
         if tracker is not None:
-            tracker.collect(orders.step, world)
-        if orders.probes and engine.check is not None:
+            assert engine.world is not None
+            tracker.collect(orders.step, engine.world)
+        if orders.probes:
             # Where a measurement has failed; this step waits anyway, and state may be saved next.
-            engine.check.agree_on_text(f"the end of step {orders.step}")
+            engine.verdict.agree_on_text(f"the end of step {orders.step}")
 
-    def _connect(self, fault: str) -> World:
+    def _connect(self, fault: str) -> None:
         """Agree with all ranks on the structure; once, at the first step."""
-        if self._engine.world is None:
-            if fault:  # which another rank may not have: it meets this one in its own check
-                check_alike("configuration", fault, self._engine.membership.join())
-                raise ValueError(fault)
-            configuration = {
-                **self.config.to_dict(),
-                "optimizer": type(self).__name__,
-                "policy": self.policy.name,
-            }
-            own = self.rule_class.defaults
-            groups = [describe_group(group, own) for group in self.param_groups]
-            membership = self._engine.membership
-            with membership.patience():
-                world = agree_on_world(
-                    self._engine.parameters, groups, configuration, membership, membership.join()
-                )
-            self._check_matrices(len(world.registry))
-            self._driver.connect(world)
-            # Only now: after an error above all of it is done again.
-            self._engine.connect(world)
-        assert self._engine.world is not None
-        return self._engine.world
+        membership = self._engine.membership
+        if fault:  # which another rank may not have: it meets this one in its own check
+            check_alike("configuration", fault, membership.join())
+            raise ValueError(fault)
+        configuration = {
+            **self.config.to_dict(),
+            "optimizer": type(self).__name__,
+            "policy": self.policy.name,
+        }
+        own = self.rule_class.defaults
+        groups = [describe_group(group, own) for group in self.param_groups]
+        with membership.patience():
+            group, parameters = membership.join(), self._engine.parameters
+            take_device(group, parameters.device)
+            world = agree_on_world(
+                parameters, self._rates(), groups, configuration, membership, group
+            )
+        self._check_matrices(len(world.registry))
+        if self._process_group is None and len(world.ranks) > 1 and not any(world.rank_sets):
+            logger.warning(
+                "the parameters are plain tensors, and %d ranks run: each of them orthogonalizes "
+                "every matrix. Where they are replicas, as under DDP, write process_group="
+                "dist.group.WORLD in %s(...), and each matrix is orthogonalized once",
+                *(len(world.ranks), type(self).__name__),
+            )
+        self._controller.connect(world, is_new=True)
+        # Only now: after an error above all of it is done again.
+        self._engine.connect(world)
+
+    def _rates(self) -> list[float]:
+        """Of each matrix, what its update is multiplied by beside the learning rate.
+
+        Rules that scale updates themselves give them the norm of ``match_rms_adamw``.
+        """
+        rates, parameters = [], self._engine.parameters
+        for matrix in parameters.matrices:
+            entry = parameters.entries[matrix.tensor]
+            m, n = matrix.shape if entry.views[0].dim == 0 else matrix.shape[::-1]
+            scale = update_scale((m, n), self.config.update_factor, self.config.adjust_lr)
+            rates.append(float(self.param_groups[entry.group]["lr_scale"]) * scale)
+        return rates
+
+    def _tracked(self, tracker: Tracker) -> Probe:
+        """The measurements of the tracker: of every matrix."""
+
+        def measure(name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
+            tracker.measure(name, momentum, result())
+
+        assert self.world is not None
+        return Probe(frozenset(info.name for info in self.world.registry), measure)
+
+    def _fault(self) -> str:
+        """Why groups and parameters cannot be used as they are now, or nothing."""
+        try:
+            self._follow()
+            check_groups(self.param_groups, self.rule_class.defaults)
+        except ValueError as error:
+            return str(error)
+        return ""
+
+    def _follow(self) -> None:
+        """Take the parameters that a trainer has put into the groups, before the first step.
+
+        Accelerate does so: it shards the model after the optimizer was built. Layouts and state
+        are made anew then.
+
+        Raises:
+            ValueError: They have other shapes, or come too late; or a parameter was cast or moved.
+        """
+        engine, before = self._engine, self._engine.parameters
+        is_same = engine.groups is self.param_groups and engine.state is self.state
+        if is_same and before.are_in(self.param_groups):
+            before.check_unchanged()
+            return
+        check_swap(before, self.param_groups)
+        if self.num_steps_taken or engine.world is not None or _holds_values(self.state):
+            found = [param for group in self.param_groups for param in group["params"]]
+            pairs = zip(before.entries, found, strict=True)
+            names = [entry.name for entry, param in pairs if entry.param is not param]
+            raise ValueError(
+                f"{[*names, before.entries[0].name][0]}: found another tensor in param_groups than "
+                "before, or another param_groups or state, after the first step or after a state "
+                "was loaded, expected the same: swap parameters (as fully_shard and trainers do) "
+                "first, then load and step"
+            )
+        self.state.clear()
+        self._assemble(self._control())
+        self._engine.make_state()
+
+    def _check_matrices(self, num_matrices: int) -> None:
+        """Refuse to train by AdamW alone, unless told so."""
+        if num_matrices or self._allow_no_matrices:
+            return
+        entries = self._engine.parameters.entries
+        shapes = {entry.name: tuple(entry.layout.shape) for entry in entries}
+        # What might be a matrix comes first.
+        told = sorted(shapes.items(), key=lambda pair: len(pair[1]) < 2)[:3]
+        some = ", ".join(f"{name} {shape}" for name, shape in told)
+        raise ValueError(
+            f"params: found no matrix among {len(shapes)} parameters ({some}...), expected at "
+            "least one: name yours by param_groups(model, patterns={...}), take all by "
+            "unknown='matrix', or have AdamW train all of them by allow_no_matrices=True"
+        )
 
     def raise_together(self, what: str, failure: Exception | None) -> None:
-        """Raise on every rank what failed on one; see `amo_dist.engine.gradients`."""
-        raise_together(what, failure, self._engine.membership, self._engine.check)
+        """Raise on every rank what failed on one; see `amo_dist.engine.verdict`."""
+        raise_together(what, failure, self._engine.membership, self._engine.verdict)
 
     def check_last_update(self) -> None:
         """Look now for what only the next step would tell; a collective over the world.
@@ -237,21 +381,31 @@ class Muon(Assembly):
             NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
             RuntimeError: On every rank, where the last step has failed on one.
         """
-        self._driver.settle(self._engine.check)
-        if self._engine.check is not None:
-            self._engine.check.agree_on_updates()
+        self._controller.settle(self._engine.verdict)
+        if self._engine.verdict is not None:
+            self._engine.verdict.agree_on_updates()
 
     # ---------------------------------------------------------------- what it holds
 
     @property
     def config(self) -> MuonConfig:
         """The settings in force."""
-        return self._driver.config
+        return self._controller.config
 
     @property
     def policy(self) -> Policy:
         """Which schedule when."""
-        return self._driver.policy
+        return self._controller.policy
+
+    @property
+    def plan(self) -> Plan | None:
+        """The plan in force, if any."""
+        return getattr(self._controller.state, "plan", None)
+
+    @property
+    def observations(self) -> tuple[Observation, ...]:
+        """Those of the plan in force and those since, in the order of steps."""
+        return tuple(getattr(self._controller.state, "all_observations", ()))
 
     @property
     def world(self) -> World | None:
@@ -272,26 +426,42 @@ class Muon(Assembly):
     @property
     def num_steps_taken(self) -> int:
         """Optimizer steps so far, skipped ones included."""
-        return self._driver.steps_taken
+        return self._controller.steps_taken
 
     @property
     def phase(self) -> str:
         """Phase of the last step taken; that of the first before there is one."""
-        return self.policy.phase(max(self.num_steps_taken, 1))
+        return self.phase_at(max(self.num_steps_taken, 1))
+
+    def phase_at(self, step: int) -> str:
+        """Phase of a step, by what is known now."""
+        return self.policy.phase(self._controller.state, step)
+
+    def schedules_by_group(self, step: int) -> Mapping[str, Schedule]:
+        """The schedule of each group of matrices at an optimizer step, counted from 1.
+
+        Raises:
+            ValueError: Before the first step, when no rank knows all matrices, or for a step whose
+                schedule is not known yet.
+        """
+        return self._controller.schedules(step)
+
+    def group_of(self, name: str) -> str:
+        """The group of a matrix: matrices of one group share a schedule."""
+        return self._controller.known_groups.group_of[name]
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers for a logger, about the last step taken."""
-        driver, step, found = self._driver, max(self.num_steps_taken, 1), {}
+        controller, found = self._controller, dict[str, float]()
         if self.world is not None:
-            names = self._engine.parameters.matrix_names
-            found = self.policy.metrics(step)
-            found |= self._engine.metrics(driver.schedules_of(names, step))
+            found, schedules = controller.metrics(self._engine.parameters.matrix_names)
+            found |= self._engine.metrics(schedules)
         return {
             **found,
-            "newton_schulz/residual": driver.residual,
-            "optimizer/steps_skipped": float(driver.steps_skipped),
+            "newton_schulz/residual": controller.residual,
+            "optimizer/steps_skipped": float(controller.steps_skipped),
             "optimizer/seconds": self._stopwatch.seconds(),
-            "optimizer/observe_seconds": driver.observe_seconds,
+            "optimizer/observe_seconds": controller.observe_seconds,
         }
 
     def sent_bytes_by_peer(self) -> dict[int, int]:
@@ -303,20 +473,24 @@ class Muon(Assembly):
     def control_state_dict(self) -> dict[str, Any]:
         """The state of the schedule as JSON values, the same on every rank.
 
-        With ``observe_in_background`` a collective over the world after a step of observation.
-        A rank that left out an update in the last step logs a warning, and raises nothing: see
-        `check_last_update`.
+        Communicates nothing. A rank that left out an update in the last step logs a warning, and
+        raises nothing: see `check_last_update`.
 
         Raises:
-            RuntimeError: On every rank, where an observation in the background failed on one.
             As `step`: on devices, of the last step, which then was not taken.
         """
         self._follow()
-        self._driver.begin(self._engine.check, saving=True)
-        if self._engine.check is not None:
-            self._engine.check.warn_of_updates()
+        if self._engine.verdict is not None:
+            self._engine.verdict.warn_of_updates()
         return controls.control_record(self._control())
 
+    def _control(self) -> Control:
+        """What goes on in a copy, and in what is saved."""
+        controller, verdict = self._controller, self._engine.verdict
+        skipped = controller.steps_skipped + (verdict is not None and verdict.peek())
+        return Control(controller.steps_taken, skipped, self.config, self.policy, controller.state)
+
+    @torch.inference_mode(False)
     def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore what `control_state_dict` returned; all or nothing.
 
@@ -328,11 +502,38 @@ class Muon(Assembly):
         self._follow()
         self._restoring(state)()
 
+    def _restoring(self, state: Mapping[str, Any]) -> Callable[[], None]:
+        """What restores a state of `control_state_dict`, once it is known to be good."""
+        engine, controller = self._engine, self._controller
+        running = Control(
+            controller.steps_taken,
+            controller.steps_skipped,
+            self.config,
+            self.policy,
+            controller.state,
+        )
+        types, is_alone = engine.parameters.operator_types, len(engine.membership.ranks) == 1
+        control = controls.restore(state, running, types, is_alone, controller.groups)
+        self.rule_class(control.config)  # refuses settings
+
+        def restore() -> None:
+            self._assemble(control, engine.parameters)
+            if engine.world is not None:
+                self._controller.connect(engine.world, is_new=False)
+                self._engine.connect(engine.world)
+
+        return restore
+
     def state_dict(self) -> dict[str, Any]:
         """As for any PyTorch optimizer; ``control`` of each group is `control_state_dict`."""
-        self._write_control(self.control_state_dict())
-        return super().state_dict()
+        text = controls.to_text(self.control_state_dict())
+        state = super().state_dict()
+        for group in state["param_groups"]:
+            group["control"] = text
+        return state
 
+    @torch.inference_mode(False)  # what is made here lasts longer than the caller's mode
+    @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what `state_dict` returned, on all ranks or on none; a collective over the world.
 
@@ -342,4 +543,85 @@ class Muon(Assembly):
             ValueError: On every rank: the state of one is of another structure, optimizer or
                 configuration; names the rank.
         """
-        load.load_state_dict(self, state_dict, self._restoring, self._check_keys)
+        with load.together(self.raise_together, "load_state_dict"):
+            loaded = load.read(self, self.params_by_name, state_dict)
+            restore = self._restoring(loaded.control)
+            # Last: state of another optimizer has been named by then.
+            check_groups(loaded.groups, self.rule_class.defaults)
+        restore()
+        loaded.fill(self)
+
+    # ---------------------------------------------------------------- as PyTorch's optimizers
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group during construction; later the structure is fixed.
+
+        Raises:
+            ValueError: After construction.
+        """
+        if getattr(self, "_is_built", False):
+            raise ValueError(
+                "add_param_group: found a group after construction, expected all groups at once: "
+                "ranks agree on the structure only once"
+            )
+        super().add_param_group(param_group)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What is copied and pickled: as for any PyTorch optimizer without hooks."""
+        self._follow()
+        given = Kept(self._process_group, self._engine.membership.ranks)
+        kept = {"_structure": self._structure, "_allow_no_matrices": self._allow_no_matrices}
+        kept |= {"_is_built": True, "_process_group": given, "control": self._control()}
+        return {**super().__getstate__(), **kept}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Build a copy, which agrees with all ranks at its first step, as a new optimizer does."""
+        rest = {key: value for key, value in state.items() if key != "control"}
+        given = state["_process_group"].given
+        super().__setstate__({**rest, "_process_group": given, "tracker": None})
+        self._stopwatch = _Stopwatch()
+        self._assemble(state["control"])
+
+    def __repr__(self) -> str:
+        """As for any PyTorch optimizer, without the key of groups that only files fill."""
+        lines = super().__repr__().split("\n")
+        return "\n".join(line for line in lines if not line.startswith("    control: "))
+
+
+def _holds_values(state: Mapping[Any, Mapping[str, Tensor]]) -> bool:
+    """Whether any tensor of the state is not all zero; waits for the device."""
+    tensors = (local_tensor(value) for own in state.values() for value in own.values())
+    return any(bool(tensor.any()) for tensor in tensors)
+
+
+class _Stopwatch:
+    """Measures the last run of a part of the program.
+
+    On CUDA it is bracketed by events, which are read, and waited for, only in `seconds`.
+    """
+
+    def __init__(self) -> None:
+        self._seconds = 0.0
+        self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
+
+    @contextlib.contextmanager
+    def measure(self, device: torch.device) -> Iterator[None]:
+        """Measure the body, replacing what was measured before."""
+        if device.type == "cuda":
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            yield
+            end.record()
+            self._events = begin, end
+            return
+        start = time.perf_counter()
+        yield
+        self._seconds = time.perf_counter() - start
+
+    def seconds(self) -> float:
+        """Seconds of the last run; 0 before the first."""
+        if self._events is not None:
+            begin, end = self._events
+            end.synchronize()
+            self._events, self._seconds = None, begin.elapsed_time(end) / 1e3
+        return self._seconds

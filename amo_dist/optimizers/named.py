@@ -11,9 +11,9 @@ from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.distributed.groups import Given
+from amo_dist.engine.parameters import check_groups
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
-from amo_dist.optimizers.arguments import check_each_group, check_keys
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.normuon import NorMuon
 from amo_dist.optimizers.root import ROOT
@@ -98,8 +98,7 @@ def _adamw(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    check_each_group(params)
-    check_keys(params, {})
+    check_groups(params, {})
     # Only what PyTorch knows: names of parameters and algorithm are of no meaning to it.
     groups = [
         {"params": [param for _, param in group["params"]]}

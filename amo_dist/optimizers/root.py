@@ -20,7 +20,6 @@ import random
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from itertools import accumulate
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from amo_dist.config import Triple
 from amo_dist.optimizers.muon import Muon
 from amo_dist.schedule import fields
 from amo_dist.schedule.coefficients import named_schedule
-from amo_dist.schedule.grouping import collect
+from amo_dist.schedule.grouping import Groups, collect
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
@@ -205,33 +204,41 @@ class RootPolicy(Policy):
     """
 
     name = "root"
+    is_fixed = False
 
     def __init__(
         self, spectra: Mapping[tuple[int, int], Sequence[Sequence[float]]] | None = None
     ) -> None:
-        super().__init__()
         self._spectra = {
             shape: tuple(_check_spectrum(shape, one) for one in given)
             for shape, given in (spectra or {}).items()
         }
-        self._fits = Fits()
-        self._schedules: Mapping[str, Schedule] = {}
 
-    def schedules(self, step: int) -> Mapping[str, Schedule]:
+    def groups(self, registry: Sequence[MatrixInfo]) -> Groups:
+        """A group is a shape, with the sides as they lie."""
+        return collect(registry, lambda matrix: _shape_name(matrix.shape))
+
+    def start(self) -> Fits:
+        """Nothing fitted."""
+        return Fits()
+
+    def schedules(self, state: Fits, groups: Groups, step: int) -> Mapping[str, Schedule]:
         """The fitted schedule of each shape, whatever the step."""
-        self._require_bound()
-        if self.plan_due(step):
+        if state.fits is None:
             fields.fail("step", step, "a fit before it")
-        return self._schedules
+        return {
+            name: Schedule((each.triple,) * NUM_STEPS, norm_scale=1.0)
+            for name, each in state.fits.items()
+        }
 
-    def plan_due(self, step: int) -> bool:
+    def plan_due(self, state: Fits) -> bool:
         """Whether there is no fit yet."""
-        return self._fits.fits is None
+        return state.fits is None
 
-    def make_plan(self) -> str:
+    def make_plan(self, state: Fits, groups: Groups) -> str:
         """Fit every shape, as JSON."""
         found: dict[str, Fit] = {}
-        for name, matrices in self._members.items():
+        for name, matrices in groups.members.items():
             shape = matrices[0].shape
             measured = self._spectra.get(shape, ())
             triple, values = fit(shape, measured), calibration_set(shape, measured)
@@ -241,36 +248,19 @@ class RootPolicy(Policy):
             found[name] = Fit(triple, error, len(measured), digest)
         return json.dumps(Fits(found).to_dict(), sort_keys=True)
 
-    def adopt_plan(self, payload: str) -> None:
-        """Take the fits that one rank made; see ``Policy.adopt_plan``."""
-        self._restore(fields.read_json("plan", payload))
+    def adopt_plan(self, state: Fits, groups: Groups, payload: str) -> Fits:
+        """Take the fits that one rank made; see `Policy.adopt_plan`."""
+        return self._read(fields.read_json("plan", payload), groups)
 
-    def _state(self) -> dict[str, Any]:
-        return self._fits.to_dict()
+    def _fields(self, state: Fits) -> dict[str, Any]:
+        return state.to_dict()
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        """Take fits, which stay in force whatever spectra this run brings."""
-        found = Fits.from_dict(state, "state")
-        if found.fits is None:  # it was saved before the first step
-            return
-        if self._members:
-            _check_shapes(found, self._members)
-        schedules = {
-            name: Schedule((each.triple,) * NUM_STEPS, norm_scale=1.0)
-            for name, each in found.fits.items()
-        }
-        self._fits, self._schedules = found, MappingProxyType(schedules)
-
-    def _group(self, registry: Sequence[MatrixInfo]) -> Mapping[str, Sequence[MatrixInfo]]:
-        return collect(registry, lambda matrix: _shape_name(matrix.shape))
-
-    def _bind(self, matrices_by_group: Mapping[str, Sequence[MatrixInfo]]) -> None:
-        _check_shapes(self._fits, matrices_by_group)
-
-
-def _check_shapes(found: Fits, shapes: Mapping[str, Any]) -> None:
-    if found.fits is not None and set(found.fits) != set(shapes):
-        fields.fail("fits", sorted(found.fits), f"the shapes {sorted(shapes)}")
+    def _read(self, found: Mapping[str, Any], groups: Groups | None) -> Fits:
+        """Fits stay in force whatever spectra this run brings."""
+        state = Fits.from_dict(found, "state")
+        if groups is not None and state.fits is not None and set(state.fits) != set(groups.members):
+            fields.fail("fits", sorted(state.fits), f"the shapes {sorted(groups.members)}")
+        return state
 
 
 def _shape_name(shape: tuple[int, int]) -> str:

@@ -5,29 +5,30 @@ from __future__ import annotations
 import dataclasses
 import logging
 import statistics
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from fractions import Fraction
-from types import MappingProxyType
 from typing import Any
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.schedule.amo_state import AMOState
 from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.fields import fail
-from amo_dist.schedule.grouping import matrices_by_group
+from amo_dist.schedule.grouping import Groups, group_matrices
 from amo_dist.schedule.observation import Observation, draw, effective_ell, robust_ells
 from amo_dist.schedule.plan import Plan, StepsAndElls
 from amo_dist.schedule.plan_table import plan_table, starved
 from amo_dist.schedule.planning import (
-    costs_by_group,
+    costs_of,
     plan_allocation,
     plan_inputs,
     plan_measured,
+    shares_of,
+    steps_to_try,
     targets,
 )
 from amo_dist.schedule.polar_express import composed
 from amo_dist.schedule.policies import Policy
-from amo_dist.schedule.trials import Errors, ErrorSums, Trials
+from amo_dist.schedule.trials import REFERENCES, Errors, ErrorSums, Trials
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 logger = logging.getLogger(__name__)
@@ -37,6 +38,11 @@ PHASES = ("observation", "transition", "locked", "uniform")
 ``transition`` comes after ``locked`` again where a later plan is made."""
 
 
+_WEIGHTS = {"update_norm", "adjust_lr"}
+"""Settings of every optimizer of the family by which errors are measured and weighted."""
+
+
+@dataclasses.dataclass(frozen=True)
 class AMOPolicy(Policy):
     """Adaptive Muon Orthogonalization: observe, plan, glide to the plan, lock.
 
@@ -45,88 +51,86 @@ class AMOPolicy(Policy):
     these on (``lock_step``) the plan itself is in force. With ``observe_only`` no plan is made: the
     uniform schedule stays, and its phase after the last observation is ``uniform``. With
     ``replan_every`` the locked run is observed too, and glides from plan to plan.
-
-    Args:
-        config: When to observe, how to plan, how long to glide.
     """
 
     name = "amo"
+    is_fixed = False
 
-    def __init__(self, config: AMOConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.observes_in_background = config.observe_in_background
-        self._memory = AMOState()
-        self._costs: dict[str, int] = {}
-        self._applied: Mapping[str, Schedule] = MappingProxyType({})
-        self._applied_key: object = None
+    config: AMOConfig
+    """When to observe, how to plan, how long to glide."""
 
-    @property
-    def observations(self) -> tuple[Observation, ...]:
-        """Those of the plan in force and those since, in the order of steps."""
-        return self._memory.all_observations
+    def __post_init__(self) -> None:
+        known = ("uniform", *REFERENCES)
+        if self.config.as_good_as not in (None, *known):
+            fail("as_good_as", self.config.as_good_as, f"one of {', '.join(known)}")
 
-    @property
-    def plan(self) -> Plan | None:
-        """The adopted plan, if any."""
-        return self._memory.plan
+    def groups(self, registry: Sequence[MatrixInfo]) -> Groups:
+        """See `Policy.groups`; refuses a budget that cannot be met.
+
+        It must not come to light at the last observation, hours into a run.
+        """
+        if not registry:
+            fail("registry", [], "at least one matrix")
+        groups = group_matrices(registry, self.config.granularity)
+        plan_inputs(self.config, groups.members, costs_of(groups))
+        return groups
+
+    def start(self) -> AMOState:
+        """Nothing observed."""
+        return AMOState()
 
     # ---------------------------------------------------------------- schedules
 
-    def schedules(self, step: int) -> Mapping[str, Schedule]:
-        """Uniform, interpolated or planned schedules, composed when first needed."""
-        self._require_bound()
-        # Steps of one key have the same schedules: those of a phase are composed once.
-        key = self._horizon, self._steps_of_transition(step), self.fallen_back(step)
-        if self._applied_key != key:
-            state = self.state_at(step)
-            fresh = {group: composed(ell, steps) for group, (steps, ell) in state.items()}
-            if fresh != self._applied:
-                self._applied = MappingProxyType(fresh)
-            self._applied_key = key
-        return self._applied
+    def schedules(self, state: AMOState, groups: Groups, step: int) -> Mapping[str, Schedule]:
+        """Uniform, interpolated or planned schedules."""
+        found = self.state_at(state, groups, step)
+        return {group: composed(ell, steps) for group, (steps, ell) in found.items()}
 
-    def phase(self, step: int) -> str:
+    def key(self, state: AMOState, step: int) -> Hashable:
+        """How far the run is on its way to the plan in force."""
+        if state.plan is None:
+            return self.phase(state, step)
+        planned = state.observations[-1].step
+        return planned, min(max(step - planned, 0), self.config.transition_steps)
+
+    def phase(self, state: AMOState, step: int) -> str:
         """One of ``PHASES``."""
-        done = step - self._horizon
+        done = step - self._horizon(state)
         if done <= 0:
             # A later plan is made while the one before is locked.
-            return "observation" if self._memory.transition_from is None else "locked"
-        if self.config.observe_only and self.plan is None:
+            return "observation" if state.transition_from is None else "locked"
+        if self.config.observe_only and state.plan is None:
             return "uniform"
         return "transition" if done < self.config.transition_steps else "locked"
 
-    def state_at(self, step: int) -> StepsAndElls:
+    def state_at(self, state: AMOState, groups: Groups, step: int) -> StepsAndElls:
         """Newton-Schulz steps and effective ``ell`` of each group at an optimizer step.
-
-        Args:
-            step: Optimizer step, counted from 1.
 
         Raises:
             ValueError: The step lies beyond the observation phase and there is no plan.
         """
-        if self.phase(step) in ("observation", "uniform"):
-            return dict.fromkeys(self._costs, (self.config.base_steps, self.config.base_ell))
-        plan = self.plan
-        if plan is None:
-            fail("step", step, f"at most {self._horizon} while no plan is adopted")
-        progress = Fraction(self._steps_of_transition(step), self.config.transition_steps)
-        planned = plan.state_at(progress, self._memory.transition_from)
-        fallen = dict.fromkeys(self.fallen_back(step), (plan.base_steps, plan.base_ell))
-        return {**planned, **fallen}
+        if self.phase(state, step) in ("observation", "uniform"):
+            return dict.fromkeys(groups.members, (self.config.base_steps, self.config.base_ell))
+        if state.plan is None:
+            fail("step", step, f"at most {self._horizon(state)} while no plan is adopted")
+        done = self._steps_of_transition(state, step)
+        progress = Fraction(done, self.config.transition_steps)
+        return state.plan.state_at(progress, state.transition_from)
 
     # ---------------------------------------------------------------- observation
 
-    def sample(self, step: int) -> tuple[str, ...]:
+    def sample(self, state: AMOState, groups: Groups, step: int) -> tuple[str, ...]:
         """Names of the matrices to observe at a step, sorted; ``()`` at most steps.
 
         Of the steps up to the plan in force nothing is told.
         """
-        self._require_bound()
-        if not self._calendar.observes(step, self._memory.plan_step):
+        is_over = state.plan is not None and not self.config.replan_every
+        if is_over or step % self.config.observe_every:
+            return ()
+        if not self._calendar(state).observes(step, state.plan_step):
             return ()
         drawn: list[str] = []
-        for group, members in self._members.items():
+        for group, members in groups.members.items():
             names = [matrix.name for matrix in members]
             drawn += draw(self.config.seed, step, group, names, self.config.sample_size)
         return tuple(sorted(drawn))
@@ -137,138 +141,121 @@ class AMOPolicy(Policy):
 
     def record(
         self,
+        state: AMOState,
+        groups: Groups,
         step: int,
         ell_by_name: Mapping[str, float],
-        errors_by_name: Mapping[str, Errors] | None = None,
-    ) -> None:
-        """Keep the medians of one observation, and add up the errors; see ``Policy.record``."""
-        self._require_bound()
-        due = self._next_observation()
+        errors_by_name: Mapping[str, Errors],
+    ) -> AMOState:
+        """Keep the medians of one observation, and add up the errors; see `Policy.record`."""
+        due = self._next_observation(state)
         if step != due:
             fail("step", step, f"{due}, the next observation")
-        if set(ell_by_name) != set(self.sample(step)):
-            fail("ell_by_name", sorted(ell_by_name), f"the names {self.sample(step)}")
-        if errors_by_name is None and self.config.objective == "measured":
-            fail("errors_by_name", None, "the errors of all trials, for a measured objective")
+        sample = self.sample(state, groups, step)
+        if set(ell_by_name) != set(sample):
+            fail("ell_by_name", sorted(ell_by_name), f"the names {sample}")
         ell, num_sampled, num_invalid = {}, {}, {}
-        errors: dict[str, list[Errors]] = {}
-        for group, members in self._members.items():
+        errors: dict[str, list[tuple[float, Errors]]] = {}
+        for group, members in groups.members.items():
             names = [matrix.name for matrix in members if matrix.name in ell_by_name]
             values = {name: effective_ell(name, ell_by_name[name]) for name in names}
             valid = {name: value for name, value in values.items() if value is not None}
             ell[group] = statistics.median(valid.values()) if valid else None
             num_sampled[group] = len(values)
             num_invalid[group] = len(values) - len(valid)
-            errors[group] = [] if errors_by_name is None else [errors_by_name[n] for n in valid]
+            errors[group] = [
+                (matrix.weight, self._trials.errors_of(matrix, errors_by_name[matrix.name]))
+                for matrix in members
+                if matrix.name in valid
+            ]
             if len(valid) < len(values):
                 invalid = ", ".join(name for name in values if name not in valid)
                 logger.warning("step %d: no valid ell for %s: left out", step, invalid)
         observation = Observation(step, ell, num_sampled, num_invalid)
-        sums = self._memory.error_sums
-        if errors_by_name is not None:
-            sums = (sums or ErrorSums.empty(self._members, self._trials)).plus(errors)
-        self._memory = self._memory.observed(observation, sums)
+        sums = state.error_sums or ErrorSums.empty(groups.members, self._trials)
+        return state.observed(observation, sums.plus(errors))
 
     # ---------------------------------------------------------------- plan
 
-    def plan_due(self, step: int) -> bool:
+    def plan_due(self, state: AMOState) -> bool:
         """Whether every observation toward the next plan is made, and it is not adopted yet."""
-        return self._is_complete() and not self.config.observe_only
+        return self._is_complete(state) and not self.config.observe_only
 
-    def make_plan(self) -> str:
+    def make_plan(self, state: AMOState, groups: Groups) -> str:
         """Plan from the observations; a pure function of them and of the configuration."""
-        for group, ell in robust_ells(self._memory.pending).items():
+        seen, config = self._evidence(state, groups), self.config
+        for group, ell in robust_ells(state.pending).items():
             if ell is None:
                 logger.warning(
                     "%s has no valid observation; it falls back to base_ell = %g",
-                    *(group, self.config.base_ell),
+                    *(group, config.base_ell),
                 )
-        seen = self._evidence()
-        names, costs = tuple(self._costs), self._costs
-        if self.config.objective == "measured":
-            plan = plan_measured(
-                self.config,
-                dict(zip(names, seen["measured"], strict=True)),
-                num_matrices=dict(zip(names, seen["num_matrices"], strict=True)),
-                ell_robust=seen["ell_robust"],
-                costs=costs,
-            )
-        else:
-            targeted = dict(zip(names, seen.pop("ell_target"), strict=True))
-            plan = plan_allocation(self.config, targeted, costs=costs, **seen)
+        is_measured = config.planner == "measured"
+        found = seen.pop("measured" if is_measured else "ell_target")
+        by_group = dict(zip(groups.members, found, strict=True))
+        make: Any = plan_measured if is_measured else plan_allocation
+        plan: Plan = make(config, by_group, costs=costs_of(groups), **seen)
         logger.info("the plan, beside the uniform schedule:\n%s", plan_table(plan))
         for line in starved(plan):
             logger.warning("%s", line)
         return plan.to_json()
 
-    def adopt_plan(self, payload: str) -> None:
-        """Commit to the plan that one rank made; see ``Policy.adopt_plan``."""
-        plan, before = Plan.from_json(payload), self._memory
+    def adopt_plan(self, state: AMOState, groups: Groups, payload: str) -> AMOState:
+        """Commit to the plan that one rank made; see `Policy.adopt_plan`."""
+        plan = Plan.from_json(payload)
         if self.config.observe_only:
             fail("plan", plan, "none: observe_only never commits to one")
-        if before.plan is not None and not self._is_complete():
-            if plan != before.plan:
+        if state.plan is not None and not self._is_complete(state):
+            if plan != state.plan:
                 fail("plan", plan, "the plan already adopted")
-            return
-        expected = {
-            **self._evidence(),
-            **plan_inputs(self.config, tuple(self._costs), self._costs),
-        }
+            return state
+        expected = self._evidence(state, groups) | plan_inputs(
+            self.config, groups.members, costs_of(groups)
+        )
         for key, value in expected.items():
             if getattr(plan, key) != value:
                 fail(f"plan.{key}", getattr(plan, key), f"{value!r}, as this rank has recorded")
-        start = None if before.plan is None else self.state_at(before.pending[-1].step + 1)
-        self._memory = AMOState(before.pending, plan, before.replanned_at, start)
-
-    def fall_back(self, step: int, name: str) -> bool:
-        """Give up the plan for the group of a matrix; see ``Policy.fall_back``."""
-        group = self.group_of(name)
-        is_planned = self.plan is not None and step > self._horizon
-        wants = self.config.ns_guard_fallback and is_planned
-        if not wants or group in self._memory.fallbacks:
-            return False
-        fallbacks = {**self._memory.fallbacks, group: step}
-        self._memory = dataclasses.replace(self._memory, fallbacks=fallbacks)
-        return True
-
-    def fallen_back(self, step: int) -> tuple[str, ...]:
-        """The groups that run at the uniform schedule against the plan, sorted."""
-        return tuple(sorted(g for g, since in self._memory.fallbacks.items() if step > since))
+        start = None
+        if state.plan is not None:
+            start = self.state_at(state, groups, state.pending[-1].step + 1)
+        return AMOState(state.pending, plan, state.replanned_at, start)
 
     # ---------------------------------------------------------------- saved state
 
     def resumed(
         self,
-        state: Mapping[str, Any],
+        found: object,
+        groups: Groups | None,
         *,
         steps_taken: int,
         config: MuonConfig,
         changed: Collection[str] = (),
-    ) -> Policy:
-        """See ``Policy.resumed``; where a setting that AMO adds has changed, the plan is dropped.
+    ) -> tuple[AMOPolicy, AMOState]:
+        """See `Policy.resumed`; where a setting has changed that plans depend on, one is dropped.
 
         The uniform schedule returns until the next plan, which comes with the first observation due
         at or after ``observe_until`` of this run, at least one more being made. Earlier
-        observations of ``ell`` are kept, unless ``granularity`` has changed; measured residuals
-        are of the later ones.
+        observations of ``ell`` are kept, unless ``granularity`` has changed; measured errors are of
+        the later ones.
         """
-        memory = AMOState.from_dict(self._read(state), "state")
-        if set(changed) - {field.name for field in dataclasses.fields(MuonConfig)}:
+        state: AMOState = self.from_dict(found)
+        shared = {field.name for field in dataclasses.fields(MuonConfig)} - _WEIGHTS
+        if set(changed) - shared:
             # What was observed of other groups says nothing of these.
-            kept = () if "granularity" in changed else memory.all_observations
-            memory = AMOState(kept, replanned_at=steps_taken)
-        policy = type(self)(config if isinstance(config, AMOConfig) else self.config)
-        policy._memory = memory
-        if self._registry is not None:
-            policy.bind(self._registry)
-        policy._check_progress(steps_taken)
-        return policy
+            kept = () if "granularity" in changed else state.all_observations
+            state = AMOState(kept, replanned_at=steps_taken)
+        policy = AMOPolicy(config) if isinstance(config, AMOConfig) else self
+        policy._check_fits(state, None if groups is None else policy.groups(groups.matrices))
+        policy._check_progress(state, steps_taken)
+        return policy, state
 
-    def check_operator_types(self, operator_types: Collection[str], *, is_alone: bool) -> None:
-        """See ``Policy.check_operator_types``; only where they are what matrices are grouped by."""
-        if self.config.granularity != "operator_type" or not self.observations:
+    def check_operator_types(
+        self, state: AMOState, operator_types: Collection[str], *, is_alone: bool
+    ) -> None:
+        """See `Policy.check_operator_types`; only where they are what matrices are grouped by."""
+        if self.config.granularity != "operator_type" or not state.observations:
             return
-        found, here = set(self.observations[0].ell), set(operator_types)
+        found, here = set(state.observations[0].ell), set(operator_types)
         if here - found or (is_alone and found - here):
             expected = (
                 f"the operator types {sorted(here)}: this is the checkpoint of another model, or "
@@ -276,108 +263,104 @@ class AMOPolicy(Policy):
             )
             fail("control.policy.observations", sorted(found), expected)
 
-    def _state(self) -> dict[str, Any]:
-        return self._memory.to_dict()
+    def _fields(self, state: AMOState) -> dict[str, Any]:
+        return state.to_dict()
 
-    def _restore(self, state: Mapping[str, Any]) -> None:
-        memory = AMOState.from_dict(state, "state")
-        if self._registry is not None:
-            memory.check_fits(tuple(self._costs), self._trials, "state")
-        self._memory, self._applied_key = memory, None
+    def _read(self, found: Mapping[str, Any], groups: Groups | None) -> AMOState:
+        # Files of version 0.1.0 tell which groups gave up their plan, which none does any more.
+        kept = {key: value for key, value in found.items() if key != "fallbacks"}
+        state = AMOState.from_dict(kept, "state")
+        self._check_fits(state, groups)
+        return state
 
-    def _check_progress(self, steps_taken: int) -> None:
+    def _check_fits(self, state: AMOState, groups: Groups | None) -> None:
+        if groups is not None:
+            state.check_fits(tuple(groups.members), self._trials, "state")
+
+    def _check_progress(self, state: AMOState, steps_taken: int) -> None:
         """Refuse a restored state that is not one of a run of ``steps_taken`` optimizer steps."""
-        latest = self._memory.latest_step
+        latest = state.latest_step
         if latest > steps_taken:
             fail("steps_taken", steps_taken, f"at least {latest}, as in the observations")
-        due = self._next_observation()
+        due = self._next_observation(state)
         if due is not None and due <= steps_taken:
-            made = [observation.step for observation in self.observations]
+            made = [observation.step for observation in state.all_observations]
             fail("observations", made, f"the one of step {due} too, after {steps_taken} steps")
-        if self.plan_due(steps_taken):
-            fail("plan", self.plan, f"a newer plan after {steps_taken} steps")
+        if self.plan_due(state):
+            fail("plan", state.plan, f"a newer plan after {steps_taken} steps")
 
-    def metrics(self, step: int) -> dict[str, float]:
+    def metrics(self, state: AMOState, groups: Groups, step: int) -> dict[str, float]:
         """Plain numbers for a logger, the same keys at every step.
 
         ``amo/phase`` is 0 in observation, 1 in transition, 2 when locked, 3 when uniform. By group,
         ``amo/ns_steps`` is the number of Newton-Schulz steps, ``amo/ell`` the latest observed
         effective ``ell`` and ``amo/ell_target`` the plan's; both are ``base_ell`` where there is
         none yet. ``amo/observations`` and ``amo/invalid_observations``, the matrices left out of
-        their medians, count those of the plan in force and those since. ``amo/fallbacks`` is the
-        number of groups that gave up the plan for the uniform schedule.
+        their medians, count those of the plan in force and those since.
         """
-        values = super().metrics(step)
-        for i, name in enumerate(self._costs):
-            valid = [ell for o in self.observations if (ell := o.ell[name]) is not None]
+        values = super().metrics(state, groups, step)
+        plan, observations = state.plan, state.all_observations
+        for i, name in enumerate(groups.members):
+            valid = [ell for o in observations if (ell := o.ell[name]) is not None]
             values[f"amo/ell/{name}"] = valid[-1] if valid else self.config.base_ell
-            target = self.config.base_ell if self.plan is None else self.plan.ell_target[i]
+            target = self.config.base_ell if plan is None else plan.ell_target[i]
             values[f"amo/ell_target/{name}"] = target
-        values["amo/phase"] = float(PHASES.index(self.phase(step)))
-        values["amo/observations"] = float(len(self.observations))
-        num_invalid = sum(sum(one.num_invalid.values()) for one in self.observations)
+        values["amo/phase"] = float(PHASES.index(self.phase(state, step)))
+        values["amo/observations"] = float(len(observations))
+        num_invalid = sum(sum(one.num_invalid.values()) for one in observations)
         values["amo/invalid_observations"] = float(num_invalid)
-        values["amo/fallbacks"] = float(len(self.fallen_back(step)))
         return values
 
     # ---------------------------------------------------------------- what these rest on
 
-    def _group(self, registry: Sequence[MatrixInfo]) -> Mapping[str, Sequence[MatrixInfo]]:
-        return matrices_by_group(registry, self.config.granularity)
-
-    def _bind(self, matrices_by_group: Mapping[str, Sequence[MatrixInfo]]) -> None:
-        if not matrices_by_group:
-            fail("registry", [], "at least one matrix")
-        costs = costs_by_group(matrices_by_group)
-        # An infeasible budget must not come to light at the last observation, hours into a run.
-        inputs = plan_inputs(self.config, tuple(costs), costs)
-        steps = range(inputs["min_steps"], inputs["max_steps"] + 1)
-        trials = Trials(steps, self.config.base_steps, self.config.base_ell)
-        self._memory.check_fits(tuple(costs), trials, "state")
-        self._costs, self._trials = costs, trials
-
     @property
-    def _calendar(self) -> Calendar:
-        return Calendar(self.config, self._memory.replanned_at or 0)
+    def _trials(self) -> Trials:
+        config = self.config
+        return Trials(steps_to_try(config), config.base_steps, config.base_ell)
 
-    @property
-    def _horizon(self) -> int:
+    def _calendar(self, state: AMOState) -> Calendar:
+        return Calendar(self.config, state.replanned_at or 0)
+
+    def _horizon(self, state: AMOState) -> int:
         """The step after which the plan in force, or the first to come, begins to count."""
-        planned = self._memory.plan_step
-        return self._calendar.first_plan if planned is None else planned
+        planned = state.plan_step
+        return self._calendar(state).first_plan if planned is None else planned
 
-    def _steps_of_transition(self, step: int) -> int:
+    def _steps_of_transition(self, state: AMOState, step: int) -> int:
         """How many of its steps the transition has taken at ``step``."""
-        return min(max(step - self._horizon, 0), self.config.transition_steps)
+        return min(max(step - self._horizon(state), 0), self.config.transition_steps)
 
-    def _next_observation(self) -> int | None:
-        pending = self._memory.pending
-        last = pending[-1].step if pending else None
-        return self._calendar.next_observation(self._memory.plan_step, last)
+    def _next_observation(self, state: AMOState) -> int | None:
+        last = state.pending[-1].step if state.pending else None
+        return self._calendar(state).next_observation(state.plan_step, last)
 
-    def _is_complete(self) -> bool:
+    def _is_complete(self, state: AMOState) -> bool:
         """Whether every observation toward the next plan is made."""
-        pending, until = self._memory.pending, self._calendar.next_plan(self._memory.plan_step)
-        return bool(pending) and until is not None and pending[-1].step >= until
+        until = self._calendar(state).next_plan(state.plan_step)
+        return bool(state.pending) and until is not None and state.pending[-1].step >= until
 
-    def _evidence(self) -> dict[str, Any]:
+    def _evidence(self, state: AMOState, groups: Groups) -> dict[str, Any]:
         """What the observations say: fields of the plan that is to be made of them."""
-        pending, sums = self._memory.pending, self._memory.error_sums
-        if not self._is_complete():
-            until = self._calendar.next_plan(self._memory.plan_step)
-            found = [observation.step for observation in pending]
+        if not self._is_complete(state):
+            until = self._calendar(state).next_plan(state.plan_step)
+            found = [observation.step for observation in state.pending]
             fail("observations", found, f"observations up to step {until}")
-        robust = robust_ells(pending)
-        ells = tuple(self.config.base_ell if ell is None else ell for ell in robust.values())
+        robust, base = robust_ells(state.pending), self.config.base_ell
+        ells = tuple(base if ell is None else ell for ell in robust.values())
         seen: dict[str, Any] = {
             "ell_robust": ells,
-            "num_matrices": tuple(map(len, self._members.values())),
+            "num_matrices": tuple(map(len, groups.members.values())),
         }
-        means = {group: None if sums is None else sums.mean(group) for group in self._costs}
-        if self.config.objective == "measured":
-            return seen | {"measured": tuple(map(self._trials.best, means.values()))}
+        sums, trials = state.error_sums, self._trials
+        means = [None if sums is None else sums.mean(group) for group in groups.members]
+        if self.config.planner == "measured":
+            weights = shares_of(groups)
+            return seen | {"weights": weights, "measured": tuple(map(trials.best, means))}
         seen["ell_target"] = targets(self.config, ells)
-        if sums is None:
+        inputs = plan_inputs(self.config, groups.members, costs_of(groups))
+        is_tried = trials.steps == range(inputs["min_steps"], inputs["max_steps"] + 1)
+        # The paper's budget may need steps that nobody asked for, and version 0.1.0 tried none.
+        if sums is None or not is_tried:
             return seen | {"measured": None}
-        pairs = zip(means.values(), seen["ell_target"], strict=True)
-        return seen | {"measured": tuple(self._trials.at(errors, ell) for errors, ell in pairs)}
+        pairs = zip(means, seen["ell_target"], strict=True)
+        return seen | {"measured": tuple(trials.at(errors, ell) for errors, ell in pairs)}

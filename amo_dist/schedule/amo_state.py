@@ -29,8 +29,6 @@ class AMOState(fields.Stored):
     error_sums: ErrorSums | None = None
     """What trial schedules left of the spectra observed toward the next plan; None before the
     first of them."""
-    fallbacks: Mapping[str, fields.Count] = dataclasses.field(default_factory=dict)
-    """Groups that fell back to the uniform schedule, and after which step."""
 
     @property
     def all_observations(self) -> tuple[Observation, ...]:
@@ -51,7 +49,7 @@ class AMOState(fields.Stored):
     def latest_step(self) -> int:
         """The last step of which this knows; 0 for none."""
         made = [observation.step for observation in self.all_observations]
-        return max([*made, *self.fallbacks.values(), self.replanned_at or 0])
+        return max([*made, self.replanned_at or 0])
 
     def observed(self, observation: Observation, error_sums: ErrorSums | None) -> AMOState:
         """The same with one more observation toward the next plan.
@@ -96,8 +94,6 @@ class AMOState(fields.Stored):
             if names != groups:
                 expected = f"the operator types {list(groups)}: is this another model's state?"
                 fields.fail(f"{field}.{part}", names, expected)
-        if not self.fallbacks.keys() <= set(groups):
-            fields.fail(f"{field}.fallbacks", list(self.fallbacks), f"some of {list(groups)}")
 
     def _check(self, field: str) -> None:
         if self.plan is not None and not self.observations:

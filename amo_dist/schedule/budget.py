@@ -13,14 +13,13 @@ from fractions import Fraction
 from typing import TypeAlias
 
 from amo_dist.config import MOST_STEPS
-from amo_dist.schedule.exact import least_error
 from amo_dist.schedule.fields import fail
 
 Curve: TypeAlias = Mapping[int, float]
 """Projected error by number of steps."""
 
 _GAIN = 1e-12
-"""A transfer must gain more (float noise could cycle); closer costs than this count as equal."""
+"""A transfer must gain more, since float noise could cycle."""
 
 
 def ns_step_flops(m: int, n: int) -> int:
@@ -108,49 +107,25 @@ def objective(curves: Sequence[Curve], allocation: Sequence[int]) -> float:
     return math.fsum(curve[k] for curve, k in zip(curves, allocation, strict=True))
 
 
-def weighted_sum(errors: Sequence[float], weights: Sequence[int]) -> float:
+def weighted_sum(errors: Sequence[float], weights: Sequence[float]) -> float:
     """The sum of errors, each times its weight, correctly rounded."""
     return math.fsum(error * weight for error, weight in zip(errors, weights, strict=True))
 
 
-def allocate(
-    curves: Sequence[Curve],
-    budget: int,
-    *,
-    planner: str = "exact",
-    base_steps: int = 5,
-    costs: Sequence[int] | None = None,
-) -> tuple[int, ...]:
-    """Choose the number of steps of each operator type.
+def greedy(curves: Sequence[Curve], budget: int, base_steps: int = 5) -> tuple[int, ...]:
+    """The passes add, remove and transfer of the AMO paper; ties to the earlier type.
+
+    They reach the least summed error on convex curves only: see `exact` for any.
 
     Args:
         curves: For each type the projected error at every number of steps it may get. All have
             the same contiguous range of steps, and finite values.
-        budget: Steps to hand out, exactly; with ``costs`` the most flops.
-        planner: ``exact`` for the least summed error. Where greedy's answer is within 1e-12 of it,
-            that one is returned, else the lexicographically smallest. ``greedy`` for the passes
-            of the AMO paper (add, remove, transfer), which are optimal on convex curves only.
-        base_steps: Where greedy starts.
-        costs: Flops of one step of each type. With them the budget is one of flops, which only
-            ``exact`` knows; equal errors go to the lexicographically smallest. Hundreds of types
-            of many different costs may get an allocation slightly above the least error, with a
-            warning that says by how much at most.
+        budget: Steps to hand out, exactly.
+        base_steps: Where the passes start.
 
     Returns:
         The steps of each type, in the order of ``curves``.
     """
-    if costs is not None:
-        return least_error(curves, budget, costs)
-    greedy = _greedy(curves, budget, base_steps)
-    if planner == "greedy":
-        return greedy
-    exact = least_error(curves, budget)
-    is_optimal = objective(curves, greedy) - objective(curves, exact) <= _GAIN
-    return greedy if is_optimal else exact
-
-
-def _greedy(curves: Sequence[Curve], budget: int, base_steps: int) -> tuple[int, ...]:
-    """The passes add, remove and transfer of the AMO paper; ties to the earlier type."""
     low, high = min(curves[0]), max(curves[0])
     # At infinite errors beyond the range a type neither takes nor gives one more step.
     errors = [{low - 1: math.inf, **curve, high + 1: math.inf} for curve in curves]

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import base64
 import dataclasses
+import errno
 import functools
 import json
 import math
+import os
 import reprlib
+import stat
 import struct
 from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
 from typing import (
     Annotated,
     Any,
@@ -45,6 +49,29 @@ def fail(field: str, found: object, expected: str) -> NoReturn:
     # A name from a damaged state may hold line ends: errors stay on one line.
     place = field if field.isprintable() else show(field)
     raise ValueError(f"{place}: found {show(found)}, expected {expected}")
+
+
+def read_file(path: str | Path, most: int = 2**26) -> bytes:
+    """What a file of a user's holds.
+
+    Args:
+        path: The file.
+        most: Bytes that it may hold: a file that has no end is refused before memory has.
+
+    Raises:
+        OSError: It cannot be read, holds more, or is no regular file: a pipe may wait for good.
+    """
+
+    def open_at_once(name: str, flags: int) -> int:
+        return os.open(name, flags | os.O_NONBLOCK)
+
+    with open(path, "rb", opener=open_at_once) as stream:
+        if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
+            raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        data = stream.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"more than {most} bytes", os.fspath(path))
+    return data
 
 
 def read_json(field: str, text: object) -> Any:

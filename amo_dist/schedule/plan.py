@@ -16,6 +16,9 @@ from amo_dist.schedule.polar_express import composed, scaled
 from amo_dist.schedule.trials import Measured
 from amo_dist.schedule.types import Schedule
 
+PLAN_FILE = "plan.json"
+"""In a run's folder, where AMO has planned."""
+
 StepsAndElls: TypeAlias = Mapping[str, tuple[int, float]]
 """Newton-Schulz steps and effective ``ell`` of each group of matrices."""
 
@@ -32,15 +35,14 @@ class Plan(fields.Stored):
     ell_robust: tuple[fields.Ell, ...]
     """Observed effective ``ell``: the median over observations of their medians."""
     ell_target: tuple[fields.Ell, ...]
-    """Composed for at ``SAFETY`` times this. Where the residual is measured, the ``ell`` of least
-    residual at so many steps; else ``ell_robust``, shrunk toward ``base_ell``."""
+    """Composed for at ``SAFETY`` times this. Where errors are measured, the ``ell`` of least error
+    at so many steps; else ``ell_robust``, shrunk toward ``base_ell``."""
     base_steps: fields.Steps
     base_ell: fields.Ell
     planner: Annotated[str, fields.choice("exact", "greedy")]
     budget_unit: Annotated[str, fields.choice("steps", "flops")]
     budget: fields.Count
-    """The most ``flops`` that one optimizer step may take, or ``steps``; where a projected error
-    is minimised, the exact total of steps."""
+    """The most ``flops`` that one optimizer step may take, or the exact total of ``steps``."""
     min_steps: fields.Steps
     """Fewest steps a group could get, relaxed where the budget needed it."""
     max_steps: fields.Steps
@@ -52,21 +54,21 @@ class Plan(fields.Stored):
     allocation: tuple[fields.Steps, ...]
     """Planned steps of each group."""
     objective: fields.Float
-    """The errors of the allocation, summed over groups, each times its ``weights``."""
-    criterion: Annotated[str, fields.choice("measured", "projected")] = "projected"
-    """What was minimised: the ``measured`` mean squared residual of the sampled matrices of a
-    group, or the ``projected`` error, that of a singular value at ``ell_target``."""
+    """The errors of the allocation, summed over groups, each times its weight."""
+    criterion: Annotated[str, fields.choice("update", "measured", "projected")] = "projected"
+    """What was minimised: the squared error of the ``update``, relative to its squared norm, by the
+    distances of the sampled matrices of a group; in an older version their ``measured`` mean
+    squared residual; or the ``projected`` error, that of a singular value at ``ell_target``."""
     num_matrices: tuple[fields.Count, ...] | None = None
     """Matrices of each group; None in the plan of an older version."""
     measured: tuple[Measured, ...] | None = None
     """What the spectra of each group say of its schedules; None where there are none."""
-
-    @property
-    def weights(self) -> tuple[int, ...]:
-        """What the error of each group counts in the objective."""
-        if self.criterion == "measured" and self.num_matrices is not None:
-            return self.num_matrices
-        return (1,) * len(self.operator_types)
+    weights: tuple[fields.Float, ...] | None = None
+    """Of each group, its share of the whole update's squared norm, which its error counts; None
+    where it counts its number of matrices (``measured``), or one."""
+    as_good_as: fields.Name | None = None
+    """The schedule whose objective was the limit, and flops what was minimised; None where flops
+    were the limit."""
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -77,8 +79,11 @@ class Plan(fields.Stored):
     @property
     def uniform_errors(self) -> tuple[float, ...]:
         """The error of each group under the uniform schedule."""
-        if self.criterion == "measured" and self.measured is not None:
-            return tuple(one.uniform_residual for one in self.measured)
+        if self.criterion != "projected" and self.measured is not None:
+            by_update = self.criterion == "update"
+            return tuple(
+                one.uniform_distance if by_update else one.uniform_residual for one in self.measured
+            )
         uniform = composed(self.base_ell, self.base_steps)
         lowest = (scaled(min(ell, self.base_ell)) for ell in self.ell_target)
         return tuple(1.0 - uniform.image(ell) for ell in lowest)
@@ -86,12 +91,26 @@ class Plan(fields.Stored):
     @property
     def uniform_objective(self) -> float:
         """The objective of the uniform schedule."""
-        return budgets.weighted_sum(self.uniform_errors, self.weights)
+        return self._weighted(self.uniform_errors)
+
+    def objective_of(self, name: str) -> float | None:
+        """The objective of a fixed schedule, or ``uniform``; None where it was not measured."""
+        errors = [one.distance_of(name) for one in self.measured or ()]
+        if self.criterion != "update" or None in errors:
+            return None
+        return self._weighted([error for error in errors if error is not None])
 
     @property
     def error_name(self) -> str:
-        """What reports tell of each group: its residual, where spectra were observed."""
-        return "projected error" if self.measured is None else "residual"
+        """What reports tell of each group, where spectra were observed a root mean square."""
+        if self.measured is None:
+            return "projected error"
+        return "distance" if self.criterion == "update" else "residual"
+
+    def _weighted(self, errors: Sequence[float]) -> float:
+        """The objective of some errors of the groups."""
+        counts = self.num_matrices if self.criterion == "measured" else None
+        return budgets.weighted_sum(errors, self.weights or counts or (1,) * len(errors))
 
     @property
     def flops_ratio(self) -> float | None:
@@ -142,11 +161,13 @@ class Plan(fields.Stored):
     def _check(self, field: str) -> None:
         num_groups = len(self.operator_types)
         names = ("ell_robust", "ell_target", "curves", "allocation", "costs", "num_matrices")
-        for key in (*names, "measured"):
+        for key in (*names, "measured", "weights"):
             found = getattr(self, key)
             if found is not None and len(found) != num_groups:
                 fields.fail(f"{field}.{key}", found, f"one entry for each of {num_groups} groups")
-        if self.criterion == "measured" and (self.measured is None or self.num_matrices is None):
+        needed = {"measured": self.num_matrices, "update": self.weights, "projected": ()}
+        is_measured = self.measured is not None or self.criterion == "projected"
+        if not is_measured or needed[self.criterion] is None:
             fields.fail(f"{field}.criterion", self.criterion, "'projected' without measurements")
         num_steps = self.max_steps - self.min_steps + 1
         for i, (curve, steps) in enumerate(zip(self.curves, self.allocation, strict=True)):

@@ -10,6 +10,12 @@ from amo_dist.schedule.plan import Plan
 _LIKE_COST = 1.25
 """A group is of like cost as one that costs so many times less, or more."""
 
+_OBJECTIVES = {
+    "update": "squared error of the update",
+    "measured": "measured objective",
+    "projected": "projected error",
+}
+
 _MOST_TOLD = 7
 """Groups that a warning names; a plan may have hundreds."""
 
@@ -17,7 +23,7 @@ _MOST_TOLD = 7
 def plan_table(plan: Plan) -> str:
     """Lines of text: of each group its ``ell``, and steps, error and flops beside uniform's.
 
-    Errors are root mean square residuals where spectra were observed, else projected errors.
+    Errors are root mean squares where spectra were observed, else projected errors.
     """
     word = plan.error_name
     before, after = errors_beside_uniform(plan)
@@ -44,15 +50,17 @@ def plan_table(plan: Plan) -> str:
 def errors_beside_uniform(plan: Plan) -> tuple[list[float], list[float]]:
     """The error of each group under the uniform schedule, and under the plan.
 
-    Root mean square residuals of the sampled matrices, where there are any; else projected errors.
+    Root mean squares over the sampled matrices, where there are any; else projected errors.
     """
     if plan.measured is None:
         return list(plan.uniform_errors), list(plan.errors)
-    chosen = zip(plan.measured, plan.allocation, strict=True)
-    return (
-        [math.sqrt(one.uniform_residual) for one in plan.measured],
-        [math.sqrt(one.residuals[steps - plan.min_steps]) for one, steps in chosen],
-    )
+    if plan.criterion == "update":
+        before, after = plan.uniform_errors, plan.errors
+    else:
+        chosen = zip(plan.measured, plan.allocation, strict=True)
+        before = tuple(one.uniform_residual for one in plan.measured)
+        after = tuple(one.residuals[steps - plan.min_steps] for one, steps in chosen)
+    return list(map(math.sqrt, before)), list(map(math.sqrt, after))
 
 
 def starved(plan: Plan) -> list[str]:
@@ -61,7 +69,7 @@ def starved(plan: Plan) -> list[str]:
     A group is starved where it gets fewer steps than an easier one of like cost. One more line
     names the others whose error is above that under the uniform schedule.
     """
-    if plan.criterion == "measured":
+    if plan.criterion != "projected":
         return []
     what = plan.error_name
     errors = list(zip(*errors_beside_uniform(plan), strict=True))
@@ -95,12 +103,16 @@ def _is_favoured(plan: Plan, j: int, over: int) -> bool:
 
 
 def _summary(plan: Plan) -> list[str]:
-    kind = "measured objective" if plan.criterion == "measured" else "projected error"
+    kind = _OBJECTIVES[plan.criterion]
     flops = "" if plan.flops_ratio is None else f"; {plan.flops_ratio:.4f} of its flops"
-    limits = f"{plan.min_steps} to {plan.max_steps} steps a type"
+    limit, limits = plan.as_good_as, f"{plan.min_steps} to {plan.max_steps} steps a type"
+    asked = f"budget {plan.budget} {plan.budget_unit}"
+    if limit is not None:
+        found = plan.objective_of(limit)
+        asked = f"as good as {limit}" + ("" if found is None else f", {found:.5f}")
     return [
         f"{kind} {plan.objective:.5f}, of uniform {plan.uniform_objective:.5f}{flops}",
-        f"budget {plan.budget} {plan.budget_unit}, {limits}, {plan.planner} planner",
+        f"{asked}, {limits}, {plan.planner} planner",
     ]
 
 

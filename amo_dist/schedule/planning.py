@@ -1,30 +1,31 @@
-"""How a plan is made: from measured residuals, or from projected errors as in the AMO paper."""
+"""How a plan is made: from measured errors, or from projected errors as in the AMO paper."""
 
 from __future__ import annotations
 
 import logging
+import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
 from amo_dist.config import AMOConfig, sort_operator_types
 from amo_dist.schedule import budget as budgets
 from amo_dist.schedule import fields
-from amo_dist.schedule.exact import least_error
+from amo_dist.schedule.exact import least_error, least_flops
+from amo_dist.schedule.grouping import Groups
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.polar_express import error_curve, scaled
 from amo_dist.schedule.trials import Measured
-from amo_dist.schedule.types import MatrixInfo
 
 logger = logging.getLogger(__name__)
 
 
-def costs_by_group(matrices_by_group: Mapping[str, Sequence[MatrixInfo]]) -> dict[str, int]:
+def costs_of(groups: Groups) -> dict[str, int]:
     """Flops of one Newton-Schulz step of all matrices of each group."""
     return {
         group: sum(budgets.ns_step_flops(*matrix.shape) for matrix in matrices)
-        for group, matrices in matrices_by_group.items()
+        for group, matrices in groups.members.items()
     }
 
 
@@ -34,46 +35,60 @@ def targets(config: AMOConfig, ell_robust: Sequence[float]) -> tuple[float, ...]
     return tuple(float(alpha * Fraction(ell) + (1 - alpha) * base) for ell in ell_robust)
 
 
+def shares_of(groups: Groups) -> tuple[float, ...]:
+    """Of each group, the share of the whole update's squared norm: see `MatrixInfo.weight`."""
+    weights = [math.fsum(m.weight for m in members) for members in groups.members.values()]
+    whole = math.fsum(weights)
+    return tuple(weight / whole if whole else 1 / len(weights) for weight in weights)
+
+
+def steps_to_try(config: AMOConfig) -> range:
+    """Numbers of steps that are measured: all that a plan by measurements may give."""
+    low, high, base = config.min_steps, config.max_steps, config.base_steps
+    if config.planner == "measured":
+        if config.as_good_as is None:
+            low = min(low, max(math.floor(budgets.exact_ratio(config.budget_ratio) * base), 1))
+        if config.budget_ratio >= 1:
+            low, high = min(low, base), max(high, base)  # no plan may be worse than uniform
+    return range(low, high + 1)
+
+
 def plan_inputs(
-    config: AMOConfig, groups: Sequence[str], costs: Mapping[str, int] | None = None
+    config: AMOConfig, groups: Iterable[str], costs: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """The fields of a plan that follow from its inputs without planning.
 
     Args:
-        config: The objective, the budget, the range of steps and the planner.
+        config: How to plan, the budget and the range of steps.
         groups: Which groups of matrices there are, in any order.
-        costs: Flops of one Newton-Schulz step of each group; needed for a budget of flops.
+        costs: Flops of one Newton-Schulz step of each group. The paper's plans do without.
 
     Raises:
-        ValueError: The budget is infeasible, or flops are asked for without costs.
+        ValueError: The budget is infeasible, or costs are missing.
     """
-    names, is_measured = sort_operator_types(groups), config.objective == "measured"
+    names = sort_operator_types(groups)
     known = None if costs is None else tuple(costs[name] for name in names)
-    ratio, base, limited = config.budget_ratio, config.base_steps, known
-    if config.budget_unit == "steps":
-        total = budgets.step_budget(ratio, len(names), base)
-        # As a ceiling a budget of steps is one of flops at unit costs.
-        limited = (1,) * len(names) if is_measured else None
-    elif known is None:
-        fields.fail("budget_unit", "flops", "the shapes of the matrices of each group with it")
-    else:
-        total = budgets.flop_budget(ratio, known, base)
-    asked = config.min_steps, config.max_steps
-    low, high = budgets.relax_range(total, len(names), *asked, costs=limited)
-    if is_measured and ratio >= 1:
-        low, high = min(low, base), max(high, base)  # no plan may be worse than uniform
-    return {
+    inputs: dict[str, Any] = {
         "operator_types": names,
-        "base_steps": base,
+        "base_steps": config.base_steps,
         "base_ell": float(config.base_ell),
-        "planner": config.planner,
-        "budget_unit": config.budget_unit,
-        "budget": total,
-        "min_steps": low,
-        "max_steps": high,
         "costs": known,
-        "criterion": config.objective,
     }
+    if config.planner == "paper":
+        total = budgets.step_budget(config.budget_ratio, len(names), config.base_steps)
+        low, high = budgets.relax_range(total, len(names), config.min_steps, config.max_steps)
+        inputs |= {"planner": "greedy", "budget_unit": "steps", "criterion": "projected"}
+    elif known is None:
+        fields.fail("costs", None, "the shapes of the matrices of each group")
+    else:
+        low, high = steps_to_try(config)[0], steps_to_try(config)[-1]
+        total = high * sum(known)
+        if config.as_good_as is None:
+            total = budgets.flop_budget(config.budget_ratio, known, config.base_steps)
+        budgets.relax_range(total, len(names), low, high, costs=known)  # whether it is feasible
+        inputs |= {"planner": "exact", "budget_unit": "flops", "criterion": "update"}
+        inputs["as_good_as"] = config.as_good_as
+    return inputs | {"budget": total, "min_steps": low, "max_steps": high}
 
 
 def plan_allocation(
@@ -85,32 +100,26 @@ def plan_allocation(
     num_matrices: Sequence[int] | None = None,
     measured: Sequence[Measured] | None = None,
 ) -> Plan:
-    """Plan by projected errors; a pure function of its arguments, the same bits on every machine.
+    """Plan as the paper does; a pure function of its arguments, the same bits on every machine.
 
     Args:
-        config: The budget, the range of steps and the planner.
+        config: The budget and the range of steps.
         ell_target_by_type: Target of each group, in (0, 1].
         ell_robust: What was observed, in the order of the plan's groups; the targets by default.
-        costs: Flops of one Newton-Schulz step of each group; needed for a budget of flops.
+        costs: Flops of one Newton-Schulz step of each group; kept for reports.
         num_matrices: Of each group, in the order of the plan's; kept for reports.
         measured: Of schedules composed for the targets; kept for reports.
 
     Raises:
-        ValueError: A target is out of range, the budget is infeasible, or costs are missing.
+        ValueError: A target is out of range, or the budget is infeasible.
     """
-    inputs = plan_inputs(config, tuple(ell_target_by_type), costs)
-    fields.read_choice("objective", config.objective, "projected")
+    fields.read_choice("planner", config.planner, "paper")
+    inputs = plan_inputs(config, ell_target_by_type, costs)
     _tell_relaxed(config, inputs)
     ells = tuple(float(ell_target_by_type[name]) for name in inputs["operator_types"])
     ks = range(inputs["min_steps"], inputs["max_steps"] + 1)
     curves = [error_curve(scaled(ell), ks) for ell in ells]
-    allocation = budgets.allocate(
-        curves,
-        inputs["budget"],
-        planner=config.planner,
-        base_steps=config.base_steps,
-        costs=inputs["costs"] if config.budget_unit == "flops" else None,
-    )
+    allocation = budgets.greedy(curves, inputs["budget"], config.base_steps)
     return Plan(
         **inputs,
         ell_robust=ells if ell_robust is None else tuple(ell_robust),
@@ -127,11 +136,12 @@ def plan_measured(
     config: AMOConfig,
     measured_by_group: Mapping[str, Measured],
     *,
-    num_matrices: Mapping[str, int],
+    weights: Sequence[float],
+    num_matrices: Sequence[int],
     ell_robust: Sequence[float],
-    costs: Mapping[str, int] | None = None,
+    costs: Mapping[str, int],
 ) -> Plan:
-    """Plan by measured residuals, each weighted by the matrices that it stands for.
+    """Plan by the error of the update: measured distances, weighted by what they stand for.
 
     Where the budget allows the uniform schedule, the plan's objective is at most that one's. A pure
     function of its arguments, the same bits on every machine.
@@ -139,54 +149,63 @@ def plan_measured(
     Args:
         config: The budget and the range of steps.
         measured_by_group: The best schedule of each number of steps that a group may get.
-        num_matrices: Of each group.
-        ell_robust: What was observed, in the order of the plan's groups; for reports.
-        costs: Flops of one Newton-Schulz step of each group; needed for a budget of flops.
+        weights: The share of each group in the whole update's squared norm, in the order of the
+            plan's groups.
+        num_matrices: In this order; for reports.
+        ell_robust: What was observed, in this order; for reports.
+        costs: Flops of one Newton-Schulz step of each group.
 
     Raises:
-        ValueError: The budget is infeasible, or costs are missing.
+        ValueError: The budget is infeasible, or the schedule to compare with was not measured.
     """
-    inputs = plan_inputs(config, tuple(measured_by_group), costs)
-    fields.read_choice("objective", config.objective, "measured")
+    fields.read_choice("planner", config.planner, "measured")
+    inputs = plan_inputs(config, measured_by_group, costs)
     _tell_relaxed(config, inputs)
     names, low = inputs["operator_types"], inputs["min_steps"]
     measured = [measured_by_group[name] for name in names]
-    weights = [num_matrices[name] for name in names]
     curves = [
-        dict(enumerate((weight * residual for residual in one.residuals), start=low))
+        dict(enumerate((weight * distance for distance in one.distances), start=low))
         for one, weight in zip(measured, weights, strict=True)
     ]
-    units = inputs["costs"] if config.budget_unit == "flops" else (1,) * len(names)
-    allocation = least_error(curves, inputs["budget"], units)
-    uniform = (config.base_steps,) * len(names)
-    # Hundreds of groups under flops can be too many for the least error.
-    is_affordable = sum(map(operator.mul, uniform, units)) <= inputs["budget"]
-    if is_affordable and low <= config.base_steps <= inputs["max_steps"]:
-        allocation = min(allocation, uniform, key=lambda one: budgets.objective(curves, one))
+    allocation, reference = None, config.as_good_as
+    if reference is not None:
+        limits = [one.distance_of(reference) for one in measured]
+        if None in limits:
+            known = ", ".join(["uniform", *measured[0].references])
+            fields.fail("as_good_as", reference, f"a schedule that was measured: {known}")
+        weighted = map(operator.mul, weights, limits)
+        allocation = least_flops(curves, list(weighted), inputs["costs"])
+        if allocation is None:
+            logger.warning(
+                "no plan of %d to %d steps is as good as %s: this is the best",
+                *(low, inputs["max_steps"], reference),
+            )
+    if allocation is None:
+        allocation = least_error(curves, inputs["budget"], inputs["costs"])
     plan = Plan(
         **inputs,
         ell_robust=tuple(ell_robust),
         ell_target=tuple(
             one.ells[steps - low] for one, steps in zip(measured, allocation, strict=True)
         ),
-        curves=tuple(one.residuals for one in measured),
+        curves=tuple(one.distances for one in measured),
         allocation=allocation,
         objective=budgets.objective(curves, allocation),
-        num_matrices=tuple(weights),
+        num_matrices=tuple(num_matrices),
+        weights=tuple(weights),
         measured=tuple(measured),
     )
-    assert not is_affordable or config.budget_ratio < 1 or plan.objective <= plan.uniform_objective
+    is_bound = config.as_good_as is None and config.budget_ratio >= 1
+    assert not is_bound or plan.objective <= plan.uniform_objective
     return plan
 
 
 def _tell_relaxed(config: AMOConfig, inputs: Mapping[str, Any]) -> None:
-    asked, relaxed = (
-        (config.min_steps, config.max_steps),
-        (inputs["min_steps"], inputs["max_steps"]),
-    )
+    asked = config.min_steps, config.max_steps
+    relaxed = inputs["min_steps"], inputs["max_steps"]
     if relaxed != asked:
         why = "the budget is infeasible within"
-        if config.objective == "measured" and relaxed[1] > config.max_steps:
+        if config.planner == "measured" and relaxed[1] > config.max_steps:
             why = f"the {config.base_steps} steps of the uniform schedule are beyond"
         logger.warning(
             "%s %d to %d steps a type; the range becomes %d to %d", why, *asked, *relaxed

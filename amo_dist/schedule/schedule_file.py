@@ -119,7 +119,7 @@ def read_toml(field: str, path: str | Path) -> dict[str, Any]:
         ValueError: It cannot be read, or is not TOML.
     """
     try:
-        content: dict[str, Any] = _toml.loads(Path(path).read_text(encoding="utf-8"))
+        content: dict[str, Any] = _toml.loads(fields.read_file(path).decode())
     except OSError as error:
         raise ValueError(f"{field}: cannot read {path}: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # TOML's errors and those of UTF-8

@@ -1,28 +1,32 @@
 """What trial schedules leave of observed spectra, and the best of them for each number of steps.
 
 An observation tries every number of steps that a plan may give, with every ``ell`` of a grid, on
-the singular values of each sampled matrix. The errors are exact: a schedule maps each singular
-value by itself, say to ``y``. There are two, both means over the directions of the short side: the
-squared *residual* ``(y^2 - 1)^2``, and the squared *distance* to the polar factor ``(y - 1)^2``.
+the singular values of each sampled matrix, and the fixed schedules that a plan may be compared
+with. The errors are exact: a schedule maps each singular value by itself, say to ``y``. There are
+two, both means over the directions of the short side: the squared *residual* ``(y^2 - 1)^2``, and
+the squared *distance* to the polar factor ``(y - 1)^2``; where updates have the exact norm, that of
+``y`` scaled to it. Times `MatrixInfo.weight` the distance is the squared error of the update.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Iterable, Mapping, Sequence
 
 from amo_dist.schedule import fields
-from amo_dist.schedule.polar_express import composed, error_curve, scaled
-from amo_dist.schedule.types import Schedule
+from amo_dist.schedule.coefficients import NAMED_SCHEDULES
+from amo_dist.schedule.polar_express import SAFETY, composed, error_curve, scaled
+from amo_dist.schedule.types import MatrixInfo, Schedule
 
 _MANTISSAS = (1.0, 1.26, 1.58, 2.0, 2.51, 3.16, 3.98, 5.01, 6.31, 7.94)
 GRID = (*(float(f"{m}e{exponent}") for exponent in range(-5, -1) for m in _MANTISSAS), 0.1)
 """Every ``ell`` that is tried, beside ``base_ell``: ten a decade."""
 
 Errors = Sequence[float]
-"""Of all trials: their squared residuals, then their squared distances."""
+"""As `Trials.errors_of` has them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -38,10 +42,37 @@ class Measured(fields.Stored):
     distances: tuple[fields.Float, ...]
     uniform_residual: fields.Float
     uniform_distance: fields.Float
+    references: Mapping[str, fields.Float] = dataclasses.field(default_factory=dict)
+    """The distance that each fixed schedule leaves, by its name; empty in an older version."""
+
+    def distance_of(self, name: str) -> float | None:
+        """What a fixed schedule, or ``uniform``, leaves; None where it was not measured."""
+        return self.uniform_distance if name == "uniform" else self.references.get(name)
 
     def _check(self, field: str) -> None:
         for key in ("residuals", "distances"):
             fields.read_list(f"{field}.{key}", getattr(self, key), len(self.ells))
+
+
+def _rescaled(schedule: Schedule) -> Schedule:
+    """The same schedule of an input that is smaller, as of the others that are tried."""
+    s = SAFETY / schedule.norm_scale
+    (a, b, c), *rest = schedule.coefficients
+    first = a * s, b * (s * s * s), c * (s * s * s * s * s)
+    return Schedule((first, *rest), norm_scale=SAFETY)
+
+
+_BY_TYPE: Mapping[str, Mapping[str, Schedule]] = {
+    name: {"": _rescaled(found.schedule)}
+    | {kind: _rescaled(one) for kind, one in found.by_type.items()}
+    for name, found in NAMED_SCHEDULES.items()
+    # What AOL makes of a matrix does not follow from its singular values.
+    if found.schedule.preconditioner == "frobenius"
+}
+REFERENCES: tuple[str, ...] = tuple(sorted(_BY_TYPE))
+"""Fixed schedules that a plan may be compared with."""
+_FIXED = tuple(dict.fromkeys(one for found in _BY_TYPE.values() for one in found.values()))
+"""All different ones among them."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -66,15 +97,34 @@ class Trials:
     def _ells(self) -> list[float]:
         return sorted({*GRID, self.base_ell})
 
-    def schedules(self) -> tuple[Schedule, ...]:
-        """All that are tried, in the order of errors."""
-        return tuple(composed(ell, k) for k in self._tried_steps for ell in self._ells)
-
-    def __len__(self) -> int:
+    @property
+    def num_composed(self) -> int:
+        """Trials without the fixed schedules."""
         return len(self._tried_steps) * len(self._ells)
 
+    def schedules(self) -> tuple[Schedule, ...]:
+        """All that are tried, in the order of measured errors."""
+        tried = (composed(ell, k) for k in self._tried_steps for ell in self._ells)
+        return (*tried, *_FIXED)
+
+    def errors_of(self, matrix: MatrixInfo, found: Sequence[float]) -> Errors:
+        """What is kept of the errors of one matrix.
+
+        Args:
+            matrix: Which it is.
+            found: The residuals that all of `schedules` leave, then the distances.
+
+        Returns:
+            Residuals and distances of composed schedules, then distances of `REFERENCES`.
+        """
+        count, fixed = self.num_composed, dict(zip(_FIXED, found[-len(_FIXED) :], strict=True))
+        start = count + len(_FIXED)
+        references = (_BY_TYPE[name] for name in REFERENCES)
+        left = [fixed[one.get(matrix.operator_type, one[""])] for one in references]
+        return [*found[:count], *found[start : start + count], *left]
+
     def best(self, errors: Errors | None) -> Measured:
-        """The ``ell`` of least residual for each number of steps; ties go to the greater.
+        """The ``ell`` of least distance for each number of steps; ties go to the greater.
 
         Args:
             errors: Of one group, on average; None where it had no valid matrix.
@@ -83,7 +133,7 @@ class Trials:
             return self._unobserved()
         ells = self._ells
         rows = [self._row(errors, k) for k in self.steps]
-        places = [min(range(len(ells)), key=lambda j: (row[j][0], -j)) for row in rows]
+        places = [min(range(len(ells)), key=lambda j: (row[j][1], -j)) for row in rows]
         found = [row[j] for row, j in zip(rows, places, strict=True)]
         return self._measured(errors, [ells[j] for j in places], found)
 
@@ -106,19 +156,22 @@ class Trials:
         return self._measured(errors, [ell] * len(found), found)
 
     def _unobserved(self) -> Measured:
-        """As if all singular values were at ``base_ell``."""
-        worst = error_curve(scaled(self.base_ell), self._tried_steps)
+        """As if all singular values were at ``base_ell``, and updates had no exact norm."""
+        least = scaled(self.base_ell)
+        worst = error_curve(least, self._tried_steps)
         defects = {k: e * (2 - e) for k, e in worst.items()}  # 1 - y^2 of y = 1 - e
         pairs = {k: (defects[k] * defects[k], e * e) for k, e in worst.items()}
         residuals, distances = zip(*(pairs[k] for k in self.steps), strict=True)
         ells = (self.base_ell,) * len(self.steps)
-        return Measured(ells, residuals, distances, *pairs[self.base_steps])
+        left = {name: 1 - _BY_TYPE[name][""].image(least) for name in REFERENCES}
+        references = {name: error * error for name, error in left.items()}
+        return Measured(ells, residuals, distances, *pairs[self.base_steps], references)
 
     def _row(self, errors: Errors, k: int) -> list[tuple[float, float]]:
         """Squared residual and squared distance by ``ell``."""
-        width = len(self._ells)
+        width, count = len(self._ells), self.num_composed
         start = self._tried_steps.index(k) * width
-        residuals, distances = errors[start : start + width], errors[len(self) + start :]
+        residuals, distances = errors[start : start + width], errors[count + start :]
         return list(zip(residuals, distances[:width], strict=True))
 
     def _measured(
@@ -126,7 +179,9 @@ class Trials:
     ) -> Measured:
         residuals, distances = zip(*found, strict=True)
         uniform = self._row(errors, self.base_steps)[self._ells.index(self.base_ell)]
-        return Measured(tuple(ells), residuals, distances, *uniform)
+        left = errors[2 * self.num_composed :]
+        references = dict(zip(REFERENCES, left, strict=True)) if left else {}
+        return Measured(tuple(ells), residuals, distances, *uniform, references)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -141,21 +196,29 @@ class ErrorSums(fields.Stored):
     @classmethod
     def empty(cls, groups: Iterable[str], trials: Trials) -> ErrorSums:
         """Of no observation."""
-        zeros = fields.Packed([0.0] * (2 * len(trials)))
+        zeros = fields.Packed([0.0] * (2 * trials.num_composed + len(REFERENCES)))
         groups = tuple(groups)
         return cls(dict.fromkeys(groups, zeros), dict.fromkeys(groups, 0))
 
-    def plus(self, by_group: Mapping[str, Sequence[Errors]]) -> ErrorSums:
+    def plus(self, by_group: Mapping[str, Sequence[tuple[float, Errors]]]) -> ErrorSums:
         """With one more observation.
 
         Args:
-            by_group: The errors of the valid matrices of each group, in a fixed order.
+            by_group: The weight and the errors of each valid matrix of a group, in a fixed order.
         """
         totals, counts = dict(self.totals), dict(self.counts)
         for group, found in by_group.items():
             if found:
-                means = [math.fsum(values) / len(found) for values in zip(*found, strict=True)]
-                pairs = zip(totals[group], means, strict=True)
+                most = max(weight for weight, _ in found)
+                # Those of weight zero alone are alike, too.
+                shares = [weight / most if most else 1.0 for weight, _ in found]
+                whole = math.fsum(shares)
+                means = [
+                    math.fsum(map(operator.mul, shares, errors)) / whole
+                    for errors in zip(*(errors for _, errors in found), strict=True)
+                ]
+                # The sums of an older version lack the fixed schedules, and go on without.
+                pairs = zip(totals[group], means, strict=False)
                 totals[group] = fields.Packed(total + mean for total, mean in pairs)
                 counts[group] += 1
         return ErrorSums(totals, counts)
@@ -171,9 +234,10 @@ class ErrorSums(fields.Stored):
         Raises:
             ValueError: Names the part.
         """
-        expected = 2 * len(trials)
+        before = 2 * trials.num_composed
+        expected = before + len(REFERENCES)
         for group, total in self.totals.items():
-            if len(total) != expected:
+            if len(total) not in (before, expected):
                 text = f"{expected}: other schedules were tried, under other settings"
                 fields.fail(f"{field}.totals.{group}", f"{len(total)} errors", text)
 

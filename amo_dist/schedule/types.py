@@ -74,6 +74,14 @@ class MatrixInfo:
     """Rows and columns of the whole matrix."""
     operator_type: str
     """The type that shares its schedule, e.g. ``attn_q``."""
+    rate: float = 1.0
+    """What its orthogonalized momentum is multiplied by, beside the learning rate: the scale of
+    updates, times ``lr_scale`` of its parameter group."""
+
+    @property
+    def weight(self) -> float:
+        """The squared Frobenius norm of its update, were it exact and the learning rate one."""
+        return self.rate * self.rate * min(self.shape)
 
     def __post_init__(self) -> None:
         for field, found in (("name", self.name), ("operator_type", self.operator_type)):
@@ -82,6 +90,8 @@ class MatrixInfo:
         is_pair = isinstance(self.shape, tuple) and len(self.shape) == 2
         if not is_pair or not all(type(size) is int and size > 0 for size in self.shape):
             raise ValueError(f"shape: found {self.shape!r}, expected two integers > 0")
+        if not (_is_finite_float(self.rate) and self.rate >= 0):
+            raise ValueError(f"rate: found {self.rate!r}, expected a finite float >= 0")
 
 
 def _is_finite_float(value: object) -> bool:

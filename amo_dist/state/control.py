@@ -12,9 +12,10 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from amo_dist.config import NS_BACKENDS, MuonConfig
+from amo_dist.config import MuonConfig
 from amo_dist.schedule import fields
-from amo_dist.schedule.policies import Policy
+from amo_dist.schedule.grouping import Groups
+from amo_dist.schedule.policies import Policy, State
 
 logger = logging.getLogger(__name__)
 
@@ -27,14 +28,9 @@ _FREE_FIELDS = frozenset(
         "owners",
         "max_team",
         "bucket_bytes",
-        "buckets_in_flight",
         "nonfinite",
-        "observe_in_background",
         "ns_guard_every",
         "ns_guard_bound",
-        "ns_guard_fallback",
-        "adamw_implementation",
-        "cuda_graphs",
         "ns_backend",
         "on_config_change",
     }
@@ -45,8 +41,13 @@ fault, and nothing that a plan was made of."""
 _SHAPES_STATE = ("momentum_dtype", "bfloat16_params")
 """Configuration by which state tensors are made, before a checkpoint is read."""
 
-_BEFORE = {"objective": "projected"}
-"""Configuration that meant something else before there was a field for it."""
+_GONE = frozenset(
+    {
+        *("objective", "budget_unit", "observe_in_background", "ns_guard_fallback"),
+        *("adamw_implementation", "buckets_in_flight", "cuda_graphs"),
+    }
+)
+"""Configuration of earlier versions, which says nothing any more; but see `_as_today`."""
 
 _REQUIRED = ("format", "version", "steps_taken", "steps_skipped", "config", "policy")
 
@@ -59,20 +60,20 @@ class Control:
         steps_taken: Optimizer steps, skipped ones included.
         steps_skipped: Of those, the ones that changed nothing.
         config: The settings in force.
-        policy: Which schedules are run, with all that it remembers.
-        kernels: Which kernels were measured to be fastest, by shape and number of steps.
+        policy: Which schedules are run.
+        state: What the policy remembers.
     """
 
     steps_taken: int
     steps_skipped: int
     config: MuonConfig
     policy: Policy
-    kernels: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    state: State
 
 
 def control_record(control: Control) -> dict[str, Any]:
     """What a checkpoint must hold beside tensors, as JSON values."""
-    state = control.policy.state_dict()
+    state = control.policy.to_dict(control.state)
     return {
         "format": FORMAT,
         "version": VERSION,
@@ -81,7 +82,6 @@ def control_record(control: Control) -> dict[str, Any]:
         "config": control.config.to_dict(),
         "policy": state,
         "policy_digest": _digest(state),
-        **({"kernels": dict(control.kernels)} if control.kernels else {}),
     }
 
 
@@ -91,7 +91,11 @@ def to_text(record: Mapping[str, Any]) -> str:
 
 
 def restore(
-    record: object, running: Control, operator_types: Sequence[str], is_alone: bool
+    record: object,
+    running: Control,
+    operator_types: Sequence[str],
+    is_alone: bool,
+    groups: Groups | None = None,
 ) -> Control:
     """A control that goes on from a record; the running one stays as it is.
 
@@ -104,6 +108,7 @@ def restore(
         running: Of this run: its settings, and the kind of its policy.
         operator_types: Of the matrices that this process knows of.
         is_alone: Whether there are no other ranks with further ones.
+        groups: Of all matrices of the world, where they are known.
 
     Raises:
         ValueError: A field is missing, unknown, malformed, damaged or of another run; names the
@@ -113,28 +118,27 @@ def restore(
     state = found["policy"]
     fields.read_choice("control.policy", state.get("policy"), running.policy.name)
     known = type(running.config)().to_dict()
-    fields.read_record("control.config", found["config"], [], known)
-    defaults = {
-        name: _BEFORE.get(name, value) for name, value in known.items() if name not in _FREE_FIELDS
-    }
-    saved = {**defaults, **found["config"]}
+    fields.read_record("control.config", found["config"], [], {*known, *_GONE})
+    defaults = {name: value for name, value in known.items() if name not in _FREE_FIELDS}
+    saved = {**defaults, **_as_today(found["config"])}
     config = _settled(running.config, _changed(saved, running.config))
-    policy = running.policy.resumed(
+    policy, restored = running.policy.resumed(
         state,
+        groups,
         steps_taken=found["steps_taken"],
         config=config,
         changed=_changed(saved, config),
     )
-    policy.check_operator_types(operator_types, is_alone=is_alone)
+    policy.check_operator_types(restored, operator_types, is_alone=is_alone)
     # Last: what is malformed has been named by then.
     if "policy_digest" in found and found["policy_digest"] != _digest(state):
         expected = f"{_digest(state)}, that of the policy's state: it is damaged or was edited"
         fields.fail("control.policy_digest", found["policy_digest"], expected)
-    read = {"config": defaults, "policy": policy.state_dict(), "policy_digest": None}
+    read = {"config": defaults, "policy": policy.to_dict(restored), "policy_digest": None}
     if filled := dict.fromkeys(_filled(found, read)):
         logger.info("the checkpoint lacks fields, which are taken to be: %s", ", ".join(filled))
-    kernels = found.get("kernels", {})
-    return Control(found["steps_taken"], found["steps_skipped"], config, policy, kernels)
+    counts = found["steps_taken"], found["steps_skipped"]
+    return Control(*counts, config, policy, restored)
 
 
 def _check_record(record: object) -> Mapping[str, Any]:
@@ -150,12 +154,17 @@ def _check_record(record: object) -> Mapping[str, Any]:
     fields.read_int("control.steps_skipped", record["steps_skipped"], 0, taken)
     if not isinstance(record["policy"], Mapping):
         fields.fail("control.policy", record["policy"], "an object")
-    kernels = record.get("kernels", {})
-    if not isinstance(kernels, Mapping):
-        fields.fail("control.kernels", kernels, "an object")
-    for key, name in kernels.items():
-        fields.read_choice(f"control.kernels[{key!r}]", name, *NS_BACKENDS[1:])
     return record
+
+
+def _as_today(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Saved settings in today's words: one says how to plan where there were three."""
+    kept = {name: value for name, value in config.items() if name not in _GONE}
+    if "objective" in config or config.get("planner") in ("exact", "greedy"):
+        objective = config.get("objective", "projected")
+        fields.read_choice("control.config.objective", objective, "measured", "projected")
+        kept["planner"] = "measured" if objective == "measured" else "paper"
+    return kept
 
 
 def _changed(saved: Mapping[str, Any], config: MuonConfig) -> dict[str, Any]:

@@ -4,92 +4,91 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections import defaultdict
+import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import local_tensor
-from amo_dist.kernels.elementwise import exceed
 from amo_dist.kernels.rounding import ROUNDED_OFF
 from amo_dist.schedule.fields import fail, read_json, read_record
 
 
-class Loadable(Protocol):
-    """An optimizer of PyTorch whose control state rides in its parameter groups."""
+@dataclasses.dataclass(frozen=True, slots=True)
+class Loaded:
+    """A state dict that fits an optimizer.
 
-    param_groups: list[dict[str, Any]]
-    state: defaultdict[Tensor, Any]
-    _optimizer_load_state_dict_pre_hooks: Any
-    _optimizer_load_state_dict_post_hooks: Any
+    Attributes:
+        groups: Its parameter groups.
+        control: The record of the control state, which is not checked.
+        copies: Tensors of the optimizer, each with what it becomes.
+    """
 
-    @property
-    def config(self) -> MuonConfig:
-        """The settings in force."""
+    groups: Sequence[Mapping[str, Any]]
+    control: Any
+    copies: Sequence[tuple[Tensor, Tensor]]
 
-    @property
-    def params_by_name(self) -> Mapping[str, Tensor]:
-        """Parameters by name, in the order of the groups."""
+    def fill(self, optimizer: torch.optim.Optimizer) -> None:
+        """Fill the optimizer's state tensors, in their own dtypes, and its groups; run its hooks.
 
-    def raise_together(self, what: str, failure: Exception | None) -> None:
-        """Raise on every rank what failed on one; a collective over the world."""
+        PyTorch's own would cast momentum to the dtype of the parameter.
+        """
+        for target, source in self.copies:
+            target.copy_(source)
+        for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
+            kept = {"params": group["params"], "control": group["control"]}
+            # Copied, as PyTorch does: a tensor learning rate must not be shared with the file.
+            group.update({**copy.deepcopy(dict(saved)), **kept})
+        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+            hook(optimizer)
 
 
-def load_state_dict(
-    optimizer: Loadable,
+def read(
+    optimizer: torch.optim.Optimizer,
+    params_by_name: Mapping[str, Tensor],
     state_dict: Mapping[str, Any],
-    restoring: Callable[[Mapping[str, Any]], Callable[[], None]],
-    check_keys: Callable[[Sequence[Mapping[str, Any]]], None],
-) -> None:
-    """Restore what ``state_dict()`` of the optimizer returned; a collective over its world.
+) -> Loaded:
+    """Check what ``state_dict()`` of the optimizer returned, and change nothing.
 
     Checkpoint helpers that read in place have changed the tensors before this is called.
 
     Args:
-        optimizer: Modified, or not at all where an error is raised.
+        optimizer: With its control state in its parameter groups.
+        params_by_name: Its parameters, in the order of the groups.
         state_dict: That one.
-        restoring: Gives what restores a control state, or raises ``ValueError`` where it is none.
-        check_keys: Raises ``ValueError`` where groups have keys with which no step would be taken.
 
     Raises:
-        ValueError: On every rank: the state of one is of another structure, optimizer or
-            configuration, or damaged.
+        ValueError: The state is of another structure or optimizer, or damaged.
     """
     loaded = dict(state_dict)
-    with together(optimizer, "load_state_dict"):
-        for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
-            replaced = hook(optimizer, loaded)
-            loaded = loaded if replaced is None else replaced
-        _check_form(loaded)
-        groups = _check_groups(loaded.get("param_groups"), optimizer.param_groups)
-        copies = _check_state(loaded.get("state"), groups, optimizer)
-        restore = restoring(read_json("control", groups[0]["control"]))
-        check_keys(groups)  # last: state of another optimizer has been named by then
-    restore()
-    with torch.no_grad():
-        for target, source in copies:
-            target.copy_(source)
-    for group, saved in zip(optimizer.param_groups, groups, strict=True):
-        kept = {"params": group["params"], "control": group["control"]}
-        # Copied, as PyTorch does: a tensor learning rate must not be shared with the checkpoint.
-        group.update({**copy.deepcopy(saved), **kept})
-    for post_hook in optimizer._optimizer_load_state_dict_post_hooks.values():
-        post_hook(optimizer)
+    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+        replaced = hook(optimizer, loaded)
+        loaded = loaded if replaced is None else replaced
+    _check_form(loaded)
+    groups = _check_groups(loaded.get("param_groups"), optimizer.param_groups)
+    own = {name: optimizer.state[param] for name, param in params_by_name.items()}
+    copies = _check_state(loaded.get("state"), groups, own)
+    return Loaded(groups, read_json("control", groups[0]["control"]), copies)
 
 
 @contextlib.contextmanager
-def together(optimizer: Loadable, what: str) -> Iterator[None]:
-    """Raise on every rank what the body, which changes nothing, raises on one."""
+def together(raise_together: Callable[[str, Exception | None], None], what: str) -> Iterator[None]:
+    """Raise on every rank what the body, which changes nothing, raises on one.
+
+    Args:
+        raise_together: Tells all ranks; a collective over the world.
+        what: Names the body in the error.
+    """
     try:
         yield
     except Exception as error:
-        optimizer.raise_together(what, error)
+        raise_together(what, error)
         raise
-    optimizer.raise_together(what, None)
+    raise_together(what, None)
 
 
 def _check_form(found: Mapping[str, Any]) -> None:
@@ -151,15 +150,16 @@ def describe_origin(groups: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _check_state(
-    state: object, groups: Sequence[Mapping[str, Any]], optimizer: Loadable
+    state: object,
+    groups: Sequence[Mapping[str, Any]],
+    own_by_name: Mapping[str, Mapping[str, Tensor]],
 ) -> list[tuple[Tensor, Tensor]]:
     """Pairs of the optimizer's tensor and the saved one: same shape and placements, finite."""
     if not isinstance(state, Mapping):
         raise ValueError(f"state: found {type(state).__name__}, expected a mapping")
     keys = [key for group in groups for key in group["params"]]
     pairs: list[tuple[Tensor, Tensor]] = []
-    for (name, param), key in zip(optimizer.params_by_name.items(), keys, strict=True):
-        own = optimizer.state[param]
+    for (name, own), key in zip(own_by_name.items(), keys, strict=True):
         saved = read_record(f"state of {name}", _with_rest(state.get(key, {}), own), own)
         for field, target in own.items():
             source = check_source(f"state of {name}.{field}", saved[field], target)
@@ -187,7 +187,7 @@ def check_source(place: str, found: object, target: Tensor) -> Tensor:
     """
     if not isinstance(found, (Tensor, int, float)) or isinstance(found, bool):
         raise ValueError(f"{place}: found {type(found).__name__}, expected a tensor")
-    source = torch.as_tensor(found)
+    source = found if isinstance(found, Tensor) else torch.tensor(found, device="cpu")
     if source.shape != target.shape:
         found, expected = tuple(source.shape), tuple(target.shape)
         raise ValueError(f"{place}: found shape {found}, expected {expected}")
@@ -199,7 +199,7 @@ def check_source(place: str, found: object, target: Tensor) -> Tensor:
         )
     local = local_tensor(source)
     is_real = local.is_floating_point() and local.numel() > 0
-    if is_real and exceed([local], [torch.finfo(local.dtype).max]).item():
+    if is_real and not torch.linalg.vector_norm(local, math.inf).isfinite():
         raise ValueError(
             f"{place}: found NaN or inf, expected finite values: the checkpoint was damaged, or "
             "made after training had diverged; load an earlier one"

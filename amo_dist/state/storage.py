@@ -7,21 +7,28 @@ a file that was cut, exchanged, or changed in a bit.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import importlib
 import io
 import itertools
 import json
+import logging
 import os
 import pickle
 import re
+import stat
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path, PurePath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import (
+    FileSystem,
     FileSystemReader,
     FileSystemWriter,
     _StorageInfo,
@@ -36,6 +43,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
+
+logger = logging.getLogger(__name__)
 
 _DCP = "torch.distributed.checkpoint"
 _KNOWN = {
@@ -57,6 +66,36 @@ _METADATA = ".metadata"
 CHECKSUMS = "checksums.json"
 """Written last: the size and the CRC-32 of every other file, by name."""
 _BLOCK = 2**22
+_MOST_SUMS = 2**26
+"""Bytes of `CHECKSUMS` at most: a line for each file of a million ranks."""
+
+
+def _open(path: Path, mode: str) -> BinaryIO:
+    """Open a file to read, or a new one to write, in place of what has its name.
+
+    A pipe or a device, which may give bytes without end, is refused; a link is not written through.
+    """
+    if mode == "wb":
+        path.unlink(missing_ok=True)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    else:
+        flags = os.O_RDONLY | os.O_NONBLOCK  # a pipe would wait for its writer
+    file = os.open(path, flags, 0o666)
+    if not stat.S_ISREG(os.fstat(file).st_mode):
+        os.close(file)
+        raise ValueError(f"{path}: found no regular file, expected one")
+    stream: Any = os.fdopen(file, mode)
+    return stream  # type: ignore[no-any-return]
+
+
+class _Files(FileSystem):
+    """The files of a checkpoint, as `_open` opens them."""
+
+    @contextlib.contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """As the base class."""
+        with _open(Path(path), mode) as stream:
+            yield stream
 
 
 class CheckpointWriter(FileSystemWriter):
@@ -72,6 +111,7 @@ class CheckpointWriter(FileSystemWriter):
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path)
+        self.fs = _Files()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """As the base class; on one rank, before any of them writes."""
@@ -101,8 +141,8 @@ class CheckpointWriter(FileSystemWriter):
     def _write_sums(self, sums: Mapping[str, tuple[int, int]]) -> None:
         path = Path(self.path, CHECKSUMS)
         scratch = path.with_suffix(".tmp")
-        with scratch.open("w") as stream:
-            json.dump(dict(sorted(sums.items())), stream, indent=1)
+        with _open(scratch, "wb") as stream:
+            stream.write(json.dumps(dict(sorted(sums.items())), indent=1).encode())
             stream.flush()
             os.fsync(stream.fileno())
         scratch.replace(path)
@@ -132,7 +172,7 @@ def _without_sum(result: WriteResult) -> WriteResult:
 def _sum(path: Path) -> tuple[int, int]:
     """Size and CRC-32 of a file."""
     size = crc = 0
-    with path.open("rb") as stream:
+    with _open(path, "rb") as stream:
         while block := stream.read(_BLOCK):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return size, crc
@@ -145,36 +185,46 @@ def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
 
     Args:
         folder: The checkpoint.
-        part: Which of the files to read: ranks share them. Sizes are compared for all.
+        part: Which of the files to read: ranks share them, and the first reads the metadata. Sizes
+            are compared for all.
         num_parts: How many ranks share them.
     """
     try:
-        sums = _expected(folder)
-    except ValueError as error:
-        return str(error)
-    for index, (name, (size, crc)) in enumerate(sorted(sums.items())):
-        path = folder / name
-        try:
-            found = path.stat().st_size
+        sums = _read_sums(folder)
+        expected = _ends(folder) if sums is None else sums
+        for index, (name, (size, crc)) in enumerate(sorted(expected.items())):
+            found = (folder / name).stat().st_size
             if found < size or (found > size and crc is not None):
                 return f"{name} has {found} bytes, {size} were written"
-            if crc is not None and index % num_parts == part and _sum(path) != (size, crc):
+            is_mine = crc is not None and index % num_parts == part
+            if is_mine and _sum(folder / name) != (size, crc):
                 return f"{name} has other bytes than were written"
-        except OSError as error:
-            return f"{name}: {error.strerror or error}"
+        for name in _ends(folder) if part == 0 else ():
+            if name not in expected:
+                return f"{CHECKSUMS} lacks {name}"
+    except ValueError as error:
+        return str(error)
+    except OSError as error:
+        return f"{Path(error.filename).name}: {error.strerror}"
     return ""
 
 
-def _expected(folder: Path) -> dict[str, tuple[int, int | None]]:
-    """Size and, where known, CRC-32 of each file; ``ValueError`` where nothing can be known."""
-    path = folder / CHECKSUMS
+def _read_sums(folder: Path) -> dict[str, tuple[int, int | None]] | None:
+    """Size and CRC-32 of each file, None where they were not written; ValueError for damage."""
     try:
-        found = json.loads(path.read_bytes())
+        with _open(folder / CHECKSUMS, "rb") as stream:
+            found = json.loads(stream.read(_MOST_SUMS))  # of a longer one a half, which is damaged
+        for name in found:
+            _check_place(CHECKSUMS, name)
         return {name: (int(size), int(crc)) for name, (size, crc) in found.items()}
     except FileNotFoundError:
-        pass
-    except (OSError, ValueError, TypeError, AttributeError):
-        raise ValueError(f"{CHECKSUMS} is damaged") from None
+        return None
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{CHECKSUMS} is damaged: {error}") from None
+
+
+def _ends(folder: Path) -> dict[str, tuple[int, int | None]]:
+    """The bytes that each data file has at least, as the metadata says."""
     ends: dict[str, tuple[int, int | None]] = {}
     metadata: Any = CheckpointReader(folder, verify=False).read_metadata()
     for info in metadata.storage_data.values():
@@ -201,14 +251,20 @@ class CheckpointReader(FileSystemReader):
         super().__init__(path)
         self._verify = verify and "://" not in str(path)
         if "://" in str(path):
-            from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-            remote = FsspecReader(path)
+            remote = _fsspec_reader()(path)
             self.fs, self.path = remote.fs, remote.path
+        else:
+            self.fs = _Files()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """As the base class."""
-        path = self._get_metadata_path(kwargs.get("rank"))
+        try:
+            return self._read_metadata(self._get_metadata_path(kwargs.get("rank")))
+        except ValueError as error:
+            logger.error("%s", error)  # DCP of PyTorch 2.11 says no more than that there is none
+            raise
+
+    def _read_metadata(self, path: Any) -> Metadata:
         if self._verify and path == Path(self.path, _METADATA):
             self._check_metadata(path)
         with self.fs.create_stream(path, "rb") as stream:
@@ -218,19 +274,18 @@ class CheckpointReader(FileSystemReader):
                 raise ValueError(f"{path}: {_why(error)}") from None
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{path}: found {type(metadata).__name__}, expected Metadata")
-        _check_places(path, metadata)
+        storage: Any = metadata.storage_data or {}
+        for name in {info.relative_path for info in storage.values()}:
+            _check_place(path, name)
         if metadata.storage_meta is not None:
             metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def _check_metadata(self, path: Path) -> None:
         # Or a key with a flipped bit would be told as missing.
-        try:
-            expected = json.loads(path.with_name(CHECKSUMS).read_bytes())[_METADATA]
-            is_whole = _sum(path) == tuple(expected)
-        except (OSError, ValueError, TypeError, KeyError):
-            return  # an old checkpoint, or one whose damage is found below
-        if not is_whole:
+        sums = _read_sums(path.parent) or {}
+        # A writer that was killed at the end left none of the metadata.
+        if _METADATA in sums and _sum(path) != sums[_METADATA]:
             raise ValueError(f"{path}: found other bytes than were written")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
@@ -239,8 +294,15 @@ class CheckpointReader(FileSystemReader):
             group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             if damage := find_damage(Path(self.path), *group):
                 raise ValueError(f"{self.path}: {damage}")
-        checked: Any = _CheckedPlanner(self.path, planner)
-        return super().read_data(plan, checked)
+        return super().read_data(plan, _PlainPlanner(self.path, planner))
+
+
+def _fsspec_reader() -> Any:
+    try:
+        found = importlib.import_module(f"{_DCP}.fsspec_filesystem")
+    except ModuleNotFoundError:  # its name before PyTorch 2.15
+        found = importlib.import_module(f"{_DCP}._fsspec_filesystem")
+    return found.FsspecReader
 
 
 class _Unpickler(pickle.Unpickler):
@@ -253,30 +315,35 @@ class _Unpickler(pickle.Unpickler):
         raise ValueError(f"found {module}.{name}, expected classes of {_DCP} alone")
 
 
-class _CheckedPlanner:
-    """A planner that gets no bytes which would run code: planners of PyTorch unpickle them."""
+class _PlainPlanner(DefaultLoadPlanner):
+    """What reading asks of another planner, which gets no bytes that would run code.
+
+    Planners of PyTorch unpickle what is no tensor.
+    """
 
     def __init__(self, path: str | os.PathLike[str], planner: LoadPlanner) -> None:
+        super().__init__()
         self._path, self._planner = path, planner
 
-    def load_bytes(self, item: ReadItem, value: io.BytesIO) -> None:
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
             torch.load(value, map_location="cpu", weights_only=True)
         except Exception as error:  # garbage raises whatever its bytes happen to mean
-            name = item.storage_index.fqn
+            name = read_item.storage_index.fqn
             raise ValueError(f"{self._path}: {name}: {_why(error)}") from None
         value.seek(0)
-        self._planner.load_bytes(item, value)
+        self._planner.load_bytes(read_item, value)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._planner, name)
+    def resolve_tensor(self, read_item: ReadItem) -> Tensor:
+        return self._planner.resolve_tensor(read_item)
+
+    def commit_tensor(self, read_item: ReadItem, tensor: Tensor) -> None:
+        self._planner.commit_tensor(read_item, tensor)
 
 
-def _check_places(path: Any, metadata: Metadata) -> None:
-    storage: Any = metadata.storage_data or {}
-    for found in {info.relative_path for info in storage.values()}:
-        if PurePath(found).name != found:
-            raise ValueError(f"{path}: found data in {found!r}, expected a file of its folder")
+def _check_place(path: Any, name: str) -> None:
+    if PurePath(name).name != name:
+        raise ValueError(f"{path}: found data in {name!r}, expected a file of its folder")
 
 
 def _why(error: Exception) -> str:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
+from amo_dist.schedule.fields import read_file
+
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 """What ``argparse.ArgumentParser.add_subparsers`` returns."""
 
@@ -44,9 +46,19 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
 
+def printable(text: str, keep: str = "\n") -> str:
+    """A text without what would command a terminal; files that others wrote may hold that."""
+    return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
+
+
+def print_text(text: str) -> None:
+    """Print lines that hold words of files; all commands print these here."""
+    print(printable(text))
+
+
 def one_line(text: str) -> str:
     """A message on one line of bounded length, whatever a user's words in it hold."""
-    text = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+    text = printable(text, keep="")
     half = _LONGEST // 2
     return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 
@@ -89,10 +101,8 @@ def read_json_file(path: Path) -> Any:
     Raises:
         ValueError: Names the file, which cannot be read or is no JSON.
     """
-    if path.is_char_device():
-        raise ValueError(f"{path}: found a device, expected a file")  # it may have no end
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(read_file(path))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:  # JSON's, and that of UTF-8
@@ -113,6 +123,12 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         or written (told in one line), or 0 where the reader of the output, such as ``head``, has
         seen enough and closed it.
     """
+    if sys.stdout is None:  # the first file that is opened would take its place
+        return _mistake("standard output: found it closed, expected it open")
+    try:
+        os.getcwd()
+    except OSError:  # libraries would fail one by one, some without an exception
+        return _mistake("the current folder has been deleted, expected one that exists")
     if isinstance(sys.stdout, io.TextIOWrapper):
         # Names of files may be no UTF-8, and a terminal may know no blocks.
         sys.stdout.reconfigure(errors="backslashreplace")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Sequence
 
 import torch
@@ -51,23 +51,6 @@ def _held(
     return known[key]
 
 
-def sent_by_relay(
-    matrices: Sequence[MatrixLayout], jobs: Sequence[Job]
-) -> dict[tuple[int, int], int]:
-    """Elements that each relay forwards to each other rank of its node, by relay and rank.
-
-    Args:
-        matrices: Jobs index them.
-        jobs: After `amo_dist.distributed.relays.relay`.
-    """
-    sent = Counter[tuple[int, int]]()
-    for job in jobs:
-        for first, others in job.forwards.items():
-            size = matrices[job.matrix].held_by(first, job.box)
-            sent.update({(first, other): size for other in others})
-    return dict(sent)
-
-
 def sent_by_rank(
     matrices: Sequence[MatrixLayout], jobs: Sequence[Job], num_ranks: int, ranks_per_node: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -89,8 +72,6 @@ def sent_by_rank(
         for sent, is_counted in ((within, node == node[owner]), (across, node != node[owner])):
             sent += gathered * is_counted
             sent[owner] += (delivered * is_counted).sum()
-    for (first, _), size in sent_by_relay(matrices, jobs).items():
-        within[first] += size
     return within, across
 
 

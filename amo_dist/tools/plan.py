@@ -4,29 +4,33 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import functools
 import json
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
-from amo_dist.config import AMOConfig
-from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.plan import Plan
+from amo_dist.config import BUDGET_RATIO, AMOConfig
+from amo_dist.schedule import budget as budgets
+from amo_dist.schedule.fields import read_file
+from amo_dist.schedule.plan import PLAN_FILE, Plan
 from amo_dist.schedule.plan_table import errors_beside_uniform, plan_table, starved
-from amo_dist.tools.command import Subparsers, read_pair
-from amo_dist.tools.plan_source import PLAN_FILE, Stored, Targets, read_plan
-from amo_dist.tools.plan_sweep import read_sweep, sweep, sweep_json, sweep_table
+from amo_dist.schedule.planning import plan_allocation, plan_inputs, plan_measured
+from amo_dist.schedule.trials import Measured
+from amo_dist.tools.command import Subparsers, pad, print_text, read_pair
 
 _OPTIONS = {
     "budget_ratio": "planned work over the uniform one's",
     "base_steps": "steps of the uniform schedule",
     "min_steps": "fewest steps a type may get",
     "max_steps": "most steps a type may get",
-    "planner": "exact minimum, or the AMO paper's greedy passes; flops need exact",
-    "budget_unit": "what the budget counts",
 }
 """Fields of the config that are options, and what their help says."""
-
-_CHOICES = {"planner": ("exact", "greedy"), "budget_unit": ("steps", "flops")}
+_SWEEP_STEP = "0.05"
+_MOST_RATIOS = 1000
+"""That one sweep may try."""
 
 
 def add_plan_command(subparsers: Subparsers) -> None:
@@ -59,16 +63,21 @@ def add_plan_command(subparsers: Subparsers) -> None:
         action="append",
         default=[],
         help="shape of a type's matrices and how many there are (default 1); may be repeated, "
-        "also for one type. Needed for a budget of flops; else it adds flops to the output",
+        "also for one type. It adds flops to the output",
     )
     for field, text in _OPTIONS.items():
         default = getattr(AMOConfig.paper(), field)
         parser.add_argument(
             f"--{field.replace('_', '-')}",
             type=type(default),
-            choices=_CHOICES.get(field),
             help=f"{text} (default {default}; with --plan the run's)",
         )
+    parser.add_argument(
+        "--as-good-as",
+        metavar="SCHEDULE",
+        help="with --plan: the fewest flops whose error is no greater than that of uniform, or of "
+        "a fixed schedule such as kj, on the same spectra",
+    )
     parser.add_argument(
         "--sweep",
         metavar="LOW:HIGH[:STEP]",
@@ -85,31 +94,45 @@ def run_plan(args: argparse.Namespace) -> int:
     Raises:
         ValueError: An argument is malformed, a plan cannot be read, or a budget is infeasible.
     """
-    source = _source(args)
-    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
-    # Greedy knows only steps.
-    implied = {"planner": "exact"} if args.budget_unit == "flops" else {}
-    config = dataclasses.replace(source.settings, **{**implied, **given})
+    found: Plan | None = None
+    if args.plan is None:
+        _refuse("--as-good-as", args.as_good_as, "--ell: it needs spectra")
+        ells = _ells(args.ell)
+        make = functools.partial(_plan_targets, ells, _costs(args.shape, ells))
+        settings = AMOConfig.paper()
+    else:
+        _refuse("--base-steps", args.base_steps, "--plan: the uniform schedule is the run's")
+        _refuse("--shape", args.shape or None, "--plan: the shapes are the run's")
+        found = read_plan(args.plan)
+        make, settings = functools.partial(_plan_again, found), _settings(found)
+    given = _given(args, settings)
+    config = dataclasses.replace(settings, **given)
     if args.sweep is not None:
-        _refuse("--budget-ratio", args.budget_ratio, "--sweep, which has a range of them")
-        ratios = read_sweep(args.sweep)
-        plans = sweep(source, config, ratios)
-        print(_text(sweep_json(ratios, plans)) if args.json else sweep_table(ratios, plans))
+        swept = sweep(make, config, read_sweep(args.sweep))
+        print_text(json.dumps(swept, indent=2) if args.json else _sweep_table(swept))
         return 0
-    plan = source.found if isinstance(source, Stored) and not given else source.plan(config)
+    plan = make(config) if given or found is None else found
     warnings = [f"warning: {line}" for line in starved(plan)]
-    print(_text(_as_json(plan)) if args.json else "\n".join([plan_table(plan), *warnings]))
+    lines = [plan_table(plan), *warnings]
+    print_text(json.dumps(_as_json(plan), indent=2) if args.json else "\n".join(lines))
     return 0
 
 
-def _source(args: argparse.Namespace) -> Targets | Stored:
-    """What is planned from."""
-    if args.plan is None:
-        ells = _ells(args.ell)
-        return Targets(ells, _costs(args.shape, ells))
-    _refuse("--base-steps", args.base_steps, "--plan: the uniform schedule is the run's")
-    _refuse("--shape", args.shape or None, "--plan: the shapes are the run's")
-    return Stored(read_plan(args.plan))
+def _given(args: argparse.Namespace, settings: AMOConfig) -> dict[str, Any]:
+    """Fields of the config that options change."""
+    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    if args.sweep is not None:
+        _refuse("--budget-ratio", args.budget_ratio, "--sweep, which has a range of them")
+    if args.as_good_as is not None:
+        for flag, value in (("--budget-ratio", args.budget_ratio), ("--sweep", args.sweep)):
+            _refuse(flag, value, "--as-good-as, which asks for the fewest flops")
+        if settings.planner == "paper":
+            expected = "one by measured errors, which knows what other schedules leave"
+            raise ValueError(f"--as-good-as: found a plan by projected errors, expected {expected}")
+        return {**given, "as_good_as": args.as_good_as, "budget_ratio": BUDGET_RATIO}
+    if args.budget_ratio is not None or args.sweep is not None:
+        given["as_good_as"] = None
+    return given
 
 
 def _refuse(flag: str, value: object, beside: str) -> None:
@@ -118,13 +141,12 @@ def _refuse(flag: str, value: object, beside: str) -> None:
         raise ValueError(f"{flag}: found {value!r}, expected none with {beside}")
 
 
-def _text(values: Mapping[str, Any]) -> str:
-    return json.dumps(values, indent=2)
-
-
 def _as_json(plan: Plan) -> dict[str, Any]:
     """The plan for other programs; its numbers print and read back exactly."""
-    settings = ("criterion", "budget", "budget_unit", "planner", "min_steps", "max_steps")
+    settings = (
+        *("criterion", "as_good_as", "budget", "budget_unit", "planner"),
+        *("min_steps", "max_steps"),
+    )
     before, after = errors_beside_uniform(plan)
 
     def by_type(values: Sequence[Any]) -> dict[str, Any]:
@@ -145,6 +167,9 @@ def _as_json(plan: Plan) -> dict[str, Any]:
     }
 
 
+# ---------------------------------------------------------------- given targets
+
+
 def _ells(texts: Sequence[str]) -> dict[str, float]:
     ells: dict[str, float] = {}
     for text in texts:
@@ -155,6 +180,12 @@ def _ells(texts: Sequence[str]) -> dict[str, float]:
             raise ValueError(f"--ell: found {text!r}, expected a value in (0, 1]")
         ells[name] = value
     return ells
+
+
+def _plan_targets(
+    ells: Mapping[str, float], costs: Mapping[str, int] | None, config: AMOConfig
+) -> Plan:
+    return plan_allocation(config, ells, costs=costs)
 
 
 def _costs(texts: Sequence[str], ells: Mapping[str, float]) -> dict[str, int] | None:
@@ -174,4 +205,198 @@ def _flops(text: str) -> int:
     if len(sizes) not in (2, 3) or min(sizes) < 1:
         raise ValueError(text)
     m, n, count = (*sizes, 1)[:3]
-    return ns_step_flops(m, n) * count
+    return budgets.ns_step_flops(m, n) * count
+
+
+# ---------------------------------------------------------------- the plan of a run
+
+
+def read_plan(text: str) -> Plan:
+    """The plan of a run.
+
+    Args:
+        text: Path of its file, or of the run's folder.
+
+    Raises:
+        ValueError: There is none, or the file is malformed.
+    """
+    path = Path(text)
+    path = path / PLAN_FILE if path.is_dir() else path
+    try:
+        plan = Plan.from_json(read_file(path).decode())
+    except OSError as error:
+        raise ValueError(
+            f"--plan: {path}: {error.strerror}; expected the file {PLAN_FILE} of a run, which is "
+            "there once AMO has planned, or the run's folder"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"--plan: {path}: {error}") from None
+    if not plan.operator_types:
+        raise ValueError(f"--plan: {path}: found no operator type, expected at least one")
+    return plan
+
+
+def _settings(plan: Plan) -> AMOConfig:
+    """Those with which a plan was made."""
+    return AMOConfig(
+        planner="paper" if plan.criterion == "projected" else "measured",
+        base_steps=plan.base_steps,
+        base_ell=plan.base_ell,
+        budget_ratio=_budget_ratio(plan) if plan.as_good_as is None else BUDGET_RATIO,
+        as_good_as=plan.as_good_as,
+        min_steps=plan.min_steps,
+        max_steps=plan.max_steps,
+    )
+
+
+def _budget_ratio(plan: Plan) -> float:
+    """The ratio of a plan's budget to the uniform schedule's work, never below it."""
+    if plan.budget_unit == "steps" or plan.costs is None:
+        return plan.budget / (plan.base_steps * len(plan.operator_types))
+    ratio = plan.budget / (plan.base_steps * sum(plan.costs))
+    # Rounded down, the ratio would give a flop less.
+    if budgets.flop_budget(ratio, plan.costs, plan.base_steps) < plan.budget:
+        ratio = math.nextafter(ratio, math.inf)
+    return ratio
+
+
+def _plan_again(found: Plan, config: AMOConfig) -> Plan:
+    """Plan from what a plan holds; only with the numbers of steps that were measured."""
+    names = found.operator_types
+    costs = None if found.costs is None else dict(zip(names, found.costs, strict=True))
+    measured = _measured(found, plan_inputs(config, names, costs))
+    if found.criterion == "projected":
+        return plan_allocation(
+            config,
+            dict(zip(names, found.ell_target, strict=True)),
+            ell_robust=found.ell_robust,
+            costs=costs,
+            num_matrices=found.num_matrices,
+            measured=measured,
+        )
+    if found.weights is None or found.num_matrices is None or costs is None:
+        raise ValueError(
+            "--plan: found a plan of an older version, without the weights of its types, "
+            "expected one by the error of the update: observe anew to plan again"
+        )
+    assert measured is not None
+    return plan_measured(
+        config,
+        dict(zip(names, measured, strict=True)),
+        num_matrices=found.num_matrices,
+        weights=found.weights,
+        ell_robust=found.ell_robust,
+        costs=costs,
+    )
+
+
+def _measured(plan: Plan, inputs: Mapping[str, Any]) -> list[Measured] | None:
+    """What was measured, of the numbers of steps that a plan may give."""
+    low, high = inputs["min_steps"], inputs["max_steps"]
+    if plan.measured is None:
+        return None
+    if low < plan.min_steps or high > plan.max_steps:
+        raise ValueError(
+            f"--plan: found measurements of {plan.min_steps} to {plan.max_steps} steps, "
+            f"expected {low} to {high}, which --min-steps, --max-steps or a budget of "
+            f"{inputs['budget']} {inputs['budget_unit']} need"
+        )
+    some = slice(low - plan.min_steps, high - plan.min_steps + 1)
+    names = ("ells", "residuals", "distances")
+    return [
+        dataclasses.replace(one, **{name: getattr(one, name)[some] for name in names})
+        for one in plan.measured
+    ]
+
+
+# ---------------------------------------------------------------- a range of budgets
+
+
+def read_sweep(text: str) -> list[float]:
+    """The budget ratios of a range.
+
+    Args:
+        text: ``LOW:HIGH`` or ``LOW:HIGH:STEP``; both ends are in the range where steps lead there.
+
+    Raises:
+        ValueError: The text is not of this form, or there are too many ratios.
+    """
+    try:
+        values = [float(part) for part in [*text.split(":"), _SWEEP_STEP][:3]]
+    except ValueError:
+        values = []
+    is_range = text.count(":") in (1, 2) and len(values) == 3
+    if not (is_range and all(0 < x < math.inf for x in values) and values[0] <= values[1]):
+        raise ValueError(
+            f"--sweep: found {text!r}, expected LOW:HIGH or LOW:HIGH:STEP, numbers > 0 with "
+            "LOW <= HIGH, e.g. 0.7:1.2:0.05"
+        )
+    # Exact, as they were written: 0.7 and eight times 0.05 are 1.1.
+    low, high, step = (Fraction(str(value)) for value in values)
+    count = (high - low) // step + 1
+    if count > _MOST_RATIOS:
+        raise ValueError(f"--sweep: found {text!r}, expected at most {_MOST_RATIOS} ratios")
+    return [float(low + i * step) for i in range(count)]
+
+
+def sweep(
+    make: Callable[[AMOConfig], Plan], config: AMOConfig, ratios: Sequence[float]
+) -> dict[str, Any]:
+    """What the plan at each budget ratio gains, and the least ratio that is enough; JSON values.
+
+    Raises:
+        ValueError: A ratio is infeasible; the message names it.
+    """
+    rows: list[dict[str, Any]] = []
+    for ratio in ratios:
+        try:
+            plan = make(dataclasses.replace(config, budget_ratio=ratio))
+        except ValueError as error:
+            raise ValueError(f"--sweep: at a ratio of {ratio}: {error}") from None
+        uniform = plan.uniform_objective
+        rows.append(
+            {
+                "budget_ratio": ratio,
+                "objective": plan.objective,
+                "objective_ratio": plan.objective / uniform if uniform else None,
+                "steps": sum(plan.allocation),
+                "flops_ratio": plan.flops_ratio,
+                "allocation": dict(zip(plan.operator_types, plan.allocation, strict=True)),
+            }
+        )
+    enough = (row["budget_ratio"] for row in rows if row["objective"] <= uniform)
+    return {
+        "criterion": plan.criterion,
+        "planner": plan.planner,
+        "budget_unit": plan.budget_unit,
+        "uniform_objective": uniform,
+        "uniform_steps": plan.base_steps * len(plan.operator_types),
+        "sweep": rows,
+        "least_budget_ratio": next(enough, None),
+    }
+
+
+def _sweep_table(swept: Mapping[str, Any]) -> str:
+    """Lines of text: a row for each ratio, and which is the least that is enough."""
+    rows, least = swept["sweep"], swept["least_budget_ratio"]
+
+    def cells(name: str, row: Mapping[str, Any]) -> list[str]:
+        shares = (row["objective_ratio"], row["flops_ratio"])
+        first, last = ("-" if share is None else f"{share:.4f}" for share in shares)
+        return [name, f"{row['objective']:.5f}", first, f"{row['steps']}", last]
+
+    uniform = {"objective": swept["uniform_objective"], "objective_ratio": 1.0}
+    uniform["steps"] = swept["uniform_steps"]
+    uniform["flops_ratio"] = None if rows[0]["flops_ratio"] is None else 1.0
+    table = [
+        ["budget ratio", "objective", "of uniform's", "steps", "flops of uniform's"],
+        cells("uniform", uniform),
+        *(cells(f"{row['budget_ratio']:g}", row) for row in rows),
+    ]
+    if least is not None:
+        verdict = f"the least ratio whose plan is no worse than uniform: {least:g}"
+    else:
+        low, high = (rows[place]["budget_ratio"] for place in (0, -1))
+        verdict = f"no ratio from {low:g} to {high:g} gives a plan as good as uniform"
+    unit = "budgets of {budget_unit}, {planner} planner, {criterion} objective".format(**swept)
+    return "\n".join([*("  ".join(row).rstrip() for row in pad(table, left=[0])), unit, verdict])

@@ -1,4 +1,7 @@
-"""Load and traffic of an optimizer step on many ranks, from layouts and plans alone."""
+"""What an optimizer step costs on many ranks, from layouts and plans alone: work, bytes, memory.
+
+No second is predicted: what a machine makes of flops and bytes only the machine tells.
+"""
 
 from __future__ import annotations
 
@@ -6,47 +9,37 @@ import argparse
 import dataclasses
 import itertools
 import json
+import math
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from amo_dist.config import OPERATOR_TYPES
+from amo_dist.config import OPERATOR_TYPES, MuonConfig
+from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
-from amo_dist.distributed.ownership import Teams, assign, load_by_rank
-from amo_dist.distributed.relays import relay
+from amo_dist.distributed.ownership import Job, Teams, assign
+from amo_dist.distributed.plan import Bucket, count_elements, plan_exchange
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.fields import read_int
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.command import MOST_WORLD, Subparsers, pad, read_json_file, read_steps, whole
+from amo_dist.tools.command import (
+    MOST_WORLD,
+    Subparsers,
+    pad,
+    print_text,
+    read_steps,
+    whole,
+)
 from amo_dist.tools.ledger import reduced_by_rank, sent_by_rank
-from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
+from amo_dist.tools.shapes import BASE_STEPS, add_model_options, read_model
 
-WIRE_BYTES = 2
-"""Bytes of one element of bfloat16, the dtype in which matrices travel."""
-BASE_STEPS = 5
-"""Newton-Schulz steps of every operator type before the lock."""
 OWNERSHIPS = ("round_robin", "balanced")
 
-_STEPS_BY_MODEL = {**PLANS, "Llama-3.1-1.4B": PLANS["Llama-3.1-760M"]}
-"""Steps by operator type after the lock, for each choice of ``--model``.
-
-The AMO paper prints no plan of Llama-3.1-1.4B; that of its smaller sister stands in.
-"""
-
 Row = dict[str, Any]
-"""Load and traffic for a number of ranks, a way of dealing matrices to them, and a schedule.
-
-As ``--json`` prints it: ``ranks``, ``ownership``, ``schedule``, and under ``teams`` how many
-matrices are shared by how many ranks; under ``load`` the Newton-Schulz flops of a rank in one step,
-their ``mean`` over all ranks, the ``greatest``, and the ``mean_whole`` without teams; under
-``traffic`` the bytes that a rank sends in one step, to its teams too, ``mean`` and ``greatest`` to
-any other rank, ``mean_across`` and ``greatest_across`` to other nodes, and ``mean_direct`` and
-``greatest_direct`` what these would be if owners sent each holder its own copy.
-"""
+"""A number of ``ranks``, an ``ownership``, a ``schedule``, and what `StepCost.summary` tells."""
 
 
 def lay_out(
@@ -78,6 +71,142 @@ def lay_out(
     ]
 
 
+class StepCost:
+    """What one optimizer step under a schedule costs each rank.
+
+    Args:
+        registry: Every matrix.
+        matrices: Their layouts, in the same order.
+        steps: Newton-Schulz steps of each operator type of the registry.
+        num_ranks: Ranks that the layouts speak of.
+        ranks_per_node: Consecutive ranks of one node.
+        config: How matrices are dealt, and in which dtype they travel.
+
+    Attributes:
+        jobs: Who orthogonalizes what.
+        flops: Newton-Schulz of each rank, float64 ``(num_ranks,)``.
+        within: Bytes that each rank sends to ranks of its node, its teams among them; int64.
+        across: Likewise to other nodes.
+    """
+
+    def __init__(
+        self,
+        registry: Sequence[MatrixInfo],
+        matrices: Sequence[MatrixLayout],
+        steps: Mapping[str, int],
+        num_ranks: int,
+        *,
+        ranks_per_node: int = 8,
+        config: MuonConfig | None = None,
+    ) -> None:
+        self._matrices, self._num_ranks = matrices, num_ranks
+        self._config = config = config or MuonConfig()
+        self._itemsize = itemsize = getattr(torch, config.ns_dtype).itemsize
+        counts = [steps[info.operator_type] for info in registry]
+        costs = [
+            float(count * ns_step_flops(*info.shape))
+            for count, info in zip(counts, registry, strict=True)
+        ]
+        self.jobs: Sequence[Job] = assign(
+            matrices,
+            costs,
+            ownership=config.ownership,
+            owners=config.owners,
+            teams=Teams(config.max_team, itemsize),
+        )
+        self.flops = torch.zeros(num_ranks, dtype=torch.float64)
+        for job in self.jobs:
+            self.flops[job.owner] += costs[job.matrix] * job.share
+        sizes = num_ranks, ranks_per_node
+        sent = sent_by_rank(matrices, self.jobs, *sizes)
+        reduced = reduced_by_rank(matrices, self.jobs, counts, *sizes)
+        self.within, self.across = (
+            itemsize * (one + other) for one, other in zip(sent, reduced, strict=True)
+        )
+
+    @property
+    def imbalance(self) -> float:
+        """Greatest flops of a rank over the mean of all; 1 where there is nothing to do."""
+        mean = self.flops.mean().item()
+        return self.flops.max().item() / mean if mean else 1.0
+
+    def summary(self) -> dict[str, Any]:
+        """What tables and JSON tell.
+
+        Returns:
+            ``owners``: ranks that own a matrix. ``teams``: how many matrices are shared, by ranks.
+            Of a rank, the ``least``, the ``mean`` and the ``most``: ``gflop`` of Newton-Schulz, in
+            1e9; bytes ``sent_within`` its node, ``sent_across`` nodes, and ``sent`` in all.
+        """
+        teams = Counter(len(job.team) for job in self.jobs if job.team)
+        return {
+            "owners": len({job.owner for job in self.jobs}),
+            "teams": {str(size): count // size for size, count in sorted(teams.items())},
+            "gflop": _spread(self.flops / 1e9),
+            "sent": _spread(self.within + self.across),
+            "sent_within": _spread(self.within),
+            "sent_across": _spread(self.across),
+        }
+
+    def memory(self) -> int:
+        """Bytes that the busiest rank holds for the exchange at its worst moment.
+
+        Each transfer of a bucket has a buffer in every second bucket; the matrices of the bucket
+        at hand are held once, and Newton-Schulz on its largest batch comes on top.
+        """
+        buckets, itemsize = self._buckets(), self._itemsize
+        elements = max((sum(math.prod(j.shape) for j in each.jobs) for each in buckets), default=0)
+        for side in ("to_owners", "from_holders", "to_holders", "from_owners"):
+            sizes = [sum(map(count_elements, getattr(bucket, side))) for bucket in buckets]
+            for turn in range(BUCKETS_IN_FLIGHT):
+                elements += max(sizes[turn::BUCKETS_IN_FLIGHT], default=0)
+        batches = [
+            newton_schulz_bytes(count, shape, itemsize, self._config.ns_backend)
+            for bucket in buckets
+            for shape, count in Counter(job.shape for job in bucket.jobs).items()
+        ]
+        return int(itemsize * elements + max(batches, default=0))
+
+    def _buckets(self) -> tuple[Bucket, ...]:
+        """Buckets of the rank with the most work; those of one rank need no exchange."""
+        plan = plan_exchange(
+            self._matrices,
+            self.jobs,
+            rank=int(self.flops.argmax()),
+            peers=range(self._num_ranks),
+            itemsize=self._itemsize,
+            bucket_bytes=self._config.bucket_bytes,
+        )
+        return plan.buckets or plan.local
+
+
+def _spread(by_rank: torch.Tensor) -> dict[str, float]:
+    values = by_rank.tolist()
+    return {"least": min(values), "mean": math.fsum(values) / len(values), "most": max(values)}
+
+
+def newton_schulz_bytes(
+    count: int, shape: Sequence[int], itemsize: int, backend: str = "standard"
+) -> int:
+    """Bytes that Newton-Schulz holds at its worst moment for a batch, its stack among them.
+
+    The stack is scaled in float32, or wider, and rounded to the first iterate. Then ``standard``
+    holds stack, first iterate, the one at hand and the next, a Gram matrix and its polynomial.
+    ``gram``, which is for wide dtypes, holds four batches and up to five Gram matrices of each.
+
+    Args:
+        count: Matrices in the batch.
+        shape: ``(m, n)`` of each.
+        itemsize: Bytes of an element of the products.
+        backend: ``gram``, or one that needs what ``standard`` does.
+    """
+    elements, squares = count * math.prod(shape), count * min(shape) ** 2
+    scaling = (2 * itemsize + max(itemsize, 4)) * elements
+    if backend == "gram" and itemsize > 2:
+        return max(scaling, itemsize * (4 * elements + 5 * squares))
+    return max(scaling, itemsize * (4 * elements + 2 * squares))
+
+
 def simulate(
     registry: Sequence[MatrixInfo],
     steps: Mapping[str, int],
@@ -98,7 +227,7 @@ def simulate(
         layout: See `lay_out`.
         replica_size: See `lay_out`.
         ranks_per_node: Consecutive ranks of one node.
-        owners: See `amo_dist.distributed.ownership.assign`.
+        owners: As in `amo_dist.config.MuonConfig`.
         max_team: Most ranks that share one matrix.
 
     Returns:
@@ -111,42 +240,18 @@ def simulate(
     read_int("ranks_per_node", ranks_per_node, 1)
     read_int("max_team", max_team, 1)
     matrices = lay_out(registry, ranks, layout=layout, replica_size=replica_size)
-    node_by_rank = {rank: rank // ranks_per_node for rank in range(ranks)}
-    uniform = dict.fromkeys(steps, BASE_STEPS)
     rows: list[Row] = []
-    schedules = (("uniform", uniform), ("locked", steps))
+    schedules = (("uniform", dict.fromkeys(steps, BASE_STEPS)), ("locked", steps))
     for most, ownership, (schedule, by_type) in itertools.product(
         sorted({1, max_team}), OWNERSHIPS, schedules
     ):
-        costs, teams = flops_by_matrix(registry, by_type), Teams(most, WIRE_BYTES)
-        jobs = assign(matrices, costs, ownership=ownership, owners=owners, teams=teams)
-        loads = load_by_rank(jobs, costs).values()
-        num_steps = [by_type[info.operator_type] for info in registry]
-        reduced = reduced_by_rank(matrices, jobs, num_steps, ranks, ranks_per_node)
-        _, direct = map(torch.add, sent_by_rank(matrices, jobs, ranks, ranks_per_node), reduced)
-        relayed = relay(matrices, jobs, node_by_rank)
-        sent = sent_by_rank(matrices, relayed, ranks, ranks_per_node)
-        within, across = map(torch.add, sent, reduced)
-        load = {"mean": sum(loads) / ranks, "greatest": max(loads, default=0.0)}
-        load["mean_whole"] = sum(costs) / ranks if most > 1 else load["mean"]
-        traffic = {
-            "mean": WIRE_BYTES * int((within + across).sum()) / ranks,
-            "greatest": WIRE_BYTES * int((within + across).max()),
-            "mean_across": WIRE_BYTES * int(across.sum()) / ranks,
-            "greatest_across": WIRE_BYTES * int(across.max()),
-            "mean_direct": WIRE_BYTES * int(direct.sum()) / ranks,
-            "greatest_direct": WIRE_BYTES * int(direct.max()),
-        }
+        config = MuonConfig(ownership=ownership, owners=owners, max_team=most)
+        cost = StepCost(
+            registry, matrices, by_type, ranks, ranks_per_node=ranks_per_node, config=config
+        )
         names = {"ranks": ranks, "ownership": ownership, "schedule": schedule}
-        shared = Counter(len(job.team) for job in jobs if job.team)
-        counts = {str(size): count // size for size, count in sorted(shared.items())}
-        rows.append({**names, "teams": counts, "load": load, "traffic": traffic})
+        rows.append({**names, **cost.summary()})
     return rows
-
-
-def flops_by_matrix(registry: Sequence[MatrixInfo], steps: Mapping[str, int]) -> list[float]:
-    """Newton-Schulz flops of each matrix, for so many steps of each operator type."""
-    return [float(steps[info.operator_type] * ns_step_flops(*info.shape)) for info in registry]
 
 
 # -------------------------------------------------------------------- the command
@@ -159,18 +264,9 @@ def add_simulate_command(subparsers: Subparsers) -> None:
         help="load and traffic of an optimizer step on many ranks, without them",
         description="Newton-Schulz flops and bytes sent by a rank in one optimizer step, before "
         "and after the lock, for each way of dealing matrices to ranks.",
-        epilog="example: amo_dist simulate --model qwen3-1.7b --ranks 32 256 1024 --layout hsdp",
+        epilog="example: %(prog)s --model qwen3-1.7b --ranks 32 256 1024 --layout hsdp",
     )
-    source = parser.add_mutually_exclusive_group(required=True)
-    source.add_argument(
-        "--model", choices=sorted(map(str.lower, _STEPS_BY_MODEL)), help="a model of the AMO paper"
-    )
-    source.add_argument(
-        "--shapes",
-        type=Path,
-        metavar="FILE",
-        help="a JSON object with layers, dim, ffn_dim, heads, kv_heads and q_ratio",
-    )
+    add_model_options(parser.add_mutually_exclusive_group(required=True))
     size = whole(1, MOST_WORLD)
     parser.add_argument(
         "--ranks", type=size, nargs="+", default=[32, 256, 1024], help="world sizes"
@@ -204,92 +300,62 @@ def run_simulate(args: argparse.Namespace) -> int:
     Raises:
         ValueError: A shape, a number of steps or a size of the world is malformed.
     """
-    if args.model:
-        name = next(name for name in _STEPS_BY_MODEL if name.lower() == args.model)
-        shape = MODELS[name]
-        steps = dict(zip(OPERATOR_TYPES, _STEPS_BY_MODEL[name], strict=True))
-    else:
-        shape, steps = _read_shape(args.shapes), dict.fromkeys(OPERATOR_TYPES, BASE_STEPS)
-    steps |= read_steps("--steps", args.steps, OPERATOR_TYPES)
+    model = read_model(args)
+    assert model is not None  # one of the options is required
+    steps = {**model.steps, **read_steps("--steps", args.steps, OPERATOR_TYPES)}
     options = {
         name: getattr(args, name)
         for name in ("layout", "owners", "replica_size", "ranks_per_node", "max_team")
     }
     rows = [
-        row for ranks in args.ranks for row in simulate(shape.matrices(), steps, ranks, **options)
+        row
+        for ranks in args.ranks
+        for row in simulate(model.shape.matrices(), steps, ranks, **options)
     ]
     if args.layout != "hsdp":
         options["replica_size"] = None
     record = {
-        "model": args.model or str(args.shapes),
-        "shape": dataclasses.asdict(shape),
+        "model": model.name,
+        "shape": dataclasses.asdict(model.shape),
         "steps": steps,
         **options,
-        "wire_bytes": WIRE_BYTES,
         "rows": rows,
     }
-    print(json.dumps(record, indent=2) if args.json else _table(record))
+    print_text(json.dumps(record, indent=2) if args.json else _table(record))
     return 0
 
 
-def _read_shape(path: Path) -> DecoderShape:
-    try:
-        found = read_json_file(path)
-    except ValueError as error:
-        raise ValueError(f"--shapes: found {error}") from None
-    try:
-        return DecoderShape(**found)
-    except TypeError as error:
-        names = ", ".join(field.name for field in dataclasses.fields(DecoderShape))
-        raise ValueError(
-            f"--shapes: found {path} ({error}), expected a JSON object with {names}"
-        ) from None
-
-
-_COLUMNS: Sequence[tuple[str, Callable[[Row], str]]] = (
-    ("ranks", lambda row: str(row["ranks"])),
-    ("ownership", lambda row: row["ownership"]),
-    ("schedule", lambda row: row["schedule"]),
-    ("teams", lambda row: " + ".join(f"{n} of {t}" for t, n in row["teams"].items()) or "none"),
-    ("GF mean", lambda row: f"{row['load']['mean'] / 1e9:.1f}"),
-    ("GF max", lambda row: f"{row['load']['greatest'] / 1e9:.1f}"),
-    ("max/mean", lambda row: f"{row['load']['greatest'] / row['load']['mean']:.2f}"),
-    (
-        "max/whole",
-        lambda row: f"{row['load']['greatest'] / row['load']['mean_whole']:.2f}",
-    ),
-    ("MB mean", lambda row: f"{row['traffic']['mean'] / 1e6:.1f}"),
-    ("MB max", lambda row: f"{row['traffic']['greatest'] / 1e6:.1f}"),
-    (
-        "within nodes",
-        lambda row: f"{(row['traffic']['mean'] - row['traffic']['mean_across']) / 1e6:.1f}",
-    ),
-    ("across, mean", lambda row: f"{row['traffic']['mean_across'] / 1e6:.1f}"),
-    ("across, max", lambda row: f"{row['traffic']['greatest_across'] / 1e6:.1f}"),
-    ("direct, mean", lambda row: f"{row['traffic']['mean_direct'] / 1e6:.1f}"),
-    ("direct, max", lambda row: f"{row['traffic']['greatest_direct'] / 1e6:.1f}"),
+_FIGURES = (
+    ("GF mean", "gflop", "mean", 1.0),
+    ("GF max", "gflop", "most", 1.0),
+    ("MB mean", "sent", "mean", 1e6),
+    ("MB max", "sent", "most", 1e6),
+    ("within nodes", "sent_within", "mean", 1e6),
+    ("across, mean", "sent_across", "mean", 1e6),
+    ("across, max", "sent_across", "most", 1e6),
 )
+"""Columns: title, key, which of the ranks, and unit."""
 
 
 def _table(record: Mapping[str, Any]) -> str:
-    layout = record["layout"]
+    layout, owners = record["layout"], record["owners"]
     if layout == "hsdp":
         layout += f", replicas of {record['replica_size']}"
-    steps = ", ".join(f"{name} {count}" for name, count in record["steps"].items())
-    owners, node = record["owners"], record["ranks_per_node"]
-    note = ""
     if record["max_team"] > 1:
         owners += f", teams of at most {record['max_team']}"
-        note = "; max/whole: GF max over the mean without teams"
+    steps = ", ".join(f"{name} {count}" for name, count in record["steps"].items())
+    names = ["ranks", "ownership", "schedule", *(["teams"] if record["max_team"] > 1 else [])]
+    cells = [[*names, "max/mean", *(title for title, *_ in _FIGURES)]]
+    for row in record["rows"]:
+        teams = " + ".join(f"{count} of {size}" for size, count in row["teams"].items())
+        told = {**row, "teams": teams or "none"}
+        figures = (f"{row[key][which] / unit:.1f}" for _, key, which, unit in _FIGURES)
+        share = f"{row['gflop']['most'] / row['gflop']['mean']:.2f}"
+        cells.append([*(str(told[name]) for name in names), share, *figures])
     lines = [
-        f"{record['model']}, {layout}, owners: {owners}, nodes of {node}",
+        f"{record['model']}, {layout}, owners: {owners}, nodes of {record['ranks_per_node']}",
         f"locked steps: {steps} (uniform: {BASE_STEPS})",
-        f"a rank in one step: Newton-Schulz GFLOP, and MB sent in bf16{note};",
-        "direct: across nodes, if owners sent each holder its own copy",
+        "a rank in one step: Newton-Schulz GFLOP, and MB sent in bf16",
         "",
     ]
-    hidden = () if record["max_team"] > 1 else ("teams", "max/whole")
-    columns = [column for column in _COLUMNS if column[0] not in hidden]
-    cells = [[title for title, _ in columns]]
-    cells += [[show(row) for _, show in columns] for row in record["rows"]]
     return "\n".join([*lines, *map("  ".join, pad(cells))])

@@ -8,16 +8,17 @@ tracking, to the last bit.
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections import ChainMap
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.profiler import record_function
 
-from amo_dist.distributed.agreement import gather_json
-from amo_dist.distributed.spans import span
-from amo_dist.engine.timing import slowest
+from amo_dist.distributed.agreement import gather_json, slowest
 from amo_dist.engine.world import World
 from amo_dist.kernels.geometry import SPECTRAL_METRICS, ns_residual, spectral_metrics
 from amo_dist.schedule.grouping import layer_index
@@ -25,7 +26,8 @@ from amo_dist.schedule.grouping import layer_index
 logger = logging.getLogger(__name__)
 
 WHAT = ("momentum", "residual", "both")
-"""What to measure: momentum's spectrum; with the residual; with the result's spectrum too."""
+"""What to measure: momentum's spectrum; with the residual and norm of the result; with its
+spectrum too."""
 
 Record = dict[str, Any]
 Sink = Callable[[int, Sequence[Record]], None]
@@ -78,10 +80,11 @@ class GeometryTracker:
             result: What Newton-Schulz made of it, ``(m, n)``.
         """
         start = time.perf_counter()
-        with span("amo::track"):
+        with record_function("amo::track"):
             found = _named_metrics(momentum)  # each waits for the device: timed in full
             if self._what != "momentum":
                 found["ns_residual"] = ns_residual(result).item()
+                found["update_norm"] = _relative_norm(result)
             if self._what == "both":
                 found["orthogonalized"] = _named_metrics(result)
             self._measured[name] = found
@@ -122,3 +125,10 @@ class GeometryTracker:
 
 def _named_metrics(x: Tensor) -> Record:
     return dict(zip(SPECTRAL_METRICS, spectral_metrics(x).tolist(), strict=True))
+
+
+def _relative_norm(result: Tensor) -> float:
+    """The Frobenius norm over that of an exact polar factor, ``sqrt(min(m, n))``."""
+    return float(torch.linalg.vector_norm(result, dtype=torch.float64)) / math.sqrt(
+        min(result.shape)
+    )

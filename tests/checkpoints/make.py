@@ -42,14 +42,8 @@ FIELDS: dict[str, Any] = {
 }
 AGAIN = {**FIELDS, "replan_every": 6}
 """Plans at steps 4, 10 and 16; the second locks at 13, the third at 19."""
-FALLBACK = {
-    **FIELDS,
-    "ns_guard_every": 1,
-    "ns_guard_bound": 1e-9,
-    "ns_guard_fallback": True,
-}
-FLOPS = {**FIELDS, "granularity": "layer_group", "budget_unit": "flops", "budget_ratio": 0.9}
-MEASURED = {**FIELDS, "objective": "measured", "budget_unit": "flops"}
+BY_DEPTH = {**FIELDS, "granularity": "layer_group", "budget_ratio": 0.9}
+MEASURED = {**FIELDS, "planner": "measured"}
 STEPS_AFTER = 6
 
 
@@ -69,9 +63,11 @@ CASES = {
     "locked": Case("AMO", 8, FIELDS),
     "second_transition": Case("AMO", 11, AGAIN),
     "third_plan_pending": Case("AMO", 15, AGAIN),
-    "fallback": Case("AMO", 6, FALLBACK),
+    # In version 0.1.0 with types that had given up the plan.
+    "fallback": Case("AMO", 6, {**FIELDS, "ns_guard_every": 1, "ns_guard_bound": 1e-9}),
     "observe_only": Case("AMO", 6, {**FIELDS, "observe_only": True}),
-    "by_depth_and_flops": Case("AMO", 5, FLOPS),
+    # In version 0.1.0 within a budget of flops.
+    "by_depth_and_flops": Case("AMO", 5, BY_DEPTH),
     "measured_observation": Case("AMO", 3, MEASURED),
     "measured_transition": Case("AMO", 5, MEASURED),
     "measured_again": Case("AMO", 15, {**AGAIN, **MEASURED}),
@@ -95,10 +91,8 @@ def make(case: Case) -> tuple[nn.Module, Muon]:
         module.register_parameter(last, nn.Parameter(numbers(f"initial {name}", shape) / 8))
     groups = param_groups(model)
     if case.optimizer == "AMO":
-        # These were the defaults of the first version, which had no choice of objective.
-        configure = getattr(AMOConfig, "paper", AMOConfig)
-        config = configure(**{"planner": "exact", "budget_unit": "steps", **case.fields})
-        return model, AMO(groups, lr=1e-2, config=config)
+        # The first version planned by projected errors alone.
+        return model, AMO(groups, lr=1e-2, config=AMOConfig.paper(**case.fields))
     settings = MuonConfig(**case.fields)
     if case.optimizer == "a2":
         return model, Muon(groups, lr=1e-2, schedule="a2", config=settings)
@@ -126,7 +120,7 @@ def train(model: nn.Module, optimizer: Muon, last: int) -> list[dict[str, Any]]:
             rows = [-1, *[1] * (param.dim() - 1)]
             param.grad = numbers(f"{step} {name}", tuple(param.shape)) * scale.reshape(rows)
         optimizer.step()
-        found = optimizer.policy.schedules(step)
+        found = optimizer.schedules_by_group(step)
         schedules = {name: dataclasses.asdict(schedule) for name, schedule in found.items()}
         policy = optimizer.control_state_dict()["policy"]
         done.append(

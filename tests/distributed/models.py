@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
@@ -102,36 +102,39 @@ def build(tensors: Mapping[str, Tensor]) -> nn.Module:
     return root
 
 
-def plain_model(all_shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
-    return build({name: initial(name, shape) for name, shape in all_shapes.items()})
+def plain_model(all_shapes: Mapping[str, tuple[int, ...]], device: str = "cpu") -> nn.Module:
+    return build({name: initial(name, shape).to(device) for name, shape in all_shapes.items()})
 
 
-def make_model(layout: str, all_shapes: Mapping[str, tuple[int, ...]]) -> nn.Module:
+def make_model(
+    layout: str, all_shapes: Mapping[str, tuple[int, ...]], device: str = "cpu"
+) -> nn.Module:
     """The model, laid out over the running world.
 
     Args:
         layout: ``plain``, ``fsdp``, ``hsdp``, ``tp``, ``tp_fsdp`` or ``hsdp_tp``.
         all_shapes: Shapes by name.
+        device: Of its parameters and meshes; ``cuda`` in a `tests.simulated_device`.
     """
     world_size = dist.get_world_size() if dist.is_initialized() else 1
     if layout == "plain":
-        return plain_model(all_shapes)
+        return plain_model(all_shapes, device)
     if layout == "fsdp":
-        mesh = init_device_mesh("cpu", (world_size,))
-        return _fully_shard(plain_model(all_shapes), mesh)
+        mesh = init_device_mesh(device, (world_size,))
+        return _fully_shard(plain_model(all_shapes, device), mesh)
     if layout == "hsdp":
-        mesh = init_device_mesh("cpu", (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
-        return _fully_shard(plain_model(all_shapes), mesh)
+        mesh = init_device_mesh(device, (2, world_size // 2), mesh_dim_names=("replicate", "shard"))
+        return _fully_shard(plain_model(all_shapes, device), mesh)
     if layout == "tp":
-        mesh = init_device_mesh("cpu", (world_size,))
+        mesh = init_device_mesh(device, (world_size,))
         return _tensor_parallel(all_shapes, mesh)
     if layout == "tp_fsdp":
-        mesh = init_device_mesh("cpu", (world_size // 2, 2), mesh_dim_names=("shard", "tp"))
+        mesh = init_device_mesh(device, (world_size // 2, 2), mesh_dim_names=("shard", "tp"))
         return _fully_shard(_tensor_parallel(all_shapes, mesh["tp"]), mesh["shard"])
     if layout == "hsdp_tp":
         # As torchtitan lays it out: tensor parallelism cuts first, FSDP what is left of that.
         sizes, names = (2, world_size // 4, 2), ("replicate", "shard", "tp")
-        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=names)
+        mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
         sharded = mesh["replicate", "shard"]
         return _fully_shard(_tensor_parallel(all_shapes, mesh["tp"]), sharded)
     raise ValueError(f"layout: found {layout!r}")
@@ -144,7 +147,7 @@ def _fully_shard(model: nn.Module, mesh: object) -> nn.Module:
     return model
 
 
-def _tensor_parallel(all_shapes: Mapping[str, tuple[int, ...]], mesh: object) -> nn.Module:
+def _tensor_parallel(all_shapes: Mapping[str, tuple[int, ...]], mesh: DeviceMesh) -> nn.Module:
     """Columns and rows as in torchtitan; norms and embeddings replicated."""
     tensors: dict[str, Tensor] = {}
     for name, shape in all_shapes.items():
@@ -154,7 +157,8 @@ def _tensor_parallel(all_shapes: Mapping[str, tuple[int, ...]], mesh: object) ->
             placement = Shard(0)
         else:
             placement = Replicate()
-        tensor = distribute_tensor(initial(name, shape), mesh, [placement])  # type: ignore[arg-type, list-item]
+        whole = initial(name, shape).to(mesh.device_type)
+        tensor = distribute_tensor(whole, mesh, [placement])  # type: ignore[list-item]
         tensors[name] = nn.Parameter(tensor)
     return build(tensors)
 
@@ -167,12 +171,13 @@ def set_gradients(
         if name in missing:
             param.grad = None
             continue
-        grad = gradient(seed, step, name, tuple(param.shape)).to(param.device, param.dtype)
+        grad = gradient(seed, step, name, tuple(param.shape)).to(param.dtype)
         param.grad = place_like(grad, param)
 
 
 def place_like(tensor: Tensor, param: Tensor) -> Tensor:
-    """A whole tensor, known on every rank, in the placements of ``param``."""
+    """A whole tensor, known on every rank, on the device and in the placements of ``param``."""
+    tensor = tensor.to(param.device)
     if not isinstance(param, DTensor):
         return tensor
     # Cut here: distribute_tensor would communicate, and does not know FSDP over TP.

@@ -22,8 +22,9 @@ SEED = 3
 def lose(rank: int, world_size: int, how: str) -> str:
     """The second rank is lost before its third step."""
     absence.PATIENCE = 3.0
-    c10d = dist.distributed_c10d
-    c10d._set_pg_timeout(datetime.timedelta(seconds=3), dist.group.WORLD)  # as torchtitan does
+    # As torchtitan does; its name before PyTorch 2.14.
+    set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(datetime.timedelta(seconds=3), dist.group.WORLD)
     pids: list[int] = [0] * world_size
     dist.all_gather_object(pids, os.getpid())
     model = models.make_model("plain", models.shapes())

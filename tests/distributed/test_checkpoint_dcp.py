@@ -31,7 +31,7 @@ FIELDS: dict[str, Any] = {
     "transition_steps": 3,
     "bucket_bytes": 256,
 }
-CONFIGS = {"measured": AMOConfig(**FIELDS), "projected": AMOConfig.paper(**FIELDS)}
+CONFIGS = {"update": AMOConfig(**FIELDS), "projected": AMOConfig.paper(**FIELDS)}
 STEPS, SEED = 9, 3
 # Before an observation, between two, at the plan, in the transition, at the lock, after it.
 SAVED = (1, 3, 4, 5, 7, 8)
@@ -40,11 +40,11 @@ WQ = "layers.0.attention.wq.weight"
 
 
 def make(
-    layout: str, dtype: torch.dtype = torch.float32, objective: str = "measured"
+    layout: str, dtype: torch.dtype = torch.float32, criterion: str = "update"
 ) -> tuple[nn.Module, AMO]:
     model = models.make_model(layout, SHAPES).to(dtype)
     group = dist.group.WORLD if layout == "plain" and dist.get_world_size() > 1 else None
-    config = CONFIGS[objective]
+    config = CONFIGS[criterion]
     return model, AMO(param_groups(model), lr=1e-2, config=config, process_group=group)
 
 
@@ -64,7 +64,7 @@ def go_on(
     for step in range(optimizer.num_steps_taken + 1, STEPS + 1):
         models.set_gradients(model, SEED, step)
         optimizer.step()
-        schedules[step] = dict(optimizer.policy.schedules(step))
+        schedules[step] = dict(optimizer.schedules_by_group(step))
         controls[step] = copy.deepcopy(optimizer.control_state_dict())
         if folder and step in SAVED:
             path = str(Path(folder, f"step-{step}"))
@@ -84,9 +84,9 @@ def train_and_save(
     layout: str,
     folder: str,
     flatten: bool,
-    objective: str = "measured",
+    criterion: str = "update",
 ) -> tuple[dict[str, Any], list[str]]:
-    model, optimizer = make(layout, objective=objective)
+    model, optimizer = make(layout, criterion=criterion)
     keys = sorted(
         f"{name}.{key}"
         for name, values in get_optimizer_state_dict(model, optimizer)["state"].items()
@@ -103,11 +103,11 @@ def resume(
     folder: str,
     flatten: bool,
     steps: tuple[int, ...],
-    objective: str = "measured",
+    criterion: str = "update",
 ) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     results = []
     for step in steps:
-        model, optimizer = make(layout, objective=objective)
+        model, optimizer = make(layout, criterion=criterion)
         state = state_of(model, optimizer, flatten)
         dcp.load(state, storage_reader=CheckpointReader(Path(folder, f"step-{step}")))
         set_model_state_dict(model, state["model"])
@@ -132,17 +132,17 @@ def check(reference: dict[str, Any], results: list[Any], steps: tuple[int, ...])
 
 
 @pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("objective", CONFIGS)
+@pytest.mark.parametrize("criterion", CONFIGS)
 def test_fsdp_resumes_bit_for_bit(
-    run_on: Ranks, tmp_path: Path, flatten: bool, objective: str
+    run_on: Ranks, tmp_path: Path, flatten: bool, criterion: str
 ) -> None:
-    saved = run_on(2)(train_and_save, "fsdp", str(tmp_path), flatten, objective)
+    saved = run_on(2)(train_and_save, "fsdp", str(tmp_path), flatten, criterion)
     reference, keys = saved[0]
     assert all(keys == keys_of_rank for _, keys_of_rank in saved)
     assert reference["controls"][3]["policy"]["error_sums"]["counts"]["attn_q"] == 1
     assert reference["controls"][4]["policy"]["error_sums"] is None
-    assert reference["controls"][4]["policy"]["plan"]["criterion"] == objective
-    check(reference, run_on(2)(resume, "fsdp", str(tmp_path), flatten, SAVED, objective), SAVED)
+    assert reference["controls"][4]["policy"]["plan"]["criterion"] == criterion
+    check(reference, run_on(2)(resume, "fsdp", str(tmp_path), flatten, SAVED, criterion), SAVED)
 
 
 def test_two_ranks_go_on_as_three_in_the_middle_of_observation(
@@ -215,7 +215,7 @@ def refused(rank: int, world_size: int) -> list[str]:
         except ValueError as error:
             errors.append(str(error))
     plain = models.plain_model({WQ: SHAPES[WQ]})
-    foreign = torch.optim.Muon(plain.named_parameters(), momentum=CONFIGS["measured"].momentum)
+    foreign = torch.optim.Muon(plain.named_parameters(), momentum=CONFIGS["update"].momentum)
     models.set_gradients(plain, SEED, 1)
     foreign.step()
     report = import_state(optimizer, foreign.state_dict())

@@ -14,12 +14,16 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from amo_dist.config import MuonConfig
 from amo_dist.distributed.ownership import Job, assign
-from amo_dist.engine import exchange_planning
-from amo_dist.tools.doctor import examination, hardware, optimizer
+from amo_dist.engine import step as steps
+from amo_dist.schedule.types import MatrixInfo
+from amo_dist.tools.doctor import examination, machine, optimizer
+from amo_dist.tools.doctor.command import default_model
 from amo_dist.tools.doctor.examination import Check, Examination, Verdict
 from amo_dist.tools.doctor.models import make_model
 from amo_dist.tools.doctor.site import Fault, Site, make_site
+from amo_dist.tools.simulate import StepCost, lay_out
 from tests.distributed.harness import Ranks
 
 CPU = torch.device("cpu")
@@ -30,7 +34,8 @@ Lines = dict[str, tuple[str, str]]
 def site_of(path: str, ranks_per_node: int = 8) -> Site:
     rank, world_size = dist.get_rank(), dist.get_world_size()
     store = dist.FileStore(path, world_size)
-    return make_site(CPU, store, node=f"node {rank // ranks_per_node}")
+    everyone = (tuple(range(world_size)),)
+    return make_site(Site(rank, everyone, CPU, store=store), f"node {rank // ranks_per_node}")
 
 
 @pytest.fixture
@@ -54,8 +59,9 @@ def failures(lines: Lines) -> dict[str, str]:
 
 def everything(rank: int, world_size: int, path: str) -> Lines:
     # Two nodes where there are four ranks.
-    site = site_of(path, 2)
-    return examine(site, [*hardware.checks(site), *optimizer.checks(site)])
+    site = dataclasses.replace(site_of(path, 2), is_quick=True)
+    model = default_model(site)
+    return examine(site, [*machine.checks(site, model), *optimizer.checks(site, model)])
 
 
 @pytest.mark.slow
@@ -65,8 +71,9 @@ def test_every_check_passes(run_on: Ranks, path: str, world_size: int) -> None:
     assert all(found == first for found in others)
     assert failures(first) == {}
     needed = {f"layout {name}": least for name, least in LEAST_RANKS.items()}
-    needed |= {"bandwidth within a node": 2, "bandwidth of the world": 4}
-    needed |= {"bandwidth across nodes": 4, "resume": 1, "locked step": 1, "observation": 1}
+    needed |= {"all-to-all": 2, "team": 2, "no waits": 5, "spectra": 1, "newton-schulz": 1}
+    needed |= dict.fromkeys(("run twice", "resume", "skipped steps", "locked step"), 1)
+    assert {*first} == {*needed, "settings"}
     for name, least in needed.items():
         assert first[name][0] == ("ok" if world_size >= least else "skip"), name
     for name in LEAST_RANKS:
@@ -108,7 +115,7 @@ def with_wrong_owner(rank: int, world_size: int, path: str) -> Lines:
     one, replicate, fsdp = optimizer.layouts(site)[:3]
     lines = examine(site, [one])
     deal = deal_otherwise if rank == 1 else assign
-    with mock.patch.object(exchange_planning, "assign", deal):
+    with mock.patch.object(steps, "assign", deal):
         lines |= examine(site, [replicate])
     return lines | examine(site, [fsdp])
 
@@ -140,6 +147,57 @@ def test_a_rank_with_other_values(run_on: Ranks, path: str) -> None:
     told = failures(found[0])
     assert told.keys() == {"layout replicate"}
     assert told["layout replicate"].startswith("parameters differ from one process's by")
+
+
+def with_lost_bytes(rank: int, world_size: int, path: str) -> Lines:
+    site = site_of(path)
+    real = dist.all_to_all_single
+
+    def lose(received: torch.Tensor, *args: Any) -> None:
+        real(received, *args)
+        if rank == 1:
+            received[-1] += 1
+
+    (check,) = (c for c in machine.checks(site, default_model(site)) if c.name == "all-to-all")
+    with mock.patch.object(dist, "all_to_all_single", lose):
+        return examine(site, [check])
+
+
+def test_bytes_that_are_lost_on_the_way(run_on: Ranks, path: str) -> None:
+    found = run_on(2)(with_lost_bytes, path)
+    assert found[0] == found[1]
+    assert failures(found[0])["all-to-all"].startswith("rank 1: from rank 0: found other bytes")
+
+
+def with_wrong_team(rank: int, world_size: int, path: str) -> Lines:
+    site = site_of(path)
+
+    def make(*args: Any, **options: Any) -> Any:
+        model = make_model(*args, **options)
+        if args[1] == "fsdp" and rank == 1:
+            next(model.parameters()).data.mul_(2)
+        return model
+
+    (check,) = (c for c in optimizer.checks(site, default_model(site)) if c.name == "team")
+    with mock.patch.object(optimizer, "make_model", make):
+        return examine(site, [check])
+
+
+def test_a_team_with_another_result(run_on: Ranks, path: str) -> None:
+    found = run_on(2)(with_wrong_team, path)
+    assert found[0] == found[1]
+    assert failures(found[0])["team"].startswith("parameters differ from one process's by")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 3, 4, 64])
+def test_the_matrix_of_the_team_is_worth_sharing(num_ranks: int) -> None:
+    ((name, shape),) = optimizer.SHARED.items()
+    registry = [MatrixInfo(name, shape, "mlp_gate")]
+    config = MuonConfig(max_team=2)
+    step = StepCost(
+        registry, lay_out(registry, num_ranks), {"mlp_gate": 5}, num_ranks, config=config
+    )
+    assert step.summary()["teams"] == {"2": 1}
 
 
 def meet() -> dict[str, Any]:

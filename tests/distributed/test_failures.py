@@ -15,21 +15,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-import amo_dist.engine.driver
-import amo_dist.engine.observer
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, NorMuon, import_state, param_groups
 from amo_dist.distributed.exchange import Exchange
+from amo_dist.engine import controller
+from amo_dist.engine import step as one_step
 from amo_dist.engine.adamw import AdamW
-from amo_dist.engine.batches import Batches
 from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
-from amo_dist.kernels import choice
-from amo_dist.kernels.cpu.kernels import CpuKernels
 from amo_dist.optimizers.normuon import NorMuonRule
 from amo_dist.tools.tracker import GeometryTracker
-from tests import rehearsal
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.test_late_verdict import everything, same_bits
+from tests.nccl import nccl
+from tests.simulated_device import simulated_device
 
 SEED = 3
 FULL = torch.OutOfMemoryError("CUDA out of memory")
@@ -46,7 +44,7 @@ FIELDS: dict[str, Any] = {
 def full(target: Any, name: str, is_so: bool, **how: Any) -> Iterator[None]:
     """There is no memory left for a function, and nobody hears of it but by an error."""
     broken = mock.patch.object(target, name, **(how or {"side_effect": FULL}))
-    logger = logging.getLogger("amo_dist.engine.gradients")
+    logger = logging.getLogger("amo_dist.engine.verdict")
     with broken if is_so else contextlib.nullcontext():
         logger.disabled = True
         try:
@@ -78,17 +76,18 @@ def fail_to_measure(rank: int, world_size: int, what: str) -> tuple[list[str], l
     if what == "tracker":
         optimizer.tracker = GeometryTracker(2)
     target: Any = {
-        "observation": (amo_dist.engine.observer, "observe"),
-        "residual": (amo_dist.engine.driver, "ns_residual"),
+        "observation": (controller, "observe"),
+        "residual": (controller, "ns_residual"),
         "tracker": (GeometryTracker, "measure"),
     }[what]
     found, known = [], []
     for step in range(1, 7):
-        is_full = rank == 1 and step == (3 if what == "residual" else 2)
+        # A matrix that is measured alone is the first rank's.
+        is_full = (rank, step) == ((0, 3) if what == "residual" else (1, 2))
         with full(*target, is_full):
             found.append(take(model, optimizer, step))
         assert optimizer.num_steps_taken == step, found
-        known.append(optimizer.policy.metrics(step)["amo/observations"])
+        known.append(optimizer.metrics()["amo/observations"])
     assert optimizer.control_state_dict()["policy"]["plan"] is not None
     return found, known
 
@@ -97,11 +96,11 @@ def fail_to_measure(rank: int, world_size: int, what: str) -> tuple[list[str], l
 def test_a_measurement_that_fails_on_its_owner_is_raised_on_all(run_on: Ranks, what: str) -> None:
     (found, known), *others = run_on(3, timeout=60.0)(fail_to_measure, what)
     assert others == [(found, known)] * 2
-    failed = 3 if what == "residual" else 2
+    rank, failed = (0, 3) if what == "residual" else (1, 2)
     assert [step for step, text in enumerate(found, 1) if text] == [failed]
     text = found[failed - 1]
     assert text.startswith(f"RuntimeError: step {failed}: measuring layers.")
-    assert text.endswith("failed on rank 1: OutOfMemoryError: CUDA out of memory")
+    assert text.endswith(f"failed on rank {rank}: OutOfMemoryError: CUDA out of memory")
     # What the others measured is kept, and training may go on.
     assert known == [0, 1, 1, 2, 2, 2]
 
@@ -116,7 +115,7 @@ def fail_to_orthogonalize(rank: int, world_size: int) -> list[Any]:
     found: list[Any] = []
     for step in (1, 2, 3, 4):
         before = everything(model, optimizer)
-        with full(Batches, "run", rank == 1 and step % 2 == 0):
+        with full(one_step, "newton_schulz", rank == 1 and step % 2 == 0):
             found.append(take(model, optimizer, step))
         found.append(same_bits(everything(model, optimizer), before))
     found.append(told(optimizer.check_last_update))
@@ -139,9 +138,9 @@ def test_newton_schulz_that_fails_on_its_owner_is_raised_on_all(run_on: Ranks) -
 
 def fail_on_a_device(rank: int, world_size: int) -> list[Any]:
     found: list[Any] = []
-    with rehearsal.on_devices(), rehearsal.nccl():
-        model = models.make_model("fsdp", models.shapes())
-        config = MuonConfig(bucket_bytes=256)
+    with simulated_device() as device, nccl():
+        model = models.make_model("fsdp", models.shapes(), "cuda")
+        config = MuonConfig(bucket_bytes=256, ns_backend="standard")
         optimizer = Muon(param_groups(model), lr=1e-2, config=config)
         for step in (1, 2, 3, 4, 5, 6):
             before = everything(model, optimizer)
@@ -149,9 +148,10 @@ def fail_on_a_device(rank: int, world_size: int) -> list[Any]:
             is_full = rank == 1 and step == 3
             # The failure itself may read; what follows of it is told without.
             watched = step in (3, 4) and not is_full
-            steps = rehearsal.Steps() if watched else contextlib.nullcontext()
-            with full(Batches, "run", is_full), steps:
+            device.clear()
+            with full(one_step, "newton_schulz", is_full):
                 found.append(told(optimizer.step))
+            assert not (watched and device.waits)
             found.append(same_bits(everything(model, optimizer), before))
     return [*found, optimizer.num_steps_taken]
 
@@ -171,7 +171,7 @@ def test_on_devices_nobody_waits_to_tell(run_on: Ranks) -> None:
 def test_a_single_process_raises_at_once() -> None:
     model = models.make_model("plain", models.shapes())
     optimizer = Muon(param_groups(model))
-    with full(Batches, "run", True):
+    with full(one_step, "newton_schulz", True):
         assert take(model, optimizer, 1) == "OutOfMemoryError: CUDA out of memory"
 
 
@@ -186,8 +186,8 @@ def finish_without_memory(self: UpdateRule, result: Tensor, piece: MatrixPiece) 
 
 
 FAILING: dict[str, tuple[Any, str, Any]] = {
-    "updating momentum": (CpuKernels, "update_momentum", FULL),
-    "reading momentum": (CpuKernels, "nesterov", FULL),
+    "updating momentum": (one_step, "update_momentum", FULL),
+    "reading momentum": (one_step, "nesterov", FULL),
     "AdamW": (AdamW, "step", FULL),
     "updating matrices": (NorMuonRule, "finish", FULL),
     "finishing updates": (NorMuonRule, "finish", finish_without_memory),
@@ -227,8 +227,7 @@ def test_whatever_fails_in_a_step_is_raised_on_all(run_on: Ranks) -> None:
 
 
 FAILING_FIRST: dict[str, tuple[Any, str]] = {
-    "allocating buffers": (Exchange, "_lay_out"),
-    "measuring kernels": (choice, "measure"),
+    "allocating buffers": (Exchange, "allocate"),
 }
 
 

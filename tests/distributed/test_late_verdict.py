@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +24,10 @@ from amo_dist import (
     param_groups,
 )
 from amo_dist.distributed.layout import local_tensor
-from tests import rehearsal
 from tests.distributed import models
 from tests.distributed.harness import Ranks
+from tests.nccl import nccl
+from tests.simulated_device import simulated_device
 
 MATRIX, REST = "layers.1.attention.wq.weight", "tok_embeddings.weight"
 OPTIMIZERS: dict[str, type[Muon]] = {"muon": Muon, "adamuon": AdaMuon, "normuon": NorMuon}
@@ -36,8 +36,8 @@ WORLDS = [pytest.param("fsdp", 2, id="fsdp-2"), pytest.param("hsdp", 4, id="hsdp
 
 def make(layout: str, optimizer: str = "muon", **fields: Any) -> tuple[nn.Module, Muon]:
     """After two good steps: from the second on nothing waits."""
-    model = models.make_model(layout, models.shapes())
-    config = MuonConfig(bucket_bytes=256, **fields)
+    model = models.make_model(layout, models.shapes(), "cuda")
+    config = MuonConfig(bucket_bytes=256, ns_backend="standard", **fields)
     made = OPTIMIZERS[optimizer](param_groups(model), lr=1e-2, config=config)
     for step in (1, 2):
         models.set_gradients(model, 1, step)
@@ -68,7 +68,7 @@ def missing(model: nn.Module, name: str) -> None:
 
 def foreign(model: nn.Module, name: str) -> None:
     param = model.get_parameter(name)
-    param.grad = torch.zeros(param.shape)
+    param.grad = torch.zeros(param.shape, device="cuda")
 
 
 FAULTS: dict[str, Callable[[nn.Module, str], None]] = {
@@ -85,7 +85,7 @@ KINDS: dict[str, type[Exception]] = {
 
 def faults(rank: int, world_size: int, layout: str, optimizer: str) -> list[tuple[Any, ...]]:
     found: list[tuple[Any, ...]] = []
-    with rehearsal.on_devices(), rehearsal.nccl():
+    with simulated_device() as device, nccl():
         for fault, spoil in FAULTS.items():
             for name in (MATRIX, REST):
                 model, made = make(layout, optimizer)
@@ -94,8 +94,9 @@ def faults(rank: int, world_size: int, layout: str, optimizer: str) -> list[tupl
                     spoil(model, name)
                 before = everything(model, made)
                 # Which gradients exist is copied to the device when that changes.
-                with rehearsal.Steps() if fault == "nan" else contextlib.nullcontext():
-                    made.step()
+                device.clear()
+                made.step()
+                assert fault != "nan" or not device.waits
                 unchanged = same_bits(everything(model, made), before)
                 models.set_gradients(model, 1, 4)
                 with pytest.raises(KINDS[fault]) as raised:
@@ -123,7 +124,7 @@ def test_a_bad_step_changes_nothing_and_is_told_by_the_next(
 
 
 def skipped(rank: int, world_size: int, layout: str) -> tuple[Any, ...]:
-    with rehearsal.on_devices(), rehearsal.nccl():
+    with simulated_device(), nccl():
         model, made = make(layout, nonfinite="skip_step")
         models.set_gradients(model, 1, 3)
         if rank == 0:
@@ -140,7 +141,7 @@ def skipped(rank: int, world_size: int, layout: str) -> tuple[Any, ...]:
         reference_model, reference = make(layout, nonfinite="skip_step")
         models.set_gradients(reference_model, 1, 4)
         reference.step()
-    same = same_bits(everything(model, made), everything(reference_model, reference))
+        same = same_bits(everything(model, made), everything(reference_model, reference))
     return unchanged, same, counts, made.num_steps_taken, saved
 
 
@@ -156,7 +157,7 @@ def test_a_skipped_step_is_counted_once_it_is_known(
 
 
 def unlike(rank: int, world_size: int) -> tuple[bool, str, list[str]]:
-    with rehearsal.on_devices(), rehearsal.nccl():
+    with simulated_device(), nccl():
         model, made = make("fsdp")
         models.set_gradients(model, 1, 3)
         made.param_groups[0]["lr"] = 1e-2 * (1 + rank)
@@ -175,14 +176,14 @@ def test_unlike_hyperparameters_change_nothing(run_on: Ranks) -> None:
     for unchanged, error, (saving, steps) in run_on(2)(unlike):
         assert unchanged
         assert "rank(s) 1 differ from rank 0; rank 0 has group 0: lr 0.01, " in error
-        assert saving.startswith("step 3: ranks were about to do different things")
+        assert saving.startswith("ranks were about to do different things in step 3")
         assert steps == "2"
 
 
 def damaged(rank: int, world_size: int) -> list[tuple[str, bool]]:
     """Momentum with a NaN: the update is left out, and told by the step after the next."""
     found = []
-    with rehearsal.on_devices(), rehearsal.nccl():
+    with simulated_device(), nccl():
         model, made = make("fsdp")
         momentum = made.state[model.get_parameter(MATRIX)]["momentum_buffer"]
         if rank == 0:
@@ -207,18 +208,18 @@ def test_a_damaged_momentum_is_told(run_on: Ranks) -> None:
 
 def terms(rank: int, world_size: int) -> list[Any]:
     """A gradient that is a term of a sum, which one rank lacks at last."""
-    mesh = init_device_mesh("cpu", (world_size,))
-    param = nn.Parameter(distribute_tensor(torch.ones(4), mesh, [Replicate()]))
     found: list[Any] = []
-    with rehearsal.on_devices():
+    with simulated_device():
+        mesh, ones = init_device_mesh("cuda", (world_size,)), torch.ones(4, device="cuda")
+        param = nn.Parameter(distribute_tensor(ones.clone(), mesh, [Replicate()]))
         groups = param_groups(models.build({"norm.weight": param}))
         made = Muon(groups, lr=0.5, weight_decay=0.0, allow_no_matrices=True)
         for step in (1, 2, 3):
             param.grad = None
             if rank == 0 or step < 3:
-                param.grad = DTensor.from_local(torch.ones(4), mesh, [Partial()], run_check=False)
+                param.grad = DTensor.from_local(ones.clone(), mesh, [Partial()], run_check=False)
             made.step()
-            found.append(local_tensor(made.state[param]["exp_avg"]).clone())
+            found.append(local_tensor(made.state[param]["exp_avg"]).cpu())
         with pytest.raises(MissingGradientError) as raised:
             made.step()
     return [*found, str(raised.value)]
@@ -234,13 +235,13 @@ def test_gradients_are_summed_where_all_have_them(run_on: Ranks) -> None:
 
 def mixed(rank: int, world_size: int) -> list[str]:
     """One rank has loaded state, which makes it wait, and the other one has not."""
-    param = nn.Parameter(torch.ones(4))
-    groups = param_groups(models.build({"norm.bias": param}))
     errors = []
-    with rehearsal.on_devices(), rehearsal.nccl():
+    with simulated_device(), nccl():
+        param = nn.Parameter(torch.ones(4, device="cuda"))
+        groups = param_groups(models.build({"norm.bias": param}))
         made = Muon(groups, lr=0.5, process_group=dist.group.WORLD, allow_no_matrices=True)
         for step in range(1, 5):
-            param.grad = torch.ones(4)
+            param.grad = torch.ones(4, device="cuda")
             if (rank, step) == (1, 3):
                 made.load_control_state_dict(made.control_state_dict())
             try:

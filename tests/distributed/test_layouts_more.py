@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.distributed.layout import mesh_layout
-from amo_dist.kernels.interface import Orthogonalizer
+from amo_dist.engine import step as engine_step
 from amo_dist.operators.patterns import classify
 from amo_dist.operators.views import Fused
 from tests.distributed import models
@@ -141,13 +141,13 @@ def train(
     groups = param_groups(model, patterns=PATTERNS, allow_unused=True)
     optimizer = AMO(groups, lr=LR, weight_decay=WEIGHT_DECAY, config=AMOConfig(**fields))
     counted = [0]
-    original = Orthogonalizer.__call__
+    original = engine_step.newton_schulz
 
-    def counting(self: Orthogonalizer, matrices: list[Tensor]) -> Tensor:
-        counted[0] += len(matrices)
-        return original(self, matrices)
+    def counting(x: Tensor, *args: Any, **options: Any) -> Tensor:
+        counted[0] += len(x) if x.dim() == 3 else 1
+        return original(x, *args, **options)
 
-    with mock.patch.object(Orthogonalizer, "__call__", counting):
+    with mock.patch.object(engine_step, "newton_schulz", counting):
         for step in range(1, STEPS + 1):
             for name, param in model.named_parameters():
                 grad = gradient(step, name, tuple(param.shape))
@@ -196,7 +196,7 @@ def place(shapes: Shapes, placements: dict[str, Any], mesh: Any) -> dict[str, Te
         whole = models.initial(name, shape)
         local = local_tensor(mesh_layout(shape, mesh.mesh, found), whole, dist.get_rank())
         tensor = DTensor.from_local(
-            local.contiguous(),
+            local.contiguous().to(mesh.device_type),
             mesh,
             found,
             run_check=False,
@@ -207,8 +207,8 @@ def place(shapes: Shapes, placements: dict[str, Any], mesh: Any) -> dict[str, Te
     return tensors
 
 
-def world_mesh() -> Any:
-    return init_device_mesh("cpu", (dist.get_world_size(),))
+def world_mesh(device: str = "cpu") -> Any:
+    return init_device_mesh(device, (dist.get_world_size(),))
 
 
 def build_fused_rows() -> nn.Module:
@@ -220,8 +220,8 @@ def build_fused_columns() -> nn.Module:
     return models.build(place(FUSED, placements, world_mesh()))
 
 
-def build_experts_0() -> nn.Module:
-    return models.build(place(EXPERTS, {"": [Shard(0)]}, world_mesh()))
+def build_experts_0(device: str = "cpu") -> nn.Module:
+    return models.build(place(EXPERTS, {"": [Shard(0)]}, world_mesh(device)))
 
 
 def build_experts_1() -> nn.Module:
@@ -274,14 +274,14 @@ def build_offloaded() -> nn.Module:
     return model
 
 
-def build_stage() -> nn.Module:
+def build_stage(device: str = "cpu") -> nn.Module:
     """A stage to each rank, with plain tensors."""
-    return models.plain_model(STAGES[dist.get_rank()])
+    return models.plain_model(STAGES[dist.get_rank()], device)
 
 
-def build_sharded_stage() -> nn.Module:
+def build_sharded_stage(device: str = "cpu") -> nn.Module:
     """A stage to each half of the ranks, sharded in it."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
+    mesh = init_device_mesh(device, (2, 2), mesh_dim_names=("pp", "dp"))
     stage = STAGES[mesh.get_local_rank("pp")]
     return models.build(place(stage, {"": [Shard(0)]}, mesh["dp"]))
 

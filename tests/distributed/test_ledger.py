@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+import dataclasses
 from fractions import Fraction
 from typing import Any
 from unittest import mock
@@ -13,13 +13,28 @@ import torch.distributed as dist
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.distributed.layout import layout_of, matrix_layout
 from amo_dist.distributed.ownership import Teams, assign
-from amo_dist.distributed.relays import relay
 from amo_dist.schedule.budget import ns_step_flops
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.ledger import Pair, Volume, predict, sent_by_pair
 
 BF16, FP32 = 2, 4
+
+
+Pairs = dict[Pair, Volume]
+
+
+@dataclasses.dataclass(frozen=True)
+class Counted:
+    """What a rank counted in a step, and what the layouts predict for all."""
+
+    sent: dict[int, int]
+    metrics: dict[str, float]
+    pairs: Pairs
+    total: Volume
+    elements: int
+    observed: Pairs
+    """Beside ``pairs``, to measure; nothing of it is delivered."""
 
 
 def count(
@@ -29,11 +44,9 @@ def count(
     shapes: dict[str, tuple[int, ...]],
     fields: dict[str, Any],
     observes: bool = False,
-    nodes: tuple[int, ...] = (0, 0, 0, 0),
-) -> tuple[dict[int, int], dict[str, float], dict[Pair, Volume], Volume, int]:
-    """What this rank counted in a step, and what the layouts predict for all."""
+) -> Counted:
     with mock.patch("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0):
-        return _count(rank, world_size, layout, shapes, fields, observes, nodes)
+        return _count(rank, world_size, layout, shapes, fields, observes)
 
 
 def _count(
@@ -43,8 +56,7 @@ def _count(
     shapes: dict[str, tuple[int, ...]],
     fields: dict[str, Any],
     observes: bool,
-    nodes: tuple[int, ...],
-) -> tuple[dict[int, int], dict[str, float], dict[Pair, Volume], Volume, int]:
+) -> Counted:
     model = models.make_model(layout, shapes)
     group = dist.group.WORLD if layout == "plain" else None
     replicas = list(range(world_size)) if group is not None else [rank]
@@ -59,21 +71,35 @@ def _count(
     else:
         optimizer = Muon(groups, config=MuonConfig(**fields), process_group=group)
     models.set_gradients(model, 1, 1)
-    with mock.patch.dict(os.environ, GROUP_RANK=str(nodes[rank])):
-        optimizer.step()
-    drawn = set(optimizer.policy.sample(2))  # before the plan, of which step 2 is the last step
+    optimizer.step()
+    controller = optimizer._controller
+    drawn = set(optimizer.policy.sample(controller.state, controller.known_groups, 2))
+    assert bool(drawn) == observes
     models.set_gradients(model, 1, 2)
     optimizer.step()  # counted anew
-    wide = frozenset(i for i, matrix in enumerate(matrices) if matrix.name in drawn)
     teams = Teams(fields.get("max_team", 1), BF16)
     costs = [float(ns_step_flops(*matrix.shape)) for matrix in matrices]
-    jobs = assign(matrices, costs, owners=fields.get("owners", "mesh"), teams=teams)
+    owners = fields.get("owners", "mesh")
+    jobs = assign(matrices, costs, owners=owners, teams=teams)
     assert any(job.team for job in jobs) == (teams.most > 1)
-    relayed = relay(matrices, jobs, dict(enumerate(nodes)))
-    pairs = sent_by_pair(matrices, relayed, world_size, wide)
-    total = predict(matrices, jobs, wide)
-    elements = sum(matrix.num_elements for matrix in matrices)
-    return optimizer.sent_bytes_by_peer(), optimizer.metrics(), pairs, total, elements
+    some = [matrix for matrix in matrices if matrix.name in drawn]
+    to_measure = assign(some, [1.0] * len(some), owners=owners)
+    observed = {
+        pair: Volume(gathered=volume.gathered)
+        for pair, volume in sent_by_pair(some, to_measure, world_size).items()
+    }
+    return Counted(
+        optimizer.sent_bytes_by_peer(),
+        optimizer.metrics(),
+        sent_by_pair(matrices, jobs, world_size),
+        predict(matrices, jobs),
+        sum(matrix.num_elements for matrix in matrices),
+        observed,
+    )
+
+
+def sent_by(rank: int, pairs: Pairs) -> dict[int, Volume]:
+    return {to: volume for (source, to), volume in pairs.items() if source == rank}
 
 
 CASES = [
@@ -104,50 +130,40 @@ def test_ranks_send_what_the_ledger_says(
     shapes = models.shapes(models.EVEN_SHAPES if even else models.SHAPES)
     fields = {**fields, "bucket_bytes": bucket_bytes}
     results = run_on(world_size)(count, layout, shapes, fields)
-    _, _, pairs, total, _ = results[0]
-    for rank, (sent, metrics, *_) in enumerate(results):
-        mine = {to: volume for (source, to), volume in pairs.items() if source == rank}
-        assert sent == {to: volume.num_bytes(BF16, FP32) for to, volume in mine.items()}
-        assert metrics["exchange/sent_bytes"] == sum(sent.values())
-        assert metrics["exchange/sent_elements"] == sum(v.elements for v in mine.values())
-    assert sum(sum(sent.values()) for sent, *_ in results) == total.num_bytes(BF16, FP32) > 0
-
-
-@pytest.mark.parametrize(("layout", "nodes"), [("plain", (0, 0, 1, 1)), ("hsdp", (0, 1, 0, 1))])
-@pytest.mark.parametrize("observes", [False, True])
-def test_relays_send_what_the_ledger_says(
-    run_on: Ranks, layout: str, nodes: tuple[int, ...], observes: bool
-) -> None:
-    results = run_on(4)(count, layout, models.shapes(), {"bucket_bytes": 256}, observes, nodes)
-    _, _, pairs, total, _ = results[0]
-    for rank, (sent, *_) in enumerate(results):
-        mine = {to: volume for (source, to), volume in pairs.items() if source == rank}
-        assert sent == {to: volume.num_bytes(BF16, FP32) for to, volume in mine.items()}
-    assert sum(sum(sent.values()) for sent, *_ in results) == total.num_bytes(BF16, FP32)
-    direct = run_on(4)(count, layout, models.shapes(), {"bucket_bytes": 256}, observes)
-    assert pairs != direct[0][2]
+    for rank, found in enumerate(results):
+        mine = sent_by(rank, results[0].pairs)
+        assert found.sent == {to: BF16 * volume.elements for to, volume in mine.items()}
+        assert found.metrics["exchange/sent_bytes"] == sum(found.sent.values())
+        assert found.metrics["exchange/sent_elements"] == sum(v.elements for v in mine.values())
+    total = sum(sum(found.sent.values()) for found in results)
+    assert total == BF16 * results[0].total.elements > 0
 
 
 def test_even_fsdp_sends_the_volume_of_the_formula(run_on: Ranks) -> None:
     shapes = models.shapes(models.EVEN_SHAPES)
     results = run_on(4)(count, "fsdp", shapes, {})
-    elements = results[0][4]
-    mean = Fraction(sum(sum(sent.values()) for sent, *_ in results), 4)
-    assert mean == Fraction(2 * BF16 * elements * 3, 4**2)
+    mean = Fraction(sum(sum(found.sent.values()) for found in results), 4)
+    assert mean == Fraction(2 * BF16 * results[0].elements * 3, 4**2)
 
 
-def test_observed_matrices_travel_once_in_the_dtype_of_momentum(run_on: Ranks) -> None:
-    results = run_on(2)(count, "fsdp", models.shapes(), {}, True)
-    _, _, pairs, total, _ = results[0]
-    assert total.gathered_wide > 0 < total.gathered
-    for rank, (sent, *_) in enumerate(results):
-        expected = {
-            to: v.num_bytes(BF16, FP32) for (source, to), v in pairs.items() if source == rank
-        }
-        assert sent == expected
+@pytest.mark.parametrize(
+    ("layout", "fields"),
+    [("fsdp", {}), ("hsdp", {"owners": "replica"}), ("fsdp", {"max_team": 2})],
+    ids=["fsdp", "hsdp-owners-in-replicas", "fsdp-teams"],
+)
+def test_observed_matrices_are_gathered_once_more_in_the_dtype_of_momentum(
+    run_on: Ranks, layout: str, fields: dict[str, Any]
+) -> None:
+    results = run_on(4)(count, layout, models.shapes(), fields, True)
+    assert sum(volume.gathered for volume in results[0].observed.values()) > 0
+    for rank, found in enumerate(results):
+        expected = {to: BF16 * v.elements for to, v in sent_by(rank, found.pairs).items()}
+        for to, volume in sent_by(rank, found.observed).items():
+            expected[to] = expected.get(to, 0) + FP32 * volume.gathered
+        assert found.sent == {to: number for to, number in expected.items() if number}
 
 
 def test_one_process_sends_nothing(run_on: Ranks) -> None:
-    ((sent, metrics, *_),) = run_on(1)(count, "fsdp", models.shapes(), {})
-    assert sent == {}
-    assert metrics["exchange/sent_bytes"] == metrics["exchange/sent_elements"] == 0
+    (found,) = run_on(1)(count, "fsdp", models.shapes(), {})
+    assert found.sent == {}
+    assert found.metrics["exchange/sent_bytes"] == found.metrics["exchange/sent_elements"] == 0

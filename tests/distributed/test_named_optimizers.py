@@ -14,6 +14,7 @@ from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
 from amo_dist.optimizers.root import ROOT, fit
 from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.grouping import Groups
 from amo_dist.schedule.policies import UniformPolicy
 from amo_dist.schedule.types import Schedule
 from tests.distributed import models
@@ -34,7 +35,7 @@ def config(name: str) -> MuonConfig | None:
     if name == "AdamW":
         return None
     # Small buckets: the tiny matrices of these tests fill several.
-    fields: dict[str, Any] = {"bucket_bytes": 256, "adamw_implementation": "for-loop"}
+    fields: dict[str, Any] = {"bucket_bytes": 256}
     return AMOConfig(**AMO_FIELDS, **fields) if name == "AMO" else MuonConfig(**fields)
 
 
@@ -119,7 +120,6 @@ def train_amo(
     ("switches", "num_groups"),
     [
         ({"granularity": "layer_group"}, 21),
-        ({"granularity": "matrix"}, 21),
         ({"observe_only": True}, 0),
     ],
 )
@@ -173,10 +173,10 @@ class FailingPolicy(UniformPolicy):
         super().__init__(named_schedule("kj").schedule)
         self._error = error
 
-    def plan_due(self, step: int) -> bool:
+    def plan_due(self, state: Any) -> bool:
         return True
 
-    def make_plan(self) -> str:
+    def make_plan(self, state: Any, groups: Groups) -> str:
         raise self._error("budget: found 3, expected more")
 
 

@@ -107,9 +107,6 @@ def on_some_ranks(rank: int, world_size: int, how: str, ranks: list[int]) -> Any
     if how in ("plain", "copied"):
         group = dist.new_group(ranks)
     elif how == "hsdp":
-        # One group more on one rank: PyTorch names a group that its members make alone after the
-        # number each of them has.
-        dist.new_group([ranks[0], *(set(range(world_size)) - set(ranks))])
         mesh = DeviceMesh("cpu", [[each] for each in ranks], mesh_dim_names=("replicate", "shard"))
     else:
         mesh = DeviceMesh("cpu", ranks)
@@ -140,6 +137,42 @@ def test_a_model_on_some_ranks_trains_there(run_on: Ranks, how: str, ranks: list
     found = run_on(3, timeout=60.0)(on_some_ranks, how, ranks)
     assert [each is None for each in found] == [rank not in ranks for rank in range(3)]
     assert all(same(found[rank], expected) for rank in ranks)
+
+
+def without_a_group(rank: int, world_size: int) -> Any:
+    """HSDP on four of five ranks: no axis of the mesh has a group of all four."""
+    mesh = DeviceMesh("cpu", [[0, 2], [3, 4]], mesh_dim_names=("replicate", "shard"))
+    told = ""
+    if rank != 1:
+        try:
+            Run(on_mesh(mesh), SEED).step(1)
+        except ValueError as error:
+            told = str(error)
+    group = dist.new_group([0, 2, 3, 4])
+    if rank == 1:
+        return told, None
+    results = []
+    for given in (group, None):  # the second finds what the job has
+        run = Run(on_mesh(mesh), SEED, given)
+        for step in range(1, 9):
+            run.step(step)
+        results.append(run.result())
+    assert same(*results)
+    dist.destroy_process_group(group)
+    return told, results[0]
+
+
+def test_ranks_that_have_no_group_say_how_to_make_one(run_on: Ranks) -> None:
+    found = run_on(5, timeout=60.0)(without_a_group)
+    for told, _ in (*found[:1], *found[2:]):
+        assert told == (
+            "process_group: found no group of ranks [0, 2, 3, 4], those of the parameters' meshes, "
+            "expected one where they are not the whole job: have all ranks of the job make it, "
+            "group = dist.new_group([0, 2, 3, 4]), and pass process_group=group"
+        )
+    assert found[1] == ("", None)
+    expected = run_on(4)(alone, SEED, "hsdp")[0]
+    assert all(same(found[rank][1], expected) for rank in (0, 2, 3, 4))
 
 
 @pytest.mark.parametrize("how", ["fsdp", "plain"])
@@ -342,9 +375,8 @@ def test_a_rank_outside_of_the_mesh_has_no_use_for_an_optimizer(run_on: Ranks) -
 def uneven_stages(rank: int, world_size: int, given: bool) -> Any:
     """A stage on ranks 0 and 1, one on the rest, or on the third where a group is given.
 
-    Both are meshes of two axes without a group of their own, and two ranks have a group more.
+    Both are meshes of two axes.
     """
-    dist.new_group([0, 3])
     stages = [[0, 1], [2] if given else [2, 3]]
     world = dist.new_group([0, 1, 2]) if given else None
     root = None if given else init_device_mesh("cpu", (2, 1, 2), mesh_dim_names=("pp", "r", "s"))
@@ -370,8 +402,7 @@ def uneven_stages(rank: int, world_size: int, given: bool) -> Any:
 
 
 @pytest.mark.parametrize("given", [False, True], ids=["whole", "some"])
-def test_ranks_may_belong_to_different_numbers_of_groups(run_on: Ranks, given: bool) -> None:
-    # PyTorch names a group that its members make alone after the number each of them has.
+def test_stages_may_have_different_numbers_of_ranks(run_on: Ranks, given: bool) -> None:
     results = run_on(4, timeout=60.0)(uneven_stages, given)
     assert [each is None for each in results] == [False, False, False, given]
     found = [each for each in results if each is not None]

@@ -23,7 +23,7 @@ from tests.faults.series import Trial as SeriesTrial
 from tests.faults.worker import SAVE_POINTS, STEPS, Kill, Run, main
 
 POINTS = ("before_step", "in_step", *SAVE_POINTS)
-OBJECTIVES = ("measured", "projected")
+PLANNERS = ("measured", "paper")
 LAYOUTS = {
     1: ("plain",),
     2: ("plain", "fsdp", "fsdp", "tp"),
@@ -52,14 +52,14 @@ class Trial:
 def draw(rng: random.Random) -> Trial:
     """A random trial."""
     num_kills = rng.randint(1, 3)
-    replans, objective = rng.random() < 0.5, rng.choice(OBJECTIVES)
+    replans, planner = rng.random() < 0.5, rng.choice(PLANNERS)
     runs = []
     # At later steps each, so that most runs get to their end.
     for step in [*sorted(rng.sample(range(1, STEPS + 1), num_kills)), None]:
         world_size, save_every = rng.randint(1, 4), rng.randint(1, 3)
         kill = None if step is None else _draw_kill(rng, step, world_size, save_every)
         layout, saves_async = rng.choice(LAYOUTS[world_size]), rng.random() < 0.5
-        runs.append(Run(world_size, layout, save_every, saves_async, kill, replans, objective))
+        runs.append(Run(world_size, layout, save_every, saves_async, kill, replans, planner))
     damages = [tuple(rng.choices(KINDS, k=rng.choice((0, 1, 1, 2)))) for _ in range(num_kills)]
     return Trial(tuple(runs), tuple(damages))
 
@@ -85,14 +85,17 @@ class Campaign:
         self._number = 0
         self._references: dict[tuple[bool, str], dict[str, Any]] = {}
 
-    def reference(self, replans: bool, objective: str) -> dict[str, Any]:
+    def reference(self, replans: bool, planner: str) -> dict[str, Any]:
         """An undisturbed run on one rank, made when first needed."""
-        key = replans, objective
+        key = replans, planner
         if key not in self._references:
-            run = Run(1, "plain", STEPS + 1, False, replans=replans, objective=objective)
-            found = self.run(run, self._folder / f"reference{replans}{objective}")[1]
+            run = Run(1, "plain", STEPS + 1, False, replans=replans, planner=planner)
+            found = self.run(run, self._folder / f"reference{replans}{planner}")[1]
             assert found is not None
-            assert found["controls"][STEPS]["policy"]["plan"]["criterion"] == objective
+            assert (
+                found["controls"][STEPS]["policy"]["plan"]["planner"]
+                == {"measured": "exact", "paper": "greedy"}[planner]
+            )
             self._references[key] = found
         return self._references[key]
 
@@ -152,7 +155,7 @@ class Campaign:
                 break  # the last one, or one past the step of its kill already
             events += filter(None, [ledger.harm(rng, kind) for kind in damages])
         assert found is not None
-        self._compare(found, first, self.reference(run.replans, run.objective))
+        self._compare(found, first, self.reference(run.replans, run.planner))
         shutil.rmtree(checkpoints, ignore_errors=True)
         return events
 

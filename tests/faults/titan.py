@@ -17,7 +17,7 @@ from tests.integration.titan_ranks import Job, Run, Server, assert_same_end, ser
 
 NUM_STEPS, PLAN_STEP = 10, 4
 POINTS = ("SIGKILL", "SIGTERM", "in_save", "before_metadata")
-OBJECTIVES = ("measured", "projected")
+PLANNERS = ("measured", "paper")
 TIMEOUT = 300.0
 OPTIONS = (
     *("--checkpoint.enable", "--checkpoint.keep_latest_k=0"),
@@ -65,13 +65,13 @@ class Trial:
     Attributes:
         legs: What they do.
         damages: After each of them but the last, how the newest checkpoint is damaged.
-        objective: What plans minimise.
+        planner: What plans minimise.
         asks: Whether a resume is first told to stop at damaged checkpoints.
     """
 
     legs: tuple[Leg, ...]
     damages: tuple[tuple[str, ...], ...]
-    objective: str
+    planner: str
     asks: bool
 
 
@@ -92,7 +92,7 @@ def draw(rng: random.Random) -> Trial:
         legs.append(Leg(layout, interval, saves_async, workers, die_at))
         layout = layout if stays else rng.choice(list(LAYOUTS))
     damages = [tuple(rng.choices(KINDS, k=rng.choice((0, 1, 1, 2)))) for _ in range(num_kills)]
-    return Trial(tuple(legs), tuple(damages), rng.choice(OBJECTIVES), rng.random() < 0.3)
+    return Trial(tuple(legs), tuple(damages), rng.choice(PLANNERS), rng.random() < 0.3)
 
 
 class Campaign:
@@ -103,22 +103,22 @@ class Campaign:
         self._references: dict[tuple[str, str], Run] = {}
         self._number = 0
 
-    def reference(self, layout: str, objective: str) -> Run:
+    def reference(self, layout: str, planner: str) -> Run:
         """The run of a layout that nothing happens to."""
-        key = layout, objective
+        key = layout, planner
         if key not in self._references:
             leg = Leg(layout, 100, False, 1)
-            job = self._job(leg, self._folder / f"{layout}-{objective}", objective)
+            job = self._job(leg, self._folder / f"{layout}-{planner}", planner)
             self._references[key] = self._titan.run(job)
         return self._references[key]
 
-    def _job(self, leg: Leg, folder: Path, objective: str) -> Job:
+    def _job(self, leg: Leg, folder: Path, planner: str) -> Job:
         world_size, more = LAYOUTS[leg.layout]
         options = (
             f"--checkpoint.interval={leg.interval}",
             f"--checkpoint.async_mode={'async' if leg.saves_async else 'disabled'}",
             f"--dataloader.num_workers={leg.num_workers}",
-            f"--optimizer.amo.objective={objective}",
+            f"--optimizer.amo.planner={planner}",
         )
         return Job(world_size, str(folder), (*OPTIONS, *more, *options), die_at=leg.die_at)
 
@@ -141,7 +141,7 @@ class Campaign:
         ledger, events = Ledger(folder / "checkpoint"), [f"resumes: {len(trial.damages)}"]
         layouts: dict[int, str] = {}  # of the world that took each step
         for leg, damages in zip(trial.legs, (*trial.damages, ()), strict=True):
-            job = self._job(leg, folder, trial.objective)
+            job = self._job(leg, folder, trial.planner)
             exits, text, first = self._go_on(job, ledger, trial.asks, events)
             layouts |= dict.fromkeys(range(first + 1, NUM_STEPS + 1), leg.layout)
             if leg is not trial.legs[0]:
@@ -156,7 +156,7 @@ class Campaign:
                 assert exits[leg.die_at[0]] == -9, (exits, text)
             events += filter(None, [ledger.harm(rng, kind) for kind in damages])
         assert set(exits) == {0}, (exits, text)
-        self._compare(Run(folder, job.world_size), first, layouts, trial.objective)
+        self._compare(Run(folder, job.world_size), first, layouts, trial.planner)
         shutil.rmtree(folder)
         return events
 
@@ -192,15 +192,15 @@ class Campaign:
             events.append("resumed past an incomplete checkpoint")
         return exits, text, first
 
-    def _compare(self, found: Run, first: int, layouts: dict[int, str], objective: str) -> None:
+    def _compare(self, found: Run, first: int, layouts: dict[int, str], planner: str) -> None:
         if len(set(layouts.values())) == 1:
-            assert_same_end(found, self.reference(layouts[1], objective), NUM_STEPS)
+            assert_same_end(found, self.reference(layouts[1], planner), NUM_STEPS)
         restored = min(first, PLAN_STEP)
         observed = {layouts[step] for step in range(1, restored + 1)}
         if len(observed) != 1:
             return  # by no world that has a reference
         trace = found.traces()[0]
-        reference = self.reference(observed.pop(), objective).traces()[0]
+        reference = self.reference(observed.pop(), planner).traces()[0]
         count = restored // 2
         assert trace[-1]["observations"][:count] == reference[-1]["observations"][:count]
         if first >= PLAN_STEP:

@@ -83,11 +83,9 @@ def draw(rng: random.Random) -> Case:
         "ownership": rng.choice(("round_robin", "balanced")),
         "owners": rng.choice(("mesh", "replica")),
         "bucket_bytes": rng.choice((1, 256, 4096)),
-        "buckets_in_flight": rng.randint(1, 3),
         "ns_guard_every": rng.choice((0, 1, 2)),
         "ns_guard_bound": 1e9,
         "seed": rng.randrange(1000),
-        "adamw_implementation": "for-loop",
     }
     if name == "AMO":
         fields |= _amo_fields(rng)
@@ -104,17 +102,15 @@ def draw(rng: random.Random) -> Case:
 
 
 def _amo_fields(rng: random.Random) -> dict[str, Any]:
-    paper = {"objective": "projected", "budget_unit": "steps"}
-    objective: dict[str, Any] = rng.choice(({}, {"budget_unit": "steps"}, paper))
+    planner: dict[str, Any] = rng.choice(({}, {}, {"planner": "paper"}))
     every = rng.choice((1, 2))
-    return objective | {
+    return planner | {
         "observe_until": 2,
         "observe_every": every,
         "sample_size": rng.randint(1, 3),
         "transition_steps": rng.randint(1, 2),
         "budget_ratio": rng.choice((1.0, 1.2)),
         "shrinkage": rng.choice((0.5, 0.7)),
-        "observe_in_background": rng.random() < 0.3,
     }
 
 
@@ -201,7 +197,7 @@ def twin(case: Case) -> dict[str, Tensor]:
         for name, shape in case.shapes.items():
             grads |= by_matrix(name, gradient(step, name, shape).to(dtype))
         oracle.step(grads)
-    return {} if oracle.is_tied else oracle.params
+    return oracle.params
 
 
 def check(case: Case, run_on: Ranks) -> list[str]:

@@ -20,7 +20,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from amo_dist import AMO, AMOConfig, param_groups
-from amo_dist.kernels.interface import Orthogonalizer
+from amo_dist.engine import step as engine_step
 from tests.distributed.harness import Ranks
 
 DENSE = Counter(("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down"))
@@ -173,18 +173,18 @@ def test_lora_alone_needs_a_pattern() -> None:
     optimizer = AMO(groups, lr=1e-2, config=CONFIG)
     losses = train(model, optimizer, 8, tokens(3))
     assert losses[-1] < losses[0]
-    assert set(optimizer.policy.schedules(8)) == {"lora_a", "lora_b"}
+    assert set(optimizer.schedules_by_group(8)) == {"lora_a", "lora_b"}
 
 
 def test_accumulated_gradients_are_orthogonalized_once(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[Tensor] = []
-    run = Orthogonalizer.__call__
+    run = engine_step.newton_schulz
 
-    def counted(self: Orthogonalizer, matrices: list[Tensor]) -> Tensor:
-        found.extend(matrices)
-        return run(self, matrices)
+    def counted(x: Tensor, *args: Any, **how: Any) -> Tensor:
+        found.extend(x.unbind() if x.dim() > 2 else [x])
+        return run(x, *args, **how)
 
-    monkeypatch.setattr(Orthogonalizer, "__call__", counted)
+    monkeypatch.setattr(engine_step, "newton_schulz", counted)
     model = make_model("llama")
     optimizer = AMO(param_groups(model), lr=1e-2, config=CONFIG)
     for micro_batch in tokens(4).split(1):

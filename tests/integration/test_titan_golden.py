@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,23 +21,18 @@ IS_SAME_MACHINE = RECORDED["machine"] == titan_golden.machine()
 
 # Sums in another order differ in the last bits, and small singular values of momentum with them,
 # which orthogonalization makes as large as the rest; in bfloat16 its own rounding turns over too.
-# Found with bfloat16 and float32: losses to 7.5e-5 and 1.3e-7, gradient norms to 2.3e-3 and 7.1e-7,
-# elements to 1.6e-3 and 1.2e-5 of their tensor's norm.
+# Found with bfloat16 and float32: losses to 7.5e-5 and 1.3e-7, gradient norms to 2.3e-3 and 7.1e-7.
 LOSSES = {"bfloat16": 1e-3, "float32": 2e-6}
 GRAD_NORMS = {"bfloat16": 1e-2, "float32": 5e-6}
-ELEMENTS = {"bfloat16": 1e-2, "float32": 1e-4}
+
+PLANNED = 8
+"""Until then a run is as of old; its plan minimises something else now."""
 
 
-def numbers(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What stays of a plan without its measurements, whose last bits no other run repeats."""
-    return {key: value for key, value in values.items() if "0x" not in json.dumps(value)}
-
-
-def of_then(control: str, recorded: str) -> str:
-    """A control state without the settings that there were not yet when another was recorded."""
-    record, known = json.loads(control), json.loads(recorded)["config"]
-    record["config"] = {name: record["config"][name] for name in known}
-    return json.dumps(record, sort_keys=True, separators=(",", ":"))
+def plan_of(control: str) -> dict[str, Any]:
+    """What was planned, without fields that there were not yet when another was recorded."""
+    found: dict[str, Any] = json.loads(control)["policy"]["plan"]
+    return {name: found[name] for name in ("allocation", "ell_target", "criterion", "objective")}
 
 
 @pytest.mark.parametrize(
@@ -46,9 +40,9 @@ def of_then(control: str, recorded: str) -> str:
     [
         ("llama3-one-bfloat16", True),
         ("llama3-fsdp2-bfloat16", True),
-        ("llama3-hsdp-bfloat16", True),
-        # torchtitan 0.3.0 adds something up in another order here: the first steps are equal to
-        # the last bit, or to the one before it.
+        # Sums come in another order here: those of torchtitan 0.3.0 under tensor parallelism, those
+        # of gloo over two mesh dimensions. The first steps are equal to the last bit, or nearly.
+        ("llama3-hsdp-bfloat16", False),
         ("llama3-tp2_fsdp2-bfloat16", False),
         ("llama3-tp2_fsdp2-float32", False),
         ("qwen3-fsdp2-bfloat16", False),
@@ -63,22 +57,14 @@ def test_a_run_has_the_digits_of_old(
 ) -> None:
     model, layout, ns_dtype = name.split("-")
     found = summary(titan.run(job(model, layout, ns_dtype, tmp_path)))
-    found["tensors"] = {old_name(key): one for key, one in found["tensors"].items()}
     expected = RECORDED[name]
-    found["control"] = of_then(found["control"], expected["control"])
-    if is_exact and IS_SAME_MACHINE:
-        assert found == expected
-        return
-    assert found["losses"] == pytest.approx(expected["losses"], rel=LOSSES[ns_dtype])
-    assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=GRAD_NORMS[ns_dtype])
-    plans = [json.loads(one["control"])["policy"]["plan"] for one in (found, expected)]
-    assert numbers(plans[0]) == numbers(plans[1])
-    assert len(numbers(plans[0])["allocation"]) == 7
-    assert found["tensors"].keys() == expected["tensors"].keys()
-    for key, one in expected["tensors"].items():
-        if not key.startswith("optimizer/"):
-            close = pytest.approx(one["samples"], rel=0, abs=ELEMENTS[ns_dtype] * one["norm"])
-            assert found["tensors"][key]["samples"] == close, key
+    same = is_exact and IS_SAME_MACHINE
+    for key, tolerances in (("losses", LOSSES), ("grad_norms", GRAD_NORMS)):
+        before = expected[key][:PLANNED]
+        wanted = before if same else pytest.approx(before, rel=tolerances[ns_dtype])
+        assert found[key][:PLANNED] == wanted
+    assert found["schedules"][:PLANNED] == expected["schedules"][:PLANNED]
+    assert len(plan_of(found["control"])["allocation"]) == 7
 
 
 def resumed(titan: Server, folder: Path, model: str, layout: str, step: int) -> Run:
@@ -87,7 +73,7 @@ def resumed(titan: Server, folder: Path, model: str, layout: str, step: int) -> 
     return titan.run(job(model, layout, "bfloat16", folder))
 
 
-@pytest.mark.parametrize("step", titan_golden.SAVED["llama3"])
+@pytest.mark.parametrize("step", [s for s in titan_golden.SAVED["llama3"] if s > PLANNED])
 def test_an_old_checkpoint_goes_on_as_if_nothing_had_changed(
     titan: Server, tmp_path: Path, step: int
 ) -> None:
@@ -100,7 +86,7 @@ def test_an_old_checkpoint_goes_on_as_if_nothing_had_changed(
         assert found["losses"] == expected["losses"][step:]
         assert found["grad_norms"] == expected["grad_norms"][step:]
         assert found["schedules"] == expected["schedules"][step:]
-        assert of_then(found["control"], expected["control"]) == expected["control"]
+        assert plan_of(found["control"]) == plan_of(expected["control"])
         assert {old_name(key): one for key, one in found["tensors"].items()} == expected["tensors"]
 
 

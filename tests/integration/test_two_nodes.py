@@ -22,7 +22,7 @@ LAUNCH = ROOT / "launch"
 CONFIG = ROOT / "configs" / "debug_llama3.toml"
 STEPS = 30
 INTERVAL = 10  # AMO locks at step 14: a run resumed from step 10 is in its transition
-SHELL_SCRIPTS = ("setup.sh", "train_node.sh", "train_nodes.sh", "train.slurm")
+SHELL_SCRIPTS = ("setup.sh", "train_node.sh", "train_nodes.sh", "train.slurm", "doctor.sh")
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the scripts are bash")
 
@@ -225,15 +225,8 @@ def test_one_node_meets_itself_on_a_free_port(tmp_path: Path) -> None:
 # ------------------------------------------------------------------ Slurm
 
 
-def slurm(tmp_path: Path, srun: str) -> subprocess.Popen[bytes]:
-    stub(
-        tmp_path,
-        "scontrol",
-        f'[[ "$1" == show ]] && echo -e "n1\\nn2" || echo "$@" >> {tmp_path}/requeued',
-    )
-    stub(tmp_path, "scancel", f'echo "$@" > {tmp_path}/cancelled')
-    stub(tmp_path, "srun", srun)
-    variables = environment(
+def slurm_variables(tmp_path: Path) -> dict[str, str]:
+    return environment(
         PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}",
         SLURM_SUBMIT_DIR=str(ROOT),
         SLURM_JOB_ID="123456",
@@ -242,6 +235,17 @@ def slurm(tmp_path: Path, srun: str) -> subprocess.Popen[bytes]:
         SLURM_CPUS_ON_NODE="96",
         SLURM_RESTART_COUNT="3",
     )
+
+
+def slurm(tmp_path: Path, srun: str) -> subprocess.Popen[bytes]:
+    stub(
+        tmp_path,
+        "scontrol",
+        f'[[ "$1" == show ]] && echo -e "n1\\nn2" || echo "$@" >> {tmp_path}/requeued',
+    )
+    stub(tmp_path, "scancel", f'echo "$@" > {tmp_path}/cancelled')
+    stub(tmp_path, "srun", srun)
+    variables = slurm_variables(tmp_path)
     # A copy, from elsewhere: so does Slurm.
     copy = shutil.copy(LAUNCH / "train.slurm", tmp_path / "slurm_script")
     return subprocess.Popen(
@@ -266,6 +270,33 @@ def test_slurm_starts_every_node_with_the_same_meeting_point(tmp_path: Path) -> 
         ),
     ]
     assert not (tmp_path / "requeued").exists()
+
+
+def test_slurm_gives_the_doctor_all_cpus_of_each_node(tmp_path: Path) -> None:
+    stub(tmp_path, "scontrol", 'echo -e "n1\\nn2"')
+    stub(tmp_path, "srun", f'echo "$NODES $HEAD $GPUS $RUN_ID $*" > {tmp_path}/called; exit 7')
+    variables = {**slurm_variables(tmp_path), "SLURM_CPUS_PER_TASK": "12"}
+    doctor = [str(LAUNCH / "doctor.sh"), "--quick"]
+    assert subprocess.run(doctor, env=variables, check=False).returncode == 7
+    assert (tmp_path / "called").read_text().split() == [
+        *("2", "n1:23456", "8", "doctor-123456", "--kill-on-bad-exit=1", "--cpus-per-task=12"),
+        *("--ntasks-per-node=1", "--nodes=2", *doctor),
+    ]
+
+
+def test_the_doctor_finds_what_training_ranks_find(tmp_path: Path) -> None:
+    body = f'[[ "$1" == -c ]] || env > {tmp_path}/found'
+    stub(tmp_path, "python", body)
+    found = []
+    for script in ("doctor.sh", "train_nodes.sh"):
+        variables = environment(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+        del variables["OMP_NUM_THREADS"]
+        subprocess.run([str(LAUNCH / script)], env=variables, check=True)
+        lines = (tmp_path / "found").read_text().splitlines()
+        found.append({one for one in lines if one.startswith(("NCCL", "PYTORCH", "OMP"))})
+    assert found[0] == found[1]
+    assert "OMP_NUM_THREADS=4" in found[0]
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in found[0]
 
 
 def test_slurm_saves_and_queues_the_job_again_before_its_time_is_up(tmp_path: Path) -> None:

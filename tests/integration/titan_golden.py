@@ -47,7 +47,6 @@ def job(model: str, layout: str, ns_dtype: str, folder: Path, *more: str) -> Job
         *("--training.global_batch_size=4", "--training.local_batch_size=1"),
         *("--optimizer.amo.observe_every=2", "--optimizer.amo.observe_until=8"),
         *("--optimizer.amo.transition_steps=6", f"--optimizer.amo.ns_dtype={ns_dtype}"),
-        "--optimizer.amo.adamw_implementation=foreach",  # as the recorded control states say
         *("--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0"),
         "--checkpoint.no-last_save_model_only",
         *degrees,

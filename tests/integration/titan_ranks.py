@@ -341,7 +341,7 @@ def _traced(trainer_class: Any, path: Path, job: Job, rank: int) -> Any:
         def _trace(self) -> None:
             optimizer = self.optimizers.optimizer
             step = optimizer.num_steps_taken
-            schedules = optimizer.policy.schedules(step)
+            schedules = optimizer.schedules_by_group(step)
             record = {
                 "step": step,
                 "phase": optimizer.phase,

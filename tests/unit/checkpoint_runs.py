@@ -18,7 +18,7 @@ FIELDS: dict[str, Any] = {
     "sample_size": 2,
     "transition_steps": 3,
 }
-PAPER: dict[str, Any] = {"objective": "projected", "planner": "greedy", "budget_unit": "steps"}
+PAPER: dict[str, Any] = {"planner": "paper"}
 SHAPES = {
     "tok_embeddings.weight": (5, 8),
     "layers.0.attention.wq.weight": (12, 8),
@@ -28,6 +28,20 @@ SHAPES = {
 }
 WQ = "layers.0.attention.wq.weight"
 STEPS = 10
+BAD_RATES = [
+    ("lr", float("nan"), "nan"),
+    ("lr", -1.0, "-1.0"),
+    ("lr", torch.tensor(torch.nan), r"tensor(nan)"),
+    ("lr", None, "None"),
+    ("lr_scale", -0.5, "-0.5"),
+    ("weight_decay", float("inf"), "inf"),
+    ("betas", (0.9, 1.0), "(0.9, 1.0)"),
+    ("betas", 0.9, "0.9"),
+    ("eps", -1.0, "-1.0"),
+    ("momentum", 1.0, "1.0"),
+    ("nesterov", 1, "1"),
+]
+"""A field of a parameter group, what no training can mean, and how the error tells it."""
 
 
 def make(dtype: torch.dtype = torch.float32, **fields: Any) -> tuple[nn.Module, AMO]:

@@ -11,6 +11,7 @@ from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.types import MatrixInfo
 from tests import spectra
+from tests.held import Held
 
 TYPES = ("attn_q", "mlp_down", "expert")
 REGISTRY = [
@@ -24,24 +25,24 @@ TIMES: dict[str, Any] = {
     "transition_steps": 4,
     "sample_size": 3,
 }
-CONFIG = AMOConfig.paper(planner="exact", **TIMES)
+CONFIG = AMOConfig.paper(**TIMES)
 MEASURED = AMOConfig(**TIMES)
 BOTH = [pytest.param(CONFIG, id="projected"), pytest.param(MEASURED, id="measured")]
 ELL = {"attn_q": 3e-5, "mlp_down": 2e-3, "expert": 0.04}
 
 
-def controller(config: AMOConfig = CONFIG) -> AMOPolicy:
-    fresh = AMOPolicy(config)
+def controller(config: AMOConfig = CONFIG) -> Held:
+    fresh = Held(AMOPolicy(config))
     fresh.bind(REGISTRY)
     return fresh
 
 
-def observe(target: AMOPolicy, step: int, ell: dict[str, float] = ELL) -> None:
+def observe(target: Held, step: int, ell: dict[str, float] = ELL) -> None:
     ells = {name: ell[name.rsplit(".", 1)[1]] for name in target.sample(step)}
     spectra.record(target, step, ells)
 
 
-def planned(config: AMOConfig = CONFIG, ell: dict[str, float] = ELL) -> AMOPolicy:
+def planned(config: AMOConfig = CONFIG, ell: dict[str, float] = ELL) -> Held:
     target = controller(config)
     for step in range(config.observe_every, config.observe_until + 1, config.observe_every):
         observe(target, step, ell)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,13 +20,14 @@ from amo_dist.distributed.agreement import (
     gather_text,
     max_over,
     sum_over,
+    take_device,
 )
 from amo_dist.engine import world
 
 
 def parameter(name: str, *ranks: int, operator_type: str = "") -> tuple[Any, ...]:
-    matrices = [(name, (2, 3), operator_type)] if operator_type else []
-    return name, ranks, matrices
+    matrices = [(name, (2, 3), operator_type, 1.0)] if operator_type else []
+    return ranks, matrices
 
 
 def compare(monkeypatch: pytest.MonkeyPatch, by_rank: list[Any]) -> None:
@@ -43,6 +46,64 @@ def test_without_a_group_everything_is_the_identity() -> None:
     assert control_device(None) == torch.device("cpu")
     check_alike("anything", "text", None)
     check_alike_by_ranks("anything", {(0,): "text"}, None)
+
+
+NCCL, BOTH = "cuda:nccl", "cpu:gloo,cuda:nccl"
+
+
+@pytest.mark.parametrize(
+    ("config", "bound", "given", "expected"),
+    [
+        (BOTH, "cuda:3", "cuda:2", "cpu"),
+        (NCCL, "cuda:3", None, "cuda:3"),
+        (NCCL, "cuda:3", "cuda:2", "cuda:3"),
+        (NCCL, None, "cuda:2", "cuda:2"),
+    ],
+)
+def test_control_tensors_lie_on_the_device_of_the_group(
+    monkeypatch: pytest.MonkeyPatch,
+    config: str,
+    bound: str | None,
+    given: str | None,
+    expected: str,
+) -> None:
+    """``device_id`` of a job whose ranks set no device leaves cuda:0 the current one."""
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
+    bound_device = bound and torch.device(bound)
+    group: Any = SimpleNamespace(bound_device_id=bound_device, group_name="of a test")
+    monkeypatch.setattr(agreement, "_devices", {})
+    if given is not None:
+        take_device(group, torch.device(given))
+    assert control_device(group) == torch.device(expected)
+
+
+@pytest.mark.parametrize(
+    ("config", "device", "message"),
+    [
+        (
+            NCCL,
+            "cpu",
+            r"found the backends 'cuda:nccl' and parameters on cpu, .*cpu:gloo,cuda:nccl",
+        ),
+        (
+            "cpu:gloo",
+            "cuda:1",
+            "parameters on cuda, expected a backend for cuda: init_process_grou",
+        ),
+        (NCCL, "cuda:1", ""),
+        (BOTH, "cpu", ""),
+        (BOTH, "cuda", ""),
+    ],
+)
+def test_a_group_needs_a_backend_for_the_parameters(
+    monkeypatch: pytest.MonkeyPatch, config: str, device: str, message: str
+) -> None:
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
+    group: Any = SimpleNamespace(group_name="of a test")
+    monkeypatch.setattr(agreement, "_devices", {})
+    take_device(None, torch.device(device))
+    with pytest.raises(ValueError, match=message) if message else nullcontext():
+        take_device(group, torch.device(device))
 
 
 @pytest.mark.parametrize(
@@ -98,7 +159,7 @@ def test_the_registry_holds_the_matrices_of_all_ranks_sorted() -> None:
         [parameter("b", 0, operator_type="attn_q")],
         [parameter("a", 1, operator_type="attn_q"), parameter("n", 1, 2)],
     ]
-    registry, homes, slots = world._survey(by_rank)
+    registry, homes, sets = world._survey(by_rank)
     assert [info.name for info in registry] == ["a", "b"]
     assert homes == {"b": (0,), "a": (1,)}
-    assert slots == (("a", ()), ("b", ()), ("n", (1, 2)))
+    assert sets == {(), (1, 2)}

@@ -8,10 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.grouping import matrices_by_group
-from amo_dist.schedule.planning import costs_by_group, plan_allocation
 from amo_dist.tools.simulate import OWNERSHIPS, simulate
 from benchmarks import bfloat16_params, launches, newton_schulz, optimizer_step, overhead, spectra
 from benchmarks.measure import paired, ratio, report, table
@@ -45,20 +42,18 @@ def test_shapes_are_those_of_the_paper(name: str) -> None:
 def test_a_locked_step_costs_no_more_flops_than_a_uniform_one(
     name: str, scale: float, is_reversed: bool
 ) -> None:
-    config = AMOConfig(objective="projected")
     registry = MODELS[name].matrices()
     values = list(ELL_BY_TYPE.values())
     ells = dict(zip(ELL_BY_TYPE, reversed(values) if is_reversed else values, strict=True))
     targets = {kind: min(1.0, scale * ell) for kind, ell in ells.items()}
-    costs = costs_by_group(matrices_by_group(registry))
-    schedules = plan_allocation(config, targets, costs=costs).schedules()
-    uniform = sum(config.base_steps * ns_step_flops(*info.shape) for info in registry)
+    schedules = optimizer_step.within_flops(targets, registry)
+    uniform = sum(5 * ns_step_flops(*info.shape) for info in registry)
     locked = sum(
         schedules[info.operator_type].num_steps * ns_step_flops(*info.shape) for info in registry
     )
     assert locked <= uniform
     # The plan differs from the uniform one: the test is not of 5 against 5.
-    assert {schedule.num_steps for schedule in schedules.values()} != {config.base_steps}
+    assert {schedule.num_steps for schedule in schedules.values()} != {5}
 
 
 def test_contenders_take_turns() -> None:
@@ -91,11 +86,12 @@ def rows_of(path: Path) -> list[dict[str, object]]:
 def test_newton_schulz_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     output = tmp_path / "ns.json"
     threads = torch.get_num_threads()
-    arguments = ["--shapes", "48x96", "--dtypes", "float32", "--rounds", "1"]
+    arguments = ["--shapes", "128x256", "--dtypes", "float32", "--rounds", "1"]
     assert newton_schulz.main([*arguments, "--threads", str(threads), "--output", str(output)]) == 0
     rows = rows_of(output)
     assert [str(row["backend"]).split()[0] for row in rows] == [
-        *("standard", "single", "symmetric", "gram")
+        "standard",
+        "gram",
     ]
     # float32's floor, several times over.
     assert all(float(str(row["error"])) < 1e-4 for row in rows)
@@ -146,8 +142,9 @@ def test_the_busiest_rank_owns_what_the_simulation_says(ownership: str) -> None:
     registry = MODELS["Qwen3-1.7B"].matrices()
     owned = newton_schulz.owned_batches("Qwen3-1.7B", 32, steps=5, ownership=ownership, itemsize=2)
     simulated = simulate(registry, dict.fromkeys(ELL_BY_TYPE, 5), 32)
-    (load,) = {row["load"]["greatest"] for row in simulated if row["ownership"] == ownership}
-    assert sum(count * 5 * ns_step_flops(*shape) for count, shape in owned) == load
+    (load,) = {row["gflop"]["most"] for row in simulated if row["ownership"] == ownership}
+    found = sum(count * 5 * ns_step_flops(*shape) for count, shape in owned)
+    assert found == pytest.approx(load * 1e9, rel=1e-12)
     # In buckets as the optimizer fills them, of which the largest matrices take two.
     assert all(2 * count * rows * columns <= 64 * 2**20 for count, (rows, columns) in owned)
     assert max(count for count, _ in owned) > 1
@@ -160,7 +157,7 @@ def test_the_matrices_of_a_rank_run(tmp_path: Path) -> None:
     arguments += ["--steps", "2", "--rounds", "1", "--device", "cpu", "--threads", str(threads)]
     assert newton_schulz.main([*arguments, "--output", str(output)]) == 0
     rows = rows_of(output)
-    assert [row["backend"] for row in rows] == ["standard", "auto", "single"]
+    assert [row["backend"] for row in rows] == ["standard", "auto"]
     assert {row["matrices"] for row in rows} == {3}  # 84 matrices on 32 ranks
     assert rows[0]["effective %"] == rows[0]["executed %"]
 
@@ -203,8 +200,9 @@ def test_results_hold_null_where_a_number_is_not_finite(tmp_path: Path) -> None:
 
 def test_a_step_on_devices_takes_few_launches(tmp_path: Path) -> None:
     output = tmp_path / "launches.json"
-    launches.main(["--rounds", "1", "--param-dtype", "bfloat16", "--output", str(output)])
+    launches.main(["--param-dtype", "bfloat16", "--output", str(output)])
     (row,) = json.loads(output.read_text())["rows"]
     # Of 255 parameters: one launch, or one view, for each would be more.
-    assert row["operations"] < 300
+    assert row["operations"] < 320
     assert row["views"] < 100
+    assert row["waits"] == 0

@@ -15,8 +15,9 @@ from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.planning import plan_allocation, plan_measured
 from amo_dist.schedule.trials import Trials
+from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.cli import main
-from amo_dist.tools.plan_sweep import read_sweep
+from amo_dist.tools.plan import read_sweep
 
 # Hard, middling and easy; the hard type is dear, so that a plan has something to weigh.
 SPECTRA = {
@@ -26,24 +27,27 @@ SPECTRA = {
 }
 COSTS = {name: 4 * ns_step_flops(64, n) for name, n in zip(SPECTRA, (64, 128, 256), strict=True)}
 NUM_MATRICES = dict.fromkeys(SPECTRA, 4)
+WEIGHTS = (0.25, 0.25, 0.5)
 ELLS = {"attn_q": 3e-4, "attn_k": 1e-3, "mlp_up": 2e-3}
 
 
 def errors(trials: Trials, spectrum: list[float]) -> list[float]:
-    """Squared residuals of all trials, then squared distances, from their definitions."""
+    """As an observation keeps them: from the definitions."""
     images = [[one.image(x / one.norm_scale) for x in spectrum] for one in trials.schedules()]
     count = len(spectrum)
     residuals = [sum((y * y - 1) ** 2 for y in ys) / count for ys in images]
-    return residuals + [sum((y - 1) ** 2 for y in ys) / count for ys in images]
+    distances = [sum((y - 1) ** 2 for y in ys) / count for ys in images]
+    return list(trials.errors_of(MatrixInfo("m", (40, 40), "attn_q"), residuals + distances))
 
 
 def measured_plan(steps: range = range(3, 8), **changes: Any) -> Plan:
-    """A plan as a run with the default objective makes it."""
+    """A plan as a run with the default settings makes it."""
     trials = Trials(steps, 5, 1e-3)
     return plan_measured(
         AMOConfig(min_steps=steps[0], max_steps=steps[-1], **changes),
         {name: trials.best(errors(trials, spectrum)) for name, spectrum in SPECTRA.items()},
-        num_matrices=NUM_MATRICES,
+        num_matrices=list(NUM_MATRICES.values()),
+        weights=WEIGHTS,
         ell_robust=list(ELLS.values()),
         costs=COSTS,
     )
@@ -86,7 +90,7 @@ def test_a_run_s_plan_is_shown_as_it_is(
     found = json.loads(output(capsys, "--plan", folder, "--json"))
     assert tuple(found["allocation"].values()) == plan.allocation
     assert (found["criterion"], found["objective"]) == (plan.criterion, plan.objective)
-    assert found["error"] == ("projected error" if plan.measured is None else "residual")
+    assert found["error"] == plan.error_name
 
 
 def test_a_file_of_an_older_version_still_shows(
@@ -105,14 +109,10 @@ def test_a_file_of_an_older_version_still_shows(
 @pytest.mark.parametrize(
     ("plan", "option"),
     [
-        (measured_plan(), "--budget-unit=flops"),
         (measured_plan(budget_ratio=0.87), "--max-steps=7"),
-        (measured_plan(budget_ratio=1.13, budget_unit="steps"), "--min-steps=3"),
-        (projected_plan(budget_ratio=0.9), "--planner=greedy"),
-        (
-            projected_plan(planner="exact", budget_unit="flops", budget_ratio=0.87),
-            "--planner=exact",
-        ),
+        (measured_plan(budget_ratio=1.13), "--min-steps=3"),
+        (measured_plan(as_good_as="kj"), "--max-steps=7"),
+        (projected_plan(budget_ratio=0.9), "--max-steps=7"),
         (older_plan(), "--budget-ratio=1.0"),
     ],
 )
@@ -134,19 +134,62 @@ def test_a_budget_of_flops_is_kept_to_the_flop(
     assert found["budget"] == flop_budget(ratio, list(COSTS.values()), 5)
 
 
-@pytest.mark.parametrize("unit", ["flops", "steps"])
 @pytest.mark.parametrize("ratio", [0.8, 1.0, 1.2])
 def test_another_budget_gives_the_plan_that_the_run_would_have_made(
-    ratio: float, unit: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ratio: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = [f"--budget-ratio={ratio}", f"--budget-unit={unit}"]
-    folder = write(tmp_path, measured_plan())
-    expected = measured_plan(budget_ratio=ratio, budget_unit=unit)
-    assert output(capsys, "--plan", folder, *options) == plan_table(expected) + "\n"
-    folder = write(tmp_path, projected_plan())
-    planner = "exact" if unit == "flops" else "greedy"  # which flops imply
-    paper = projected_plan(budget_ratio=ratio, budget_unit=unit, planner=planner)
-    assert output(capsys, "--plan", folder, *options).startswith(plan_table(paper) + "\n")
+    option, expected = f"--budget-ratio={ratio}", measured_plan(budget_ratio=ratio)
+    for made in (measured_plan(), measured_plan(as_good_as="kj")):
+        folder = write(tmp_path, made)
+        assert output(capsys, "--plan", folder, option) == plan_table(expected) + "\n"
+    folder, paper = write(tmp_path, projected_plan()), projected_plan(budget_ratio=ratio)
+    assert output(capsys, "--plan", folder, option).startswith(plan_table(paper) + "\n")
+
+
+@pytest.mark.parametrize("name", ["kj", "uniform", "a2"])
+def test_as_good_as_another_schedule_is_the_plan_that_the_run_would_have_made(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    expected = measured_plan(as_good_as=name)
+    limit = expected.objective_of(name)
+    assert limit is not None
+    assert expected.objective <= limit
+    for made in (measured_plan(), measured_plan(budget_ratio=0.8)):
+        folder = write(tmp_path, made)
+        found = output(capsys, "--plan", folder, f"--as-good-as={name}")
+        assert found == plan_table(expected) + "\n"
+    assert f"as good as {name}, {limit:.5f}, 3 to 7 steps a type" in found
+    found = json.loads(output(capsys, "--plan", folder, f"--as-good-as={name}", "--json"))
+    assert (found["as_good_as"], found["objective"]) == (name, expected.objective)
+
+
+def test_what_a_plan_does_not_hold_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    made = measured_plan()
+    assert made.measured is not None
+    before = tuple(dataclasses.replace(one, references={}) for one in made.measured)
+    older = dataclasses.replace(made, criterion="measured", weights=None)
+    for plan, option, message in (
+        (
+            projected_plan(),
+            "--as-good-as=kj",
+            "found a plan by projected errors, expected one by m",
+        ),
+        (
+            dataclasses.replace(made, measured=before),
+            "--as-good-as=kj",
+            "found 'kj', expected a sc",
+        ),
+        (
+            older,
+            "--as-good-as=kj",
+            "without the weights of its types, expected one by the error of",
+        ),
+        (older, "--budget-ratio=0.9", "without the weights of its types, expected one by the err"),
+    ):
+        assert main(["plan", "--plan", write(tmp_path, plan), option]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_a_narrower_range_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -162,7 +205,9 @@ def test_a_narrower_range_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--budget-ratio=0.5"], "found measurements of 3 to 7 steps, expected 2 to 7, which"),
         (["--max-steps=8"], "found measurements of 3 to 7 steps, expected 3 to 8, which"),
         (["--budget-ratio=0.1"], "budget: found"),
-        (["--planner=greedy"], "planner: found 'greedy', expected 'exact', or"),
+        (["--as-good-as=muon"], "as_good_as: found 'muon', expected a schedule that was measured"),
+        (["--as-good-as=kj", "--sweep=0.8:1"], "--sweep: found '0.8:1', expected none with --as-g"),
+        (["--as-good-as=kj", "--budget-ratio=1"], "--budget-ratio: found 1.0, expected none with"),
         (["--base-steps=4"], "--base-steps: found 4, expected none with --plan: the uniform"),
         (["--shape=attn_q=4x4"], "--shape: found ['attn_q=4x4'], expected none with --plan"),
         (["--sweep=0.8:1", "--budget-ratio=1"], "--budget-ratio: found 1.0, expected none with"),
@@ -275,7 +320,7 @@ def test_the_table_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]
         f"{sum(plan.allocation)}",
         f"{plan.flops_ratio:.4f}",
     ]
-    assert lines[-2] == "budgets of flops, exact planner, measured objective"
+    assert lines[-2] == "budgets of flops, exact planner, update objective"
     found = json.loads(output(capsys, "--plan", folder, "--sweep=0.8:1:0.1", "--json"))
     least = found["least_budget_ratio"]
     assert lines[-1] == f"the least ratio whose plan is no worse than uniform: {least:g}"

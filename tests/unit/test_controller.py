@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import dataclasses
 import json
 import logging
 import math
@@ -192,16 +191,16 @@ def test_the_plan_is_due_after_the_last_observation_until_adopted(config: AMOCon
     target = controller(config)
     for step in (2, 4):
         observe(target, step)
-        assert not target.plan_due(step)
+        assert not target.plan_due()
     with pytest.raises(ValueError, match=r"observations: found .*, expected observations up to"):
         target.make_plan()
-    assert not target.plan_due(6)
+    assert not target.plan_due()
     observe(target, 6)
-    assert target.plan_due(6)
+    assert target.plan_due()
     with pytest.raises(ValueError, match=r"step: found 7, expected at most 6 while no plan"):
         target.state_at(7)
     target.adopt_plan(target.make_plan())
-    assert not target.plan_due(6)
+    assert not target.plan_due()
 
 
 @pytest.mark.parametrize("config", BOTH)
@@ -238,7 +237,7 @@ def test_a_measured_plan_of_others_is_refused() -> None:
     others["measured"][0]["uniform_residual"] = (0.5).hex()
     for payload, field in (
         (json.dumps(others), "measured"),
-        (plan_of(CONFIG).to_json(), "measured"),
+        (plan_of(CONFIG).to_json(), "weights"),
         (json.dumps({**plan.to_dict(), "num_matrices": [5, 5, 4]}), "num_matrices"),
         (json.dumps({**plan.to_dict(), "budget": 1}), "budget"),
     ):
@@ -278,7 +277,7 @@ def test_totals_advance_monotonically_and_counts_stay_near(
     ells: list[float], ratio: float, duration: int
 ) -> None:
     targets = {f"t{i}": ell for i, ell in enumerate(ells)}
-    config = AMOConfig.paper(planner="exact", budget_ratio=ratio)
+    config = AMOConfig.paper(budget_ratio=ratio)
     plan = plan_allocation(config, targets)
     totals = [5 * len(ells)]
     for done in range(1, duration + 1):
@@ -295,8 +294,7 @@ def test_totals_advance_monotonically_and_counts_stay_near(
 
 
 def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
-    config = AMOConfig.paper(planner="exact")
-    plan = plan_allocation(config, {"a": 1e-6, "b": 1e-6, "c": 0.5, "d": 0.5})
+    plan = plan_allocation(AMOConfig.paper(), {"a": 1e-6, "b": 1e-6, "c": 0.5, "d": 0.5})
     assert plan.allocation == (7, 7, 3, 3)
     # 5.5, 5.5, 4.5, 4.5 sum to 20: two of the four are rounded up.
     counts = [steps for steps, _ in plan.state_at(Fraction(1, 4)).values()]
@@ -311,9 +309,8 @@ def test_the_range_is_relaxed_and_logged(caplog: pytest.LogCaptureFixture) -> No
     assert [len(curve) for curve in plan.curves] == [6, 6]
 
 
-@pytest.mark.parametrize("config", BOTH)
-def test_a_budget_of_flops_weighs_types_by_their_matrices(config: AMOConfig) -> None:
-    plan = planned(dataclasses.replace(config, budget_unit="flops")).plan
+def test_a_budget_of_flops_weighs_types_by_their_matrices() -> None:
+    plan = planned(MEASURED).plan
     assert plan is not None
     costs = tuple(5 * ns_step_flops(*shape) for shape in [(8, 8), (4, 12), (6, 1)])
     assert plan.costs == costs
@@ -332,7 +329,7 @@ def test_a_plan_reads_back_bit_for_bit_and_prints(config: AMOConfig) -> None:
     lines = plan_table(plan).splitlines()
     assert lines[0].split()[:2] == ["operator", "type"]
     assert [line.split()[0] for line in lines[1:]] == [
-        *(*TYPES, "total", config.objective, "budget")
+        *(*TYPES, "total", "squared" if config is MEASURED else "projected", "budget")
     ]
     bare = plan_allocation(CONFIG, {"a": 1e-3})
     assert "flop" not in plan_table(bare)

@@ -1,10 +1,10 @@
-"""The doctor's parts on one process: verdicts, figures for the preflight, the roll call."""
+"""The doctor's parts on one process: verdicts, planted faults, advice, the roll call."""
 
 from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,11 +14,11 @@ import torch
 import torch.distributed as dist
 
 from amo_dist.tools.cli import main
-from amo_dist.tools.doctor import command, examination, hardware, models, optimizer
+from amo_dist.tools.doctor import command, examination, machine, optimizer
 from amo_dist.tools.doctor import site as sites
 from amo_dist.tools.doctor.examination import Check, Examination, Verdict
+from amo_dist.tools.doctor.models import SMALL
 from amo_dist.tools.doctor.site import Fault, Site
-from torchtitan_ext.tools import preflight_costs
 
 CPU = torch.device("cpu")
 ONE = Site(0, ((0,),), CPU)
@@ -69,15 +69,6 @@ def test_checks_that_no_time_is_left_for_are_skipped() -> None:
     assert lines == ["ok   one: [{}]", "skip two: no time left (--seconds)"]
 
 
-def test_a_signal_ends_the_check_under_way() -> None:
-    never = threading.Event()
-    one = Examination(ONE, seconds=60.0, deadline=60.0, say=lambda _: None)
-    one.run([Check("stopped", lambda: (one.stop(), never.wait()))])
-    never.set()
-    assert str(one.verdicts[0]) == "FAIL stopped: stopped from outside"
-    assert one.is_stuck
-
-
 def test_an_error_is_told_once_with_its_ranks() -> None:
     ended, broke = {"state": "ended", "values": 1}, {"state": "broke", "error": "E: x"}
     stuck = {"state": "stuck", "error": "no end within 5 s"}
@@ -105,12 +96,11 @@ def roll(monkeypatch: pytest.MonkeyPatch, **others: str) -> None:
     store = dist.HashStore()
     for rank, text in others.items():
         store.set(f"doctor/device/{rank[1:]}", text)
-    sites._call_roll(store, 0, 3, {"device": "cpu", "problem": ""})
+    sites.call_roll(Site(0, ((0, 1, 2),), CPU, store=store), "")
 
 
 def test_the_roll_is_called_before_any_group_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    there, other = (json.dumps({"device": name, "problem": ""}) for name in ("cpu", "cuda"))
-    ill = json.dumps({"device": "cuda", "problem": "invalid device ordinal"})
+    there, other, ill = '["cpu", ""]', '["cuda", ""]', '["cuda", "invalid device ordinal"]'
     roll(monkeypatch, r1=there, r2=there)
     with pytest.raises(Fault, match=r"no answer from ranks 1, 2"):
         roll(monkeypatch)
@@ -129,57 +119,92 @@ def test_a_launcher_without_its_other_ranks(
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     assert main(["doctor", "--json", str(tmp_path / "d.json")]) == 1
     assert capsys.readouterr().out.startswith("FAIL ranks: the ranks did not meet: Timed out")
-    assert json.loads((tmp_path / "d.json").read_text())["hardware"] == {}
+    (check,) = json.loads((tmp_path / "d.json").read_text())["checks"]
+    assert (check["name"], check["verdict"]) == ("ranks", "FAIL")
 
 
 # ------------------------------------------------------------------ figures
 
 
-def test_the_table_holds_the_worst_rank() -> None:
-    rates = [{"hardware": {"bf16_tflops": rate, "kernel_us": rate}} for rate in (4.0, 8.0)]
-    wires = [{"all_to_all": 3.0, "latency_us": 5.0}, {"all_to_all": 2.0, "latency_us": 6.0}]
-    schulz = [{"ns_tflops": 3.0, "ns_half_dim": 64.0}, {"ns_tflops": 2.0, "ns_half_dim": 32.0}]
-    found = hardware.hardware_table(
-        {"products": rates, "bandwidth across nodes": [*wires, {}], "newton-schulz": schulz}
-    )
-    assert found == {
-        "bf16_tflops": 4.0,
-        "kernel_us": 8.0,
-        "network_gb_per_s": 2.0,
-        "network_efficiency": 1.0,
-        "collective_us": 6.0,
-        "ns_efficiency": 0.5,
-        "ns_half_dim": 64.0,
-    }
+def blocks(**milliseconds: float) -> dict[str, Any]:
+    return {name: {"ms": ms, "error": 0.01} for name, ms in milliseconds.items()}
 
 
-def test_the_model_of_costs_goes_through_both_rates() -> None:
-    rates = [3.0 * side / (side + 100) for side in (128, 512)]
-    found = hardware._fit((128, 512), rates)
-    assert found == {"ns_tflops": pytest.approx(3.0), "ns_half_dim": pytest.approx(100.0)}
-    assert hardware._fit((128, 512), (2.0, 1.0)) == {"ns_tflops": 1.0, "ns_half_dim": 1.0}
+@pytest.mark.parametrize(
+    ("gram", "advised"), [((1.0, 1.0), "gram"), ((1.0, 1.95), "standard"), ((1.0,), "gram")]
+)
+def test_the_advice_is_of_the_slowest_rank(gram: tuple[float, ...], advised: str) -> None:
+    values = [blocks(standard=2.0, gram=ms) for ms in gram]
+    assert f"advice: ns_backend = {advised!r}" in machine.tell_newton_schulz(values)
 
 
-@pytest.mark.parametrize("error", [0.06, float("nan")])
-def test_a_backend_that_is_off_is_named(error: float) -> None:
-    good, bad = {"ms": 1.0, "error": 0.01}, {"ms": 1.0, "error": error}
-    values = [{"shapes": {"2 x 2": {}, "8 x 8": {"gram": one}}} for one in (good, bad)]
-    with pytest.raises(Fault, match=r"gram at 8 x 8 on rank 1: found an error of"):
-        hardware.tell_newton_schulz(values)
-    assert hardware.tell_newton_schulz(values[:1]) == "8 x 8: gram 1 ms (1.0e-02)"
+def test_a_backend_that_some_rank_lacks_is_not_advised() -> None:
+    values = [blocks(standard=2.0, triton=1.0), blocks(standard=2.0)]
+    assert machine.tell_newton_schulz(values).startswith("a block takes standard 2 ms; errors")
+
+
+@pytest.mark.parametrize("factor", [1.06, float("nan")])
+def test_a_backend_that_is_off_is_named(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = machine.orthogonalize
+
+    def run(*args: Any, backend: str, **options: Any) -> torch.Tensor:
+        return real(*args, backend=backend, **options) * (1 if options else factor)
+
+    monkeypatch.setattr(machine, "orthogonalize", run)
+    with pytest.raises(Fault, match=r"standard at \d+ x \d+: found an error of"):
+        machine.newton_schulz(ONE, SMALL)
 
 
 def test_a_backend_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = hardware.orthogonalize
+    real = machine.orthogonalize
 
     def run(*args: Any, backend: str, **options: Any) -> torch.Tensor:
-        if backend == "symmetric":
+        if not options:
             raise KeyError("no tile")
         return real(*args, backend=backend, **options)
 
-    monkeypatch.setattr(hardware, "orthogonalize", run)
-    with pytest.raises(Fault, match=r"symmetric at \d+ x \d+: KeyError: 'no tile'"):
-        hardware.newton_schulz(ONE)
+    monkeypatch.setattr(machine, "orthogonalize", run)
+    with pytest.raises(Fault, match=r"standard at \d+ x \d+: KeyError: 'no tile'"):
+        machine.newton_schulz(ONE, SMALL)
+
+
+@pytest.mark.parametrize(("which", "told"), [(0, "ell: found"), (1, "residuals: found")])
+def test_a_spectrum_that_is_off_is_told(
+    which: int, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = machine.observe
+
+    def observe(*args: Any) -> torch.Tensor:
+        found = real(*args)
+        found[which] *= 1.01
+        return found
+
+    monkeypatch.setattr(machine, "observe", observe)
+    with pytest.raises(Fault, match=told):
+        machine.spectra(ONE)
+
+
+def test_settings_of_the_launcher_must_be_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NCCL_DEBUG", "WARN")
+    one = machine.settings(ONE)
+    told = machine.tell_settings([one])
+    assert f"torch {torch.__version__}" in told
+    assert "NCCL_DEBUG WARN" in told
+    assert f"{len(os.sched_getaffinity(0))} CPUs a rank" in told
+    assert "float32 products highest" in told
+    monkeypatch.delenv("NCCL_DEBUG")
+    with pytest.raises(Fault, match="NCCL_DEBUG: rank 0 has WARN, rank 1 none"):
+        machine.tell_settings([one, machine.settings(ONE)])
+    assert "512 MiB outside PyTorch" in machine.tell_settings([{**one, "outside": 2**29}])
+
+
+def test_the_sizes_of_an_all_to_all_are_zero_or_odd() -> None:
+    sizes = {(i, j): machine._num_bytes(i, j, 2**20) for i in range(8) for j in range(8)}
+    assert all(size == 0 or size % 2 for size in sizes.values())
+    for rank in range(8):
+        sent = [sizes[rank, other] for other in range(8) if other != rank]
+        assert 0 in sent
+        assert len({*sent}) > 2
 
 
 def test_parameters_may_differ_within_a_tolerance_on_cuda_alone() -> None:
@@ -198,42 +223,48 @@ def test_parameters_may_differ_within_a_tolerance_on_cuda_alone() -> None:
 
 def test_state_that_does_not_come_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(optimizer.AMO, "load_state_dict", lambda self, state: None)
-    with pytest.raises(Fault, match="differ after loading"):
-        optimizer.resume(ONE)
+    with pytest.raises(Fault, match=r"parameters differ, the first is"):
+        optimizer.same_bits(ONE, 5)
 
 
-def test_ell_is_compared_with_a_decomposition(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = optimizer.observe
-    monkeypatch.setattr(optimizer, "observe", lambda *args: 1.01 * real(*args))
-    with pytest.raises(Fault, match=r"ell: found .*, expected"):
-        optimizer.observation(ONE, models.SMALL)
+def test_a_run_of_other_bits_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, calls = optimizer.make_model, []
+
+    def make(*args: Any) -> Any:
+        model = real(*args)
+        if calls:
+            next(model.parameters()).data[0, 0] += 1
+        calls.append(model)
+        return model
+
+    monkeypatch.setattr(optimizer, "make_model", make)
+    with pytest.raises(Fault, match=r"1 parameters differ, the first is tok_embeddings.weight"):
+        optimizer.same_bits(ONE, 0)
+
+
+def test_a_skipped_step_that_is_not_counted_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def metrics(_: Any) -> dict[str, float]:
+        return {"optimizer/steps_skipped": 0.0}
+
+    monkeypatch.setattr(optimizer.AMO, "metrics", metrics)
+    with pytest.raises(Fault, match="steps_skipped: found 0, expected 1"):
+        optimizer.skipped(ONE)
+
+
+def test_a_load_that_should_be_refused_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(optimizer.AMO, "load_state_dict", lambda self, state: None)
+    with pytest.raises(Fault, match="no JSON was loaded"):
+        optimizer.skipped(ONE)
 
 
 # ------------------------------------------------------------------ the command
 
 
 def test_the_timed_model() -> None:
-    assert optimizer.named_model("", ONE)[0] == "a stand-in of two blocks of Qwen3-70M"
-    name, shape, steps = optimizer.named_model("Qwen3-1.7B", ONE)
-    assert (name, shape.layers, steps["mlp_gate"]) == ("Qwen3-1.7B", 28, 4)
-
-
-def test_marked_tests_run_in_a_world_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert str(command.marked_tests(False)) == "skip tests marked cuda: no CUDA device"
-    calls: list[Any] = []
-
-    def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        calls.append((words, options))
-        return subprocess.CompletedProcess(words, 1)
-
-    monkeypatch.setattr(subprocess, "run", run)
-    monkeypatch.setenv("MASTER_ADDR", "localhost")
-    monkeypatch.setenv("RANK", "0")
-    assert str(command.marked_tests(True)) == "FAIL tests marked cuda: pytest ended with status 1"
-    ((words, options),) = calls
-    assert words[1:5] == ["-m", "pytest", "-m", "cuda"]
-    assert not {"MASTER_ADDR", "RANK"} & set(options["env"])
-    assert "PATH" in options["env"]
+    assert command.default_model(ONE).name == "two blocks of Qwen3-70M"
+    device = dataclasses.replace(ONE, device=torch.device("cuda", 0))
+    found = command.default_model(device)
+    assert (found.name, found.shape.layers, found.steps["mlp_gate"]) == ("Qwen3-1.7B", 28, 4)
 
 
 def test_seconds_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,39 +273,16 @@ def test_seconds_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.slow
-def test_one_rank_writes_what_the_preflight_reads(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_one_rank_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shape = dict(layers=1, dim=32, ffn_dim=64, heads=2, kv_heads=1)
+    (tmp_path / "shape.json").write_text(json.dumps(shape))
     file = tmp_path / "doctor.json"
-    assert main(["doctor", "--quick", "--json", str(file), "--tests"]) == 0
+    options = ["--quick", "--json", str(file), "--shapes", str(tmp_path / "shape.json")]
+    assert main(["doctor", *options]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "amo doctor: 1 rank on 1 node, cpu, no group"
-    found = json.loads(file.read_text())
-    assert [line.split(":")[0][5:] for line in lines[1:]] == [
-        one["name"] for one in found["checks"]
-    ]
+    checks = json.loads(file.read_text())["checks"]
+    assert [line.split(":")[0][5:] for line in lines[1:]] == [one["name"] for one in checks]
     assert {line[:4] for line in lines[1:]} == {"ok  ", "skip"}
-    measured = found["hardware"]
-    hardware, names = preflight_costs.read_hardware(file, "h100")
-    read = dataclasses.asdict(hardware)
-    measured.pop("kernel_us")  # of which nothing is computed
-    assert measured.items() <= read.items()
-    assert names == sorted(measured)
-    # What one CPU rank cannot know is that of the project's table.
-    table, _ = preflight_costs.read_hardware(preflight_costs.HARDWARE_FILE, "h100")
-    assumed = {name for name in read if name not in measured}
-    assert assumed == {
-        *("nvlink_gb_per_s", "nvlink_efficiency", "network_gb_per_s", "network_efficiency"),
-        *("collective_us", "training_mfu", "disk_gb_per_s"),
-    }
-    assert all(read[name] == getattr(table, name) for name in assumed)
-
-
-def test_a_json_of_something_else_is_refused(tmp_path: Path) -> None:
-    file = tmp_path / "x.json"
-    for text in ("{", "[]", '{"hardware": 3}'):
-        file.write_text(text)
-        with pytest.raises(
-            ValueError, match=r"--hardware: found .*expected the JSON of `amo doctor"
-        ):
-            preflight_costs.read_hardware(file, "h100")
+    (kernels,) = (one for one in checks if one["name"] == "newton-schulz")
+    assert {*kernels["values"][0]} == {"standard"}

@@ -1,62 +1,28 @@
 from __future__ import annotations
 
 import math
-import sys
-from collections.abc import Sequence
 
 import pytest
 import torch
 from torch import Tensor
 
 from amo_dist.kernels import elementwise
-from amo_dist.kernels.cpu import kernels as cpu
-from amo_dist.kernels.elementwise import update_scale
-
-Tensors = Sequence[Tensor]
-kernels = cpu.CpuKernels(torch.bfloat16)
-form = "plain"
-"""Which one the functions below run: the plain form, or that of the CPU."""
-
-
-@pytest.fixture(params=["plain", "cpu", "cpu in small chunks"], autouse=True)
-def each_form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sys.modules[__name__], "form", request.param)
-    if request.param == "cpu in small chunks":
-        monkeypatch.setattr(cpu, "_CHUNK", 100)
+from amo_dist.kernels.elementwise import (
+    apply_update,
+    drop_nonfinite,
+    exceed,
+    nesterov,
+    update_momentum,
+    update_scale,
+)
 
 
-def update_momentum(buffers: Tensors, grads: Tensors, momentum: float) -> None:
-    (elementwise if form == "plain" else kernels).update_momentum(buffers, grads, momentum)
-
-
-def nesterov(
-    buffers: Tensors, grads: Tensors, momentum: float, out: Tensors | None = None
-) -> Tensors:
-    if form == "plain":
-        return elementwise.nesterov(buffers, grads, momentum, out)
-    if out is None:
-        out = [widen(torch.empty_like(buffer)) for buffer in buffers]
-    kernels.nesterov(buffers, grads, momentum, out)
-    return out
-
-
-def apply_update(
-    params: Tensors,
-    updates: Tensors,
-    *,
-    lr: float | Tensor,
-    weight_decay: float,
-    scale: float | list[float],
-) -> None:
-    if form == "plain":
-        elementwise.apply_update(params, updates, lr=lr, weight_decay=weight_decay, scale=scale)
-        return
-    scales = [scale] * len(params) if isinstance(scale, float) else scale
-    kernels.apply_update(params, updates, lr=lr, weight_decay=weight_decay, scale=scales)
-
-
-def exceed(tensors: Tensors, bounds: list[float]) -> Tensor:
-    return (elementwise if form == "plain" else kernels).exceed(tensors, bounds)
+@pytest.fixture(params=["devices", "cpu", "cpu in small chunks"], autouse=True)
+def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if request.param == "devices":
+        monkeypatch.setattr(elementwise, "on_cpu", lambda tensor: False)
+    elif request.param == "cpu in small chunks":
+        monkeypatch.setattr(elementwise, "_CHUNK", 100)
 
 
 MOMENTUM = 0.95
@@ -249,3 +215,31 @@ def test_empty_lists() -> None:
 def test_update_scale(shape: tuple[int, int], expected: float) -> None:
     # One rounding of a product.
     assert update_scale(shape, 0.2) == pytest.approx(expected, rel=1e-15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_entries_beyond_a_bound_are_found(dtype: torch.dtype) -> None:
+    # Of 1e30 entries the 2-norm is infinite in float32, and no entry is.
+    good = [torch.ones(3, 4), torch.full((5,), 1e30), -torch.ones(2), torch.ones(300, 400)]
+    bad = [torch.full((), torch.nan), torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, -2.0])]
+    found, bounds = [each.to(dtype) for each in [*good, *bad]], [1.0, 1.1e30, 1.0, 1.0] + [1.5] * 3
+    for given in (bounds, torch.tensor(bounds, dtype=torch.float64)):
+        assert exceed(found, given).tolist() == [False] * 4 + [True] * 3
+    with pytest.raises(ValueError, match="bounds: found 1, expected one for each of 7"):
+        exceed(found, [1.0])
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_that_are_not_finite_become_zero(dtype: torch.dtype, value: float) -> None:
+    updates = torch.randn(3, 4, 5).to(dtype)
+    kept = updates.clone()
+    assert drop_nonfinite(updates).tolist() == [False] * 3
+    assert torch.equal(updates, kept)
+    # Finite, though their sum is not.
+    large = torch.full((1, 4, 5), torch.finfo(dtype).max, dtype=dtype)
+    assert drop_nonfinite(large).tolist() == [False]
+    updates[1, 2, 3] = value
+    assert drop_nonfinite(updates).tolist() == [False, True, False]
+    assert not updates[1].any()
+    assert torch.equal(updates[::2], kept[::2])

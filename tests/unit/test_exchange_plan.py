@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import math
 from fractions import Fraction
@@ -14,42 +13,31 @@ from hypothesis import strategies as st
 
 from amo_dist.distributed.ownership import Job, Teams, assign
 from amo_dist.distributed.plan import Bucket, ExchangePlan, Part, plan_exchange
-from amo_dist.distributed.relays import relay
 from tests.layouts import Model, build, local_tensor, models
 from tests.ledger import Volume, predict, sent_by_pair, sent_by_plan
 
 few = settings(max_examples=30, deadline=None)
-WIRE, WIDE = 2, 4
+WIRE = 2
+"""Bytes of an element."""
 
 
-def plan_all(
-    model: Model, jobs: tuple[Job, ...], bucket_bytes: int, wide: frozenset[int] = frozenset()
-) -> dict[int, ExchangePlan]:
-    sizes = [
-        matrix.num_elements * (WIDE if index in wide else WIRE)
-        for index, matrix in enumerate(model.matrices)
-    ]
+def plan_all(model: Model, jobs: tuple[Job, ...], bucket_bytes: int) -> dict[int, ExchangePlan]:
     return {
         rank: plan_exchange(
             model.matrices,
             jobs,
             rank=rank,
             peers=model.ranks,
-            bytes_by_matrix=sizes,
+            itemsize=WIRE,
             bucket_bytes=bucket_bytes,
-            wide=wide,
         )
         for rank in model.ranks
     }
 
 
 @st.composite
-def problems(
-    draw: st.DrawFn,
-) -> tuple[Model, tuple[Job, ...], dict[int, ExchangePlan], int, frozenset[int]]:
+def problems(draw: st.DrawFn) -> tuple[Model, tuple[Job, ...], dict[int, ExchangePlan], int]:
     model = draw(models(max_ranks=24))
-    indices = range(len(model.matrices))
-    wide = frozenset(index for index in indices if draw(st.booleans()))
     most = draw(st.sampled_from([1, 2, 4, 8]))
     with pytest.MonkeyPatch.context() as patch:
         # Where sending takes no time, small matrices are shared, too.
@@ -59,86 +47,75 @@ def problems(
             [float(matrix.num_elements) for matrix in model.matrices],
             ownership=draw(st.sampled_from(["round_robin", "balanced"])),
             owners=draw(st.sampled_from(["mesh", "replica"])) if most == 1 else "mesh",
-            teams=Teams(most, 2, wide),
+            teams=Teams(most, 2),
         )
     bucket_bytes = draw(st.sampled_from([1, 100, 1000, 10**6]))
-    return model, jobs, plan_all(model, jobs, bucket_bytes, wide), bucket_bytes, wide
+    return model, jobs, plan_all(model, jobs, bucket_bytes), bucket_bytes
 
 
 @few
 @given(problems())
 def test_what_one_rank_sends_is_what_the_other_receives(problem: tuple) -> None:
-    model, _, plans, _, _ = problem
+    model, _, plans, _ = problem
     assert len({plan.digest for plan in plans.values()}) == 1
     assert len({len(plan.buckets) for plan in plans.values()}) == 1
     place = {rank: index for index, rank in enumerate(model.ranks)}
     for number in range(len(plans[model.ranks[0]].buckets)):
         buckets = {rank: plan.buckets[number] for rank, plan in plans.items()}
-        assert len({bucket.wide for bucket in buckets.values()}) == 1
         for source in model.ranks:
             for destination in model.ranks:
                 here, there = buckets[source], buckets[destination]
                 to, back = place[destination], place[source]
-                assert here.gather.send[to] == there.gather.receive[back]
-                assert here.deliver.send[to] == there.deliver.receive[back]
-                assert (here.forward is None) == (there.forward is None)
-                if here.forward and there.forward:
-                    assert here.forward.send[to] == there.forward.receive[back]
+                assert here.to_owners[to] == there.from_holders[back]
+                assert here.to_holders[to] == there.from_owners[back]
             own = place[source]
-            assert here.gather.send[own] == here.deliver.send[own] == ()
-            assert here.forward is None or here.forward.send[own] == ()
+            assert here.to_owners[own] == here.to_holders[own] == ()
 
 
 @few
 @given(problems())
 def test_plans_move_what_the_ledger_says(problem: tuple) -> None:
-    model, jobs, plans, _, wide = problem
-    pairs = sent_by_pair(model.matrices, jobs, max(model.ranks) + 1, wide)
+    model, jobs, plans, _ = problem
+    pairs = sent_by_pair(model.matrices, jobs, max(model.ranks) + 1)
     found = {
         (rank, peer): volume
         for rank, plan in plans.items()
         for peer, volume in sent_by_plan(plan).items()
     }
     assert found == pairs
-    everyone = [
-        dataclasses.replace(job, targets=(*job.targets, *itertools.chain(*job.forwards.values())))
-        for job in jobs
-    ]
-    assert sum(pairs.values(), Volume()) == predict(model.matrices, everyone, wide)
+    assert {
+        (rank, peer): elements
+        for rank, plan in plans.items()
+        for peer, elements in plan.sent_elements().items()
+    } == {pair: volume.elements for pair, volume in pairs.items()}
+    assert sum(pairs.values(), Volume()) == predict(model.matrices, jobs)
 
 
 @few
 @given(problems())
 def test_each_job_is_in_one_bucket_of_its_owner_and_no_bucket_is_too_full(problem: tuple) -> None:
-    model, jobs, plans, bucket_bytes, wide = problem
-    owned: list[tuple[int, int]] = []
+    model, jobs, plans, bucket_bytes = problem
+    found: list[Job] = []
     for rank, plan in plans.items():
         for bucket in (*plan.buckets, *plan.local):
-            owned += [(index, rank) for index in bucket.owned]
-            assert all((index in wide) == bucket.wide for index in bucket.owned)
-            item = WIDE if bucket.wide else WIRE
-            sizes = [item * math.prod(shape) for task in bucket.tasks for shape in task.shapes]
+            assert {job.owner for job in bucket.jobs} <= {rank}
+            found += bucket.jobs
+            sizes = [WIRE * math.prod(job.shape) for job in bucket.jobs]
             assert sum(sizes) <= bucket_bytes or len(sizes) == 1
-            assert all(task.reported <= set(task.owned) for task in bucket.tasks)
-    assert sorted(owned) == sorted((job.matrix, job.owner) for job in jobs)
-    reported = [
-        index
-        for plan in plans.values()
-        for bucket in (*plan.buckets, *plan.local)
-        for task in bucket.tasks
-        for index in task.reported
-    ]
-    assert sorted(reported) == list(range(len(model.matrices)))
+    in_order = sorted(found, key=lambda job: (job.matrix, job.owner))
+    assert in_order == sorted(jobs, key=lambda job: (job.matrix, job.owner))
+    reported = sorted(job.matrix for job in found if job.reports)
+    assert reported == list(range(len(model.matrices)))
 
 
-Shared = tuple[tuple[int, ...], tuple[int, ...]]
-"""What the members of a team compute together: the team, and the matrices."""
+Shared = tuple[tuple[int, ...], int]
+"""What the members of a team compute together: the team, and the matrix."""
 
 
 def shared_by_rank(plans: dict[int, ExchangePlan]) -> dict[int, list[list[Shared]]]:
     """For each rank and bucket, what it computes with others, in order."""
     return {
-        rank: [[(t.team, t.owned) for t in b.tasks if t.team] for b in plan.buckets]
+        rank: [[(job.team, job.matrix) for job in b.jobs if job.team] for b in plan.buckets]
         for rank, plan in plans.items()
     }
 
@@ -146,7 +123,7 @@ def shared_by_rank(plans: dict[int, ExchangePlan]) -> dict[int, list[list[Shared
 @few
 @given(problems())
 def test_no_member_of_a_team_waits_for_one_that_waits_for_it(problem: tuple) -> None:
-    model, _, plans, _, _ = problem
+    model, _, plans, _ = problem
     by_rank = shared_by_rank(plans)
     for number in range(len(plans[model.ranks[0]].buckets)):
         waiting = {rank: list(found[number]) for rank, found in by_rank.items()}
@@ -164,11 +141,12 @@ def test_no_member_of_a_team_waits_for_one_that_waits_for_it(problem: tuple) -> 
 @given(problems())
 def test_what_is_shared_comes_first(problem: tuple) -> None:
     for plan in problem[2].values():
-        assert not any(task.team for bucket in plan.local for task in bucket.tasks)
+        assert not any(job.team for bucket in plan.local for job in bucket.jobs)
         for bucket in plan.buckets:
-            has_team = [bool(task.team) for task in bucket.tasks]
-            assert has_team == sorted(has_team, reverse=True)
-            assert not (bucket.wide and any(has_team))
+            teams = [job.team for job in bucket.jobs]
+            assert [bool(team) for team in teams] == sorted(map(bool, teams), reverse=True)
+            # Team after team: what a team shares is computed together.
+            assert len(list(itertools.groupby(teams))) == len(set(teams))
 
 
 def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int, torch.Tensor]]:
@@ -192,9 +170,12 @@ def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int,
         return local[tuple(slice(*interval) for interval in part.piece.source)]
 
     def gathered(bucket: Bucket, rank: int) -> dict[int, torch.Tensor]:
-        whole = {i: torch.zeros(model.matrices[i].shape, dtype=torch.int64) for i in bucket.owned}
-        arrivals = [(rank, part) for task in bucket.tasks for part in task.kept]
-        for peer, parts in zip(plans[rank].peers, bucket.gather.receive, strict=True):
+        whole = {
+            job.matrix: torch.zeros(model.matrices[job.matrix].shape, dtype=torch.int64)
+            for job in bucket.jobs
+        }
+        arrivals = [(rank, part) for part in bucket.kept]
+        for peer, parts in zip(plans[rank].peers, bucket.from_holders, strict=True):
             arrivals += [(peer, part) for part in parts]
         for peer, part in arrivals:
             rows, columns = (slice(*interval) for interval in part.piece.target)
@@ -205,27 +186,20 @@ def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int,
     for rank, plan in plans.items():
         for bucket in (*plan.buckets, *plan.local):
             whole = {index: -matrix for index, matrix in gathered(bucket, rank).items()}
-            deliveries = [(rank, part) for task in bucket.tasks for part in task.kept]
-            for peer, parts in zip(plan.peers, bucket.deliver.send, strict=True):
+            deliveries = [(rank, part) for part in bucket.kept]
+            for peer, parts in zip(plan.peers, bucket.to_holders, strict=True):
                 deliveries += [(peer, part) for part in parts]
             for peer, part in deliveries:
                 rows, columns = (slice(*interval) for interval in part.piece.target)
                 place = source(after, part, peer)
                 place += whole[part.matrix][rows, columns].reshape(place.shape)
-    # A relay has nothing else to forward than what it got.
-    for rank, plan in plans.items():
-        for forward in (bucket.forward for bucket in plan.buckets if bucket.forward):
-            for peer, parts in zip(plan.peers, forward.send, strict=True):
-                for part in parts:
-                    place = source(after, part, peer)
-                    place += source(after, part, rank)
     return after
 
 
 @few
 @given(problems())
 def test_carried_out_on_paper_every_rank_gets_its_part_of_the_result_once(problem: tuple) -> None:
-    model, _, plans, _, _ = problem
+    model, _, plans, _ = problem
     for layout, held in zip(model.tensors, run_on_paper(model, plans), strict=True):
         whole = -torch.arange(1, 1 + torch.Size(layout.shape).numel()).view(layout.shape)
         for rank, local in held.items():
@@ -262,20 +236,6 @@ def test_a_replica_is_delivered_to_once_more() -> None:
     assert predict(model.matrices, jobs) == Volume(gathered=10, delivered=3 * 20 - 10)
 
 
-def test_an_observed_matrix_is_counted_in_its_own_dtype() -> None:
-    model = build("fsdp", torch.arange(2), [(4, 5)])
-    volume = predict(model.matrices, assign(model.matrices, [1.0]), frozenset({0}))
-    assert volume == Volume(gathered_wide=10, delivered=10)
-    assert volume.num_bytes(WIRE, WIDE) == 10 * WIDE + 10 * WIRE
-
-
-def test_observed_matrices_come_first() -> None:
-    model = build("fsdp", torch.arange(2), [(4, 5)] * 4)
-    jobs = assign(model.matrices, [1.0] * 4)
-    plan = plan_all(model, jobs, 10**6, frozenset({3}))[0]
-    assert [bucket.wide for bucket in plan.buckets] == [True, False]
-
-
 def in_teams(model: Model) -> tuple[Job, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0)
@@ -286,17 +246,11 @@ def test_the_digest_tells_plans_apart() -> None:
     model = build("fsdp", torch.arange(2), [(4, 5)] * 3)
     jobs = assign(model.matrices, [1.0] * 3)
     swapped = assign(model.matrices[::-1], [1.0] * 3)
-    replicas = build("ddp", torch.arange(4), [(4, 5)])
-    direct = assign(replicas.matrices, [1.0])
-    relays = relay(replicas.matrices, direct, {0: 0, 1: 0, 2: 1, 3: 1})
     variants = {
         "same": plan_all(model, jobs, 10**6),
         "full buckets": plan_all(model, jobs, 1),
-        "wide": plan_all(model, jobs, 10**6, frozenset({1})),
         "other order": plan_all(model, swapped[::-1], 10**6),
         "fewer": plan_all(model, jobs[:2], 10**6),
-        "relays": plan_all(replicas, relays, 10**6),
-        "no relays": plan_all(replicas, direct, 10**6),
     }
     variants["teams"] = plan_all(model, in_teams(model), 10**6)
     digests = {name: plans[0].digest for name, plans in variants.items()}

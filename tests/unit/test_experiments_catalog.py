@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import warnings
 from collections import Counter
@@ -16,7 +15,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     import torchtitan_ext.plugin.trainer  # noqa: F401
 
-from amo_dist.config import PAPERS_PLANS
 from amo_dist.schedule.planning import plan_allocation, targets
 from torchtitan_ext import cli
 from torchtitan_ext.paper.catalog import (
@@ -40,7 +38,7 @@ from torchtitan_ext.plugin import geometry, optimizers, settings
 PAPER = Place()
 SMALL = Place(base=QUICKSTART, small=True)
 GOLDEN = ROOT / "tests" / "golden"
-PINS = dict(PAPERS_PLANS)
+PINS = {"planner": "paper"}
 
 MADE_BY_OTHER_RUNS = {"optimizer.muon.schedule_file"}
 """Options that name files which are not here before other runs have made them."""
@@ -189,7 +187,7 @@ def test_every_run_of_amo_plans_as_the_paper(place: Place) -> None:
     runs = [run for run in ALL_RUNS.values() if run.options["optimizer.name"] == "AMO"]
     assert len(runs) == 4 + 4 + 1 + (2 + 2 + 3 + 3) + 8
     for run in runs:
-        assert parsed(resolve(run, place)).optimizer.amo.plans_as_paper, run.name
+        assert parsed(resolve(run, place)).optimizer.amo.planner == "paper", run.name
 
 
 @pytest.mark.parametrize("place", [PAPER, SMALL], ids=["paper", "small"])
@@ -210,9 +208,6 @@ def test_plans_are_those_of_the_papers_algorithm(
     robust = [(row["ell_target"] - 0.3 * 1e-3) / 0.7 for row in rows.values()]
     found = dict(zip(rows, targets(amo, robust), strict=True))
     assert plan_allocation(amo, found).allocation == allocation
-    # Exact planning has another answer.
-    exact = dataclasses.replace(amo, planner="exact")
-    assert plan_allocation(exact, found).allocation != allocation
 
 
 def test_curriculum_has_the_papers_steps() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from amo_dist import Muon, Schedule, param_groups
-from amo_dist.engine.gradients import NonFiniteUpdateError
+from amo_dist.engine.verdict import NonFiniteUpdateError
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them

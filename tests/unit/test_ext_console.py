@@ -11,6 +11,8 @@ import pytest
 from amo_dist.config import OPERATOR_TYPES, AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.types import MatrixInfo
+from tests import spectra
+from tests.held import Held
 from torchtitan_ext.plugin import console
 
 
@@ -28,13 +30,13 @@ def folder(tmp_path: Path) -> Iterator[Path]:
     logging.captureWarnings(False)
 
 
-def starving() -> AMOPolicy:
+def starving() -> Held:
     """Observed once; its plan gives attn_o 3 steps, as Qwen3-1.7B's of 32 in all."""
     config = AMOConfig.paper(observe_until=1, observe_every=1, budget_ratio=0.9143, shrinkage=1.0)
-    policy = AMOPolicy(config)
-    policy.bind([MatrixInfo(name, (8, 8), name) for name in OPERATOR_TYPES])
+    matrices = [MatrixInfo(name, (8, 8), name) for name in OPERATOR_TYPES]
+    policy = Held(AMOPolicy(config), matrices)
     ells = (3.00377e-4, 1.26601e-3, 7.42367e-4, 3.00361e-4, 2.05821e-3, 1.73407e-3, 4.25243e-3)
-    policy.record(1, dict(zip(OPERATOR_TYPES, ells, strict=True)))
+    spectra.record(policy, 1, dict(zip(OPERATOR_TYPES, ells, strict=True)))
     return policy
 
 
@@ -57,4 +59,4 @@ def test_a_plan_and_its_warnings_reach_the_console_once(
         assert text.count("the plan, beside the uniform schedule:\noperator type") == found
         assert text.count("of uniform 2.2") == found
         assert text.count("the plan starves attn_o: 3 Newton-Schulz steps, where") == found
-        assert text.count("the plan raises the projected error of mlp_gate from") == found
+        assert text.count("the plan raises the residual of ") == found

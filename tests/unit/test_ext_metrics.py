@@ -20,6 +20,7 @@ from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.types import MatrixInfo
+from tests.held import Held
 from torchtitan_ext.plugin import run_files
 from torchtitan_ext.plugin.optimizers import Report
 from torchtitan_ext.plugin.run_files import read_records
@@ -194,13 +195,13 @@ def test_the_commit_of_the_data_stands_in_the_config_of_the_run(
 def test_a_resumed_run_shows_its_plan_at_once_and_a_new_one_leaves_it_to_the_policy(
     processor: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    policy = AMOPolicy(AMOConfig(observe_until=1, observe_every=1))
-    policy.bind([MatrixInfo("q", (8, 8), "attn_q")])
+    matrix = MatrixInfo("q", (8, 8), "attn_q")
+    policy = Held(AMOPolicy(AMOConfig(observe_until=1, observe_every=1)), [matrix])
     nothing = [0.0] * (2 * len(policy.trials()))
     policy.record(1, {"q": 0.5}, {"q": nothing})
     policy.adopt_plan(policy.make_plan())
     assert policy.plan is not None
-    processor._optimizers = SimpleNamespace(optimizer=SimpleNamespace(policy=policy))
+    processor._optimizers = SimpleNamespace(optimizer=SimpleNamespace(plan=policy.plan))
     with caplog.at_level(logging.INFO, logger="torchtitan_ext.progress"):
         processor.should_log(11)
         processor.should_log(12)

@@ -41,7 +41,7 @@ def test_a_name_selects_its_table(name: str, table: str) -> None:
     container = build(parse("--optimizer.name", name), root)
     models.set_gradients(root, 0, 1)
     container.step()
-    schedules = set(container.optimizer.policy.schedules(1).values())
+    schedules = set(container.optimizer.schedules_by_group(1).values())
     assert schedules == {named_schedule(table).schedule}
 
 
@@ -58,7 +58,9 @@ def test_muon_still_takes_its_schedule_by_field() -> None:
     container = build(config, root)
     models.set_gradients(root, 0, 1)
     container.step()
-    assert set(container.optimizer.policy.schedules(1).values()) == {named_schedule("pe").schedule}
+    assert set(container.optimizer.schedules_by_group(1).values()) == {
+        named_schedule("pe").schedule
+    }
 
 
 @pytest.mark.parametrize("name", ["Muon-KJ", "Muon-PE", "AdaMuon", "ROOT"])

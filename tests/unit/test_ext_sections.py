@@ -59,27 +59,6 @@ def test_amo_itself_reads_its_own_section_alone() -> None:
 @pytest.mark.parametrize(
     ("options", "expected"),
     [
-        ((), "foreach"),  # as the file says
-        (("--optimizer.implementation=fused",), "fused"),
-        (("--optimizer.implementation=for-loop",), "for-loop"),
-        # The field of the project is the more particular one.
-        (("--optimizer.implementation=for-loop", "own=fused"), "fused"),
-        (("--optimizer.implementation=fused", "own=foreach"), "foreach"),
-    ],
-)
-def test_torchtitans_implementation_is_that_of_adamw(
-    name: str, options: tuple[str, ...], expected: str
-) -> None:
-    own = f"--optimizer.{name.lower()}.adamw_implementation="
-    config = parse(name, *(option.replace("own=", own) for option in options))
-    assert config.optimizer.implementation == expected  # so that a logged config tells it
-    assert built(config).adamw_implementation == expected
-
-
-@pytest.mark.parametrize("name", ["AMO", "Muon"])
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
         ((), ("error", "error")),
         (("--optimizer.on_config_change=use_config",), ("use_config", "replan")),
         (("own=keep_checkpoint",), ("keep_checkpoint", "keep_checkpoint")),
@@ -99,39 +78,31 @@ def test_one_word_about_changes_is_enough(
     assert (config.optimizer.on_config_change, built(config).on_config_change) == expected
 
 
-def test_a_default_implementation_that_nobody_names_changes_nothing(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text("[optimizer]\nname = 'Muon'\n[data]\ntokenizer = 'byte'\n")
-    config = settings.parse([f"--job.config_file={file}"])
-    assert config.optimizer.implementation == "fused"
-    assert built(config).adamw_implementation == "auto"
-
-
 def test_torchtitans_own_entry_point_and_the_preflight_do_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = ["--optimizer.name=Muon", "--optimizer.implementation=for-loop"]
+    options = ["--optimizer.name=Muon", "--optimizer.amo.momentum=0.5"]
     arguments = ["--module=torchtitan_ext", "--config=quickstart", *options]
     monkeypatch.setattr("sys.argv", ["train", *arguments])
     config = ConfigManager().parse_args()
     settings.settle(config)
     found = built(config)
-    assert (found.ns_dtype, found.adamw_implementation) == ("float32", "for-loop")
+    assert (found.ns_dtype, found.momentum) == ("float32", 0.5)
     config, problems = preflight_checks.load([CONFIG, *options])
     assert problems == []
     assert preflight_checks.check(config, 2) == []
-    assert config.optimizer.muon.ns_dtype == "float32"
+    assert (config.optimizer.muon.ns_dtype, config.optimizer.muon.momentum) == ("float32", 0.5)
 
 
 def test_fields_are_found_in_either_spelling() -> None:
-    arguments = ["--optimizer.amo.ns-dtype", "float32", "--optimizer.muon.no-cuda-graphs", "--x=1"]
+    arguments = ["--optimizer.amo.ns-dtype", "float32", "--optimizer.muon.no-nesterov", "--x=1"]
     values = {"optimizer": {"lr": 1.0, "amo": {"nonfinite": "error"}}, "data": {"seed": 1}}
     found = toml_config.given_fields(values, [*arguments, "--optimizer.amo.nonfinite=error"])
     assert found == {
-        *("optimizer.amo.ns_dtype", "optimizer.muon.cuda_graphs", "x", "optimizer.lr"),
+        *("optimizer.amo.ns_dtype", "optimizer.muon.nesterov", "x", "optimizer.lr"),
         *("optimizer.amo.nonfinite", "dataloader.seed"),
     }
-    assert sections.given_here(found) == {"amo.ns_dtype", "muon.cuda_graphs", "lr", "amo.nonfinite"}
+    assert sections.given_here(found) == {"amo.ns_dtype", "muon.nesterov", "lr", "amo.nonfinite"}
 
 
 # ------------------------------------------------------------------ defaults that somebody gives
@@ -171,12 +142,11 @@ def settled(values: dict[str, Any], name: str, value: Any) -> Any:
 
 BASES: dict[str, dict[str, Any]] = {
     # Each with every rule by which one field says another: the law, the section of another name.
-    "AMO": {"optimizer": {"name": "AMO", "implementation": "foreach"}},
+    "AMO": {"optimizer": {"name": "AMO"}},
     "law": {"optimizer": {"lr_from": "scaling_law", "scaling_law": {"params_b": 1, "tokens_b": 1}}},
     "Muon": {
         "optimizer": {
             "name": "Muon",
-            "implementation": "for-loop",
             "amo": {"momentum": 0.5, "nesterov": False, "ns_dtype": "float32"},
         }
     },

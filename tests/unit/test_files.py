@@ -57,6 +57,15 @@ def test_whatever_writes_a_file_of_a_run_does_it_so() -> None:
     assert found <= WRITES_ELSEWHERE
 
 
+def test_a_link_of_the_scratch_files_name_is_not_written_through(tmp_path: Path) -> None:
+    secret, path = tmp_path / "secret", tmp_path / "status.json"
+    secret.write_text("as it was")
+    path.with_name(path.name + files.SCRATCH).symlink_to(secret)
+    files.replace(path, "new")
+    assert (secret.read_text(), path.read_text()) == ("as it was", "new")
+    assert not path.is_symlink()
+
+
 def test_a_file_keeps_its_mode_and_a_link_its_target(tmp_path: Path) -> None:
     target, link = tmp_path / "target", tmp_path / "link"
     target.write_text("old")

@@ -198,8 +198,7 @@ def test_train_picks_as_many_ranks_as_the_config_fits(
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(launch, "start", start)
     monkeypatch.setattr(command, "_num_gpus", lambda: gpus)
-    hardware = command.costs.read_hardware(command.costs.HARDWARE_FILE, "h100")[0]
-    monkeypatch.setattr(command, "_hardware", lambda _: hardware)
+    monkeypatch.setattr(command, "_memory_gb", lambda _: 80.0)
     folder = f"--dump_folder={tmp_path / 'run'}"
     assert cli.main(["train", QUICKSTART, folder, *options]) == 5
     assert started == [expected]

@@ -10,12 +10,11 @@ from torch import Tensor
 from amo_dist.kernels import geometry
 from amo_dist.kernels.geometry import (
     SPECTRAL_METRICS,
-    ell,
-    ell_by_svd,
     ns_residual,
     spectral_metrics,
     spectrum,
 )
+from benchmarks.spectra import ell, ell_by_svd
 
 Metric = Callable[..., Tensor]
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,11 +9,11 @@ import pytest
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.budget import allocate
 from amo_dist.schedule.coefficients import named_schedule
-from amo_dist.schedule.grouping import layer_index, matrices_by_group
+from amo_dist.schedule.grouping import group_matrices, layer_index
 from amo_dist.schedule.types import MatrixInfo
 from tests import spectra
+from tests.held import Held
 
 TYPES = ("attn_q", "mlp_up", "router")
 REGISTRY = [MatrixInfo(f"layers.{i}.x.{t}", (8, 4 + i), t) for i in range(12) for t in TYPES]
@@ -24,7 +23,7 @@ FIELDS: dict[str, Any] = {
     "transition_steps": 3,
     "sample_size": 2,
 }
-PAPER = AMOConfig.paper(planner="exact", **FIELDS)
+PAPER = AMOConfig.paper(**FIELDS)
 MEASURED = AMOConfig(**FIELDS)
 both = pytest.mark.parametrize(
     "config", [pytest.param(PAPER, id="projected"), pytest.param(MEASURED, id="measured")]
@@ -37,24 +36,20 @@ def ell_of(name: str) -> float:
     return 0.3 ** (index / 2 + TYPES.index(operator_type) + 1)
 
 
-def run_to(step: int, config: AMOConfig = MEASURED, **fields: Any) -> AMOPolicy:
-    policy = AMOPolicy(dataclasses.replace(config, **fields))
+def run_to(step: int, config: AMOConfig = MEASURED, **fields: Any) -> Held:
+    policy = Held(AMOPolicy(dataclasses.replace(config, **fields)))
     policy.bind(REGISTRY)
     for now in range(1, step + 1):
         policy.schedules(now)
         if names := policy.sample(now):
             spectra.record(policy, now, {name: ell_of(name) for name in names})
-        if policy.plan_due(now):
+        if policy.plan_due():
             policy.adopt_plan(policy.make_plan())
     return policy
 
 
 def names_of_groups(registry: Sequence[MatrixInfo], granularity: str) -> dict[str, str]:
-    return {
-        matrix.name: group
-        for group, matrices in matrices_by_group(registry, granularity).items()
-        for matrix in matrices
-    }
+    return dict(group_matrices(registry, granularity).group_of)
 
 
 @pytest.mark.parametrize(
@@ -102,19 +97,15 @@ def test_an_unknown_granularity_is_refused() -> None:
 
 
 @both
-@pytest.mark.parametrize(
-    ("granularity", "num_groups"), [("operator_type", 3), ("layer_group", 9), ("matrix", 36)]
-)
+@pytest.mark.parametrize(("granularity", "num_groups"), [("operator_type", 3), ("layer_group", 9)])
 def test_a_finer_plan_is_a_plan_over_groups(
     granularity: str, num_groups: int, config: AMOConfig
 ) -> None:
-    policy = run_to(10, config, granularity=granularity, budget_unit="steps")
+    policy = run_to(10, config, granularity=granularity)
     plan = policy.plan
     assert plan is not None
     assert len(plan.operator_types) == num_groups
-    assert plan.budget == 5 * num_groups
-    assert sum(plan.allocation) <= plan.budget
-    assert sum(plan.allocation) == plan.budget or config is MEASURED
+    assert sum(plan.allocation) == 5 * num_groups or config is MEASURED
     schedules = policy.schedules(10)
     assert set(schedules) == {policy.group_of(matrix.name) for matrix in REGISTRY}
     assert policy.phase(10) == "locked"
@@ -124,13 +115,23 @@ def test_a_finer_plan_is_a_plan_over_groups(
 
 
 @both
-@pytest.mark.parametrize("granularity", ["layer_group", "shape", "matrix"])
+@pytest.mark.parametrize("granularity", ["layer_group", "shape"])
 def test_granularity_is_a_change_of_grouping_and_nothing_else(
     granularity: str, config: AMOConfig
 ) -> None:
-    """Types that are named like the groups give the same plan, at the default granularity."""
+    """Types that are named like the groups give the same plan, at the default granularity.
+
+    But for what the paper's tables, which know types by their names, would leave.
+    """
+
+    def without_tables(policy: Held) -> dict[str, Any]:
+        assert policy.plan is not None
+        assert policy.plan.measured is not None
+        plain = [dataclasses.replace(one, references={}) for one in policy.plan.measured]
+        return dataclasses.replace(policy.plan, measured=tuple(plain)).to_dict()
+
     fine = run_to(8, config, granularity=granularity)
-    relabelled = AMOPolicy(config)
+    relabelled = Held(AMOPolicy(config))
     names = names_of_groups(REGISTRY, granularity)
     relabelled.bind([MatrixInfo(m.name, m.shape, names[m.name]) for m in REGISTRY])
     for step in (2, 4):
@@ -138,12 +139,8 @@ def test_granularity_is_a_change_of_grouping_and_nothing_else(
         assert relabelled.sample(step) == sampled
         spectra.record(relabelled, step, {name: ell_of(name) for name in sampled})
     relabelled.adopt_plan(relabelled.make_plan())
-    assert relabelled.plan == fine.plan
+    assert without_tables(relabelled) == without_tables(fine)
     assert all(relabelled.schedules(step) == fine.schedules(step) for step in range(1, 9))
-
-
-def test_every_matrix_is_observed_where_each_is_a_group() -> None:
-    assert run_to(1, granularity="matrix").sample(2) == tuple(sorted(m.name for m in REGISTRY))
 
 
 def test_a_shape_is_a_group_whatever_the_type_and_the_way_it_lies() -> None:
@@ -152,18 +149,17 @@ def test_a_shape_is_a_group_whatever_the_type_and_the_way_it_lies() -> None:
         MatrixInfo("layers.0.wo", (16, 8), "attn_o"),
         MatrixInfo("layers.0.w1", (8, 8), "mlp_up"),
     ]
-    found = {
-        group: [m.name for m in ms] for group, ms in matrices_by_group(registry, "shape").items()
-    }
-    assert found == {"8x16": ["layers.0.wq", "layers.0.wo"], "8x8": ["layers.0.w1"]}
+    members = group_matrices(registry, "shape").members
+    found = {group: [m.name for m in some] for group, some in members.items()}
+    assert found == {"8x16": ["layers.0.wo", "layers.0.wq"], "8x8": ["layers.0.w1"]}
 
 
 @both
 @pytest.mark.parametrize("stop", [2, 3, 4, 6])
-@pytest.mark.parametrize("granularity", ["layer_group", "shape", "matrix"])
+@pytest.mark.parametrize("granularity", ["layer_group", "shape"])
 def test_a_finer_state_resumes(granularity: str, stop: int, config: AMOConfig) -> None:
     policy = run_to(stop, config, granularity=granularity)
-    resumed = AMOPolicy(policy.config)
+    resumed = Held(AMOPolicy(policy.config))
     resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     resumed.bind(REGISTRY)
     for step in range(stop + 1, 8):
@@ -171,25 +167,9 @@ def test_a_finer_state_resumes(granularity: str, stop: int, config: AMOConfig) -
         for one in (policy, resumed):
             if names := one.sample(step):
                 spectra.record(one, step, {name: ell_of(name) for name in names})
-            if one.plan_due(step):
+            if one.plan_due():
                 one.adopt_plan(one.make_plan())
     assert resumed.plan == policy.plan is not None
-
-
-@pytest.mark.parametrize("costs", [None, [3, 5, 7, 11] * 50])
-def test_the_exact_planner_takes_two_hundred_groups(costs: list[int] | None) -> None:
-    # Convex curves: greedy is optimal on them, so it tells what to expect of the exact one.
-    curves = [{k: math.exp(-k * (1 + i % 9) / 4) for k in range(3, 8)} for i in range(200)]
-    budget = 1000 if costs is None else 5 * sum(costs)
-    found = allocate(curves, budget, costs=costs)
-    if costs is None:
-        assert sum(found) == 1000
-        greedy = allocate(curves, budget, planner="greedy")
-        cost = math.fsum(curve[k] for curve, k in zip(curves, greedy, strict=True))
-        assert math.fsum(curve[k] for curve, k in zip(curves, found, strict=True)) <= cost + 1e-12
-    else:
-        spent = sum(k * cost for k, cost in zip(found, costs, strict=True))
-        assert budget - max(costs) < spent <= budget  # no further step fits
 
 
 # --- observation alone
@@ -203,9 +183,10 @@ def test_observe_only_records_and_stays_uniform(config: AMOConfig) -> None:
     assert [policy.phase(step) for step in (1, 4, 5, 12)] == [
         *("observation", "observation", "uniform", "uniform"),
     ]
-    assert policy.schedules(12) is policy.schedules(1)
+    assert policy.schedules(12) == policy.schedules(1)
+    assert policy.key(12) == policy.key(6)
     assert policy.sample(6) == ()
-    assert not policy.plan_due(4)
+    assert not policy.plan_due()
     metrics = policy.metrics(12)
     assert metrics["amo/phase"] == 3.0
     assert metrics["amo/observations"] == 2.0
@@ -223,7 +204,7 @@ def test_observe_only_records_what_planning_would_have_used(config: AMOConfig) -
 
 def test_observe_only_resumes() -> None:
     policy = run_to(3, observe_only=True)
-    resumed = AMOPolicy(policy.config)
+    resumed = Held(AMOPolicy(policy.config))
     resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
     resumed.bind(REGISTRY)
     names = resumed.sample(4)
@@ -242,13 +223,12 @@ def test_switches_are_off_by_default_and_checked() -> None:
 def test_fixed_schedules_group_by_type() -> None:
     from amo_dist.schedule.policies import UniformPolicy
 
-    policy = UniformPolicy(named_schedule("kj").schedule)
-    policy.bind(REGISTRY)
+    policy = Held(UniformPolicy(named_schedule("kj").schedule), REGISTRY)
     assert policy.group_of("layers.2.x.router") == "router"
 
 
 @both
 def test_an_infeasible_budget_is_told_at_the_first_step(config: AMOConfig) -> None:
-    config = dataclasses.replace(config, budget_ratio=0.1, budget_unit="flops")
+    config = dataclasses.replace(config, budget_ratio=0.1)
     with pytest.raises(ValueError, match=r"budget: found \d+, expected at least"):
-        AMOPolicy(config).bind(REGISTRY)
+        Held(AMOPolicy(config)).bind(REGISTRY)

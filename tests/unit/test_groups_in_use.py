@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import copy
 import logging
+import re
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import CyclicLR, LambdaLR, OneCycleLR
+from torch.optim.lr_scheduler import CyclicLR, LambdaLR, LinearLR, OneCycleLR
 
 from amo_dist import (
     AMO,
@@ -25,8 +26,10 @@ from amo_dist import (
     make_optimizer,
     param_groups,
 )
-from amo_dist.state.foreign import import_state
+from amo_dist.engine.parameters import check_groups
+from amo_dist.optimizers.foreign import import_state
 from tests.distributed import models
+from tests.unit.checkpoint_runs import BAD_RATES, everything
 from tests.unit.in_use import FAMILY, NORM, SHAPES, W1, WQ, muon, same, train, weights
 
 SHORT = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
@@ -110,6 +113,48 @@ def test_a_bad_momentum_is_refused(changes: dict[str, Any], message: str) -> Non
     optimizer.param_groups[0].update(changes)
     with pytest.raises(ValueError, match=rf"^groups\[0\]\.{message}"):
         train(model, optimizer)
+
+
+@pytest.mark.parametrize(("field", "value", "told"), BAD_RATES)
+@pytest.mark.parametrize("steps", [0, 2])
+def test_a_rate_that_means_nothing_is_refused_before_anything_changes(
+    steps: int, field: str, value: Any, told: str
+) -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    for _ in range(steps):
+        train(model, optimizer)
+    group = optimizer.param_groups[1]
+    good = dict(group)
+    group[field] = value
+    before = everything(model, optimizer)
+    with pytest.raises(
+        ValueError, match=rf"^groups\[1\]\.{field}: found {re.escape(told)}, expected"
+    ):
+        train(model, optimizer)
+    assert all(map(torch.equal, everything(model, optimizer), before))
+    del group[field]
+    group.update(good)
+    train(model, optimizer)
+
+
+def test_a_rate_on_a_device_is_not_read() -> None:
+    """The host would wait at each step; on ``meta`` a read raises."""
+    model = models.plain_model(SHAPES)
+    groups = [{**group, "lr": torch.tensor(1e-3, device="meta")} for group in param_groups(model)]
+    check_groups(groups, {})
+    with pytest.raises(ValueError, match=r"^groups\[0\]\.lr: found "):
+        check_groups([{**groups[0], "lr": torch.ones(2, device="meta")}], {})
+
+
+def test_a_scheduler_that_ends_a_hair_below_zero_is_no_fault() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    scheduler = LinearLR(optimizer, start_factor=1 / 3, end_factor=0.0, total_iters=7)
+    for _ in range(9):
+        train(model, optimizer)
+        scheduler.step()
+    assert -1e-16 < optimizer.param_groups[0]["lr"] < 0  # by rounding
 
 
 @pytest.mark.parametrize("make", [Muon, AdaMuon, NorMuon, AMO])
@@ -251,13 +296,11 @@ def test_what_moves_in_a_group_moves_the_step(key: str, value: Any) -> None:
     assert torch.equal(model.get_parameter(NORM), still.get_parameter(NORM)) == (not moves_rest)
 
 
-@pytest.mark.parametrize("implementation", ["foreach", "for-loop", "fused"])
-def test_a_tensor_of_weight_decay_is_that_number(implementation: str) -> None:
+def test_a_tensor_of_weight_decay_is_that_number() -> None:
     found = []
     for decay in (0.25, torch.tensor(0.25)):
         model = models.plain_model(SHAPES)
-        config = MuonConfig(adamw_implementation=implementation)
-        train(model, muon(model, weight_decay=decay, config=config))
+        train(model, muon(model, weight_decay=decay))
         found.append(model)
     assert same(*found)
 

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import io
+import json
+import os
 import random
+import shlex
+import subprocess
 import sys
 import warnings
 from pathlib import Path
@@ -47,6 +51,18 @@ KINDS = {
     "deep JSON": ["paper", "compare", "deep.json"],
     "deep TOML": ["export", "run", "-o", "new", "--config", "deep.toml"],
     "a file without end": ["paper", "compare", "/dev/zero"],
+    "a plan without end": ["plan", "--plan", "/dev/zero"],
+    "a linked plan without end": ["plan", "--plan", "run_of_zeros"],
+    "linked metrics without end": ["watch", "run_of_zeros"],
+    "a log without end": ["paper", "static-schedule", "/dev/zero"],
+    "a config without end": ["train", "/dev/zero"],
+    "a config to look at without end": ["preflight", "/dev/zero"],
+    "a config to export by without end": ["export", "run", "-o", "new", "--config", "/dev/zero"],
+    "a pipe for a plan": ["plan", "--plan", "pipe"],
+    "a pipe for metrics": ["report", "run_of_pipes"],
+    "a pipe for a config": ["preflight", "pipe"],
+    "a pipe for shapes": ["simulate", "--shapes", "pipe"],
+    "a pipe for figures": ["doctor", "--quick", "--json", "pipe"],
     "deep JSON of shapes": ["simulate", "--shapes", "deep.json"],
     "fields of other types": ["watch", "run_types"],
     "a config of other types": ["export", "run_sparse", "-o", "new"],
@@ -92,3 +108,54 @@ def test_a_name_that_is_no_utf_8_is_printed(
     monkeypatch.setattr(sys, "stdout", output)
     assert main(["watch", str(folder)]) == 0
     assert b"\\udcff: no step is logged yet" in output.buffer.getvalue()  # type: ignore[attr-defined]
+
+
+ESCAPE = "\x1b]0;owned\x07\x1b[2J"
+
+
+def test_a_file_does_not_command_the_terminal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A plan and metrics of others, who named a type as they liked."""
+    ells = ["--ell", f"a{ESCAPE}=1e-3", "--ell", "b=1e-2"]
+    assert main(["plan", *ells]) == 0
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    assert "\\x1b[2J" in told
+    counts = {f"a{ESCAPE}\nb": 5}
+    record = {**hostile.RECORD, "phase": ESCAPE, "num_steps_by_type": counts}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
+    assert main(["watch", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "\x1b" not in told
+    assert "\\x1b[2J\\nb" in told
+
+
+def test_a_closed_output_is_told() -> None:
+    words = [sys.executable, "-m", "torchtitan_ext", "plan", "--ell", "a=.1"]
+    environment = {**os.environ, "PYTHONPATH": str(hostile.ROOT)}
+    found = subprocess.run(
+        ["bash", "-c", f"{shlex.join(words)} >&-"],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+    )
+    assert found.returncode == 2
+    assert found.stderr == "error: standard output: found it closed, expected it open\n"
+
+
+@pytest.mark.parametrize("words", [["preflight", hostile.QUICKSTART], ["report", "."]])
+def test_a_deleted_folder_is_told(
+    words: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir("gone")
+    (tmp_path / "gone").rmdir()
+    assert main(words) == 2
+    told = capsys.readouterr().err
+    assert told == "error: the current folder has been deleted, expected one that exists\n"

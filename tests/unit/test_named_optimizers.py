@@ -16,6 +16,7 @@ from amo_dist.optimizers.root import ROOT, fit
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.types import MatrixInfo, Schedule
 from tests.distributed import models
+from tests.held import Held
 
 FAMILY = tuple(name for name in OPTIMIZER_NAMES if name != "AdamW")
 
@@ -33,9 +34,7 @@ def schedule_of(name: str, shape: tuple[int, int]) -> Schedule:
     if name == "ROOT":
         return Schedule((fit(shape),) * 5, norm_scale=1.0)
     policy = build(name, model()).policy
-    policy.bind([MatrixInfo("w", shape, "attn_q")])
-    found: Schedule = policy.schedules(1)["attn_q"]
-    return found
+    return Held(policy, [MatrixInfo("w", shape, "attn_q")]).schedules(1)["attn_q"]
 
 
 def test_the_names() -> None:

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.engine.driver import _matrix_to_check
+from amo_dist import AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist.engine.controller import matrix_to_check
 from amo_dist.kernels.geometry import ns_residual
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.coefficients import named_schedule
@@ -54,10 +54,8 @@ def rank_one(model: nn.Module) -> None:
 
 def test_all_matrices_take_turns() -> None:
     registry = [MatrixInfo(name, (2, 2), "attn_q") for name in "abc"]
-    found = [_matrix_to_check(registry, step, 2) for step in range(1, 9)]
-    assert found == [None, "a", None, "b", None, "c", None, "a"]
-    assert _matrix_to_check(registry, 2, 0) is None
-    assert _matrix_to_check([], 2, 1) is None
+    assert [matrix_to_check(registry, turn) for turn in range(1, 5)] == ["a", "b", "c", "a"]
+    assert matrix_to_check([], 1) is None
 
 
 def test_a_diverging_schedule_is_named(caplog: pytest.LogCaptureFixture) -> None:
@@ -124,66 +122,11 @@ def test_zeros_and_skipped_steps_say_nothing(caplog: pytest.LogCaptureFixture) -
         assert (optimizer.metrics()["newton_schulz/residual"] > 0.0) == is_told
 
 
-def amo(model: nn.Module, **fields: Any) -> AMO:
-    config = AMOConfig(
-        observe_until=2,
-        observe_every=1,
-        transition_steps=2,
-        ns_guard_every=1,
-        ns_guard_bound=1e-9,
-        **fields,
-    )
-    return AMO(param_groups(model), config=config)
-
-
-def run(model: nn.Module, optimizer: Muon, start: int, stop: int) -> list[Tensor]:
-    for step in range(start, stop + 1):
-        gradients(model, step)
-        optimizer.step()
-    return [param.detach().clone() for param in model.parameters()]
-
-
-def test_a_type_falls_back_only_where_asked(caplog: pytest.LogCaptureFixture) -> None:
-    model = Model()
-    optimizer = amo(model)
-    run(model, optimizer, 1, 4)
-    assert any("residual" in record.getMessage() for record in caplog.records)
-    assert optimizer.metrics()["amo/fallbacks"] == 0.0
-    model = Model()
-    optimizer = amo(model, ns_guard_fallback=True)
-    caplog.clear()
-    run(model, optimizer, 1, 3)
-    assert "attn_k runs the uniform schedule from now on" not in caplog.text
-    assert "attn_q runs the uniform schedule from now on" in caplog.text
-    assert optimizer.policy.schedules(4)["attn_q"] == optimizer.policy.schedules(1)["attn_q"]
-    # Not for what ran uniform at steps 1 and 2, when the other two had their turns.
-    assert set(optimizer.control_state_dict()["policy"]["fallbacks"]) == {"attn_q"}
-
-
-def test_a_run_with_fall_backs_resumes_bit_for_bit() -> None:
-    whole = Model()
-    expected = run(whole, amo(whole, ns_guard_fallback=True), 1, 9)
-    model = Model()
-    optimizer = amo(model, ns_guard_fallback=True)
-    run(model, optimizer, 1, 4)
-    resumed = Model()
-    resumed.load_state_dict(model.state_dict())
-    fresh = amo(resumed, ns_guard_fallback=True)
-    fresh.load_state_dict(optimizer.state_dict())
-    found = run(resumed, fresh, 5, 9)
-    assert all(map(torch.equal, found, expected))
-    plain = Model()
-    without = run(plain, amo(plain), 1, 9)
-    # Else the fall back did nothing, and resuming it showed nothing.
-    assert not all(map(torch.equal, without, expected))
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
         ({"ns_guard_every": -1}, "ns_guard_every: found -1, expected an integer >= 0"),
         ({"ns_guard_bound": 0.0}, "ns_guard_bound: found 0.0, expected a number > 0"),
-        ({"ns_guard_fallback": 1}, "ns_guard_fallback: found 1, expected true or false"),
     ],
 )
 def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:

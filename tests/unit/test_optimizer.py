@@ -21,10 +21,10 @@ from amo_dist import (
     Schedule,
     param_groups,
 )
-from amo_dist.kernels.cpu.kernels import CpuKernels
-from amo_dist.kernels.interface import Orthogonalizer
+from amo_dist.kernels.newton_schulz import newton_schulz
 from amo_dist.kernels.spectra import observe
 from tests.distributed import models
+from tests.simulated_device import simulated_device
 
 SHORT = {"observe_until": 4, "observe_every": 2, "sample_size": 2, "transition_steps": 3}
 SHAPES = {
@@ -34,7 +34,6 @@ SHAPES = {
     "layers.0.attention_norm.weight": (8,),
 }
 WQ = "layers.0.attention.wq.weight"
-RUN = Orthogonalizer.__call__
 
 
 def amo(model: nn.Module, **fields: Any) -> AMO:
@@ -228,13 +227,11 @@ def test_a_closure_is_called_once_with_gradients_enabled() -> None:
     assert equal(weights(model), train(other, muon(other), 1))
 
 
-@pytest.mark.parametrize("implementation", ["foreach", "for-loop", "fused"])
-def test_a_tensor_learning_rate_is_that_number(implementation: str) -> None:
+def test_a_tensor_learning_rate_is_that_number() -> None:
     results = []
     for lr in (0.25, torch.tensor(0.25)):
         model = models.plain_model(SHAPES)
-        config = MuonConfig(adamw_implementation=implementation)
-        results.append(train(model, Muon(param_groups(model), lr=lr, config=config)))
+        results.append(train(model, Muon(param_groups(model), lr=lr)))
     # The product lr * 0.2 * sqrt(max) is rounded to fp32 where the rate is a tensor, to fp64 before
     # it meets the update where it is a number: one ulp of updates of at most 0.25 * 0.2 * 3.6 * 3.
     for name, value in results[0].items():
@@ -305,11 +302,11 @@ def test_bf16_momentum_is_observed_before_it_is_rounded_again() -> None:
     optimizer = amo(model, momentum_dtype="bfloat16")
     seen: list[Tensor] = []
 
-    def spy(matrix: Tensor, *trials: Any) -> Tensor:
+    def spy(matrix: Tensor, *trials: Any, **how: Any) -> Tensor:
         seen.append(matrix.clone())
-        return observe(matrix, *trials)
+        return observe(matrix, *trials, **how)
 
-    with mock.patch("amo_dist.engine.observer.observe", side_effect=spy):
+    with mock.patch("amo_dist.engine.controller.observe", side_effect=spy):
         train(model, optimizer, optimizer.config.observe_every)
     (matrix,) = seen
     assert matrix.dtype == torch.float32
@@ -319,7 +316,7 @@ def test_bf16_momentum_is_observed_before_it_is_rounded_again() -> None:
 def test_newton_schulz_runs_once_a_step_under_accumulation() -> None:
     layer = nn.Linear(8, 12, bias=False)
     optimizer = Muon(param_groups(layer, patterns={"weight": "attn_q"}))
-    with mock.patch.object(Orthogonalizer, "__call__", autospec=True, side_effect=RUN) as spy:
+    with mock.patch("amo_dist.engine.step.newton_schulz", side_effect=newton_schulz) as spy:
         for _ in range(4):
             layer(torch.randn(3, 8)).square().sum().backward()
         optimizer.step()
@@ -329,12 +326,15 @@ def test_newton_schulz_runs_once_a_step_under_accumulation() -> None:
 def test_matrices_of_one_shape_and_schedule_are_orthogonalized_together() -> None:
     names = ("attention.wq", "feed_forward.w1")
     shapes = {f"layers.{i}.{name}.weight": (8, 12) for i in range(3) for name in names}
-    model = models.plain_model({**shapes, "layers.0.feed_forward.w2.weight": (12, 8)})
-    optimizer = Muon(param_groups(model))
-    models.set_gradients(model, 1, 1)
-    with mock.patch.object(Orthogonalizer, "__call__", autospec=True, side_effect=RUN) as spy:
+    shapes["layers.0.feed_forward.w2.weight"] = (12, 8)
+    spy = mock.patch("amo_dist.engine.step.newton_schulz", side_effect=newton_schulz)
+    with simulated_device(), spy as called:
+        model = models.plain_model(shapes).to("cuda")
+        optimizer = muon(model)
+        models.set_gradients(model, 1, 1)
         optimizer.step()
-    assert sorted(len(call.args[1]) for call in spy.call_args_list) == [1, 6]
+    found = [tuple(call.args[0].shape) for call in called.call_args_list]
+    assert sorted(found, key=len) == [(12, 8), (6, 8, 12)]
 
 
 @pytest.mark.parametrize("name", list(SHAPES))
@@ -424,17 +424,3 @@ def test_metrics_have_the_same_keys_in_every_phase() -> None:
         optimizer.step()
         keys.append(copy.copy(sorted(optimizer.metrics())))
     assert all(found == keys[0] for found in keys)
-
-
-def test_locked_newton_schulz_is_laid_out_once() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = amo(model)
-    lay_out = CpuKernels.orthogonalizer
-    with mock.patch.object(CpuKernels, "orthogonalizer", autospec=True, side_effect=lay_out) as spy:
-        counts = []
-        for step in range(1, 13):
-            models.set_gradients(model, 1, step)
-            optimizer.step()
-            counts.append(spy.call_count)
-    # Two matrices of their own shapes: anew in every step of the transition, 5 to 7, and then not.
-    assert counts == [2, 2, 2, 2, 4, 6, 8, 8, 8, 8, 8, 8]

@@ -3,23 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 from collections import Counter, defaultdict
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.config import MuonConfig
 from amo_dist.distributed.layout import MatrixLayout
-from amo_dist.distributed.ownership import Job, assign, load_by_rank
-from amo_dist.engine.exchange_planning import tell_balance
-from amo_dist.schedule.types import Schedule
-from amo_dist.tools.shapes import MODELS
-from amo_dist.tools.simulate import lay_out
+from amo_dist.distributed.ownership import Job, assign, imbalance, load_by_rank
 from tests.layouts import Model, build, models
 from tests.ledger import sent_by_pair
 
@@ -190,27 +182,9 @@ def test_owners_in_each_replica_send_nothing_to_another() -> None:
     assert {(source // 3, destination // 3) for source, destination in pairs} == {(0, 0), (1, 1)}
 
 
-@pytest.mark.parametrize(
-    ("model", "ranks", "told"),
-    [
-        ("Qwen3-1.7B", 32, "busiest of 32 ranks takes 1.143 of the mean by ownership = "),
-        ("Llama-3.1-1.4B", 32, "'round_robin', 1.057 by 'balanced'"),
-        ("Qwen3-1.7B", 256, ""),  # one matrix bounds both
-    ],
-)
-def test_the_first_step_tells_what_balanced_would_gain(
-    caplog: pytest.LogCaptureFixture, model: str, ranks: int, told: str
-) -> None:
-    matrices = lay_out(MODELS[model].matrices(), ranks)
-    parameters: Any = SimpleNamespace(matrices=matrices)
-    schedules = [Schedule(((2.0, -1.5, 0.5),) * 5)] * len(matrices)
-    config = MuonConfig()
-    with caplog.at_level(logging.INFO, logger="amo_dist.engine.exchange_planning"):
-        for leads in (False, True):
-            world: Any = SimpleNamespace(leads=leads)
-            tell_balance(parameters, schedules, world=world, config=config)
-            assert leads or not caplog.records
-        balanced = dataclasses.replace(config, ownership="balanced")
-        tell_balance(parameters, schedules, world=world, config=balanced)
-    assert len(caplog.records) == bool(told)
-    assert told in caplog.text
+def test_imbalance_is_the_greatest_load_over_the_mean() -> None:
+    model = build("fsdp", torch.arange(2), [(4, 2)] * 4)
+    costs = [9.0, 1.0, 9.0, 1.0]
+    assert imbalance(assign(model.matrices, costs), costs, 2) == 18.0 / 10.0
+    assert imbalance(assign(model.matrices, costs, ownership="balanced"), costs, 2) == 1.0
+    assert imbalance((), [], 2) == 1.0

@@ -293,6 +293,33 @@ def test_suggested_patterns_go_on_as_if_they_were_pasted(
     assert types_by_name(suggested)["blocks.0.moe.experts.first"] == "experts_first"
 
 
+def test_unknown_matrices_are_one_type_where_asked_for() -> None:
+    embedding = nn.Embedding(10, 4)
+    plain = nn.Sequential(embedding, nn.Linear(4, 8), nn.LayerNorm(8), nn.Linear(8, 4))
+    muon, adamw = param_groups(plain, unknown="matrix")
+    assert types_by_name([muon]) == {"1.weight": "matrix", "3.weight": "matrix"}
+    assert adamw["params"][0] == ("0.weight", embedding.weight)
+    known = {"layers.0.attention.wq.weight": (4, 4), "tok_embeddings.weight": (10, 4)}
+    unknown = {"layers.0.mixing.weight": (4, 4), "adapter.weight": (4, 4)}
+    heads = {"output.weight": (10, 4), "lm_head.weight": (10, 4), "classifier.dense.weight": (4, 4)}
+    model = module_of({**known, **unknown, **heads, "layers.0.norm.weight": (4,)})
+    expected = {"layers.0.attention.wq.weight": "attn_q", **dict.fromkeys(unknown, "matrix")}
+    assert types_by_name(param_groups(model, unknown="matrix")) == expected
+    patterns = {r"adapter\.weight": "adamw", r"output\.weight": "head"}
+    named = types_by_name(param_groups(model, unknown="matrix", patterns=patterns))
+    del expected["adapter.weight"]
+    assert named == {**expected, "output.weight": "head"}
+    with pytest.raises(ValueError, match=r"(?s)layers\.0\.mixing.* unknown='matrix' makes one"):
+        param_groups(model)
+    with pytest.raises(ValueError, match="unknown: found 'adamw', expected 'error' or 'matrix'"):
+        param_groups(model, unknown="adamw")  # type: ignore[arg-type]
+
+
+def test_a_stack_that_nobody_knows_stays_an_error() -> None:
+    with pytest.raises(ValueError, match=r"found a matrix of shape \(3, 4, 4\)"):
+        param_groups(module_of({"layers.0.mixing": (3, 4, 4)}), unknown="matrix")
+
+
 def test_what_is_known_needs_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     model = module_of(BLOCK)
     assert param_groups(model, suggest=True) == param_groups(model)

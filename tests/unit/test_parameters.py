@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from amo_dist import Muon, param_groups
-from amo_dist.engine.parameters import gradient_is_foreign
 from tests.distributed import models
 
 WQ = "layers.0.attention.wq.weight"
@@ -69,8 +68,11 @@ def test_good_hyperparameters_of_one_group_are_kept() -> None:
 
 def test_a_sparse_gradient_is_foreign() -> None:
     param = nn.Parameter(torch.ones(3, 4))
-    assert not gradient_is_foreign(param)
+    optimizer = Muon(param_groups(models.build({WQ: param})))
     param.grad = torch.ones(3, 4)
-    assert not gradient_is_foreign(param)
+    optimizer.step()
+    before = param.detach().clone()
     param.grad = torch.ones(3, 4).to_sparse()
-    assert gradient_is_foreign(param)
+    with pytest.raises(ValueError, match=f"{WQ}: found a sparse gradient.*on rank 0 in step 2"):
+        optimizer.step()
+    assert torch.equal(param, before)

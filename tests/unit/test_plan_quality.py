@@ -1,9 +1,10 @@
-"""The study of plans: its runs, its scores and its report, on models of a few thousand weights."""
+"""The study of plans: its runs, its plans and its report, on models of a few thousand weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
 import math
 import os
@@ -13,29 +14,22 @@ from typing import Any
 import pytest
 import torch
 
-from amo_dist import param_groups
+from amo_dist import AMOConfig, Muon, param_groups
 from amo_dist.config import OPERATOR_TYPES
-from amo_dist.schedule.types import MatrixInfo, Schedule
+from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.schedule.polar_express import composed
 from benchmarks.plan_quality import __main__ as command
-from benchmarks.plan_quality import data, report, score, train
+from benchmarks.plan_quality import data, jobs, report, train
+from benchmarks.plan_quality.jobs import Job
 from benchmarks.plan_quality.model import ARCHITECTURES, Architecture, Decoder
-from benchmarks.plan_quality.settings import Settings
-from benchmarks.plan_quality.variants import VARIANTS, amo_config
-from tests.unit import measured_twin
+from benchmarks.plan_quality.rows import ELLS, ROWS, Planner, Row, relative_flops
+from benchmarks.plan_quality.settings import Settings, evenly
+from benchmarks.plan_quality.spectra import momentum_spectra, scores
+from benchmarks.plan_quality.train import Start
 
-TINY = Architecture(num_heads=2, num_kv_heads=1, dim=16, ffn_dim=24, num_layers=2, head_dim=8)
-SHORT = Settings(
-    steps=12,
-    batch=2,
-    sequence=8,
-    warmup=2,
-    observe_until=4,
-    observe_every=2,
-    transition_steps=3,
-    validation_batches=2,
-    validations=2,
-    spectra_every=2,
-)
+TINY = Architecture(num_heads=2, num_kv_heads=1, dim=16, ffn_dim=24, num_layers=3, head_dim=8)
+SHORT = Settings(batch=2, sequence=8, warmup=2, validation_batches=2, observations=2)
+START = Start("grouped", 3, switch=4, steps=9)
 needs_scipy = pytest.mark.skipif(
     importlib.util.find_spec("scipy") is None, reason="needs SciPy (extra `stats`)"
 )
@@ -53,17 +47,6 @@ def root(tmp_path: Path) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(f"def f{i}(x):\n    return x + {i}\n" * 3)
     return folder
-
-
-@pytest.fixture
-def short_study(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> list[str]:
-    """Arguments of ``train`` for a study of two short runs."""
-    monkeypatch.setattr(data, "standard_library", lambda: root)
-    monkeypatch.setitem(ARCHITECTURES, "grouped", TINY)
-    given = {f"{name}={value}" for name, value in dataclasses.asdict(SHORT).items()}
-    folders = [f"--output={tmp_path / 'results'}", f"--spectra={tmp_path / 'spectra'}"]
-    chosen = ["--architecture", "grouped", "--seed", "0", "1"]
-    return [*chosen, *folders, "--set", *sorted(given)]
 
 
 # ---------------------------------------------------------------- model and data
@@ -149,86 +132,127 @@ def test_batches_follow_from_the_seed() -> None:
 
 
 def test_rates_rise_and_fall() -> None:
-    rates = [SHORT.rate_at(step) for step in range(1, SHORT.steps + 1)]
+    rates = [SHORT.rate_at(step, 12) for step in range(1, 13)]
     assert rates[:2] == [0.5, 1.0]
     assert rates[1:] == sorted(rates[1:], reverse=True)
     assert rates[-1] == pytest.approx(SHORT.final_rate)
 
 
-def run(name: str, root: Path, **changes: Any) -> dict[str, Any]:
-    settings = dataclasses.replace(SHORT, **changes)
-    result = train.run(TINY, VARIANTS[name], 3, data.load(root), settings)
-    del result["seconds"]
-    return result
+def test_observations_are_evenly_apart_and_end_at_the_switch() -> None:
+    assert evenly(5, 100, 250) == [130, 160, 190, 220, 250]
+    assert evenly(10, 0, 3) == [1, 2, 3]
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_a_run_is_the_same_twice(name: str, root: Path) -> None:
-    first = run(name, root)
-    assert first == run(name, root)
-    assert len(first["train_loss"]) == SHORT.steps
-    assert [*first["validation_loss"]] == ["6", "12"]
-    assert len(json.dumps(first)) < 20_000
+@pytest.mark.parametrize("norm", ["exact", "as_is"])
+def test_an_end_with_the_uniform_schedule_is_the_uninterrupted_run(norm: str, root: Path) -> None:
+    """To the bit: what rows share is a start, and nothing is lost at the switch."""
+    corpus, start = data.load(root), dataclasses.replace(START, norm=norm)
+    snapshot = train.begin(start, TINY, corpus, SHORT)
+    uniform = dict.fromkeys(train.matrix_shapes(snapshot.model)[0], composed(1e-3, 5))
+    before = train.digest(snapshot.model)
+    end = train.finish(snapshot, uniform, corpus, SHORT)
+    assert train.digest(snapshot.model) == before
+    whole = train.begin(dataclasses.replace(start, switch=9), TINY, corpus, SHORT)
+    assert train.digest(end.model) == train.digest(whole.model)
+    assert [*snapshot.train_loss, *end.train_loss] == whole.train_loss
+    other = train.finish(snapshot, dict.fromkeys(uniform, composed(1e-3, 2)), corpus, SHORT)
+    assert train.digest(other.model) != train.digest(end.model)
 
 
-@pytest.mark.parametrize("name", [n for n, variant in VARIANTS.items() if variant.plan])
-def test_a_plan_changes_nothing_before_it_is_made(name: str, root: Path) -> None:
-    planned, uniform = run(name, root), run("muon-pe", root)
-    # The loss of a step is taken before it.
-    until = SHORT.observe_until + 1
-    assert planned["train_loss"][:until] == uniform["train_loss"][:until]
-    assert planned["train_loss"] != uniform["train_loss"]
-    config = amo_config(VARIANTS[name], SHORT)
-    assert (config.observe_until, config.lock_step) == (4, SHORT.lock_step)
-    assert planned["plan"]["allocation"] == [*planned["allocation"].values()]
+def test_observing_changes_nothing(root: Path) -> None:
+    corpus = data.load(root)
+    snapshot = train.begin(START, TINY, corpus, SHORT)
+    assert [*snapshot.spectra] == [2, 4]
+    uniform = dict.fromkeys(train.matrix_shapes(snapshot.model)[0], composed(1e-3, 5))
+    seen, unseen = (
+        train.finish(snapshot, uniform, corpus, SHORT, observe=observe) for observe in (True, False)
+    )
+    assert train.digest(seen.model) == train.digest(unseen.model)
+    assert ([*seen.spectra], unseen.spectra) == ([5, 6, 7, 8, 9], {})
 
 
-def test_flops_are_those_of_the_steps(root: Path) -> None:
-    assert [run(name, root)["flops"] for name in ("muon-pe", "muon-kj", "adamw")] == [1, 1, 0]
-    paper = run("paper", root)
-    costs = paper["plan"]["costs"]
-    spent = sum(k * cost for k, cost in zip(paper["allocation"].values(), costs, strict=True))
-    assert paper["flops_locked"] == pytest.approx(spent / (5 * sum(costs)))
+def test_momenta_are_what_a_step_orthogonalizes() -> None:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(6, 4, bias=False)
+    optimizer = Muon(param_groups(model, patterns={"weight": "mlp_up"}), lr=0.0)
+    measured: dict[str, torch.Tensor] = {}
+
+    class Tracker:
+        def is_due(self, step: int) -> bool:
+            return True
+
+        def measure(self, name: str, momentum: torch.Tensor, result: torch.Tensor) -> None:
+            measured[name] = momentum.clone()
+
+        def collect(self, step: int, world: object) -> None:
+            pass
+
+    optimizer.tracker = Tracker()
+    for _ in range(3):
+        model.weight.grad = torch.randn(4, 6)
+        optimizer.step()
+        assert torch.equal(train.momenta(optimizer)["weight"], measured["weight"])
 
 
-def test_recording_spectra_changes_nothing(root: Path, tmp_path: Path) -> None:
-    path = tmp_path / "spectra.pt"
-    result = train.run(TINY, VARIANTS["muon-pe"], 3, data.load(root), SHORT, spectra=path)
-    del result["seconds"]
-    assert result == run("muon-pe", root)
-    spectra, registry = train.load_spectra(path)
-    assert [*spectra] == [2, 4, 6, 8, 10, 12]
-    assert len(registry) == 14
-    for matrix in registry:
-        values = spectra[4][matrix.name]
-        assert values.dtype == torch.float64
-        assert len(values) == min(matrix.shape)
-        assert values.square().sum().item() == pytest.approx(1)
+def test_another_order_has_the_same_sequences(root: Path) -> None:
+    tokens = torch.arange(1000, dtype=torch.int16)
+    plain, moved = (
+        next(train.reordered(data.batches(tokens, 8, 7, 1), order))[0] for order in (0, 1)
+    )
+    assert not torch.equal(plain, moved)
+    assert torch.equal(plain.sort(0).values, moved.sort(0).values)
+
+
+def study(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> list[Job]:
+    monkeypatch.setitem(ARCHITECTURES, "grouped", TINY)
+    wanted = [Job(START, ("uniform-5", "uniform-5~1", "distance-0.6-from-1"))]
+    jobs.work(wanted, tmp_path, tmp_path / "spectra", data.load(root), SHORT, lambda line: None)
+    return wanted
 
 
 def test_a_study_goes_on_where_it_was_stopped(
-    short_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path
 ) -> None:
-    arguments = ["train", "--variant", "muon-pe", "adamw", *short_study]
-    command.main(arguments)
-    runs = tmp_path / "results" / "runs"
-    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in runs.iterdir()}
-    assert {path.name for path in before} == {
-        f"grouped-{seed}-{name}.json" for seed in (0, 1) for name in ("muon-pe", "adamw")
-    }
-    lost = runs / "grouped-1-adamw.json"
-    lost.unlink()
-    capsys.readouterr()
-    command.main(arguments)
-    assert capsys.readouterr().out.startswith("1 of 4 runs to do\n1/1 grouped seed 1 adamw: ")
+    wanted = study(monkeypatch, root, tmp_path)
+    paths = [jobs.record_path(tmp_path, START, row) for row in wanted[0].rows]
+    before = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in paths}
+    assert sorted(paths) == sorted((tmp_path / "runs").iterdir())
+    paths[2].unlink()
+    assert jobs.missing(tmp_path, wanted[0]) == ["distance-0.6-from-1"]
+    study(monkeypatch, root, tmp_path)
     for path, (content, modified) in before.items():
         old, new = json.loads(content), json.loads(path.read_bytes())
-        assert path == lost or path.stat().st_mtime_ns == modified
+        assert path == paths[2] or path.stat().st_mtime_ns == modified
         assert old.pop("seconds") >= 0 <= new.pop("seconds")
         assert old == new
-    assert old["corpus"]["train_files"] > 0
-    with pytest.raises(ValueError, match=r"batch: found 2 in .*-muon-pe.json, expected 3"):
-        command.main([*arguments, "batch=3"])
+    plain, moved, planned = (json.loads(path.read_text()) for path in paths)
+    assert plain["digest"] != moved["digest"]
+    assert (plain["flops_after"], plain["plan"]) == (1, {})
+    assert planned["flops_after"] <= 0.6
+    assert planned["flops"] == pytest.approx(4 / 9 + 5 / 9 * planned["flops_after"])
+    assert len(planned["plan"]) == 7
+    assert set(planned["scores_after"]) == set(plain["scores_at_switch"])
+    assert not [*(tmp_path / "spectra").glob("*.claim")]
+
+
+def test_two_workers_do_not_take_the_same_job(tmp_path: Path) -> None:
+    path = tmp_path / "claims" / "job.claim"
+    with jobs.claim(path) as first:
+        with jobs.claim(path) as second:
+            assert (first, second) == (True, False)
+        assert path.exists()
+    assert not path.exists()
+    path.write_text("4194305")  # beyond the greatest number of a process
+    with jobs.claim(path) as taken_over:
+        assert taken_over
+
+
+def test_all_jobs_make_whole_tables(tmp_path: Path) -> None:
+    asked = {(job.start, row.partition("~")[0]) for job in jobs.all_jobs() for row in job.rows}
+    assert {row for _, row in asked} == set(ROWS)
+    for name, seed, row in itertools.product(ARCHITECTURES, range(5), ROWS):
+        assert (Start(name, seed), row) in asked
+        assert row not in jobs.AS_IS or (Start(name, seed, "as_is"), row) in asked
 
 
 def test_a_failed_write_leaves_no_result(tmp_path: Path) -> None:
@@ -242,149 +266,184 @@ def test_a_failed_write_leaves_no_result(tmp_path: Path) -> None:
     assert not [name for name in os.listdir(tmp_path / "x") if name.endswith(".json")]
 
 
-def test_unknown_settings_are_refused() -> None:
-    assert command.changed(SHORT, ["lr_muon=1e-2", "steps=7"]).lr_muon == 0.01
-    with pytest.raises(ValueError, match="--set: found 'stps=7', expected one of steps"):
-        command.changed(SHORT, ["stps=7"])
+# ---------------------------------------------------------------- measures and plans
 
-
-# ---------------------------------------------------------------- scores
-
-REGISTRY = [MatrixInfo("a", (2, 2), "attn_q"), MatrixInfo("b", (2, 8), "mlp_up")]
-
-
-def test_a_score_by_hand() -> None:
-    # p(x) = 2 x, then x^3: 0.5 -> 1, 0.25 -> 0.125, 0 -> 0.
-    one = Schedule(((2.0, 0.0, 0.0), (0.0, 1.0, 0.0)), norm_scale=2.0)
-    # p(x) = x: 1 -> 1.
-    other = Schedule(((1.0, 0.0, 0.0),), norm_scale=1.0)
-    spectra = {
-        10: {"a": torch.tensor([1.0, 0.5]).double(), "b": torch.tensor([1.0, 0.0]).double()},
-        20: {"a": torch.tensor([1.0, 1.0]).double(), "b": torch.tensor([1.0, 1.0]).double()},
-    }
-    found = score.score({"a": one, "b": other}, spectra, REGISTRY)
-    hard = (0.125**2 - 1) ** 2
-    # Means of two directions; of four matrices, two of them exact.
-    assert found["residual"] == pytest.approx(math.sqrt((hard / 2 + 1 / 2) / 4))
-    assert found["distance"] == pytest.approx(math.sqrt((0.875**2 / 2 + 1 / 2) / 4))
-    assert found["by_type"]["attn_q"]["residual"] == pytest.approx(math.sqrt(hard / 4))
-    assert found["by_type"]["mlp_up"]["num_steps"] == [1]
-    # 2 * 4 * (2 * 2 + 2) = 48 and 2 * 4 * (2 * 8 + 2) = 144 flops a step.
-    assert found["flops"] == pytest.approx((2 * 48 + 144) / (5 * (48 + 144)))
-
-
-def test_scores_are_those_of_the_kernel() -> None:
-    """Newton-Schulz of a matrix has the residual that its singular values tell."""
-    from amo_dist.kernels.newton_schulz import orthogonalize
-
-    generator = torch.Generator().manual_seed(0)
-    matrix = torch.randn(6, 9, generator=generator, dtype=torch.float64)
-    values = torch.linalg.svdvals(matrix)
-    schedule = score.uniform({}, REGISTRY)["a"]
-    options = {"norm_scale": schedule.norm_scale, "dtype": torch.float64, "eps": 0.0}
-    result = orthogonalize(matrix, schedule.coefficients, **options)
-    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
-    residual = (result @ result.mT - torch.eye(6)).square().sum() / 6
-    distance = (result - u @ vh).square().sum() / 6
-    expected = (residual.item(), distance.item())
-    assert score.errors(schedule, values / values.norm()) == pytest.approx(expected, rel=1e-9)
-
-
-def test_plans_see_the_steps_of_observation_alone() -> None:
-    spectra = {step: {} for step in (1, 2, 3, 4, 5, 6, 8)}
-    seen, held_out = score.split(spectra, SHORT)
-    assert ([*seen], [*held_out]) == ([2, 4], [5, 6, 8])
-
-
-@pytest.mark.parametrize("unit", ["steps", "flops"])
-def test_a_plan_by_measured_residuals_scores_its_objective(unit: str) -> None:
-    """On the very spectra it was made from; there it is no worse than uniform."""
-    spectra = made_up_spectra()
-    schedules, objective = measured_twin.plan(spectra, REGISTRY, unit=unit)
-    found = score.score(schedules, spectra, REGISTRY)
-    assert found["residual"] ** 2 * len(REGISTRY) == pytest.approx(objective)
-    uniform = score.score(score.uniform(spectra, REGISTRY), spectra, REGISTRY)
-    assert found["residual"] < uniform["residual"]
-    assert unit == "steps" or found["flops"] <= 1
+SHAPES = {"layers.0.q": (4, 4), "layers.1.q": (4, 4), "layers.2.up": (4, 12), "layers.2.v": (3, 4)}
+TYPES = {name: name.split(".")[2] for name in SHAPES}
 
 
 def made_up_spectra() -> dict[int, dict[str, torch.Tensor]]:
-    """A hard matrix and an easy one."""
+    """Hard matrices and easy ones."""
     generator = torch.Generator().manual_seed(0)
-    found = {}
+    found: dict[int, dict[str, torch.Tensor]] = {}
     for step in (2, 4):
-        values = {"a": torch.tensor([1.0, 1e-4]), "b": torch.tensor([1.0, 0.4])}
-        noise = {name: 1 + 0.2 * torch.rand(2, generator=generator) for name in values}
-        found[step] = {
-            name: (v * noise[name] / v.norm() / 1.2).double() for name, v in values.items()
-        }
+        found[step] = {}
+        for name, (m, n) in SHAPES.items():
+            values = torch.logspace(0, -3 if m == n else -1, m) * torch.rand(m, generator=generator)
+            values = values.sort(descending=True).values.double()
+            found[step][name] = values / values.norm()
     return found
 
 
-def test_the_paper_s_plan_is_that_of_the_optimizer(root: Path, tmp_path: Path) -> None:
-    """A plan from spectra is the one that the run with AMO made from its own observations."""
-    path = tmp_path / "spectra.pt"
-    train.run(TINY, VARIANTS["muon-pe"], 3, data.load(root), SHORT, spectra=path)
-    spectra, registry = train.load_spectra(path)
-    plan = score.PLANNERS["paper, steps"](score.split(spectra, SHORT)[0], registry)
-    by_type = {matrix.operator_type: plan[matrix.name].num_steps for matrix in registry}
-    assert by_type == run("paper", root)["allocation"]
-    assert len(set(by_type.values())) > 1
+def test_scores_are_those_of_the_kernel() -> None:
+    """Newton-Schulz of a matrix has the errors that its singular values tell."""
+    generator = torch.Generator().manual_seed(0)
+    matrix = torch.randn(6, 9, generator=generator, dtype=torch.float64)
+    schedule = composed(1e-3, 3)
+    options = {"norm_scale": schedule.norm_scale, "dtype": torch.float64, "eps": 0.0}
+    result = orthogonalize(matrix, schedule.coefficients, **options)
+    u, _, vh = torch.linalg.svd(matrix, full_matrices=False)
+    spectra = {1: momentum_spectra({"a": matrix})}
+    found = scores({"a": schedule}, spectra, {"a": (6, 9)})
+    exact = result * math.sqrt(6) / result.norm()
+    expected = {
+        "residual": ((result @ result.mT - torch.eye(6)).square().sum() / 6).item(),
+        "distance": ((result - u @ vh).square().sum() / 6).item(),
+        "direction": ((exact - u @ vh).square().sum() / 6).item(),
+        "gain": (result.norm() / math.sqrt(6)).item(),
+        "low": (torch.linalg.svdvals(result) < 0.5).double().mean().item(),
+    }
+    for measure, value in expected.items():
+        for weighting in ("alike", "entries"):
+            assert found[f"{measure} {weighting}"] == pytest.approx(value, rel=1e-9)
+
+
+def test_matrices_count_alike_or_by_their_entries() -> None:
+    spectra = {1: {"a": torch.tensor([1.0]).double(), "b": torch.tensor([0.0, 1.0]).double()}}
+    schedules = dict.fromkeys("ab", composed(1e-3, 5))
+    found = scores(schedules, spectra, {"a": (1, 1), "b": (2, 7)})
+    (alone,) = (scores({"a": schedules["a"]}, spectra, {"a": (1, 1)})["distance alike"],)
+    assert found["distance alike"] == pytest.approx((alone + (1 + alone) / 2) / 2)
+    assert found["distance entries"] == pytest.approx((alone + 14 * (1 + alone) / 2) / 15)
+    assert found["low alike"] == pytest.approx(1 / 4)
+
+
+@pytest.mark.parametrize("measure", ["residual", "distance", "direction"])
+@pytest.mark.parametrize("weighting", ["alike", "entries"])
+def test_a_plan_is_the_best_of_all_within_its_flops(measure: str, weighting: str) -> None:
+    """Every allocation is tried, each with the best ell of each type."""
+    spectra, row = made_up_spectra(), Row("", measure=measure, weighting=weighting, ratio=0.8)
+    chosen = Planner(spectra, SHAPES, TYPES).choose(row)
+    entries = {n: m * k if weighting == "entries" else 1 for n, (m, k) in SHAPES.items()}
+
+    def total(schedules: dict[str, Any]) -> float:
+        return sum(
+            entries[n] * scores({n: s}, spectra, {n: SHAPES[n]})[f"{measure} alike"]
+            for n, s in schedules.items()
+        )
+
+    groups = {kind: [n for n in SHAPES if TYPES[n] == kind] for kind in TYPES.values()}
+    curves = [
+        {k: min(total(dict.fromkeys(some, composed(e, k))) for e in ELLS) for k in range(3, 8)}
+        for some in groups.values()
+    ]
+    costs = [
+        relative_flops(dict.fromkeys(some, composed(0.1, 1)), {n: SHAPES[n] for n in some})
+        * sum(min(SHAPES[n]) ** 2 * (2 * max(SHAPES[n]) + min(SHAPES[n])) for n in some)
+        for some in groups.values()
+    ]
+    best = min(
+        sum(curve[k] for curve, k in zip(curves, steps, strict=True))
+        for steps in itertools.product(range(3, 8), repeat=len(curves))
+        if sum(c * k for c, k in zip(costs, steps, strict=True)) <= 0.8 * 5 * sum(costs) + 1e-9
+    )
+    assert total(dict(chosen.schedules)) == pytest.approx(best)
+    assert relative_flops(chosen.schedules, SHAPES) <= 0.8
+    assert [*chosen.plan] == ["q", "up", "v"]
+
+
+def test_a_plan_at_the_flops_of_uniform_is_no_worse_than_uniform() -> None:
+    spectra = made_up_spectra()
+    planner = Planner(spectra, SHAPES, TYPES)
+    planned, uniform = (
+        scores(planner.choose(ROWS[row]).schedules, spectra, SHAPES)["distance entries"]
+        for row in ("distance-1.0", "uniform-5")
+    )
+    assert planned < uniform
+
+
+def test_plans_by_depth_have_a_group_for_each_third() -> None:
+    chosen = Planner(made_up_spectra(), SHAPES, TYPES).choose(ROWS["depth-0.6-from-1"])
+    assert [*chosen.plan] == ["q early", "q middle", "up late", "v late"]
+
+
+def test_the_range_of_steps_is_the_optimizer_s() -> None:
+    config = AMOConfig()
+    planner = Planner(made_up_spectra(), SHAPES, TYPES)
+    for row, least in (("distance-0.8", config.min_steps), ("distance-0.5", 2)):
+        steps = {k for k, _ in planner.choose(ROWS[row]).plan.values()}
+        assert least <= min(steps) <= max(steps) <= config.max_steps
+    assert {s.num_steps for s in planner.choose(ROWS["distance-0.6"]).schedules.values()} == {3}
 
 
 # ---------------------------------------------------------------- report
 
 
 def made_up(folder: Path) -> None:
-    """Results of two architectures and three seeds."""
-    for architecture, gap in (("grouped", 0.2), ("multi-head", -0.1)):
+    """Results of three models and three seeds: three steps are as good, today's plan is worse."""
+    gaps = {"uniform-5": 0.0, "uniform-4": 0.0, "uniform-3": 0.0005, "residual-alike-0.8": 0.02}
+    gaps |= {"residual-0.8": 0.001, "distance-0.8": 0.0, "distance-0.6": 0.0}
+    flops = {"uniform-5": 1.0, "uniform-3": 0.6, "distance-0.6": 0.6}
+    for order in range(1, 4):
+        write(folder, Start("grouped", 0, order=order), "uniform-5", 2.0 + 0.001 * order, 1.0)
+    for place, name in enumerate(ARCHITECTURES):
         for seed, base in enumerate((2.0, 2.1, 2.3)):
-            losses = {"muon-pe": base, "paper": base - gap - 0.01 * seed, "adamw": base + 1}
-            for variant, loss in losses.items():
-                record = {
-                    "architecture": architecture,
-                    "seed": seed,
-                    "variant": variant,
-                    "validation_loss": {"1": 5.0, "2": loss},
-                    "train_loss": [5.0, loss],
-                    "flops": 1.0,
-                    "flops_locked": 0.9,
-                    "allocation": {"attn_q": 5, "attn_k": 4 + (seed == 2)},
-                }
-                path = folder / "runs" / f"{architecture}-{seed}-{variant}.json"
-                train.write_json(path, record)
-            plans = {
-                "uniform PE": made_up_score(0.4),
-                "paper, flops": made_up_score(0.4 + gap),
-                "measured, flops 1.0": made_up_score(0.35),
-            }
-            record = {"architecture": architecture, "seed": seed, "plans": plans}
-            train.write_json(folder / "held_out" / f"{architecture}-{seed}.json", record)
+            for row, gap in gaps.items():
+                loss = base + gap * (1 + 0.1 * seed) + place
+                write(folder, Start(name, seed), row, loss, flops.get(row, 0.8))
+        for rate in jobs.RATES:
+            for row in jobs.CONTENDERS:
+                loss = 2 + abs(math.log(rate / 8e-3))
+                write(folder, Start(name, jobs.RATE_SEED, rate=rate), row, loss, 1.0)
+    write(folder, Start("grouped", 0, switch=12), "uniform-3", 2.5, 0.6)
+    write(folder, Start("grouped", 0, switch=800, steps=2000), "uniform-5", 1.5, 1.0)
 
 
-def made_up_score(residual: float) -> dict[str, Any]:
-    by_type = {"attn_q": {"residual": 0.1}, "attn_v": {"residual": 2 * residual}}
-    return {"residual": residual, "distance": residual / 2, "flops": 1.0, "by_type": by_type}
+def write(folder: Path, start: Start, row: str, loss: float, flops: float) -> None:
+    plan = {"attn_q": (3, 0.1), "mlp_up": (4, 0.1)} if ROWS[row].measure else {}
+    values = {"residual alike": loss, "gain alike": -loss}
+    record = {**dataclasses.asdict(start), "row": row, "validation_loss": loss, "plan": plan}
+    record |= {"flops_after": flops, "scores_at_switch": values, "scores_after": None}
+    train.write_json(jobs.record_path(folder, start, row), record)
 
 
 @needs_scipy
 def test_a_report_of_made_up_results(tmp_path: Path) -> None:
     made_up(tmp_path)
     lines = report.text(tmp_path).splitlines()
-    # t(0.975, 2) = 4.3027; the differences -0.20, -0.21, -0.22 have a standard deviation of 0.01.
-    half = 4.3027 * 0.01 / math.sqrt(3)
-    (paper,) = (line for line in lines if line.startswith("| grouped | the paper's AMO | 3 "))
-    assert f"| -0.2100 ± {half:.4f} | 1.000 | 0.900 | 5 4 (2), 5 5 (1) |" in paper
-    (adamw,) = (line for line in lines if line.startswith("| multi-head | AdamW | 3 "))
-    assert "| +1.0000 ± 0.0000 |" in adamw
-    (row,) = (line for line in lines if line.startswith("| multi-head | paper, flops |"))
-    assert "| 0.3000 ± 0.0000 | -0.1000 ± 0.0000 |" in row
-    assert "| attn_v: 0.60 |" in row
-    assert "- grouped: 5.000, 2.133 at steps 1, 2" in lines
-    assert "- paper, flops: greater held-out residual than uniform in 3 of 6 runs" in lines
-    assert "- measured, flops 1.0: greater held-out residual than uniform in 0 of 6 runs" in lines
-    assert lines[-1].startswith("Found: it has the lower one in 1 of 2 (multi-head). ")
-    assert lines[-1].endswith("The default is the measured plan.")
+    # t(0.975, 2) = 4.3027; the differences 0.020, 0.022, 0.024 have a deviation of 0.002.
+    half = 4.3027 * 0.002 / math.sqrt(3)
+    gap = f"2.1553, +0.0220 ± {half:.4f}"
+    (today,) = (line for line in lines if line.startswith("| residual, alike, 0.8 | 0.800 | 2"))
+    assert today.startswith(f"| residual, alike, 0.8 | 0.800 | {gap} | 3.1553")
+    assert today.endswith(" | 3.1553 | +0.0220 ± 0.0013 | 3 |")
+    assert any(line.startswith("| distance, entries, 0.6 | uniform 3 | -0.0006") for line in lines)
+    assert "| uniform 3 | 0.600 | 1.9662 | 3.1339 | 9 | 0 of 9 |" in lines
+    assert any("| residual alike | +1.00 (9)" in line for line in lines)
+    (rates,) = (x for x in lines if x.startswith("| grouped | exact | uniform 3 |"))
+    assert rates.count("**") == 2
+    assert "| 2.6931 | **2.0000** |" in rates
+    # The seed that both switches have: 2.5 against 2.0, where step 100 has three.
+    assert any("+0.5000 (1)" in x for x in lines if x.startswith("| grouped | uniform 3 |"))
+    assert "| grouped | 2000 | uniform 5 | 1.000 | 1.5000 |  |" in lines
+    assert any("3 4 (3)" in line for line in lines)
+
+
+@needs_scipy
+def test_the_rule_takes_the_fewest_flops_and_the_simpler_of_two(tmp_path: Path) -> None:
+    made_up(tmp_path)
+    told = report.verdict(report.Runs(tmp_path))
+    assert told[0].startswith("The bar: grouped 2.1333 (exact, rate 0.008); ")
+    assert told[-1] == "The rule picks: uniform 3, norm exact, 0.60 of the flops."
+    assert not any("residual, alike" in line for line in told)
+    for name in ARCHITECTURES:
+        # One model in which three steps are worse is enough.
+        path = jobs.record_path(tmp_path, Start(name, 0), "uniform-3")
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({**record, "validation_loss": 9.0}))
+        told = report.verdict(report.Runs(tmp_path))
+        assert told[-1] == "The rule picks: distance, entries, 0.6, norm exact, 0.60 of the flops."
+        path.write_text(json.dumps(record))
 
 
 @needs_scipy
@@ -398,24 +457,18 @@ def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
 
 @needs_scipy
 @needs_matplotlib
-def test_plots_lie_beside_the_results(tmp_path: Path) -> None:
+def test_figures_lie_beside_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     made_up(tmp_path)
-    found = report.plot(tmp_path)
-    names = ["validation_loss.png", "held_out_residual.png", "held_out_distance.png"]
-    assert found == [tmp_path / name for name in names]
-    assert all(path.stat().st_size > 1000 for path in found)
-
-
-@needs_scipy
-@needs_matplotlib
-def test_the_three_commands_follow_each_other(
-    short_study: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    command.main(["train", "--variant", "muon-pe", *short_study])
-    command.main(["score", *short_study])
-    capsys.readouterr()
-    command.main(["report", f"--output={tmp_path / 'results'}"])
+    command.main(["report", f"--output={tmp_path}"])
     told = capsys.readouterr().out
-    for plan in score.PLANNERS:
-        assert f"| grouped | {plan} | " in told
-    assert "held_out_residual.png" in told
+    assert told.startswith("### The rule's verdict")
+    for name in ("loss_by_flops", "functionals", "rates"):
+        assert f"figure: {tmp_path / name}.png" in told
+        assert (tmp_path / f"{name}.png").stat().st_size > 1000
+
+
+def test_what_is_left_to_run_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command.main(["run", "--list", f"--output={tmp_path}"])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == len(jobs.all_jobs())
+    assert lines[0] == "grouped-0-exact-0.008-250at100-order1: 1 of 1 to run"

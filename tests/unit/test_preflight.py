@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -15,14 +16,12 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     import torchtitan_ext.plugin.trainer  # noqa: F401
 
-from amo_dist.config import AMOConfig
-from amo_dist.kernels.spectra import observation_flops
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.simulate import lay_out, simulate
+from amo_dist.tools.simulate import StepCost, lay_out, simulate
 from tests.ledger import predict
 from torchtitan_ext.cli import main
-from torchtitan_ext.tools import preflight, preflight_checks, preflight_costs
+from torchtitan_ext.tools import preflight, preflight_checks
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -31,16 +30,11 @@ RUNS = json.loads((ROOT / "tests/golden/pretrain_runs.json").read_text())
 
 
 @functools.cache
-def hardware() -> preflight_costs.Hardware:
-    return preflight_costs.read_hardware(preflight_costs.HARDWARE_FILE, "h100")[0]
-
-
-@functools.cache
 def report(name: str, world: int, plan: str = "", *overrides: str) -> dict[str, Any]:
     args = [f"--job.config_file={CONFIGS / f'{name}.toml'}", *overrides]
     config, problems = preflight_checks.load(args)
     assert problems + preflight_checks.check(config, world) == []
-    return preflight.build(config, world, 8, plan, hardware())
+    return preflight.build(config, world, 8, plan)
 
 
 # ------------------------------------------------------------------ mistakes
@@ -141,8 +135,7 @@ def test_a_world_that_the_degrees_do_not_make(capsys: pytest.CaptureFixture[str]
         (["llama3.1_75m"], "'llama3.1_75m', expected a TOML file; those of the project lie in"),
         (["--world", "0"], "--world: found 0"),
         (["--gpus-per-node", "-1"], "--gpus-per-node: found -1"),
-        (["--gpu", "abacus"], "--gpu: found 'abacus', expected one of h100"),
-        (["--hardware", "no.toml"], "--hardware: cannot read no.toml"),
+        (["--memory-gb", "0"], "--memory-gb: found 0.0, expected a number > 0"),
     ],
 )
 def test_mistakes_among_the_arguments(
@@ -198,15 +191,11 @@ def test_load_and_traffic_are_those_of_the_simulation() -> None:
         if row["ownership"] == found["step"]["ownership"]
     }
     for phase, schedule in (("before", "uniform"), ("after", "locked")):
-        step, row = found["step"][phase], rows[schedule]
-        assert step["gflop"]["most"] * 1e9 == pytest.approx(row["load"]["greatest"], rel=1e-12)
-        assert step["gflop"]["mean"] * 1e9 == pytest.approx(row["load"]["mean"], rel=1e-12)
-        assert step["sent_across"]["most"] == row["traffic"]["greatest_across"]
-        total = step["sent_across"]["mean"] + step["sent_within"]["mean"]
-        assert total == pytest.approx(row["traffic"]["mean"], rel=1e-12)
+        row = rows[schedule]
+        assert found["step"][phase] == {key: row[key] for key in found["step"][phase]}
     for row in simulate(registry, after, 32):
         if row["schedule"] == "locked":
-            expected = row["load"]["greatest"] / row["load"]["mean"]
+            expected = row["gflop"]["most"] / row["gflop"]["mean"]
             assert found["step"]["imbalance"][row["ownership"]] == pytest.approx(expected)
 
 
@@ -224,22 +213,14 @@ def _jobs_of(name: str, world: int) -> Any:
     shapes = [tuple(one["shape"]) for one in by_name.values() if one["optimizer"] == "muon"]
     registry = [MatrixInfo(f"m{i}", shape, "attn_q") for i, shape in enumerate(shapes)]
     matrices = lay_out(registry, world)
-    world_ = preflight_costs.World(
-        registry=registry,
-        matrices=matrices,
-        num_ranks=world,
-        ranks_per_node=8,
-        config=AMOConfig(),
-        elementwise_bytes=0.0,
-    )
-    return matrices, preflight_costs.Step(world_, {"attn_q": 5}).jobs
+    return matrices, StepCost(registry, matrices, {"attn_q": 5}, world).jobs
 
 
 def test_one_rank_sends_nothing_and_owns_all() -> None:
     found = report("debug_qwen3", 1)
     step = found["step"]["before"]
     assert step["sent_within"]["most"] == step["sent_across"]["most"] == 0
-    assert step["num_owners"] == 1
+    assert step["owners"] == 1
     flops = sum(
         5 * ns_step_flops(*one["shape"])
         for one in found["parameters"]["by_name"].values()
@@ -257,10 +238,10 @@ def test_replicas_share_the_work_under_hsdp() -> None:
         hybrid["step"]["before"]["sent_across"]["mean"]
         > hybrid["step"]["before"]["sent_within"]["mean"] / 2
     )
-    # Replicas of 2: the other node gets each element once.
+    # Replicas of 2: four of the eight lie on the other node, and each gets every element.
     pairs = report("qwen3_0.6b", 16, "", "--parallelism.data_parallel_replicate_degree=8")
     across = pairs["step"]["before"]["sent_across"]["mean"]
-    assert across == pytest.approx(2 * pairs["parameters"]["muon"] / 16, rel=1e-12)
+    assert across == pytest.approx(4 * 2 * pairs["parameters"]["muon"] / 16, rel=1e-12)
     ratio = hybrid["memory"]["optimizer_state"] / sharded["memory"]["optimizer_state"]
     assert ratio == pytest.approx(2, rel=0.01)  # norms of 128 rows split unevenly on neither
 
@@ -296,11 +277,9 @@ def test_the_plan_of_the_paper_a_given_one_and_none() -> None:
     assert {one["steps_after"] for one in unknown["operator_types"].values()} == {5}
     assert "unknown" in unknown["plan_origin"]
     # A config that plans otherwise than the paper does not get the paper's plan.
-    for change in ("objective=measured", "planner=exact"):
-        planner = "--optimizer.amo.planner=exact"
-        other = report("qwen3_1.7b", 32, "", planner, f"--optimizer.amo.{change}")
-        assert {one["steps_after"] for one in other["operator_types"].values()} == {5}
-        assert "unknown" in other["plan_origin"]
+    other = report("qwen3_1.7b", 32, "", "--optimizer.amo.planner=measured")
+    assert {one["steps_after"] for one in other["operator_types"].values()} == {5}
+    assert "unknown" in other["plan_origin"]
 
 
 def test_a_fixed_schedule_has_no_lock_and_no_observation() -> None:
@@ -347,69 +326,10 @@ def test_the_timeline_of_a_run_without_a_plan() -> None:
     assert found["observation"]["count"] == 8
 
 
-# ------------------------------------------------------------------ seconds
-
-
-def test_the_prediction_for_the_papers_largest_run() -> None:
-    found = report("qwen3_1.7b", 32)
-    # The project's own goals, an order of magnitude below what the paper measured.
-    for phase in ("before", "after"):
-        assert found["time"][f"optimizer_{phase}"] < 15e-3 < found["paper"]["optimizer_ms"] / 1e3
-    # All singular values, where the paper times the least of each matrix alone.
-    assert found["observation"]["seconds"] < 0.8 < found["paper"]["observation_s"]
-    # The largest of 6144 x 2048, and others on the same rank.
-    rate = hardware().observe_tflops * 1e12
-    assert found["observation"]["seconds"] > observation_flops(6144, 2048) / rate
-    assert found["observation"]["matrices"] == 7 * 8
-    assert found["observation"]["count"] == 8
-    # The paper's 5.82 s, from which the assumed efficiency was taken, to its two digits.
-    assert found["time"]["model_seconds"] == pytest.approx(5.82, rel=0.05)
-
-
-@pytest.mark.parametrize(
-    ("figure", "part"),
-    [
-        ("bf16_tflops", "orthogonalize_seconds"),
-        ("network_gb_per_s", "exchange_seconds"),
-        ("nvlink_gb_per_s", "exchange_seconds"),
-        ("hbm_tb_per_s", "elementwise_seconds"),
-        ("collective_us", "exchange_seconds"),
-    ],
-)
-def test_every_figure_moves_its_part_of_the_step_and_no_other(figure: str, part: str) -> None:
-    config, _ = preflight_checks.load([f"--job.config_file={CONFIGS / 'qwen3_0.6b.toml'}"])
-    assert preflight_checks.check(config, 16) == []
-    other = dataclasses.replace(hardware(), **{figure: 2 * getattr(hardware(), figure)})
-    steps = [
-        preflight.build(config, 16, 8, "", one)["step"]["before"] for one in (hardware(), other)
-    ]
-    moved = {key for key in steps[0] if steps[0][key] != steps[1][key]}
-    assert moved == {part}
-
-
-def test_hardware_files(tmp_path: Path) -> None:
-    for name in ("h100", "h200"):
-        preflight_costs.read_hardware(preflight_costs.HARDWARE_FILE, name)
-    path = tmp_path / "mine.toml"
-    fields = dataclasses.asdict(hardware())
-    lines = [f"{key} = {value}" for key, value in fields.items()]
-    for change, told in (
-        (lines[1:], r"missing memory_gb"),
-        ([*lines, "colour = 1"], r"unknown colour"),
-        (["memory_gb = -1", *lines[1:]], r"memory_gb: found -1, expected a number > 0"),
-        (["memory_gb = '80'", *lines[1:]], r"memory_gb: found '80'"),
-    ):
-        path.write_text("\n".join(["[mine]", *change]))
-        with pytest.raises(ValueError, match=told):
-            preflight_costs.read_hardware(path, "mine")
-    path.write_text("\n".join(["[mine]", *lines]))
-    assert preflight_costs.read_hardware(path, "mine") == (hardware(), [])
-
-
 # ------------------------------------------------------------------ text
 
 
-def test_the_text_tells_figures_and_assumptions(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_tells_figures_and_no_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     file = f"--job.config_file={CONFIGS / 'qwen3_1.7b.toml'}"
     assert main(["preflight", file, "--world", "32", "--elsewhere"]) == 0
     text = capsys.readouterr().out
@@ -420,13 +340,12 @@ def test_the_text_tells_figures_and_assumptions(capsys: pytest.CaptureFixture[st
         "tok_embeddings.weight",
         "33.97 billion tokens",
         "locked: 1.143 by round_robin, 1.015 by balanced",
-        "this run was not measured",
-        "the paper measured 191 ms",
-        "the paper measured 9.47 s",
+        "an observation: 56 matrices, 8 times",
+        "of 80.00 GB",
     ):
         assert one in text, one
-    for field in dataclasses.fields(preflight_costs.Hardware):
-        assert f"{field.name} = {getattr(hardware(), field.name)}" in text
+    # Nobody has measured any.
+    assert not re.search(r"\b(seconds?|ms|hours?)\b|\d s\b", text)
 
 
 def test_json_and_text_are_of_one_report(capsys: pytest.CaptureFixture[str]) -> None:
@@ -435,4 +354,4 @@ def test_json_and_text_are_of_one_report(capsys: pytest.CaptureFixture[str]) -> 
     found = json.loads(capsys.readouterr().out)
     assert found["world"]["ranks"] == 4
     assert found["problems"] == []
-    assert found["assumptions"]["gpu"] == "h100"
+    assert found["world"]["memory_gb"] == 80.0

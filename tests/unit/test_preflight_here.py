@@ -104,7 +104,7 @@ SMALL = ("quickstart", "--training.steps=80")
         ),
         (
             (
-                *("llama3.1_1.4b", "--gpu=h200", "--training.local_batch_size=1"),
+                *("llama3.1_1.4b", "--memory-gb=141", "--training.local_batch_size=1"),
                 "--parallelism.data_parallel_replicate_degree=32",
             ),
             None,
@@ -239,18 +239,10 @@ def test_checkpoints_that_are_there_already_are_no_further_need(
     preflight_here._disk(config, run)
 
 
-def test_measured_figures_are_used_and_told(
-    place: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    measured = {"memory_gb": 1.0, "collective_us": 7.0, "kernel_us": 3.0}
-    (place / "doctor.json").write_text(json.dumps({"hardware": measured}))
+def test_a_rank_that_has_too_little_memory(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(CONFIGS / "quickstart.toml")
-    assert main(["preflight", file, "--world", "2", "--hardware", "doctor.json"]) == 0
-    text = capsys.readouterr().out
-    assert "measured by `amo doctor`\n  memory_gb = 1.0   collective_us = 7.0\n" in text
-    assert "kernel_us" not in text
-    measured["memory_gb"] = 1e-3
-    (place / "doctor.json").write_text(json.dumps({"hardware": measured}))
-    status, found = preflight(capsys, "quickstart", "--hardware", "doctor.json")
+    assert main(["preflight", file, "--world", "2", "--memory-gb", "1"]) == 0
+    assert "of 1.00 GB (logits and exchange follow each other)" in capsys.readouterr().out
+    status, found = preflight(capsys, "quickstart", "--memory-gb", "1e-3")
     assert status == 2
     assert "expected at most the 0.0 GB that it has" in found[0]

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from amo_dist.schedule.budget import ns_step_flops
-from tests.unit.test_preflight import CONFIGS, hardware, report
+from tests.unit.test_preflight import CONFIGS, report
 from torchtitan_ext.tools import preflight_report
 
 A1 = str(CONFIGS / "schedules" / "a1.toml")
@@ -50,13 +49,11 @@ def test_fixed_schedules_are_those_of_the_optimizer(
     share = work / (5 * sum(flops.values()))
     gflop, of_kj = (one["step"]["before"]["gflop"]["mean"] for one in (found, kj))
     assert gflop == pytest.approx(share * of_kj, rel=1e-12)
-    seconds, of_kj = (one["time"]["optimizer_before"] for one in (found, kj))
-    assert (seconds < of_kj) == (share < 1)
 
 
 def text_of(found: dict[str, Any]) -> str:
     found = {**found, "config": {**found["config"], "file": "x.toml"}}
-    return preflight_report.text({**found, "assumptions": dataclasses.asdict(hardware())})
+    return preflight_report.text({**found, "world": {**found["world"], "memory_gb": 80.0}})
 
 
 def test_a_schedule_file_that_lacks_a_type_is_named(tmp_path: Path) -> None:

@@ -1,6 +1,6 @@
 """Whole runs with random settings: saved and resumed anywhere, they are the run that went through.
 
-A run observes, plans, plans again and falls back; its settings change on resume. Bad observations,
+A run observes, plans and plans again; its settings change on resume. Bad observations,
 skipped steps and matrices without a gradient are among it.
 """
 
@@ -23,11 +23,11 @@ from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.state.control import Control, control_record, restore, to_text
 from tests import spectra
+from tests.held import Held
 from tests.unit.controller_runs import REGISTRY
 from tests.unit.test_ns_guard import Model
 
 STEPS = 24
-NAMES = [matrix.name for matrix in REGISTRY]
 Events = Mapping[int, Any]
 
 
@@ -42,13 +42,11 @@ def configs(draw: st.DrawFn, **fields: Any) -> AMOConfig:
         "replan_every": plans_again * every * (-(-length // every) + draw(st.integers(0, 2))),
         "observe_only": not plans_again and draw(st.integers(0, 3)) == 0,
         "sample_size": draw(st.integers(1, 6)),
-        "granularity": draw(st.sampled_from(["operator_type", "layer_group", "shape", "matrix"])),
-        "objective": draw(st.sampled_from(["measured", "projected"])),
+        "granularity": draw(st.sampled_from(["operator_type", "layer_group", "shape"])),
+        "planner": draw(st.sampled_from(["measured", "paper"])),
         "shrinkage": draw(st.sampled_from([0.0, 0.7, 1.0])),
         "budget_ratio": draw(st.sampled_from([0.8, 1.0, 1.2])),
-        "budget_unit": draw(st.sampled_from(["steps", "flops"])),
         "seed": draw(st.integers(0, 3)),
-        "ns_guard_fallback": True,
     }
     return AMOConfig(**{**found, **fields})
 
@@ -64,32 +62,29 @@ def observed(name: str, step: int) -> float:
     return generator.choice([good, good, good, math.nan])
 
 
-def take(policy: AMOPolicy, step: int, fallen: str | None) -> tuple[Any, ...]:
+def take(policy: Held, step: int) -> tuple[Any, ...]:
     """One optimizer step of a policy; what it did."""
     applied = policy.phase(step), dict(policy.schedules(step)), policy.digest(step)
     sample = policy.sample(step)
-    if fallen is not None:
-        policy.fall_back(step, fallen)
     if sample:
         spectra.record(policy, step, {name: observed(name, step) for name in sample})
-    if policy.plan_due(step):
+    if policy.plan_due():
         policy.adopt_plan(policy.make_plan())
     return *applied, sample, policy.metrics(step)
 
 
-def resumed(policy: AMOPolicy, steps_taken: int, config: AMOConfig, binds_first: bool) -> AMOPolicy:
+def resumed(policy: Held, steps_taken: int, config: AMOConfig, binds_first: bool) -> Held:
     """Another policy that goes on from what this one saved, as an optimizer makes it."""
-    saved = control_record(Control(steps_taken, 0, policy.config, policy))
+    saved = control_record(Control(steps_taken, 0, policy.config, policy.policy, policy.state))
     fresh = AMOPolicy(config)
-    if binds_first:
-        fresh.bind(REGISTRY)
+    groups = fresh.groups(REGISTRY) if binds_first else None
     record = json.loads(to_text(saved))
-    control = restore(record, Control(0, 0, config, fresh), [], False)
+    running = Control(0, 0, config, fresh, fresh.start())
+    control = restore(record, running, [], False, groups)
     assert control.steps_taken == steps_taken
     assert isinstance(control.policy, AMOPolicy)
     assert control.policy.config == control.config
-    control.policy.bind(REGISTRY)
-    return control.policy
+    return Held(control.policy, REGISTRY, control.state)
 
 
 CHANGES = st.tuples(configs(), st.sampled_from(["replan", "keep_checkpoint"]))
@@ -98,14 +93,13 @@ CHANGES = st.tuples(configs(), st.sampled_from(["replan", "keep_checkpoint"]))
 @settings(deadline=None, max_examples=60)
 @given(
     config=configs(),
-    fallen=at_some_steps(st.sampled_from(NAMES)),
     changes=at_some_steps(CHANGES),
     saves=at_some_steps(st.booleans()),
 )
 def test_a_policy_resumed_anywhere_goes_on_as_it_would_have(
-    config: AMOConfig, fallen: Events, changes: Events, saves: Events
+    config: AMOConfig, changes: Events, saves: Events
 ) -> None:
-    straight, broken = AMOPolicy(config), AMOPolicy(config)
+    straight, broken = Held(AMOPolicy(config)), Held(AMOPolicy(config))
     for policy in (straight, broken):
         policy.bind(REGISTRY)
     for step in range(1, STEPS + 1):
@@ -116,36 +110,29 @@ def test_a_policy_resumed_anywhere_goes_on_as_it_would_have(
             broken = resumed(broken, step - 1, other, False)
         elif step in saves:
             broken = resumed(broken, step - 1, broken.config, saves[step])
-        did = [take(policy, step, fallen.get(step)) for policy in (straight, broken)]
+        did = [take(policy, step) for policy in (straight, broken)]
         assert did[0] == did[1], step
         assert broken.state_dict() == straight.state_dict()
 
 
 @settings(deadline=None, max_examples=60)
-@given(config=configs(), fallen=at_some_steps(st.sampled_from(NAMES)))
-def test_a_glide_begins_where_the_run_is_and_ends_at_the_plan(
-    config: AMOConfig, fallen: Events
-) -> None:
-    policy = AMOPolicy(config)
+@given(config=configs())
+def test_a_glide_begins_where_the_run_is_and_ends_at_the_plan(config: AMOConfig) -> None:
+    policy = Held(AMOPolicy(config))
     policy.bind(REGISTRY)
-    planned_at, kept = None, set[str]()
+    planned_at = None
     for step in range(1, STEPS + 1):
         before, plan = policy.state_at(step), policy.plan
-        take(policy, step, fallen.get(step))
-        just = {policy.group_of(fallen[step])} if step in fallen else set()
+        take(policy, step)
         if policy.plan is not plan:
-            planned_at, begins, kept = step, policy.state_at(step), set()
-            # But for what fell back within this very step.
-            assert all(begins[name] == before[name] for name in before.keys() - just)
+            planned_at = step
+            assert policy.state_at(step) == before
         elif plan is not None and policy.phase(step) == "locked":
             assert planned_at is not None
             assert step >= planned_at + config.transition_steps
             planned = zip(plan.allocation, plan.ell_target, strict=True)
             for name, state in zip(plan.operator_types, planned, strict=True):
-                uniform = (config.base_steps, config.base_ell)
-                assert before[name] == (uniform if name in kept else state)
-        if policy.plan is plan is not None:
-            kept |= just
+                assert before[name] == state
 
 
 # ---------------------------------------------------------------- optimizers
@@ -165,23 +152,21 @@ def set_gradients(model: Model, step: int, event: str | None) -> None:
 def run(
     config: AMOConfig, events: Events, saves: Events
 ) -> tuple[list[Tensor], dict[str, Any], list[str]]:
-    """Parameters, control state and the phases of a run; ``saves`` says who goes on how."""
+    """Parameters, control state and the phases of a run; at ``saves`` another goes on."""
     model = Model()
     optimizer, phases = AMO(param_groups(model), config=config), []
     for step in range(1, STEPS + 1):
         if step in saves:
             other = Model()
             other.load_state_dict(model.state_dict())
-            way = dataclasses.replace(config, observe_in_background=saves[step])
-            fresh = AMO(param_groups(other), config=way)
+            fresh = AMO(param_groups(other), config=config)
             fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             model, optimizer = other, fresh
         set_gradients(model, step, events.get(step))
         optimizer.step()
         phases.append(optimizer.phase)
-    control = optimizer.control_state_dict()
-    control["config"].pop("observe_in_background")
-    return [param.detach().clone() for param in model.parameters()], control, phases
+    params = [param.detach().clone() for param in model.parameters()]
+    return params, optimizer.control_state_dict(), phases
 
 
 @settings(deadline=None, max_examples=25)
@@ -189,13 +174,11 @@ def run(
     config=configs(ns_guard_every=1, ns_guard_bound=0.3, nonfinite="skip_step"),
     events=at_some_steps(st.sampled_from(["none", "skip"])),
     saves=at_some_steps(st.booleans()),
-    starts_in_background=st.booleans(),
 )
 def test_an_optimizer_resumed_anywhere_goes_on_bit_for_bit(
-    config: AMOConfig, events: Events, saves: Events, starts_in_background: bool
+    config: AMOConfig, events: Events, saves: Events
 ) -> None:
-    """The one observes at once; the other is saved and loaded, with a thread or without."""
-    way = dataclasses.replace(config, observe_in_background=starts_in_background)
-    expected, found = run(config, events, {}), run(way, events, saves)
+    """The other is saved and loaded."""
+    expected, found = run(config, events, {}), run(config, events, saves)
     assert found[1:] == expected[1:]
     assert all(map(torch.equal, found[0], expected[0]))

@@ -58,6 +58,7 @@ def geometry(step: int, layer: int, operator_type: str, kappa: float | None) -> 
         "shape": [8, 16],
         "kappa": kappa,
         "ns_residual": None if kappa is None else math.log10(kappa) / 10,
+        "update_norm": 0.75 + 0.001 * layer,
     }
 
 
@@ -195,7 +196,7 @@ def tracked(optimizer: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
             for param in group["params"]:
                 param.grad = torch.randn_like(param)
         optimizer.step()
-        schedules = optimizer.policy.schedules(step)
+        schedules = optimizer.schedules_by_group(step)
         counts = {name: schedule.num_steps for name, schedule in schedules.items()}
         metrics.append(metric(step, num_steps_by_type=counts))
     labels = {"model": "m", "family": "f"}
@@ -203,7 +204,7 @@ def tracked(optimizer: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]
 
 
 @pytest.mark.parametrize(
-    ("kind", "num_names"), [("root", 2), ("operator_type", 1), ("layer_group", 3), ("matrix", 3)]
+    ("kind", "num_names"), [("root", 2), ("operator_type", 1), ("layer_group", 3), ("shape", 2)]
 )
 def test_work_of_schedules_that_are_not_of_types(tmp_path: Path, kind: str, num_names: int) -> None:
     shapes = {"layers.0.mlp": (8, 8), "layers.1.mlp": (8, 16), "layers.2.mlp": (8, 16)}
@@ -217,15 +218,13 @@ def test_work_of_schedules_that_are_not_of_types(tmp_path: Path, kind: str, num_
     counts = metrics[-1]["num_steps_by_type"]
     assert len(counts) == num_names
     # Another schedule for the name of the first matrix, to see its weight.
-    name = optimizer.policy.group_of("layers.0.mlp.weight")
+    name = optimizer.group_of("layers.0.mlp.weight")
     metrics.append(metric(3, num_steps_by_type={**counts, name: 10}))
     found = data.ns_work(data.load_one(write_run(tmp_path / "run", metrics, log)))
     assert found is not None
     assert found.unit == "flops"
     flops = {one: ns_step_flops(*shape) for one, shape in shapes.items()}
-    mine = sum(
-        value for one, value in flops.items() if optimizer.policy.group_of(f"{one}.weight") == name
-    )
+    mine = sum(value for one, value in flops.items() if optimizer.group_of(f"{one}.weight") == name)
     assert found.ratio == [1.0, pytest.approx(1.0 + mine / sum(flops.values()))]
 
 
@@ -307,7 +306,8 @@ def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
     ells = {name: row["ell_target"] for name, row in QWEN.items()}
     with_plan(run, plan_allocation(AMOConfig.paper(), ells))
     page = make(tmp_path, run, png=str(tmp_path / "png"))
-    names = ["ell", "f1", "f2", "f3", "f4", "loss", "plan", "schedule", "training", "work"]
+    names = ["ell", "f1", "f2", "f3", "f4", "loss", "plan", "schedule", "training"]
+    names += ["update_norm", "work"]
     assert sorted(path.stem for path in (tmp_path / "png").iterdir()) == names
     assert page.tags.count("img") == len(names)
     assert "a&b" in page.text
@@ -324,14 +324,15 @@ def with_plan(run: Path, plan: Plan, without: Sequence[str] = ()) -> Path:
 
 def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
     # Little is left of the directions of attn_q in 6 and 7 steps, and of attn_k in any.
-    hard = Measured((1e-4,) * 5, (1.0, 0.81, 0.49, 0.04, 0.01), (0.5,) * 5, 0.64, 0.5)
-    easy = Measured((1e-3,) * 5, (0.04, 0.01, 0.0, 0.0, 0.0), (0.0,) * 5, 0.01, 0.0)
+    hard = Measured((1e-4,) * 5, (0.5,) * 5, (1.0, 0.81, 0.49, 0.04, 0.01), 0.5, 0.64)
+    easy = Measured((1e-3,) * 5, (0.0,) * 5, (0.04, 0.01, 0.0, 0.0, 0.0), 0.0, 0.01)
     measured = plan_measured(
-        AMOConfig(budget_unit="steps"),
+        AMOConfig(),
         {"attn_q": hard, "attn_k": easy},
-        num_matrices={"attn_q": 2, "attn_k": 1},
+        num_matrices=[2, 1],
+        weights=[0.75, 0.25],
         ell_robust=[1e-5, 1e-3],
-        costs={"attn_q": 3, "attn_k": 1},
+        costs={"attn_q": 1, "attn_k": 1},
     )
     assert measured.allocation == (7, 3)
     ells = {name: row["ell_target"] for name, row in QWEN.items()}
@@ -345,12 +346,12 @@ def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
         png=str(tmp_path / "png"),
     )
     assert {"plan_1.png", "plan_2.png"} <= {path.name for path in (tmp_path / "png").iterdir()}
-    objective, uniform = 2 * 0.01 + 0.04, 2 * 0.64 + 0.01
-    cells = ["new", "measured", f"{uniform:.5f}", f"{objective:.5f}", f"{objective / uniform:.3f}"]
-    assert "".join([*cells, "10", "10", f"{(7 * 3 + 3) / 20:.4f}"]) in page.text
+    objective, uniform = 0.75 * 0.01 + 0.25 * 0.04, 0.75 * 0.64 + 0.25 * 0.01
+    cells = ["new", "update", f"{uniform:.5f}", f"{objective:.5f}", f"{objective / uniform:.3f}"]
+    assert "".join([*cells, "10", "10", "1.0000"]) in page.text
     assert "oldprojected2.220671.819300.8193532" in page.text  # and no flops: no costs
     assert "Nothing to show for none: it made no plan." in page.text
-    assert "The residual of each operator type under" in page.text
+    assert "The distance of each operator type under" in page.text
     assert "The projected error of each operator type under" in page.text
     assert page.text.count("Note: the plan starves") == 1
     assert "Note: the plan starves attn_o: 3 Newton-Schulz steps" in page.text
@@ -360,10 +361,10 @@ def test_what_is_missing_is_said(tmp_path: Path) -> None:
     bare = metric(10, phase="", num_steps_by_type={}, optimizer={}, geometry_seconds=None)
     page = make(tmp_path, write_run(tmp_path / "adamw", [bare], []))
     assert page.tags.count("img") == 2  # the loss, and the speed of training
-    assert page.text.count("Nothing to show") == 8
+    assert page.text.count("Nothing to show") == 9
     assert "[geometry] enable = true" in page.text
     more = write_run(tmp_path / "sgd", [bare], [])
-    assert make(tmp_path, tmp_path / "adamw", more).text.count("Nothing to show") == 8  # together
+    assert make(tmp_path, tmp_path / "adamw", more).text.count("Nothing to show") == 9  # together
 
 
 def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:

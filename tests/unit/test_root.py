@@ -11,6 +11,7 @@ import torch
 from amo_dist.optimizers.root import NUM_VALUES, RootPolicy, calibration_set, fit, objective
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.types import MatrixInfo
+from tests.held import Held
 
 KJ = torch.tensor(named_schedule("kj").schedule.coefficients[0], dtype=torch.float64)
 SPECS = Path(__file__).parents[1] / "golden" / "model_specs.json"
@@ -109,10 +110,9 @@ def test_the_fit_follows_what_was_measured() -> None:
 # --- the policy
 
 
-def planned() -> RootPolicy:
-    policy = RootPolicy()
-    policy.bind(REGISTRY)
-    assert policy.plan_due(0)
+def planned() -> Held:
+    policy = Held(RootPolicy(), REGISTRY)
+    assert policy.plan_due()
     policy.adopt_plan(policy.make_plan())
     return policy
 
@@ -129,12 +129,11 @@ def test_matrices_of_a_shape_share_one_triple_five_times() -> None:
         assert schedule.preconditioner == "frobenius"
     assert schedules["8x6"].coefficients[0] == fit((8, 6))
     assert policy.phase(1) == "uniform"
-    assert not policy.plan_due(5)
+    assert not policy.plan_due()
 
 
 def test_no_schedule_before_the_fit() -> None:
-    policy = RootPolicy()
-    policy.bind(REGISTRY)
+    policy = Held(RootPolicy(), REGISTRY)
     with pytest.raises(ValueError, match="step: found 1, expected a fit before it"):
         policy.schedules(1)
 
@@ -143,28 +142,28 @@ def test_no_schedule_before_the_fit() -> None:
 def test_a_saved_fit_stays_in_force_whatever_the_spectra(is_bound: bool) -> None:
     policy = planned()
     state = json.loads(json.dumps(policy.state_dict()))
-    resumed = RootPolicy({(8, 6): [[1.0, 0.1]]})
+    resumed = Held(RootPolicy({(8, 6): [[1.0, 0.1]]}))
     if is_bound:
         resumed.bind(REGISTRY)
     resumed.load_state_dict(state)
     resumed.bind(REGISTRY)
-    assert not resumed.plan_due(1)
+    assert not resumed.plan_due()
     assert resumed.schedules(1) == policy.schedules(1)
     assert resumed.digest(1) == policy.digest(1)
 
 
 def test_a_state_without_a_fit_leaves_one_to_be_made() -> None:
-    policy = RootPolicy()
-    policy.load_state_dict(RootPolicy().state_dict())
-    assert policy.plan_due(0)
+    policy = Held(RootPolicy())
+    policy.load_state_dict(Held(RootPolicy()).state_dict())
+    assert policy.plan_due()
 
 
 def test_a_fit_of_other_shapes_is_refused() -> None:
-    other = RootPolicy()
+    other = Held(RootPolicy())
     other.bind(REGISTRY[:1])
     with pytest.raises(ValueError, match=r"fits: found .*, expected the shapes \['8x6'\]"):
         other.load_state_dict(planned().state_dict())
-    unbound = RootPolicy()
+    unbound = Held(RootPolicy())
     unbound.load_state_dict(planned().state_dict())
     with pytest.raises(ValueError, match="expected the shapes"):
         unbound.bind(REGISTRY[:1])

@@ -10,11 +10,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from amo_dist.kernels import spectra as module
-from amo_dist.kernels.geometry import ell, ell_by_svd, ns_residual
-from amo_dist.kernels.sigma_min import SMALL
+from amo_dist.kernels.geometry import ns_residual, spectral_metrics
+from amo_dist.kernels.sigma_min import SMALL, sigma_min
 from amo_dist.kernels.spectra import observe, schedule_errors, singular_values
 from amo_dist.schedule.polar_express import compose
-from benchmarks.spectra import with_spectrum
+from benchmarks.spectra import ell, ell_by_svd, with_spectrum
 
 NORM_SCALE = 1.01
 M = SMALL + 12
@@ -292,3 +292,52 @@ def test_input_is_not_modified() -> None:
         observe(x, trials, NORM_SCALE)
         assert torch.equal(x, before)
         assert torch.equal(trials, TRIALS)
+
+
+def broken(*args: object, **options: object) -> Tensor:
+    raise torch.linalg.LinAlgError("linalg.eigh: The algorithm failed to converge")
+
+
+def test_a_failed_decomposition_gives_way_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(SMALL + 12, 2 * SMALL, generator=torch.Generator().manual_seed(0))
+    coefficients = torch.tensor([compose(1e-3, 5)], dtype=torch.float64)
+    expected = observe(x, coefficients, 1.01)
+    monkeypatch.setattr(torch.linalg, "eigvalsh", broken)
+    # Right to 1e-7 of the largest singular value both ways, and the spectrum is near flat.
+    torch.testing.assert_close(observe(x, coefficients, 1.01), expected, rtol=1e-6, atol=0)
+
+
+def test_a_matrix_that_nothing_decomposes_is_no_sample(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    coefficients = torch.tensor([compose(1e-3, 5)], dtype=torch.float64)
+    for name in ("eigvalsh", "svdvals", "lu_factor_ex", "cholesky_ex"):
+        monkeypatch.setattr(torch.linalg, name, broken)
+    monkeypatch.setattr(torch, "geqrf", broken)
+    for shape in ((5, 9), (SMALL + 12, 2 * SMALL), (SMALL + 12, SMALL + 12)):
+        x = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+        assert observe(x, coefficients, 1.01).isnan().all()
+        assert "no decomposition of a matrix" in caplog.text
+        assert spectral_metrics(x).isnan().all()
+        assert sigma_min(x.double()).isnan()
+        caplog.clear()
+
+
+def test_an_ell_that_nothing_finds_is_no_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The spectrum is there, but hides the smallest singular value.
+    x = with_spectrum(torch.logspace(0, -8, SMALL + 12, dtype=torch.float64), 2 * SMALL)
+    assert not observe(x, torch.zeros(0, 1, 3, dtype=torch.float64), 1.01).isnan()
+    for name in ("svdvals", "cholesky_ex"):
+        monkeypatch.setattr(torch.linalg, name, broken)
+    monkeypatch.setattr(torch, "geqrf", broken)
+    found = observe(x, torch.tensor([compose(1e-3, 5)], dtype=torch.float64), 1.01)
+    assert found.isnan().all()
+
+
+def test_what_is_out_of_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object, **options: object) -> Tensor:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.linalg, "svdvals", full)
+    with pytest.raises(torch.OutOfMemoryError):
+        singular_values(torch.ones(3, 5, dtype=torch.float64))

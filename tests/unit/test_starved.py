@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -67,11 +68,11 @@ def test_the_worst_comes_first() -> None:
 
 
 def test_types_of_other_cost_do_not_compare_under_flops() -> None:
+    """Plans of an older version, by projected errors within a budget of flops."""
     ells = {"attn_q": 3e-4, "mlp_up": 1e-3}
-    config = AMOConfig(objective="projected", budget_unit="flops", budget_ratio=0.8)
-    dear, alike = (
-        plan_allocation(config, ells, costs={"attn_q": cost, "mlp_up": 4}) for cost in (40, 5)
-    )
+    plan = plan_allocation(AMOConfig.paper(budget_ratio=0.8), ells)
+    older = dataclasses.replace(plan, budget_unit="flops", allocation=(3, 5))
+    dear, alike = (dataclasses.replace(older, costs=(cost, 4)) for cost in (40, 5))
     assert dear.allocation[0] < dear.allocation[1]
     assert not any("starves" in line for line in starved(dear))
     assert alike.allocation[0] < alike.allocation[1]
@@ -93,13 +94,15 @@ def test_of_hundreds_of_groups_a_few_are_named() -> None:
 
 
 def test_a_measured_plan_starves_none() -> None:
-    worse = Measured((1e-3,) * 5, (0.9, 0.5, 0.4, 0.3, 0.2), (0.5,) * 5, 0.4, 0.5)
-    better = Measured((1e-3,) * 5, (0.9, 0.9, 0.9, 0.0, 0.0), (0.5,) * 5, 0.9, 0.5)
+    worse = Measured((1e-3,) * 5, (0.5,) * 5, (0.9, 0.5, 0.4, 0.3, 0.2), 0.5, 0.4)
+    better = Measured((1e-3,) * 5, (0.5,) * 5, (0.9, 0.9, 0.9, 0.0, 0.0), 0.5, 0.9)
     plan = plan_measured(
-        AMOConfig(budget_unit="steps"),
+        AMOConfig(),
         {"attn_q": worse, "attn_k": better},
-        num_matrices={"attn_q": 1, "attn_k": 1},
+        num_matrices=[1, 1],
+        weights=[0.5, 0.5],
         ell_robust=[1e-4, 1e-3],
+        costs={"attn_q": 1, "attn_k": 1},
     )
     assert plan.allocation == (4, 6)  # the harder type has fewer, which was measured to be best
     assert starved(plan) == []

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from amo_dist.distributed.teams import slabs
-from amo_dist.kernels.cpu.kernels import CpuKernels
-from amo_dist.kernels.interface import Kernels
 from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.kernels.team import drop_nonfinite_slabs, orthogonalize_slabs
 from amo_dist.schedule.polar_express import compose
 
 STEPS = compose(1e-3, 5)
@@ -46,7 +45,6 @@ class Member:
 def share(
     matrices: list[Tensor],
     size: int,
-    make: Callable[[torch.dtype], Kernels] = Kernels,
     preconditioner: str = "frobenius",
     dtype: torch.dtype = torch.float32,
     steps: tuple[tuple[float, float, float], ...] = STEPS,
@@ -58,13 +56,17 @@ def share(
 
     def run(rank: int) -> tuple[Tensor, list[bool]]:
         (top, bottom), (left, right) = slabs((shape[0], shape[1]), size)[rank]
-        team, kernels = Member(rank, held, barrier), make(dtype)
-        run = kernels.team_orthogonalizer(shape, steps, 1.01, preconditioner, team)
-        mine = [matrix[top:bottom, left:right] for matrix in matrices]
-        found = run(mine).clone()
-        bad = kernels.drop_nonfinite(found, team)
-        assert bad is not None
-        return found, bad.tolist()
+        team = Member(rank, held, barrier)
+        found = orthogonalize_slabs(
+            torch.stack([matrix[top:bottom, left:right] for matrix in matrices]),
+            steps,
+            norm_scale=1.01,
+            preconditioner=preconditioner,
+            dtype=dtype,
+            team=team,
+            is_tall=shape[0] > shape[1],
+        )
+        return found, drop_nonfinite_slabs(found, team).tolist()
 
     with ThreadPoolExecutor(size) as pool:
         results = list(pool.map(run, range(size)))
@@ -107,15 +109,14 @@ def test_bfloat16_is_as_exact_as_on_one_rank(shape: tuple[int, int]) -> None:
     assert errors[0] < 1.4 * errors[1]
 
 
-@pytest.mark.parametrize("make", [Kernels, CpuKernels])
 @pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
 def test_a_bad_entry_of_one_slab_drops_the_matrix_on_all_members(
-    make: Callable[[torch.dtype], Kernels], preconditioner: str, value: float
+    preconditioner: str, value: float
 ) -> None:
     matrices = random((6, 40), 3)
     matrices[1][0, 39] = value
-    found, bad = share(matrices, 4, make, preconditioner)
+    found, bad = share(matrices, 4, preconditioner)
     assert bad == [[False, True, False]] * 4
     assert not found[1].any()
     assert found[[0, 2]].isfinite().all()

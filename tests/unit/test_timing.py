@@ -6,8 +6,8 @@ from unittest import mock
 
 import torch
 
-from amo_dist.distributed.agreement import world_group
-from amo_dist.engine.timing import Stopwatch, slowest
+from amo_dist.distributed.agreement import slowest, world_group
+from amo_dist.optimizers.muon import _Stopwatch as Stopwatch
 from tests.distributed.harness import Ranks
 
 

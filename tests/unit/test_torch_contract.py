@@ -88,27 +88,6 @@ def test_a_copy_alone_has_parameters_of_its_own() -> None:
     assert not torch.equal(other.params_by_name[WQ], model.get_parameter(WQ))
 
 
-def test_a_copy_while_an_observation_runs_in_the_background() -> None:
-    config = AMOConfig(**{**SHORT.to_dict(), "observe_in_background": True})
-    model = models.plain_model(SHAPES)
-    optimizer = AMO(param_groups(model), config=config)
-    train(model, optimizer, 1, 2)
-    twin, other = copy.deepcopy((model, optimizer))
-    for each in ((model, optimizer), (twin, other)):
-        train(*each, 3, 9)
-    assert same(model, twin)
-    assert optimizer.phase == other.phase == "locked"
-
-
-def test_a_copied_policy_keeps_its_mappings_read_only() -> None:
-    model, optimizer = pair("AMO")
-    train(model, optimizer, 1, 5)
-    schedules = copy.deepcopy(optimizer.policy).schedules(5)
-    assert schedules == optimizer.policy.schedules(5)
-    with pytest.raises(TypeError, match="does not support item assignment"):
-        schedules["attn_q"] = None  # type: ignore[index]
-
-
 # ---------------------------------------------------------------- state dicts
 
 

@@ -86,10 +86,20 @@ def test_records_do_not_depend_on_the_world(run_on: Ranks) -> None:
 
 def test_what_is_left_out() -> None:
     [(_, records, _)] = [run(0, 1, "plain", "momentum")]
-    assert "ns_residual" not in records[0]
+    assert not {"ns_residual", "update_norm"} & {*records[0]}
     [(_, records, _)] = [run(0, 1, "plain", "residual")]
     assert "ns_residual" in records[0]
     assert "orthogonalized" not in records[0]
+
+
+def test_the_norm_of_an_update_is_that_of_a_polar_factor_times_a_factor() -> None:
+    tracker = GeometryTracker(1, "residual")
+    factor = torch.linalg.qr(torch.randn(40, 24, dtype=torch.float64))[0]
+    for name, result in (("tall", 0.8 * factor), ("wide", (1.1 * factor.mT).bfloat16())):
+        tracker.measure(name, torch.randn(result.shape), result)
+    found = {name: record["update_norm"] for name, record in tracker._measured.items()}
+    assert found["tall"] == pytest.approx(0.8, rel=1e-12)
+    assert found["wide"] == pytest.approx(1.1, rel=2**-8)  # a rounding of bfloat16
 
 
 @pytest.mark.parametrize(("interval", "what"), [(0, "both"), (1, "everything")])

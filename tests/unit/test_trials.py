@@ -16,9 +16,12 @@ import pytest
 
 from amo_dist.schedule import fields
 from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.coefficients import SCHEDULE_NAMES, named_schedule
 from amo_dist.schedule.polar_express import composed, simulate
-from amo_dist.schedule.trials import GRID, ErrorSums, Measured, Trials
+from amo_dist.schedule.trials import GRID, REFERENCES, ErrorSums, Measured, Trials
+from amo_dist.schedule.types import MatrixInfo
 from tests import spectra
+from tests.held import Held
 from tests.unit.controller_runs import MEASURED, REGISTRY, TYPES, controller, observe, planned
 
 TRIALS = Trials(range(3, 8), 5, 1e-3)
@@ -28,11 +31,15 @@ ELLS = sorted({*GRID, 1e-3})
 def made_up(seed: int, trials: Trials = TRIALS) -> list[float]:
     """Errors without any rule, so that a wrong place shows."""
     generator = random.Random(seed)
-    return [generator.random() for _ in range(2 * len(trials))]
+    return [generator.random() for _ in range(2 * trials.num_composed + len(REFERENCES))]
 
 
 def residual(errors: list[float], k: int, ell: float) -> float:
     return errors[(k - 3) * len(ELLS) + ELLS.index(ell)]
+
+
+def distance(errors: list[float], k: int, ell: float) -> float:
+    return residual(errors[TRIALS.num_composed :], k, ell)
 
 
 def test_the_grid_has_ten_a_decade_and_both_ends() -> None:
@@ -58,30 +65,65 @@ def test_every_number_of_steps_is_tried_with_every_ell(
     trials: Trials, num_steps: int, num_ells: int
 ) -> None:
     schedules = trials.schedules()
-    assert len(schedules) == len(trials) == len(set(schedules)) == num_steps * num_ells
-    assert composed(trials.base_ell, trials.base_steps) in schedules
-    counts = [schedule.num_steps for schedule in schedules]
+    own, fixed = schedules[: trials.num_composed], schedules[trials.num_composed :]
+    assert len(own) == len(set(own)) == num_steps * num_ells
+    assert composed(trials.base_ell, trials.base_steps) in own
+    counts = [schedule.num_steps for schedule in own]
     assert counts == sorted(counts)
+    # You, PE, CANS, and Jordan's at 4 to 7 steps, of which the tables are made.
+    assert len(fixed) == len(set(fixed)) == 7
+    assert {schedule.norm_scale for schedule in schedules} == {1.01}
+
+
+def test_fixed_schedules_are_tried_as_they_run() -> None:
+    """Each on the scale of its own, from the same singular values."""
+    trials = TRIALS.schedules()
+    assert set(REFERENCES) == set(SCHEDULE_NAMES) - {"turbo"}
+    for kind in ("attn_q", "attn_k", "router"):
+        matrix = MatrixInfo("m", (6, 9), kind)
+        for ell in (1e-4, 0.01, 0.2):
+            sigmas = spectra.spectrum(ell)
+            kept = TRIALS.errors_of(matrix, spectra.errors_left(trials, sigmas))
+            for name, found in zip(REFERENCES, kept[-len(REFERENCES) :], strict=True):
+                named = named_schedule(name)
+                schedule = named.by_type.get(kind, named.schedule)
+                norm = schedule.norm_scale * math.hypot(*sigmas)
+                left = [(schedule.image(sigma / norm) - 1) ** 2 for sigma in sigmas]
+                assert found == pytest.approx(sum(left) / len(left), rel=1e-9)
+
+
+def test_what_is_kept_of_a_matrix() -> None:
+    count = TRIALS.num_composed
+    found = [float(i) for i in range(2 * (count + 7))]
+    kept = TRIALS.errors_of(MatrixInfo("m", (2, 2), "attn_k"), found)
+    assert kept[:count] == found[:count]
+    assert kept[count : 2 * count] == found[count + 7 : 2 * count + 7]
+    assert set(kept[2 * count :]) <= set(found[2 * count + 7 :])
+    by_name = dict(zip(REFERENCES, kept[2 * count :], strict=True))
+    assert by_name["a1"] == by_name["a2"] != by_name["kj"]  # four steps of a key
 
 
 def test_the_best_ell_of_each_number_of_steps() -> None:
     errors = made_up(0)
     found = TRIALS.best(errors)
     for i, k in enumerate(TRIALS.steps):
-        row = {ell: residual(errors, k, ell) for ell in ELLS}
-        assert found.residuals[i] == min(row.values()) == row[found.ells[i]]
-        place = (k - 3) * len(ELLS) + ELLS.index(found.ells[i])
-        assert found.distances[i] == errors[len(TRIALS) + place]
+        row = {ell: distance(errors, k, ell) for ell in ELLS}
+        assert found.distances[i] == min(row.values()) == row[found.ells[i]]
+        assert found.residuals[i] == residual(errors, k, found.ells[i])
     assert found.uniform_residual == residual(errors, 5, 1e-3)
-    assert found.uniform_distance == errors[len(TRIALS) + 2 * len(ELLS) + ELLS.index(1e-3)]
+    assert found.uniform_distance == distance(errors, 5, 1e-3)
+    assert [found.distance_of(name) for name in REFERENCES] == errors[-len(REFERENCES) :]
+    assert found.distance_of("uniform") == found.uniform_distance
+    assert found.distance_of("turbo") is None
 
 
 def test_ties_go_to_the_greater_ell() -> None:
-    errors = [0.25] * (2 * len(TRIALS))
-    errors[ELLS.index(0.01)] = errors[ELLS.index(1e-4)] = 0.125
+    errors = [0.25] * len(made_up(0))
+    first = TRIALS.num_composed
+    errors[first + ELLS.index(0.01)] = errors[first + ELLS.index(1e-4)] = 0.125
     found = TRIALS.best(errors)
     assert found.ells == (0.01, 0.1, 0.1, 0.1, 0.1)
-    assert found.residuals == (0.125, 0.25, 0.25, 0.25, 0.25)
+    assert found.distances == (0.125, 0.25, 0.25, 0.25, 0.25)
 
 
 def test_a_uniform_schedule_that_no_plan_may_give_is_tried_all_the_same() -> None:
@@ -153,7 +195,8 @@ def test_sums_give_the_mean_over_observations_of_means_over_matrices() -> None:
     sums = ErrorSums.empty(("a", "b"), TRIALS)
     seen = [[made_up(10 * i + j) for j in range(3)] for i in range(4)]
     for matrices in seen:
-        sums = sums.plus({"a": matrices, "b": matrices[:1]})
+        alike = [(0.3, errors) for errors in matrices]
+        sums = sums.plus({"a": alike, "b": alike[:1]})
     for group, size in (("a", 3), ("b", 1)):
         found = sums.mean(group)
         assert found is not None
@@ -164,7 +207,7 @@ def test_sums_give_the_mean_over_observations_of_means_over_matrices() -> None:
 
 
 def test_sums_do_not_depend_on_the_order_of_matrices() -> None:
-    matrices = [made_up(i) for i in range(5)]
+    matrices = [(0.1 * i, made_up(i)) for i in range(5)]
     found = {
         ErrorSums.empty(("a",), TRIALS).plus({"a": list(order)}).totals["a"]
         for order in itertools.permutations(matrices)
@@ -174,7 +217,8 @@ def test_sums_do_not_depend_on_the_order_of_matrices() -> None:
 
 def test_an_observation_without_a_valid_matrix_counts_for_nothing() -> None:
     one = made_up(0)
-    sums = ErrorSums.empty(("a", "b"), TRIALS).plus({"a": [one], "b": []}).plus({"a": [], "b": []})
+    sums = ErrorSums.empty(("a", "b"), TRIALS).plus({"a": [(7.0, one)], "b": []})
+    sums = sums.plus({"a": [], "b": []})
     assert sums.mean("a") == one
     assert sums.mean("b") is None
     assert sums.counts == {"a": 1, "b": 0}
@@ -190,8 +234,13 @@ def test_matrices_that_are_invalid_now_and_then_are_left_out() -> None:
             ells |= {name: math.nan for name in sample if name.endswith("expert")}
             ells |= {next(n for n in sample if n.endswith("attn_q")): math.inf}
         errors = spectra.errors_by_name(target, ells)
+        kept = {
+            m.name: TRIALS.errors_of(m, errors[m.name])
+            for m in REGISTRY
+            if m.name in sample and math.isfinite(ells[m.name])
+        }
         for kind in TYPES:
-            valid = [errors[n] for n in sample if n.endswith(kind) and math.isfinite(ells[n])]
+            valid = [errors for name, errors in kept.items() if name.endswith(kind)]
             if valid:
                 means = [math.fsum(v) / len(valid) for v in zip(*valid, strict=True)]
                 expected.setdefault(kind, []).append(means)
@@ -205,6 +254,7 @@ def test_matrices_that_are_invalid_now_and_then_are_left_out() -> None:
         best = TRIALS.best(mean)
         assert measured.ells == best.ells
         assert measured.residuals == pytest.approx(best.residuals, rel=1e-14)
+        assert measured.distances == pytest.approx(best.distances, rel=1e-14)
 
 
 # ---------------------------------------------------------------- saved state
@@ -227,7 +277,7 @@ def test_sums_are_a_few_kilobytes_a_type_and_gone_with_the_plan() -> None:
 
 def test_sums_read_back_bit_for_bit() -> None:
     state = json.loads(json.dumps(observed()))
-    restored = AMOPolicy(MEASURED)
+    restored = Held(AMOPolicy(MEASURED))
     restored.load_state_dict(state)
     restored.bind(REGISTRY)
     assert restored.state_dict() == observed()
@@ -242,17 +292,38 @@ def test_the_sums_of_other_trials_are_refused(other: Trials, bind_first: bool) -
     state = observed()
     totals = ErrorSums.empty(TYPES, other).to_dict()["totals"]
     state["error_sums"]["totals"] = totals
-    restored = AMOPolicy(MEASURED)
+    restored = Held(AMOPolicy(MEASURED))
     if bind_first:
         restored.bind(REGISTRY)
     else:
         restored.load_state_dict(state)
-    found = f"found '{2 * len(other)} errors', expected 410: other schedules were tried"
+    width = 2 * other.num_composed + len(REFERENCES)
+    found = f"found '{width} errors', expected 419: other schedules were tried"
     refused = partial(restored.load_state_dict, state)
     if not bind_first:
         refused = partial(restored.bind, REGISTRY)
     with pytest.raises(ValueError, match=rf"state\.error_sums\.totals\.attn_q: {found}"):
         refused()
+
+
+def test_the_sums_of_a_version_that_tried_no_fixed_schedules_go_on_without_them() -> None:
+    state = observed()
+    count = TRIALS.num_composed
+    for kind, text in state["error_sums"]["totals"].items():
+        both = fields.read_packed("p", text)[: 2 * count]
+        state["error_sums"]["totals"][kind] = fields.Packed(both).to_text()
+    older, target = controller(MEASURED), controller(MEASURED)
+    older.load_state_dict(state)
+    target.load_state_dict(observed())
+    for one in (older, target):
+        observe(one, 6)
+        one.adopt_plan(one.make_plan())
+    assert older.plan is not None
+    assert target.plan is not None
+    assert older.plan.allocation == target.plan.allocation
+    assert older.plan.objective == target.plan.objective
+    assert older.plan.objective_of("kj") is None
+    assert target.plan.objective_of("kj") is not None
 
 
 def packed(*values: float) -> str:

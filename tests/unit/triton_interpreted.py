@@ -18,7 +18,7 @@ from triton.runtime.interpreter import InterpreterBuilder
 
 from amo_dist.kernels.cuda.triton_symmetric import symmetric_product
 from amo_dist.kernels.devices import TRITON_DTYPES
-from amo_dist.kernels.plain import iterate
+from amo_dist.kernels.newton_schulz import standard
 from amo_dist.schedule.polar_express import compose
 
 # One row; less than a tile, a whole one, and more; an odd and an even number of tiles.
@@ -75,10 +75,10 @@ def iteration(shape: tuple[int, ...], dtype: torch.dtype) -> dict[str, Any]:
     """All of Newton-Schulz, against the error of the standard form."""
     x = matrices(shape, torch.float64)
     x = x / (1.01 * torch.linalg.matrix_norm(x, keepdim=True))
-    exact, narrow = iterate(x, COEFFICIENTS), x.to(dtype)
+    exact, narrow = standard(x, COEFFICIENTS), x.to(dtype)
     return {
-        "standard": error(iterate(narrow, COEFFICIENTS), exact),
-        "triton": error(iterate(narrow, COEFFICIENTS, None, symmetric_product), exact),
+        "standard": error(standard(narrow, COEFFICIENTS), exact),
+        "triton": error(standard(narrow, COEFFICIENTS, product=symmetric_product), exact),
     }
 
 

@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.schedule.plan import Plan
-from amo_dist.tools.plan_source import PLAN_FILE
+from amo_dist.schedule.plan import PLAN_FILE, Plan
 from torchtitan_ext.paper import runner
 from torchtitan_ext.paper.catalog import Experiment, Row
 from torchtitan_ext.paper.resolve import ROOT, Job, Place, resolve

@@ -10,7 +10,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from amo_dist.config import PAPERS_PLANS, AMOConfig, MuonConfig
+from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.schedule.schedule_file import read_toml
 from torchtitan_ext import learning_rate
 from torchtitan_ext.paper import catalog
@@ -256,7 +256,7 @@ def _stand_in(run: Run, config: Config) -> dict[str, Value]:
     """What the paper's configs say and a stand-in does not."""
     name = run.options["optimizer.name"]
     if name == "AMO":
-        return {f"optimizer.amo.{field}": value for field, value in PAPERS_PLANS.items()}
+        return {"optimizer.amo.planner": "paper"}
     if name == "AdamW":
         return dict(_WSD)
     shared = {field.name for field in dataclasses.fields(MuonConfig)}

@@ -4,8 +4,9 @@
 :mod:`torchtitan_ext.paper.static_schedule` reads them: ``step``, ``name``, ``layer`` (``null``
 outside of the blocks), ``operator_type``, ``model``, ``family``, ``shape``, the figures of
 :data:`amo_dist.kernels.geometry.SPECTRAL_METRICS` about momentum, ``ns_residual`` of the
-orthogonalized result, and under ``orthogonalized`` the same figures about that. ``null`` stands
-for a value that is not finite.
+orthogonalized result, ``update_norm``, its norm over that of an exact polar factor, and under
+``orthogonalized`` the figures of momentum about the result. ``null`` stands for a value that is
+not finite.
 """
 
 from __future__ import annotations

@@ -13,8 +13,7 @@ from typing import Any, Literal
 import torch
 import torchtitan.components.metrics as titan
 
-from amo_dist.distributed.agreement import control_device, max_over, world_group
-from amo_dist.engine.timing import slowest
+from amo_dist.distributed.agreement import control_device, max_over, slowest, world_group
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.tracker import GeometryTracker
@@ -130,7 +129,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         num_tokens = step * self.tokens_per_step
         extra_metrics = {**(extra_metrics or {}), "n_tokens_seen": num_tokens}
         rates = (rate for name, rate in extra_metrics.items() if name.startswith("lr/"))
-        amo = None if self._policy is None else self._policy.config
+        policy = getattr(self._optimizer, "policy", None)
+        amo = policy.config if isinstance(policy, AMOPolicy) else None
         record = {
             "step": step,
             "training_steps": self._num_steps,
@@ -215,32 +215,31 @@ class MetricsProcessor(titan.MetricsProcessor):
         group = world_group()
         nanoseconds = [round(seconds * 1e9) for seconds in self._data_seconds]
         self._data_seconds = []
-        slowest = max_over(torch.tensor(nanoseconds, device=control_device(group)), group)
-        return float(slowest.sum().item()) / 1e9
+        longest = max_over(torch.tensor(nanoseconds, device=control_device(group)), group)
+        return float(longest.sum().item()) / 1e9
 
     def _observe_seconds(self, figures: Mapping[str, float]) -> float | None:
         """Seconds of the slowest rank in the latest observation, if it was made since the last log.
 
         A collective over the world then: all ranks know of the same observations.
         """
-        policy = self._policy
-        if policy is None or not policy.observations:
+        observations = getattr(self._optimizer, "observations", ())
+        if not observations:
             return None
-        step = policy.observations[-1].step
+        step = observations[-1].step
         if step <= self._observed_step:
             return None
         self._observed_step = step
         return slowest(figures["optimizer/observe_seconds"], world_group())
 
     @property
-    def _policy(self) -> AMOPolicy | None:
-        """AMO's, where it is the optimizer."""
-        policy = getattr(getattr(self.optimizers, "optimizer", None), "policy", None)
-        return policy if isinstance(policy, AMOPolicy) else None
+    def _optimizer(self) -> Any:
+        """The one of our container; None in torchtitan's own, which holds several."""
+        return getattr(self.optimizers, "optimizer", None)
 
     def _show_plan(self) -> None:
         """The plan that a run resumes with; of a new one the policy itself tells."""
-        plan = None if self._policy is None else self._policy.plan
+        plan = getattr(self._optimizer, "plan", None)
         if self._files is not None and plan is not None:
             self._files.save_plan(plan.to_json())
             progress.info("the plan of the checkpoint:\n%s", plan_table(plan))

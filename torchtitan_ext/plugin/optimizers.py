@@ -21,7 +21,6 @@ from amo_dist.operators.views import Fused
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
-from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
@@ -184,7 +183,7 @@ class OptimizersContainer(titan.OptimizersContainer):
         """Decoupled weight decay, of all parameters."""
 
         implementation: Literal["for-loop", "foreach", "fused"] = "fused"
-        """PyTorch's implementation of AdamW."""
+        """PyTorch's implementation of ``AdamW``; the Muon family picks its own for the device."""
 
         lr_from: Literal["value", "scaling_law"] = "value"
         """
@@ -315,13 +314,12 @@ def report(optimizers: titan.OptimizersContainer) -> Report:
     if not isinstance(optimizers, OptimizersContainer):
         return Report()
     optimizer = optimizers.optimizer
-    plan = getattr(optimizer.policy, "plan", None)
     phase, num_steps = in_force(optimizers)
     return Report(
         phase=phase,
         num_steps_by_type=num_steps,
         metrics={**optimizer.metrics()},
-        plan=None if plan is None else plan.to_json(),
+        plan=None if optimizer.plan is None else optimizer.plan.to_json(),
     )
 
 
@@ -330,9 +328,6 @@ def in_force(optimizers: titan.OptimizersContainer, ago: int = 0) -> tuple[str, 
     if not isinstance(optimizers, OptimizersContainer):
         return "", {}
     optimizer = optimizers.optimizer
-    policy, step = optimizer.policy, max(optimizer.num_steps_taken - ago, 1)
-    if isinstance(policy, AMOPolicy):  # without composing the schedules of steps that are over
-        counts = {name: count for name, (count, _) in policy.state_at(step).items()}
-    else:
-        counts = {name: found.num_steps for name, found in policy.schedules(step).items()}
-    return policy.phase(step), counts
+    step = max(optimizer.num_steps_taken - ago, 1)
+    schedules = optimizer.schedules_by_group(step)
+    return optimizer.phase_at(step), {name: one.num_steps for name, one in schedules.items()}

@@ -17,15 +17,16 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from amo_dist.schedule.fields import fail, show
-from amo_dist.schedule.plan import Plan
-from amo_dist.tools.plan_source import PLAN_FILE
+from amo_dist.schedule.fields import fail, read_file, show
+from amo_dist.schedule.plan import PLAN_FILE, Plan
 from torchtitan_ext import files
 
 logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 GEOMETRY_FILE = "geometry.jsonl"
+MOST_RECORDS = 2**31
+"""Bytes that a file of records may hold."""
 VALIDATION = "validation_loss"
 """Field of a record of ``metrics.jsonl`` that is no logged step, but a validation after one."""
 RUN_FILE = "run.json"
@@ -114,7 +115,7 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     """
     file = folder / RUN_FILE
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        found = json.loads(read_file(file))
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -135,7 +136,7 @@ def read_plan(folder: Path) -> Plan | None:
     """
     file = folder / PLAN_FILE
     try:
-        return Plan.from_json(file.read_text(encoding="utf-8"))
+        return Plan.from_json(read_file(file).decode())
     except FileNotFoundError:
         return None
     except OSError as error:
@@ -309,7 +310,7 @@ def _parsed(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
         ValueError: If the file cannot be read.
     """
     try:
-        lines = path.read_bytes().split(b"\n")
+        lines = read_file(path, MOST_RECORDS).split(b"\n")
     except FileNotFoundError:
         return [], []
     except OSError as error:

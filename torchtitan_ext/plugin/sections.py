@@ -1,7 +1,7 @@
 """What one optimizer takes from the sections of another, so that a name can be changed alone.
 
 A config names an optimizer and holds its section; ``--optimizer.name Muon`` on a config for AMO
-shall train with the same momentum and precision, and AdamW's implementation has two names.
+shall train with the same momentum and precision.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ def settle(config: Any, given: Collection[str] | None = None) -> None:
     """Have the section of the named optimizer say what other fields say about it; idempotent.
 
     An optimizer of the Muon family takes from ``[optimizer.amo]`` what both sections have and
-    ``[optimizer.muon]`` leaves open. ``implementation`` is that of AdamW for the rest of
-    the parameters where ``adamw_implementation`` is left open. Of ``[optimizer]
-    on_config_change`` and that of the section, the one that is not ``error`` holds for both.
+    ``[optimizer.muon]`` leaves open. Of ``[optimizer] on_config_change`` and that of the section,
+    the one that is not ``error`` holds for both.
 
     Args:
         config: The ``[optimizer]`` section.
@@ -51,13 +50,6 @@ def settle(config: Any, given: Collection[str] | None = None) -> None:
         config.amo = _with(config.amo, config.muon, set(SHARED))
     sections = ("amo",) if config.name == "AMO" else ("muon", "amo")
     own = getattr(config, sections[0])
-    if any(f"{name}.adamw_implementation" in given for name in sections):
-        config.implementation = own.adamw_implementation
-    elif "implementation" in given:
-        for name in sections:
-            section = getattr(config, name)
-            changed = dataclasses.replace(section, adamw_implementation=config.implementation)
-            setattr(config, name, changed)
     if config.on_config_change == "error":
         rule = own.on_config_change
         config.on_config_change = "use_config" if rule == "replan" else rule
@@ -73,8 +65,7 @@ def _with(section: Any, other: Any, fields: Collection[str]) -> Any:
 
 
 def _changed_fields(config: Any) -> set[str]:
-    default = type(config)()
-    found = {"implementation"} if config.implementation != default.implementation else set()
+    found: set[str] = set()
     for name in ("muon", "amo"):
         section, unset = getattr(config, name), type(getattr(config, name))()
         found |= {

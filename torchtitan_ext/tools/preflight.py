@@ -7,17 +7,15 @@ import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_layout
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.command import MOST_WORLD, Subparsers, whole
-from amo_dist.tools.simulate import OWNERSHIPS, lay_out
+from amo_dist.tools.command import MOST_WORLD, Subparsers, positive, print_text, whole
+from amo_dist.tools.simulate import OWNERSHIPS, StepCost, lay_out
 from torchtitan_ext.batch import sequences_per_step
-from torchtitan_ext.tools import preflight_costs as costs
 from torchtitan_ext.tools import preflight_memory, preflight_report, preflight_schedule, runs
 
 
@@ -27,8 +25,8 @@ def add_command(subparsers: Subparsers) -> None:
         "preflight",
         help="check a config and predict its run, without starting it",
         description="Check a config (all mistakes at once) and tell what its run will do: which "
-        "parameter goes to which optimizer, who owns how much, what travels, memory, predicted "
-        "seconds, tokens, checkpoints, and when the schedule changes.",
+        "parameter goes to which optimizer, who owns how much, what travels, memory, tokens, "
+        "checkpoints, and when the schedule changes. Seconds are left to a run.",
         usage="%(prog)s FILE [options]",
         epilog="example: amo preflight configs/qwen3_1.7b.toml --world 32; torchtitan's options "
         "follow the file, e.g. --training.steps 200",
@@ -44,11 +42,11 @@ def add_command(subparsers: Subparsers) -> None:
         "plan where the config plans as it does and it prints one for the model, else uniform)",
     )
     parser.add_argument(
-        "--hardware",
-        type=Path,
-        help="figures: TOML, or `amo doctor`'s JSON (default: the project's)",
+        "--memory-gb",
+        type=positive(1e6),
+        default=80.0,
+        help="memory of a rank's device, in 1e9 bytes (default %(default)s)",
     )
-    parser.add_argument("--gpu", default="h100", help="table of that file (default h100)")
     parser.add_argument(
         "--elsewhere",
         action="store_true",
@@ -71,12 +69,11 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_ext.tools import preflight_checks, preflight_here
 
     overrides = runs.with_file(args.overrides)
-    hardware, measured = costs.read_hardware(args.hardware or costs.HARDWARE_FILE, args.gpu)
     config, problems = preflight_checks.load(overrides)
-    problems += preflight_checks.check(config, args.world, hardware)
+    problems += preflight_checks.check(config, args.world, args.memory_gb)
     report: dict[str, Any] = {}
     if not problems:
-        report = build(config, args.world, args.gpus_per_node, args.plan, hardware)
+        report = build(config, args.world, args.gpus_per_node, args.plan)
         lacks = preflight_here.lacks(config, report["run"])
         if args.elsewhere:
             report["notes"] += [f"on this machine: {one}" for one in lacks]
@@ -87,18 +84,15 @@ def run(args: argparse.Namespace) -> int:
         if args.json:
             print(json.dumps({"problems": problems}, indent=2))
         else:
-            print("\n".join(f"error: {problem}" for problem in problems))
+            print_text("\n".join(f"error: {problem}" for problem in problems))
         return 2
     report["config"]["file"] = preflight_checks.config_file(overrides)
-    report["assumptions"] = {"gpu": args.gpu, **dataclasses.asdict(hardware)}
-    report["measured"] = measured
-    print(json.dumps(report, indent=2) if args.json else preflight_report.text(report))
+    report["world"]["memory_gb"] = args.memory_gb
+    print_text(json.dumps(report, indent=2) if args.json else preflight_report.text(report))
     return 0
 
 
-def build(
-    config: Any, world_size: int, ranks_per_node: int, plan: str, hardware: costs.Hardware
-) -> dict[str, Any]:
+def build(config: Any, world_size: int, ranks_per_node: int, plan: str) -> dict[str, Any]:
     """The whole report as JSON values.
 
     Args:
@@ -106,7 +100,6 @@ def build(
         world_size: Number of ranks.
         ranks_per_node: Consecutive ranks of one node.
         plan: Steps after the lock as ``TYPE=STEPS,...``; empty for the default.
-        hardware: From :func:`torchtitan_ext.tools.preflight_costs.read_hardware`.
 
     Raises:
         ValueError: For a malformed plan, an unknown matrix inside a block, or a schedule file that
@@ -122,7 +115,6 @@ def build(
     report: dict[str, Any] = {
         "problems": [],
         "notes": [],
-        "measured": [],
         "config": {
             "model": config.model.flavor,
             "optimizer": config.optimizer.name,
@@ -139,8 +131,7 @@ def build(
         "run": _run(config, degrees, groups),
         "timeline": _timeline(config),
     }
-    num_flops = _flops_per_token(model, config.training.seq_len)
-    _add_costs(report, config, degrees, groups, (before, after), num_flops, hardware)
+    _add_costs(report, config, degrees, groups, (before, after))
     return report
 
 
@@ -189,21 +180,6 @@ def _operator_types(
     return found
 
 
-def _flops_per_token(model: Any, seq_len: int) -> float:
-    """Of forward and backward: six for each weight of a product, and the attention scores.
-
-    The head counts, tied or not (torchtitan's own count leaves a tied one out).
-    """
-    config = model.config
-    weights = sum(parameter.numel() for parameter in model.parameters())
-    if not config.enable_weight_tying:
-        weights -= model.tok_embeddings.weight.numel()
-    heads = [layer.attention for layer in config.layers if layer.attention is not None]
-    # Of all heads together; latent attention has no head_dim.
-    widths = [a.n_heads * (getattr(a, "head_dim", None) or config.dim // a.n_heads) for a in heads]
-    return float(6 * weights + 12 * sum(widths) * seq_len)
-
-
 # ------------------------------------------------------------------ the schedule
 
 
@@ -213,9 +189,9 @@ def _samples(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, ...
         return []
     amo = config.optimizer.amo
     policy = AMOPolicy(amo)
-    policy.bind(registry)
+    state, groups = policy.start(), policy.groups(registry)
     steps = range(amo.observe_every, amo.observe_until + 1, amo.observe_every)
-    return [policy.sample(step) for step in steps]
+    return [policy.sample(state, groups, step) for step in steps]
 
 
 def _timeline(config: Any) -> list[dict[str, Any]]:
@@ -285,10 +261,6 @@ def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]
 
 # ------------------------------------------------------------------ costs
 
-PAPER = {"Qwen3-1.7B": {"optimizer_ms": 191.47, "observation_s": 9.47, "ranks": 32}}
-"""Measured by the AMO paper for AMO (table of practical cost): optimizer update, and what an
-observation adds to its step."""
-
 
 def _add_costs(
     report: dict[str, Any],
@@ -296,40 +268,42 @@ def _add_costs(
     degrees: Mapping[str, int],
     groups: Sequence[Mapping[str, Any]],
     steps: tuple[dict[str, int], dict[str, int]],
-    flops_per_token: float,
-    hardware: costs.Hardware,
 ) -> None:
-    shards = degrees["shard"] * degrees["cp"]
-    elementwise = preflight_memory.held_bytes(config, groups, shards)[2]
-    memory = preflight_memory.memory_of(config, groups, degrees)
-    report["memory"] = memory
-    ranks = report["world"]["ranks"]
-    training = flops_per_token * report["run"]["tokens_per_step"]
-    model_seconds = training / (ranks * hardware.bf16_tflops * 1e12 * hardware.training_mfu)
-    report["time"] = {"model_seconds": model_seconds}
     if degrees["tp"] > 1 or degrees["pp"] > 1:
         report["notes"].append(
-            "tensor and pipeline parallelism have no model of costs here: load, traffic, memory "
-            "and seconds are left out"
+            "tensor and pipeline parallelism have no model of costs here: load, traffic and memory "
+            "are left out"
         )
-        report.pop("memory")
         return
+    memory = report["memory"] = preflight_memory.memory_of(config, groups, degrees)
     registry = _registry(groups)
     if not registry:
-        optimizer = elementwise / hardware.hbm_bytes_per_second
-        report["time"].update(optimizer_before=optimizer, optimizer_after=optimizer)
         return
-    world = costs.World(
-        registry=registry,
-        matrices=_layouts(registry, degrees, shards),
-        num_ranks=1 if shards == 1 else ranks,
-        ranks_per_node=report["world"]["gpus_per_node"],
-        config=config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon,
-        elementwise_bytes=elementwise,
+    shards = degrees["shard"] * degrees["cp"]
+    matrices = _layouts(registry, degrees, shards)
+    num_ranks = 1 if shards == 1 else report["world"]["ranks"]
+    muon = config.optimizer.amo if config.optimizer.name == "AMO" else config.optimizer.muon
+    sizes: dict[str, Any] = {"ranks_per_node": report["world"]["gpus_per_node"]}
+    before, after = (
+        StepCost(registry, matrices, one, num_ranks, config=muon, **sizes) for one in steps
     )
-    before, after = (costs.Step(world, one) for one in steps)
-    memory["exchange"] = max(before.exchange_memory(), after.exchange_memory())
-    _add_seconds(report, config, before, after, hardware)
+    memory["exchange"] = max(before.memory(), after.memory())
+    others = {one: dataclasses.replace(muon, ownership=one) for one in OWNERSHIPS}
+    report["step"] = {
+        "ownership": muon.ownership,
+        "before": before.summary(),
+        "after": after.summary(),
+        "imbalance": {
+            one: StepCost(registry, matrices, steps[1], num_ranks, config=other, **sizes).imbalance
+            for one, other in others.items()
+        },
+    }
+    samples = _samples(config, registry)
+    if samples:
+        report["observation"] = {
+            "count": _num_observations(config),
+            "matrices": max(map(len, samples)),
+        }
 
 
 def _layouts(
@@ -341,34 +315,3 @@ def _layouts(
         return lay_out(registry, shards)
     ranks = degrees["replicate"] * shards
     return lay_out(registry, ranks, layout="hsdp", replica_size=shards)
-
-
-def _add_seconds(
-    report: dict[str, Any],
-    config: Any,
-    before: costs.Step,
-    after: costs.Step,
-    hardware: costs.Hardware,
-) -> None:
-    world = after.world
-    others = {one: dataclasses.replace(world.config, ownership=one) for one in OWNERSHIPS}
-    worlds = {one: dataclasses.replace(world, config=config) for one, config in others.items()}
-    found = report["step"] = {
-        "ownership": world.config.ownership,
-        "before": before.cost(hardware),
-        "after": after.cost(hardware),
-        "imbalance": {one: costs.Step(w, after.steps).imbalance() for one, w in worlds.items()},
-    }
-    for phase in ("before", "after"):
-        parts = (found[phase][f"{part}_seconds"] for part in costs.PARTS)
-        report["time"][f"optimizer_{phase}"] = sum(parts)
-    samples = _samples(config, world.registry)
-    if samples:
-        report["observation"] = {
-            "count": _num_observations(config),
-            "matrices": max(map(len, samples)),
-            "seconds": before.observation_seconds(samples, hardware),
-        }
-    paper = PAPER.get(config.model.flavor)
-    if paper and config.optimizer.name == "AMO" and paper["ranks"] == report["world"]["ranks"]:
-        report["paper"] = paper

@@ -7,13 +7,15 @@ from typing import Any
 
 from torchtitan_ext.data import loader
 from torchtitan_ext.plugin import checks, models, settings
-from torchtitan_ext.tools.preflight_costs import Hardware
 from torchtitan_ext.tools.preflight_memory import (
     check_memory,
     checkpoint_sizes,
     groups_of,
     meta_model,
 )
+
+DISK_GB_PER_S = 1.0
+"""What all ranks together are taken to write to a file system that they share."""
 
 
 def config_file(args: Sequence[str]) -> str:
@@ -47,13 +49,13 @@ def load(args: Sequence[str]) -> tuple[Any, list[str]]:
     return settings.load(args)
 
 
-def check(config: Any, world_size: int, hardware: Hardware | None = None) -> list[str]:
+def check(config: Any, world_size: int, memory_gb: float | None = None) -> list[str]:
     """Mistakes in how the fields of a config fit together, and with a world.
 
     Args:
         config: From :func:`load`; what follows from other fields is filled in.
         world_size: Number of ranks.
-        hardware: What a rank has, where its memory and disk are to be looked at.
+        memory_gb: Of a rank's device, in 1e9 bytes, where memory and disk are to be looked at.
 
     Returns:
         One line for each mistake.
@@ -78,14 +80,14 @@ def check(config: Any, world_size: int, hardware: Hardware | None = None) -> lis
                 problems.append(str(error))
 
     run(each)
-    if hardware is not None and not problems:  # for what fits together otherwise
+    if memory_gb is not None and not problems:  # for what fits together otherwise
         found = degrees(config, world_size)
         groups = groups_of(meta_model(config), config)
         size = checkpoint_sizes(config, groups)["checkpoint_bytes"]
         run(
             [
-                lambda: check_memory(config, groups, found, hardware.memory_gb),
-                lambda: _check_timeouts(config, size, hardware.disk_gb_per_s),
+                lambda: check_memory(config, groups, found, memory_gb),
+                lambda: _check_timeouts(config, size),
             ]
         )
     return list(dict.fromkeys(problems))
@@ -136,14 +138,14 @@ def _check_batch(config: Any, num_data_ranks: int) -> None:
         )
 
 
-def _check_timeouts(config: Any, size: int, disk_gb_per_s: float) -> None:
+def _check_timeouts(config: Any, size: int) -> None:
     """What ranks wait for one another through must end before they give one another up."""
     if not config.checkpoint.enable:
         return
-    seconds = size / (disk_gb_per_s * 1e9)
+    seconds = size / (DISK_GB_PER_S * 1e9)
     written = (
         f"expected more than the {seconds:.0f} s in which a checkpoint of {size / 1e9:.1f} GB is "
-        f"written at {disk_gb_per_s} GB/s"
+        f"written at {DISK_GB_PER_S} GB/s"
     )
     timeout = config.comm.train_timeout_seconds
     if timeout <= seconds and config.checkpoint.async_mode == "disabled":

@@ -45,29 +45,25 @@ def groups_of(model: Any, config: Any) -> Groups:
     return groups
 
 
-def held_bytes(config: Any, groups: Groups, shards: int) -> tuple[int, int, float]:
-    """Bytes of the fullest rank: of parameters, of optimizer state, and moved elementwise in fp32.
+def held_bytes(config: Any, groups: Groups, shards: int) -> tuple[int, int]:
+    """Bytes of the fullest rank: of parameters, and of optimizer state.
 
     FSDP cuts dim 0 as ``torch.chunk`` does: the first rank holds the ceiling.
     """
     optimizer = config.optimizer
     itemsize = getattr(torch, config.training.dtype).itemsize
-    params = state = moved = 0
+    params = state = 0
     for group in groups:
-        # AdamW: four reads, three writes.
-        each, traffic = 2 * itemsize, 28
+        each = 2 * itemsize  # of AdamW
         if group["algorithm"] == "muon":
             momentum = (optimizer.amo if optimizer.name == "AMO" else optimizer.muon).momentum_dtype
             second_moment = torch.float32.itemsize if optimizer.name == "AdaMuon" else 0
-            # Momentum: two reads, a write. Nesterov and cast: two reads, a write of half. Update:
-            # read the weight and half an update, write the weight.
-            each, traffic = getattr(torch, momentum).itemsize + second_moment, 32
+            each = getattr(torch, momentum).itemsize + second_moment
         for _, parameter in group["params"]:
             held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
             params += held * itemsize
             state += held * each
-            moved += held * traffic
-    return params, state, float(moved)
+    return params, state
 
 
 def checkpoint_sizes(config: Any, groups: Groups) -> dict[str, int]:
@@ -76,7 +72,7 @@ def checkpoint_sizes(config: Any, groups: Groups) -> dict[str, int]:
     saved = 0
     if section.enable:
         saved = steps // section.interval + (steps % section.interval != 0)
-    params, state, _ = held_bytes(config, groups, 1)
+    params, state = held_bytes(config, groups, 1)
     kept = min(saved, section.keep_latest_k) if section.keep_latest_k else saved
     return {
         "checkpoint_bytes": params + state,
@@ -117,7 +113,7 @@ def memory_of(
         degrees: Parallel degrees by name, without tensor or pipeline parallelism.
         exchange: What the optimizer's exchange takes.
     """
-    params, state, _ = held_bytes(config, groups, degrees["shard"] * degrees["cp"])
+    params, state = held_bytes(config, groups, degrees["shard"] * degrees["cp"])
     return {
         "parameters": params,
         "gradients": params,

@@ -8,26 +8,20 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from amo_dist.tools.command import pad
-from torchtitan_ext.tools.preflight_costs import PARTS
 from torchtitan_ext.tools.preflight_memory import peak
-
-_ASSUMED = "torchtitan_ext/tools/hardware.toml; --hardware takes another file, or the doctor's"
 
 
 def text(report: Mapping[str, Any]) -> str:
     """All sections, one below the other.
 
     Args:
-        report: From :func:`torchtitan_ext.tools.preflight.build`, with its assumptions.
+        report: From :func:`torchtitan_ext.tools.preflight.build`, with ``memory_gb``.
     """
     sections: list[list[str]] = [_head(report), _parameters(report), _run(report)]
     if "step" in report:
         sections.append(_step(report))
     if "memory" in report:
         sections.append(_memory(report))
-    if "optimizer_before" in report["time"]:
-        sections.append(_seconds(report))
-    sections.append(_assumptions(report))
     return "\n\n".join("\n".join(lines) for lines in sections)
 
 
@@ -99,8 +93,10 @@ def _step(report: Mapping[str, Any]) -> list[str]:
             spread = [f"{one[key][which] / unit:,.1f}" for which in ("least", "mean", "most")]
             rows.append([f"{phase} the lock: {title}", *spread])
     lines += _table(["", "least", "mean", "most"], rows)
-    owners = " and ".join(str(step[phase]["num_owners"]) for phase in ("before", "after"))
+    owners = " and ".join(str(step[phase]["owners"]) for phase in ("before", "after"))
     told = (f"{ratio:.3f} by {name}" for name, ratio in step["imbalance"].items())
+    if found := report.get("observation"):
+        lines.append(f"  an observation: {found['matrices']} matrices, {found['count']} times")
     return [
         *lines,
         f"  ranks that own a matrix, before and after: {owners}",
@@ -110,46 +106,11 @@ def _step(report: Mapping[str, Any]) -> list[str]:
 
 def _memory(report: Mapping[str, Any]) -> list[str]:
     memory = report["memory"]
-    rest = report["assumptions"]["memory_gb"] * 1e9 - peak(memory)
+    rest = report["world"]["memory_gb"] * 1e9 - peak(memory)
     lines = ["memory of the fullest rank, without activations and gathered parameters"]
     lines += [f"  {name.replace('_', ' '):<18}{_gb(size)}" for name, size in memory.items()]
-    return [*lines, f"  {'left':<18}{_gb(rest)} (logits and exchange follow each other)"]
-
-
-def _seconds(report: Mapping[str, Any]) -> list[str]:
-    time, paper = report["time"], report.get("paper")
-    model, after = time["model_seconds"], time["optimizer_after"]
-    known = "what was measured, and " if report["measured"] else ""
-    lines = [f"predicted seconds, from {known}the assumptions below; this run was not measured"]
-    lines.append(f"  forward and backward   {model:.2f} s a step")
-    measured = f" (the paper measured {paper['optimizer_ms']:.0f} ms)" if paper else ""
-    lines.append(
-        f"  optimizer step         {time['optimizer_before'] * 1e3:.1f} ms before, "
-        f"{after * 1e3:.1f} ms after the lock{measured}"
-    )
-    for phase in ("before", "after") if "step" in report else ():
-        one = report["step"][phase]
-        parts = ", ".join(f"{name} {one[name + '_seconds'] * 1e3:.1f}" for name in PARTS)
-        lines.append(f"    {phase:<6} {parts} ms")
-    lines.append(f"  share of the step      {after / (model + after):.2%}")
-    if found := report.get("observation"):
-        measured = f" (the paper measured {paper['observation_s']:.2f} s)" if paper else ""
-        times = f"{found['matrices']} matrices, {found['count']} times"
-        lines.append(f"  an observation         {found['seconds']:.2f} s{measured}: {times}")
-    hours = report["run"]["steps"] * (model + after) / 3600
-    return [*lines, f"  the whole run          {hours:.1f} hours"]
-
-
-def _assumptions(report: Mapping[str, Any]) -> list[str]:
-    found, measured = report["assumptions"], report["measured"]
-    titles = {True: "measured by `amo doctor`", False: f"assumed ({_ASSUMED})"}
-    lines = []
-    for is_measured, title in titles.items():
-        pairs = [f"{n} = {value}" for n, value in found.items() if (n in measured) == is_measured]
-        if pairs:
-            lines.append(title)
-            lines += [f"  {'   '.join(pairs[i : i + 3])}" for i in range(0, len(pairs), 3)]
-    return lines
+    left = f"{_gb(rest)} of {_gb(report['world']['memory_gb'] * 1e9)}"
+    return [*lines, f"  {'left':<18}{left} (logits and exchange follow each other)"]
 
 
 def _gb(size: float) -> str:

@@ -38,7 +38,7 @@ def steps(config: Any, registry: Sequence[MatrixInfo], plan: str) -> tuple[Steps
     before = dict.fromkeys(types, config.optimizer.amo.base_steps)
     if plan:
         return before, {**before, **read_steps("--plan", plan.split(","), types)}, "given by --plan"
-    known = PLANS.get(config.model.flavor, ()) if config.optimizer.amo.plans_as_paper else ()
+    known = PLANS.get(config.model.flavor, ()) if config.optimizer.amo.planner == "paper" else ()
     if len(types) == len(known):
         return before, dict(zip(types, known, strict=True)), "the paper's for this model"
     return before, before, "unknown before the run: uniform stands in"
@@ -62,5 +62,5 @@ def _fixed(optimizer: Any, registry: Sequence[MatrixInfo]) -> tuple[Steps, str]:
         # AdaMuon orthogonalizes as Muon does where it is given no schedule.
         schedule = MUON_SCHEDULES.get(name, MUON_SCHEDULES["Muon"])
         policy, origin = named_policy(schedule), f"schedule {schedule} of {name}"
-    policy.bind(registry)
-    return {one: found.num_steps for one, found in policy.schedules(1).items()}, origin
+    schedules = policy.schedules(policy.start(), policy.groups(registry), 1)
+    return {one: found.num_steps for one, found in schedules.items()}, origin

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import os
 import sys
 import traceback
@@ -17,7 +16,6 @@ from torchtitan_ext import train
 from torchtitan_ext.plugin import machine
 from torchtitan_ext.plugin.run_files import require_unlocked
 from torchtitan_ext.tools import launch
-from torchtitan_ext.tools import preflight_costs as costs
 from torchtitan_ext.tools.preflight_memory import checkpoint_sizes, groups_of, meta_model
 
 ALONE = {
@@ -90,7 +88,7 @@ def find_problems(config: Any, num_ranks: int, *, lacks: bool = True) -> list[st
     """
     from torchtitan_ext.tools import preflight_checks, preflight_here
 
-    problems = preflight_checks.check(config, num_ranks, _hardware(num_ranks))
+    problems = preflight_checks.check(config, num_ranks, _memory_gb(num_ranks))
     if lacks and not problems:
         groups = groups_of(meta_model(config), config)
         problems = preflight_here.lacks(config, checkpoint_sizes(config, groups))
@@ -130,11 +128,8 @@ def _pick(given: int | None, config: Any) -> int:
     return next(fitting, most)
 
 
-def _hardware(num_ranks: int) -> costs.Hardware:
-    """The project's figures, with the memory that a rank of this machine has."""
-    assumed, _ = costs.read_hardware(costs.HARDWARE_FILE, "h100")
+def _memory_gb(num_ranks: int) -> float:
+    """The memory that a rank of this machine has, in 1e9 bytes."""
     if _num_gpus():
-        size = torch.cuda.get_device_properties(0).total_memory
-    else:
-        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // num_ranks
-    return dataclasses.replace(assumed, memory_gb=size / 1e9)
+        return torch.cuda.get_device_properties(0).total_memory / 1e9
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks / 1e9

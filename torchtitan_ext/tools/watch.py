@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from amo_dist.config import sort_operator_types
-from amo_dist.tools.command import Subparsers, positive
+from amo_dist.tools.command import Subparsers, positive, printable
 from torchtitan_ext.plugin.console import duration
 from torchtitan_ext.plugin.run_files import Metrics, read_metrics
 from torchtitan_ext.tools import costs
@@ -97,7 +97,7 @@ def view(name: str, metrics: Metrics, *, width: int = 80) -> list[str]:
     """
     records = metrics.steps
     if not records:
-        return [f"{name}: no step is logged yet"]
+        return [printable(f"{name}: no step is logged yet", keep="")]
     last = records[-1]
     lines = [_title(name, last), "", *_progress(records, min(width, 80)), ""]
     if last.get("loss") is not None:
@@ -119,7 +119,7 @@ def view(name: str, metrics: Metrics, *, width: int = 80) -> list[str]:
         lines.append(f"memory      {last['peak_memory_bytes'] / 2**20:,.0f} MiB at most")
     if last["num_steps_by_type"]:
         lines += ["", *_table(records)]
-    return [line[:width].rstrip() for line in lines]
+    return [printable(line, keep="")[:width].rstrip() for line in lines]
 
 
 def _title(name: str, last: Record) -> str:

@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 
-from amo_dist.distributed.agreement import gather_json
 from amo_dist.tools.doctor.site import Fault, Site, name_ranks
 
 GRACE = 10.0
@@ -31,14 +30,15 @@ class Check:
     Attributes:
         name: Of its line.
         measure: Called on all ranks; JSON values of this rank. An error is a failure.
-        tell: The figure, from the values of all ranks in their order; raises `Fault`.
+        tell: The figure, or what makes it from the values of all ranks in their order, and may
+            raise `Fault`.
         is_collective: Whether ranks wait for each other in ``measure``.
         skip: Why there is nothing to do here, if so.
     """
 
     name: str
     measure: Callable[[], Any] = dict
-    tell: Callable[[Sequence[Any]], str] = str
+    tell: str | Callable[[Sequence[Any]], str] = str
     is_collective: bool = True
     skip: str = ""
 
@@ -92,8 +92,6 @@ class Examination:
         self._site, self._say = site, say
         self._end, self._deadline = time.monotonic() + seconds, deadline
         self._why_not = ""
-        self._wake = threading.Event()
-        self._stopped_at = 0.0
 
     def run(self, checks: Sequence[Check]) -> None:
         """Run checks, and keep their verdicts."""
@@ -103,18 +101,14 @@ class Examination:
             self.verdicts.append(verdict)
             self._say(verdict)
 
-    def stop(self, *_: object) -> None:
-        """End the check under way now, as if its time were up; may be called by a signal."""
-        self._stopped_at = self._stopped_at or time.monotonic()
-        self._wake.set()
-
     def _examine(self, check: Check) -> Verdict:
         most = min(self._deadline, self._end - time.monotonic())
         outcome = self._measure(check, most)
         left = max(0.0, self._end - time.monotonic())
         try:
-            outcomes = self._gather(outcome, GRACE + min(left, self._deadline))
-        except Fault as fault:
+            self._site.sign(f"check {len(self.verdicts)}", GRACE + min(left, self._deadline))
+            outcomes = self._site.gather(outcome)
+        except RuntimeError as fault:  # a `Fault`, or a rank that was lost in between
             self.is_stuck = True
             self._why_not = f"after {check.name} ranks are missing"
             return Verdict(check.name, "FAIL", str(fault))
@@ -130,7 +124,6 @@ class Examination:
     def _measure(self, check: Check, seconds: float) -> dict[str, Any]:
         """How the check went on this rank, JSON values."""
         outcome: dict[str, Any] = {}
-        self._wake.clear()
 
         def work() -> None:
             try:
@@ -138,38 +131,17 @@ class Examination:
                     torch.cuda.set_device(self._site.device)  # a new thread is on device 0
                 found: dict[str, Any] = {"state": "ended", "values": check.measure()}
             except Exception as error:
-                state = "ended" if isinstance(error, Fault) else "broke"
-                kind = "" if isinstance(error, Fault) else f"{type(error).__name__}: "
-                found = {"state": state, "error": f"{kind}{error}"}
+                is_fault = isinstance(error, Fault)
+                text = str(error) if is_fault else f"{type(error).__name__}: {error}"
+                found = {"state": "ended" if is_fault else "broke", "error": text}
                 found["traceback"] = traceback.format_exc()
             outcome.update(found)
-            self._wake.set()
 
-        if not self._stopped_at:
-            threading.Thread(target=work, daemon=True, name=check.name).start()
-            self._wake.wait(seconds)
-        left = {"left": self._end - time.monotonic()}
-        if outcome:
-            return {**outcome, **left}
-        why = "stopped from outside" if self._stopped_at else f"no end within {seconds:.0f} s"
-        return {"state": "stuck", "error": why, **left}
-
-    def _gather(self, outcome: dict[str, Any], seconds: float) -> list[dict[str, Any]]:
-        """How the check went on all ranks; raises `Fault` where some do not answer."""
-        end = time.monotonic() + seconds
-        while True:
-            # In parts: a signal that comes meanwhile is seen only in between.
-            try:
-                self._site.sign(f"check {len(self.verdicts)}", 5.0)
-                break
-            except Fault:
-                if time.monotonic() >= (self._stopped_at + GRACE if self._stopped_at else end):
-                    raise
-        try:
-            outcomes: list[dict[str, Any]] = gather_json(outcome, self._site.control)
-        except RuntimeError as error:
-            raise Fault(f"a rank was lost: {error}") from error
-        return outcomes
+        thread = threading.Thread(target=work, daemon=True, name=check.name)
+        thread.start()
+        thread.join(seconds)
+        stuck = {"state": "stuck", "error": f"no end within {seconds:.0f} s"}
+        return {**(outcome or stuck), "left": self._end - time.monotonic()}
 
 
 def conclude(check: Check, outcomes: Sequence[Mapping[str, Any]]) -> Verdict:
@@ -180,7 +152,8 @@ def conclude(check: Check, outcomes: Sequence[Mapping[str, Any]]) -> Verdict:
         return Verdict(check.name, "FAIL", _by_rank(errors, outcomes), errors=full)
     values = [one["values"] for one in outcomes]
     try:
-        return Verdict(check.name, "ok", check.tell(values), values)
+        told = check.tell if isinstance(check.tell, str) else check.tell(values)
+        return Verdict(check.name, "ok", told, values)
     except Fault as fault:
         return Verdict(check.name, "FAIL", str(fault), values)
 

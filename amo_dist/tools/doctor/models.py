@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -11,16 +12,16 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
-from amo_dist.distributed.agreement import text_mark
 from amo_dist.distributed.layout import layout_of
 from amo_dist.optimizers.muon import Muon
 from amo_dist.tools.doctor.site import Site
 from amo_dist.tools.shapes import DecoderShape
 
 SMALL = DecoderShape(layers=2, dim=32, ffn_dim=64, heads=4, kv_heads=2)
+Shapes = Mapping[str, tuple[int, ...]]
 
 
-def shapes_of(shape: DecoderShape, vocabulary: int) -> dict[str, tuple[int, ...]]:
+def shapes_of(shape: DecoderShape, vocabulary: int = 48) -> Shapes:
     """Every parameter of a decoder with tied embeddings, as torchtitan names them."""
     found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, shape.dim)}
     for layer in range(shape.layers):
@@ -29,7 +30,7 @@ def shapes_of(shape: DecoderShape, vocabulary: int) -> dict[str, tuple[int, ...]
     return found | {"norm.weight": (shape.dim,)}
 
 
-def build(shapes: Mapping[str, tuple[int, ...]], make: Callable[[str], Tensor]) -> nn.Module:
+def build(shapes: Shapes, make: Callable[[str], Tensor]) -> nn.Module:
     """A tree of modules with parameters of these names."""
     root = nn.Module()
     for name in shapes:
@@ -45,17 +46,23 @@ def build(shapes: Mapping[str, tuple[int, ...]], make: Callable[[str], Tensor]) 
 
 def normal(key: str, shape: Sequence[int]) -> Tensor:
     """Normal entries that any rank, and any device, finds alike from the key."""
-    generator = torch.Generator("cpu").manual_seed(text_mark(key))
+    generator = torch.Generator("cpu").manual_seed(zlib.crc32(key.encode()))
     return torch.randn(tuple(shape), generator=generator, device="cpu")
 
 
 def gradient(step: int, name: str, shape: Sequence[int]) -> Tensor:
-    """A gradient whose matrices are the worse conditioned the later their name is in the model."""
+    """A gradient whose matrices are conditioned by their names, some well and some badly."""
     found = normal(f"gradient {step} {name}", shape)
     if len(shape) < 2:
         return found
-    decay = (1 + text_mark(name) % 8) / 16
+    decay = (1 + zlib.crc32(name.encode()) % 8) / 16
     return found * torch.exp(-decay * torch.arange(shape[0], device="cpu")).unsqueeze(-1)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This rank's part of a parameter, or of a gradient, without its history."""
+    found = tensor.detach()
+    return found.to_local() if isinstance(found, DTensor) else found
 
 
 def place_like(tensor: Tensor, param: Tensor) -> Tensor:
@@ -79,15 +86,18 @@ def place_like(tensor: Tensor, param: Tensor) -> Tensor:
     )
 
 
-def make_model(site: Site, layout: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """The small model, laid out over the world.
+def make_model(
+    site: Site, layout: str, dtype: torch.dtype = torch.float32, shapes: Shapes | None = None
+) -> nn.Module:
+    """A model, laid out over the world.
 
     Args:
         site: Where.
         layout: ``one``, ``replicate``, ``fsdp``, ``hsdp`` or ``tp x fsdp``.
         dtype: Of the parameters.
+        shapes: Of the parameters; those of a small decoder where None.
     """
-    shapes = shapes_of(SMALL, 48)
+    shapes = shapes_of(SMALL) if shapes is None else shapes
 
     def initial(name: str) -> Tensor:
         return (0.1 * normal(name, shapes[name])).to(site.device, dtype)
@@ -100,17 +110,11 @@ def make_model(site: Site, layout: str, dtype: torch.dtype = torch.float32) -> n
         model = build(shapes, lambda name: _tensor_parallel(name, initial(name), mesh["tp"]))
         return shard(model, mesh["shard"])
     if layout == "hsdp":
-        replicas = len(site.nodes) if _nodes_are_replicas(site) else 2
+        replicas = len(site.nodes) if site.nodes_are_replicas else 2
         names = ("replicate", "shard")
         mesh = init_device_mesh(kind, (replicas, size // replicas), mesh_dim_names=names)
         return shard(build(shapes, initial), mesh)
     return shard(build(shapes, initial), init_device_mesh(kind, (size,)))
-
-
-def _nodes_are_replicas(site: Site) -> bool:
-    """Whether nodes are of one size, of consecutive ranks."""
-    ranks = [rank for node in site.nodes for rank in node]
-    return len(site.nodes) > 1 and len({*map(len, site.nodes)}) == 1 and ranks == sorted(ranks)
 
 
 def _tensor_parallel(name: str, tensor: Tensor, mesh: Any) -> Tensor:
@@ -131,6 +135,21 @@ def shard(model: nn.Module, mesh: Any) -> nn.Module:
 def train(model: nn.Module, optimizer: Muon, steps: range) -> None:
     """Take steps, with the gradients of their numbers."""
     for step in steps:
-        for name, param in model.named_parameters():
-            param.grad = place_like(gradient(step, name, param.shape), param)
+        set_gradients(model, step)
         optimizer.step()
+
+
+def set_gradients(model: nn.Module, step: int) -> None:
+    """Give every parameter the gradient of a step."""
+    for name, param in model.named_parameters():
+        param.grad = place_like(gradient(step, name, param.shape), param)
+
+
+def parts(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of this rank's parts of all parameters."""
+    return {name: local(param).clone() for name, param in model.named_parameters()}
+
+
+def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Names of what differs in a bit."""
+    return [name for name, one in found.items() if not torch.equal(one, expected[name])]

@@ -7,14 +7,12 @@ import datetime
 import json
 import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
-
-from amo_dist.distributed.agreement import gather_json
 
 MEETING_SECONDS = 60.0
 """For all ranks to be there."""
@@ -34,7 +32,7 @@ class Site:
         device: Of this rank: ``cuda`` with its index, or ``cpu``.
         control: Group of all ranks on the CPU that checks leave alone; None on one rank.
         store: Of all ranks, used by nothing else; None on one rank.
-        share: Seconds that a figure may take to be measured on larger sizes; 0 for the least.
+        is_quick: Whether to measure at the smallest sizes only.
     """
 
     rank: int
@@ -42,7 +40,7 @@ class Site:
     device: torch.device
     control: dist.ProcessGroup | None = None
     store: Any = None
-    share: float = 0.0
+    is_quick: bool = False
 
     @property
     def world_size(self) -> int:
@@ -50,18 +48,42 @@ class Site:
         return sum(map(len, self.nodes))
 
     @property
+    def nodes_are_replicas(self) -> bool:
+        """Whether there are nodes of one size, of consecutive ranks."""
+        ranks = [rank for node in self.nodes for rank in node]
+        return len(self.nodes) > 1 and len({*map(len, self.nodes)}) == 1 and ranks == sorted(ranks)
+
+    @property
     def is_cuda(self) -> bool:
         """Whether the ranks have a CUDA device each."""
         return self.device.type == "cuda"
 
-    def sign(self, key: str, seconds: float) -> None:
+    def sign(self, key: str, seconds: float, text: str = "") -> list[str]:
         """Meet the other ranks; a key serves once.
+
+        Returns:
+            The text that each rank has left.
 
         Raises:
             Fault: Names the ranks that have not come within so many seconds.
         """
-        if self.store is not None:
-            sign(self.store, key, self.rank, self.world_size, seconds)
+        if self.store is None:
+            return [text]
+        keys = [f"doctor/{key}/{rank}" for rank in range(self.world_size)]
+        self.store.set(keys[self.rank], text)
+        try:
+            self.store.wait(keys, datetime.timedelta(seconds=seconds))
+        except RuntimeError:
+            missing = [rank for rank, name in enumerate(keys) if not self.store.check([name])]
+            raise Fault(f"no answer from {name_ranks(missing)}") from None
+        return [self.store.get(name).decode() for name in keys]
+
+    def gather(self, value: Any) -> list[Any]:
+        """What each rank passes, in their order."""
+        found: list[Any] = [value] * self.world_size
+        if self.control is not None:
+            dist.all_gather_object(found, value, self.control)
+        return found
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
@@ -70,54 +92,51 @@ class Site:
         return f"{ranks} {where}, {self.device.type}, {backend}"
 
 
-def join(seconds: float, share: float) -> Site:
+def join(seconds: float, is_quick: bool) -> Site:
     """Meet the other ranks and start the process groups; one rank needs neither.
 
     What a launcher such as torchrun sets is read from the environment.
 
     Args:
         seconds: After which a collective between devices fails; none should ever come to it.
-        share: Of the site.
+        is_quick: Of the site.
 
     Raises:
         Fault: A rank has no device, another than rank 0, or is not there.
     """
-    world_size = int(os.environ.get("WORLD_SIZE", 1))
     device, problem = _take_device()
-    if world_size == 1:
-        if problem:
-            raise Fault(problem)
-        return Site(0, ((0,),), device, share=share)
-    timeout = datetime.timedelta(seconds=MEETING_SECONDS)
-    try:
-        store, rank, world_size = next(rendezvous("env://", timeout=timeout))
-    except RuntimeError as error:
-        raise Fault(f"the ranks did not meet: {error}") from error
-    _call_roll(store, rank, world_size, {"device": device.type, "problem": problem})
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    slow = datetime.timedelta(seconds=seconds)
+    rank, world_size, store = 0, int(os.environ.get("WORLD_SIZE", 1)), None
+    if world_size > 1:
+        try:
+            meeting = datetime.timedelta(seconds=MEETING_SECONDS)
+            store, rank, world_size = next(rendezvous("env://", timeout=meeting))
+        except RuntimeError as error:
+            raise Fault(f"the ranks did not meet: {error}") from error
+    site = Site(rank, (tuple(range(world_size)),), device, None, store, is_quick)
+    # Before any group is made that could wait for one of them.
+    call_roll(site, problem)
+    if store is None:
+        return site
+    backend, slow = "nccl" if site.is_cuda else "gloo", datetime.timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=slow)
     node = os.environ.get("GROUP_RANK", socket.gethostname())
     # A copy: a thread that waits in the store holds back all others that use the same object.
-    return make_site(device, store.clone(), node=node, share=share)
+    return make_site(dataclasses.replace(site, store=store.clone()), node)
 
 
-def make_site(device: torch.device, store: Any, *, node: str, share: float = 0.0) -> Site:
-    """The site of the default process group; a collective over it.
+def make_site(site: Site, node: str) -> Site:
+    """The site of the default process group, by its nodes; a collective over it.
 
     Args:
-        device: Of this rank.
-        store: Of the site.
+        site: Without a control group.
         node: A name that ranks of one node share.
-        share: Of the site.
     """
     timeout = datetime.timedelta(seconds=MEETING_SECONDS)
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    site = dataclasses.replace(site, control=dist.new_group(backend="gloo", timeout=timeout))
     ranks_by_node: dict[str, list[int]] = {}
-    for rank, name in enumerate(gather_json(node, control)):
+    for rank, name in enumerate(site.gather(node)):
         ranks_by_node.setdefault(name, []).append(rank)
-    nodes = tuple(tuple(ranks) for ranks in ranks_by_node.values())
-    return Site(dist.get_rank(), nodes, device, control, store, share)
+    return dataclasses.replace(site, nodes=tuple(map(tuple, ranks_by_node.values())))
 
 
 def _take_device() -> tuple[torch.device, str]:
@@ -133,37 +152,21 @@ def _take_device() -> tuple[torch.device, str]:
     return device, ""
 
 
-def sign(store: Any, key: str, rank: int, world_size: int, seconds: float, text: str = "") -> None:
-    """Leave a text under a key of this rank, and wait for the other ranks.
+def call_roll(site: Site, problem: str) -> None:
+    """Have every rank tell its device, and what is wrong with it.
 
     Raises:
-        Fault: Names the ranks that have not come within so many seconds.
+        Fault: Something is, or ranks have unlike devices.
     """
-    keys = [f"doctor/{key}/{other}" for other in range(world_size)]
-    store.set(keys[rank], text)
-    try:
-        store.wait(keys, datetime.timedelta(seconds=seconds))
-    except RuntimeError:
-        missing = [other for other, name in enumerate(keys) if not store.check([name])]
-        raise Fault(f"no answer from {name_ranks(missing)}") from None
-
-
-def _call_roll(store: Any, rank: int, world_size: int, mine: Mapping[str, str]) -> None:
-    """Have every rank tell its device, before any group is made that could wait for it."""
-    sign(store, "device", rank, world_size, MEETING_SECONDS, json.dumps(mine))
-    found = [json.loads(store.get(f"doctor/device/{other}")) for other in range(world_size)]
-    for other, told in enumerate(found):
-        if told["problem"]:
-            raise Fault(f"{name_ranks([other])}: {told['problem']}")
-        if told["device"] != found[0]["device"]:
-            raise Fault(f"device: rank 0 has {found[0]['device']}, rank {other} {told['device']}")
+    found = site.sign("device", MEETING_SECONDS, json.dumps([site.device.type, problem]))
+    devices, problems = zip(*map(json.loads, found), strict=True)
+    for rank, (device, one) in enumerate(zip(devices, problems, strict=True)):
+        if one:
+            raise Fault(f"{name_ranks([rank])}: {one}")
+        if device != devices[0]:
+            raise Fault(f"device: rank 0 has {devices[0]}, rank {rank} {device}")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
     """``rank 3``, or ``ranks 1, 3``."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
-
-
-def local_index(nodes: Sequence[Sequence[int]], index: int) -> list[int]:
-    """The ranks that are the ``index``-th of their node."""
-    return [ranks[index] for ranks in nodes if index < len(ranks)]

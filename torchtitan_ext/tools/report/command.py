@@ -17,6 +17,7 @@ from torchtitan_ext.tools.report.page import Heading, Missing, Part, Picture, Se
 
 NONE = "\N{EN DASH}"
 NO_GEOMETRY = "no geometry.jsonl: the run was not tracked ([geometry] enable = true)"
+NO_NORM = "no geometry.jsonl tells norms of updates"
 NO_SCHEDULE = "its optimizer has no Newton-Schulz schedule"
 
 
@@ -78,6 +79,7 @@ def make_sections(runs: Sequence[Run]) -> list[Section]:
         each("F2: operator types", "f2", figures.type_medians, _f2, NO_GEOMETRY),
         each("F3: layers", "f3", figures.layer_profiles, _f3, NO_GEOMETRY),
         each("F4: shallow and deep layers", "f4", figures.depth, _f4, NO_GEOMETRY),
+        each("Norm of updates", "update_norm", figures.update_norms, _norm_caption, NO_NORM),
         Section("Newton-Schulz work", _work_parts(runs)),
         Section("Cost", [_cost_table(runs)]),
     ]
@@ -192,9 +194,11 @@ def _plan_section(runs: Sequence[Run], pictures: Section) -> Section:
     header = ["run", "objective", "of uniform", "of the plan", "ratio"]
     header += ["steps of uniform", "of the plan", "flops over uniform's"]
     note = (
-        "A measured objective is the squared residual of the sampled matrices, averaged over those "
-        "of an operator type and summed over all matrices; a projected one the error at the lower "
-        "bound of each type, summed over types."
+        "The objective of an update is its squared error relative to its squared norm, by the "
+        'distances of the sampled matrices to their polar factors (with update_norm = "exact" '
+        "those of their directions); a projected one the error at the lower bound of each type, "
+        "summed over types; a measured one, of an earlier version, the squared residual, summed "
+        "over matrices."
     )
     table = [Table(header, rows, note)] if rows else []
     return Section(pictures.title, [*table, *pictures.parts])
@@ -274,6 +278,15 @@ def _f4(one: Run) -> str:
     if sizes and min(sizes) < 3:
         text += " The model has fewer than six layers: halves stand for three layers each."
     return text
+
+
+def _norm_caption(one: Run) -> str:
+    found = data.medians(one.geometry, lambda record: record["operator_type"], "update_norm")
+    last = ", ".join(f"{name} {series[-1][1]:.3f}" for name, series in found.items())
+    return (
+        "Norm of what Newton-Schulz made of momentum over that of its exact polar factor, median "
+        f"over the layers of a type; at the last tracked step {last}."
+    )
 
 
 # ---------------------------------------------------------------- work and cost

@@ -13,7 +13,7 @@ from typing import Any
 
 from amo_dist.config import sort_operator_types
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.grouping import matrices_by_group
+from amo_dist.schedule.grouping import group_matrices
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.types import MatrixInfo
 from torchtitan_ext.plugin.run_files import (
@@ -123,7 +123,7 @@ def _geometry(path: Path) -> Records:
     """The log of a run; none where tracking was off."""
     records = read_records(path)
     kinds: dict[str, Any] = {"step": int, "operator_type": str, "layer": (int, type(None))}
-    kinds |= {"kappa": NUMBER, "ns_residual": NUMBER}
+    kinds |= {"kappa": NUMBER, "ns_residual": NUMBER, "update_norm": NUMBER}
     for index, record in enumerate(records, start=1):
         check_fields(f"{path}, line {index}", record, kinds)
     return records
@@ -281,15 +281,11 @@ def _flops(run: Run, names: Collection[str]) -> dict[str, float] | None:
         flops = dict(zip(run.plan.operator_types, map(float, run.plan.costs), strict=True))
     else:
         registry = _registry(run)
-        by_depth = {
-            matrix.name: group
-            for group, matrices in matrices_by_group(registry, "layer_group").items()
-            for matrix in matrices
-        }
+        by_depth = group_matrices(registry, "layer_group").group_of
         for one in registry:
             rows, columns = one.shape
-            # A policy shares schedules by type, by type and depth, by shape, or not at all.
-            known = (one.operator_type, by_depth[one.name], f"{rows}x{columns}", one.name)
+            # A policy shares schedules by type, by type and depth, or by shape.
+            known = (one.operator_type, by_depth[one.name], f"{rows}x{columns}")
             name = next((name for name in known if name in names), one.operator_type)
             flops[name] = flops.get(name, 0.0) + ns_step_flops(rows, columns)
     return flops if set(names) <= flops.keys() else None

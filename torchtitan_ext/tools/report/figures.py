@@ -284,14 +284,23 @@ def scatter(run: Run) -> Any:
 
 def type_medians(run: Run) -> Any:
     """F2: the median condition number of each operator type."""
-    found = data.medians(run.geometry, lambda record: record["operator_type"])
+    return _by_type(run, "kappa", ylabel=f"median {KAPPA}", yscale="log")
+
+
+def update_norms(run: Run) -> Any:
+    """The median norm of what Newton-Schulz made of each operator type, over an exact factor's."""
+    return _by_type(run, "update_norm", ylabel=r"median $\|M'\|_F\,/\,\sqrt{\min(m,n)}$")
+
+
+def _by_type(run: Run, field: str, **axis: str) -> Any:
+    found = data.medians(run.geometry, lambda record: record["operator_type"], field)
     if not found:
         return None
     figure, axes = _new()
     for name in sort_operator_types(found):
         steps, values = zip(*found[name], strict=True)
         axes.plot(steps, values, **style.line(name, run.operator_types))
-    _over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
+    _over_steps(axes, [run], **axis)
     _shade(axes, run)
     _legend_right(figure, axes)
     return figure

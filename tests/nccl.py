@@ -1,8 +1,7 @@
-"""CUDA and NCCL, rehearsed on a CPU: what they refuse or wait for fails here.
+"""What NCCL refuses, hangs on or mixes up, refused in collectives over gloo.
 
-`on_devices` builds optimizers that take the path for devices, with CPU tensors and memory full of
-NaN. Inside `Steps` each operation is counted, and what would read a value on the host, or copy one
-to the device, raises. Inside `nccl` collectives are those of gloo, and refuse what NCCL refuses.
+`tests.simulated_device` refuses CPU tensors among them; this compares what the ranks are about to
+do, and what is under way.
 """
 
 from __future__ import annotations
@@ -14,148 +13,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from amo_dist.kernels.cuda.kernels import CudaKernels
-
-READS = frozenset(
-    {
-        *("_local_scalar_dense", "item", "is_nonzero", "nonzero", "equal", "masked_select"),
-        *("unique", "_unique2", "unique_consecutive", "bincount", "repeat_interleave"),
-    }
-)
-"""Operations whose result the host needs, or whose size depends on values."""
-COPIES = frozenset(
-    {
-        *("lift_fresh", "lift_fresh_copy", "scalar_tensor", "pin_memory", "_pin_memory"),
-        *("index", "index_put", "index_put_"),
-    }
-)
-"""Operations that make a tensor of numbers of the host, or that copy an index to the device."""
-METHODS = frozenset(
-    {
-        *("tolist", "item", "numpy", "cpu", "__bool__", "__float__", "__int__", "__index__"),
-        *("__array__", "tensor", "as_tensor", "from_numpy", "new_tensor", "synchronize"),
-    }
-)
-"""Calls with the same effect that no operation tells of."""
-
-
-class HostError(AssertionError):
-    """A locked step read a value on the host, or copied one to the device."""
-
-
-class Steps(contextlib.ExitStack):
-    """Counts the operations of the steps taken inside, and raises `HostError`.
-
-    What is made without a device lies elsewhere than parameters: PyTorch refuses to compute with
-    both, and `nccl` to send it. What is made on the device ``"cpu"``, by that name, raises.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.operations: Counter[str] = Counter()
-
-    def __enter__(self) -> Steps:
-        super().__enter__()
-        self.enter_context(torch.device("meta"))
-        self.enter_context(_Operations(self.operations))
-        self.enter_context(_Calls())
-        return self
-
-
-class _Operations(TorchDispatchMode):
-    def __init__(self, numbers: Counter[str]) -> None:
-        super().__init__()
-        self._numbers = numbers
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        space, _, name = func._schema.name.partition("::")
-        if space == "aten" and not _is_aside():
-            self._numbers[name] += 1
-            if name in READS or name in COPIES:
-                raise HostError(f"aten::{name}")
-        return func(*args, **(kwargs or {}))
-
-
-class _Calls(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        # A device of the parameters, which is the CPU here, comes from a tensor; a name is written.
-        is_named = any(
-            isinstance(each, str) and each == "cpu" for each in (*args, *kwargs.values())
-        )
-        if (name in METHODS or is_named) and not _is_aside():
-            raise HostError(f"{name} on the CPU" if is_named else name)
-        return func(*args, **kwargs)
-
-
-_aside = threading.local()
-
-
-@contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """What is done inside is the rehearsal's own, and not looked at."""
-    was, _aside.is_so = _is_aside(), True
-    try:
-        yield
-    finally:
-        _aside.is_so = was
-
-
-def _is_aside() -> bool:
-    return getattr(_aside, "is_so", False)
-
-
-class DeviceKernels(CudaKernels):
-    """Those of CUDA, for CPU tensors."""
-
-    def fetch(self, values: Tensor) -> Callable[[], list[int]]:
-        """Stands for the copy to pinned memory: the one way to the host."""
-        there = values.clone()
-
-        def read() -> list[int]:
-            with aside():
-                found: list[int] = there.tolist()
-                return found
-
-        return read
-
-
-@contextlib.contextmanager
-def on_devices(*candidates: str) -> Iterator[None]:
-    """Optimizers built inside take the path for devices; fresh memory holds NaN.
-
-    Args:
-        candidates: Backends that ``auto`` chooses among by measuring; ``standard`` without any.
-    """
-
-    def make(
-        device: object, *, ns_dtype: torch.dtype, ns_backend: str, cuda_graphs: bool
-    ) -> DeviceKernels:
-        kernels = DeviceKernels(ns_dtype, ns_backend)
-        kernels.candidates = candidates
-        return kernels
-
-    was = torch.are_deterministic_algorithms_enabled()
-    # With these PyTorch fills new memory with NaN, and bytes with ones, which are NaN too.
-    torch.use_deterministic_algorithms(True)
-    try:
-        with (
-            mock.patch("amo_dist.engine.engine.make_kernels", make),
-            # gloo's short cut for small vectors is none of NCCL's.
-            mock.patch("amo_dist.distributed.agreement._DIRECT_RANKS", 0),
-        ):
-            yield
-    finally:
-        torch.use_deterministic_algorithms(was)
-
-
-# ---------------------------------------------------------------- NCCL
+from torch.utils._python_dispatch import _disable_current_modes
 
 
 class NcclError(AssertionError):
@@ -209,13 +69,12 @@ class Nccl:
             raise NcclError(f"{name}: two threads use one communicator")
         tensors = [each for each in _flat((args, kwargs)) if isinstance(each, Tensor)]
         for tensor in tensors:
-            if tensor.is_meta:
-                raise NcclError(f"{name}: a tensor that is not on the device")
             if not tensor.is_contiguous():
                 raise NcclError(f"{name}: a tensor that is not contiguous")
             if any(work.uses(tensor) for work in self._under_way):
                 raise NcclError(f"{name}: memory that another collective uses")
-        with aside(), torch.device("cpu"):
+        # These collectives are the check's own: they are over the CPU.
+        with _disable_current_modes():
             self._check_alike(name, tensors, args, kwargs)
         found = collective(*args, **kwargs)
         if kwargs.get("async_op"):

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from amo_dist.kernels.rounding import ROUNDED_OFF
 from amo_dist.operators.patterns import clean_name
-from amo_dist.state.load import Loadable, check_source, describe_origin, together
+from amo_dist.optimizers.muon import Muon
+from amo_dist.state.load import check_source, describe_origin, together
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class ImportReport:
 
 
 def import_state(
-    optimizer: Loadable, state_dict: Mapping[str, Any], *, names: Sequence[str] | None = None
+    optimizer: Muon, state_dict: Mapping[str, Any], *, names: Sequence[str] | None = None
 ) -> ImportReport:
     """Fill momentum and AdamW state from another optimizer's; the schedule starts anew.
 
@@ -62,7 +63,7 @@ def import_state(
         ValueError: On every rank: on one the names are unknown, a shape or layout differs, or a
             value is NaN or inf.
     """
-    with together(optimizer, "import_state"):
+    with together(optimizer.raise_together, "import_state"):
         copies, report = _plan(optimizer, state_dict, names)
     with torch.no_grad():
         for own_tensor, value, factor in copies:
@@ -71,7 +72,7 @@ def import_state(
 
 
 def _plan(
-    optimizer: Loadable, state_dict: Mapping[str, Any], names: Sequence[str] | None
+    optimizer: Muon, state_dict: Mapping[str, Any], names: Sequence[str] | None
 ) -> tuple[list[tuple[Tensor, Tensor, float]], ImportReport]:
     """Tensors of the optimizer, each with what it becomes: a tensor and a factor."""
     groups = state_dict.get("param_groups")

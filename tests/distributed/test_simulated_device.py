@@ -1,11 +1,8 @@
-"""Every layout on the path for devices, under what NCCL refuses; no locked step waits."""
+"""Every layout on the simulated device, under what NCCL refuses; no locked step waits."""
 
 from __future__ import annotations
 
-import contextlib
 import os
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 from unittest import mock
 
@@ -13,14 +10,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from amo_dist import AMO, AMOConfig, param_groups
-from tests import rehearsal
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from tests.distributed import models
 from tests.distributed import test_layouts_more as more
 from tests.distributed.harness import Ranks
 from tests.distributed.test_layouts_more import Shapes
+from tests.nccl import nccl
 from tests.oracle import Oracle
+from tests.simulated_device import simulated_device
 
 LR, STEPS = 3e-3, 20
 FIELDS: dict[str, Any] = {
@@ -30,6 +29,7 @@ FIELDS: dict[str, Any] = {
     "transition_steps": 6,
     "bucket_bytes": 256,
     "ns_dtype": "float32",
+    "ns_backend": "standard",
 }
 LOCKED = FIELDS["observe_until"] + FIELDS["transition_steps"]
 """From here on schedules stay; in this very step matrices are dealt anew, which waits."""
@@ -38,9 +38,9 @@ LOCKED = FIELDS["observe_until"] + FIELDS["transition_steps"]
 def build(layout: str) -> nn.Module:
     """A layout of `models`, or a builder of `more`."""
     if layout.startswith("build_"):
-        model: nn.Module = getattr(more, layout)()
+        model: nn.Module = getattr(more, layout)("cuda")
         return model
-    return models.make_model(layout, shapes_of(layout))
+    return models.make_model(layout, shapes_of(layout), "cuda")
 
 
 def shapes_of(layout: str) -> Shapes:
@@ -79,7 +79,7 @@ def train(
     node = mock.patch.dict(os.environ, GROUP_RANK=str(nodes[rank]))
     # Small matrices are shared where sending takes no time.
     free = mock.patch("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0)
-    with free, rehearsal.on_devices(), rehearsal.nccl() as checks, node:
+    with free, simulated_device() as device, nccl() as checks, node:
         model = build(layout)
         group = dist.group.WORLD if layout == "plain" and world_size > 1 else None
         config = AMOConfig(**FIELDS, max_team=2 if has_teams else 1)
@@ -91,15 +91,17 @@ def train(
                 param.grad = models.place_like(more.gradient(step, name, tuple(param.shape)), param)
             for each in optimizer.param_groups:
                 each["lr"] = LR * step / STEPS  # a rate that changes costs no wait
-            with rehearsal.Steps() if step > LOCKED else contextlib.nullcontext() as steps:
-                optimizer.step()
-            if steps is not None:
-                counts.append(sum(steps.operations.values()))
+            device.clear()
+            optimizer.step()
+            if step > LOCKED:
+                assert (step, device.waits) == (step, {})
+                counts.append(device.operations.total())
             checks.check_waited()
         optimizer.check_last_update()
         # Of the exchange there are none: sums of Gram matrices, and one ballot a step.
         assert (checks.calls["all_reduce"] > 2 * STEPS) == bool(has_teams)
-    params = {name: models.whole(param) for name, param in model.named_parameters()}
+        named = model.named_parameters()
+        params = {name: models.whole(param).cpu() for name, param in named}
     return params, counts, optimizer.phase
 
 
@@ -115,9 +117,7 @@ def make_twin(shapes: Shapes) -> Oracle:
 
 
 @pytest.mark.parametrize(("layout", "nodes"), CASES)
-def test_every_layout_trains_as_on_devices(
-    run_on: Ranks, layout: str, nodes: tuple[int, ...]
-) -> None:
+def test_every_layout_trains_on_devices(run_on: Ranks, layout: str, nodes: tuple[int, ...]) -> None:
     shapes = shapes_of(layout)
     twin = make_twin(shapes)
     for step in range(1, STEPS + 1):
@@ -148,92 +148,52 @@ def test_pytorchs_own_checks_find_nothing(run_on: Ranks, monkeypatch: pytest.Mon
         assert (phase, len(counts)) == ("locked", STEPS - LOCKED)
 
 
+# ---------------------------------------------------------------- verdicts
+
+MATRIX = "layers.1.attention.wq.weight"
+
+
+def verdicts(rank: int, world_size: int, loads: bool) -> tuple[list[Any], list[str]]:
+    """A NaN on the last rank in step 4; then a load that is refused; then step 5."""
+    config = MuonConfig(
+        ns_dtype="float32", ns_backend="standard", ns_guard_every=0, nonfinite="skip_step"
+    )
+    with simulated_device() as device, nccl():
+        model = models.make_model("fsdp", models.shapes(), "cuda")
+        optimizer = Muon(param_groups(model), lr=1e-2, config=config)
+        found, texts = [], []
+        for step in range(1, 6):
+            models.set_gradients(model, 1, step)
+            if (step, rank) == (4, world_size - 1):
+                grad = model.get_parameter(MATRIX).grad
+                assert isinstance(grad, DTensor)
+                grad.to_local()[0, 0] = torch.nan
+            before = [models.whole(param) for param in model.parameters()]
+            device.clear()
+            optimizer.step()
+            waits = dict(device.waits) if step == 4 else {}
+            pairs = zip(before, map(models.whole, model.parameters()), strict=True)
+            is_unchanged = all(torch.equal(*pair) for pair in pairs)
+            found.append((is_unchanged, optimizer.metrics()["optimizer/steps_skipped"], waits))
+            if step == 4 and loads:
+                with pytest.raises(ValueError, match="load_state_dict failed") as raised:
+                    optimizer.load_state_dict({"state": {}, "param_groups": []})
+                texts.append(str(raised.value))
+        optimizer.check_last_update()
+        return [*found, optimizer.metrics()["optimizer/steps_skipped"]], texts
+
+
 @pytest.mark.parametrize(
-    "wait",
+    "loads",
     [
-        lambda x: x.tolist(),
-        lambda x: x.sum().item(),
-        lambda x: bool(x.any()),
-        lambda x: float(x[0]),
-        lambda x: x.cpu(),
-        lambda x: x.to("cpu"),
-        lambda x: torch.zeros(3, device="cpu"),
-        lambda x: x.numpy(),
-        lambda x: x[[0, 1]],
-        lambda x: x[x > 0],
-        lambda x: x.nonzero(),
-        lambda x: x.add_(torch.tensor(1.0)),
-        lambda x: x.new_tensor([1.0]),
-        lambda x: torch.where(x > 0, 1.0, 0.0),
+        False,
+        # Fails where one landing buffer serves the verdicts of a step and of a load: the load's
+        # takes the place of the step's, which nobody has read.
+        True,
     ],
 )
-def test_what_waits_for_a_device_is_found(wait: Callable[[Tensor], Any]) -> None:
-    x = torch.ones(3)
-    wait(x)
-    with rehearsal.Steps(), pytest.raises(rehearsal.HostError):
-        wait(x)
-
-
-def test_what_does_not_wait_is_counted() -> None:
-    x = torch.ones(3)
-    with rehearsal.Steps() as steps:
-        x.mul_(2.0).add_(x)
-        x[1:].fill_(1.0)
-    assert steps.operations == {"mul_": 1, "add_": 1, "slice": 1, "fill_": 1}
-
-
-def refused(rank: int, world_size: int) -> list[str]:
-    """What each misuse of NCCL is told."""
-    x = torch.zeros(4)
-
-    def unlike_sizes() -> None:
-        dist.all_reduce(x[: 2 + rank])
-
-    def unlike_order() -> None:
-        (dist.all_reduce if rank else dist.broadcast)(x, **({} if rank else {"group_src": 0}))
-
-    def unlike_splits() -> None:
-        dist.all_to_all_single(x, x.clone(), [2, 2], [1 + rank, 3 - rank])
-
-    def strided() -> None:
-        dist.all_reduce(torch.zeros(4, 4)[:, 0])
-
-    def objects() -> None:
-        dist.all_gather_object([None] * world_size, "text")
-
-    def another_thread() -> None:
-        with ThreadPoolExecutor(1) as pool:
-            pool.submit(dist.all_reduce, x).result()
-
-    def unfinished() -> None:
-        dist.all_reduce(x, async_op=True)
-
-    def memory_in_use() -> None:
-        work = dist.all_reduce(x, async_op=True)
-        assert work is not None
-        try:
-            dist.all_reduce(x[1:])
-        finally:
-            work.wait()
-
-    def elsewhere() -> None:
-        with rehearsal.Steps():
-            dist.all_reduce(torch.zeros(4))
-
-    found = []
-    for misuse in (
-        *(unlike_sizes, unlike_order, unlike_splits, strided, objects, another_thread),
-        *(unfinished, memory_in_use, elsewhere),
-    ):
-        with pytest.raises(rehearsal.NcclError) as raised, rehearsal.nccl():
-            misuse()
-        found.append(str(raised.value))
-    return found
-
-
-def test_what_nccl_refuses_is_refused(run_on: Ranks) -> None:
-    expected = ("ranks differ", "ranks differ", "is sent", "not contiguous", "not on devices")
-    others = ("two threads", "not waited for", "another collective uses", "not on the device")
-    for found in run_on(2)(refused):
-        for error, part in zip(found, (*expected, *others), strict=True):
-            assert part in error
+def test_a_bad_step_is_told_by_the_next_one(run_on: Ranks, loads: bool) -> None:
+    for found, texts in run_on(2)(verdicts, loads):
+        good, told = [(False, count, dict[str, int]()) for count in (0.0, 1.0)]
+        assert found == [good, good, good, (True, 0.0, {}), told, 1.0]
+        assert len(texts) == loads

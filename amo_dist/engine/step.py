@@ -1,0 +1,735 @@
+"""One step: momentum in, orthogonalized by its owners, scaled update out."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import itertools
+import logging
+import math
+import operator
+from collections import Counter, defaultdict, deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.profiler import record_function
+
+from amo_dist.config import NS_BACKENDS, MuonConfig
+from amo_dist.distributed.agreement import check_alike_by_ranks
+from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT, Exchange, Lane
+from amo_dist.distributed.groups import Given, Membership
+from amo_dist.distributed.layout import as_matrix, cut, flattened
+from amo_dist.distributed.ownership import Teams, assign
+from amo_dist.distributed.plan import Part, plan_exchange
+from amo_dist.distributed.teams import TeamGroup
+from amo_dist.engine.adamw import AdamW, make_state
+from amo_dist.engine.parameters import (
+    Locals,
+    Parameters,
+    describe_group,
+    learning_rate,
+    momentum_of,
+)
+from amo_dist.engine.rounding import Rounding
+from amo_dist.engine.rule import UpdateRule
+from amo_dist.engine.sums import Sums
+from amo_dist.engine.verdict import Agreement, Verdict
+from amo_dist.engine.world import World
+from amo_dist.kernels.devices import check_backend
+from amo_dist.kernels.elementwise import (
+    apply_update,
+    drop_nonfinite,
+    nesterov,
+    update_momentum,
+    wide_dtype,
+)
+from amo_dist.kernels.exact_norm import scale_to_exact_norm
+from amo_dist.kernels.newton_schulz import newton_schulz, resolve_backend
+from amo_dist.kernels.team import drop_nonfinite_slabs, orthogonalize_slabs
+from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.schedule.types import Schedule
+
+logger = logging.getLogger(__name__)
+
+Groups = Sequence[Mapping[str, Any]]
+State = MutableMapping[Tensor, dict[str, Tensor]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Probe:
+    """A measurement of some matrices, made once by a rank that has each of them whole."""
+
+    names: frozenset[str]
+    """The matrices to measure."""
+    measure: Callable[[str, Tensor, Callable[[], Tensor]], None]
+    """Called with a matrix's name, its momentum ``(m, n)`` in float32 at least, and what computes
+    the result of Newton-Schulz for it, ``(m, n)``."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Orders:
+    """What the controller asks of one step."""
+
+    step: int
+    """Optimizer step, counted from 1."""
+    schedules: Sequence[Schedule]
+    """Of each matrix of this process; the same object for as long as none changes."""
+    deal: Hashable
+    """Matrices are dealt to owners anew when this changes."""
+    intent: Sequence[str]
+    """Lines that are alike on all ranks where they are about to do the same."""
+    observed: tuple[str, ...] = ()
+    """Names of the matrices that are observed for the next plan, sorted."""
+    checked: str | None = None
+    """Name of the matrix whose residual is measured."""
+    probes: tuple[Probe, ...] = ()
+    """All measurements, those of the two above among them."""
+
+    def with_probe(self, probe: Probe) -> Orders:
+        """The same with one more measurement."""
+        return dataclasses.replace(self, probes=(*self.probes, probe))
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Pieces:
+    """Pieces of matrices on this rank, as parts of local tensors.
+
+    Attributes:
+        parts: Which.
+        places: Where their momentum goes to or their results lie, ``(m, n)`` each.
+        momenta: Of the momentum buffers.
+        params: Of the parameters.
+        by_group: Positions in these lists, by parameter group.
+    """
+
+    parts: Sequence[Part]
+    places: list[Tensor]
+    momenta: list[Tensor]
+    params: list[Tensor]
+    by_group: dict[int, list[int]]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Batch:
+    """Matrices of one shape and schedule, or slabs of them, that are orthogonalized together."""
+
+    wholes: list[Tensor]
+    names: tuple[str, ...]
+    shape: tuple[int, int]
+    """Of each whole matrix."""
+    schedule: Schedule
+    backend: str
+    team: TeamGroup | None
+
+
+@dataclasses.dataclass(frozen=True, slots=True, eq=False)
+class _Laid:
+    """A lane with all views of local tensors and batches that a step needs."""
+
+    exchange: Exchange
+    lane: Lane
+    batches: list[_Batch]
+    kept: _Pieces
+    sent: _Pieces
+    returned: _Pieces
+
+
+class Engine:
+    """Runs steps; made once per optimizer, and anew where a checkpoint is loaded.
+
+    It is told a schedule for each matrix and which matrices to measure, and knows no phase.
+
+    Args:
+        parameters: Of this process.
+        groups: Parameter groups of the optimizer, read at every step.
+        state: Of the optimizer, by parameter.
+        rule: What this optimizer does beside Newton-Schulz.
+        config: Numerics and exchange.
+        process_group: Of the user, for `Membership`.
+
+    Raises:
+        ValueError: The settings cannot run on the parameters' device or with this rule, or the
+            process group is not one for these parameters.
+    """
+
+    def __init__(
+        self,
+        parameters: Parameters,
+        groups: Groups,
+        state: State,
+        rule: UpdateRule,
+        config: MuonConfig,
+        process_group: Given = None,
+    ) -> None:
+        self.parameters, self.config = parameters, config
+        self.membership = Membership((entry.param for entry in parameters.entries), process_group)
+        self.world: World | None = None
+        self.verdict: Verdict | None = None
+        self.groups, self.state, self._rule = groups, state, rule
+        self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
+        self._is_far = parameters.device.type != "cpu"
+        check_backend("ns_backend", config.ns_backend, self._dtype, parameters.device)
+        if config.max_team > 1 and (rule.prepares or rule.finishes):
+            raise ValueError(
+                f"max_team: found {config.max_team} with {type(rule).__name__}, which works on "
+                "pieces of matrices that slabs cut otherwise, expected 1"
+            )
+        self._adamw = AdamW(parameters, state, groups)
+        self._rounding = Rounding(parameters, config)
+        looks = rule.prepares or rule.finishes
+        self._sums = Sums(parameters, groups, state, rule) if looks else None
+        self._scales = [self._scale(index) for index in range(len(parameters.matrices))]
+        self._local_params = Locals(parameters.convolutions)
+        self._local_momenta = Locals(parameters.convolutions)
+        self._exchanges: list[Exchange] = []
+        self._deal: Hashable = None
+        self._laid: list[_Laid] = []
+        self._laid_for: list[object] = []
+        self._sent: Counter[tuple[int, int]] = Counter()
+        """Elements sent in the last step, by peer and bytes of one."""
+        # Of the step at hand.
+        self._step = 0
+        self._params: list[Tensor] = []
+        self._buffers: list[Tensor] = []
+        self._grads: Sequence[Tensor | None] = ()
+        self._bad: Tensor | None = None
+        self._momenta: list[tuple[float, bool]] = []
+
+    def make_state(self) -> None:
+        """State for every parameter, zero, so that all ranks have the same keys."""
+        for entry in self.parameters.entries:
+            param = entry.param
+            if entry.views:
+                dtype = getattr(torch, self.config.momentum_dtype)
+                own = self._rule.state(param, entry.views[0].dim)
+                state = {"momentum_buffer": torch.zeros_like(param, dtype=dtype), **own}
+            else:
+                state = make_state(param, torch.float32 if self._rounding.is_for(param) else None)
+            state |= self._rounding.make_state(param)
+            for value in state.values():
+                value.requires_grad_(False)
+            self.state[param] = state
+
+    def connect(self, world: World) -> None:
+        """Take the structure on which all ranks have agreed."""
+        self.world = world
+        self.verdict = Verdict(world, self.parameters, self.config)
+
+    # ---------------------------------------------------------------- one step
+
+    def agree(self, orders: Orders) -> Agreement:
+        """Agree on what a step is about to do and on its gradients; a collective over the world.
+
+        Raises:
+            As `Verdict.agree`.
+        """
+        assert self.world is not None
+        assert self.verdict is not None
+        deals = orders.deal != self._deal
+        # What is measured of a step that may be none would have to be forgotten, and dealing is a
+        # collective that reads.
+        waits = not self._is_far or deals or bool(orders.probes)
+        # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
+        groups = self.groups if self.world.shares_all else []
+        lines = [*orders.intent, f"{'a new' if deals else 'the last'} exchange plan"]
+        lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
+        for index, group in enumerate(groups):
+            lines.append(f"group {index}: {describe_group(group, self._rule.defaults)}")
+        self._momenta = [momentum_of(group, self.config) for group in self.groups]
+        momentum, _ = max(self._momenta)
+        return self.verdict.agree(orders.step, "\n".join(lines), momentum, waits=waits)
+
+    def run(self, orders: Orders, agreed: Agreement) -> None:
+        """Update every parameter; a collective over the ranks that share parameters.
+
+        What fails on this rank alone stops no other one: this rank sends what it has, or NaN in
+        place of momentum, for which nobody writes an update, and all raise at their next agreement.
+
+        Args:
+            orders: As all ranks have agreed on them.
+            agreed: What `agree` returned.
+        """
+        assert self.world is not None
+        assert self.verdict is not None
+        self._step, self._bad = orders.step, agreed.bad
+        measuring = self._plan(orders)
+        nonfinite: dict[tuple[str, ...], Tensor] = {}
+        try:
+            self._begin(agreed.grads)
+            self._lay_out(orders.schedules)
+            if measuring:
+                self._measure(orders, measuring)
+            self._pipeline(self._laid, nonfinite)
+            if self._sums is not None:
+                self._sums.finish(self.world, self._write, self._deferring)
+        except BaseException:
+            # What is still under way must not arrive in the buffers of a later step.
+            self._deal, self._exchanges, self._laid = None, [], []
+            raise
+        finally:
+            # Gradients would live on, past the user's zero_grad().
+            self._grads = ()
+        self.verdict.report_updates(nonfinite, agreed.bad)
+
+    def _begin(self, grads: Sequence[Tensor | None]) -> None:
+        """Take this rank's gradients into the momentum."""
+        assert self.world is not None
+        entries, state = self.parameters.entries, self.state
+        self._params = self._local_params.take([entry.param for entry in entries])
+        # Of a parameter without momentum, which nobody asks for, the parameter.
+        self._buffers = self._local_momenta.take(
+            [state[e.param]["momentum_buffer"] if e.views else e.param for e in entries]
+        )
+        self._grads = found = list(grads)
+        if self._rounding.is_wanted:
+            self._rounding.begin(self._step, self.world.rank, state)
+        if self._sums is not None:
+            self._sums.begin(self._params, self._bad)
+        with record_function("amo::momentum"), self._deferring("updating momentum"):
+            for index in self.parameters.convolutions:
+                if (grad := found[index]) is not None:
+                    found[index] = flattened(grad.contiguous())
+            moving: dict[float, list[int]] = defaultdict(list)
+            for index, entry in enumerate(entries):
+                if entry.views and found[index] is not None:
+                    moving[self._momenta[entry.group][0]].append(index)
+            for momentum, some in moving.items():
+                buffers, of_some = [self._buffers[i] for i in some], [found[i] for i in some]
+                update_momentum(buffers, of_some, momentum, bad=self._bad)  # type: ignore[arg-type]
+
+    def _pipeline(self, lanes: Sequence[_Laid], nonfinite: dict[tuple[str, ...], Tensor]) -> None:
+        """Run buckets to their end, some on their way while others are computed.
+
+        AdamW and the buckets that need no exchange run while the first gathers are under way.
+        """
+        moving = iter([self._bucket(laid, nonfinite) for laid in lanes if laid.lane.moves])
+        gathering = deque(itertools.islice(moving, BUCKETS_IN_FLIGHT))
+        for bucket in gathering:
+            next(bucket)
+        self._step_adamw()
+        for laid in lanes:
+            if not laid.lane.moves:
+                deque(self._bucket(laid, nonfinite), maxlen=0)
+        delivering: Iterator[None] | None = None
+        while gathering:
+            bucket = gathering.popleft()
+            next(bucket)
+            for following in itertools.islice(moving, 1):
+                next(following)
+                gathering.append(following)
+            if delivering is not None:
+                next(delivering, None)
+            delivering = bucket
+        if delivering is not None:
+            next(delivering, None)
+
+    def _bucket(self, laid: _Laid, nonfinite: dict[tuple[str, ...], Tensor]) -> Iterator[None]:
+        """One bucket, from momentum to updated parameters."""
+        lane, start = laid.lane, laid.exchange.start
+        with record_function("amo::gather"):
+            self._read(laid.sent)
+            gather = start(lane.sent, lane.arriving) if lane.moves else None
+        yield
+        with record_function("amo::gather"):
+            self._read(laid.kept)
+            if gather is not None:
+                gather.wait()
+                lane.assemble()
+        with record_function("amo::orthogonalize"):
+            self._orthogonalize(laid.batches, nonfinite)
+        with record_function("amo::scatter"):
+            if gather is not None:
+                lane.pack()
+                deliver = start(lane.leaving, lane.returned)
+        self._update(laid.kept)
+        yield
+        if gather is not None:
+            with record_function("amo::scatter"):
+                deliver.wait()
+            self._update(laid.returned)
+
+    def _read(self, pieces: _Pieces) -> None:
+        """Write the momentum to orthogonalize into its places, NaN where that fails."""
+        with self._deferring("reading momentum"):
+            for group, positions in pieces.by_group.items():
+                self._fill(pieces, positions, *self._momenta[group])
+            return
+        for place in pieces.places:
+            place.fill_(math.nan)
+
+    def _fill(
+        self, pieces: _Pieces, positions: list[int], momentum: float, is_nesterov: bool
+    ) -> None:
+        """Momentum of pieces; zeros where a parameter has no gradient.
+
+        What travels must not depend on which gradients exist: sizes were agreed before.
+        """
+        momenta, grads, out, parts = [], [], [], []
+        for position in positions:
+            part, place = pieces.parts[position], pieces.places[position]
+            grad = self._grads[self.parameters.matrices[part.matrix].tensor]
+            if grad is None:
+                place.zero_()
+                continue
+            momenta.append(pieces.momenta[position])
+            grads.append(cut(grad, part.piece.source))
+            out.append(place)
+            parts.append(part)
+        found = out
+        if self._rule.prepares:  # before anything is rounded to travel
+            found = [torch.empty_like(each, dtype=wide_dtype(momenta[0].dtype)) for each in out]
+        if is_nesterov:
+            nesterov(momenta, grads, momentum, out=found)
+        elif found:
+            torch._foreach_copy_(found, momenta)
+        if self._rule.prepares:
+            assert self._sums is not None
+            for part, place, each in zip(parts, out, found, strict=True):
+                place.copy_(self._rule.prepare(each, self._sums.piece(part)))
+
+    def _orthogonalize(
+        self, batches: Sequence[_Batch], nonfinite: dict[tuple[str, ...], Tensor]
+    ) -> None:
+        """Orthogonalize matrices in place; one whose result is NaN or inf gives zeros.
+
+        Where that fails the results are zeros: this rank goes on to send them. Of shared matrices
+        nothing can be sent: the team waits for sums, and the error is raised here.
+        """
+        for batch in batches:
+            try:
+                nonfinite[batch.names] = self._results(batch)
+            except Exception as error:
+                if batch.team is not None:
+                    raise
+                self._tell(f"orthogonalizing {batch.names[0]}", error)
+                for whole in batch.wholes:
+                    whole.zero_()
+
+    def _results(self, batch: _Batch) -> Tensor:
+        """Which results were NaN or inf, boolean, ``(b,)``."""
+        together = [batch.wholes] if self._is_far else [[whole] for whole in batch.wholes]
+        flags = []
+        for wholes in together:
+            # A product of two matrices takes less to call than one of two batches.
+            x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
+            found = self._newton_schulz(x, batch)
+            found = found if found.dim() == 3 else found.unsqueeze(0)
+            team = batch.team
+            flags.append(drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found))
+            if self.config.update_norm == "exact":
+                scale_to_exact_norm(found, batch.shape, team)
+            torch._foreach_copy_(wholes, found.unbind())
+        return flags[0] if len(flags) == 1 else torch.cat(flags)
+
+    def _newton_schulz(self, x: Tensor, batch: _Batch) -> Tensor:
+        """Of matrices ``(m, n)`` or ``(b, m, n)``, or of slabs of them."""
+        steps = batch.schedule.coefficients
+        how: dict[str, Any] = {
+            "norm_scale": batch.schedule.norm_scale,
+            "preconditioner": batch.schedule.preconditioner,
+            "dtype": self._dtype,
+        }
+        if batch.team is None:
+            return newton_schulz(x, steps, backend=batch.backend, **how)
+        is_tall = batch.shape[0] > batch.shape[1]
+        return orthogonalize_slabs(x, steps, team=batch.team, is_tall=is_tall, **how)
+
+    def _backend(self, shape: tuple[int, int], schedule: Schedule) -> str:
+        return resolve_backend(
+            self.config.ns_backend,
+            shape,
+            schedule.coefficients,
+            self._dtype,
+            self.parameters.device,
+        )
+
+    def _update(self, pieces: _Pieces) -> None:
+        """Take results into parameters, at once or when their sums are known."""
+        with self._deferring("updating matrices"):
+            if not self._rule.finishes:
+                self._write(pieces.parts, pieces.places, pieces.params)
+                return
+            assert self._sums is not None
+            found = zip(pieces.parts, pieces.places, strict=True)
+            some = [each for each in found if self._grads[self._tensor(each[0])] is not None]
+            self._write(*self._sums.take(some))
+
+    def _tensor(self, part: Part) -> int:
+        return self.parameters.matrices[part.matrix].tensor
+
+    def _write(
+        self, parts: Sequence[Part], updates: Sequence[Tensor], params: Sequence[Tensor] = ()
+    ) -> None:
+        """Decay pieces of parameters, and subtract their scaled updates.
+
+        Args:
+            parts: Which pieces; those without a gradient stay as they are.
+            updates: Of each.
+            params: Views of them, where they are known.
+        """
+        matrices, entries = self.parameters.matrices, self.parameters.entries
+        by_group: dict[int, list[int]] = defaultdict(list)
+        for position, part in enumerate(parts):
+            tensor = matrices[part.matrix].tensor
+            if self._grads[tensor] is not None:
+                by_group[entries[tensor].group].append(position)
+        if not params:
+            params = [cut(self._params[self._tensor(part)], part.piece.source) for part in parts]
+        with record_function("amo::update"):
+            for index, positions in by_group.items():
+                group = self.groups[index]
+                # What is widened one by one: float32 copies of all would be a second model.
+                for some in [[i] for i in positions] if self._rounding.is_wanted else [positions]:
+                    with contextlib.ExitStack() as stack:
+                        targets = [params[i] for i in some]
+                        if self._rounding.is_wanted:
+                            targets = [self._widened(parts[some[0]], targets[0], stack)]
+                        apply_update(
+                            targets,
+                            [updates[i] for i in some],
+                            lr=learning_rate(group),
+                            weight_decay=float(group["weight_decay"]),
+                            scale=[self._scales[parts[i].matrix] for i in some],
+                            cautious=self.config.cautious_decay,
+                            bad=self._bad,
+                        )
+
+    def _widened(self, part: Part, place: Tensor, stack: contextlib.ExitStack) -> Tensor:
+        """Float32 values that are written to a bfloat16 piece when the stack closes."""
+        if not self._rounding.is_for(place):
+            return place
+        wide = self._rounding.widened(self._tensor(part), place, part.piece.source)
+        return stack.enter_context(wide)
+
+    def _scale(self, index: int) -> float:
+        matrix = self.parameters.matrices[index]
+        rows, columns = matrix.shape
+        outputs_are_columns = self.parameters.entries[matrix.tensor].views[0].dim == 1
+        return self._rule.scale((columns, rows) if outputs_are_columns else (rows, columns))
+
+    def _step_adamw(self) -> None:
+        with (
+            record_function("amo::adamw"),
+            self._deferring("AdamW"),
+            contextlib.ExitStack() as stack,
+        ):
+            params = self._params
+            if self._rounding.is_wanted:
+                params = list(params)
+                for index, entry in enumerate(self.parameters.entries):
+                    is_wide = not entry.views and self._rounding.is_for(params[index])
+                    if is_wide and self._grads[index] is not None:
+                        wide = self._rounding.widened(index, params[index])
+                        params[index] = stack.enter_context(wide)
+            self._adamw.step(params, self._grads, self._bad)
+
+    @contextlib.contextmanager
+    def _deferring(self, what: str) -> Iterator[None]:
+        """Go on where the body, which must not communicate, fails here alone: others wait."""
+        try:
+            yield
+        except Exception as error:
+            self._tell(what, error)
+
+    def _tell(self, what: str, error: Exception) -> None:
+        assert self.verdict is not None
+        self.verdict.report_failure(f"step {self._step}: {what}", error)
+
+    # ---------------------------------------------------------------- exchange
+
+    def _plan(self, orders: Orders) -> list[Exchange]:
+        """Deal matrices anew where that is due; a collective over the world, which may wait.
+
+        Returns:
+            Exchanges of the matrices that are measured, made for this step alone: what trains
+            knows nothing of them. They travel in the dtype of momentum.
+        """
+        assert self.verdict is not None
+        is_new, names = orders.deal != self._deal, set[str]()
+        for probe in orders.probes:
+            names |= probe.names
+        planned, measuring = self._exchanges, list[Exchange]()
+        self._sent.clear()
+        if is_new or names:
+            matrices = self.parameters.matrices
+            with contextlib.ExitStack() as stack:
+                if is_new:
+                    # First, to free their buffers; and after a failure all plan anew.
+                    self._exchanges, self._laid, self._deal = [], [], None
+                    planned = self._exchanges_of(range(len(matrices)), orders, self._dtype)
+                if names:
+                    some = [i for i, matrix in enumerate(matrices) if matrix.name in names]
+                    dtype = wide_dtype(getattr(torch, self.config.momentum_dtype))
+                    measuring = self._exchanges_of(some, orders, dtype, measures=True)
+                stack.enter_context(self._deferring("allocating buffers"))
+                for exchange in [*(planned if is_new else ()), *measuring]:
+                    exchange.allocate()
+            self.verdict.agree_on_text(f"the exchange plan of step {orders.step}")
+            self._exchanges, self._deal = planned, orders.deal
+        for exchange in (*planned, *measuring):
+            self._sent.update(exchange.sent)
+        return measuring
+
+    def _exchanges_of(
+        self, some: Sequence[int], orders: Orders, dtype: torch.dtype, *, measures: bool = False
+    ) -> list[Exchange]:
+        """One exchange for each set of ranks that shares some of these matrices with this one.
+
+        Deals them to owners; a collective over the world.
+
+        Args:
+            some: Indices of matrices.
+            orders: Have the schedules: the cost of a matrix is that of its Newton-Schulz steps.
+            dtype: In which they travel.
+            measures: Whether one rank gets each of them whole, and nothing goes back.
+
+        Raises:
+            RankMismatchError: On every rank, where ranks of a set plan differently.
+        """
+        assert self.world is not None
+        world, config, matrices = self.world, self.config, self.parameters.matrices
+        chosen = [matrices[index] for index in some]
+        costs = [
+            float(orders.schedules[index].num_steps * ns_step_flops(*matrices[index].shape))
+            for index in some
+        ]
+        teams = Teams(1 if measures else config.max_team, dtype.itemsize)
+        jobs = assign(chosen, costs, ownership=config.ownership, owners=config.owners, teams=teams)
+        if measures:
+            jobs = tuple(dataclasses.replace(j, matrix=some[j.matrix], targets=()) for j in jobs)
+        if teams.most > 1:
+            own = {job.team for job in jobs if job.team and job.owner == world.rank}
+            made = self.membership.groups(own - world.teams.keys(), world.group)
+            world.teams.update({ranks: TeamGroup(group) for ranks, group in made.items() if group})
+        exchanges: list[Exchange] = []
+        digests: dict[tuple[int, ...], str] = {}
+        for ranks, group in world.groups_by_ranks.items():
+            here = [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
+            plan = plan_exchange(
+                matrices,
+                here,
+                rank=world.rank,
+                peers=ranks if group is None else dist.get_process_group_ranks(group),
+                itemsize=dtype.itemsize,
+                bucket_bytes=config.bucket_bytes,
+            )
+            digests[ranks] = plan.digest
+            if here:
+                device = self.parameters.device
+                exchanges.append(Exchange(plan, group=group, device=device, dtype=dtype))
+        check_alike_by_ranks("exchange plan", digests, world.group)
+        return exchanges
+
+    def _lay_out(self, schedules: Sequence[Schedule]) -> None:
+        """Find all views and batches, where local tensors have moved or schedules have changed."""
+        key = [self._exchanges, self._params, self._buffers, schedules]
+        if self._laid and all(map(operator.is_, key, self._laid_for)):
+            return
+        self._laid_for = key
+        self._laid = [
+            self._lay(exchange, lane, schedules)
+            for exchange in self._exchanges
+            for lane in exchange.lanes
+        ]
+
+    def _lay(self, exchange: Exchange, lane: Lane, schedules: Sequence[Schedule]) -> _Laid:
+        matrices = self.parameters.matrices
+        # By whole shapes: slabs may be alike on one member of a team alone.
+        alike: dict[Any, list[int]] = defaultdict(list)
+        for position, job in enumerate(lane.jobs):
+            alike[job.team, matrices[job.matrix].shape, schedules[job.matrix]].append(position)
+        assert self.world is not None
+        batches = [
+            _Batch(
+                [lane.wholes[position] for position in positions],
+                tuple(matrices[lane.jobs[position].matrix].name for position in positions),
+                shape,
+                schedule,
+                self._backend(shape, schedule),
+                self.world.teams[team] if team else None,
+            )
+            for (team, shape, schedule), positions in alike.items()
+        ]
+        kept, sent, returned = (
+            self._pieces(parts, places)
+            for parts, places in (
+                (lane.kept, lane.kept_views),
+                (lane.sent.parts, lane.sent.views),
+                (lane.returned.parts, lane.returned.views),
+            )
+        )
+        return _Laid(exchange, lane, batches, kept, sent, returned)
+
+    def _pieces(self, parts: Sequence[Part], places: Sequence[Tensor]) -> _Pieces:
+        matrices, entries = self.parameters.matrices, self.parameters.entries
+        tensors = [matrices[part.matrix].tensor for part in parts]
+        by_group: dict[int, list[int]] = defaultdict(list)
+        for position, tensor in enumerate(tensors):
+            by_group[entries[tensor].group].append(position)
+        pairs = list(zip(tensors, parts, strict=True))
+        return _Pieces(
+            parts,
+            [as_matrix(place) for place in places],
+            [cut(self._buffers[tensor], part.piece.source) for tensor, part in pairs],
+            [cut(self._params[tensor], part.piece.source) for tensor, part in pairs],
+            by_group,
+        )
+
+    # ---------------------------------------------------------------- measurements
+
+    def _measure(self, orders: Orders, exchanges: Sequence[Exchange]) -> None:
+        """Gather the matrices that are measured, and measure each where it is whole."""
+        for exchange in exchanges:
+            for lane in exchange.lanes:
+                laid = self._lay(exchange, lane, orders.schedules)
+                self._read(laid.sent)
+                self._read(laid.kept)
+                if lane.moves:
+                    exchange.start(lane.sent, lane.arriving).wait()
+                    lane.assemble()
+                for job, whole in zip(lane.jobs, lane.wholes, strict=True):
+                    name = self.parameters.matrices[job.matrix].name
+                    if job.reports:
+                        with self._deferring(f"measuring {name}"):
+                            self._probe(orders, job.matrix, name, whole)
+
+    def _probe(self, orders: Orders, index: int, name: str, momentum: Tensor) -> None:
+        """Measure one whole matrix."""
+        shape, schedule = self.parameters.matrices[index].shape, orders.schedules[index]
+        alone = _Batch([], (name,), shape, schedule, self._backend(shape, schedule), None)
+
+        def result() -> Tensor:
+            return self._newton_schulz(momentum.to(self._dtype), alone)
+
+        for probe in orders.probes:
+            if name in probe.names:
+                probe.measure(name, momentum, result)
+
+    def sent_bytes_by_peer(self) -> dict[int, int]:
+        """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
+        found = Counter[int]()
+        for (peer, itemsize), number in self._sent.items():
+            found[peer] += number * itemsize
+        return dict(found)
+
+    def metrics(self, schedules: Sequence[Schedule]) -> dict[str, float]:
+        """What this rank sent in the last step, and how many matrices each backend runs.
+
+        Args:
+            schedules: Of each matrix.
+        """
+        backends = Counter(
+            self._backend(matrix.shape, schedule)
+            for matrix, schedule in zip(self.parameters.matrices, schedules, strict=True)
+        )
+        counts = {
+            f"newton_schulz/{name}_matrices": float(backends[name]) for name in NS_BACKENDS[1:]
+        }
+        sent = {
+            "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
+            "exchange/sent_elements": float(self._sent.total()),
+        }
+        return {**counts, **sent}

@@ -1,0 +1,615 @@
+"""What all ranks agree on before a step: what comes, which gradients exist, are they usable.
+
+One small reduction carries a few flags; the words, with the culprit named, are gathered only where
+a flag is set. Every rank comes to the same verdict, so that no rank raises while others wait for
+it. Where reading costs nothing, as on a CPU, the verdict is read before anything changes. On a
+device that would wait for the backward pass: there the verdict is applied where it is, by leaving
+parameters and state as they were, and is read when it has arrived, at the latest before the next
+step and before state is saved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import logging
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from amo_dist.config import MuonConfig
+from amo_dist.distributed.agreement import (
+    RankMismatchError,
+    check_alike,
+    control_device,
+    failure_text,
+    gather_json,
+    max_over,
+    text_mark,
+)
+from amo_dist.distributed.groups import Membership
+from amo_dist.engine.parameters import Parameters, raw_gradient
+from amo_dist.engine.world import World, sharing_ranks
+from amo_dist.kernels.elementwise import exceed
+
+logger = logging.getLogger(__name__)
+
+_ABSENT, _PRESENT, _EMPTY, _FOREIGN = range(4)
+_MISPLACED = 4
+"""Added to what kind of gradient it is."""
+_WAITS, _GOES_ON, _EXISTS, _IS_FOREIGN, _GRADIENT, _UPDATE, _MARKS = range(7)
+"""Places in the vector. A flag is a rank's number plus one, so that the greatest names a rank. From
+``_MARKS`` on come the mark of the text and, for each set of ranks that shares parameters, that of
+which gradients exist; then the negatives of all marks, so that unlike ones show in a maximum."""
+_MOST_PATTERNS = 64
+"""Patterns of gradients, existing and missing, whose tensors are kept."""
+_NO_MARK = -(2**60)
+"""In place of a mark, and of its negative, of a set of other ranks."""
+
+
+Updates: TypeAlias = Mapping[tuple[str, ...], Tensor]
+"""By names of matrices, whether the last update of each was NaN or inf: boolean, 1-D."""
+
+
+class NonFiniteGradientError(FloatingPointError):
+    """A gradient is NaN, inf or too large, and the configuration says that this is an error."""
+
+
+class NonFiniteUpdateError(FloatingPointError):
+    """Orthogonalizing a matrix gave NaN or inf: its momentum or its schedule is at fault."""
+
+
+class MissingGradientError(RuntimeError):
+    """A parameter has a gradient on some of its ranks only, or nothing has one at all."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Agreement:
+    """What a step needs to know.
+
+    Attributes:
+        fault: Why it must leave parameters and state untouched, or nothing.
+        grads: This rank's part of each gradient in its parameter's placements, None where there is
+            none.
+        bad: Whether it must leave them untouched after all: 0-dim, boolean, on the device. None
+            where ``fault`` tells.
+    """
+
+    fault: str
+    grads: Sequence[Tensor | None]
+    bad: Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Ballot:
+    """What this rank told before a step, in words where somebody asks."""
+
+    step: int
+    text: str
+    kinds: bytes
+    """Of each parameter's gradient."""
+    held: tuple[int, ...] = ()
+    """Parameters with a gradient that has entries here."""
+    is_bad: Tensor | None = None
+    """Whether each of these is unusable."""
+    updates: Updates = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pattern:
+    """What follows from which gradients exist, on the device for as long as that is so."""
+
+    told: Tensor
+    """The vector without the mark of the text."""
+    held: tuple[int, ...]
+    bounds: Tensor
+    """Largest entry that each of ``held`` may have."""
+    is_misplaced: bool
+    """Whether a gradient is in placements of its own."""
+
+
+class Verdict:
+    """Compares the ranks of the world before each step.
+
+    In a step whose gradients exist as they did before, nothing is copied to the device from the
+    host: numbers come as arguments of kernels.
+
+    Args:
+        world: All ranks, and which of them share parameters.
+        parameters: Of this process.
+        config: Decides the largest gradient entry that each of them can take, and whether an
+            unusable gradient skips the step; else it is an error.
+    """
+
+    def __init__(self, world: World, parameters: Parameters, config: MuonConfig) -> None:
+        self._world, self._entries = world, parameters.entries
+        self._skips = config.nonfinite == "skip_step"
+        self._mark = world.rank + 1
+        self._momentum, self._momentum_dtype = (
+            config.momentum,
+            getattr(torch, config.momentum_dtype),
+        )
+        is_far = parameters.device.type != "cpu"
+        self._device = parameters.device if is_far else control_device(world.group)
+        self._num_marks = 1 + len(world.rank_sets)
+        size = _MARKS + 2 * self._num_marks
+        self._vector = torch.zeros(size, dtype=torch.int64, device=self._device)
+        self._slots = self._vector.unbind()
+        sizes = [_IS_FOREIGN, _MARKS - _IS_FOREIGN, self._num_marks, self._num_marks]
+        self._parts = self._vector.split(sizes)[1:]
+        self._patterns: dict[tuple[bool, bytes], _Pattern] = {}
+        self._had_gradient: bool | None = None  # None until a step has had one
+        self._updates: Updates = {}
+        self._failure = ""
+        self.pending: tuple[_Ballot, Callable[[], list[int]]] | None = None
+        """What was told, and what reads the verdict on the last step, if nobody has yet."""
+
+    # ---------------------------------------------------------------- before a step
+
+    def agree(self, step: int, intent: str, momentum: float, *, waits: bool) -> Agreement:
+        """Agree on what a step is about to do and on its gradients; a collective over the world.
+
+        Args:
+            step: That is about to be taken.
+            intent: What must be alike on all ranks, as text; ``waits`` is part of it.
+            momentum: The greatest of any group, which bounds gradients from now on.
+            waits: Whether to wait for the verdict; else it is applied on the device, and `settle`
+                tells of it.
+
+        Raises:
+            RankMismatchError: On every rank; names the ranks and the line that differs.
+            MissingGradientError: On every rank; names a parameter and two ranks, or matrices
+                where none has had a gradient on any rank in any step so far.
+            ValueError: On every rank, for a foreign gradient; names a parameter and a rank.
+            NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
+                or inf. Its parameter was only decayed then.
+            NonFiniteGradientError: On every rank; names a parameter and a rank.
+            RuntimeError: On every rank, for what `report_failure` was told on one.
+        """
+        if momentum > self._momentum:
+            self._momentum = momentum
+            self._patterns.clear()
+        kinds, grads = bytearray(), []
+        for entry in self._entries:
+            kind, grad = _kind(entry.param)
+            kinds.append(kind)
+            grads.append(grad)
+        pattern = self._pattern(waits, bytes(kinds))
+        is_bad = None
+        if pattern.held:
+            is_bad = exceed([grads[i] for i in pattern.held], pattern.bounds)  # type: ignore[misc]
+        updates, self._updates = self._updates, {}
+        text, self._failure = self._failure or intent, ""
+        ballot = _Ballot(step, text, bytes(kinds), pattern.held, is_bad, updates)
+        vector = self._cast(ballot, pattern.told)
+        if waits:
+            is_first = self._had_gradient is None
+            fault = self._judge(ballot, vector.tolist())
+            if is_first:
+                self._warn_of_missing(grads, step)
+            if not fault and pattern.is_misplaced:
+                grads = self._placed(grads)
+            return Agreement(fault, [] if fault else grads)
+        self.pending = ballot, _fetch(vector)
+        if pattern.is_misplaced and not self._clashes(vector.tolist()):
+            # To bring a gradient to its placements is a collective that hangs where a rank has
+            # none: this waits, for the backward pass too, until it is known that all have one.
+            grads = self._placed(grads)
+        return Agreement("", grads, self._is_bad())
+
+    def agree_on_text(self, text: str) -> None:
+        """Compare a text in place of a coming step; a collective over the world.
+
+        It has the form of `agree`: a rank that is at its next step meanwhile, as where a load
+        failed on some ranks only, meets it there, and all raise instead of waiting.
+
+        Args:
+            text: What must be alike on all ranks.
+
+        Raises:
+            RankMismatchError: On every rank; names the ranks and the line that differs.
+            RuntimeError: On every rank, for what `report_failure` was told on one.
+        """
+        text, self._failure = self._failure or text, ""
+        ballot = _Ballot(0, text, bytes(len(self._entries)))
+        self._compare(ballot, self._cast(ballot, self._pattern(True, ballot.kinds).told).tolist())
+
+    def agree_on_updates(self) -> None:
+        """Agree on what `report_updates` told on all ranks; a collective over the world.
+
+        Raises:
+            NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
+                or inf. The next `agree` raises it again.
+            RuntimeError: As `agree_on_text`.
+        """
+        text, self._failure = self._failure or "the last update", ""
+        ballot = _Ballot(0, text, bytes(len(self._entries)), updates=self._updates)
+        values = self._cast(ballot, self._pattern(True, ballot.kinds).told).tolist()
+        self._compare(ballot, values)
+        if values[_UPDATE]:
+            self._raise_for_updates(self._gather(ballot))
+
+    def report_failure(self, what: str, error: Exception) -> None:
+        """Keep what failed on this rank alone: all ranks raise it at the next agreement.
+
+        A rank that stopped in the middle of a step would leave the others waiting.
+
+        Args:
+            what: Failed.
+            error: How; raised here and now where there are no others.
+        """
+        if self._world.group is None:
+            raise error
+        # Text alone: the error would keep alive what its frames hold, on a full device.
+        logger.error("%s failed; all ranks raise at their next agreement", what, exc_info=error)
+        self._failure = self._failure or failure_text(what, error)
+
+    def report_updates(self, updates: Updates, bad: Tensor | None) -> None:
+        """Keep what this rank saw of the updates it computed, for the next `agree`.
+
+        Args:
+            updates: Not read on the host here.
+            bad: Of the `Agreement` of this step.
+        """
+        self._updates = {}
+        if updates:
+            flags = torch.cat(list(updates.values()))
+            # A bad step was not taken, and its updates say nothing about momentum or schedule.
+            flags = flags if bad is None else flags.logical_and_(~bad)
+            self._updates = {(*itertools.chain(*updates),): flags}
+
+    def warn_of_updates(self) -> None:
+        """Log what `report_updates` told of bad updates on this rank; communicates nothing."""
+        for name in _flagged(self._updates):
+            logger.warning(
+                "%s: the last update of this matrix was NaN or inf and was left out: what is "
+                "saved now lacks it, and all ranks raise at their next step",
+                name,
+            )
+
+    # ---------------------------------------------------------------- after a step
+
+    def settle(self) -> str:
+        """Look at the verdict of the last step, where nobody has; gathers words if it is bad.
+
+        Returns:
+            Why that step left parameters and state untouched, or nothing.
+
+        Raises:
+            As `agree`, of the step before; parameters and state are those before that step.
+        """
+        if self.pending is None:
+            return ""
+        (ballot, read), self.pending = self.pending, None
+        return self._judge(ballot, read())
+
+    def peek(self) -> bool:
+        """Whether the last step was left out, for saving, perhaps by one rank alone.
+
+        Nothing is communicated, and `settle` tells again, with the words of all ranks.
+
+        Raises:
+            As `settle`, without the names that other ranks know.
+        """
+        if self.pending is None:
+            return False
+        ballot, read = self.pending
+        values = read()
+        self.pending = ballot, lambda: values
+        later = f"{ballot.step}, which changed nothing; what and where, the next step tells"
+        marks, negated = self._split_marks(values)
+        if marks[0] != -negated[0]:
+            raise RankMismatchError(f"ranks were about to do different things in step {later}")
+        if values[_IS_FOREIGN] or self._clashes(values):
+            raise MissingGradientError(
+                f"gradients are missing or foreign on some ranks in step {later}"
+            )
+        if values[_UPDATE]:
+            raise NonFiniteUpdateError(f"an update was NaN or inf before step {later}")
+        if values[_GRADIENT] and not self._skips:
+            where = f"a gradient was NaN, inf or too large on rank {values[_GRADIENT] - 1}"
+            raise NonFiniteGradientError(f"{where} in step {later}")
+        return bool(values[_GRADIENT])
+
+    # ---------------------------------------------------------------- the vector
+
+    def _cast(self, ballot: _Ballot, told: Tensor) -> Tensor:
+        """Tell all ranks; the maximum over them."""
+        mark = text_mark(ballot.text)
+        self._vector.copy_(told)
+        self._slots[_MARKS].fill_(mark)
+        self._slots[_MARKS + self._num_marks].fill_(-mark)
+        if ballot.is_bad is not None:
+            self._slots[_GRADIENT].copy_(ballot.is_bad.any().mul(self._mark))
+        for flags in ballot.updates.values():
+            self._slots[_UPDATE].copy_(flags.any().mul(self._mark))
+        return max_over(self._vector, self._world.group)
+
+    def _is_bad(self) -> Tensor:
+        """Whether the step must change nothing: 0-dim, boolean, on the device."""
+        flags, marks, negated = self._parts
+        return torch.cat([flags, marks + negated]).any()
+
+    def _pattern(self, waits: bool, kinds: bytes) -> _Pattern:
+        found = self._patterns.get((waits, kinds))
+        if found is None:
+            if len(self._patterns) >= _MOST_PATTERNS:
+                self._patterns.clear()
+            found = self._patterns[waits, kinds] = self._lay_out(waits, kinds)
+        return found
+
+    def _lay_out(self, waits: bool, kinds: bytes) -> _Pattern:
+        """Copies to the device, and waits for that: once for each pattern of gradients."""
+        registry = self._world.registry
+        pairs = list(zip(self._entries, kinds, strict=True))
+        head = [0] * _MARKS
+        head[_WAITS], head[_GOES_ON] = int(waits), int(not waits)
+        head[_EXISTS] = int(any(kind and (e.views or not registry) for e, kind in pairs))
+        head[_IS_FOREIGN] = self._mark * (_FOREIGN in kinds)
+        marks = [0]
+        for ranks in self._world.rank_sets:
+            own = [kind != _ABSENT for e, kind in pairs if sharing_ranks(e.layout.ranks) == ranks]
+            marks.append(text_mark(str(own)) if self._world.rank in ranks else _NO_MARK)
+        negated = [mark if mark == _NO_MARK else -mark for mark in marks]
+        held = tuple(i for i, kind in enumerate(kinds) if kind & ~_MISPLACED == _PRESENT)
+        # Of a sum each rank sees one term.
+        num_ranks = max([len(ranks) for ranks in self._world.rank_sets], default=1)
+        bounds = [self._bound(i) / (num_ranks if kinds[i] & _MISPLACED else 1) for i in held]
+        device = self._entries[0].param.device
+        return _Pattern(
+            torch.tensor([*head, *marks, *negated], dtype=torch.int64, device=self._device),
+            held,
+            torch.tensor(bounds, dtype=torch.float64, device=device),
+            any(kind & _MISPLACED for kind in kinds),
+        )
+
+    def _bound(self, index: int) -> float:
+        """Largest entry that the gradient of a parameter may have."""
+        entry = self._entries[index]
+        if entry.views:
+            return momentum_bound(self._momentum_dtype, self._momentum)
+        return second_moment_bound(entry.param.dtype)
+
+    def _split_marks(self, values: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
+        middle = _MARKS + self._num_marks
+        return values[_MARKS:middle], values[middle:]
+
+    def _clashes(self, values: Sequence[int]) -> bool:
+        """Whether a gradient exists on some of the ranks of a parameter only."""
+        marks, negated = self._split_marks(values)
+        return list(marks[1:]) != list(map(operator.neg, negated[1:]))
+
+    def _placed(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """Local gradients in the placements of their parameters; a collective where one moves."""
+        found = list(grads)
+        for index, entry in enumerate(self._entries):
+            param, grad = entry.param, entry.param.grad
+            if not (isinstance(grad, DTensor) and isinstance(param, DTensor)):
+                continue
+            if grad.placements != param.placements:
+                found[index] = raw_gradient(grad.redistribute(placements=param.placements))
+        return found
+
+    # ---------------------------------------------------------------- the words
+
+    def _judge(self, ballot: _Ballot, values: Sequence[int]) -> str:
+        """Why a step must be left out, or nothing; raises where that is an error."""
+        self._compare(ballot, values)
+        is_unlike = bool(values[_IS_FOREIGN]) or self._clashes(values)
+        if is_unlike or values[_GRADIENT] or values[_UPDATE]:
+            found = self._gather(ballot)
+            if is_unlike:
+                self._raise_for_presence(ballot, found)
+        self._check_existence(ballot.step, exists=bool(values[_EXISTS]))
+        if values[_UPDATE]:
+            self._raise_for_updates(found)
+        if not values[_GRADIENT]:
+            return ""
+        ranks = {name: rank for rank, told in found.items() for name in told["bad"]}
+        name = min(ranks)
+        reason = (
+            f"{name}: found a NaN, an inf or an entry too large for the optimizer's state in its "
+            f"gradient on rank {ranks[name]} in step {ballot.step} (the first of {len(ranks)} such "
+            "parameters)"
+        )
+        if self._skips:
+            return reason
+        raise NonFiniteGradientError(
+            f"{reason}; nothing was changed. Set nonfinite = 'skip_step' to go on without such "
+            "steps"
+        )
+
+    def _gather(self, ballot: _Ballot) -> dict[int, dict[str, list[str]]]:
+        """What each rank knows, in words; a collective over the world."""
+        names = [entry.name for entry in self._entries]
+        flags = [] if ballot.is_bad is None else ballot.is_bad.tolist()
+        kinds = [kind & ~_MISPLACED for kind in ballot.kinds]
+        shared = [f"{e.name} {sharing_ranks(e.layout.ranks)}" for e in self._entries]
+        are_shared = [bool(sharing_ranks(e.layout.ranks)) for e in self._entries]
+        mine = {
+            "bad": [names[i] for i in itertools.compress(ballot.held, flags)],
+            "updates": _flagged(ballot.updates),
+            "foreign": [name for name, kind in zip(names, kinds, strict=True) if kind == _FOREIGN],
+            "present": [*itertools.compress(shared, map(_both, are_shared, kinds))],
+            "absent": [
+                key
+                for key, is_shared, kind in zip(shared, are_shared, kinds, strict=True)
+                if is_shared and kind == _ABSENT
+            ],
+        }
+        return dict(zip(self._world.ranks, gather_json(mine, self._world.group), strict=True))
+
+    def _compare(self, ballot: _Ballot, values: Sequence[int]) -> None:
+        marks, negated = self._split_marks(values)
+        if marks[0] == -negated[0]:
+            return
+        if values[_WAITS] and values[_GOES_ON]:
+            # Some ranks wait while others go on: they have no collective in common.
+            raise RankMismatchError(
+                "the coming step: ranks are about to do different things; this one (another one "
+                f"has other lines):\n{ballot.text}"
+            )
+        check_alike("the coming step", ballot.text, self._world.group)
+
+    def _raise_for_presence(
+        self, ballot: _Ballot, found: Mapping[int, Mapping[str, list[str]]]
+    ) -> None:
+        for name in sorted({name for told in found.values() for name in told["foreign"]}):
+            rank = max(rank for rank, told in found.items() if name in told["foreign"])
+            raise ValueError(
+                f"{name}: found a sparse gradient, or a plain one of a DTensor, on rank {rank} in "
+                f"step {ballot.step}, expected a dense one in the form of the parameter"
+            )
+        here = {key: rank for rank, told in found.items() for key in told["present"]}
+        nowhere = {key: rank for rank, told in found.items() for key in told["absent"]}
+        key = min(here.keys() & nowhere.keys())
+        raise MissingGradientError(
+            f"{key.split(' ')[0]}: found a gradient on rank {here[key]} and none on rank "
+            f"{nowhere[key]} in step {ballot.step}, expected one on all of its ranks or on none"
+        )
+
+    def _raise_for_updates(self, found: Mapping[int, Mapping[str, list[str]]]) -> None:
+        owners = {name: rank for rank, told in found.items() for name in told["updates"]}
+        name = min(owners)
+        kind = next(each.operator_type for each in self._world.registry if each.name == name)
+        raise NonFiniteUpdateError(
+            f"{name}: the last update of this {kind} matrix was NaN or inf on its owner, rank "
+            f"{owners[name]} (the first of {len(owners)} such matrices), and was left out. Its "
+            "momentum_buffer is damaged, or its schedule diverges: check the schedule's "
+            "coefficients, and go on from an earlier checkpoint"
+        )
+
+    def _check_existence(self, step: int, *, exists: bool) -> None:
+        """Raise where nothing has ever had a gradient; warn where that is so again."""
+        had = self._had_gradient
+        if exists:
+            self._had_gradient = True
+            return
+        names = [matrix.name for matrix in self._world.registry]
+        names = names or [entry.name for entry in self._entries]
+        told = f"found no gradient on any rank in step {step}"
+        if had is None:
+            raise MissingGradientError(
+                f"{_some(names)}: {told}, expected that of one at least: call backward() before "
+                "step(), and build the optimizer after all that replaces the model's parameters, "
+                "such as fully_shard: it holds those that it was built with, unless a trainer "
+                "swaps them in its param_groups before the first step"
+            )
+        if had:
+            logger.warning("%s: %s: they stay as they are", _some(names), told)
+        self._had_gradient = False
+
+    def _warn_of_missing(self, grads: Sequence[Tensor | None], step: int) -> None:
+        """Log which matrices have none in the first step that has gradients."""
+        pairs = zip(self._entries, grads, strict=True)
+        names = [entry.name for entry, grad in pairs if entry.views and grad is None]
+        if names:
+            logger.warning(
+                "%s: found no gradient in step %d, as of a parameter that the model does not use, "
+                "or no longer holds; it stays as it is until it has one",
+                *(_some(names), step),
+            )
+
+
+def momentum_bound(dtype: torch.dtype, momentum: float) -> float:
+    """Largest gradient entry that can never overflow a momentum buffer of this dtype.
+
+    A sum of gradients below ``bound`` stays below ``bound / (1 - momentum)``, with Nesterov too;
+    a factor of two is left for rounding.
+    """
+    return torch.finfo(dtype).max * (1.0 - momentum) / 2.0
+
+
+def second_moment_bound(dtype: torch.dtype) -> float:
+    """Largest gradient entry whose square AdamW's ``exp_avg_sq`` can hold, with room to round.
+
+    An infinite second moment never recovers: its parameter would stand still for good.
+    """
+    return math.sqrt(torch.finfo(dtype).max) / 2.0
+
+
+def raise_together(
+    what: str, failure: Exception | None, membership: Membership, verdict: Verdict | None
+) -> None:
+    """Raise on every rank what failed on one; a collective over the world.
+
+    A rank that is at its next step meanwhile meets this there, and raises, too.
+
+    Args:
+        what: This rank has done, or has failed to do.
+        failure: How, if so; raised as it is where there are no other ranks.
+        membership: Of this process.
+        verdict: Once the ranks know one another.
+
+    Raises:
+        ValueError: On every rank, where the failure on one is one; names the rank and its error.
+        RuntimeError: On every rank, for any other failure.
+        RankMismatchError: On every rank, where another one does something else.
+    """
+    if len(membership.ranks) == 1:
+        if failure is not None:
+            raise failure
+        return
+    text = what if failure is None else failure_text(what, failure)
+    if verdict is not None:
+        verdict.agree_on_text(text)
+    else:
+        with membership.patience():
+            # What the first step of another rank begins with.
+            check_alike("configuration", text, membership.join())
+
+
+def _fetch(values: Tensor) -> Callable[[], list[int]]:
+    """Begin to bring a small vector to the host; what is returned waits until it is there.
+
+    On CUDA by a copy to pinned memory, behind what the stream holds by now; the host goes on. Each
+    vector has memory of its own: the one before may not have been read yet.
+    """
+    if values.device.type != "cuda":
+        return values.clone().tolist
+    landing, event = torch.empty_like(values, device="cpu", pin_memory=True), torch.cuda.Event()
+    landing.copy_(values, non_blocking=True)
+    event.record(torch.cuda.current_stream(values.device))
+
+    def read() -> list[int]:
+        event.synchronize()
+        found: list[int] = landing.tolist()
+        return found
+
+    return read
+
+
+def _kind(param: Tensor) -> tuple[int, Tensor | None]:
+    """What kind of gradient a parameter has, and this rank's part of it."""
+    grad = param.grad
+    if grad is None:
+        return _ABSENT, None
+    if grad.is_sparse or (isinstance(param, DTensor) and not isinstance(grad, DTensor)):
+        return _FOREIGN, None
+    kind = 0
+    if isinstance(grad, DTensor) and isinstance(param, DTensor):
+        # `placements` takes ten times as long, for hundreds of parameters.
+        kind = 0 if grad._spec.placements == param._spec.placements else _MISPLACED
+        grad = raw_gradient(grad)
+    return kind + (_PRESENT if grad.numel() else _EMPTY), grad
+
+
+def _both(is_shared: bool, kind: int) -> bool:
+    return is_shared and kind != _ABSENT
+
+
+def _flagged(updates: Updates) -> list[str]:
+    """The names whose flag is set; reads them on the host."""
+    pairs = (itertools.compress(names, flags.tolist()) for names, flags in updates.items())
+    return [*itertools.chain(*pairs)]
+
+
+def _some(names: Sequence[str]) -> str:
+    """The first of them, and how many more there are."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{', '.join(names[:3])}{more}"

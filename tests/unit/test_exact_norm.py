@@ -1,0 +1,107 @@
+"""The exact norm: every update at the size of an exact polar factor."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amo_dist import AdaMuon, Muon, MuonConfig, NorMuon, Schedule, param_groups
+from amo_dist.kernels.exact_norm import scale_to_exact_norm
+from amo_dist.schedule.polar_express import composed
+
+
+def updates(count: int, m: int, n: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(count, m, n, generator=torch.Generator().manual_seed(m)).to(dtype)
+
+
+@pytest.mark.parametrize("shape", [(5, 9), (9, 5), (1, 7), (64, 192)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_are_those_of_polar_factors(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    found = updates(3, *shape, dtype)
+    scale_to_exact_norm(found, shape)
+    # Entries are rounded once, and a sum of 12,288 squares in float32 is off by a few roundings.
+    tolerance = max(torch.finfo(dtype).eps, 1e-6)
+    for matrix in found.double():
+        norm = torch.linalg.vector_norm(matrix).item()
+        assert norm == pytest.approx(math.sqrt(min(shape)), rel=tolerance)
+
+
+def test_a_zero_matrix_stays_zero() -> None:
+    found = updates(2, 4, 6)
+    found[0] = 0
+    scale_to_exact_norm(found, (4, 6))
+    assert torch.equal(found[0], torch.zeros(4, 6))
+    assert torch.linalg.vector_norm(found[1]).item() == pytest.approx(2.0, rel=1e-6)
+
+
+@pytest.mark.parametrize("shape", [(33, 70), (192, 192)])
+def test_on_a_cpu_a_batch_has_the_bits_of_its_matrices(shape: tuple[int, int]) -> None:
+    batch = updates(5, *shape)
+    alone = [matrix.clone() for matrix in batch]
+    scale_to_exact_norm(batch, shape)
+    for matrix, each in zip(batch, alone, strict=True):
+        scale_to_exact_norm(each.unsqueeze(0), shape)
+        assert torch.equal(matrix, each)
+
+
+class _Two:
+    """Two members with one slab each, taken in turn: the sum is that of both."""
+
+    def __init__(self, total: Tensor) -> None:
+        self.total = total
+
+    def add(self, values: Tensor) -> None:
+        values.copy_(self.total)
+
+    def take_greatest(self, values: Tensor) -> None:
+        raise AssertionError("the exact norm adds one number, no more")
+
+
+def test_a_team_takes_the_norm_of_the_whole_matrix() -> None:
+    whole = updates(2, 4, 10)
+    total = torch.linalg.vector_norm(whole, dim=(-2, -1), keepdim=True).square()
+    slabs = [slab.clone() for slab in whole.split(5, dim=-1)]
+    for slab in slabs:
+        scale_to_exact_norm(slab, (4, 10), _Two(total))
+    scale_to_exact_norm(whole, (4, 10))
+    torch.testing.assert_close(torch.cat(slabs, dim=-1), whole)
+
+
+def change(schedule: Schedule, config: MuonConfig) -> Tensor:
+    """What one step with a learning rate of one does to a matrix of zeros."""
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(6, 10))
+    groups = param_groups(model, patterns={"weight": "mlp_up"})
+    optimizer = Muon(groups, lr=1.0, weight_decay=0.0, schedule=schedule, config=config)
+    model.weight.grad = updates(1, 6, 10)[0]
+    optimizer.step()
+    return model.weight.detach()
+
+
+def test_muon_updates_have_the_exact_norm_in_the_same_direction() -> None:
+    schedule = composed(1e-3, 2)
+    as_is, exact = (
+        change(schedule, MuonConfig(ns_dtype="float32", update_norm=norm, update_scale=1.0))
+        for norm in ("as_is", "exact")
+    )
+    # The scale of the update is sqrt(max(m, n)).
+    assert torch.linalg.vector_norm(exact).item() == pytest.approx(math.sqrt(60), rel=1e-5)
+    assert torch.linalg.vector_norm(as_is).item() < 0.99 * math.sqrt(60)
+    torch.testing.assert_close(exact / exact.norm(), as_is / as_is.norm())
+
+
+@pytest.mark.parametrize("optimizer", [AdaMuon, NorMuon])
+def test_optimizers_that_scale_updates_themselves_refuse_it(optimizer: type[Muon]) -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(4, 4))
+    groups = param_groups(model, patterns={"weight": "mlp_up"})
+    with pytest.raises(ValueError, match="update_norm: found 'exact'"):
+        optimizer(groups, config=MuonConfig(update_norm="exact"))
+
+
+def test_an_unknown_norm_is_named() -> None:
+    with pytest.raises(ValueError, match="update_norm: found 'spectral', expected one of"):
+        MuonConfig(update_norm="spectral")

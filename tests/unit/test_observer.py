@@ -1,0 +1,46 @@
+"""What an observation measures of one matrix."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from amo_dist.engine.controller import trial_tensor
+from amo_dist.kernels.spectra import observe
+from amo_dist.schedule.polar_express import composed
+
+TRIALS = [composed(ell, steps) for steps in (3, 5) for ell in (1e-4, 1e-3, 0.1)]
+
+
+def at_once(matrix: torch.Tensor, *, exact_norm: bool = False) -> torch.Tensor:
+    found = observe(matrix, *trial_tensor(TRIALS), exact_norm=exact_norm)
+    assert found.shape == (13,)
+    return found
+
+
+def test_a_measurement_is_ell_and_what_each_trial_leaves() -> None:
+    """Trials of unlike length stand in one table."""
+    torch.manual_seed(0)
+    matrix = torch.randn(5, 8) * torch.logspace(0, -3, 5).unsqueeze(1)
+    sigmas = torch.linalg.svdvals(matrix.double())
+    norm = float(sigmas.norm())
+    expected = [float(sigmas[-1]) / norm]
+    images = [[trial.image(x / (1.01 * norm)) for x in sigmas.tolist()] for trial in TRIALS]
+    expected += [sum((y * y - 1) ** 2 for y in ys) / 5 for ys in images]
+    expected += [sum((y - 1) ** 2 for y in ys) / 5 for ys in images]
+    # Singular values come from a Gram matrix of float32 entries, some of them a thousandth.
+    assert at_once(matrix).tolist() == pytest.approx(expected, rel=1e-6)
+
+
+def test_of_an_exact_norm_the_distance_is_that_of_the_direction() -> None:
+    """Each of the specification's two forms says the same."""
+    torch.manual_seed(0)
+    matrix = torch.randn(5, 8) * torch.logspace(0, -2, 5).unsqueeze(1)
+    sigmas = torch.linalg.svdvals(matrix.double())
+    found = at_once(matrix, exact_norm=True)
+    assert torch.equal(found[:7], at_once(matrix)[:7])  # ell and residuals are what they were
+    for trial, distance in zip(TRIALS, found[7:].tolist(), strict=True):
+        p = [trial.image(x / (1.01 * float(sigmas.norm()))) for x in sigmas.tolist()]
+        u = [y * (5 / sum(z * z for z in p)) ** 0.5 for y in p]
+        assert distance == pytest.approx(2 * (5 - sum(u)) / 5, rel=1e-6)
+        assert distance == pytest.approx(sum((y - 1) ** 2 for y in u) / 5, rel=1e-6)

@@ -1,0 +1,266 @@
+"""The simulated device is as strict as a real one; each phase of one process runs on it."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from amo_dist import AMO, ROOT, AdaMuon, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
+from amo_dist.kernels.geometry import SPECTRAL_METRICS
+from amo_dist.tools.tracker import GeometryTracker
+from tests.distributed import models
+from tests.simulated_device import Device, simulated_device
+
+# ---------------------------------------------------------------- the device
+
+
+def pinned(like: Tensor) -> Tensor:
+    return torch.empty_like(like, device="cpu", pin_memory=True)
+
+
+def read(x: Tensor) -> list[float]:
+    """At once behind the copy: nothing is left for the device to do meanwhile."""
+    landing, event = pinned(x), torch.cuda.Event()
+    landing.copy_(x, non_blocking=True)
+    event.record()
+    event.synchronize()
+    return landing.tolist()
+
+
+@pytest.mark.parametrize(
+    "wait",
+    [
+        lambda x: x.tolist(),
+        lambda x: x.sum().item(),
+        lambda x: bool(x.any()),
+        lambda x: float(x[0]),
+        lambda x: x.cpu(),
+        lambda x: torch.zeros(3).copy_(x, non_blocking=True),
+        lambda x: x.copy_(torch.zeros(3)),
+        lambda x: x.copy_(torch.zeros(3), non_blocking=True),
+        lambda x: torch._foreach_copy_([torch.zeros(3)], [x]),
+        lambda x: torch.tensor([1.0], device=x.device),
+        lambda x: x.new_tensor([1.0]),
+        lambda x: x[x > 0],
+        lambda x: x[torch.tensor([0, 1])],
+        lambda x: x.nonzero(),
+        lambda x: torch.equal(x, x),
+        lambda x: torch.linalg.svdvals(x.outer(x)),
+        lambda x: torch.cuda.synchronize(),
+        lambda x: torch.cuda.current_stream().synchronize(),
+        read,
+    ],
+)
+def test_each_wait_is_counted_with_its_line(wait: Callable[[Tensor], Any]) -> None:
+    with simulated_device() as device:
+        x = torch.ones(3, device="cuda")
+        wait(x)
+    (where,) = device.waits
+    assert " at unit/test_simulated_device.py:" in where
+    assert device.waits.total() == 1
+
+
+def test_what_waits_for_nothing_is_not_counted() -> None:
+    with simulated_device() as device:
+        x = torch.ones(3, device="cuda")
+        x.mul_(2.0).add_(x)
+        x[1:].fill_(1.0)
+        x.add_(torch.tensor(1.0))  # a number of the host goes along as an argument
+        torch.where(x > 0, x, 0.0).copy_(x)
+        x.copy_(torch.zeros(3).pin_memory(), non_blocking=True)
+        x.to("cuda").index_copy_(0, torch.zeros(1, dtype=torch.int64, device="cuda"), x[:1].clone())
+    assert device.waits == {}
+    assert device.operations["mul_"] == 1
+
+
+@pytest.mark.parametrize(
+    "mix",
+    [
+        lambda x, y: x + y,
+        lambda x, y: y.add_(x),
+        lambda x, y: torch.cat([x, y]),
+        lambda x, y: torch._foreach_add_([x], [y]),
+        lambda x, y: torch.stack([x[0], y[0]]),
+        lambda x, y: x.index_copy_(0, y.long(), x),
+    ],
+)
+def test_two_devices_do_not_mix(mix: Callable[[Tensor, Tensor], Any]) -> None:
+    with simulated_device():
+        x, y = torch.ones(3, device="cuda"), torch.ones(3)
+        with pytest.raises(RuntimeError, match="two devices, cuda:0 and cpu"):
+            mix(x, y)
+
+
+def test_a_copy_lands_when_its_event_is_synchronized() -> None:
+    with simulated_device() as device:
+        x, event = torch.ones(2, device="cuda"), torch.cuda.Event()
+        landing = pinned(x)
+        landing.copy_(x, non_blocking=True)
+        event.record()
+        x.zero_()  # behind the copy
+        assert landing.isnan().all()
+        event.synchronize()
+        assert landing.tolist() == [1.0, 1.0]
+        later = x.to("cpu", non_blocking=True)
+        event.synchronize()
+        assert later.isnan().all()
+        assert not device.waits
+        torch.cuda.synchronize()
+        assert later.tolist() == [0.0, 0.0]
+
+
+def test_a_landing_that_is_used_again_has_lost_its_first_values() -> None:
+    with simulated_device():
+        x, events = torch.ones(2, device="cuda"), [torch.cuda.Event() for _ in range(2)]
+        landing = pinned(x)
+        for event in events:
+            landing.copy_(x, non_blocking=True)
+            event.record()
+            x.mul_(2.0)
+        events[0].synchronize()
+        assert landing.isnan().all()
+        events[1].synchronize()
+        assert landing.tolist() == [2.0, 2.0]
+
+
+def test_new_memory_holds_no_useful_number() -> None:
+    with simulated_device():
+        assert torch.empty(3, device="cuda").cpu().isnan().all()
+        wire = torch.empty(8, dtype=torch.uint8, device="cuda")
+        assert wire.view(torch.bfloat16).cpu().isnan().all()
+
+
+# ---------------------------------------------------------------- the optimizers
+
+GUARD, TRACKER = 4, 6
+FIELDS: dict[str, Any] = {"bucket_bytes": 256, "ns_dtype": "float32", "ns_backend": "standard"}
+ADAPTIVE = FIELDS | {
+    "observe_until": 4,
+    "observe_every": 2,
+    "sample_size": 2,
+    "transition_steps": 3,
+    "ns_guard_every": GUARD,
+}
+QUIET = {10, 11, 14, 15}
+"""Locked steps, after those that may follow a measurement."""
+STEPS = 15
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run leaves, on the CPU."""
+
+    params: dict[str, Tensor]
+    momenta: dict[str, Tensor]
+    phases: list[str]
+    allocation: object
+    geometry: list[Any]
+
+
+def train(
+    cls: type[Muon],
+    config: MuonConfig,
+    dtype: torch.dtype = torch.float32,
+    device: Device | None = None,
+) -> Run:
+    """A run, on the CPU where no device is given; on a device a quiet step waits for nothing."""
+    shapes, place = models.shapes().items(), "cpu" if device is None else "cuda"
+    model = models.build({n: models.initial(n, shape).to(place, dtype) for n, shape in shapes})
+    optimizer = cls(param_groups(model), lr=1e-2, config=config)
+    tracker = GeometryTracker(TRACKER)
+    if cls is AMO:
+        optimizer.tracker = tracker
+    phases = []
+    for step in range(1, STEPS + 1):
+        models.set_gradients(model, 1, step)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 / step  # a rate that changes costs no wait
+        if device is not None:
+            device.clear()
+        optimizer.step()
+        phases.append(optimizer.phase)
+        if device is not None and step in QUIET:
+            assert (step, device.waits) == (step, {})
+    named = optimizer.params_by_name.items()
+    return Run(
+        {name: param.detach().cpu() for name, param in named},
+        {
+            name: optimizer.state[param]["momentum_buffer"].cpu()
+            for name, param in named
+            if "momentum_buffer" in optimizer.state[param]
+        },
+        phases,
+        optimizer.control_state_dict()["policy"].get("plan", {}).get("allocation"),
+        [each[key] for each in tracker.records for key in SPECTRAL_METRICS],
+    )
+
+
+CASES: list[Any] = [
+    pytest.param(AMO, AMOConfig(**ADAPTIVE), torch.float32, id="AMO"),
+    *(
+        pytest.param(AMO, AMOConfig(**ADAPTIVE, bfloat16_params=how), torch.bfloat16, id=how)
+        for how in ("nearest", "stochastic", "master")
+    ),
+    *(
+        pytest.param(cls, MuonConfig(**FIELDS, ns_guard_every=0), torch.float32, id=cls.__name__)
+        for cls in (Muon, NorMuon, AdaMuon, ROOT)
+    ),
+]
+
+
+@pytest.mark.parametrize(("cls", "config", "dtype"), CASES)
+def test_an_optimizer_trains_as_on_the_cpu(
+    cls: type[Muon], config: MuonConfig, dtype: torch.dtype
+) -> None:
+    expected = train(cls, config, dtype)
+    with simulated_device() as device:
+        found = train(cls, config, dtype, device)
+    assert found.phases == expected.phases
+    phases = {"observation", "transition", "locked"} if cls is AMO else {"uniform"}
+    assert {*found.phases} == phases
+    assert found.allocation == expected.allocation
+    # Decompositions in float64 of the same momentum, at other places in memory.
+    assert found.geometry == pytest.approx(expected.geometry, rel=1e-9, nan_ok=True)
+    # Elementwise: to the bit.
+    assert found.momenta.keys() == expected.momenta.keys() != set()
+    for name, momentum in found.momenta.items():
+        assert torch.equal(momentum, expected.momenta[name]), name
+    for name, param in found.params.items():
+        # Products in other batches, and AdamW fused: a rounding of float32 at each of 15 steps of
+        # 1e-2 at most. In bfloat16 AdamW on the CPU rounds what it has in between, too: two
+        # neighbours of a number near 0.25, whose spacing is 1e-3.
+        rtol, atol = (2**-7, 2e-3) if dtype == torch.bfloat16 else (1e-5, 1e-6)
+        torch.testing.assert_close(param, expected.params[name], rtol=rtol, atol=atol)
+
+
+@pytest.mark.parametrize("cls", [Muon, NorMuon, AdaMuon, ROOT])
+def test_a_bad_gradient_is_left_out_without_a_wait(
+    cls: type[Muon], caplog: pytest.LogCaptureFixture
+) -> None:
+    config = MuonConfig(**FIELDS, ns_guard_every=0, nonfinite="skip_step")
+    with simulated_device() as device:
+        model = models.plain_model(models.shapes(), "cuda")
+        optimizer = cls(param_groups(model), lr=1e-2, config=config)
+        for step in range(1, 7):
+            models.set_gradients(model, 1, step)
+            if step == 4:
+                grad = next(model.parameters()).grad
+                assert grad is not None
+                grad.view(-1)[0] = torch.nan
+            before = [param.detach().clone() for param in model.parameters()]
+            device.clear()
+            optimizer.step()
+            # The step that tells reads which gradient it was.
+            assert step not in (4, 6) or not device.waits
+            pairs = list(zip(before, model.parameters(), strict=True))
+            assert all(torch.equal(*pair) for pair in pairs) == (step == 4)
+            # Told one step late.
+            assert optimizer.metrics()["optimizer/steps_skipped"] == float(step > 4)
+    (record,) = (each for each in caplog.records if each.levelno == logging.WARNING)
+    assert record.getMessage().startswith("step 4 skipped: ")
