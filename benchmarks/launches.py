@@ -1,23 +1,18 @@
-"""What a locked step asks of the host: operations dispatched, and seconds to dispatch them.
+"""What a locked step asks of a device: operations, and waits of the host.
 
-``python -m benchmarks.launches --before DIR`` runs the path for devices on CPU tensors: one of many
-ranks, with the shards and the plan of that rank, matrices of the model's number and kinds but
-narrower, and collectives that move nothing. Small matrices make kernels cheap, so that a step is
-nearly all host. The code in DIR (another checkout) takes turns with this one, each in a process of
-its own; a ratio is the median over rounds.
+``python -m benchmarks.launches --before DIR`` runs one of many ranks on the simulated device of the
+tests, with the shards and the plan of that rank, matrices of the model's number and kinds but
+narrower, and collectives that move nothing. The code in DIR is that of another checkout; each runs
+in a process of its own. Nothing is timed: the simulation takes longer than the step.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import gc
 import json
 import os
-import statistics
 import subprocess
 import sys
-import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,10 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from amo_dist import Muon, MuonConfig, param_groups
-from amo_dist.kernels.cuda.kernels import CudaKernels
 from amo_dist.tools.shapes import MODELS, DecoderShape
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -45,87 +38,74 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, default=32)
     parser.add_argument("--narrower", type=int, default=32, help="divides the width of the model")
     parser.add_argument("--param-dtype", default="float32", choices=("float32", "bfloat16"))
-    parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--before", type=Path, help="root of a checkout to compare with")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(args)
     if options.serve:
-        serve(options)
+        print(json.dumps(count(options)))
         return 0
-    from benchmarks.measure import ratio, report
+    from benchmarks.measure import report
 
     roots = {"now": ROOT} | ({"before": options.before.resolve()} if options.before else {})
-    with contextlib.ExitStack() as stack:
-        workers = {name: stack.enter_context(start(root, options)) for name, root in roots.items()}
-        counts = {name: ask(worker, "count") for name, worker in workers.items()}
-        seconds: dict[str, list[float]] = {name: [] for name in workers}
-        for _ in range(options.rounds):
-            for name, worker in workers.items():
-                seconds[name].append(ask(worker, "step"))
+    found = {name: ask(root, options) for name, root in roots.items()}
     rows = [
         {
             "code": name,
-            "operations": sum(counts[name].values()),
-            "views": sum(number for op, number in counts[name].items() if op in VIEWS),
-            "host ms": 1e3 * statistics.median(seconds[name]),
-            "host, to now": ratio(seconds, name, "now"),
+            "operations": sum(counts["operations"].values()),
+            "views": sum(n for op, n in counts["operations"].items() if op in VIEWS),
+            "waits": sum(counts["waits"].values()),
         }
-        for name in workers
+        for name, counts in found.items()
     ]
-    for name in workers:
-        print(f"{name}: {dict(Counter(counts[name]).most_common(12))}")
+    for name, counts in found.items():
+        print(f"{name}: {dict(Counter(counts['operations']).most_common(12))} {counts['waits']}")
     report("launches", rows, options.output, vars(options))
     return 0
 
 
 VIEWS = frozenset(
-    f"aten::{name}"
-    for name in (
+    {
         *("view", "slice", "select", "detach", "alias", "as_strided", "split", "split_with_sizes"),
         *("unbind", "t", "transpose", "permute", "expand", "unsqueeze", "squeeze", "_unsafe_view"),
-    )
+    }
 )
 
 
-def start(root: Path, options: argparse.Namespace) -> subprocess.Popen[str]:
-    """A process with the code of a checkout, which answers questions."""
+def ask(root: Path, options: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """What the code of a checkout says, in a process of its own."""
     told = [f"--{name}={getattr(options, name)}" for name in ("model", "ranks", "narrower")]
+    # Not as a module: this very file counts, whatever stands in the other checkout.
     command = [sys.executable, __file__, "--serve", *told, f"--param-dtype={options.param_dtype}"]
-    # Not as a module: this very file measures, whatever stands in the other checkout.
-    return subprocess.Popen(
-        command,
-        env={**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
+    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    found: dict[str, dict[str, int]] = json.loads(said.stdout)
+    return found
 
 
-def ask(worker: subprocess.Popen[str], question: str) -> Any:
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    print(question, file=worker.stdin, flush=True)
-    return json.loads(worker.stdout.readline())
-
-
-def serve(options: argparse.Namespace) -> None:
+def count(options: argparse.Namespace) -> dict[str, dict[str, int]]:
+    """How often a step runs each operation, and waits."""
     torch.set_num_threads(1)
-    gc.disable()  # what one contender leaves behind is not counted in a step of it
-    optimizer = build(options)
-    for _ in range(WARMUP):
-        step(optimizer)
-    for question in map(str.strip, sys.stdin):
-        answer = count(optimizer) if question == "count" else step(optimizer)
-        print(json.dumps(answer), flush=True)
+    # The simulation is this checkout's, too.
+    sys.path.insert(0, str(ROOT))
+    from tests.simulated_device import simulated_device
+
+    sys.path.pop(0)
+    with simulated_device() as device:
+        optimizer = build(options)
+        for _ in range(WARMUP):
+            give_gradients(optimizer)
+            device.clear()
+            step(optimizer)
+        return {"operations": device.operations, "waits": device.waits}
 
 
 def build(options: argparse.Namespace) -> Muon:
-    """Rank 0 of many: the optimizer over its shards, on the path for devices."""
+    """Rank 0 of many: the optimizer over its shards."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)
-    mesh = init_device_mesh("cpu", (options.ranks,))
+    mesh = init_device_mesh("cuda", (options.ranks,))
     whole, by = MODELS[options.model], options.narrower
     model = DecoderShape(
         whole.layers,
@@ -140,7 +120,7 @@ def build(options: argparse.Namespace) -> Muon:
 
     def sharded(shape: tuple[int, ...]) -> Tensor:
         local = torch.randn(shape[0] // options.ranks, *shape[1:], generator=generator)
-        return DTensor.from_local(local.to(dtype), mesh, [Shard(0)], run_check=False)
+        return DTensor.from_local(local.to("cuda", dtype), mesh, [Shard(0)], run_check=False)
 
     def add(name: str, shape: tuple[int, ...]) -> None:
         *path, leaf = name.split(".")
@@ -161,9 +141,8 @@ def build(options: argparse.Namespace) -> Muon:
         add(f"layers.{layer}.ffn_norm.weight", (model.dim,))
     add("norm.weight", (model.dim,))
     add("output.weight", (options.ranks * 8, model.dim))
-    kernels = CudaKernels(torch.bfloat16)
-    with mock.patch("amo_dist.engine.engine.make_kernels", return_value=kernels):
-        return Muon(param_groups(root), lr=1e-3, config=MuonConfig(ns_guard_every=0))
+    config = MuonConfig(ns_guard_every=0, ns_backend="standard")
+    return Muon(param_groups(root), lr=1e-3, config=config)
 
 
 class Done:
@@ -177,36 +156,18 @@ def all_to_all(output: Tensor, *args: Any, **kwargs: Any) -> Done:
     return Done()
 
 
-def step(optimizer: Muon) -> float:
-    """Seconds of a step, with gradients that are new tensors, as after a backward pass."""
+def give_gradients(optimizer: Muon) -> None:
+    """Gradients that are new tensors, as after a backward pass."""
     for param in optimizer.params_by_name.values():
+        assert isinstance(param, DTensor)
         assert isinstance(param.grad, DTensor)
         local = param.grad._local_tensor.detach()
-        assert isinstance(param, DTensor)
         param.grad = DTensor.from_local(local, param.device_mesh, param.placements, run_check=False)
+
+
+def step(optimizer: Muon) -> None:
     with mock.patch.object(dist, "all_to_all_single", all_to_all):
-        start = time.process_time()  # the machine may do other things
         optimizer.step()
-        return time.process_time() - start
-
-
-class Count(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.numbers: Counter[str] = Counter()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = func._schema.name
-        if name.startswith("aten::"):
-            self.numbers[name] += 1
-        return func(*args, **(kwargs or {}))
-
-
-def count(optimizer: Muon) -> Counter[str]:
-    """How often a step dispatches each operation."""
-    with mock.patch.object(dist, "all_to_all_single", all_to_all), Count() as found:
-        optimizer.step()
-    return found.numbers
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 ``python -m benchmarks.newton_schulz``. The rate is that of one square product of the same short
 side (the best of the square and of the shape's own ``X X^T``), measured in the same rounds.
 ``effective`` counts the flops of the standard form, whatever a backend saves; ``executed`` counts
-what the backend runs. On CUDA the Triton kernels and CUDA graphs come beside.
+what the backend runs. On CUDA the Triton kernels come beside.
 
 ``--owned-by-rank-of 32`` measures instead what one rank has to do in an optimizer step: the
 matrices of ``--model`` that the busiest of so many ranks owns, in the batches that the optimizer
@@ -23,13 +23,11 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amo_dist.config import NS_BACKENDS, MuonConfig, Triple
+from amo_dist.config import NS_BACKENDS, MuonConfig
 from amo_dist.distributed.ownership import assign, load_by_rank
 from amo_dist.distributed.plan import plan_exchange
-from amo_dist.kernels.cpu.backends import STANDARD, Backend, cost
-from amo_dist.kernels.cuda.graphs import CudaCapture
-from amo_dist.kernels.devices import check_backend, make_kernels
-from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.kernels.devices import check_backend
+from amo_dist.kernels.newton_schulz import orthogonalize, resolve_backend
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import compose
 from amo_dist.tools.simulate import OWNERSHIPS, lay_out
@@ -38,8 +36,6 @@ from benchmarks.shapes import MODELS
 
 SHAPES = ("512x512", "1024x1024", "512x1536", "1024x3072", "256x1024")
 LARGE_SHAPES = ("2048x2048", "2048x6144")
-GRAPH = " + graph"
-"""Follows the name of a backend that is replayed."""
 
 Batch = tuple[int, tuple[int, int]]
 """Number and shape of matrices that are orthogonalized by one call."""
@@ -89,25 +85,14 @@ def runs(name: str, dtype: torch.dtype, device: str) -> bool:
     return True
 
 
-def backend_of(
-    shape: Sequence[int],
-    coefficients: Sequence[Triple],
-    dtype: torch.dtype,
-    device: str,
-    requested: str,
-) -> Backend:
-    """What runs where a backend is asked for; of ``triton`` with the tiles that are computed."""
-    kernels = make_kernels(
-        torch.device(device), ns_dtype=dtype, ns_backend=requested, cuda_graphs=False
-    )
-    backend = kernels.backend(shape, coefficients)
-    if backend.name != "triton":
-        return backend
-    # Imported here: the package is not everywhere.
-    from amo_dist.kernels.cuda.triton_symmetric import tiling
-
-    tiles = -(-min(shape) // tiling(min(shape), dtype)["TILE"])
-    return Backend("triton", tiles, tiles)
+def flops(backend: str, shape: Sequence[int], steps: int) -> float:
+    """What a backend runs; full products, also where only half of one is computed."""
+    m, n = sorted(shape)
+    saved = 0.0
+    if backend == "gram":
+        # Two products by X less for a pair of steps, three small ones more.
+        saved = steps // 2 * (2 * 2.0 * m * m * n - 3 * 2.0 * m**3)
+    return steps * ns_step_flops(m, n) - saved
 
 
 def contenders(
@@ -117,19 +102,13 @@ def contenders(
     names: Sequence[str],
     ell: float,
 ) -> dict[str, Callable[[], object]]:
-    """Each backend, and on CUDA the replay of each, on all of the batches."""
+    """Each backend, on all of the batches."""
     found: dict[str, Callable[[], object]] = {}
     for name in names:
         function = functools.partial(
             orthogonalize, coefficients=_coefficients(ell, steps), dtype=dtype, backend=name
         )
         found[name] = lambda function=function: [function(x) for x in batches]
-        if batches[0].is_cuda:
-            capture = CudaCapture()
-            replays = [capture(function, x) for x in batches]
-            found[name + GRAPH] = lambda replays=replays: [
-                replay(x) for replay, x in zip(replays, batches, strict=True)
-            ]
     return found
 
 
@@ -147,13 +126,13 @@ def measure(
     cast = x.to(dtype)
     square = cast[:, :m].contiguous()
 
-    def chosen(requested: str) -> Backend:
-        return backend_of(x.shape, coefficients, dtype, options.device, requested)
+    def chosen(requested: str) -> str:
+        return resolve_backend(requested, (m, n), coefficients, dtype, x.device)
 
     names = [
         name
         for name in NS_BACKENDS[1:]
-        if runs(name, dtype, options.device) and chosen(name).name == name
+        if runs(name, dtype, options.device) and chosen(name) == name
     ]
     by_label = contenders([x], steps, dtype, names, options.ell)
     products = {
@@ -167,25 +146,21 @@ def measure(
     )
     exact = orthogonalize(x, coefficients, dtype=torch.float64, backend="standard")
     rows: list[dict[str, object]] = []
-    for label in by_label:
-        name = label.removesuffix(GRAPH)
-        backend = chosen(name)
-        star = " (auto)" if label == name and chosen("auto") == backend else ""
-        time = statistics.median(seconds[label])
+    for name in by_label:
+        star = " (auto)" if chosen("auto") == name else ""
+        time = statistics.median(seconds[name])
         found = orthogonalize(x, coefficients, dtype=dtype, backend=name).double()
         rows.append(
             {
                 "dtype": str(dtype).removeprefix("torch."),
                 "shape": shape,
                 "steps": steps,
-                "backend": label + star,
-                "blocks": f"{backend.gram_blocks}, {backend.square_blocks}",
-                "restarts": str(list(backend.restarts)),
+                "backend": name + star,
                 "ms": 1e3 * time,
-                "of standard": ratio(seconds, label, "standard"),
+                "of standard": ratio(seconds, name, "standard"),
                 "gemm GF/s": peak / 1e9,
-                "effective %": 100 * cost(STANDARD, m, n, steps) / time / peak,
-                "executed %": 100 * cost(backend, m, n, steps) / time / peak,
+                "effective %": 100 * flops("standard", (m, n), steps) / time / peak,
+                "executed %": 100 * flops(name, (m, n), steps) / time / peak,
                 "error": ((found - exact).norm() / exact.norm()).item(),
             }
         )
@@ -206,13 +181,13 @@ def owned_batches(
         jobs,
         rank=max(loads, key=lambda rank: loads[rank]),
         peers=range(ranks),
-        bytes_by_matrix=[itemsize * matrix.num_elements for matrix in matrices],
+        itemsize=itemsize,
         bucket_bytes=MuonConfig().bucket_bytes,
     )
     return [
         (count, shape)
         for bucket in (*plan.local, *plan.buckets)
-        for shape, count in Counter(registry[index].shape for index in bucket.owned).items()
+        for shape, count in Counter(job.shape for job in bucket.jobs).items()
     ]
 
 
@@ -230,7 +205,7 @@ def measure_owned(
     ]
     side = max(size for _, shape in owned for size in shape)
     square = torch.randn(side, side, generator=generator).to(device, dtype)
-    candidates = ("standard", "auto", "single", "triton", "gram_newton_schulz")
+    candidates = ("standard", "auto", "triton", "gram_newton_schulz")
     names = [name for name in candidates if runs(name, dtype, device)]
     by_label = contenders(batches, steps, dtype, names, options.ell)
     gemm = {"gemm": lambda: square @ square}
@@ -241,8 +216,7 @@ def measure_owned(
     for label in by_label:
         time = statistics.median(seconds[label])
         executed = sum(
-            count * _executed(shape, steps, dtype, label.removesuffix(GRAPH), options)
-            for count, shape in owned
+            count * _executed(shape, steps, dtype, label, options) for count, shape in owned
         )
         rows.append(
             {
@@ -271,9 +245,8 @@ def _executed(
     name: str,
     options: argparse.Namespace,
 ) -> float:
-    coefficients = _coefficients(options.ell, steps)
-    backend = backend_of(shape, coefficients, dtype, options.device, name)
-    return cost(backend, *sorted(shape), steps)
+    coefficients, device = _coefficients(options.ell, steps), torch.device(options.device)
+    return flops(resolve_backend(name, shape, coefficients, dtype, device), shape, steps)
 
 
 if __name__ == "__main__":

@@ -30,11 +30,14 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from amo_dist import AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.schedule.grouping import matrices_by_group
-from amo_dist.schedule.planning import costs_by_group, plan_allocation
-from amo_dist.schedule.polar_express import composed
+from amo_dist import Muon, MuonConfig, param_groups
+from amo_dist.schedule.budget import flop_budget
+from amo_dist.schedule.exact import least_error
+from amo_dist.schedule.grouping import group_matrices
+from amo_dist.schedule.planning import costs_of
+from amo_dist.schedule.polar_express import composed, error_curve, scaled
 from amo_dist.schedule.policies import TablePolicy
+from amo_dist.schedule.types import MatrixInfo, Schedule
 from benchmarks.measure import paired, ratio, report
 from benchmarks.overhead import Matrices, set_gradients
 from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape
@@ -147,13 +150,23 @@ def build(
     return muon.Muon(params, lr=1e-3, weight_decay=0.1)
 
 
+def within_flops(
+    ell_by_type: Mapping[str, float], registry: Sequence[MatrixInfo]
+) -> dict[str, Schedule]:
+    """Schedules of least projected error within the flops of five steps for each type."""
+    costs = costs_of(group_matrices(registry))
+    units = [costs[kind] for kind in ell_by_type]
+    curves = [error_curve(scaled(ell), range(3, 8)) for ell in ell_by_type.values()]
+    steps = least_error(curves, flop_budget(1.0, units, 5), units)
+    pairs = zip(ell_by_type.items(), steps, strict=True)
+    return {kind: composed(ell, k) for (kind, ell), k in pairs}
+
+
 def _ours(name: str, module: nn.Module, model: DecoderShape, options: argparse.Namespace) -> Muon:
     config = MuonConfig(ns_dtype=options.ns_dtype)
     schedules = {kind: composed(1e-3, 5) for kind in ELL_BY_TYPE}
     if name == "ours locked":
-        costs = costs_by_group(matrices_by_group(model.matrices()))
-        plan = plan_allocation(AMOConfig(objective="projected"), ELL_BY_TYPE, costs=costs)
-        schedules = plan.schedules()
+        schedules = within_flops(ELL_BY_TYPE, model.matrices())
     return Muon(
         param_groups(module),
         lr=1e-3,

@@ -4,9 +4,9 @@
 transition and lock in one process. Overhead of a transition step is the time of its new schedules
 (composed anew at every step), their digest, the choice of backends, and a share of planning; it
 is given in percent of the median locked step. Observation is the time that a step of it (8 matrices
-of each type) takes beyond one without, in turns, shared out over an interval of 150 steps; with
-``--in-background`` what is left of it in the step. A step here is the optimizer's alone: beside
-forward and backward every share is smaller. ``--profile`` prints where a locked step goes.
+of each type) takes beyond one without, in turns, shared out over an interval of 150 steps. A
+step here is the optimizer's alone: beside forward and backward every share is smaller.
+``--profile`` prints where a locked step goes.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig
-from amo_dist.engine.observer import trial_tensor
-from amo_dist.kernels.devices import make_kernels
+from amo_dist.engine.controller import trial_tensor
+from amo_dist.kernels.newton_schulz import resolve_backend
 from amo_dist.kernels.spectra import schedule_errors
 from amo_dist.operators.groups import param_groups
 from amo_dist.schedule.amo import AMOPolicy
@@ -80,7 +80,6 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=5, help="locked steps to time")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=CLOCKS, default="wall")
-    parser.add_argument("--in-background", action="store_true", help="observe on a thread")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--output", type=Path)
     options = parser.parse_args(args)
@@ -99,15 +98,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     set_gradients(module)
     optimizer = AMO(param_groups(module), lr=1e-3, config=settings)
     optimizer.step()
-    schedules, policy = optimizer.policy.schedules(2), optimizer.policy
+    schedules = optimizer.schedules_by_group(2)
     dtype = getattr(torch, settings.ns_dtype)
-    kernels = make_kernels(
-        torch.device("cpu"), ns_dtype=dtype, ns_backend=settings.ns_backend, cuda_graphs=False
-    )
+    device = torch.device("cpu")
     assert optimizer.world is not None
     start = now()
     for info in optimizer.world.registry:
-        kernels.backend_name(info.shape, schedules[policy.group_of(info.name)].coefficients)
+        steps = tuple(schedules[optimizer.group_of(info.name)].coefficients)
+        resolve_backend(settings.ns_backend, info.shape, steps, dtype, device)
     backend_seconds = now() - start
     for _ in range(2):
         optimizer.step()
@@ -150,7 +148,6 @@ def _observation(model: DecoderShape, options: argparse.Namespace) -> float:
             observe_until=NEVER,
             observe_every=every,
             ns_dtype=options.ns_dtype,
-            observe_in_background=options.in_background,
         )
         steps[name] = AMO(param_groups(module), lr=1e-3, config=settings).step
     seconds = paired(steps, options.steps, clock=options.clock)
@@ -169,20 +166,19 @@ def _transition(
 ) -> tuple[float, list[float]]:
     """Plan from unequal types; seconds of the plan, and of each transition step's schedules."""
     policy = AMOPolicy(settings)
-    registry = model.matrices()
-    policy.bind(registry)
-    types = {info.name: info.operator_type for info in registry}
-    ells = {name: ELL_BY_TYPE[types[name]] for name in policy.sample(1)}
+    groups, state = policy.groups(model.matrices()), policy.start()
+    types = {info.name: info.operator_type for info in groups.matrices}
+    ells = {name: ELL_BY_TYPE[types[name]] for name in policy.sample(state, groups, 1)}
     tried = trial_tensor(policy.trials())
-    policy.record(1, ells, {name: _errors(ell, *tried) for name, ell in ells.items()})
+    errors = {name: _errors(ell, *tried) for name, ell in ells.items()}
+    state = policy.record(state, groups, 1, ells, errors)
     start = now()
-    policy.adopt_plan(policy.make_plan())
+    state = policy.adopt_plan(state, groups, policy.make_plan(state, groups))
     plan_seconds = now() - start
     steps = range(2, 2 + settings.transition_steps)
 
     def run(step: int) -> None:
-        policy.schedules(step)
-        policy.digest(step)
+        policy.digest(state, groups, step)
 
     return plan_seconds, [_timed(lambda step=step: run(step), now) for step in steps]
 

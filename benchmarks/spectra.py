@@ -19,9 +19,16 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amo_dist.kernels.geometry import ell, ell_by_svd
+from amo_dist.kernels.geometry import SPECTRAL_METRICS, spectral_metrics
 from amo_dist.kernels.sigma_min import sigma_min
-from amo_dist.kernels.spectra import observe, schedule_errors
+from amo_dist.kernels.spectra import (
+    DEFAULT_TAU,
+    ell_and_spectrum,
+    no_geometry,
+    observe,
+    schedule_errors,
+    validate,
+)
 from amo_dist.schedule.polar_express import compose
 from benchmarks.measure import paired, ratio, report
 from benchmarks.shapes import MODELS
@@ -145,6 +152,45 @@ CONTENDERS: dict[str, Callable[[Tensor], Tensor]] = {
 def _repeat(run: Callable[[Tensor], object], x: Tensor, times: int) -> None:
     for _ in range(times):
         run(x)
+
+
+@torch.no_grad()
+def ell(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
+    """The control signal ``max(sigma_min, tau) / ||x||_F``.
+
+    Reading of tau: an absolute clamp, in the unit of ``x`` (the AMO paper, main text). Right to
+    1e-3 relative up to a condition number of 1e9, far beyond what float32 entries carry, at a
+    fraction of the time of a singular value decomposition; a batch is its loop.
+
+    Args:
+        x: Momentum matrices, shape ``(..., m, n)``, float32 or float64.
+        tau: Least singular value told apart from zero.
+
+    Returns:
+        Float64, shape ``(...)``, in (0, 1]; NaN where there is no geometry (see the module): with
+        ``sigma_max <= tau`` the clamp would answer above one for a matrix that is hardest.
+
+    Raises:
+        ValueError: fewer than two dims or a dtype that is not floating.
+    """
+    validate(x)
+    if x.numel() == 0:
+        return no_geometry(x)
+    found = [ell_and_spectrum(one, tau)[0] for one in x.reshape(-1, *x.shape[-2:]).unbind()]
+    return torch.stack(found).view(x.shape[:-2])
+
+
+def ell_by_svd(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
+    """``ell`` of one matrix from all of its singular values: the slow twin.
+
+    Args:
+        x: Momentum matrix, ``(m, n)``, float32 or float64.
+        tau: Least singular value told apart from zero.
+
+    Returns:
+        As ``ell``: float64, 0-dim.
+    """
+    return spectral_metrics(x, tau=tau)[SPECTRAL_METRICS.index("ell")].to(x.device)
 
 
 def measure_times(options: argparse.Namespace) -> list[dict[str, object]]:

@@ -1,1 +1,1 @@
-"""Does a plan by measured residuals beat the uniform schedule and the AMO paper's plan?"""
+"""What Newton-Schulz flops buy: uniform steps, plans by several measures, and the exact norm."""

@@ -1,4 +1,4 @@
-"""Tables and plots of the runs and of the held-out scores."""
+"""Tables and figures of the runs, and what the rule says of them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,79 @@ import json
 import math
 import statistics
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+from benchmarks.plan_quality.jobs import CONTENDERS, RATE_SEED, RATES
 from benchmarks.plan_quality.model import ARCHITECTURES
-from benchmarks.plan_quality.variants import BASELINE, VARIANTS
+from benchmarks.plan_quality.rows import ROWS, Row
 
-UNIFORM, PAPER, MEASURED = "uniform PE", "paper, flops", "measured, flops 1.0"
-"""Scores at equal flops."""
-METRICS = ("residual", "distance")
+BAR = "uniform-5"
+NORMS = ("exact", "as_is")
+RATE, STEPS, SWITCH = 8e-3, 250, 100
+"""Of the main table."""
+TRIAL = {
+    "uniform-5": "1.9675",
+    "uniform-4": "1.9710",
+    "uniform-3": "1.9662",
+    "residual-alike-0.8": "1.9871",
+    "residual-0.8": "1.9675",
+    "distance-0.8": "1.9661",
+    "distance-0.6": "1.9725",
+}
+"""Mean loss of two seeds and three models, in the trial that led to this study."""
+TWINS = (
+    ("distance-0.8", "uniform-4"),
+    ("direction-0.8", "uniform-4"),
+    ("residual-0.8", "uniform-4"),
+    ("residual-alike-0.8", "uniform-4"),
+    ("distance-0.6", "uniform-3"),
+    ("distance-0.6-from-1", "uniform-3"),
+    ("direction-0.6-from-1", "uniform-3"),
+    ("depth-0.6-from-1", "uniform-3"),
+    ("depth-0.6-from-1", "distance-0.6-from-1"),
+    ("distance-1.0", "uniform-5"),
+    ("kj", "uniform-5"),
+)
+"""Rows of about the same flops, the second the simpler one."""
 
-Runs = dict[str, dict[str, dict[int, dict[str, Any]]]]
-"""Records by architecture, by variant or plan, by seed."""
+Record: TypeAlias = dict[str, Any]
+Losses: TypeAlias = dict[int, float]
+"""Final validation loss by seed."""
+
+
+class Runs:
+    """All records of a folder.
+
+    Raises:
+        ValueError: There are none.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        paths = sorted((folder / "runs").glob("*.json"))
+        self.records: list[Record] = [json.loads(path.read_text()) for path in paths]
+        if not self.records:
+            raise ValueError(f"output: found no results in {folder}, expected those of `run`")
+
+    def pick(self, row: str, **wanted: Any) -> dict[int, Record]:
+        """Records of a row by seed, of the main table but for what is asked for."""
+        start = {"norm": "exact", "rate": RATE, "steps": STEPS, "switch": SWITCH, "order": 0}
+        wanted = {**start, "row": row, **wanted}
+        if row == BAR and wanted["steps"] == STEPS:
+            del wanted["switch"]  # there is none
+        return {
+            record["seed"]: record
+            for record in self.records
+            if all(record[field] == value for field, value in wanted.items())
+            and (record["seed"] != RATE_SEED or "seed" in wanted)
+        }
+
+    def losses(self, row: str, **wanted: Any) -> Losses:
+        return {seed: found["validation_loss"] for seed, found in self.pick(row, **wanted).items()}
+
+
+# ---------------------------------------------------------------- statistics
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
@@ -32,167 +92,365 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return statistics.fmean(values), float(stats.t.ppf(0.975, num - 1)) * error
 
 
-def differences(values: Mapping[int, float], baseline: Mapping[int, float]) -> list[float]:
+def differences(values: Losses, baseline: Losses) -> list[float]:
     """``values - baseline`` for the seeds that both have."""
     return [values[seed] - baseline[seed] for seed in sorted(values.keys() & baseline.keys())]
 
 
-def read_runs(folder: Path) -> Runs:
-    """The records of ``train``."""
-    runs: Runs = defaultdict(lambda: defaultdict(dict))
-    for record in _records(folder / "runs"):
-        runs[record["architecture"]][record["variant"]][record["seed"]] = record
-    return runs
-
-
-def read_scores(folder: Path) -> Runs:
-    """The records of ``score``."""
-    scores: Runs = defaultdict(lambda: defaultdict(dict))
-    for record in _records(folder / "held_out"):
-        for plan, found in record["plans"].items():
-            scores[record["architecture"]][plan][record["seed"]] = found
-    return scores
-
-
-def _records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-
-
-def final_loss(record: Mapping[str, Any]) -> float:
-    return float(record["validation_loss"][str(len(record["train_loss"]))])
-
-
-def ordered(found: Iterable[str], order: Iterable[str]) -> list[str]:
-    """Those of ``order`` that were found, then the others."""
-    first = [name for name in order if name in set(found)]
-    return first + sorted(set(found) - set(first))
-
-
 def plus_minus(values: Sequence[float], sign: str = "") -> str:
+    """``mean ± half of the interval``; of fewer than three values the mean alone."""
     if not values:
         return ""
     mean, half = interval(values)
-    return f"{mean:{sign}.4f} ± {half:.4f}" if math.isfinite(half) else f"{mean:{sign}.4f}"
+    return f"{mean:{sign}.4f} ± {half:.4f}" if len(values) > 2 else f"{mean:{sign}.4f}"
 
 
-def _head(titles: str) -> list[str]:
-    columns = titles.split(", ")
+def noise(runs: Runs) -> tuple[list[float], list[float]]:
+    """Losses of one row with other orders of sums: after the switch alone, and all the way."""
+    after = [r for r in runs.records if r["row"].startswith(f"{BAR}~")]
+    whole = [r for r in runs.records if r["order"]]
+    same = runs.losses(BAR, architecture=next(iter(ARCHITECTURES)), seed=0)
+    return tuple(  # type: ignore[return-value]
+        [*same.values(), *(r["validation_loss"] for r in some)] if some else []
+        for some in (after, whole)
+    )
+
+
+def spread(runs: Runs) -> float:
+    """Standard deviation of the final loss by rounding from the first step on; NaN if unknown."""
+    _, whole = noise(runs)
+    return statistics.stdev(whole) if len(whole) > 1 else math.nan
+
+
+def tolerance(runs: Runs, num: int) -> float:
+    """How far the mean of so many runs may lie above another by noise, as the rule has it."""
+    return 1.96 * spread(runs) * math.sqrt(2 / num)
+
+
+def rank_correlation(first: Sequence[float], second: Sequence[float]) -> float:
+    """Spearman's."""
+    from scipy import stats
+
+    return float(stats.spearmanr(first, second).statistic)
+
+
+# ---------------------------------------------------------------- tables
+
+
+def head(*columns: str) -> list[str]:
     return [f"| {' | '.join(columns)} |", "|---" * len(columns) + "|"]
 
 
-def loss_table(runs: Runs) -> list[str]:
-    """Markdown: final validation loss by architecture and variant, and flops."""
-    lines = _head(
-        "attention, optimizer, seeds, validation loss, against Muon-PE uniform, flops, "
-        "flops once locked, steps by type (seeds)"
-    )
-    for architecture in ordered(runs, ARCHITECTURES):
-        by_variant = runs[architecture]
-        losses = {v: {s: final_loss(r) for s, r in some.items()} for v, some in by_variant.items()}
-        for variant in ordered(by_variant, VARIANTS):
-            records = by_variant[variant]
-            gap = differences(losses[variant], losses.get(BASELINE, {}))
-            flops, locked = (
-                statistics.fmean(record[key] for record in records.values())
-                for key in ("flops", "flops_locked")
-            )
-            title = VARIANTS[variant].title if variant in VARIANTS else variant
-            lines.append(
-                f"| {architecture} | {title} | {len(records)} "
-                f"| {plus_minus([*losses[variant].values()])} "
-                f"| {'' if variant == BASELINE else plus_minus(gap, '+')} "
-                f"| {flops:.3f} | {locked:.3f} | {_allocations(records.values())} |"
-            )
-    return lines
+def row_of(*cells: object) -> str:
+    return f"| {' | '.join(map(str, cells))} |"
 
 
-def _allocations(records: Iterable[Mapping[str, Any]]) -> str:
-    counts = Counter(tuple(record["allocation"].values()) for record in records)
-    return ", ".join(
-        f"{' '.join(map(str, steps))} ({num})" for steps, num in counts.most_common(3) if steps
-    )
+def title(row: str) -> str:
+    return ROWS[row].title if row in ROWS else row
 
 
-def score_table(scores: Runs) -> list[str]:
-    """Markdown: held-out residual and distance by architecture and plan, flops and steps."""
-    lines = _head(
-        "attention, plan, residual, against uniform, distance, against uniform, flops, "
-        "worst type: residual"
-    )
-    for architecture in ordered(scores, ARCHITECTURES):
-        for plan, by_seed in scores[architecture].items():
-            cells = []
-            for metric in METRICS:
-                values, base = (
-                    {seed: found[metric] for seed, found in some.items()}
-                    for some in (by_seed, scores[architecture].get(UNIFORM, {}))
-                )
-                gap = "" if plan == UNIFORM else plus_minus(differences(values, base), "+")
-                cells += [plus_minus([*values.values()]), gap]
-            flops = statistics.fmean(found["flops"] for found in by_seed.values())
-            cells += [f"{flops:.3f}", _worst_type([*by_seed.values()])]
-            lines.append(f"| {architecture} | {plan} | {' | '.join(cells)} |")
-    return lines
-
-
-def _worst_type(found: Sequence[Mapping[str, Any]]) -> str:
-    """The operator type of the greatest residual, mean over seeds."""
-    kinds = found[0]["by_type"]
-    means = {k: statistics.fmean(f["by_type"][k]["residual"] for f in found) for k in kinds}
-    worst = max(means, key=lambda kind: means[kind])
-    return f"{worst}: {means[worst]:.2f}"
-
-
-def verdict(scores: Runs) -> list[str]:
-    """Which plan is to be the default, by the held-out distance at equal flops."""
-    compared = {
-        architecture: {
-            plan: statistics.fmean(found["distance"] for found in plans[plan].values())
-            for plan in (PAPER, MEASURED)
-        }
-        for architecture, plans in scores.items()
-        if PAPER in plans and MEASURED in plans
-    }
-    if not compared:
-        return []
-    wins = [name for name, mean in compared.items() if mean[PAPER] < mean[MEASURED]]
-    winner = "the paper's plan" if len(wins) >= 2 else "the measured plan"
-    named = f" ({', '.join(sorted(wins))})" if wins else ""
-    rule = (
-        "Rule: the measured plan, in flops, at the budget of uniform, is the default, unless the "
-        "paper's plan has the lower held-out distance to the polar factor at equal flops in two "
-        "architectures or more."
-    )
-    found = f"it has the lower one in {len(wins)} of {len(compared)}{named}"
-    return [rule, f"Found: {found}. The default is {winner}."]
-
-
-def worse_than_uniform(scores: Runs) -> list[str]:
-    """How often each plan has a greater held-out residual than uniform in the same run."""
-    counts: dict[str, list[bool]] = defaultdict(list)
-    for plans in scores.values():
-        for plan, by_seed in plans.items():
-            for seed, found in by_seed.items():
-                base = plans.get(UNIFORM, {}).get(seed)
-                if plan != UNIFORM and base is not None:
-                    counts[plan].append(found["residual"] > base["residual"])
-    return [
-        f"- {plan}: greater held-out residual than uniform in {sum(some)} of {len(some)} runs"
-        for plan, some in counts.items()
+def flops_after(runs: Runs, row: str, **wanted: Any) -> float:
+    """Mean over seeds and models; NaN where nothing was run."""
+    found = [
+        record["flops_after"]
+        for name in ARCHITECTURES
+        for record in runs.pick(row, architecture=name, **wanted).values()
     ]
+    return statistics.fmean(found) if found else math.nan
 
 
-def loss_curves(runs: Runs) -> list[str]:
-    """The validation loss of the uniform runs on the way, mean over seeds."""
-    lines = []
-    for architecture in ordered(runs, ARCHITECTURES):
-        records = [*runs[architecture].get(BASELINE, {}).values()]
-        if records:
-            steps = records[0]["validation_loss"]
-            losses = [[record["validation_loss"][step] for step in steps] for record in records]
-            told = ", ".join(f"{statistics.fmean(some):.3f}" for some in zip(*losses, strict=True))
-            lines.append(f"- {architecture}: {told} at steps {', '.join(steps)}")
+def main_table(runs: Runs, norm: str, **wanted: Any) -> list[str]:
+    """By row: flops, and in each model the loss and its difference from the bar, paired."""
+    columns = [f"{name}: loss, against uniform 5" for name in ARCHITECTURES]
+    lines = head("after the switch", "flops", *columns, "mean of models", "all pairs", "seeds")
+    for row in ROWS:
+        cells, means, gaps, seeds = [], [], [], []
+        for name in ARCHITECTURES:
+            losses, bar = (
+                runs.losses(each, architecture=name, norm=norm, **wanted) for each in (row, BAR)
+            )
+            common = {seed: loss for seed, loss in losses.items() if seed in bar}
+            gap = differences(common, bar)
+            seeds.append(len(common))
+            if not common:
+                cells.append("")
+                continue
+            means.append(statistics.fmean(common.values()))
+            gaps += gap
+            told = "" if row == BAR else f", {plus_minus(gap, '+')}"
+            cells.append(f"{statistics.fmean(common.values()):.4f}{told}")
+        if not any(seeds):
+            continue
+        whole = len(means) == len(ARCHITECTURES)
+        mean = f"{statistics.fmean(means):.4f}" if whole else ""
+        pairs = plus_minus(gaps, "+") if whole and row != BAR else ""
+        flops = flops_after(runs, row, norm=norm, **wanted)
+        counted = str(seeds[0]) if len(set(seeds)) == 1 else " ".join(map(str, seeds))
+        lines.append(row_of(title(row), f"{flops:.3f}", *cells, mean, pairs, counted))
     return lines
+
+
+def twin_table(runs: Runs) -> list[str]:
+    """Rows of the same flops against each other, paired by seed and model."""
+    lines = head("row", "against", *ARCHITECTURES, "all models", "pairs")
+    for first, second in TWINS:
+        by_model = [
+            differences(*(runs.losses(row, architecture=name) for row in (first, second)))
+            for name in ARCHITECTURES
+        ]
+        everything = [gap for gaps in by_model for gap in gaps]
+        if everything:
+            cells = [plus_minus(gaps, "+") for gaps in by_model]
+            lines.append(
+                row_of(
+                    f"{title(first)}",
+                    title(second),
+                    *cells,
+                    plus_minus(everything, "+"),
+                    len(everything),
+                )
+            )
+    return lines
+
+
+def trial_table(runs: Runs) -> list[str]:
+    """What the rows of the trial become."""
+    lines = head(
+        "after the switch", "flops", "trial: mean of six", "now", "runs", "worst of its row"
+    )
+    found = {
+        row: {
+            (name, seed): loss
+            for name in ARCHITECTURES
+            for seed, loss in runs.losses(row, architecture=name).items()
+        }
+        for row in TRIAL
+    }
+    common = set.intersection(*(set(losses) for losses in found.values()))
+    for row, told in TRIAL.items():
+        losses = [found[row][key] for key in sorted(common)]
+        if losses:
+            worst = sum(found[row][key] == max(f[key] for f in found.values()) for key in common)
+            lines.append(
+                row_of(
+                    *(title(row), f"{flops_after(runs, row):.3f}", told),
+                    f"{statistics.fmean(losses):.4f}",
+                    *(len(losses), f"{worst} of {len(losses)}"),
+                )
+            )
+    return lines
+
+
+def noise_lines(runs: Runs) -> list[str]:
+    """How far the same run differs by rounding."""
+    lines = []
+    for told, losses in zip(
+        ("from the switch on", "from the first step on"), noise(runs), strict=True
+    ):
+        if len(losses) > 1:
+            shown = ", ".join(f"{loss:.4f}" for loss in losses)
+            lines.append(
+                f"- another order of sums {told}: {shown}; standard deviation "
+                f"{statistics.stdev(losses):.2g}"
+            )
+    seeds = max((len(runs.losses(BAR, architecture=name)) for name in ARCHITECTURES), default=0)
+    if seeds and math.isfinite(spread(runs)):
+        lines.append(
+            f"- so a mean of {seeds} runs is no higher than another within the noise where it is "
+            f"above by no more than {tolerance(runs, seeds):.4f}"
+        )
+    return lines
+
+
+def correlations(runs: Runs, norm: str, where: str) -> dict[str, list[float]]:
+    """By functional: its rank correlation with the loss over the rows of one model and seed."""
+    groups: dict[tuple[str, int], list[Record]] = defaultdict(list)
+    for row in ROWS:
+        for name in ARCHITECTURES:
+            for seed, record in runs.pick(row, architecture=name, norm=norm).items():
+                groups[name, seed].append(record)
+    found: dict[str, list[float]] = defaultdict(list)
+    for records in groups.values():
+        records = [record for record in records if record[where]]
+        if len(records) < 6:
+            continue
+        losses = [record["validation_loss"] for record in records]
+        for functional in records[0][where]:
+            values = [record[where][functional] for record in records]
+            # An update that is smaller is the worse one.
+            sign = -1 if functional.startswith("gain") else 1
+            found[functional].append(rank_correlation([sign * v for v in values], losses))
+        flops = [-record["flops_after"] for record in records]
+        found["flops saved"].append(rank_correlation(flops, losses))
+    return found
+
+
+def functional_table(runs: Runs) -> list[str]:
+    """Which functional of the spectra orders the losses best."""
+    columns = [(norm, where) for norm in NORMS for where in ("scores_at_switch", "scores_after")]
+    found = [correlations(runs, *column) for column in columns]
+    titles = [
+        f"{norm}, spectra {'up to' if where == 'scores_at_switch' else 'after'} the switch"
+        for norm, where in columns
+    ]
+    lines = head("functional", *titles)
+    names = [*dict.fromkeys(name for some in found for name in some)]
+    names.sort(key=lambda name: -statistics.fmean(found[0].get(name) or [-2.0]))
+    for name in names:
+        cells = [
+            f"{statistics.fmean(some[name]):+.2f} ({len(some[name])})" if name in some else ""
+            for some in found
+        ]
+        lines.append(row_of(name, *cells))
+    return lines
+
+
+def best_rate(runs: Runs, name: str, norm: str, row: str) -> float | None:
+    """Of least loss on the seed apart; None until all rates were run."""
+    losses = {
+        rate: found[RATE_SEED]
+        for rate in RATES
+        if (found := runs.losses(row, architecture=name, norm=norm, rate=rate, seed=RATE_SEED))
+    }
+    return min(losses, key=lambda rate: losses[rate]) if len(losses) == len(RATES) else None
+
+
+def rate_table(runs: Runs) -> list[str]:
+    """Losses by rate on the seed apart; the best is bold."""
+    lines = head("model", "norm", "after the switch", *(f"{rate:g}" for rate in RATES))
+    for name in ARCHITECTURES:
+        for norm in NORMS:
+            for row in CONTENDERS:
+                best = best_rate(runs, name, norm, row)
+                cells = []
+                for rate in RATES:
+                    found = runs.losses(
+                        *(row,), architecture=name, norm=norm, rate=rate, seed=RATE_SEED
+                    )
+                    told = f"{found[RATE_SEED]:.4f}" if found else ""
+                    cells.append(f"**{told}**" if rate == best else told)
+                if any(cells):
+                    lines.append(row_of(name, norm, title(row), *cells))
+    return lines
+
+
+def switch_table(runs: Runs) -> list[str]:
+    """Differences from uniform 5 by the step of the switch."""
+    switches = sorted({r["switch"] for r in runs.records if r["steps"] == STEPS})
+    lines = head("model", "after the switch", *(f"switch at step {s}" for s in switches))
+    for name in ARCHITECTURES:
+        bar = runs.losses(BAR, architecture=name)
+        for row in ROWS:
+            gaps = [
+                differences(runs.losses(row, architecture=name, switch=switch), bar)
+                for switch in switches
+            ]
+            if row != BAR and sum(map(bool, gaps)) > 1:
+                # The same seeds in all columns.
+                cells = [f"{plus_minus(gap, '+')} ({len(gap)})" if gap else "" for gap in gaps]
+                lines.append(row_of(name, title(row), *cells))
+    return lines
+
+
+def long_table(runs: Runs) -> list[str]:
+    """The rows of the long runs."""
+    lengths = {(r["steps"], r["switch"]) for r in runs.records if r["steps"] != STEPS}
+    lines = head("model", "steps", "after the switch", "flops", "loss", "against uniform 5")
+    for steps, switch in sorted(lengths):
+        for name in ARCHITECTURES:
+            where = {"architecture": name, "steps": steps, "switch": switch}
+            bar = runs.losses(BAR, **where)
+            for row in ROWS:
+                found = runs.pick(row, **where)
+                if found:
+                    losses = runs.losses(row, **where)
+                    flops = statistics.fmean(r["flops_after"] for r in found.values())
+                    lines.append(
+                        row_of(
+                            *(name, steps, title(row), f"{flops:.3f}"),
+                            plus_minus([*losses.values()]),
+                            "" if row == BAR else plus_minus(differences(losses, bar), "+"),
+                        )
+                    )
+    return lines
+
+
+def plan_table(runs: Runs) -> list[str]:
+    """Steps of the plans by type, in the order of the model."""
+    lines = head("after the switch", *ARCHITECTURES)
+    for row, each in ROWS.items():
+        if not each.measure or each.by_depth:
+            continue
+        cells = [_allocations(runs.pick(row, architecture=name).values()) for name in ARCHITECTURES]
+        if any(cells):
+            lines.append(row_of(title(row), *cells))
+    return lines
+
+
+def _allocations(records: Iterable[Record]) -> str:
+    counts = Counter(tuple(steps for steps, _ in r["plan"].values()) for r in records)
+    return ", ".join(f"{' '.join(map(str, s))} ({num})" for s, num in counts.most_common(2))
+
+
+# ---------------------------------------------------------------- the rule
+
+
+def verdict(runs: Runs) -> list[str]:
+    """Which rows pass the rule, and which one wins."""
+    rates: dict[tuple[str, str], float] = {}
+    bars: dict[str, tuple[float, str]] = {}
+    for name in ARCHITECTURES:
+        for norm in NORMS:
+            rates[name, norm] = best_rate(runs, name, norm, BAR) or RATE
+        means = [
+            (statistics.fmean(losses.values()), norm)
+            for norm in NORMS
+            if (losses := _at_best(runs, BAR, name, norm))
+        ]
+        if not means:
+            return []
+        bars[name] = min(means)
+    lines = [
+        "The bar: "
+        + "; ".join(
+            f"{name} {mean:.4f} ({norm}, rate {rates[name, norm]:g})"
+            for name, (mean, norm) in bars.items()
+        )
+    ]
+    passed = []
+    for norm in NORMS:
+        for row in ROWS:
+            excess, counts = [], []
+            for name in ARCHITECTURES:
+                losses = _at_best(runs, row, name, norm)
+                bar = _at_best(runs, BAR, name, bars[name][1])
+                gap = differences(losses, bar)
+                counts.append(len(gap))
+                if gap:
+                    excess.append(statistics.fmean(gap) - tolerance(runs, len(gap)))
+            if len(excess) == len(ARCHITECTURES) and max(excess) <= 0:
+                flops = flops_after(runs, row, norm=norm)
+                passed.append((round(flops, 2), _complexity(ROWS[row]), title(row), norm, counts))
+    for flops, _, told, norm, counts in sorted(passed):
+        lines.append(f"- passes: {told}, {norm}: {flops:.2f} of the flops ({counts} seeds)")
+    if passed:
+        flops, _, told, norm, _ = min(passed)
+        lines.append(f"The rule picks: {told}, norm {norm}, {flops:.2f} of the flops.")
+    return lines
+
+
+def _at_best(runs: Runs, row: str, name: str, norm: str) -> Losses:
+    """At the row's own best rate, else at that of the bar, else at that of the main table."""
+    own = best_rate(runs, name, norm, row) if row in CONTENDERS else None
+    for rate in (own, best_rate(runs, name, norm, BAR), RATE):
+        if rate and (found := runs.losses(row, architecture=name, norm=norm, rate=rate)):
+            return found
+    return {}
+
+
+def _complexity(row: Row) -> int:
+    """Uniform steps come before a plan by type, that before one by type and depth."""
+    return (1 + row.by_depth + (row.least != 3)) if row.measure else 0
 
 
 def text(folder: Path) -> str:
@@ -201,83 +459,144 @@ def text(folder: Path) -> str:
     Raises:
         ValueError: There are no results.
     """
-    runs, scores = read_runs(folder), read_scores(folder)
-    if not runs and not scores:
-        raise ValueError(f"output: found no results in {folder}, expected those of `train`")
-    parts = [
-        ("Validation loss", loss_table(runs)),
-        ("Validation loss of Muon-PE uniform on the way", loss_curves(runs)),
-        ("Held-out momentum", score_table(scores)),
-        ("Plans that are worse than uniform", worse_than_uniform(scores)),
-        ("The default", verdict(scores)),
+    runs = Runs(folder)
+    parts: list[tuple[str, list[str]]] = [
+        ("The rule's verdict", verdict(runs)),
+        ("Noise", noise_lines(runs)),
+        ("Exact norm", main_table(runs, "exact")),
+        ("Norm as it is", main_table(runs, "as_is")),
+        ("At the same flops", twin_table(runs)),
+        ("The rows of the trial", trial_table(runs)),
+        ("Functionals", functional_table(runs)),
+        ("Rates", rate_table(runs)),
+        ("When to switch", switch_table(runs)),
+        ("Long runs", long_table(runs)),
+        ("Steps by type", plan_table(runs)),
     ]
-    return "\n\n".join(f"### {title}\n\n" + "\n".join(lines) for title, lines in parts if lines)
+    return "\n\n".join(f"### {name}\n\n" + "\n".join(lines) for name, lines in parts if lines)
 
 
-Panels = dict[str, dict[str, list[float]]]
-"""Values of all seeds by architecture and by variant or plan."""
-
-
-def loss_panels(runs: Runs) -> Panels:
-    """Differences of the final validation loss against the uniform schedule."""
-    panels: Panels = {}
-    for architecture, by_variant in runs.items():
-        losses = {v: {s: final_loss(r) for s, r in some.items()} for v, some in by_variant.items()}
-        panels[architecture] = {
-            VARIANTS[variant].title: differences(losses[variant], losses.get(BASELINE, {}))
-            for variant in VARIANTS
-            # AdamW is far off, and would flatten the rest.
-            if variant in losses and variant not in (BASELINE, "adamw")
-        }
-    return panels
-
-
-def score_panels(scores: Runs, metric: str) -> Panels:
-    """Held-out ``residual`` or ``distance``."""
-    return {
-        architecture: {plan: [f[metric] for f in found.values()] for plan, found in plans.items()}
-        for architecture, plans in scores.items()
-    }
+# ---------------------------------------------------------------- figures
 
 
 def plot(folder: Path) -> list[Path]:
-    """Draw the differences of validation loss, and the scores; the files written."""
-    scores = read_scores(folder)
-    pictures = {"validation_loss": loss_panels(read_runs(folder))}
-    pictures |= {f"held_out_{metric}": score_panels(scores, metric) for metric in METRICS}
-    return [
-        _draw(folder / f"{name}.png", name.replace("_", " "), panels)
-        for name, panels in pictures.items()
-        if any(any(panel.values()) for panel in panels.values())
-    ]
-
-
-def _draw(path: Path, title: str, panels: Panels) -> Path:
+    """Draw the figures beside the records; the files written."""
     import matplotlib
 
     matplotlib.use("Agg")
+    runs = Runs(folder)
+    drawn: dict[str, Callable[[Runs, Path], bool]] = {
+        "loss_by_flops": _draw_losses,
+        "functionals": _draw_functionals,
+        "rates": _draw_rates,
+    }
+    paths = {folder / f"{name}.png": draw for name, draw in drawn.items()}
+    return [path for path, draw in paths.items() if draw(runs, path)]
+
+
+def _draw_losses(runs: Runs, path: Path) -> bool:
+    """Differences from uniform 5, paired by seed, by row, with what noise may do."""
     from matplotlib import pyplot
 
-    names = ordered(panels, ARCHITECTURES)
-    figure, axes = pyplot.subplots(1, len(names), figsize=(5 * len(names), 3.6), squeeze=False)
-    for panel, name in zip(axes[0], names, strict=True):
-        _draw_panel(panel, name, panels[name])
-    against = " against Muon-PE uniform" if path.stem == "validation_loss" else ""
-    figure.supxlabel(title + against)
+    figure, panels = pyplot.subplots(
+        1, len(ARCHITECTURES), figsize=(14, 5), sharex=True, sharey=True
+    )
+    rows = [
+        r
+        for r in ROWS
+        if r != BAR and any(math.isfinite(flops_after(runs, r, norm=n)) for n in NORMS)
+    ]
+    num_seeds = max(len(runs.losses(BAR, architecture=name)) for name in ARCHITECTURES)
+    for axes, name in zip(panels, ARCHITECTURES, strict=True):
+        for norm, offset, colour in zip(NORMS, (-0.15, 0.15), ("C0", "C1"), strict=True):
+            bar = runs.losses(BAR, architecture=name, norm=norm)
+            is_named = False
+            for place, row in enumerate(rows):
+                gap = differences(runs.losses(row, architecture=name, norm=norm), bar)
+                if not gap:
+                    continue
+                mean, half = interval(gap)
+                label = None if is_named else norm
+                is_named = True
+                error = half if len(gap) > 2 else 0
+                axes.errorbar(
+                    mean, place + offset, xerr=error, fmt="o", capsize=3, color=colour, label=label
+                )
+                axes.scatter(gap, [place + offset] * len(gap), s=6, color="grey", zorder=3)
+        width = tolerance(runs, num_seeds)
+        if math.isfinite(width):
+            axes.axvspan(-width, width, color="grey", alpha=0.2)
+        axes.set_yticks(range(len(rows)), [title(r) for r in rows])
+        axes.set_title(name)
+        axes.grid(axis="x", alpha=0.3)
+    panels[0].invert_yaxis()
+    panels[0].legend(*panels[0].get_legend_handles_labels())
+    figure.supxlabel("final validation loss against uniform 5 of the same norm; grey: noise")
+    return _save(figure, path)
+
+
+def _draw_functionals(runs: Runs, path: Path) -> bool:
+    """Rank correlation with the loss, by functional."""
+    from matplotlib import pyplot
+
+    found = {norm: correlations(runs, norm, "scores_at_switch") for norm in NORMS}
+    names = sorted(found["exact"], key=lambda name: statistics.fmean(found["exact"][name]))
+    if not names:
+        return False
+    figure, axes = pyplot.subplots(figsize=(7, 4.5))
+    for norm, offset in zip(NORMS, (0.18, -0.18), strict=True):
+        places = [place + offset for place, name in enumerate(names) if name in found[norm]]
+        means = [statistics.fmean(found[norm][name]) for name in names if name in found[norm]]
+        axes.barh(places, means, height=0.34, label=norm)
+    axes.set_yticks(range(len(names)), names)
+    axes.set_xlabel("rank correlation with the final loss, mean over models and seeds")
+    axes.grid(axis="x", alpha=0.3)
+    axes.legend()
+    return _save(figure, path)
+
+
+def _draw_rates(runs: Runs, path: Path) -> bool:
+    """Loss by rate on the seed apart."""
+    from matplotlib import pyplot
+
+    figure, panels = pyplot.subplots(1, len(ARCHITECTURES), figsize=(13, 3.8), sharey=True)
+    is_drawn = False
+    for axes, name in zip(panels, ARCHITECTURES, strict=True):
+        for norm, style in zip(NORMS, ("-", "--"), strict=True):
+            for colour, row in enumerate(CONTENDERS):
+                points = [
+                    (rate, found[RATE_SEED])
+                    for rate in RATES
+                    if (
+                        found := runs.losses(
+                            row, architecture=name, norm=norm, rate=rate, seed=RATE_SEED
+                        )
+                    )
+                ]
+                if points:
+                    is_drawn = True
+                    axes.plot(
+                        *zip(*points, strict=True),
+                        style,
+                        marker="o",
+                        color=f"C{colour}",
+                        label=f"{title(row)}, {norm}",
+                    )
+        axes.set_xscale("log")
+        axes.set_xticks(RATES, [f"{rate:g}" for rate in RATES])
+        axes.minorticks_off()
+        axes.set_title(name)
+        axes.grid(alpha=0.3)
+    panels[0].legend(fontsize=7)
+    panels[0].set_ylabel("final validation loss")
+    figure.supxlabel("peak learning rate")
+    return is_drawn and _save(figure, path)
+
+
+def _save(figure: Any, path: Path) -> bool:
+    from matplotlib import pyplot
+
     figure.tight_layout()
     figure.savefig(path, dpi=110)
     pyplot.close(figure)
-    return path
-
-
-def _draw_panel(axes: Any, title: str, values_by_name: Mapping[str, Sequence[float]]) -> None:
-    """Means with intervals, one row for each name, and the seeds as dots."""
-    for row, values in enumerate(values_by_name.values()):
-        if values:
-            mean, half = interval(values)
-            axes.errorbar(mean, row, xerr=half if math.isfinite(half) else 0, fmt="o", capsize=3)
-            axes.scatter(values, [row] * len(values), s=8, color="grey", zorder=3)
-    axes.set_yticks(range(len(values_by_name)), [*values_by_name])
-    axes.invert_yaxis()
-    axes.grid(axis="x", alpha=0.3)
-    axes.set_title(title)
+    return True

@@ -1,12 +1,16 @@
-"""One run: a model of an architecture, from a seed, with an optimizer."""
+"""One start, which several rows share, and their ends."""
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import hashlib
 import json
 import os
+import re
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -15,175 +19,217 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from amo_dist import Muon, param_groups
-from amo_dist.config import sort_operator_types
-from amo_dist.engine.world import World
-from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.types import MatrixInfo
+from amo_dist import Muon, MuonConfig, Schedule, import_state, param_groups
+from amo_dist.schedule.polar_express import composed
 from benchmarks.plan_quality.data import Corpus, batches
 from benchmarks.plan_quality.model import Architecture, Decoder
-from benchmarks.plan_quality.settings import Settings
-from benchmarks.plan_quality.variants import Variant, build, learning_rate
+from benchmarks.plan_quality.rows import BASE_ELL, BASE_STEPS
+from benchmarks.plan_quality.settings import Settings, evenly
+from benchmarks.plan_quality.spectra import momentum_spectra
 
-BASE_STEPS = 5
-"""Flops are told relative to so many Newton-Schulz steps of every matrix."""
 _VALIDATION_SEED = 2**31 - 1
 
 Batch = tuple[Tensor, Tensor]
 
 
-class SpectraTracker:
-    """Keeps the singular values of every matrix's momentum; a tracker of `amo_dist.Muon`.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Start:
+    """What all runs have in common that share a beginning.
 
-    Args:
-        interval: Optimizer steps from one record to the next.
+    Attributes:
+        architecture: Of the model, by name.
+        seed: Of the weights and of the batches.
+        norm: ``update_norm`` of `amo_dist.MuonConfig`.
+        rate: Peak learning rate.
+        switch: The last step of the uniform schedule.
+        steps: Of the whole run.
+        order: Sequences of a batch are added up in another order for each number but 0.
     """
 
-    def __init__(self, interval: int) -> None:
-        self.spectra: dict[int, dict[str, Tensor]] = {}
-        """By step and name: float64, descending, over the Frobenius norm."""
-        self.registry: tuple[MatrixInfo, ...] = ()
-        self._interval = interval
-        self._measured: dict[str, Tensor] = {}
+    architecture: str
+    seed: int
+    norm: str = "exact"
+    rate: float = 8e-3
+    switch: int = 100
+    steps: int = 250
+    order: int = 0
 
-    def is_due(self, step: int) -> bool:
-        return step % self._interval == 0
-
-    def measure(self, name: str, momentum: Tensor, result: Tensor) -> None:
-        values = torch.linalg.svdvals(momentum.double())
-        self._measured[name] = values / torch.linalg.vector_norm(values)
-
-    def collect(self, step: int, world: World) -> None:
-        self.registry = tuple(world.registry)
-        self.spectra[step], self._measured = self._measured, {}
-
-    def save(self, path: Path) -> None:
-        registry = [dataclasses.astuple(matrix) for matrix in self.registry]
-        record = {"registry": registry, "spectra": self.spectra}
-        write_whole(path, lambda part: torch.save(record, part))
+    @property
+    def key(self) -> str:
+        """For names of files."""
+        order = f"-order{self.order}" if self.order else ""
+        where = f"{self.steps}at{self.switch}"
+        return f"{self.architecture}-{self.seed}-{self.norm}-{self.rate:g}-{where}{order}"
 
 
-def load_spectra(path: Path) -> tuple[dict[int, dict[str, Tensor]], list[MatrixInfo]]:
-    """What `SpectraTracker.save` wrote: singular values by step and name, and the registry."""
-    record = torch.load(path, weights_only=True)
-    registry = [MatrixInfo(name, tuple(shape), kind) for name, shape, kind in record["registry"]]
-    return record["spectra"], registry
+@dataclasses.dataclass(slots=True)
+class Snapshot:
+    """A run at the switch."""
+
+    start: Start
+    model: Decoder
+    state: Mapping[str, Any]
+    """Of the optimizer."""
+    train_loss: list[float]
+    spectra: dict[int, dict[str, Tensor]]
+    """At the steps observed, the last of them the switch."""
 
 
-def run(
-    architecture: Architecture,
-    variant: Variant,
-    seed: int,
+@dataclasses.dataclass(slots=True)
+class End:
+    """What came of a run."""
+
+    model: Decoder
+    train_loss: list[float]
+    spectra: dict[int, dict[str, Tensor]]
+
+
+def matrix_shapes(model: Decoder) -> tuple[dict[str, tuple[int, int]], dict[str, str]]:
+    """Shapes and operator types of the matrices that Muon trains, by name."""
+    (views, shapes) = ({}, {})
+    for group in param_groups(model):
+        for name, param in group["params"]:
+            if name in group.get("matrix_views", {}):
+                views[name] = group["matrix_views"][name][0].operator_type
+                shapes[name] = (param.shape[0], param.shape[1])
+    return shapes, views
+
+
+def build(
+    model: Decoder, schedules: Mapping[str, Schedule], start: Start, settings: Settings
+) -> Muon:
+    """Muon with a schedule for each matrix: each is an operator type of its own."""
+    groups = param_groups(model, patterns={re.escape(name): name for name in schedules})
+    config = MuonConfig(ns_dtype="float32", update_norm=start.norm, ns_guard_every=0)
+    return Muon(groups, start.rate, settings.weight_decay, schedule=schedules, config=config)
+
+
+def begin(start: Start, architecture: Architecture, corpus: Corpus, settings: Settings) -> Snapshot:
+    """Train up to the switch with the uniform schedule."""
+    torch.set_num_threads(1)
+    torch.manual_seed(start.seed)
+    model = Decoder(architecture)
+    uniform = composed(BASE_ELL, BASE_STEPS)
+    optimizer = build(model, dict.fromkeys(matrix_shapes(model)[0], uniform), start, settings)
+    observed = evenly(settings.observations, 0, start.switch)
+    losses, spectra = _train(
+        *(model, optimizer, start, corpus, settings),
+        steps=range(1, start.switch + 1),
+        observed=observed,
+        order=start.order,
+    )
+    return Snapshot(start, model, optimizer.state_dict(), losses, spectra)
+
+
+def finish(
+    snapshot: Snapshot,
+    schedules: Mapping[str, Schedule],
     corpus: Corpus,
     settings: Settings,
     *,
-    spectra: Path | None = None,
-) -> dict[str, Any]:
-    """Train once, on one thread.
+    order: int = 0,
+    observe: bool = False,
+) -> End:
+    """Train on from a snapshot, which stays as it is, with other schedules.
 
     Args:
-        architecture: Of the model.
-        variant: The optimizer.
-        seed: Of the weights and of the batches.
-        corpus: Training and validation tokens.
-        settings: Length and rates.
-        spectra: File for the singular values of momentum; none are taken without it.
-
-    Returns:
-        JSON values: losses, flops, the plan. All but ``seconds`` are the same in each run.
+        snapshot: At the switch.
+        schedules: By name of the matrix.
+        corpus: Of the snapshot's run.
+        settings: Of the snapshot's run.
+        order: Other than that of the start from the switch on, for noise.
+        observe: Whether to take spectra.
     """
-    start = time.perf_counter()
-    torch.set_num_threads(1)
-    torch.manual_seed(seed)
-    model = Decoder(architecture)
-    optimizer = build(variant, param_groups(model), settings)
-    tracker = None
-    if spectra is not None:
-        assert isinstance(optimizer, Muon)
-        optimizer.tracker = tracker = SpectraTracker(settings.spectra_every)
-    held_out = validation_set(corpus, settings)
-    stream = batches(corpus.train, settings.batch, settings.sequence, seed)
-    train_loss, validation_loss, flops = [], {}, []
-    for step, batch in enumerate(islice(stream, settings.steps), start=1):
-        set_rate(optimizer, learning_rate(variant, settings) * settings.rate_at(step))
-        train_loss.append(train_step(model, optimizer, batch, settings.max_norm))
-        flops.append(relative_flops(optimizer, step))
-        if settings.validates(step):
-            validation_loss[str(step)] = evaluate(model, held_out)
-    if tracker is not None and spectra is not None:
-        tracker.save(spectra)
-    locked = flops[settings.lock_step - 1 :]
-    return {
-        "seconds": round(time.perf_counter() - start, 1),
-        "parameters": sum(p.numel() for p in model.parameters()),
-        "learning_rate": learning_rate(variant, settings),
-        "validation_loss": validation_loss,
-        "flops": sum(flops) / len(flops),
-        "flops_locked": sum(locked) / len(locked),
-        **plan_of(optimizer, settings.steps),
-        "train_loss": [round(loss, 5) for loss in train_loss],
-    }
+    start = snapshot.start
+    model = copy.deepcopy(snapshot.model)
+    optimizer = build(model, schedules, start, settings)
+    names = [*optimizer.params_by_name]
+    report = import_state(optimizer, snapshot.state, names=names)
+    assert not report.untouched, report.untouched
+    assert not report.unused, report.unused
+    losses, spectra = _train(
+        *(model, optimizer, start, corpus, settings),
+        steps=range(start.switch + 1, start.steps + 1),
+        observed=evenly(settings.later_spectra, start.switch, start.steps) if observe else [],
+        order=order or start.order,
+    )
+    return End(model, losses, spectra)
 
 
-def train_step(
-    model: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, max_norm: float
-) -> float:
-    """One step; the loss before it."""
-    loss = loss_of(model, batch)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss.item()
+def _train(
+    model: Decoder,
+    optimizer: Muon,
+    start: Start,
+    corpus: Corpus,
+    settings: Settings,
+    *,
+    steps: range,
+    observed: Sequence[int],
+    order: int,
+) -> tuple[list[float], dict[int, dict[str, Tensor]]]:
+    """Some steps; the loss before each, and spectra after those asked for."""
+    stream = islice(
+        batches(corpus.train, settings.batch, settings.sequence, start.seed),
+        steps.start - 1,
+        steps.stop - 1,
+    )
+    losses, spectra = [], {}
+    for step, batch in zip(steps, reordered(stream, order), strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = start.rate * settings.rate_at(step, start.steps)
+        loss = loss_of(model, batch)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)
+        optimizer.step()
+        if step in observed:
+            spectra[step] = momentum_spectra(momenta(optimizer))
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, spectra
+
+
+def reordered(stream: Iterator[Batch], order: int) -> Iterator[Batch]:
+    """The same batches with their sequences in another order: sums are rounded otherwise."""
+    generator = torch.Generator().manual_seed(order)
+    for tokens, targets in stream:
+        if order:
+            places = torch.randperm(len(tokens), generator=generator)
+            yield tokens[places], targets[places]
+        else:
+            yield tokens, targets
+
+
+def momenta(optimizer: Muon) -> dict[str, Tensor]:
+    """What the last step orthogonalized, by name: momentum with Nesterov's step."""
+    found = {}
+    for name, param in optimizer.params_by_name.items():
+        state = optimizer.state[param]
+        if "momentum_buffer" in state:
+            assert param.grad is not None
+            found[name] = param.grad + optimizer.config.momentum * state["momentum_buffer"]
+    return found
 
 
 def loss_of(model: Decoder, batch: Batch) -> Tensor:
+    """Mean cross-entropy a token."""
     tokens, targets = batch
     return functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def set_rate(optimizer: torch.optim.Optimizer, rate: float) -> None:
-    for group in optimizer.param_groups:
-        group["lr"] = rate
-
-
-def validation_set(corpus: Corpus, settings: Settings) -> list[Batch]:
-    """The same batches for every run."""
-    stream = batches(corpus.validation, settings.batch, settings.sequence, _VALIDATION_SEED)
-    return list(islice(stream, settings.validation_batches))
-
-
 @torch.no_grad()
-def evaluate(model: Decoder, held_out: Sequence[Batch]) -> float:
-    """Mean loss a token."""
-    return sum(loss_of(model, batch).item() for batch in held_out) / len(held_out)
+def evaluate(model: Decoder, corpus: Corpus, settings: Settings) -> float:
+    """Mean loss a token on batches that are the same for every run."""
+    stream = batches(corpus.validation, settings.batch, settings.sequence, _VALIDATION_SEED)
+    found = islice(stream, settings.validation_batches)
+    return statistics.fmean(loss_of(model, batch).item() for batch in found)
 
 
-def relative_flops(optimizer: torch.optim.Optimizer, step: int) -> float:
-    """Newton-Schulz flops of one step over those of `BASE_STEPS` steps of every matrix."""
-    if not isinstance(optimizer, Muon):
-        return 0.0
-    assert optimizer.world is not None
-    policy, spent, base = optimizer.policy, 0, 0
-    schedules = policy.schedules(step)
-    for matrix in optimizer.world.registry:
-        cost = ns_step_flops(*matrix.shape)
-        spent += schedules[policy.group_of(matrix.name)].num_steps * cost
-        base += BASE_STEPS * cost
-    return spent / base
-
-
-def plan_of(optimizer: torch.optim.Optimizer, step: int) -> dict[str, Any]:
-    """Newton-Schulz steps by group at a step, and AMO's plan."""
-    if not isinstance(optimizer, Muon):
-        return {"allocation": {}, "plan": None}
-    schedules, policy = optimizer.policy.schedules(step), optimizer.policy
-    plan = policy.plan if isinstance(policy, AMOPolicy) else None
-    return {
-        "allocation": {name: schedules[name].num_steps for name in sort_operator_types(schedules)},
-        "plan": None if plan is None else plan.to_dict(),
-    }
+def digest(model: Decoder) -> str:
+    """Of the bits of all parameters."""
+    hasher = hashlib.sha256()
+    for param in model.parameters():
+        hasher.update(param.detach().contiguous().numpy().tobytes())
+    return hasher.hexdigest()[:16]
 
 
 def write_whole(path: Path, write: Any) -> None:
@@ -195,5 +241,9 @@ def write_whole(path: Path, write: Any) -> None:
 
 
 def write_json(path: Path, record: Any) -> None:
-    text = json.dumps(record, indent=1)
+    text = json.dumps(record)
     write_whole(path, lambda part: part.write_text(text + "\n"))
+
+
+def seconds_since(start: float) -> float:
+    return round(time.perf_counter() - start, 1)

@@ -1,0 +1,224 @@
+"""What is run, in which order, and how two workers share it."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.plan_quality import train
+from benchmarks.plan_quality.data import Corpus
+from benchmarks.plan_quality.model import ARCHITECTURES
+from benchmarks.plan_quality.rows import ROWS, Planner, relative_flops
+from benchmarks.plan_quality.settings import Settings
+from benchmarks.plan_quality.spectra import scores
+from benchmarks.plan_quality.train import Start
+
+DECIDING = ("uniform-5", "uniform-3", "distance-0.6", "distance-0.5", "residual-alike-0.8")
+"""The bar, what could win by its flops, and the plan that is the default today."""
+CORE = (*DECIDING[:3], "residual-alike-0.8", "uniform-4", "distance-0.8")
+MORE = ("residual-0.8", "kj")
+EXTRA = (
+    *("distance-0.5", "distance-0.6-from-1", "direction-0.8"),
+    *("direction-0.6-from-1", "depth-0.6-from-1", "distance-1.0"),
+)
+AS_IS = ("uniform-5", "residual-alike-0.8", "uniform-3")
+AS_IS_MORE = ("kj", "distance-0.8", "uniform-4", "distance-0.6")
+NOISE = tuple(f"uniform-5~{order}" for order in range(1, 6))
+"""The bar again, with the sums of each batch in another order after the switch."""
+TELLING = ("uniform-5", "uniform-3", "distance-0.6", "residual-alike-0.8")
+RATES = (0.004, 0.008, 0.016, 0.032)
+RATE_SEED = 99
+CONTENDERS = ("uniform-5", "uniform-3", "distance-0.6")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Job:
+    """Rows that share a start."""
+
+    start: Start
+    rows: tuple[str, ...]
+
+
+def all_jobs() -> list[Job]:
+    """In the order of what they tell: whatever is done at any time is a balanced table."""
+
+    def each(rows: Sequence[str], *which: int, norm: str = "exact") -> list[Job]:
+        return [
+            Job(Start(name, seed, norm), tuple(rows)) for seed in which for name in ARCHITECTURES
+        ]
+
+    def rates(name: str, norm: str) -> list[Job]:
+        return [Job(Start(name, RATE_SEED, norm, rate), CONTENDERS) for rate in RATES]
+
+    def switches(which: Sequence[int]) -> list[Job]:
+        rows = ("uniform-3", "distance-0.6", "uniform-4")
+        return [
+            Job(Start(name, seed, switch=switch), rows)
+            for seed in which
+            for name in ARCHITECTURES
+            for switch in (12, 50)
+        ]
+
+    def long(name: str) -> Job:
+        return Job(Start(name, 0, steps=2000, switch=800), TELLING)
+
+    first, *others = ARCHITECTURES
+    return [
+        *(Job(Start(first, 0, order=order), ("uniform-5",)) for order in range(1, 6)),
+        Job(Start(first, 0), ("uniform-5", *NOISE)),
+        *rates(first, "exact"),
+        *each((*CORE, *MORE), 0),
+        *each(DECIDING, 1),
+        *each(AS_IS, 0, norm="as_is")[:1],
+        # The bar's own best rate without the exact norm.
+        *(Job(job.start, CONTENDERS[:1]) for job in rates(first, "as_is")[2:0:-1]),
+        *each(AS_IS[:1], 0, norm="as_is"),
+        *(Job(job.start, CONTENDERS[1:2]) for job in switches([0])[:2]),
+        *each(("distance-0.5",), 0),
+        *each(DECIDING[:2], 2),
+        *(Job(job.start, CONTENDERS[:1]) for job in rates(first, "as_is")),
+        *each(AS_IS, 0, norm="as_is"),
+        *each(DECIDING, 2),
+        *each(EXTRA, 0),
+        *each(DECIDING, 3),
+        *each(AS_IS, 1, norm="as_is"),
+        *each(DECIDING, 4),
+        long(first),
+        *switches([0]),
+        *each(AS_IS, 2, 3, 4, norm="as_is"),
+        *each((*CORE, *MORE), 1, 2, 3, 4),
+        *rates(first, "as_is"),
+        *each(AS_IS_MORE, 0, norm="as_is"),
+        *(job for name in others for job in rates(name, "exact")),
+        *each(EXTRA, 1),
+        *each(AS_IS_MORE, 1, norm="as_is"),
+        *switches([1]),
+        *each(EXTRA, 2, 3, 4),
+        *each(AS_IS_MORE, 2, 3, 4, norm="as_is"),
+        *(job for name in others for job in rates(name, "as_is")),
+        *map(long, others),
+    ]
+
+
+def record_path(output: Path, start: Start, row: str) -> Path:
+    """Where the record of one run is."""
+    return output / "runs" / f"{start.key}-{row}.json"
+
+
+def missing(output: Path, job: Job) -> list[str]:
+    """Rows that have no record."""
+    return [row for row in job.rows if not record_path(output, job.start, row).exists()]
+
+
+def work(
+    jobs: Sequence[Job],
+    output: Path,
+    spectra: Path,
+    corpus: Corpus,
+    settings: Settings,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Run what has no record and no other worker.
+
+    Args:
+        jobs: In this order.
+        output: Folder of the records.
+        spectra: Folder of spectra and of the claims of workers.
+        corpus: Of all runs.
+        settings: Of all runs.
+        tell: Gets a line for each run.
+    """
+    for job in jobs:
+        while missing(output, job):
+            with claim(spectra / f"{job.start.key}.claim") as is_mine:
+                if is_mine:
+                    run(job, output, spectra, corpus, settings, tell)
+            if not is_mine:
+                break
+
+
+@contextlib.contextmanager
+def claim(path: Path) -> Iterator[bool]:
+    """Whether this process may do what the path stands for; a dead process has no claim."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError, ValueError):
+        if not Path(f"/proc/{int(path.read_text())}").exists():
+            path.unlink()
+    try:
+        with path.open("x") as file:
+            file.write(str(os.getpid()))
+    except FileExistsError:
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        path.unlink()
+
+
+def run(
+    job: Job,
+    output: Path,
+    spectra: Path,
+    corpus: Corpus,
+    settings: Settings,
+    tell: Callable[[str], None] = print,
+) -> None:
+    """Run the rows of a job that have no record; each is written when it is done."""
+    begun, start = time.perf_counter(), job.start
+    snapshot = train.begin(start, ARCHITECTURES[start.architecture], corpus, settings)
+    shapes, types = train.matrix_shapes(snapshot.model)
+    planner = Planner(snapshot.spectra, shapes, types)
+    tell(f"{start.key}: begun in {train.seconds_since(begun)} s")
+    later_path = spectra / f"{start.key}.pt"
+    for name in missing(output, job):
+        begun = time.perf_counter()
+        row, _, order = name.partition("~")
+        chosen = planner.choose(ROWS[row])
+        end = train.finish(
+            *(snapshot, chosen.schedules, corpus, settings),
+            order=int(order or 0),
+            observe=name == "uniform-5",
+        )
+        if end.spectra:
+            kept = {"observed": snapshot.spectra, "later": end.spectra}
+            train.write_whole(later_path, lambda part, kept=kept: torch.save(kept, part))
+        later = torch.load(later_path)["later"] if later_path.exists() else None
+        flops = relative_flops(chosen.schedules, shapes)
+        share = start.switch / start.steps
+        record: dict[str, Any] = {
+            **dataclasses.asdict(start),
+            "row": name,
+            "validation_loss": train.evaluate(end.model, corpus, settings),
+            "flops_after": flops,
+            "flops": share + (1 - share) * flops,
+            "plan": chosen.plan,
+            "scores_at_switch": rounded(scores(chosen.schedules, snapshot.spectra, shapes)),
+            "scores_after": later and rounded(scores(chosen.schedules, later, shapes)),
+            "train_loss": every_tenth([*snapshot.train_loss, *end.train_loss]),
+            "digest": train.digest(end.model),
+            "seconds": train.seconds_since(begun),
+            "settings": dataclasses.asdict(settings),
+            "corpus": corpus.description["digest"],
+            "machine": f"{platform.machine()}, torch {torch.__version__}",
+        }
+        train.write_json(record_path(output, start, name), record)
+        tell(f"{start.key} {name}: {record['validation_loss']:.4f} in {record['seconds']} s")
+
+
+def rounded(values: dict[str, float]) -> dict[str, float]:
+    return {name: float(f"{value:.6g}") for name, value in values.items()}
+
+
+def every_tenth(losses: Sequence[float]) -> list[float]:
+    """Means of ten steps."""
+    return [round(statistics.fmean(losses[i : i + 10]), 4) for i in range(0, len(losses), 10)]

@@ -1,0 +1,124 @@
+"""Spectra of momentum, and what schedules leave of them by several measures.
+
+A schedule maps each singular value by itself: with ``x_j = sigma_j / (norm_scale * ||M||_F)`` the
+result has the singular values ``y_j = p(x_j)``. So every measure of a result follows from the
+spectrum of the momentum, without a run.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from amo_dist import Schedule
+
+Spectra: TypeAlias = Mapping[int, Mapping[str, Tensor]]
+"""Singular values over the Frobenius norm, float64, by step and name of the matrix."""
+Shapes: TypeAlias = Mapping[str, tuple[int, int]]
+"""Of each matrix, by name."""
+
+MEASURES = ("residual", "distance", "direction", "square", "low")
+"""Means over the directions of the short side; see `measures`."""
+
+
+def momentum_spectra(momenta: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Singular values of matrices over their Frobenius norms, float64, descending, by name."""
+    found = {}
+    for name, momentum in momenta.items():
+        values = torch.linalg.svdvals(momentum.double())
+        found[name] = values / torch.linalg.vector_norm(values)
+    return found
+
+
+def images(values: Tensor, schedules: Sequence[Schedule]) -> Tensor:
+    """What schedules make of singular values.
+
+    Args:
+        values: Over the Frobenius norm, float64, ``(m,)``.
+        schedules: Scaled by the Frobenius norm.
+
+    Returns:
+        Float64, ``(len(schedules), m)``.
+    """
+    longest = max(schedule.num_steps for schedule in schedules)
+    nothing = (1.0, 0.0, 0.0)
+    steps = torch.tensor(
+        [[*s.coefficients, *[nothing] * (longest - s.num_steps)] for s in schedules],
+        dtype=torch.float64,
+    )
+    scales = torch.tensor([s.norm_scale for s in schedules], dtype=torch.float64)
+    y = values / scales.unsqueeze(1)
+    for a, b, c in steps.unsqueeze(-1).permute(1, 2, 0, 3):
+        square = y.square()
+        y = y * (a + square * (b + square * c))
+    return y
+
+
+def measures(y: Tensor) -> Tensor:
+    """All `MEASURES` of results, given their singular values.
+
+    - ``residual``: ``mean (y^2 - 1)^2``.
+    - ``distance``: ``mean (y - 1)^2``, the squared distance to the polar factor.
+    - ``direction``: the same once the result is scaled to the norm of the polar factor,
+      ``2 - 2 mean(y) / sqrt(mean(y^2))``.
+    - ``square``: ``mean y^2``, the squared size of the update against an exact one.
+    - ``low``: the share of directions with ``y < 1/2``.
+
+    Args:
+        y: Float64, ``(..., m)``.
+
+    Returns:
+        Float64, ``(..., 5)``.
+    """
+    square = y.square().mean(-1)
+    # A result of zeros stays zero: all of each direction is missing.
+    root = square.sqrt().clamp(min=1e-300)
+    direction = torch.where(square > 0, 2 - 2 * y.mean(-1) / root, 1.0)
+    residual, distance = (y.square() - 1).square().mean(-1), (y - 1).square().mean(-1)
+    low = (y < 0.5).double().mean(-1)
+    return torch.stack((residual, distance, direction, square, low), dim=-1)
+
+
+def scores(schedules: Mapping[str, Schedule], spectra: Spectra, shapes: Shapes) -> dict[str, float]:
+    """Every functional of spectra for a schedule of each matrix.
+
+    Args:
+        schedules: By name of the matrix.
+        spectra: Of one or more steps.
+        shapes: Of the matrices.
+
+    Returns:
+        Of each of `MEASURES` the mean over steps and matrices, all matrices alike (``alike``) and
+        weighted by their numbers of entries (``entries``). ``gain`` is the root of ``square``.
+    """
+    means = {
+        name: torch.stack(
+            [measures(images(found[name], [schedule]))[0] for found in spectra.values()]
+        ).mean(0)
+        for name, schedule in schedules.items()
+    }
+    found: dict[str, float] = {}
+    for weighting in ("alike", "entries"):
+        total = sum(weight(shapes[name], weighting) for name in means)
+        for i, measure in enumerate(MEASURES):
+            value = sum(weight(shapes[n], weighting) * each[i].item() for n, each in means.items())
+            found[f"{measure} {weighting}"] = value / total
+        found[f"gain {weighting}"] = found.pop(f"square {weighting}") ** 0.5
+    return found
+
+
+def weight(shape: tuple[int, int], weighting: str) -> int:
+    """One, or the number of entries, of a matrix.
+
+    The error of an update is ``(0.2 sqrt(max(m, n)))^2 * min(m, n)`` times a mean over directions.
+    """
+    return shape[0] * shape[1] if weighting == "entries" else 1
+
+
+def median_ell(spectra: Spectra, names: Sequence[str]) -> float:
+    """Median over steps and matrices of the least singular value over the norm."""
+    return statistics.median(found[name][-1].item() for found in spectra.values() for name in names)
