@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import platform
 import shutil
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from tests.integration.titan_ranks import ROOT, Job, Run, server
 
@@ -33,8 +30,6 @@ NS_DTYPES = ("bfloat16", "float32")
 
 SAVED = {"llama3": (4, 12, 16), "qwen3": (12,)}
 """Steps of the checkpoints of FSDP2 on two ranks: observation, transition, locked."""
-
-NUM_SAMPLES = 8
 
 
 def job(model: str, layout: str, ns_dtype: str, folder: Path, *more: str) -> Job:
@@ -56,11 +51,7 @@ def job(model: str, layout: str, ns_dtype: str, folder: Path, *more: str) -> Job
 
 
 def summary(run: Run) -> dict[str, Any]:
-    """What is kept of a run, as JSON values; floats in full.
-
-    Of each tensor of the state at the end: a digest of its bits, its norm and a few of its
-    elements, evenly spaced.
-    """
+    """What is kept of a run, as JSON values; floats in full."""
     records, state = run.records(), run.state(STEPS)
     (control,) = {value for key, value in state.items() if key.endswith("control")}
     return {
@@ -69,31 +60,11 @@ def summary(run: Run) -> dict[str, Any]:
         # Of the coefficients of each step; the control state holds the plan itself.
         "schedules": [_digest(json.dumps(one["schedules"]).encode()) for one in run.traces()[0]],
         "control": control,
-        "tensors": {
-            key: _tensor(value)
-            for key, value in sorted(state.items())
-            if torch.is_tensor(value) and value.is_floating_point()
-        },
-    }
-
-
-def _tensor(value: torch.Tensor) -> dict[str, Any]:
-    flat = value.detach().float().flatten().contiguous()
-    stride = max(1, flat.numel() // NUM_SAMPLES)
-    return {
-        "sha256": _digest(flat.numpy().tobytes()),
-        "norm": flat.double().norm().item(),
-        "samples": flat[::stride][:NUM_SAMPLES].tolist(),
     }
 
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def machine() -> list[str]:
-    """What the last bits of a sum depend on."""
-    return [platform.machine(), torch.backends.cpu.get_cpu_capability(), torch.__version__]
 
 
 def main(folder: Path) -> None:
@@ -110,8 +81,7 @@ def main(folder: Path) -> None:
                     if (layout, ns_dtype) == ("fsdp2", "bfloat16"):
                         _keep(run, model, folder)
     lines = [f"{json.dumps(name)}: {json.dumps(run)}" for name, run in runs.items()]
-    head = f'"machine": {json.dumps(machine())}'
-    (folder / "runs.json").write_text("{\n" + ",\n".join([head, *lines]) + "\n}\n")
+    (folder / "runs.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _keep(run: Run, model: str, folder: Path) -> None:
