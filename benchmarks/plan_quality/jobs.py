@@ -22,22 +22,16 @@ from benchmarks.plan_quality.settings import Settings
 from benchmarks.plan_quality.spectra import scores
 from benchmarks.plan_quality.train import Start
 
-DECIDING = ("uniform-5", "uniform-3", "distance-0.6", "distance-0.5", "residual-alike-0.8")
-"""The bar, what could win by its flops, and the plan that is the default today."""
-CORE = (*DECIDING[:3], "residual-alike-0.8", "uniform-4", "distance-0.8")
-MORE = ("residual-0.8", "kj")
-EXTRA = (
-    *("distance-0.5", "distance-0.6-from-1", "direction-0.8"),
-    *("direction-0.6-from-1", "depth-0.6-from-1", "distance-1.0"),
-)
+CONTENDERS = ("uniform-5", "uniform-3", "distance-0.6")
+"""The bar, and what could win by its flops."""
+TRIAL = ("residual-alike-0.8", "uniform-4", "distance-0.8", "residual-0.8", "kj")
+"""Plans of other objectives, other budgets, and a named schedule."""
+VARIANTS = ("distance-0.6-from-1", "direction-0.8", "depth-0.6-from-1")
 AS_IS = ("uniform-5", "residual-alike-0.8", "uniform-3")
-AS_IS_MORE = ("kj", "distance-0.8", "uniform-4", "distance-0.6")
 NOISE = tuple(f"uniform-5~{order}" for order in range(1, 6))
 """The bar again, with the sums of each batch in another order after the switch."""
-TELLING = ("uniform-5", "uniform-3", "distance-0.6", "residual-alike-0.8")
 RATES = (0.004, 0.008, 0.016, 0.032)
 RATE_SEED = 99
-CONTENDERS = ("uniform-5", "uniform-3", "distance-0.6")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,53 +53,24 @@ def all_jobs() -> list[Job]:
     def rates(name: str, norm: str) -> list[Job]:
         return [Job(Start(name, RATE_SEED, norm, rate), CONTENDERS) for rate in RATES]
 
-    def switches(which: Sequence[int]) -> list[Job]:
-        rows = ("uniform-3", "distance-0.6", "uniform-4")
-        return [
-            Job(Start(name, seed, switch=switch), rows)
-            for seed in which
-            for name in ARCHITECTURES
-            for switch in (12, 50)
-        ]
+    def switch(step: int) -> Job:
+        return Job(Start(first, 0, switch=step), ("uniform-3",))
 
-    def long(name: str) -> Job:
-        return Job(Start(name, 0, steps=2000, switch=800), TELLING)
-
-    first, *others = ARCHITECTURES
+    first = next(iter(ARCHITECTURES))
     return [
         *(Job(Start(first, 0, order=order), ("uniform-5",)) for order in range(1, 6)),
         Job(Start(first, 0), ("uniform-5", *NOISE)),
         *rates(first, "exact"),
-        *each((*CORE, *MORE), 0),
-        *each(DECIDING, 1),
-        *each(AS_IS, 0, norm="as_is")[:1],
-        # The bar's own best rate without the exact norm.
-        *(Job(job.start, CONTENDERS[:1]) for job in rates(first, "as_is")[2:0:-1]),
+        *each((*CONTENDERS, *TRIAL, "distance-0.5"), 0),
+        *each((*CONTENDERS, "residual-alike-0.8", "distance-0.5"), 1),
         *each(AS_IS[:1], 0, norm="as_is"),
-        *(Job(job.start, CONTENDERS[1:2]) for job in switches([0])[:2]),
-        *each(("distance-0.5",), 0),
-        *each(DECIDING[:2], 2),
+        *(switch(step) for step in (12, 50)),
+        *each((*CONTENDERS, TRIAL[0]), 2, 3, 4),
+        Job(Start(first, 0, steps=2000, switch=800), CONTENDERS),
+        *each(TRIAL, 1, 2, 3, 4),
+        *each(AS_IS, 0, 1, 2, 3, 4, norm="as_is"),
         *(Job(job.start, CONTENDERS[:1]) for job in rates(first, "as_is")),
-        *each(AS_IS, 0, norm="as_is"),
-        *each(DECIDING, 2),
-        *each(EXTRA, 0),
-        *each(DECIDING, 3),
-        *each(AS_IS, 1, norm="as_is"),
-        *each(DECIDING, 4),
-        long(first),
-        *switches([0]),
-        *each(AS_IS, 2, 3, 4, norm="as_is"),
-        *each((*CORE, *MORE), 1, 2, 3, 4),
-        *rates(first, "as_is"),
-        *each(AS_IS_MORE, 0, norm="as_is"),
-        *(job for name in others for job in rates(name, "exact")),
-        *each(EXTRA, 1),
-        *each(AS_IS_MORE, 1, norm="as_is"),
-        *switches([1]),
-        *each(EXTRA, 2, 3, 4),
-        *each(AS_IS_MORE, 2, 3, 4, norm="as_is"),
-        *(job for name in others for job in rates(name, "as_is")),
-        *map(long, others),
+        *each(VARIANTS, 0),
     ]
 
 

@@ -35,10 +35,8 @@ TWINS = (
     ("residual-alike-0.8", "uniform-4"),
     ("distance-0.6", "uniform-3"),
     ("distance-0.6-from-1", "uniform-3"),
-    ("direction-0.6-from-1", "uniform-3"),
     ("depth-0.6-from-1", "uniform-3"),
     ("depth-0.6-from-1", "distance-0.6-from-1"),
-    ("distance-1.0", "uniform-5"),
     ("kj", "uniform-5"),
 )
 """Rows of about the same flops, the second the simpler one."""

@@ -71,15 +71,11 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         "kj": Row("Muon-KJ", named="kj"),
         "residual-alike-0.8": _plan("residual, alike", "residual", 0.8, weighting="alike"),
         "residual-0.8": _plan("residual, entries", "residual", 0.8),
-        "distance-1.0": _plan("distance, entries", "distance", 1.0),
         "distance-0.8": _plan("distance, entries", "distance", 0.8),
         "distance-0.6": _plan("distance, entries", "distance", 0.6),
         "distance-0.5": _plan("distance, entries", "distance", 0.5),
         "distance-0.6-from-1": _plan("distance, entries, 1 to 7 steps", "distance", 0.6, least=1),
         "direction-0.8": _plan("direction, entries", "direction", 0.8),
-        "direction-0.6-from-1": _plan(
-            "direction, entries, 1 to 7 steps", "direction", 0.6, least=1
-        ),
         "depth-0.6-from-1": _plan(
             "distance, entries, by type and depth, 1 to 7 steps",
             *("distance", 0.6),
