@@ -1,5 +1,7 @@
 """Real gloo processes for tests, started once per world size and shared by many cases.
 
+Ranks are forked from a process that has imported torch and trained once: an import takes seconds.
+
 A case is a module-level function ``case(rank, world_size, *args)``. The ``run_on`` fixture runs it
 on every rank of an initialised process group and gives the return values back, by rank:
 
@@ -9,7 +11,7 @@ on every rank of an initialised process group and gives the return values back, 
         assert run_on(4)(sum_of_ranks, 10) == [16, 16, 16, 16]
 
 Warnings are errors on the ranks too. An exception that a case lets out costs the pool, and the
-next case pays for a new one (seconds); where an error is expected on every rank, catch it inside
+next case pays for a new one; where an error is expected on every rank, catch it inside
 the case and return its text. Leave the ranks as you found them: same seed, same default dtype, no
 collective under way.
 """
@@ -28,7 +30,7 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -104,8 +106,14 @@ def _answer(payload: bytes, rank: int, world_size: int) -> bytes:
             return pickle.dumps(_Answer(error=RuntimeError(repr(error)), text=text))
 
 
-def _serve(connection: Connection, rank: int, world_size: int, directory: str) -> None:
+def _serve(
+    connection: Connection, rank: int, world_size: int, directory: str, environment: dict[str, str]
+) -> None:
     """The life of a rank: meet the others, answer cases until told to stop."""
+    # A fork has the environment of the process that it comes from, as it was when that started.
+    os.environ.clear()
+    os.environ.update(environment)
+    dist.set_debug_level_from_env()
     torch.set_num_threads(1)
     with open(Path(directory, f"stack{rank}"), "w") as stack:
         # Written by a C handler: it works in a rank stuck inside a collective.
@@ -126,21 +134,6 @@ def _serve(connection: Connection, rank: int, world_size: int, directory: str) -
         faulthandler.unregister(signal.SIGUSR1)
 
 
-@contextlib.contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Environment of the processes started inside; multiprocessing has no argument for it."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
 class Pool:
     """``world_size`` processes in one gloo group; they meet through a file, without ports."""
 
@@ -151,10 +144,8 @@ class Pool:
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
         self._busy = set(range(world_size))
-        loopback = "lo" if sys.platform == "linux" else "lo0"
-        with _environment(OMP_NUM_THREADS="1", GLOO_SOCKET_IFNAME=loopback):
-            for rank in range(world_size):
-                self._start(rank)
+        for rank in range(world_size):
+            self._start(rank)
         try:
             self._gather("start-up", START_TIMEOUT)
         except BaseException:
@@ -162,11 +153,15 @@ class Pool:
             raise
 
     def _start(self, rank: int) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        # The same as in `tests.faults`: there is one such server for all tests.
+        context.set_forkserver_preload(["tests.faults.warm"])
+        loopback = "lo" if sys.platform == "linux" else "lo0"
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": loopback}
         ours, theirs = context.Pipe()
         process = context.Process(
             target=_serve,
-            args=(theirs, rank, self.world_size, str(self._directory)),
+            args=(theirs, rank, self.world_size, str(self._directory), environment),
             name=f"rank {rank} of {self.world_size}",
             daemon=True,
         )

@@ -112,16 +112,6 @@ def test_ranks_are_measured_where_the_tests_are(run_on: Ranks) -> None:
     assert run_on(2)(is_measured) == [is_measured()] * 2
 
 
-def test_the_environment_of_the_tests_is_left_alone(
-    run_on: Ranks, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "7")
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
-    run_on(1, fresh=True)(process_id)
-    assert os.environ["OMP_NUM_THREADS"] == "7"
-    assert "GLOO_SOCKET_IFNAME" not in os.environ
-
-
 def test_tensors_outlive_their_rank(run_on: Ranks) -> None:
     results = run_on(2, fresh=True)(tensors)
     assert [result.tolist() for result in results] == [[0.0] * 3, [1.0] * 3]
