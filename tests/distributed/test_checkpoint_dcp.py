@@ -131,8 +131,7 @@ def check(reference: dict[str, Any], results: list[Any], steps: tuple[int, ...])
                 assert torch.equal(found["params"][name], expected), (step, name)
 
 
-@pytest.mark.parametrize("flatten", [False, True])
-@pytest.mark.parametrize("criterion", CONFIGS)
+@pytest.mark.parametrize(("flatten", "criterion"), [(False, "update"), (True, "projected")])
 def test_fsdp_resumes_bit_for_bit(
     run_on: Ranks, tmp_path: Path, flatten: bool, criterion: str
 ) -> None:
@@ -145,35 +144,23 @@ def test_fsdp_resumes_bit_for_bit(
     check(reference, run_on(2)(resume, "fsdp", str(tmp_path), flatten, SAVED, criterion), SAVED)
 
 
-def test_two_ranks_go_on_as_three_in_the_middle_of_observation(
-    run_on: Ranks, tmp_path: Path
-) -> None:
-    reference, _ = run_on(2)(train_and_save, "fsdp", str(tmp_path), False)[0]
-    check(reference, run_on(3)(resume, "fsdp", str(tmp_path), False, (3,)), (3,))
-
-
-@pytest.mark.slow
 def test_a_checkpoint_moves_between_worlds(run_on: Ranks, tmp_path: Path) -> None:
-    steps = (3, 4, 5)
     reference, _ = run_on(2)(train_and_save, "fsdp", str(tmp_path), False)[0]
-    for world_size, layout in (
-        (1, "plain"),
-        (3, "fsdp"),
-        (4, "fsdp"),
-        (4, "hsdp"),
-        (2, "tp"),
-        (4, "tp_fsdp"),
-        (2, "plain"),
+    for world_size, layout, steps in (
+        (1, "plain", (3, 5)),
+        (3, "fsdp", (3, 4)),
+        (4, "hsdp", (5,)),
+        (2, "tp", (3,)),
+        (4, "tp_fsdp", (4, 5)),
+        (2, "plain", (3,)),
     ):
         results = run_on(world_size)(resume, layout, str(tmp_path), False, steps)
         check(reference, results, steps)
 
 
-@pytest.mark.slow
 def test_a_checkpoint_of_tensor_parallelism_comes_back(run_on: Ranks, tmp_path: Path) -> None:
     reference, _ = run_on(4)(train_and_save, "tp_fsdp", str(tmp_path), False)[0]
-    for world_size, layout in ((2, "fsdp"), (1, "plain")):
-        check(reference, run_on(world_size)(resume, layout, str(tmp_path), False, (5,)), (5,))
+    check(reference, run_on(2)(resume, "fsdp", str(tmp_path), False, (5,)), (5,))
 
 
 def bf16_momentum(rank: int, world_size: int, folder: str) -> list[tuple[str, bool]]:

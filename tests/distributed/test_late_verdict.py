@@ -30,13 +30,18 @@ from tests.nccl import nccl
 from tests.simulated_device import simulated_device
 
 MATRIX, REST = "layers.1.attention.wq.weight", "tok_embeddings.weight"
+SHAPES = {  # few: an operation on the simulated device takes long
+    name: shape
+    for name, shape in models.shapes().items()
+    if name in (MATRIX, REST) or name.startswith("layers.0.attention")
+}
 OPTIMIZERS: dict[str, type[Muon]] = {"muon": Muon, "adamuon": AdaMuon, "normuon": NorMuon}
 WORLDS = [pytest.param("fsdp", 2, id="fsdp-2"), pytest.param("hsdp", 4, id="hsdp-2x2")]
 
 
 def make(layout: str, optimizer: str = "muon", **fields: Any) -> tuple[nn.Module, Muon]:
     """After two good steps: from the second on nothing waits."""
-    model = models.make_model(layout, models.shapes(), "cuda")
+    model = models.make_model(layout, SHAPES, "cuda")
     config = MuonConfig(bucket_bytes=256, ns_backend="standard", **fields)
     made = OPTIMIZERS[optimizer](param_groups(model), lr=1e-2, config=config)
     for step in (1, 2):
@@ -109,8 +114,10 @@ def faults(rank: int, world_size: int, layout: str, optimizer: str) -> list[tupl
     return found
 
 
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize(("layout", "world_size"), WORLDS)
+@pytest.mark.parametrize(
+    ("layout", "world_size", "optimizer"),
+    [("fsdp", 2, "muon"), ("hsdp", 4, "adamuon"), ("fsdp", 2, "normuon")],
+)
 def test_a_bad_step_changes_nothing_and_is_told_by_the_next(
     run_on: Ranks, layout: str, world_size: int, optimizer: str
 ) -> None:

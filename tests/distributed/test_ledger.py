@@ -103,22 +103,19 @@ def sent_by(rank: int, pairs: Pairs) -> dict[int, Volume]:
 
 
 CASES = [
-    pytest.param("fsdp", 2, False, {}, id="fsdp-2"),
-    pytest.param("fsdp", 3, False, {}, id="fsdp-3-uneven-and-empty"),
-    pytest.param("fsdp", 4, False, {}, id="fsdp-4-uneven-and-empty"),
-    pytest.param("fsdp", 4, True, {}, id="fsdp-4-even"),
-    pytest.param("hsdp", 4, False, {}, id="hsdp-2x2"),
-    pytest.param("hsdp", 4, False, {"owners": "replica"}, id="hsdp-2x2-owners-in-replicas"),
-    pytest.param("tp", 3, False, {}, id="tp-3-uneven"),
-    pytest.param("tp_fsdp", 4, True, {}, id="tp-2-fsdp-2"),
-    pytest.param("plain", 3, False, {}, id="ddp-3"),
-    pytest.param("fsdp", 4, False, {"max_team": 2}, id="fsdp-4-teams"),
-    pytest.param("hsdp", 4, False, {"max_team": 2}, id="hsdp-2x2-teams"),
+    pytest.param("fsdp", 2, False, {}, 2**20, id="fsdp-2"),
+    pytest.param("fsdp", 4, False, {}, 64, id="fsdp-4-uneven-and-empty"),
+    pytest.param("hsdp", 4, False, {}, 2**20, id="hsdp-2x2"),
+    pytest.param("hsdp", 4, False, {"owners": "replica"}, 64, id="hsdp-2x2-owners-in-replicas"),
+    pytest.param("tp", 3, False, {}, 64, id="tp-3-uneven"),
+    pytest.param("tp_fsdp", 4, True, {}, 2**20, id="tp-2-fsdp-2"),
+    pytest.param("plain", 3, False, {}, 64, id="ddp-3"),
+    pytest.param("fsdp", 4, False, {"max_team": 2}, 2**20, id="fsdp-4-teams"),
+    pytest.param("hsdp", 4, False, {"max_team": 2}, 64, id="hsdp-2x2-teams"),
 ]
 
 
-@pytest.mark.parametrize(("layout", "world_size", "even", "fields"), CASES)
-@pytest.mark.parametrize("bucket_bytes", [64, 2**20])
+@pytest.mark.parametrize(("layout", "world_size", "even", "fields", "bucket_bytes"), CASES)
 def test_ranks_send_what_the_ledger_says(
     run_on: Ranks,
     layout: str,

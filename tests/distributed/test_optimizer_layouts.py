@@ -14,13 +14,13 @@ from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.oracle import Oracle
 
-LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 20, 7
+LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 9, 7
 PAPER: dict[str, Any] = {"planner": "paper"}
 AMO_FIELDS: dict[str, Any] = {
-    "observe_until": 8,
-    "observe_every": 4,
+    "observe_until": 4,
+    "observe_every": 2,
     "sample_size": 2,
-    "transition_steps": 6,
+    "transition_steps": 3,
     # Small buckets: the tiny matrices of these tests fill several.
     "bucket_bytes": 256,
 }
@@ -78,28 +78,19 @@ def check_against_twin(
 
 
 CASES = [
-    pytest.param("plain", 1, id="one-process"),
-    pytest.param("plain", 2, id="ddp-2"),
-    pytest.param("plain", 3, id="ddp-3"),
-    pytest.param("fsdp", 2, id="fsdp-2"),
-    pytest.param("fsdp", 3, id="fsdp-3"),
-    pytest.param("fsdp", 4, id="fsdp-4"),
-    pytest.param("hsdp", 4, id="hsdp-2x2"),
-    pytest.param("tp", 2, id="tp-2"),
-    pytest.param("tp", 3, id="tp-3"),
-    pytest.param("tp_fsdp", 4, id="tp-2-fsdp-2"),
+    pytest.param("plain", 1, "float32", {}, id="one-process"),
+    pytest.param("plain", 3, "bfloat16", PAPER, id="ddp-3"),
+    pytest.param("fsdp", 2, "bfloat16", {}, id="fsdp-2"),
+    pytest.param("fsdp", 3, "float32", PAPER, id="fsdp-3"),
+    pytest.param("fsdp", 4, "bfloat16", {}, id="fsdp-4"),
+    pytest.param("hsdp", 4, "bfloat16", PAPER, id="hsdp-2x2"),
+    pytest.param("tp", 2, "float32", {}, id="tp-2"),
+    pytest.param("tp", 3, "bfloat16", PAPER, id="tp-3"),
+    pytest.param("tp_fsdp", 4, "bfloat16", {}, id="tp-2-fsdp-2"),
 ]
 
 
-PLANNERS = [
-    pytest.param({}, id="measured"),
-    pytest.param(PAPER, id="projected"),
-]
-
-
-@pytest.mark.parametrize(("layout", "world_size"), CASES)
-@pytest.mark.parametrize("ns_dtype", ["bfloat16", "float32"])
-@pytest.mark.parametrize("planner", PLANNERS)
+@pytest.mark.parametrize(("layout", "world_size", "ns_dtype", "planner"), CASES)
 def test_every_layout_equals_the_twin_bit_for_bit(
     run_on: Ranks, layout: str, world_size: int, ns_dtype: str, planner: dict[str, Any]
 ) -> None:

@@ -21,12 +21,12 @@ from tests.nccl import nccl
 from tests.oracle import Oracle
 from tests.simulated_device import simulated_device
 
-LR, STEPS = 3e-3, 20
+LR, STEPS = 3e-3, 10
 FIELDS: dict[str, Any] = {
-    "observe_until": 8,
-    "observe_every": 4,
+    "observe_until": 4,
+    "observe_every": 2,
     "sample_size": 2,
-    "transition_steps": 6,
+    "transition_steps": 3,
     "bucket_bytes": 256,
     "ns_dtype": "float32",
     "ns_backend": "standard",
@@ -52,20 +52,14 @@ def shapes_of(layout: str) -> Shapes:
 
 CASES = [
     pytest.param("plain", (0,), id="one-process"),
-    pytest.param("plain", (0, 0), id="ddp-2"),
     pytest.param("plain", (0, 0, 1, 1), id="ddp-4-on-two-nodes"),
-    pytest.param("fsdp", (0, 0), id="fsdp-2"),
     pytest.param("fsdp", (0, 0, 0), id="fsdp-3"),
-    pytest.param("hsdp", (0, 0, 0, 0), id="hsdp-2x2"),
     pytest.param("hsdp", (0, 1, 0, 1), id="hsdp-2x2-across-two-nodes"),
     pytest.param("tp", (0, 0, 0), id="tp-3"),
-    pytest.param("tp_fsdp", (0, 0, 0, 0), id="tp-2-fsdp-2"),
     pytest.param("hsdp_tp", (0, 0, 0, 0), id="hsdp-2x1-tp-2"),
     pytest.param("build_experts_0", (0, 0), id="experts-2"),
-    pytest.param("build_stage", (0, 0), id="stages-2"),
     pytest.param("build_sharded_stage", (0, 0, 0, 0), id="stages-2-fsdp-2"),
     pytest.param("fsdp in teams", (0, 0, 0, 0), id="fsdp-4-in-teams"),
-    pytest.param("hsdp in teams", (0, 0, 0, 0), id="hsdp-2x2-in-teams"),
     pytest.param("hsdp in teams", (0, 1, 0, 1), id="hsdp-2x2-in-teams-across-two-nodes"),
 ]
 """Layout, and the node of each rank."""

@@ -23,12 +23,12 @@ from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.oracle import Oracle
 
-LR, SEED, STEPS = 3e-3, 7, 20
+LR, SEED, STEPS = 3e-3, 7, 10
 FIELDS: dict[str, Any] = {
-    "observe_until": 8,
-    "observe_every": 4,
+    "observe_until": 4,
+    "observe_every": 2,
     "sample_size": 1,
-    "transition_steps": 6,
+    "transition_steps": 3,
     "bucket_bytes": 256,
     "ns_guard_every": 3,
 }
@@ -104,7 +104,6 @@ def twin_of(shapes: Shapes, fields: dict[str, Any]) -> Oracle:
 
 
 CASES = [
-    pytest.param("fsdp", 2, 2, id="fsdp-2"),
     pytest.param("fsdp", 3, 2, id="fsdp-3"),
     pytest.param("fsdp", 4, 4, id="fsdp-4"),
     pytest.param("plain", 4, 2, id="ddp-4"),
@@ -132,7 +131,7 @@ def test_every_layout_equals_the_twin_to_rounding(
             # Some 1e-5 of an orthogonal matrix, times lr and update_scale: 1e-8 a step.
             torch.testing.assert_close(params[name], expected, rtol=1e-5, atol=1e-6)
         # What is observed, or checked by the guard, is shared as ever: it travels once more.
-        assert all(step == shared[0] for step in shared[:8])
+        assert all(step == shared[0] for step in shared[:4])
     sizes = {len(team) for *_, shared in results for step in shared for team, _ in step}
     assert 2 in sizes
     assert max(sizes) <= max_team
@@ -217,7 +216,7 @@ def resume(rank: int, world_size: int, at: int) -> tuple[bool, list[Shared], lis
     return all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs), *shared
 
 
-@pytest.mark.parametrize("at", [5, 11, 17])
+@pytest.mark.parametrize("at", [3, 5, 8])
 def test_a_run_that_goes_on_gives_the_same_bits(run_on: Ranks, at: int) -> None:
     """Before the plan, in the transition, and locked: teams follow from the step alone."""
     results = run_on(4)(resume, at)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from tests.integration import titan_ranks
+from tests.integration.titan_ranks import Job, Server
 
 pytestmark = pytest.mark.slow
 
 
-@pytest.fixture(scope="module")
-def ranks() -> Iterator[titan_ranks.Server]:
-    with titan_ranks.server() as server:
-        yield server
-
-
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])  # whose head is tied to its embedding
-def test_parts_train_as_the_whole(name: str, ranks: titan_ranks.Server, tmp_path: Path) -> None:
+def test_parts_train_as_the_whole(name: str, titan: Server, tmp_path: Path) -> None:
     arguments = (
         f"--model.name={name}",
         "--optimizer.name=Muon",
@@ -34,7 +27,7 @@ def test_parts_train_as_the_whole(name: str, ranks: titan_ranks.Server, tmp_path
     for num_chunks in (1, 4):
         folder = str(tmp_path / str(num_chunks))
         more = (*arguments, f"--loss.num_chunks={num_chunks}")
-        runs.append(ranks.run(titan_ranks.Job(2, folder, more)))
+        runs.append(titan.run(Job(2, folder, more)))
     whole, parts = runs
     assert parts.losses() == pytest.approx(whole.losses(), abs=1e-4)
     norms = [[record["grad_norm"] for record in run.records()] for run in runs]

@@ -36,9 +36,8 @@ def test_shapes_are_those_of_the_paper(name: str) -> None:
     assert num_elements / 1e6 == pytest.approx(MATRIX_MILLIONS[name], abs=0.005)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("scale", [0.01, 1.0, 30.0])
-@pytest.mark.parametrize("is_reversed", [False, True])
+@pytest.mark.parametrize("name", ["Qwen3-70M", "Llama-3.1-1.4B"])
+@pytest.mark.parametrize(("scale", "is_reversed"), [(0.01, False), (1.0, True), (30.0, False)])
 def test_a_locked_step_costs_no_more_flops_than_a_uniform_one(
     name: str, scale: float, is_reversed: bool
 ) -> None:

@@ -68,7 +68,7 @@ def flops(allocation: tuple[int, ...], costs: list[int]) -> int:
     return sum(k * cost for k, cost in zip(allocation, costs, strict=True))
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(case=knapsacks(), data=st.data())
 def test_the_least_error_is_that_of_all_allocations(
     case: tuple[Curves, list[int]], data: Any
@@ -81,7 +81,7 @@ def test_the_least_error_is_that_of_all_allocations(
     assert least_error(found, budget, costs) == brute_force(found, within)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(case=knapsacks(), data=st.data())
 def test_the_fewest_flops_are_those_of_all_allocations(
     case: tuple[Curves, list[int]], data: Any
@@ -136,7 +136,7 @@ ROUNDING = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(data=st.data())
 def test_greedy_takes_the_first_of_the_best_pairs(data: Any) -> None:
     low = data.draw(st.integers(1, 4))

@@ -267,7 +267,7 @@ def test_the_glide_starts_at_the_uniform_schedule_and_ends_at_the_plan(config: A
             assert ell == float(Fraction(1e-3) + p * (Fraction(last_ell) - Fraction(1e-3)))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(
     ells=st.lists(st.floats(-6, -0.5).map(lambda x: 10.0**x), min_size=1, max_size=9),
     ratio=st.sampled_from([0.3, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.7]),

@@ -115,7 +115,7 @@ JUNK = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=600)
+@settings(deadline=None, max_examples=100)
 @given(
     data=st.data(),
     source=st.sampled_from(STATES),

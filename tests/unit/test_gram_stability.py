@@ -49,8 +49,10 @@ def test_named_schedules_are_as_exact(schedule: str) -> None:
     check(tuple(named_schedule(schedule).schedule.coefficients))
 
 
-@pytest.mark.parametrize("ell", [1e-1, 1e-3, 1e-5])
-@pytest.mark.parametrize("steps", range(1, 11))
+@pytest.mark.parametrize(
+    ("ell", "steps"),
+    [(1e-1, 1), (1e-3, 2), (1e-1, 3), (1e-5, 4), (1e-3, 5), (1e-5, 7), (1e-1, 8), (1e-3, 10)],
+)
 def test_composed_schedules_are_as_exact(ell: float, steps: int) -> None:
     check(tuple(compose(1.01 * ell, steps)))
 
@@ -75,7 +77,7 @@ MOST, MEAN, GREATEST = 20, 2.5, 2.5
 
 @pytest.mark.parametrize("backend", ["auto", "gram"])
 @pytest.mark.parametrize(("ell", "steps"), [(1e-3, 5), (1e-3, 7), (1e-2, 4)])
-@pytest.mark.parametrize("shape", [(3, 9), (16, 32), (32, 64), (128, 256)])
+@pytest.mark.parametrize("shape", [(3, 9), (32, 64), (128, 256)])
 def test_decaying_rows_stay_finite_in_bfloat16(
     shape: tuple[int, int], ell: float, steps: int, backend: str
 ) -> None:

@@ -174,7 +174,7 @@ def ceiling(case: Case) -> Fraction:
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=100)
 @given(case=cases())
 def test_a_plan_is_within_its_budget_and_never_worse_than_uniform(case: Case) -> None:
     config, costs = case.config, costs_of(case)
@@ -214,7 +214,7 @@ def test_a_plan_is_within_its_budget_and_never_worse_than_uniform(case: Case) ->
 
 
 @pytest.mark.slow
-@settings(deadline=None, max_examples=1000)
+@settings(deadline=None, max_examples=100)
 @given(case=cases(), name=st.sampled_from(["uniform", *REFERENCES]))
 def test_a_plan_as_good_as_another_schedule_is_no_worse_for_the_fewest_flops(
     case: Case, name: str
@@ -261,7 +261,7 @@ def test_a_plan_as_good_as_another_schedule_is_no_worse_for_the_fewest_flops(
 # ---------------------------------------------------------------- a slow twin
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=30)
 @given(case=cases(), num_groups=st.integers(1, 4))
 def test_the_plan_is_that_of_a_search_of_everything(case: Case, num_groups: int) -> None:
     """Each group has one matrix, so that nothing but planning is left."""

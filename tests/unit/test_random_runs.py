@@ -90,7 +90,7 @@ def resumed(policy: Held, steps_taken: int, config: AMOConfig, binds_first: bool
 CHANGES = st.tuples(configs(), st.sampled_from(["replan", "keep_checkpoint"]))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(
     config=configs(),
     changes=at_some_steps(CHANGES),
@@ -115,7 +115,7 @@ def test_a_policy_resumed_anywhere_goes_on_as_it_would_have(
         assert broken.state_dict() == straight.state_dict()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=20)
 @given(config=configs())
 def test_a_glide_begins_where_the_run_is_and_ends_at_the_plan(config: AMOConfig) -> None:
     policy = Held(AMOPolicy(config))
@@ -169,7 +169,7 @@ def run(
     return params, optimizer.control_state_dict(), phases
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=10)
 @given(
     config=configs(ns_guard_every=1, ns_guard_bound=0.3, nonfinite="skip_step"),
     events=at_some_steps(st.sampled_from(["none", "skip"])),

