@@ -178,7 +178,7 @@ class MuonConfig:
         return default if self.update_scale is None else self.update_scale
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields as plain JSON values, with the ``update_scale`` in force."""
+        """The fields as plain JSON values, with what is in force where a field is None."""
         return {**dataclasses.asdict(self), "update_scale": self.update_factor}
 
 
@@ -192,8 +192,9 @@ class AMOConfig(MuonConfig):
 
     observe_until: int = 1200
     """``T_obs``: the last observation toward the first plan, and it, come at this step."""
-    observe_every: int = 150
-    """Observation interval in optimizer steps; must divide ``observe_until``."""
+    observe_every: int | None = None
+    """Observation interval in optimizer steps; must divide ``observe_until``. None: the divisor
+    that makes eight observations, or as near to eight as there is."""
     sample_size: int = 8
     """Matrices of each operator type drawn for one observation (all, where there are fewer)."""
     planner: str = "measured"
@@ -234,13 +235,14 @@ class AMOConfig(MuonConfig):
         # The zero-argument form of super() fails here: slots=True makes a second class.
         MuonConfig.__post_init__(self)
         _require_int("observe_until", self.observe_until, 1)
-        _require_int("observe_every", self.observe_every, 1)
-        _require(
-            self.observe_until % self.observe_every == 0,
-            "observe_every",
-            self.observe_every,
-            f"a divisor of observe_until = {self.observe_until}",
-        )
+        if self.observe_every is not None:
+            _require_int("observe_every", self.observe_every, 1)
+            _require(
+                self.observe_until % self.observe_every == 0,
+                "observe_every",
+                self.observe_every,
+                f"a divisor of observe_until = {self.observe_until}",
+            )
         _require_int("sample_size", self.sample_size, 1)
         _require_choice("planner", self.planner, ("measured", "paper"))
         _require_real("shrinkage", self.shrinkage, "a number in [0, 1]", 0.0, 1.0)
@@ -260,16 +262,19 @@ class AMOConfig(MuonConfig):
         _require(isinstance(only, bool), "observe_only", only, "true or false")
         self._check_replan()
 
+    def to_dict(self) -> dict[str, Any]:
+        """See `MuonConfig.to_dict`."""
+        return {**MuonConfig.to_dict(self), "observe_every": self.interval}
+
     def _check_replan(self) -> None:
         _require_int("replan_every", self.replan_every, 0)
         if not self.replan_every:
             return
         _require(
-            self.replan_every % self.observe_every == 0
-            and self.replan_every >= self.transition_steps,
+            self.replan_every % self.interval == 0 and self.replan_every >= self.transition_steps,
             "replan_every",
             self.replan_every,
-            f"a multiple of observe_every = {self.observe_every}, and no less than "
+            f"a multiple of observe_every = {self.interval}, and no less than "
             f"transition_steps = {self.transition_steps}",
         )
         _require(not self.observe_only, "replan_every", self.replan_every, "0 with observe_only")
@@ -288,9 +293,10 @@ class AMOConfig(MuonConfig):
             ValueError: As for the constructor.
         """
         _require_int("num_steps", num_steps, 20)
-        every = num_steps // 20
-        glide = min(300, num_steps // 10)
-        fitting = {"observe_until": 8 * every, "observe_every": every, "transition_steps": glide}
+        fitting = {
+            "observe_until": 8 * (num_steps // 20),
+            "transition_steps": min(300, num_steps // 10),
+        }
         return cls(**{**fitting, **changes})
 
     @classmethod
@@ -304,6 +310,14 @@ class AMOConfig(MuonConfig):
             ValueError: As for the constructor.
         """
         return cls(**{"planner": "paper", **changes})
+
+    @property
+    def interval(self) -> int:
+        """``observe_every``, or what it is by default."""
+        if self.observe_every is not None:
+            return self.observe_every
+        counts = (count for count in range(1, 16) if self.observe_until % count == 0)
+        return self.observe_until // min(counts, key=lambda count: abs(count - 8))
 
     @property
     def lock_step(self) -> int:

@@ -129,7 +129,7 @@ class Oracle:
         if not isinstance(config, AMOConfig):
             return set()
         step = self.step_number
-        if step % config.observe_every or not self._is_observed(config, step):
+        if step % config.interval or not self._is_observed(config, step):
             return set()
         drawn: set[str] = set()
         for operator_type in self.order:

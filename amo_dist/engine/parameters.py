@@ -219,6 +219,25 @@ def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
         raise ValueError(f"{place}nesterov: found {nesterov!r}, expected True or False")
 
 
+def check_half(parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -> None:
+    """Refuse float16 parameters of AdamW whose ``eps`` is 0 in their dtype.
+
+    Their squared gradients are 0 too where gradients are small, and the update 0 / 0.
+
+    Raises:
+        ValueError: Names a parameter and the remedy.
+    """
+    for entry in parameters.entries:
+        eps = float(groups[entry.group]["eps"])
+        is_half = not entry.views and entry.param.dtype == torch.float16
+        if is_half and not torch.tensor(eps, dtype=torch.float16, device="cpu"):
+            raise ValueError(
+                f"eps: found {eps}, which is 0 in float16, the dtype of {entry.name}, so that "
+                "AdamW divides by zero; expected parameters of float32 or bfloat16 (autocast "
+                "computes in float16), or a larger eps such as 1e-4"
+            )
+
+
 def _is_between(found: object, end: float) -> bool:
     """Whether this is a number from 0 up to and without ``end``, as far as the host knows."""
     if isinstance(found, Tensor):

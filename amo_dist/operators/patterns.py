@@ -238,30 +238,49 @@ def check_expressions(field: str, patterns: Iterable[str]) -> None:
             raise ValueError(f"{field}: found {pattern!r}, {expected}") from error
 
 
-def suggest_patterns(shapes: Shapes) -> dict[str, str]:
-    """A pattern for each kind of parameter, and an operator type made of its name, or AdamW.
+def suggest_patterns(shapes: Shapes, *, anywhere: bool = False) -> dict[str, str | Fused]:
+    """A pattern for each kind of parameter, and what it may be by its name and shape.
 
     Args:
         shapes: Of the parameters that need one. A matrix in a block, or one for each expert,
-            becomes an operator type; anything else goes to AdamW.
+            becomes an operator type, or three where its name and shape are those of queries, keys
+            and values; anything else goes to AdamW.
+        anywhere: The model has no blocks: matrices and convolutions are such anywhere, but for
+            embeddings and heads.
     """
-    found: dict[str, str] = {}
+    found: dict[str, str | Fused] = {}
     for name, shape in shapes.items():
         parts = name.split(".")
         words = [part for part in parts if not part.isdigit() and part != "weight"][-2:]
-        is_matrix = _BLOCK.search(name) and (len(shape) == 2 or "expert" in name)
-        kind = re.sub(r"\W+", "_", "_".join(words)).lower() if is_matrix else ADAMW
+        if anywhere:
+            is_known = is_head(name) or any(_ends_in(name, tail) for tail, _ in _ADAMW_NAMES)
+            is_matrix = len(shape) in (2, 4) and not is_known
+        else:
+            is_matrix = _BLOCK.search(name) is not None and (len(shape) == 2 or "expert" in name)
+        kind: str | Fused = ADAMW
+        if is_matrix:
+            kind = _qkv(name, shape) or re.sub(r"\W+", "_", "_".join(words)).lower() or "matrix"
         found[r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts)] = kind
     return found
 
 
-def format_patterns(shapes: Shapes) -> str:
+def _qkv(name: str, shape: tuple[int, ...]) -> Fused | None:
+    """Queries, as many as the model is wide, keys and values, if these are side by side."""
+    rows, width = shape[:2]
+    keys, odd = divmod(rows - width, 2)
+    if len(shape) != 2 or odd or not 0 < keys <= width or not re.search(r"(?i)qkv", name):
+        return None
+    return Fused(tuple(zip(_QKV, (width, keys, keys), strict=True)))
+
+
+def format_patterns(shapes: Shapes, *, anywhere: bool = False) -> str:
     """`suggest_patterns` as Python, each with the number and the shapes of what it matches."""
     lines = []
-    for pattern, kind in suggest_patterns(shapes).items():
+    for pattern, kind in suggest_patterns(shapes, anywhere=anywhere).items():
         matched = [shape for name, shape in shapes.items() if re.fullmatch(pattern, name)]
         told = ", ".join(str(shape) for shape in dict.fromkeys(matched))
-        lines.append(f'    r"{pattern}": "{kind}",  # {len(matched)} of {told}')
+        value = f"Fused({kind.parts})" if isinstance(kind, Fused) else f'"{kind}"'
+        lines.append(f'    r"{pattern}": {value},  # {len(matched)} of {told}')
     return "\n".join(["patterns = {", *lines, "}"])
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from amo_dist.config import AMOConfig
 from amo_dist.distributed.groups import Given
-from amo_dist.optimizers.muon import Muon
+from amo_dist.optimizers.muon import Muon, check_config
 from amo_dist.schedule.amo import AMOPolicy
 
 logger = logging.getLogger(__name__)
@@ -29,6 +29,7 @@ class AMO(Muon):
         allow_no_matrices: As for `Muon`.
         num_steps: Optimizer steps of the run, where they are known: a run that ends before the
             plan is locked is warned of.
+        unknown: Refused; a setting of ``config`` with the line to write.
     """
 
     def __init__(
@@ -43,8 +44,9 @@ class AMO(Muon):
         process_group: Given = None,
         allow_no_matrices: bool = False,
         num_steps: int | None = None,
+        **unknown: Any,
     ) -> None:
-        settings = AMOConfig() if config is None else config
+        settings = check_config(config, AMOConfig)
         if num_steps is not None and num_steps < settings.lock_step and not settings.observe_only:
             logger.warning(
                 "config: the plan locks at step %d, and the run ends at step %d: write "
@@ -61,4 +63,5 @@ class AMO(Muon):
             eps=eps,
             process_group=process_group,
             allow_no_matrices=allow_no_matrices,
+            **unknown,
         )

@@ -114,7 +114,9 @@ def _foreign_entries(
     if len(names) != len(entries):
         raise ValueError(
             f"names: found {len(names)} for {len(entries)} parameters of the foreign state dict, "
-            "expected one for each, in the order of its groups: it does not hold them itself"
+            "expected one for each, in the order of its groups, as it does not hold them itself: "
+            "import_state(optimizer, state_dict, names=[name for name, _ in "
+            "model.named_parameters()]) where it had all parameters of the model"
         )
     for name, (key, group) in zip(names, entries, strict=True):
         yield clean_name(name), group, state_dict["state"].get(key, {})

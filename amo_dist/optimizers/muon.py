@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from amo_dist.engine.controller import Controller
 from amo_dist.engine.parameters import (
     Parameters,
     check_groups,
+    check_half,
     check_hyperparameters,
     check_swap,
     describe_group,
@@ -32,6 +34,7 @@ from amo_dist.engine.step import Engine, Probe
 from amo_dist.engine.verdict import raise_together
 from amo_dist.engine.world import World, agree_on_world
 from amo_dist.kernels.elementwise import update_scale
+from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.policies import Policy, as_policy, named_policy
@@ -41,6 +44,9 @@ from amo_dist.state import load
 from amo_dist.state.control import Control
 
 logger = logging.getLogger(__name__)
+
+
+_Config = TypeVar("_Config", bound=MuonConfig)
 
 
 class Tracker(Protocol):
@@ -123,9 +129,10 @@ class Muon(torch.optim.Optimizer):
         allow_no_matrices: bool = False,
         **own: float,
     ) -> None:
-        config = MuonConfig() if config is None else config
+        config = check_config(config, MuonConfig)
         if unknown := sorted(set(own) - set(self.rule_class.defaults)):
-            raise TypeError(f"{type(self).__name__} got unexpected keyword arguments {unknown}")
+            told = f"{type(self).__name__} got unexpected keyword arguments {unknown}"
+            raise TypeError(told + _remedy({name: own[name] for name in unknown}, config))
         policy = as_policy(schedule)
         groups, structure = take_apart(params, replica_ranks(process_group))
         if allow_no_matrices and not any(structure.views) and not policy.is_fixed:
@@ -154,6 +161,7 @@ class Muon(torch.optim.Optimizer):
         """Measures every matrix at the steps that it names; set it on all ranks."""
         self._assemble(Control(0, 0, config, policy, policy.start()))
         check_groups(self.param_groups, self.rule_class.defaults)
+        check_half(self._engine.parameters, self.param_groups)
         if len(self._engine.membership.ranks) == 1:
             self._check_matrices(len(self._engine.parameters.matrices))
         self._engine.make_state()
@@ -361,10 +369,12 @@ class Muon(torch.optim.Optimizer):
         # What might be a matrix comes first.
         told = sorted(shapes.items(), key=lambda pair: len(pair[1]) < 2)[:3]
         some = ", ".join(f"{name} {shape}" for name, shape in told)
+        large = {name: shape for name, shape in shapes.items() if len(shape) > 1}
         raise ValueError(
             f"params: found no matrix among {len(shapes)} parameters ({some}...), expected at "
             "least one: name yours by param_groups(model, patterns={...}), take all by "
             "unknown='matrix', or have AdamW train all of them by allow_no_matrices=True"
+            + (f". To paste and to edit:\n{format_patterns(large, anywhere=True)}" if large else "")
         )
 
     def raise_together(self, what: str, failure: Exception | None) -> None:
@@ -561,8 +571,10 @@ class Muon(torch.optim.Optimizer):
         """
         if getattr(self, "_is_built", False):
             raise ValueError(
-                "add_param_group: found a group after construction, expected all groups at once: "
-                "ranks agree on the structure only once"
+                "add_param_group: found a group after construction, expected all groups at once, "
+                "as ranks agree on them only once: build a new optimizer with all groups, and take "
+                "over the state by amo_dist.import_state(new, old.state_dict(), names=[*"
+                "old.params_by_name])"
             )
         super().add_param_group(param_group)
 
@@ -586,6 +598,37 @@ class Muon(torch.optim.Optimizer):
         """As for any PyTorch optimizer, without the key of groups that only files fill."""
         lines = super().__repr__().split("\n")
         return "\n".join(line for line in lines if not line.startswith("    control: "))
+
+
+def check_config(config: Any, kind: type[_Config]) -> _Config:
+    """The settings that a user gave, or those by default.
+
+    Raises:
+        ValueError: They are of another class than ``kind``.
+    """
+    if config is None:
+        return kind()
+    if not isinstance(config, kind):
+        name = kind.__name__
+        found = f"a {type(config).__name__}"
+        raise ValueError(f"config: found {found}, expected an {name}: config={name}(...)")
+    return config
+
+
+_STEPS = {"ns_steps", "steps", "num_ns_steps", "ns_coefficients"}
+"""What other optimizers call the number of Newton-Schulz steps, and their coefficients."""
+
+
+def _remedy(found: Mapping[str, Any], config: MuonConfig) -> str:
+    """Where a user finds what was given as an argument of the optimizer."""
+    kind, settings = type(config).__name__, {field.name for field in dataclasses.fields(config)}
+    known = {"base_steps" if name in _STEPS else name: value for name, value in found.items()}
+    given = ", ".join(f"{name}={known[name]!r}" for name in known if name in settings)
+    if given:
+        return f"; what is a setting goes into the config: config={kind}({given})"
+    if "base_steps" in known:
+        return "; the schedule says how many steps: schedule='kj', or a Schedule"
+    return ""
 
 
 def _holds_values(state: Mapping[Any, Mapping[str, Tensor]]) -> bool:

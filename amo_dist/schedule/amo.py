@@ -125,7 +125,7 @@ class AMOPolicy(Policy):
         Of the steps up to the plan in force nothing is told.
         """
         is_over = state.plan is not None and not self.config.replan_every
-        if is_over or step % self.config.observe_every:
+        if is_over or step % self.config.interval:
             return ()
         if not self._calendar(state).observes(step, state.plan_step):
             return ()

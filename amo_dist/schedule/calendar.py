@@ -26,7 +26,7 @@ class Calendar:
 
     def following(self, step: int) -> int:
         """The first multiple of ``observe_every`` after ``step``."""
-        every = self.config.observe_every
+        every = self.config.interval
         return (step // every + 1) * every
 
     @property

@@ -204,7 +204,7 @@ def _settled(config: MuonConfig, changed: Mapping[str, Any]) -> MuonConfig:
             expected = f"{running[field]!r}: state has been made, keep_checkpoint cannot change it"
             fields.fail(f"control.config.{field}", changed[field], expected)
     try:
-        kept = dataclasses.replace(config, **changed)
+        kept = dataclasses.replace(config, **{**running, **changed})
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"control.config.{error}") from None
     logger.warning("settings have changed, and those of the checkpoint stay in force: %s", told)

@@ -44,7 +44,7 @@ def observe(target: Held, step: int, ell: dict[str, float] = ELL) -> None:
 
 def planned(config: AMOConfig = CONFIG, ell: dict[str, float] = ELL) -> Held:
     target = controller(config)
-    for step in range(config.observe_every, config.observe_until + 1, config.observe_every):
+    for step in range(config.interval, config.observe_until + 1, config.interval):
         observe(target, step, ell)
     target.adopt_plan(target.make_plan())
     return target

@@ -185,8 +185,8 @@ def test_optimizer_settings_are_the_papers(model: str, family: str) -> None:
         return
     amo = optimizer.amo
     steps = steps_of(RUNS[family][model])
-    assert (amo.observe_until, amo.observe_every, amo.transition_steps) == horizon(model, steps)
-    assert amo.observe_until // amo.observe_every == 8
+    assert (amo.observe_until, amo.interval, amo.transition_steps) == horizon(model, steps)
+    assert amo.observe_until // amo.interval == 8
     assert (amo.sample_size, amo.shrinkage, amo.budget_ratio) == (8, 0.7, 1.0)
     assert (amo.base_steps, amo.min_steps, amo.max_steps, amo.base_ell) == (5, 3, 7, 1e-3)
     assert (amo.momentum, amo.nesterov, amo.seed) == (0.95, True, 42)

@@ -307,7 +307,7 @@ def test_bf16_momentum_is_observed_before_it_is_rounded_again() -> None:
         return observe(matrix, *trials, **how)
 
     with mock.patch("amo_dist.engine.controller.observe", side_effect=spy):
-        train(model, optimizer, optimizer.config.observe_every)
+        train(model, optimizer, optimizer.config.interval)
     (matrix,) = seen
     assert matrix.dtype == torch.float32
     assert not torch.equal(matrix, matrix.bfloat16().float())

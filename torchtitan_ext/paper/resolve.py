@@ -230,7 +230,7 @@ class Config:
 
     def horizon(self, name: str) -> int:
         """A number of steps of ``[optimizer.amo]``, or its default."""
-        return int(self.amo.get(name, getattr(AMOConfig(), name)))
+        return int(AMOConfig(**self.amo).to_dict()[name])
 
 
 def _options(

@@ -190,7 +190,7 @@ def _samples(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, ...
     amo = config.optimizer.amo
     policy = AMOPolicy(amo)
     state, groups = policy.start(), policy.groups(registry)
-    steps = range(amo.observe_every, amo.observe_until + 1, amo.observe_every)
+    steps = range(amo.interval, amo.observe_until + 1, amo.interval)
     return [policy.sample(state, groups, step) for step in steps]
 
 
@@ -204,9 +204,7 @@ def _timeline(config: Any) -> list[dict[str, Any]]:
         events.append((total + 2 - decay, f"{schedule.decay_type} decay starts"))
     if config.optimizer.name == "AMO":
         amo = config.optimizer.amo
-        events.append(
-            (amo.observe_every, f"first observation, then every {amo.observe_every} steps")
-        )
+        events.append((amo.interval, f"first observation, then every {amo.interval} steps"))
         events += _plans(amo)
     events.append((steps, "the run ends"))
     return [{"step": step, "event": event} for step, event in sorted(events) if 0 < step <= steps]
