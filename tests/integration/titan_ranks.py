@@ -51,6 +51,8 @@ class Job:
         die_at: ``(rank, step, how)``: that rank sends itself the signal ``how`` after the step, or
             is killed ``in_save`` or ``before_metadata`` of the step's checkpoint.
         disk_full_at: Step whose checkpoint finds the disk full on rank 1.
+        stock: A function of :mod:`tests.integration.stock_configs` instead of a file: a config of
+            torchtitan, started by torchtitan's entry point with these arguments alone.
     """
 
     world_size: int
@@ -59,6 +61,7 @@ class Job:
     config: str = CONFIG
     die_at: tuple[int, int, str] | None = None
     disk_full_at: int | None = None
+    stock: str = ""
 
 
 # ------------------------------------------------------------------ in the test
@@ -312,18 +315,27 @@ def _rank(job: Job, rank: int, store: Path) -> int:
 
 def _train(job: Job, rank: int) -> int:
     import torch
+    import torchtitan.trainer
 
     from torchtitan_ext import train
     from torchtitan_ext.plugin.trainer import Trainer
 
     torch.set_num_threads(1)
     folder = Path(job.folder)
-    traced = _traced(Trainer, folder / f"trace{rank}.jsonl", job, rank)
-    Trainer.Config._owner = traced  # what a config builds
+    stock = torchtitan.trainer.Trainer
+    for one in (Trainer, stock):  # what a config builds
+        one.Config._owner = _traced(one, folder / f"trace{rank}.jsonl", job, rank)
     if job.die_at is not None and job.die_at[0] == rank and job.die_at[2] in _SAVE_METHODS:
         _die_in_save(job.die_at[1], job.die_at[2])
     if job.disk_full_at is not None and rank == 1:
         _fill_disk(job.disk_full_at)
+    if job.stock:
+        from torchtitan.train import main
+
+        sys.argv[1:] = ["--module=tests.integration.stock_configs", f"--config={job.stock}"]
+        sys.argv += [f"--dump_folder={folder}", *job.arguments]
+        main()
+        return 0
     options = [f"--job.config_file={job.config}", *OPTIONS, f"--job.dump_folder={folder}"]
     return train.main([*options, *job.arguments])
 

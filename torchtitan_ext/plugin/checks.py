@@ -36,17 +36,7 @@ def validate(config: Any) -> None:
     _check_sizes(config.training)
     loader.validate(config)
     losses.validate(config)
-    if config.optimizer.name != "AMO" or config.optimizer.allow_unlocked:
-        return
-    if config.optimizer.amo.observe_only:  # which has no plan to lock
-        return
-    lock_step, steps = config.optimizer.amo.lock_step, config.training.steps
-    if steps < lock_step:
-        raise ValueError(
-            f"training.steps: found {steps}, expected at least observe_until + transition_steps = "
-            f"{lock_step} of [optimizer.amo], where the plan locks "
-            "(or optimizer.allow_unlocked = true)"
-        )
+    optimizers.check_lock(config.optimizer, config.training.steps)
 
 
 def _check_sizes(training: Any) -> None:

@@ -99,8 +99,8 @@ def install(container: Any, config: Any) -> GeometryTracker | None:
     Returns:
         The tracker; ``None`` where none is asked for.
     """
-    section = config.geometry
-    if not section.enable:
+    section = getattr(config, "geometry", None)  # torchtitan's own configs have none
+    if section is None or not section.enable:
         return None
     tracker = GeometryTracker(section.interval, section.what)
     folder = Path(config.dump_folder)

@@ -92,6 +92,7 @@ class MetricsProcessor(titan.MetricsProcessor):
     def optimizers(self, container: Any) -> None:
         self._optimizers = container
         if container is not None:
+            optimizers.check_lock(container, self._num_steps)
             self._tracker = geometry.install(container, self._config)
             container.register_step_post_hook(self._end_step)
 

@@ -125,6 +125,29 @@ def validate(config: Any, given: Collection[str] | None = None) -> None:
         )
 
 
+def check_lock(source: Any, steps: int) -> None:
+    """Check that AMO's plan locks within a run.
+
+    Args:
+        source: The section, or the container of any class that was built from one.
+        steps: ``training.steps``.
+
+    Raises:
+        ValueError: If the run ends before that.
+    """
+    config = getattr(source, "config", source)
+    if not isinstance(config, OptimizersContainer.Config):
+        return
+    amo = config.amo
+    if config.name != "AMO" or config.allow_unlocked or amo.observe_only or steps >= amo.lock_step:
+        return
+    raise ValueError(
+        f"training.steps: found {steps}, expected at least observe_until + transition_steps = "
+        f"{amo.lock_step} of [optimizer.amo], where the plan locks "
+        "(or optimizer.allow_unlocked = true)"
+    )
+
+
 def _check_schedule(config: Any, given: Collection[str]) -> None:
     """At most one source of the schedule, and that one readable."""
     sources = {
@@ -237,7 +260,10 @@ class OptimizersContainer(titan.OptimizersContainer):
             container.register_step_post_hook(container.clock.stop)
             return container
 
+    config: Config
+
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
+        self.config = config
         self.model_parts = model_parts
         # A part may lack what a user's expression names: another pipeline stage has it.
         groups = param_groups(model_parts, patterns=_fused(model_parts), allow_unused=True)
