@@ -21,7 +21,7 @@ from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.types import MatrixInfo
 from tests.held import Held
-from torchtitan_ext.plugin import run_files
+from torchtitan_ext.plugin import console, run_files
 from torchtitan_ext.plugin.optimizers import Report
 from torchtitan_ext.plugin.run_files import read_records
 
@@ -77,9 +77,7 @@ def log(processor: Any, step: int) -> dict[str, Any]:
 
 def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> None:
     written: list[dict[str, Any]] = []
-    processor.logger = SimpleNamespace(
-        log=lambda values, _: written.append(values), close=lambda: None
-    )
+    processor.logger._logger.log = lambda values, _: written.append(values)
     assert not processor.should_log(11)
     assert processor.should_log(12)
     processor.now += 10.0
@@ -161,15 +159,41 @@ def test_a_validation_between_two_logs_is_no_time_of_training(processor: Any) ->
     assert log(processor, 14)["seconds_per_step"] == 2.0
 
 
-def test_the_console_tells_a_step_once(processor: Any, caplog: pytest.LogCaptureFixture) -> None:
-    processor.should_log(12)
-    processor.now += 1.0
-    with caplog.at_level(logging.INFO):
-        log(processor, 12)
+def test_torchtitans_line_of_figures_stays_and_tells_the_rest(
+    processor: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its MFU, TFLOP/s, memory and gradient norm, on a brief console too, and in the files."""
+    processor.has_quantization = False  # as on a GPU: this machine's peak flops are not known
+    processor.num_flops_per_token, processor.gpu_peak_flops = 2e12, 1e15
+    root = logging.getLogger()
+    handlers, level = root.handlers[:], root.level
+    root.setLevel(logging.INFO)
+    console.brief(tmp_path)
+    try:
+        processor.should_log(12)
+        processor.now += 1.0
+        processor.ntokens_since_last_log = 400  # of this rank, whose context is two ranks'
+        record = log(processor, 12)
         processor.now += 1.0
         processor.log_validation(1.5, 12)
-    lines = [record.getMessage() for record in caplog.records]
-    assert [line[:10] for line in lines] == ["step 12/99", "validation"]
+    finally:
+        for handler in root.handlers:
+            handler.close()
+        root.handlers[:] = handlers
+        root.setLevel(level)
+        logging.captureWarnings(False)
+    _, step, validation = capsys.readouterr().out.splitlines()
+    for figure in ("grad_norm:  1.0000", "memory: ", "tflops: 400.00", "mfu: 40.00%", "to go: 0:"):
+        assert figure in step
+    assert "validate step: 12" in validation
+    assert (record["tflops"], record["mfu_percent"]) == (400.0, 40.0)
+    assert record["reserved_memory_gib"] > 0
+
+
+def test_a_cpu_is_not_held_against_a_gpu(processor: Any) -> None:
+    processor.should_log(12)
+    processor.now += 1.0
+    assert log(processor, 12)["mfu_percent"] is None
 
 
 def test_waits_for_data_are_told_of_all_steps_since_the_last_log(processor: Any) -> None:

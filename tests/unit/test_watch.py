@@ -31,6 +31,8 @@ def record(step: int, **changes: Any) -> dict[str, Any]:
         "seconds_per_step": 2.0,
         "optimizer_seconds_per_step": 0.5,
         "peak_memory_bytes": 3 * 2**20,
+        "tflops": 412.3,
+        "mfu_percent": 41.69,
         "phase": "observation",
         "num_steps_by_type": {"mlp_down": 4, "attn_q": 6},
         "optimizer": figures,
@@ -64,16 +66,20 @@ def test_the_view_says_how_far_and_how_long() -> None:
     assert "rate        0.02  residual of the guard 0.125" in text
     assert "optimizer 25.0%  data 5.0%" in text
     assert "3 MiB" in text
+    assert "a device    412 TFLOP/s  41.7% of its peak (MFU)" in text
     rows = [line.split() for line in lines[-4:]]
-    assert rows[0] == ["type", "NS", "steps", "ell"]  # no target before there is a plan
+    assert rows[0] == ["type", "NS", "steps", "observed", "ell"]  # nothing is composed yet
     assert rows[1] == ["attn_q", "6", "3.25e-04"]
     assert rows[3] == ["total", "10"]
     assert max(map(len, lines)) <= 80
 
 
-def test_after_the_plan_there_are_targets_and_at_the_lock_no_time_to_go() -> None:
-    text = "\n".join(view("r", record(70, phase="locked")))
-    assert "5.50e-04" in text
+def test_after_the_plan_it_says_what_it_is_composed_for_and_at_the_lock_no_time_to_go() -> None:
+    text = "\n".join(view("r", record(70, phase="locked", mfu_percent=None)))
+    header, row = text.splitlines()[-4:-2]
+    assert header.endswith("observed ell   composed for")
+    assert row.split() == ["attn_q", "6", "3.25e-04", "5.50e-04"]
+    assert "412 TFLOP/s\n" in text  # the peak of this device is not known
     assert "70/70           done" in text
 
 

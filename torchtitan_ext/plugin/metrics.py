@@ -1,4 +1,4 @@
-"""Metrics of a run: torchtitan's, the optimizer's, a file to read them from, a line to watch."""
+"""Metrics of a run: torchtitan's, the optimizer's beside them, and a file to read both from."""
 
 from __future__ import annotations
 
@@ -20,11 +20,19 @@ from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import geometry, optimizers
 from torchtitan_ext.plugin.console import duration
-from torchtitan_ext.plugin.machine import resident_peak
+from torchtitan_ext.plugin.machine import cpu_is_needed, resident_peak
 from torchtitan_ext.plugin.run_files import RunFiles
 
 progress = logging.getLogger("torchtitan_ext.progress")
 """Lines for the one who watches; see :mod:`torchtitan_ext.plugin.console`."""
+
+
+OF_DEVICE = {
+    "tflops": "tflops",
+    "mfu_percent": "mfu(%)",
+    "reserved_memory_gib": "memory/max_reserved(GiB)",
+}
+"""Fields of a record by torchtitan's names: each of one device, ``None`` where there is none."""
 
 
 class MetricsProcessor(titan.MetricsProcessor):
@@ -34,7 +42,8 @@ class MetricsProcessor(titan.MetricsProcessor):
     full, ``null`` for a NaN or infinity); a resumed run first drops what lies beyond its
     checkpoint. ``plan.json`` holds
     AMO's latest plan once there is one, and ``run.json`` the config from the first step of a start
-    on. TensorBoard and W&B get the same figures.
+    on. TensorBoard and W&B get the same figures. torchtitan's line about a step stays, and tells
+    phase, Newton-Schulz steps and time to go at its end.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -64,7 +73,12 @@ class MetricsProcessor(titan.MetricsProcessor):
         super().__init__(
             config, dump_folder=dump_folder, config_dict=config_dict, **shared, **options
         )
-        titan.logger.addFilter(_is_no_step)
+        # torchtitan would hold any CPU against an A100. This says "N/A" for its share of peak flops.
+        self.has_quantization |= cpu_is_needed()
+        self._logged: dict[str, Any] = {}  # by torchtitan, of the latest step
+        self.logger = _Both(self.logger, self._logged)
+        self._tail = ""
+        titan.logger.addFilter(self._extend_line)
         # The section says which model it is; all of its modules would take thousands of lines.
         self._config_dict = {k: v for k, v in config_dict.items() if k != "model_spec"}
         # Sections as attributes again.
@@ -156,11 +170,13 @@ class MetricsProcessor(titan.MetricsProcessor):
         extra_metrics["optimizer/seconds_per_step"] = optimizer_seconds
         extra_metrics["data/seconds_per_step"] = data_seconds
         extra_metrics |= report.metrics
+        self._tail = line_tail(record, self._num_steps)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
+        self._tail = ""
         self._step_ended, self._tokens_at_end = self.time_last_log, 0
         if self._files is not None:
-            self._files.append(record)
-            progress.info("%s", progress_line(record, self._num_steps))
+            of_device = {name: self._logged.get(key) for name, key in OF_DEVICE.items()}
+            self._files.append({**record, **of_device})
             if report.plan is not None:
                 self._files.save_plan(report.plan)
         self._logged_step = step
@@ -176,7 +192,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         super().log_validation(loss, step, extra_metrics)
         if self._files is not None:
             self._files.append_validation(step, loss)
-            progress.info("validation after step %d/%d  loss %.4f", step, self._num_steps, loss)
         self.time_last_log -= seconds
         self.ntokens_since_last_log = self._tokens_at_end
 
@@ -188,8 +203,17 @@ class MetricsProcessor(titan.MetricsProcessor):
     def close(self) -> None:
         """Close loggers and files."""
         super().close()
+        titan.logger.removeFilter(self._extend_line)
         if self._files is not None:
             self._files.close()
+
+    def _extend_line(self, record: logging.LogRecord) -> bool:
+        """Let torchtitan's own line about a step or a validation tell the rest, as progress."""
+        if record.pathname == titan.__file__ and record.funcName in ("log", "log_validation"):
+            record.msg = f"{record.msg}{self._tail}"
+            if self._files is not None and record.levelno == logging.INFO:
+                record.name = progress.name
+        return True
 
     def _end_step(self, *_: object) -> None:
         self._step_ended, self._tokens_at_end = time.perf_counter(), self.ntokens_since_last_log
@@ -246,10 +270,23 @@ class MetricsProcessor(titan.MetricsProcessor):
             progress.info("the plan of the checkpoint:\n%s", plan_table(plan))
 
 
-def _is_no_step(record: logging.LogRecord) -> bool:
-    """Not torchtitan's own line about a step, which :data:`progress` has told already."""
-    is_step = record.funcName in ("log", "log_validation") and record.levelno == logging.INFO
-    return not (is_step and record.pathname == titan.__file__)
+class _Both(titan.BaseLogger):
+    """What torchtitan logs of a step goes to its own loggers, and into a dict.
+
+    Args:
+        logger: torchtitan's.
+        logged: Holds the figures of the latest step.
+    """
+
+    def __init__(self, logger: titan.BaseLogger, logged: dict[str, Any]) -> None:
+        self._logger, self._logged = logger, logged
+
+    def log(self, metrics: dict[str, Any], step: int) -> None:
+        self._logged |= metrics
+        self._logger.log(metrics, step)
+
+    def close(self) -> None:
+        self._logger.close()
 
 
 def tokens_per_step(training: Any, parallel_dims: Any) -> int:
@@ -268,16 +305,13 @@ def peak_memory() -> int:
     return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else resident_peak()
 
 
-def progress_line(record: Mapping[str, Any], num_steps: int) -> str:
-    """One line for the console: step, loss, phase, Newton-Schulz steps, speed, time to go."""
-    step = record["step"]
-    parts = [f"step {step:>{len(str(num_steps))}}/{num_steps}", f"loss {record['loss']:.4f}"]
+def line_tail(record: Mapping[str, Any], num_steps: int) -> str:
+    """What torchtitan's line about a step does not tell: phase, Newton-Schulz steps, time to go."""
+    parts = [""]
     if record["phase"]:
         counts = " ".join(map(str, record["num_steps_by_type"].values()))
-        parts += [f"{record['phase']:<11}", f"NS steps {counts}"]
-    remaining = (num_steps - step) * record["seconds_per_step"]
-    parts.append(f"{record['tokens_per_second']:,.0f} tokens/s")
+        parts += [f"phase: {record['phase']:<11}", f"NS steps: {counts}"]
     if (waits := record["data_seconds_per_step"]) >= 0.01 * record["seconds_per_step"]:
-        parts.append(f"waits {waits * 1e3:,.0f} ms a step for data")
-    parts.append(f"{duration(remaining)} to go")
-    return "  ".join(parts)
+        parts.append(f"waits for data: {waits * 1e3:,.0f} ms a step")
+    remaining = (num_steps - record["step"]) * record["seconds_per_step"]
+    return "  ".join([*parts, f"to go: {duration(remaining)} of {num_steps} steps"])

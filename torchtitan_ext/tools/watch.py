@@ -115,6 +115,10 @@ def view(name: str, metrics: Metrics, *, width: int = 80) -> list[str]:
         }
         shares = "".join(f"  {k} {v / seconds:.1%}" for k, v in parts.items() if v is not None)
         lines.append(f"speed       {speed:,.0f} tokens/s  {seconds * 1e3:,.0f} ms a step{shares}")
+    if (tflops := _recent(records, "tflops")) is not None:
+        mfu = _recent(records, "mfu_percent")
+        share = "" if mfu is None else f"  {mfu:.1f}% of its peak (MFU)"
+        lines.append(f"a device    {tflops:,.3g} TFLOP/s{share}")
     if last.get("peak_memory_bytes"):
         lines.append(f"memory      {last['peak_memory_bytes'] / 2**20:,.0f} MiB at most")
     if last["num_steps_by_type"]:
@@ -182,20 +186,22 @@ def sparkline(values: Sequence[float], width: int) -> str:
 
 
 def _table(records: Sequence[Record]) -> list[str]:
-    """NS steps of each type; for AMO the latest observed ell, and the target once it is planned."""
+    """NS steps of each type; for AMO the latest observed ell, and what the plan is composed for."""
     last = records[-1]
     figures, counts = last["optimizer"], last["num_steps_by_type"]
     observes = any(key.startswith("amo/ell/") for key in figures)
     has_plan = observes and last["phase"] in ("transition", "locked")
     header = f"{'type':<12}{'NS steps':>9}"
     if observes:
-        header += f"{'ell':>12}{'target':>12}" if has_plan else f"{'ell':>12}"
+        header += (
+            f"{'observed ell':>15}{'composed for':>15}" if has_plan else f"{'observed ell':>15}"
+        )
     lines = [header]
     for name in sort_operator_types(counts):
         line = f"{name:<12}{counts[name]:>9}"
         for key in ("ell", "ell_target")[: 1 + has_plan] if observes else ():
             value = figures.get(f"amo/{key}/{name}")
-            line += f"{'-' if value is None else format(value, '.2e'):>12}"
+            line += f"{'-' if value is None else format(value, '.2e'):>15}"
         lines.append(line)
     lines.append(f"{'total':<12}{sum(counts.values()):>9}")
     return lines

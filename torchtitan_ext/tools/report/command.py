@@ -324,6 +324,8 @@ def _cost_table(runs: Sequence[Run]) -> Table:
         "optimizer (ms)": (costs.OPTIMIZER_SECONDS, 1e3),
         "waits for data (ms)": ("data_seconds_per_step", 1e3),
         "tokens/s": ("tokens_per_second", 1),
+        "TFLOP/s of a device": ("tflops", 1),
+        "of its peak (MFU, %)": ("mfu_percent", 1),
         "peak memory (MiB)": ("peak_memory_bytes", 2**-20),
         "an observation (ms)": ("observe_seconds", 1e3),
         "a tracked step (ms)": ("geometry_seconds", 1e3),

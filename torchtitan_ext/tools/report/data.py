@@ -304,6 +304,8 @@ COSTS = (
     "seconds_per_step",
     costs.OPTIMIZER_SECONDS,
     "tokens_per_second",
+    "tflops",
+    "mfu_percent",
     "observe_seconds",
     "geometry_seconds",
 )

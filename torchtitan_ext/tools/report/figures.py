@@ -21,6 +21,7 @@ CURVES = {
     GUARD: "residual of the guard",
     "data_seconds_per_step": "waits for data (s a step)",
     "tokens_per_second": "tokens a second",
+    "mfu_percent": "model flops utilization (%)",
 }
 """Titles of small pictures by what they show."""
 DEPTH_TYPES = ("attn_q", "mlp_up")
