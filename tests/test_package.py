@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import zipfile
 import venv
 from collections.abc import Iterator
 from pathlib import Path
@@ -96,6 +97,7 @@ def test_the_wheel_runs_the_first_example_beside_torch_alone(tmp_path: Path) -> 
     for name in ("LICENSE", "CITATION.cff", "configs/quickstart.toml", "tests/test_package.py"):
         assert (unpacked / name).read_bytes() == (ROOT / name).read_bytes()
     wheel = build("wheel", unpacked, dist)
+    assert "torchtitan_ext/tools/report/page.html" in zipfile.ZipFile(wheel).namelist()
 
     python = environment_with_torch(tmp_path / "empty")
     own = {key: value for key, value in os.environ.items() if not key.startswith("PYTHON")}

@@ -10,7 +10,7 @@ from amo_dist.schedule.plan import Plan
 _LIKE_COST = 1.25
 """A group is of like cost as one that costs so many times less, or more."""
 
-_OBJECTIVES = {
+OBJECTIVES = {
     "update": "squared error of the update",
     "measured": "measured objective",
     "projected": "projected error",
@@ -103,7 +103,7 @@ def _is_favoured(plan: Plan, j: int, over: int) -> bool:
 
 
 def _summary(plan: Plan) -> list[str]:
-    kind = _OBJECTIVES[plan.criterion]
+    kind = OBJECTIVES[plan.criterion]
     flops = "" if plan.flops_ratio is None else f"; {plan.flops_ratio:.4f} of its flops"
     limit, limits = plan.as_good_as, f"{plan.min_steps} to {plan.max_steps} steps a type"
     asked = f"budget {plan.budget} {plan.budget_unit}"

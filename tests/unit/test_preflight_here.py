@@ -99,7 +99,10 @@ SMALL = ("quickstart", "--training.steps=80")
     ("arguments", "told"),
     [
         (
-            ("qwen3_70m", "--training.local_batch_size=75", "--training.global_batch_size=900"),
+            (
+                *("qwen3_70m", "--memory-gb=80", "--training.local_batch_size=75"),
+                "--training.global_batch_size=900",
+            ),
             "training.local_batch_size: found 75, whose logits take 280.0 GB a rank with",
         ),
         (
@@ -187,7 +190,8 @@ def test_what_would_fail_is_an_error(
 def test_chunks_of_the_loss_divide_the_logits(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    large = ("--training.local_batch_size=75", "--training.global_batch_size=900")
+    large = ("--memory-gb=80", "--training.local_batch_size=75")
+    large += ("--training.global_batch_size=900",)
     assert preflight(capsys, "qwen3_70m", *large, "--loss.num_chunks=3")[0] == 2
     assert preflight(capsys, "qwen3_70m", *large, "--loss.num_chunks=4") == (0, [])
 
@@ -242,7 +246,7 @@ def test_checkpoints_that_are_there_already_are_no_further_need(
 def test_a_rank_that_has_too_little_memory(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = str(CONFIGS / "quickstart.toml")
     assert main(["preflight", file, "--world", "2", "--memory-gb", "1"]) == 0
-    assert "of 1.00 GB (logits and exchange follow each other)" in capsys.readouterr().out
+    assert "0.97 GB of 1.00 GB" in capsys.readouterr().out
     status, found = preflight(capsys, "quickstart", "--memory-gb", "1e-3")
     assert status == 2
     assert "expected at most the 0.0 GB that it has" in found[0]

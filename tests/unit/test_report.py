@@ -22,7 +22,7 @@ from amo_dist.schedule.planning import plan_allocation, plan_measured
 from amo_dist.schedule.trials import Measured
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.tools.report import command as report
-from torchtitan_ext.tools.report import data
+from torchtitan_ext.tools.report import data, style
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 QWEN = json.loads((GOLDEN / "locked_schedules.json").read_text())["Qwen3-1.7B"]
@@ -302,18 +302,46 @@ def make(tmp_path: Path, *runs: Path, **options: Any) -> Page:
 
 @pytest.mark.slow
 def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
-    run = write_run(tmp_path / "a&b", [metric(10), metric(20), metric(30)], geometry_log())
+    metrics = [metric(1), metric(10, grad_norm=2.0), metric(20, grad_norm=1.0), metric(30)]
+    metrics[-1] |= {"training_steps": 40, "tflops": 400.0, "mfu_percent": 40.44}
+    metrics[-1]["num_steps_by_type"] = {**metrics[0]["num_steps_by_type"], "attn_q": 6}
+    run = write_run(tmp_path / "a&b", metrics, geometry_log())
     ells = {name: row["ell_target"] for name, row in QWEN.items()}
     with_plan(run, plan_allocation(AMOConfig.paper(), ells))
     page = make(tmp_path, run, png=str(tmp_path / "png"))
-    names = ["ell", "f1", "f2", "f3", "f4", "loss", "plan", "schedule", "training"]
-    names += ["update_norm", "work"]
+    names = ["ell", "f1", "f2", "f3_depth", "f3_steps", "f4_attn_q", "f4_mlp_up", "grad_norm"]
+    names += ["loss", "plan", "schedule", "update_norm", "work"]
+    # None of the speed, which never changes.
     assert sorted(path.stem for path in (tmp_path / "png").iterdir()) == names
     assert page.tags.count("img") == len(names)
     assert "a&b" in page.text
     assert "Llama-3.1-<test>" in page.text  # escaped, or it would be a tag
-    assert "Nothing to show" not in page.text
+    assert "Not shown" not in page.text
     assert "Hardest most often: mlp_down (3 of 3 tracked steps)" in page.text
+    text = " ".join(page.text.split())
+    head = text[: text.index("Training")]
+    for told in ("loss 4.7000 at step 30 of 40", "locked at step 21 now locked", "35 steps where"):
+        assert told in head
+    assert "projected error 0.9469 where uniform leaves 2.221" in head
+    assert "TFLOP/s of a device 400 share of its peak, MFU (%) 40.44" in text
+
+
+def test_figures_are_read_on_a_phone(tmp_path: Path) -> None:
+    """A picture shrunk to 360 pixels still has letters of nine or more, and nothing lies on top."""
+    pytest.importorskip("matplotlib")
+    metrics = [metric(step, lr=1e-6 * step, tokens_per_second=1e6 + step) for step in (1, 20, 30)]
+    run = data.load_one(write_run(tmp_path / "run", metrics, geometry_log()))
+    with style.applied():
+        sections, _ = report.make_sections([run])
+        pictures = [one.figure for section in sections for one in section.pictures]
+        assert len(pictures) > 8
+        for figure in pictures:
+            figure.canvas.draw()
+            scale = 360 / (72 * figure.get_figwidth())
+            for axes in figure.axes:
+                for axis in (axes.xaxis, axes.yaxis):
+                    assert axis.get_offset_text().get_text() == ""
+                    assert all(tick.get_size() * scale >= 9 for tick in axis.get_ticklabels())
 
 
 def with_plan(run: Path, plan: Plan, without: Sequence[str] = ()) -> Path:
@@ -347,24 +375,34 @@ def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
     )
     assert {"plan_1.png", "plan_2.png"} <= {path.name for path in (tmp_path / "png").iterdir()}
     objective, uniform = 0.75 * 0.01 + 0.25 * 0.04, 0.75 * 0.64 + 0.25 * 0.01
-    cells = ["new", "update", f"{uniform:.5f}", f"{objective:.5f}", f"{objective / uniform:.3f}"]
-    assert "".join([*cells, "10", "10", "1.0000"]) in page.text
-    assert "oldprojected2.220671.819300.8193532" in page.text  # and no flops: no costs
-    assert "Nothing to show for none: it made no plan." in page.text
+    text = " ".join(page.text.split())
+    for told in (
+        "planned by squared error of the update projected error",
+        f"error of the uniform schedule {uniform:.5f} 2.22067",
+        f"error of the plan {objective:.5f} 1.81930",
+        f"error, plan over uniform {objective / uniform:.3f} 0.819",
+        "steps of the uniform schedule 10 35 steps of the plan 10 32",
+        "flops, plan over uniform 1.0000 \N{EN DASH}",  # no costs, no flops
+        "10 steps where uniform spends 10, at 1.0000 of its flops",
+        "Not shown of none: plan: none is made.",
+    ):
+        assert told in text
     assert "The distance of each operator type under" in page.text
     assert "The projected error of each operator type under" in page.text
     assert page.text.count("Note: the plan starves") == 1
     assert "Note: the plan starves attn_o: 3 Newton-Schulz steps" in page.text
 
 
-def test_what_is_missing_is_said(tmp_path: Path) -> None:
+def test_what_is_missing_is_left_out_and_said_once(tmp_path: Path) -> None:
     bare = metric(10, phase="", num_steps_by_type={}, optimizer={}, geometry_seconds=None)
     page = make(tmp_path, write_run(tmp_path / "adamw", [bare], []))
-    assert page.tags.count("img") == 2  # the loss, and the speed of training
-    assert page.text.count("Nothing to show") == 9
-    assert "[geometry] enable = true" in page.text
+    assert page.tags.count("img") == 1  # the loss
+    assert page.tags.count("section") == 2
+    assert page.text.count("Not shown of adamw: ") == 4
+    assert "--geometry.enable" in page.text
     more = write_run(tmp_path / "sgd", [bare], [])
-    assert make(tmp_path, tmp_path / "adamw", more).text.count("Nothing to show") == 9  # together
+    together = make(tmp_path, tmp_path / "adamw", more)
+    assert together.text.count("Not shown of adamw, sgd: ") == 4
 
 
 def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torchtitan_ext import learning_rate
 from torchtitan_ext.data import loader
 from torchtitan_ext.plugin import geometry, losses, models, optimizers, sections
+
+_MOST = 10**15
+"""Of steps, and of tokens in a sequence: no run comes near."""
+_OTHER_AXES = ("context_parallel", "tensor_parallel", "pipeline_parallel", "expert_parallel")
 
 
 def settle(config: Any) -> None:
@@ -32,6 +37,8 @@ def validate(config: Any) -> None:
         ValueError: Naming the field, what was found and what was expected.
     """
     optimizers.validate(config.optimizer, sections.given_here(config.given))
+    _check_numbers(config.optimizer)
+    check_degrees(config.parallelism)
     geometry.validate(config)
     _check_sizes(config.training)
     loader.validate(config)
@@ -39,11 +46,36 @@ def validate(config: Any) -> None:
     optimizers.check_lock(config.optimizer, config.training.steps)
 
 
+def check_degrees(parallelism: Any) -> None:
+    """Check that each parallel degree is one.
+
+    Raises:
+        ValueError: Naming the field.
+    """
+    for axis in ("data_parallel_replicate", "data_parallel_shard", *_OTHER_AXES):
+        found = getattr(parallelism, f"{axis}_degree")
+        if found < 1 and (axis, found) != ("data_parallel_shard", -1):
+            rest = ", or -1 for all ranks that are left" if axis == "data_parallel_shard" else ""
+            raise ValueError(
+                f"parallelism.{axis}_degree: found {found}, expected an integer >= 1{rest}"
+            )
+
+
+def _check_numbers(optimizer: Any) -> None:
+    for field in ("lr", "weight_decay", "eps", "beta1", "beta2"):
+        found, most = getattr(optimizer, field), 1.0 if field.startswith("beta") else math.inf
+        if not 0 <= found < most:  # nor is NaN
+            expected = "a finite number >= 0" if math.isinf(most) else "a number >= 0 and < 1"
+            raise ValueError(f"optimizer.{field}: found {found!r}, expected {expected}")
+
+
 def _check_sizes(training: Any) -> None:
     for field in ("steps", "seq_len", "local_batch_size"):
         found = getattr(training, field)
-        if found < 1:
-            raise ValueError(f"training.{field}: found {found}, expected an integer >= 1")
+        if not 1 <= found <= _MOST:
+            raise ValueError(
+                f"training.{field}: found {found}, expected an integer >= 1 and <= {_MOST}"
+            )
     found = training.global_batch_size
     if found < 1 and found != -1:
         raise ValueError(

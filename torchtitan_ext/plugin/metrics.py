@@ -73,7 +73,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         super().__init__(
             config, dump_folder=dump_folder, config_dict=config_dict, **shared, **options
         )
-        # torchtitan would hold any CPU against an A100. This says "N/A" for its share of peak flops.
+        # torchtitan would hold any CPU against an A100; so it tells no share of peak flops.
         self.has_quantization |= cpu_is_needed()
         self._logged: dict[str, Any] = {}  # by torchtitan, of the latest step
         self.logger = _Both(self.logger, self._logged)

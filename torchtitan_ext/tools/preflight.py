@@ -9,13 +9,15 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
+
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_layout
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import MOST_WORLD, Subparsers, positive, print_text, whole
 from amo_dist.tools.simulate import OWNERSHIPS, StepCost, lay_out
 from torchtitan_ext.batch import sequences_per_step
+from torchtitan_ext.plugin import machine
 from torchtitan_ext.tools import preflight_memory, preflight_report, preflight_schedule, runs
 
 
@@ -44,8 +46,8 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--memory-gb",
         type=positive(1e6),
-        default=80.0,
-        help="memory of a rank's device, in 1e9 bytes (default %(default)s)",
+        help="memory of a rank's device, in 1e9 bytes (default: that of this machine's; 80 with "
+        "--elsewhere; not compared where this machine has no accelerator)",
     )
     parser.add_argument(
         "--elsewhere",
@@ -70,7 +72,8 @@ def run(args: argparse.Namespace) -> int:
 
     overrides = runs.with_file(args.overrides)
     config, problems = preflight_checks.load(overrides)
-    problems += preflight_checks.check(config, args.world, args.memory_gb)
+    memory_gb = args.memory_gb or _memory_gb(args.elsewhere)
+    problems += preflight_checks.check(config, args.world, memory_gb)
     report: dict[str, Any] = {}
     if not problems:
         report = build(config, args.world, args.gpus_per_node, args.plan)
@@ -87,9 +90,18 @@ def run(args: argparse.Namespace) -> int:
             print_text("\n".join(f"error: {problem}" for problem in problems))
         return 2
     report["config"]["file"] = preflight_checks.config_file(overrides)
-    report["world"]["memory_gb"] = args.memory_gb
+    report["world"]["memory_gb"] = memory_gb if math.isfinite(memory_gb) else None
     print_text(json.dumps(report, indent=2) if args.json else preflight_report.text(report))
     return 0
+
+
+def _memory_gb(elsewhere: bool) -> float:
+    """Of the device that a rank is expected to have; infinite where that is a CPU."""
+    if elsewhere:
+        return 80.0
+    if machine.cpu_is_needed():
+        return math.inf
+    return torch.cuda.get_device_properties(0).total_memory / 1e9
 
 
 def build(config: Any, world_size: int, ranks_per_node: int, plan: str) -> dict[str, Any]:
@@ -230,12 +242,20 @@ def _plans(amo: Any) -> list[tuple[int, str]]:
 
 def _num_observations(config: Any) -> int:
     """In the whole run, later plans' included."""
-    calendar, plan_step, count = Calendar(config.optimizer.amo), None, 0
-    for step in range(1, config.training.steps + 1):
-        count += calendar.observes(step, plan_step)
-        if step == calendar.next_plan(plan_step) and not config.optimizer.amo.observe_only:
-            plan_step = step
-    return count
+    amo, steps = config.optimizer.amo, config.training.steps
+    every, first, period = amo.observe_every, amo.observe_until, amo.replan_every
+
+    def between(done: int, until: int) -> int:
+        return max(until // every - done // every, 0)
+
+    count = between(0, min(first, steps))
+    if amo.observe_only or not period or steps <= first:
+        return count
+    # Toward each further plan from the lock of the one before; `period` is a multiple of `every`.
+    lock = amo.transition_steps - 1
+    periods = (steps - first) // period
+    last = first + periods * period
+    return count + periods * between(first + lock, first + period) + between(last + lock, steps)
 
 
 # ------------------------------------------------------------------ the run

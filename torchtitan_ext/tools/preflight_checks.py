@@ -55,7 +55,8 @@ def check(config: Any, world_size: int, memory_gb: float | None = None) -> list[
     Args:
         config: From :func:`load`; what follows from other fields is filled in.
         world_size: Number of ranks.
-        memory_gb: Of a rank's device, in 1e9 bytes, where memory and disk are to be looked at.
+        memory_gb: Of a rank's device, in 1e9 bytes, where memory and disk are to be looked at;
+            infinite where the device is not known.
 
     Returns:
         One line for each mistake.
@@ -97,9 +98,10 @@ def degrees(config: Any, world_size: int) -> dict[str, int]:
     """Parallel degrees by name; the degree of sharding is what the others leave.
 
     Raises:
-        ValueError: If the degrees do not multiply to the size of the world.
+        ValueError: If a degree is none, or they do not multiply to the size of the world.
     """
     parallelism = config.parallelism
+    checks.check_degrees(parallelism)
     found = {
         "replicate": parallelism.data_parallel_replicate_degree,
         "shard": parallelism.data_parallel_shard_degree,

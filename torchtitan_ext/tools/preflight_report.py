@@ -30,9 +30,14 @@ def _head(report: Mapping[str, Any]) -> list[str]:
     degrees = ", ".join(f"{name} {n}" for name, n in world["degrees"].items() if n > 1) or "1"
     lines = [
         f"{config['model']} with {config['optimizer']}: {config['file']} is in order",
-        f"{world['ranks']} ranks on {world['nodes']} nodes of {world['gpus_per_node']} ({degrees})",
+        f"{world['ranks']} ranks on {_nodes(world)} ({degrees})",
     ]
     return lines + [f"note: {note}" for note in report["notes"]]
+
+
+def _nodes(world: Mapping[str, Any]) -> str:
+    most = min(world["ranks"], world["gpus_per_node"])
+    return "one node" if world["nodes"] == 1 else f"{world['nodes']} nodes of {most}"
 
 
 def _parameters(report: Mapping[str, Any]) -> list[str]:
@@ -69,11 +74,14 @@ def _parameters(report: Mapping[str, Any]) -> list[str]:
 
 def _run(report: Mapping[str, Any]) -> list[str]:
     run = report["run"]
-    size, kept = run["checkpoint_bytes"], run["checkpoints_kept"]
-    tokens, batch = run["tokens"] / 1e9, f"{run['global_batch']:,} sequences"
+    size, kept, parts = run["checkpoint_bytes"], run["checkpoints_kept"], run["accumulation"]
+    tokens, batch = f"{run['tokens']:,}", f"{run['global_batch']:,} sequences"
+    if run["tokens"] >= 1e7:
+        tokens = f"{run['tokens'] / 1e9:.2f} billion"
     lines = [
-        f"run  {run['steps']:,} steps, {tokens:.2f} billion tokens; peak rate {run['peak_lr']:.4g}",
-        f"  a step: {batch}, {run['tokens_per_step']:,} tokens, in {run['accumulation']} parts",
+        f"run  {run['steps']:,} steps, {tokens} tokens; peak rate {run['peak_lr']:.4g}",
+        f"  a step: {batch}, {run['tokens_per_step']:,} tokens"
+        + (f", accumulated in {parts} parts" if parts > 1 else ""),
         f"  {run['checkpoints_saved']} checkpoints of {_gb(size)}, {kept} kept: {_gb(kept * size)}",
     ]
     return lines + [f"  step {one['step']:>7,}  {one['event']}" for one in report["timeline"]]
@@ -106,15 +114,17 @@ def _step(report: Mapping[str, Any]) -> list[str]:
 
 def _memory(report: Mapping[str, Any]) -> list[str]:
     memory = report["memory"]
-    rest = report["world"]["memory_gb"] * 1e9 - peak(memory)
     lines = ["memory of the fullest rank, without activations and gathered parameters"]
     lines += [f"  {name.replace('_', ' '):<18}{_gb(size)}" for name, size in memory.items()]
-    left = f"{_gb(rest)} of {_gb(report['world']['memory_gb'] * 1e9)}"
-    return [*lines, f"  {'left':<18}{left} (logits and exchange follow each other)"]
+    most = f"{_gb(peak(memory))} (logits and exchange are never held together)"
+    lines.append(f"  {'at most':<18}{most}")
+    if (device := report["world"]["memory_gb"]) is not None:
+        lines.append(f"  {'left':<18}{_gb(device * 1e9 - peak(memory))} of {_gb(device * 1e9)}")
+    return lines
 
 
 def _gb(size: float) -> str:
-    return f"{size / 1e9:.2f} GB"
+    return f"{size / 1e9:.2f} GB" if size >= 1e8 else f"{size / 1e6:.1f} MB"
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:

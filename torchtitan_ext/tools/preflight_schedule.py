@@ -41,7 +41,7 @@ def steps(config: Any, registry: Sequence[MatrixInfo], plan: str) -> tuple[Steps
     known = PLANS.get(config.model.flavor, ()) if config.optimizer.amo.planner == "paper" else ()
     if len(types) == len(known):
         return before, dict(zip(types, known, strict=True)), "the paper's for this model"
-    return before, before, "unknown before the run: uniform stands in"
+    return before, before, "the plan comes during the run; uniform is shown"
 
 
 def _fixed(optimizer: Any, registry: Sequence[MatrixInfo]) -> tuple[Steps, str]:

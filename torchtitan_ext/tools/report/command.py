@@ -1,24 +1,23 @@
-"""The command line of ``amo report``, and the sections of its page."""
+"""The command line of ``amo report``, and what stands on its page."""
 
 from __future__ import annotations
 
 import argparse
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.schedule.plan_table import starved
+from amo_dist.schedule.plan_table import OBJECTIVES, starved
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext import files
 from torchtitan_ext.tools import costs
 from torchtitan_ext.tools.report import data, figures, page, style
 from torchtitan_ext.tools.report.data import Run
-from torchtitan_ext.tools.report.page import Heading, Missing, Part, Picture, Section, Table
+from torchtitan_ext.tools.report.page import Headline, Picture, Section, Table
 
 NONE = "\N{EN DASH}"
-NO_GEOMETRY = "no geometry.jsonl: the run was not tracked ([geometry] enable = true)"
-NO_NORM = "no geometry.jsonl tells norms of updates"
-NO_SCHEDULE = "its optimizer has no Newton-Schulz schedule"
+NO_GEOMETRY = "geometry: no geometry.jsonl (--geometry.enable of a torchtitan run writes it)"
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -27,9 +26,9 @@ def add_command(subparsers: Subparsers) -> None:
         "report",
         help="show what runs did, in one HTML file",
         description="Write loss curves, schedules, geometry and costs of runs into one HTML file "
-        "that opens offline. Needs matplotlib (the extra 'plots').",
+        "that opens offline. Needs matplotlib and Jinja (the extra 'plots').",
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="dump folder of a run")
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
     parser.add_argument("-o", "--output", default="report.html", help="default: %(default)s")
     parser.add_argument("--png", metavar="DIR", help="write the pictures as PNG files, too")
     parser.set_defaults(run=run)
@@ -39,131 +38,179 @@ def run(args: argparse.Namespace) -> int:
     """Write the report for parsed arguments.
 
     Raises:
-        ValueError: A run cannot be read, or matplotlib is missing.
+        ValueError: A run cannot be read, or a library of the extra is missing.
     """
     try:
+        import jinja2  # noqa: F401
         import matplotlib  # noqa: F401
-    except ImportError:
+    except ImportError as error:
         raise ValueError(
-            "amo report: found no matplotlib, expected the extra: pip install 'amo-dist[plots]'"
+            f"amo report: found no {error.name}, expected the extra: pip install 'amo-dist[plots]'"
         ) from None
     runs = data.load(args.runs)
+    names = ", ".join(one.label for one in runs)
     with style.applied():
-        sections = make_sections(runs)
+        sections, left_out = make_sections(runs)
+        lead = "Adaptive Muon Orthogonalization. A colour is one operator type throughout."
+        headlines = [_headline(one) for one in runs]
+        text = page.render(f"AMO report: {names}", lead, headlines, sections, left_out)
         output = Path(args.output)
         output.parent.mkdir(parents=True, exist_ok=True)
-        names = ", ".join(one.label for one in runs)
-        files.replace(output, page.render(f"AMO report: {names}", _lead(runs), sections))
-        pictures = page.save_pngs(sections, Path(args.png)) if args.png else []
+        files.replace(output, text)
+        count = page.save_pngs(sections, Path(args.png)) if args.png else 0
     print(f"written to {output} ({output.stat().st_size / 1e6:.2f} MB)")
-    if pictures:
-        print(f"{len(pictures)} pictures in {args.png}")
+    if count:
+        print(f"{count} pictures in {args.png}")
     return 0
 
 
-def make_sections(runs: Sequence[Run]) -> list[Section]:
-    """All sections; figures are drawn in the style that is set.
+# ---------------------------------------------------------------- headline
+
+
+def _headline(one: Run) -> Headline:
+    last, found = one.metrics[-1], []
+    step, steps, phase = last["step"], last.get("training_steps"), last["phase"]
+    if losses := one.series("loss"):
+        of = f" of {steps:,}" if steps else ""
+        found.append(("loss", f"{losses[-1][1]:.4f}", f"at step {step:,}{of}"))
+    locked = [first for name, first, _ in one.spans("phase") if name == "locked"]
+    if phase and phase != "uniform":
+        lock = last.get("lock_step")
+        when = f"locks at step {lock:,}" if lock else "nothing is planned"
+        place = (phase, when) if not locked else (f"step {locked[-1]:,}", f"now {phase}")
+        found.append(("locked at" if locked else "phase", *place))
+    if one.plan is not None:
+        error, uniform = one.plan.objective, one.plan.uniform_objective
+        name = OBJECTIVES[one.plan.criterion]
+        found.append((name, f"{error:.4g}", f"where uniform leaves {uniform:.4g}"))
+    if guard := [value for _, value in one.series(figures.GUARD) if value]:
+        found.append(("residual", f"{guard[-1]:.3g}", "after Newton-Schulz, the last measured"))
+    if (work := data.ns_work(one)) is not None:
+        value = f"{work.ratio[-1]:.3f} \N{MULTIPLICATION SIGN}"
+        found.append(
+            (f"Newton-Schulz {work.unit}", value, _spends(one) or "the uniform schedule's")
+        )
+    return Headline(one.label, found)
+
+
+def _spends(one: Run) -> str:
+    """Steps and flops of a plan beside those of the uniform schedule."""
+    plan = one.plan
+    if plan is None:
+        return ""
+    uniform = plan.base_steps * len(plan.operator_types)
+    flops = "" if plan.flops_ratio is None else f", at {plan.flops_ratio:.4f} of its flops"
+    return f"{sum(plan.allocation)} steps where uniform spends {uniform}{flops}"
+
+
+# ---------------------------------------------------------------- sections
+
+
+def make_sections(runs: Sequence[Run]) -> tuple[list[Section], list[str]]:
+    """All sections that have something to show, and a line for each that a run lacks.
+
+    Figures are drawn in the style that is set.
 
     Args:
         runs: At least one.
     """
     each = _PerRun(runs)
-    return [
-        Section("Runs", [_overview(runs)]),
-        Section("Loss", [Picture("loss", figures.losses(runs), _LOSS)]),
-        Section("Training", [Picture("training", figures.curves(runs), _TRAINING)]),
-        each("Schedule", "schedule", figures.timeline, _timeline_caption, NO_SCHEDULE),
-        _plan_section(runs, each("Plan", "plan", figures.plan, _plan_caption, "it made no plan")),
-        each("Observed ell", "ell", figures.ells, _ell_caption, "it observes no ell (not AMO)"),
-        each("F1: conditioning and residual", "f1", figures.scatter, _f1, NO_GEOMETRY),
-        each("F2: operator types", "f2", figures.type_medians, _f2, NO_GEOMETRY),
-        each("F3: layers", "f3", figures.layer_profiles, _f3, NO_GEOMETRY),
-        each("F4: shallow and deep layers", "f4", figures.depth, _f4, NO_GEOMETRY),
-        each("Norm of updates", "update_norm", figures.update_norms, _norm_caption, NO_NORM),
-        Section("Newton-Schulz work", _work_parts(runs)),
-        Section("Cost", [_cost_table(runs)]),
+    curves = [(key, figures.curve(runs, key), text) for key, text in figures.CURVES.items()]
+    dotted = " Dotted: validation loss." if any(one.validations for one in runs) else ""
+    training = [Picture("loss", figures.losses(runs), _LOSS + dotted)]
+    training += [Picture(_file(key), one, f"{text}.") for key, one, text in curves if one]
+    work = figures.work(runs)
+    flat = "Newton-Schulz steps: none changes"
+    schedule = each("schedule", figures.timeline, _timeline_caption, flat)
+    if work is not None:
+        schedule.append(Picture("work", work, _WORK))
+    plans = each("plan", figures.plan, _plan_caption, "plan: none is made")
+    plans += each("ell", figures.ells, _ell_caption, "ell: its optimizer observes none")
+    f3 = "Condition numbers of layers, median over operator types (the paper's F3)"
+    geometry = [
+        *each("f1", figures.scatter, _f1, NO_GEOMETRY),
+        *each("f2", figures.type_medians, _f2, NO_GEOMETRY),
+        *each("f3_steps", figures.layers_over_steps, f"{f3}, over training.", NO_GEOMETRY),
+        *each("f3_depth", figures.profile_over_depth, f"{f3}, over depth.", NO_GEOMETRY),
     ]
+    for name in figures.DEPTH_TYPES:
+        draw = functools.partial(figures.depth, operator_type=name)
+        caption = functools.partial(_f4, operator_type=name)
+        geometry += each(f"f4_{name}", draw, caption, NO_GEOMETRY)
+    geometry += each("update_norm", figures.update_norms, _norm_caption, NO_GEOMETRY)
+    sections = [
+        Section("Training", training),
+        Section("Newton-Schulz schedule", schedule),
+        Section("Plan", plans, _plan_table(runs), _PLAN if each.with_plan else ""),
+        Section("Geometry", geometry),
+        Section("Figures of the runs", table=_facts(runs), note=_FACTS),
+    ]
+    return [one for one in sections if one.pictures or one.table], each.left_out()
 
 
 class _PerRun:
-    """Sections with one picture, or the reason for none, for each run."""
+    """One picture for each run that has what it shows."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
+        self._missing: dict[str, list[str]] = {}
+        self.with_plan = [one for one in runs if one.plan is not None]
 
     def __call__(
         self,
-        title: str,
         name: str,
         draw: Callable[[Run], Any],
-        caption: Callable[[Run], str],
+        caption: Callable[[Run], str] | str,
         reason: str,
-    ) -> Section:
-        parts: list[Part] = []
-        missing: dict[str, list[str]] = {}
-        several = len(self._runs) > 1
+    ) -> list[Picture]:
+        pictures, several = [], len(self._runs) > 1
         for number, one in enumerate(self._runs, start=1):
             figure = draw(one)
-            if figure is None:
-                why = reason if not one.geometry or reason != NO_GEOMETRY else "too few matrices"
-                missing.setdefault(why, []).append(one.label)
-            else:
-                file = f"{name}_{number}" if several else name
-                parts += [Heading(one.label)] if several else []
-                parts.append(Picture(file, figure, caption(one)))
-        for why, labels in missing.items():
-            parts.append(Missing(f"Nothing to show for {', '.join(labels)}: {why}."))
-        return Section(title, parts)
+            if figure is not None:
+                text = caption if isinstance(caption, str) else caption(one)
+                text = f"{one.label}. {text}" if several else text
+                pictures.append(Picture(f"{name}_{number}" if several else name, figure, text))
+                continue
+            why = (
+                reason if reason != NO_GEOMETRY or not one.geometry else "geometry: too few layers"
+            )
+            labels = self._missing.setdefault(why, [])
+            labels += [one.label] if one.label not in labels else []
+        return pictures
+
+    def left_out(self) -> list[str]:
+        return [f"Not shown of {', '.join(who)}: {why}." for why, who in self._missing.items()]
 
 
-def _lead(runs: Sequence[Run]) -> str:
-    count = "one run" if len(runs) == 1 else f"{len(runs)} runs"
-    return f"Adaptive Muon Orthogonalization: {count}. Colours stand for operator types throughout."
-
-
-def _overview(runs: Sequence[Run]) -> Table:
-    rows = []
-    for one in runs:
-        last = one.metrics[-1]
-        losses = one.series("loss")
-        tracked = len({record["step"] for record in one.geometry})
-        rows.append(
-            [
-                one.label,
-                _model(one),
-                one.config.get("optimizer", {}).get("name", NONE),
-                f"{last['step']:,}",
-                f"{last.get('num_tokens') or 0:,}",
-                last["phase"] or NONE,
-                f"{losses[-1][1]:.4f}" if losses else NONE,
-                f"{tracked} steps" if tracked else "off",
-            ]
-        )
-    header = ["run", "model", "optimizer", "steps", "tokens", "phase", "last loss", "tracking"]
-    return Table(header, rows)
-
-
-def _model(one: Run) -> str:
-    if one.geometry:
-        return str(one.geometry[0].get("model", NONE))
-    model = one.config.get("model", {})
-    return f"{model['name']} {model['flavor']}" if model else NONE
+def _file(key: str) -> str:
+    return key.rpartition("/")[2]
 
 
 # ---------------------------------------------------------------- captions
 
-_LOSS = "Training loss, mean over ranks, at the logged steps; dotted, that of validations."
-_TRAINING = "At the logged optimizer steps; waits and speed are means since the one before."
+_LOSS = "Training loss, mean over ranks, at the logged steps."
+_WORK = (
+    "Work of the Newton-Schulz steps over that of the uniform schedule; in flops where the shapes "
+    "are known (a plan or a geometry log), else in steps."
+)
+_PLAN = (
+    "The error of an update is its squared distance from the polar factor relative to its squared "
+    'norm, over the sampled matrices (with update_norm = "exact" that of their directions). A '
+    "projected error is that at the lower bound of each type, summed over types; a measured one, "
+    "of an earlier version, the squared residual summed over matrices."
+)
+_FACTS = (
+    "Times are medians over the logged steps after the first, waits for data the mean; an "
+    "optimizer's step includes observation and tracking, which are told apart, too: what "
+    "measuring adds to the step that has it. Peak memory is that of the logging rank: of its GPU, "
+    "without one of its whole process."
+)
 
 
 def _timeline_caption(one: Run) -> str:
+    spends = _spends(one)
     text = "Newton-Schulz steps of each operator type."
-    if one.plan is not None:
-        text += (
-            f" The plan spends {sum(one.plan.allocation)} steps where the uniform schedule spends "
-            f"{one.plan.base_steps * len(one.plan.operator_types)}."
-        )
-    return text
+    return f"{text} The plan spends {spends}." if spends else text
 
 
 def _plan_caption(one: Run) -> str:
@@ -173,46 +220,18 @@ def _plan_caption(one: Run) -> str:
     return " ".join([text, *(f"Note: {line}." for line in starved(one.plan))])
 
 
-def _plan_section(runs: Sequence[Run], pictures: Section) -> Section:
-    """Pictures of the plans, below what they gain in all."""
-    rows = []
-    for one in runs:
-        plan = one.plan
-        if plan is not None:
-            uniform, flops = plan.uniform_objective, plan.flops_ratio
-            rows.append(
-                [
-                    one.label,
-                    plan.criterion,
-                    *(f"{uniform:.5f}", f"{plan.objective:.5f}"),
-                    f"{plan.objective / uniform:.3f}" if uniform else NONE,
-                    f"{plan.base_steps * len(plan.operator_types)}",
-                    f"{sum(plan.allocation)}",
-                    NONE if flops is None else f"{flops:.4f}",
-                ]
-            )
-    header = ["run", "objective", "of uniform", "of the plan", "ratio"]
-    header += ["steps of uniform", "of the plan", "flops over uniform's"]
-    note = (
-        "The objective of an update is its squared error relative to its squared norm, by the "
-        'distances of the sampled matrices to their polar factors (with update_norm = "exact" '
-        "those of their directions); a projected one the error at the lower bound of each type, "
-        "summed over types; a measured one, of an earlier version, the squared residual, summed "
-        "over matrices."
-    )
-    table = [Table(header, rows, note)] if rows else []
-    return Section(pictures.title, [*table, *pictures.parts])
-
-
 def _ell_caption(one: Run) -> str:
-    targets = "" if one.plan is None else " Dotted lines and triangles: targets of the last plan."
+    targets = "" if one.plan is None else " Dotted: what the last plan is composed for."
     return f"Effective ell of momentum, the latest median over sampled matrices.{targets}"
 
 
 def _f1(one: Run) -> str:
+    points = data.conditioning(one.geometry)
+    r = data.pearson([(x, y) for x, y, _ in points])
     parts = [
-        "Each point is one matrix at one tracked step: conditioning of momentum against",
-        "normalised residual of what Newton-Schulz made of it.",
+        "Each point is one matrix at one tracked step: condition number of momentum against",
+        "residual of what Newton-Schulz made of it (the paper's F1).",
+        f"Pearson's r = {'n/a' if r is None else f'{r:.3f}'} over {len(points):,} points.",
     ]
     # Of a run that plans again a phase has several stretches.
     by_phase: dict[str, list[Any]] = {}
@@ -232,7 +251,7 @@ def _f1(one: Run) -> str:
 
 
 def _f2(one: Run) -> str:
-    found = data.medians(one.geometry, lambda record: record["operator_type"])
+    found = data.medians(one.geometry, data.operator_type)
     by_step: dict[int, list[tuple[float, str]]] = {}
     for name, series in found.items():
         for step, value in series:
@@ -240,8 +259,8 @@ def _f2(one: Run) -> str:
     hardest = [max(values)[1] for values in by_step.values()]
     easiest = [min(values)[1] for values in by_step.values()]
     text = (
-        f"Median over the layers of a type. Hardest most often: {_most(hardest)}; "
-        f"easiest: {_most(easiest)}."
+        "Condition number of momentum, median over the layers of a type (the paper's F2). Hardest "
+        f"most often: {_most(hardest)}; easiest: {_most(easiest)}."
     )
     types = data.between_share(one.geometry, "operator_type")
     layers = data.between_share(one.geometry, "layer")
@@ -258,30 +277,19 @@ def _most(names: Sequence[str]) -> str:
     return f"{most} ({names.count(most)} of {len(names)} tracked steps)"
 
 
-def _f3(one: Run) -> str:
-    return (
-        "Median over the operator types of a layer: along training for up to six layers, and along "
-        "depth at up to five steps."
-    )
-
-
-def _f4(one: Run) -> str:
-    sizes = [
-        found.num_layers
-        for name in figures.DEPTH_TYPES
-        if (found := data.shallow_deep(one.geometry, name)) is not None
-    ]
-    text = (
-        "Median over the first and the last layers; the dotted line is the first tracked step at "
-    )
-    text += "which their order is another than at the first one (n/a: none is)."
-    if sizes and min(sizes) < 3:
+def _f4(one: Run, operator_type: str) -> str:
+    found = data.shallow_deep(one.geometry, operator_type)
+    assert found is not None
+    text = f"{operator_type}: first layers against last ones (the paper's F4), which "
+    text += "never change places." if found.crossing is None else "change places first at the "
+    text += "" if found.crossing is None else f"dotted step {found.crossing}."
+    if found.num_layers < 3:
         text += " The model has fewer than six layers: halves stand for three layers each."
     return text
 
 
 def _norm_caption(one: Run) -> str:
-    found = data.medians(one.geometry, lambda record: record["operator_type"], "update_norm")
+    found = data.medians(one.geometry, data.operator_type, "update_norm")
     last = ", ".join(f"{name} {series[-1][1]:.3f}" for name, series in found.items())
     return (
         "Norm of what Newton-Schulz made of momentum over that of its exact polar factor, median "
@@ -289,61 +297,87 @@ def _norm_caption(one: Run) -> str:
     )
 
 
-# ---------------------------------------------------------------- work and cost
+# ---------------------------------------------------------------- tables
 
 
-def _work_parts(runs: Sequence[Run]) -> list[Part]:
-    figure = figures.work(runs)
-    if figure is None:
-        return [Missing("Nothing to show: no run has a Newton-Schulz schedule.")]
-    caption = (
-        "Work of the Newton-Schulz steps over that of the uniform schedule; in flops where the "
-        "shapes are known (a plan or a geometry log), else in steps."
-    )
-    by_run = [data.optimizer_seconds_by_phase(one) for one in runs]
-    shown = [name for name in style.PHASES if any(name in phases for phases in by_run)]
-    rows = []
-    for one, phases in zip(runs, by_run, strict=True):
-        work = data.ns_work(one)
-        if work is not None:
-            seconds = [_scaled(phases.get(name), 1e3) for name in shown]
-            last = f"{work.ratio[-1]:.3f}"
-            rows.append([one.label, work.unit, f"{work.mean:.3f}", last, *seconds])
-    header = ["run", "unit", "work (mean)", "work (last)"]
-    header += [f"optimizer, {name} (ms)" for name in shown]
-    note = (
-        "Optimizer time is the median over the logged steps of a phase, observation and tracking "
-        "included; observation and uniform run the uniform schedule."
-    )
-    return [Picture("work", figure, caption), Table(header, rows, note)]
+def _table(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str | None]]]) -> Table:
+    """A row for each figure that any run has, a column for each run."""
+    shown = [(name, cells) for name, cells in rows if any(cell is not None for cell in cells)]
+    header = ["", *(one.label for one in runs)]
+    return Table(header, [[name, *(cell or NONE for cell in cells)] for name, cells in shown])
 
 
-def _cost_table(runs: Sequence[Run]) -> Table:
-    columns: dict[str, tuple[str, float]] = {
-        "step (ms)": ("seconds_per_step", 1e3),
-        "optimizer (ms)": (costs.OPTIMIZER_SECONDS, 1e3),
-        "waits for data (ms)": ("data_seconds_per_step", 1e3),
-        "tokens/s": ("tokens_per_second", 1),
-        "TFLOP/s of a device": ("tflops", 1),
-        "of its peak (MFU, %)": ("mfu_percent", 1),
-        "peak memory (MiB)": ("peak_memory_bytes", 2**-20),
-        "an observation (ms)": ("observe_seconds", 1e3),
-        "a tracked step (ms)": ("geometry_seconds", 1e3),
-    }
-    rows = []
-    for one in runs:
-        found = data.cost(one)
-        cells = [_scaled(found[field], factor) for field, factor in columns.values()]
-        rows.append([one.label, *cells])
-    header = ["run", *columns]
-    note = (
-        "Medians over the logged steps after the first; of waits for data the mean, in each step "
-        "those of its slowest rank. Peak memory is that of the logging rank: of its GPU, without "
-        "one of its whole process. Observation and tracking are apart: what one of them adds to "
-        "the step that has it (measuring; gathering wider is not in it)."
-    )
-    return Table(header, rows, note)
+def _plan_table(runs: Sequence[Run]) -> Table | None:
+    """What the plans gain in all."""
+    found = [one for one in runs if one.plan is not None]
+    columns = []
+    for one in found:
+        plan = one.plan
+        assert plan is not None
+        uniform, flops = plan.uniform_objective, plan.flops_ratio
+        columns.append(
+            {
+                "planned by": OBJECTIVES[plan.criterion],
+                "error of the uniform schedule": f"{uniform:.5f}",
+                "error of the plan": f"{plan.objective:.5f}",
+                "error, plan over uniform": f"{plan.objective / uniform:.3f}" if uniform else None,
+                "steps of the uniform schedule": f"{plan.base_steps * len(plan.operator_types)}",
+                "steps of the plan": f"{sum(plan.allocation)}",
+                "flops, plan over uniform": None if flops is None else f"{flops:.4f}",
+            }
+        )
+    if not columns:
+        return None
+    return _table(found, [(name, [one[name] for one in columns]) for name in columns[0]])
 
 
-def _scaled(value: float | None, factor: float) -> str:
-    return NONE if value is None else f"{value * factor:,.{1 if factor == 1e3 else 0}f}"
+_COSTS: dict[str, tuple[str, float]] = {
+    "step (ms)": ("seconds_per_step", 1e3),
+    "optimizer in a step (ms)": (costs.OPTIMIZER_SECONDS, 1e3),
+    "waits for data in a step (ms)": ("data_seconds_per_step", 1e3),
+    "tokens a second": ("tokens_per_second", 1),
+    "TFLOP/s of a device": ("tflops", 1),
+    "share of its peak, MFU (%)": ("mfu_percent", 1),
+    "peak memory (MiB)": ("peak_memory_bytes", 2**-20),
+    "an observation (ms)": ("observe_seconds", 1e3),
+    "a tracked step (ms)": ("geometry_seconds", 1e3),
+}
+
+
+def _facts(runs: Sequence[Run]) -> Table:
+    rows: list[tuple[str, Sequence[str | None]]] = [
+        ("model", [_model(one) for one in runs]),
+        ("optimizer", [one.config.get("optimizer", {}).get("name") for one in runs]),
+        ("steps", [f"{one.metrics[-1]['step']:,}" for one in runs]),
+        ("tokens", [_number(one.metrics[-1].get("num_tokens"), 1) for one in runs]),
+        (
+            "validation loss",
+            [f"{v[-1][1]:.4f}" if (v := one.validations) else None for one in runs],
+        ),
+    ]
+    work = [data.ns_work(one) for one in runs]
+    for title, get in (("mean", lambda one: one.mean), ("at the end", lambda one: one.ratio[-1])):
+        cells = [None if one is None else f"{get(one):.3f} ({one.unit})" for one in work]
+        rows.append((f"Newton-Schulz work over uniform's, {title}", cells))
+    taken = [data.cost(one) for one in runs]
+    for name, (field, factor) in _COSTS.items():
+        rows.append((name, [_number(one[field], factor) for one in taken]))
+    by_phase = [data.optimizer_seconds_by_phase(one) for one in runs]
+    for phase in style.PHASES:
+        cells = [_number(one.get(phase), 1e3) for one in by_phase]
+        rows.append((f"optimizer in phase {phase} (ms)", cells))
+    return _table(runs, rows)
+
+
+def _model(one: Run) -> str | None:
+    if one.geometry:
+        return str(one.geometry[0].get("model", NONE))
+    model = one.config.get("model", {})
+    return f"{model['name']} {model['flavor']}" if model else None
+
+
+def _number(value: float | None, factor: float) -> str | None:
+    if value is None:
+        return None
+    value *= factor
+    return f"{value:,.{0 if value >= 100 or value == int(value) else 2}f}"

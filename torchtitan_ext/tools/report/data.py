@@ -166,6 +166,16 @@ def medians(
     }
 
 
+def operator_type(record: Mapping[str, Any]) -> Any:
+    """Of a record of the geometry log."""
+    return record["operator_type"]
+
+
+def layer(record: Mapping[str, Any]) -> Any:
+    """Of a record of the geometry log; None outside of the blocks."""
+    return record["layer"]
+
+
 def between_share(records: Records, key: str) -> float | None:
     """Share of the variance of log10 kappa that lies between groups, averaged over steps.
 
@@ -203,13 +213,13 @@ class Depth:
     """First logged step at which the order is another than at the first one."""
 
 
-def shallow_deep(records: Records, operator_type: str) -> Depth | None:
+def shallow_deep(records: Records, name: str) -> Depth | None:
     """The first three layers against the last three; of fewer than six, halves without overlap.
 
     Returns:
         None where the type has fewer than two layers in the log.
     """
-    records = [r for r in records if r["operator_type"] == operator_type]
+    records = [r for r in records if r["operator_type"] == name]
     layers = sorted({r["layer"] for r in records if r["layer"] is not None})
     size = min(3, len(layers) // 2)
     if size == 0:

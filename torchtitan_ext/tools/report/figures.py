@@ -1,4 +1,4 @@
-"""The figures of a report; each answers None where a run lacks what it shows."""
+"""The figures of a report, one pair of axes each; None where a run lacks what it shows."""
 
 from __future__ import annotations
 
@@ -14,38 +14,49 @@ from torchtitan_ext.tools.report.data import Run
 
 KAPPA = r"condition number $\kappa$"
 GUARD = "newton_schulz/residual"
+WAITS = "data_seconds_per_step"
+OF_TIME = (WAITS, "tokens_per_second", "mfu_percent")
 CURVES = {
-    "lr": "learning rate",
-    "grad_norm": "gradient norm",
-    "optimizer/steps_skipped": "skipped steps, in all",
-    GUARD: "residual of the guard",
-    "data_seconds_per_step": "waits for data (s a step)",
-    "tokens_per_second": "tokens a second",
-    "mfu_percent": "model flops utilization (%)",
+    "lr": "Learning rate",
+    "grad_norm": "Gradient norm",
+    "optimizer/steps_skipped": "Skipped steps, in all",
+    GUARD: "Residual of the guard",
+    WAITS: "Waits for data (seconds a step)",
+    "tokens_per_second": "Tokens a second",
+    "mfu_percent": "Model flops utilization, MFU (%)",
 }
-"""Titles of small pictures by what they show."""
+"""Titles of pictures by what they show."""
 DEPTH_TYPES = ("attn_q", "mlp_up")
 """Operator types whose depth the AMO paper compares."""
 
 
-def _new(width: float = 8.0, height: float = 3.6, **options: Any) -> tuple[Any, Any]:
+def _new(height: float = 3.1) -> tuple[Any, Any]:
+    """As narrow as a phone, so that its text is read there in the size that it has here."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, height), layout="constrained")
-    figure.get_layout_engine().set(w_pad=0.08, h_pad=0.08)  # type: ignore[union-attr, call-arg]
-    return figure, figure.subplots(**options)
+    figure = Figure(figsize=(5.0, height), layout="constrained")
+    return figure, figure.subplots()
 
 
-def _legend_right(figure: Any, axes: Any, columns: int = 1) -> None:
+def _legend(figure: Any, axes: Any, columns: int = 4) -> None:
+    """Below the picture, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles, labels, loc="outside right center", ncols=columns)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns)
+
+
+def _plain(axis: Any) -> None:
+    """Numbers in full: no factor of all of them in a corner."""
+    from matplotlib.ticker import FuncFormatter
+
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
 
 
 def _whole(axes: Any) -> None:
     """Whole numbers only, on an axis of steps or layers."""
     from matplotlib.ticker import MaxNLocator
 
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True, min_n_ticks=1))
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
+    _plain(axes.xaxis)
 
 
 def _over_steps(axes: Any, runs: Sequence[Run], **labels: str) -> None:
@@ -53,6 +64,8 @@ def _over_steps(axes: Any, runs: Sequence[Run], **labels: str) -> None:
     axes.set(**{"xlabel": "optimizer step", **labels})
     axes.set_xlim(0, max(run.metrics[-1]["step"] for run in runs) * 1.01)
     _whole(axes)
+    if axes.get_yscale() == "linear":
+        _plain(axes.yaxis)
 
 
 def _places(run: Run, field: str, name: str = "") -> list[tuple[Any, int, int]]:
@@ -62,23 +75,24 @@ def _places(run: Run, field: str, name: str = "") -> list[tuple[Any, int, int]]:
     return [(span[0], *ends) for span, ends in zip(spans, itertools.pairwise(edges), strict=False)]
 
 
-def _shade(axes: Any, run: Run, *, named: bool = True) -> None:
-    """Backgrounds for phases, named on top."""
+def _shade(axes: Any, run: Run) -> None:
+    """Backgrounds for phases, named on top where there is room."""
     for phase, left, right in _places(run, "phase"):
         axes.axvspan(left, right, color=style.PHASES.get(phase, "#FFFFFF"), zorder=-2, lw=0)
         if left:
             axes.axvline(left, color="#777777", lw=0.9, ls=(0, (2, 2)), zorder=1)
-        axes.annotate(
-            phase if named else "",
-            ((left + right) / 2, 1.0),
-            xycoords=axes.get_xaxis_transform(),
-            xytext=(0, 3),
-            textcoords="offset points",
-            ha="center",
-            va="bottom",
-            fontsize=8.5,
-            color="#555555",
-        )
+        if right - left > 0.017 * len(phase) * run.metrics[-1]["step"]:
+            axes.annotate(
+                phase,
+                ((left + right) / 2, 1.0),
+                xycoords=axes.get_xaxis_transform(),
+                xytext=(0, 3),
+                textcoords="offset points",
+                ha="center",
+                va="bottom",
+                fontsize=9,
+                color="#555555",
+            )
 
 
 def losses(runs: Sequence[Run]) -> Any:
@@ -92,34 +106,33 @@ def losses(runs: Sequence[Run]) -> Any:
             axes.plot(*_columns(run.validations), **dots, label=f"{run.label}, validation")
     if len(runs) == 1:
         _shade(axes, runs[0])
-    if len(runs) > 1 or runs[0].validations:
-        axes.legend()
     _over_steps(axes, runs, ylabel="loss (nats per token)")
+    if len(runs) > 1 or runs[0].validations:
+        _legend(figure, axes, columns=2)
     return figure
 
 
-def curves(runs: Sequence[Run]) -> Any:
-    """Small pictures of what :data:`CURVES` names, as far as any run has it."""
-    found = {key: [run.series(key) for run in runs] for key in CURVES}
-    # 0 before the first measurement.
-    found[GUARD] = [[point for point in series if point[1]] for series in found[GUARD]]
-    shown = {key: series for key, series in found.items() if any(series)}
-    if not shown:
+def curve(runs: Sequence[Run], key: str) -> Any:
+    """One of :data:`CURVES`; None where nothing is known or nothing changes, or waits are short."""
+    found = [run.series(key) for run in runs]
+    if key == GUARD:  # 0 before the first measurement
+        found = [[point for point in series if point[1]] for series in found]
+    if key in OF_TIME:  # the first record pays for start-up
+        found = [series[1:] for series in found]
+    values = {value for series in found for _, value in series}
+    seconds = [value for run in runs for _, value in run.series("seconds_per_step")]
+    is_small = key == WAITS and max(values, default=0.0) < 0.01 * max(seconds, default=0.0)
+    if len(values) < 2 or is_small:
         return None
-    rows = -(-len(shown) // 2)
-    figure, axes = _new(9.0, 1.7 * rows + 0.2, nrows=rows, ncols=2, squeeze=False)
-    for ax, (key, by_run) in zip(axes.flat, shown.items(), strict=False):
-        for index, (run, series) in enumerate(zip(runs, by_run, strict=True)):
-            ax.plot(*_columns(series), **style.run_line(index), label=run.label)
-        if len(runs) == 1:
-            _shade(ax, runs[0], named=False)
-        ax.set_title(CURVES[key])
-        ax.set_ylim(0, None if any(value for one in by_run for _, value in one) else 1)
-        _over_steps(ax, runs, xlabel="")
+    figure, axes = _new(2.6)
+    for index, (run, series) in enumerate(zip(runs, found, strict=True)):
+        axes.plot(*_columns(series), **style.run_line(index), label=run.label)
+    if len(runs) == 1:
+        _shade(axes, runs[0])
+    axes.set_ylim(0, None)
+    _over_steps(axes, runs)
     if len(runs) > 1:
-        axes.flat[0].legend()
-    if len(shown) % 2:
-        axes.flat[-1].set_axis_off()
+        _legend(figure, axes, columns=2)
     return figure
 
 
@@ -128,28 +141,25 @@ def _columns(series: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 
 
 def timeline(run: Run) -> Any:
-    """Newton-Schulz steps of each operator type: a row each, a bar for every stretch of steps."""
+    """Newton-Schulz steps of each operator type: a row each, a bar for every stretch of steps.
+
+    None where they never change: the page tells a number then.
+    """
     types = sort_operator_types(run.metrics[-1]["num_steps_by_type"])
-    if not types:
-        return None
     rows = [_places(run, "num_steps_by_type", name) for name in types]
+    if not any(len(row) > 1 for row in rows):
+        return None
     counts, end = [count for row in rows for count, _, _ in row], run.metrics[-1]["step"]
-    figure, axes = _new(8.0, 0.38 * len(types) + 1.1)
+    figure, axes = _new(0.32 * len(types) + 0.8)
     low, high = min(3, *counts), max(7, *counts)
     colors = _shades(high - low + 1)
-    from matplotlib.cm import ScalarMappable
-    from matplotlib.colors import BoundaryNorm
-
-    norm = BoundaryNorm([low - 0.5 + i for i in range(high - low + 2)], colors.N)
     for y, row in enumerate(rows):
         for value, left, right in row:
             # One bar for a stretch: cells side by side would show seams.
-            axes.barh(y, right - left, left=left, height=0.9, color=colors(norm(value)), lw=0)
-            if right - left > 0.035 * end:
+            axes.barh(y, right - left, left=left, height=0.9, color=colors(value - low), lw=0)
+            if right - left > 0.03 * end:
                 tone = "white" if value > (low + high) / 2 else "#222222"
-                axes.text(
-                    (left + right) / 2, y, str(value), ha="center", va="center", color=tone, size=9
-                )
+                axes.text((left + right) / 2, y, str(value), ha="center", va="center", color=tone)
     axes.set_ylim(len(types) - 0.5, -0.5)
     axes.set_yticks(range(len(types)), types)
     for tick, name in zip(axes.get_yticklabels(), types, strict=True):
@@ -162,12 +172,6 @@ def timeline(run: Run) -> Any:
     axes.set_xlabel("optimizer step")
     axes.set_xlim(0, end)
     _whole(axes)
-    bar = figure.colorbar(
-        ScalarMappable(norm, colors), ax=axes, ticks=range(low, high + 1), pad=0.02, aspect=14
-    )
-    bar.set_label("Newton-Schulz steps")
-    bar.outline.set_visible(False)
-    bar.ax.tick_params(length=0)
     return figure
 
 
@@ -185,7 +189,7 @@ def plan(run: Run) -> Any:
         return None
     found, types = run.plan, run.plan.operator_types
     before, after = errors_beside_uniform(found)
-    figure, axes = _new(8.0, 0.5 * len(types) + 1.2)
+    figure, axes = _new(0.5 * len(types) + 0.8)
     places = range(len(types))
     axes.barh([y - 0.2 for y in places], before, height=0.36, color="#BBBBBB")
     colors = [style.color(name, types) for name in types]
@@ -198,11 +202,11 @@ def plan(run: Run) -> Any:
                 xytext=(4, 0),
                 textcoords="offset points",
                 va="center",
-                fontsize=8.5,
+                fontsize=9,
             )
     axes.set_ylim(len(types) - 0.5, -0.5)
     axes.set_yticks(places, types)
-    axes.set_xlim(0, 1.2 * max(*before, *after, 1e-3))
+    axes.set_xlim(0, 1.4 * max(*before, *after, 1e-3))
     axes.set_xlabel(found.error_name)
     axes.grid(False, axis="y")
     return figure
@@ -213,39 +217,21 @@ def ells(run: Run) -> Any:
     types = [name for name in run.operator_types if run.series(f"amo/ell/{name}")]
     if not types:
         return None
-    figure, axes = _new()
+    figure, axes = _new(3.5)
     for name in types:
         series = run.series(f"amo/ell/{name}")
         # Before the first observation there is only the base value.
         changes = [b for a, b in itertools.pairwise(series) if b[1] != a[1]] or series[-1:]
         steps, values = zip(*changes, strict=True)
         axes.plot(steps, values, **style.line(name, run.operator_types))
-    last = run.metrics[-1]["step"]
     if run.plan is not None:
         for name, target in zip(run.plan.operator_types, run.plan.ell_target, strict=True):
             tone = style.color(name, run.operator_types)
-            axes.plot(
-                [last * 1.02], [target], marker="<", color=tone, clip_on=False, markersize=7, ls=""
-            )
             axes.axhline(target, color=tone, lw=0.8, ls=":")
-        axes.axhline(run.plan.base_ell, color="#999999", lw=1)
-        axes.annotate(
-            r"$\ell_\mathrm{base}$",
-            (0.97, run.plan.base_ell),
-            xycoords=axes.get_yaxis_transform(),
-            xytext=(0, -3),
-            textcoords="offset points",
-            ha="right",
-            va="top",
-            fontsize=9,
-            color="#666666",
-        )
     axes.set_yscale("log")
-    axes.set_xlim(0, last * 1.02)
-    axes.set(xlabel="optimizer step", ylabel=r"effective $\ell$ (median of a type)")
+    _over_steps(axes, [run], ylabel=r"effective $\ell$ (median of a type)")
     _shade(axes, run)
-    _whole(axes)
-    _legend_right(figure, axes)
+    _legend(figure, axes)
     return figure
 
 
@@ -254,8 +240,7 @@ def scatter(run: Run) -> Any:
     points = data.conditioning(run.geometry)
     if len(points) < 3:
         return None
-    r = data.pearson([(x, y) for x, y, _ in points])
-    figure, axes = _new(6.4, 4.2)
+    figure, axes = _new(3.5)
     layers = sorted({layer for _, _, layer in points})
     random.Random(0).shuffle(points)  # depth must not decide what covers what
     found = axes.scatter(
@@ -274,8 +259,6 @@ def scatter(run: Run) -> Any:
         ylabel=r"residual $\|M'M'^{\top}-I\|_F\,/\,\sqrt{\min(m,n)}$",
     )
     axes.set_ylim(bottom=0)
-    text = f"Pearson r = {'n/a' if r is None else f'{r:.3f}'}   (n = {len(points):,})"
-    axes.set_title(text)
     bar = figure.colorbar(found, ax=axes, pad=0.02, ticks=_few(layers, 8))
     bar.set_label("layer")
     bar.outline.set_visible(False)
@@ -294,93 +277,97 @@ def update_norms(run: Run) -> Any:
 
 
 def _by_type(run: Run, field: str, **axis: str) -> Any:
-    found = data.medians(run.geometry, lambda record: record["operator_type"], field)
+    found = data.medians(run.geometry, data.operator_type, field)
     if not found:
         return None
-    figure, axes = _new()
+    figure, axes = _new(3.5)
     for name in sort_operator_types(found):
-        steps, values = zip(*found[name], strict=True)
-        axes.plot(steps, values, **style.line(name, run.operator_types))
+        axes.plot(*_columns(found[name]), **style.line(name, run.operator_types))
     _over_steps(axes, [run], **axis)
     _shade(axes, run)
-    _legend_right(figure, axes)
+    _legend(figure, axes)
     return figure
 
 
-def layer_profiles(run: Run) -> Any:
-    """F3: medians of layers over time, and profiles over depth at a few steps."""
-    found = data.medians(run.geometry, lambda record: record["layer"])
+def layers_over_steps(run: Run) -> Any:
+    """F3: medians of layers over time."""
+    found = data.medians(run.geometry, data.layer)
     if len(found) < 2:
         return None
-    import matplotlib
-
-    figure, (left, right) = _new(9.0, 3.7, ncols=2, sharey=True)
+    figure, axes = _new(3.5)
     layers = sorted(found)
-    colors = matplotlib.colormaps[style.LAYERS]
+    colors = _map(style.LAYERS)
     for layer in _few(layers, 6):
-        steps, values = zip(*found[layer], strict=True)
         depth = layers.index(layer) / max(len(layers) - 1, 1)
-        left.plot(steps, values, color=colors(depth * 0.92), label=f"layer {layer}")
-    _over_steps(left, [run], ylabel=f"median {KAPPA}", yscale="log")
-    left.set_title("layers over training")
-    left.legend()
-    snapshots = _few(sorted({step for series in found.values() for step, _ in series}), 5)
-    greys = matplotlib.colormaps["viridis_r"]
-    for index, (step, marker) in enumerate(zip(snapshots, "osD^v", strict=False)):
-        profile = [
-            (layer, dict(found[layer])[step]) for layer in layers if step in dict(found[layer])
-        ]
-        x, y = zip(*profile, strict=True)
-        tone = greys(0.1 + 0.9 * index / max(len(snapshots) - 1, 1))
-        right.plot(x, y, color=tone, marker=marker, markersize=4.5, label=f"step {step}")
-    right.set_xlabel("layer")
-    right.set_title("profile over depth")
-    right.legend()
-    _whole(right)
+        axes.plot(*_columns(found[layer]), color=colors(depth * 0.92), label=f"layer {layer}")
+    _over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
+    _legend(figure, axes, columns=3)
     return figure
 
 
-def depth(run: Run) -> Any:
-    """F4: shallow against deep layers of two operator types."""
-    found = {name: data.shallow_deep(run.geometry, name) for name in DEPTH_TYPES}
-    shown = {name: one for name, one in found.items() if one is not None and one.shallow}
-    if not shown:
+def profile_over_depth(run: Run) -> Any:
+    """F3: profiles over depth at a few steps."""
+    found = data.medians(run.geometry, data.layer)
+    if len(found) < 2:
         return None
-    figure, axes = _new(9.0, 3.6, ncols=len(shown), squeeze=False)
-    for ax, (name, one) in zip(axes[0], shown.items(), strict=True):
-        size = "layer" if one.num_layers == 1 else f"{one.num_layers} layers"
-        for series, label, tone, dashes, marker in (
-            (one.shallow, f"first {size}", style.SHALLOW, "-", "o"),
-            (one.deep, f"last {size}", style.DEEP, (0, (5, 2)), "s"),
-        ):
-            x, y = zip(*series, strict=True)
-            ax.plot(x, y, color=tone, linestyle=dashes, marker=marker, markersize=3.6, label=label)
-        if one.crossing is not None:
-            ax.axvline(one.crossing, color="#444444", lw=1, ls=":")
-        crossing = "n/a" if one.crossing is None else f"step {one.crossing}"
-        ax.set_title(f"{name}    cross = {crossing}")
-        _over_steps(ax, [run], yscale="log")
-        ax.legend()
-    axes[0][0].set_ylabel(f"median {KAPPA}")
+    figure, axes = _new(3.5)
+    snapshots = _few(sorted({step for series in found.values() for step, _ in series}), 5)
+    colors = _map("viridis_r")
+    for index, (step, marker) in enumerate(zip(snapshots, "osD^v", strict=False)):
+        profile = [
+            (layer, dict(series)[step])
+            for layer, series in sorted(found.items())
+            if step in dict(series)
+        ]
+        tone = colors(0.1 + 0.9 * index / max(len(snapshots) - 1, 1))
+        options = {"color": tone, "marker": marker, "markersize": 4.5}
+        axes.plot(*_columns(profile), **options, label=f"step {step}")
+    axes.set(xlabel="layer", ylabel=f"median {KAPPA}", yscale="log")
+    _whole(axes)
+    _legend(figure, axes, columns=3)
+    return figure
+
+
+def _map(name: str) -> Any:
+    import matplotlib
+
+    return matplotlib.colormaps[name]
+
+
+def depth(run: Run, operator_type: str) -> Any:
+    """F4: shallow against deep layers of an operator type."""
+    found = data.shallow_deep(run.geometry, operator_type)
+    if found is None or not found.shallow:
+        return None
+    figure, axes = _new()
+    size = "layer" if found.num_layers == 1 else f"{found.num_layers} layers"
+    for series, label, tone, dashes, marker in (
+        (found.shallow, f"first {size}", style.SHALLOW, "-", "o"),
+        (found.deep, f"last {size}", style.DEEP, (0, (5, 2)), "s"),
+    ):
+        options = {"color": tone, "linestyle": dashes, "marker": marker, "markersize": 3.6}
+        axes.plot(*_columns(series), **options, label=label)
+    if found.crossing is not None:
+        axes.axvline(found.crossing, color="#444444", lw=1, ls=":")
+    _over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
+    _legend(figure, axes)
     return figure
 
 
 def work(runs: Sequence[Run]) -> Any:
-    """Newton-Schulz work of each run against the uniform schedule."""
+    """Newton-Schulz work of each run against the uniform schedule; None where it never changes."""
     found = [(run, one) for run in runs if (one := data.ns_work(run)) is not None]
-    if not found:
+    if not any(len(set(one.ratio)) > 1 for _, one in found):
         return None
-    figure, axes = _new(8.0, 3.0)
+    figure, axes = _new(2.6)
     for index, (run, one) in enumerate(found):
-        label = f"{run.label}: {one.mean:.3f} on average ({one.unit})"
-        ratio = [one.ratio[0], *one.ratio]
-        line = {**style.run_line(index), "label": label, "drawstyle": "steps-pre"}
-        axes.plot([0, *one.steps], ratio, **line)
+        line = {**style.run_line(index), "label": run.label, "drawstyle": "steps-pre"}
+        axes.plot([0, *one.steps], [one.ratio[0], *one.ratio], **line)
     axes.axhline(1.0, color="#999999", lw=1.2, ls=(0, (2, 2)), label="uniform schedule")
     ratios = [value for _, one in found for value in one.ratio]
     axes.set_ylim(min(0.9, min(ratios) - 0.05), max(1.1, max(ratios) + 0.05))
     _over_steps(axes, runs, ylabel="work / uniform work")
-    axes.legend()
+    _legend(figure, axes, columns=2)
     return figure
 
 

@@ -43,14 +43,10 @@ LAYERS = "cividis"
 """Colour map of depth and of step counts; even in grey."""
 
 _RC: Any = {
-    "figure.dpi": 110,
     "figure.facecolor": "white",
     "savefig.facecolor": "white",
     "font.family": "sans-serif",
     "font.size": 10,
-    "axes.titlesize": 11,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
     "axes.labelsize": 10,
     "axes.spines.top": False,
     "axes.spines.right": False,
@@ -61,8 +57,9 @@ _RC: Any = {
     "axes.axisbelow": True,
     "lines.linewidth": 1.7,
     "legend.frameon": False,
-    "legend.fontsize": 9,
-    "legend.handlelength": 2.6,
+    "legend.fontsize": 9.5,
+    "legend.handlelength": 1.8,
+    "legend.columnspacing": 1.2,
     "svg.fonttype": "path",
     "svg.hashsalt": "amo",
 }
