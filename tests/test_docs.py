@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig
 from tests.examples import DOCUMENTS, ROOT, code_blocks
 
 with warnings.catch_warnings():
@@ -119,12 +119,30 @@ def test_every_command_says_what_it_does() -> None:
 
 
 def test_readme_stays_short() -> None:
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 180
+    assert len((ROOT / "README.md").read_text().splitlines()) < 160
 
 
 def test_readme_leads_to_every_page() -> None:
     linked = {path for path, _ in links((ROOT / "README.md").read_text())}
     assert [page for page in DOCUMENTS if page != "README.md" and page not in linked] == []
+
+
+def test_readme_leads_to_every_answer() -> None:
+    asked = headings((ROOT / "docs/questions.md").read_text()) - {"short-answers"}
+    found = links((ROOT / "README.md").read_text())
+    assert asked == {heading for path, heading in found if path == "docs/questions.md"} - {""}
+
+
+def test_arguments_have_the_defaults_of_their_table() -> None:
+    rows = rows_below((ROOT / "docs/loops.md").read_text(), "default \\| meaning")
+    told = dict(re.match(r"\| `(\w+)` \| `(.*?)` \|", row).groups() for row in rows)  # type: ignore[union-attr]
+    parameters = {
+        name: parameter.default
+        for optimizer in (Muon, AMO)
+        for name, parameter in inspect.signature(optimizer).parameters.items()
+        if name not in ("params", "own")
+    }
+    assert told == {name: repr(default) for name, default in parameters.items()}
 
 
 # ---------------------------------------------------------------- links and names
@@ -180,9 +198,10 @@ def paths(text: str) -> set[str]:
     commands = [word for block in code_blocks(text, "(?:bash|sh)") for word in block.split()]
     named = [word for word in [*quoted, *commands] if re.fullmatch(r"[\w./-]+", word)]
     is_path = re.compile(r"(\./)?[.\w-]+/[\w./-]*|[\w-]+\.(md|toml|sh|yaml)")
-    # What runs write, folders of a user's machine, data sets of the hub, words of NCCL.
+    # What runs write, folders of a user's machine, data sets of the hub, words of NCCL, metrics.
+    metrics = "amo/|newton_schulz/|exchange/|optimizer/"
     hub = "meta-llama/|DKYoon/|HuggingFaceFW/|Qwen/"
-    made = re.compile(rf"outputs/|assets/|data/|sample/|\.\./|NET/|{hub}")
+    made = re.compile(rf"outputs/|assets/|data/|sample/|\.\./|NET/|{hub}|{metrics}")
     return {word for word in named if is_path.fullmatch(word) and not made.match(word)}
 
 
@@ -333,14 +352,20 @@ def rows_below(text: str, head: str) -> list[str]:
     return [row for rows in tables for row in rows.splitlines()]
 
 
-@pytest.mark.parametrize("document", ["docs/layouts.md", "docs/optimizers.md", "docs/paper.md"])
+@pytest.mark.parametrize(
+    "document",
+    [f"docs/{name}.md" for name in ("layouts", "loops", "optimizers", "paper", "questions")],
+)
 def test_named_tests_exist(document: str) -> None:
     text = (ROOT / document).read_text()
     assert named_tests(text)
     assert missing_tests(text) == []
 
 
-@pytest.mark.parametrize(("document", "num_tables"), [("docs/layouts.md", 1), ("docs/paper.md", 4)])
+@pytest.mark.parametrize(
+    ("document", "num_tables"),
+    [("docs/layouts.md", 1), ("docs/loops.md", 1), ("docs/paper.md", 4)],
+)
 def test_every_row_names_its_test(document: str, num_tables: int) -> None:
     text = (ROOT / document).read_text()
     assert len(re.findall(r"^\|.* test \|$", text, re.MULTILINE)) == num_tables

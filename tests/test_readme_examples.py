@@ -14,14 +14,20 @@ import pytest
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.examples import DOCUMENTS, ROOT, assert_same, blocks, examples, run
+import amo_dist
+from amo_dist.schedule.plan import Plan
+from tests.examples import DOCUMENTS, ROOT, assert_same, blocks, code_blocks, examples, run
 
 PAGES = tuple(page for page in DOCUMENTS if page != "docs/recipes.md")
+ANSWERS = "docs/questions.md"
+"""Its blocks are lines of a loop, which run one after the other."""
 EXAMPLES = {
     "fsdp2.py": "README.md",
     "single.py": "docs/loops.md",
     "ddp.py": "docs/loops.md",
     "huggingface.py": "docs/loops.md",
+    "everything.py": "docs/loops.md",
+    "metrics.py": "docs/loops.md",
     "rates.py": "docs/optimizers.md",
     "train.py": "docs/checkpoints.md",
     "trust.py": "CONTRIBUTING.md",
@@ -71,7 +77,8 @@ def test_every_example_is_tested_here() -> None:
 def test_blocks_without_a_command_run_too() -> None:
     """A pattern, and a test that CONTRIBUTING.md shows, which is defined and not called."""
     given = {"torch": torch, "dist": torch.distributed, "Ranks": Any}
-    fragments = [text for text in blocks(PAGES) if not text.startswith("# ")]
+    pages = [page for page in PAGES if page != ANSWERS]
+    fragments = [text for text in blocks(pages) if not text.startswith("# ")]
     defined = [given.copy() for _ in fragments]
     for text, names in zip(fragments, defined, strict=True):
         exec(text, names)
@@ -84,7 +91,7 @@ def test_blocks_without_a_command_run_too() -> None:
 def test_the_page_about_an_optimizer_of_ones_own_is_short() -> None:
     text = (ROOT / "CONTRIBUTING.md").read_text()
     page = text.split("## An optimizer of your own\n")[1].split("\n## ")[0]
-    assert len(page.strip().splitlines()) < 40  # and its heading
+    assert len(page.strip().splitlines()) < 44  # and its heading
 
 
 def test_an_optimizer_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
@@ -97,7 +104,7 @@ def test_an_optimizer_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
 def test_the_short_example_is_short() -> None:
     _, text = examples(PAGES)["fsdp2.py"]
     code = [line for line in text.splitlines() if line and not line.startswith("#")]
-    assert len(code) <= 12
+    assert len(code) <= 16
 
 
 @pytest.mark.parametrize("name", ["fsdp2.py", pytest.param("ddp.py", marks=pytest.mark.slow)])
@@ -120,6 +127,128 @@ def test_hugging_face(tmp_path: Path) -> None:
 
 def test_rates_of_torch_muon(tmp_path: Path) -> None:
     assert run_example("rates.py", tmp_path) == "3 [0.02, 0.0003]\n"
+
+
+def test_everything_in_one_loop(tmp_path: Path) -> None:
+    printed = run_example("everything.py", tmp_path)
+    (loss,) = re.fullmatch(r"locked, lr 0e\+00, loss (\d\.\d\d)\n", printed).groups()  # type: ignore[union-attr]
+    assert float(loss) < 1.9  # of 2, the variance of the difference of two unit normals
+
+
+def test_metrics_and_the_plan(tmp_path: Path) -> None:
+    """Each metric stands in the page's table, and each row of the table is a metric."""
+    printed = run_example("metrics.py", tmp_path).splitlines()
+    found = {line.split()[0] for line in printed[:-1]}
+    rows = (ROOT / "docs/loops.md").read_text().split("| metric | meaning |\n|---|---|\n")[1]
+    named = re.findall(r"`([a-z_]+/[\w/]+)`", rows.split("\n\n")[0])
+    assert len(named) > 8
+    told = {name: re.sub("TYPE|BACKEND", r"\\w+", name) for name in named}
+    assert [name for name in found if not any(re.fullmatch(t, name) for t in told.values())] == []
+    assert [name for name, t in told.items() if not any(re.fullmatch(t, f) for f in found)] == []
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert printed[-1] == str(dict(zip(plan.operator_types, plan.allocation, strict=True)))
+
+
+# ---------------------------------------------------------------- short answers
+
+
+def small_moe() -> torch.nn.Module:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_attention_heads": 2}
+    config = transformers.MixtralConfig(
+        vocab_size=32, num_hidden_layers=1, num_local_experts=2, num_key_value_heads=2, **sizes
+    )
+    return transformers.MixtralForCausalLM(config)  # type: ignore[no-any-return]
+
+
+def backward(model: torch.nn.Module, scale: float = 1.0) -> None:
+    tokens = torch.arange(64).reshape(4, 16) % 32
+    (model(input_ids=tokens, labels=tokens).loss * scale).backward()
+
+
+def test_the_lines_of_short_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each line runs as printed, and does what its answer says."""
+    monkeypatch.chdir(tmp_path)
+    model = small_moe()
+    backward(model)
+    adamw = torch.optim.AdamW(model.parameters())
+    adamw.step()
+    torch.save(adamw.state_dict(), "adamw.pt")
+    clip, decay, router, embeddings, warm_up, fine_tune = code_blocks(
+        (ROOT / ANSWERS).read_text(), "python"
+    )
+    names = {"model": model, "torch": torch, **vars(amo_dist)}
+
+    exec(clip, names)
+    norms = [each.grad.norm() for each in model.parameters() if each.grad is not None]
+    assert torch.stack(norms).norm() <= 1.0 + 1e-5  # float32
+
+    exec(decay, names)
+    undecayed = {
+        name
+        for group in names["groups"]
+        for name, _ in group["params"]
+        if group.get("weight_decay") == 0.0
+    }
+    assert "model.embed_tokens.weight" in undecayed
+    assert {name for name in undecayed if "norm" in name} == {
+        name for name, _ in model.named_parameters() if "norm" in name
+    }
+
+    (name,) = [name for name, _ in model.named_parameters() if name.endswith("mlp.gate.weight")]
+    assert name in dict(amo_dist.param_groups(model)[1]["params"])
+    exec(router, names)
+    assert name in dict(names["groups"][0]["params"])
+
+    exec(embeddings, names)
+    factors = {group.get("lr_scale", 1.0) for group in names["groups"]}
+    assert factors == {1.0, 0.1, 0.5}
+
+    optimizer = names["optimizer"] = amo_dist.Muon(amo_dist.param_groups(model))
+    for _ in range(3):
+        exec(warm_up, names)
+        optimizer.step()
+    momenta = {group.get("momentum") for group in optimizer.param_groups}
+    assert momenta == {None, 0.85 + 0.10 * min(1.0, 2 / 300)}
+
+    exec(fine_tune, names)
+    assert names["report"].untouched == names["report"].unused == ()
+    names["optimizer"].step()
+
+
+def test_the_size_of_gradients_does_not_change_matrices() -> None:
+    """As docs/questions.md says of clipping: only AdamW's eps sees how large gradients are."""
+    found = []
+    for scale in (1.0, 2.0**-10):
+        model = small_moe()
+        groups = amo_dist.param_groups(model)
+        optimizer = amo_dist.Muon(groups, lr=1e-2)
+        backward(model, scale)
+        for _ in range(3):  # with the gradients of the start, since AdamW's eps moves the rest
+            optimizer.step()
+        found.append([param for _, param in groups[0]["params"]])
+    assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+def test_unfreezing() -> None:
+    """As docs/loops.md says: a new optimizer takes the state of the old one over."""
+    model = small_moe()
+    norm = model.get_submodule("model.norm").requires_grad_(False).weight
+    old = amo_dist.Muon(amo_dist.param_groups(model))
+    backward(model)
+    old.step()
+    norm.requires_grad_(True)  # type: ignore[union-attr]
+    new = amo_dist.Muon(amo_dist.param_groups(model))
+    report = amo_dist.import_state(new, old.state_dict(), names=[*old.params_by_name])
+    assert report.untouched == ("model.norm.weight",)
+    for param in old.state:
+        assert_same(dict(new.state[param]), dict(old.state[param]))
+    before = norm.clone()  # type: ignore[operator]
+    model.zero_grad()
+    backward(model)
+    new.step()
+    assert not torch.equal(norm, before)  # type: ignore[arg-type]
 
 
 def newest_state(folder: Path) -> Any:

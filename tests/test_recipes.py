@@ -6,7 +6,6 @@ Each is skipped where its trainer is not installed: ``pip install -e '.[recipes]
 from __future__ import annotations
 
 import re
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from tests.examples import ROOT, assert_same, blocks, code_blocks, examples, run
 
 PAGE = "docs/recipes.md"
-STEPS, STEPS_AN_EPOCH = 12, 6
+STEPS = 12
 MODEL, OPTIMIZER = "model.safetensors", "optimizer.pt"
 
 # What of the last checkpoint is compared, and the packages that the recipe needs.
@@ -37,30 +36,7 @@ NEEDS = ("accelerate", "lightning", "peft", "transformers")
 """The extra ``recipes``; plain loops need the last alone."""
 PLAIN = ("plain.py", "ddp.py")
 TRAINERS = ("trainer.py", "peft_lora.py")
-"""They keep a checkpoint of every epoch, print rounded losses and plan rates for all epochs."""
-FSDP2_ON_CPU = """\
-import runpy
-import sys
-
-from accelerate.state import AcceleratorState, PartialState
-from accelerate.utils import DistributedType
-
-init = AcceleratorState.__init__
-
-
-def with_fsdp2(self, *args, fsdp_plugin=None, **kwargs):
-    init(self, *args, fsdp_plugin=fsdp_plugin, **kwargs)
-    if fsdp_plugin is not None:
-        self.fsdp_plugin = fsdp_plugin
-        self.distributed_type = DistributedType.FSDP
-        PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-
-
-AcceleratorState.__init__ = with_fsdp2
-sys.argv = sys.argv[1:]
-runpy.run_path(sys.argv[0], run_name="__main__")
-"""
-"""Runs a script with Accelerate's FSDP2, which it would else pass over on CPUs."""
+"""They keep a checkpoint of every epoch, in a folder of its own."""
 ON_TWO_RANKS = ["torchrun", "--standalone", "--nproc-per-node", "2"]
 
 
@@ -86,9 +62,6 @@ def prepare(name: str, folder: Path) -> list[str]:
     command, text = examples([PAGE])[name]
     (folder / name).write_text(text)
     assert command[-2:] == [name, "2"]
-    if name == "accelerate_fsdp2.py":
-        (folder / "fsdp2_on_cpu.py").write_text(FSDP2_ON_CPU)
-        return [*command[:-2], "fsdp2_on_cpu.py", name]
     return command[:-1]
 
 
@@ -125,16 +98,13 @@ def check(name: str, command: list[str], interrupted: Path, whole: Path) -> None
     # From a guess among 64 tokens, ln(64) = 4.16: anything that learns gets below it.
     assert expected[-1] < expected[0] - 0.2
 
-    kept = Path()
-    if name in TRAINERS:
-        kept = Path("saved", f"checkpoint-{STEPS}")
-        first = Path("saved", f"checkpoint-{STEPS_AN_EPOCH}")
-        shutil.copytree(whole / first, interrupted / first)
-    else:
-        assert losses(train(command, interrupted, 1)) == expected[:STEPS_AN_EPOCH]
+    # A run of one epoch, and then of two: what the page says of a larger number.
+    half = len(expected) // 2
+    assert losses(train(command, interrupted, 1)) == expected[:half]
     resumed = train(command, interrupted, 2)
-    assert losses(resumed) == expected[len(expected) // 2 :]
+    assert losses(resumed) == expected[half:]
     assert phases(resumed)[-1] == (str(STEPS), "locked")
+    kept = Path("saved", f"checkpoint-{STEPS}") if name in TRAINERS else Path()
     for path in SAVED[name]:
         states = [saved(each / kept / path, each / "whole.pt") for each in (interrupted, whole)]
         assert_same(*states, where=path)
@@ -150,7 +120,7 @@ def test_a_recipe_is_short(name: str) -> None:
     _, text = examples([PAGE])[name]
     lines = [line for line in text.splitlines() if line and not line.startswith("#")]
     imports = ("import ", "from ")
-    assert len([line for line in lines if not line.startswith(imports)]) <= 18
+    assert len([line for line in lines if not line.startswith(imports)]) <= 19
 
 
 @pytest.mark.slow
