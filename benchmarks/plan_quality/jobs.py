@@ -67,6 +67,7 @@ def all_jobs() -> list[Job]:
         *(switch(step) for step in (12, 50)),
         *each((*CONTENDERS, TRIAL[0]), 2, 3, 4),
         *each(TRIAL[:-1], 1, 2, 3, 4),
+        *each(AS_IS[:1], 1, 2, 3, 4, norm="as_is"),
         Job(Start(first, 0, steps=2000, switch=800), CONTENDERS),
         *each(AS_IS, 0, 1, 2, 3, 4, norm="as_is"),
         *(Job(job.start, CONTENDERS[:1]) for job in rates(first, "as_is")),
