@@ -46,6 +46,9 @@ CASE_TIMEOUT = 120.0
 GLOO_TIMEOUT = 60.0
 SETTLE_TIMEOUT = 20.0
 """Seconds for all ranks, idle by then, to meet after a case."""
+MOST_GROUPS = 16
+"""Process groups that ranks may collect before new ranks take their place. Threads of gloo wake for
+each a hundred times a second, and after a hundred cases ranks would do little else."""
 GRACE = 5.0
 """Seconds that the other ranks still have, once one has failed."""
 
@@ -81,9 +84,11 @@ class _Answer:
     when: float = dataclasses.field(default_factory=time.monotonic)
 
 
-def _meet_after_the_case(rank: int, world_size: int) -> None:
+def _meet_after_the_case(rank: int, world_size: int) -> int:
+    """How many process groups there are."""
     # A collective that only some ranks entered hangs here, in its own case, not in the next one.
     dist.barrier()
+    return len(dist.distributed_c10d._world.pg_map)
 
 
 def _answer(payload: bytes, rank: int, world_size: int) -> bytes:
@@ -140,6 +145,7 @@ class Pool:
     def __init__(self, world_size: int, directory: Path) -> None:
         self.world_size = world_size
         self.broken = False
+        self.is_worn = False
         self._directory = directory
         self._processes: list[BaseProcess] = []
         self._connections: list[Connection] = []
@@ -196,7 +202,8 @@ class Pool:
         """
         values = self._call(case, args, timeout, deaths)
         if not self.broken:
-            self._call(_meet_after_the_case, (), SETTLE_TIMEOUT, deaths=False)
+            found = self._call(_meet_after_the_case, (), SETTLE_TIMEOUT, deaths=False)
+            self.is_worn = max(found) > MOST_GROUPS
         return values
 
     def _call(self, case: Case, args: Any, timeout: float, deaths: bool) -> list[Any]:
@@ -319,7 +326,7 @@ class Ranks:
             try:
                 return pool.run(case, *args, timeout=timeout, deaths=fresh)
             finally:
-                if not fresh and not pool.broken:
+                if not (fresh or pool.broken or pool.is_worn):
                     self._pools[world_size] = pool
                 else:
                     pool.stop()

@@ -20,7 +20,6 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from amo_dist import AMO, AMOConfig, param_groups
-from amo_dist.engine import step as engine_step
 from tests.distributed.harness import Ranks
 
 DENSE = Counter(("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down"))
@@ -174,25 +173,6 @@ def test_lora_alone_needs_a_pattern() -> None:
     losses = train(model, optimizer, 8, tokens(3))
     assert losses[-1] < losses[0]
     assert set(optimizer.schedules_by_group(8)) == {"lora_a", "lora_b"}
-
-
-def test_accumulated_gradients_are_orthogonalized_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    found: list[Tensor] = []
-    run = engine_step.newton_schulz
-
-    def counted(x: Tensor, *args: Any, **how: Any) -> Tensor:
-        found.extend(x.unbind() if x.dim() > 2 else [x])
-        return run(x, *args, **how)
-
-    monkeypatch.setattr(engine_step, "newton_schulz", counted)
-    model = make_model("llama")
-    optimizer = AMO(param_groups(model), lr=1e-2, config=CONFIG)
-    for micro_batch in tokens(4).split(1):
-        (model(input_ids=micro_batch, labels=micro_batch).loss / 4).backward()
-    assert not found
-    optimizer.step()
-    assert len(found) == len(DENSE) * NUM_LAYERS
-    assert optimizer.num_steps_taken == 1
 
 
 def test_rates_and_decay_by_group() -> None:

@@ -115,12 +115,11 @@ def test_adamw_honours_multipliers_under_a_scheduler(tensor_lr: bool) -> None:
     assert not any("lr_scale" in group for group in optimizer.param_groups)
 
 
-@pytest.mark.parametrize("name", OPTIMIZER_NAMES)
-def test_a_bad_rate_of_a_group_is_refused_under_every_name(name: str) -> None:
+def test_a_bad_rate_of_a_group_is_refused_by_adamw_too() -> None:
     groups = param_groups(model())
     groups[1]["lr_scale"] = -1.0
     with pytest.raises(ValueError, match=r"groups\[1\]\.lr_scale: found -1.0"):
-        make_optimizer(name, groups)
+        make_optimizer("AdamW", groups)
 
 
 @pytest.mark.parametrize("name", OPTIMIZER_NAMES)

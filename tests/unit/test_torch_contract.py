@@ -132,28 +132,6 @@ def test_loading_one_state_twice_gives_the_same() -> None:
     assert same(*found)
 
 
-def test_hooks_of_state_dicts_are_called() -> None:
-    _, optimizer = pair()
-    calls: list[str] = []
-    optimizer.register_state_dict_pre_hook(lambda own: calls.append("before saving"))
-
-    def add(own: Any, state: dict[str, Any]) -> dict[str, Any]:
-        calls.append("after saving")
-        return {**state, "note": 1}
-
-    def drop(own: Any, state: dict[str, Any]) -> dict[str, Any]:
-        calls.append("before loading")
-        return {key: value for key, value in state.items() if key != "note"}
-
-    optimizer.register_state_dict_post_hook(add)
-    optimizer.register_load_state_dict_pre_hook(drop)
-    optimizer.register_load_state_dict_post_hook(lambda own: calls.append("after loading"))
-    state = optimizer.state_dict()
-    assert state["note"] == 1
-    optimizer.load_state_dict(state)
-    assert calls == ["before saving", "after saving", "before loading", "after loading"]
-
-
 # ---------------------------------------------------------------- steps
 
 
@@ -212,35 +190,6 @@ def test_a_loss_falls(name: str) -> None:
 
     losses = [optimizer.step(closure) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
-
-
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_zero_grad(set_to_none: bool) -> None:
-    model, optimizer = pair()
-    models.set_gradients(model, 1, 1)
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=set_to_none)
-    for param in model.parameters():
-        assert param.grad is None if set_to_none else not param.grad.any()  # type: ignore[union-attr]
-
-
-def test_scaled_gradients() -> None:
-    found = []
-    for scaler in (None, torch.amp.GradScaler("cpu", init_scale=2.0**10)):
-        model, optimizer = pair()
-        for step in range(1, 4):
-            models.set_gradients(model, 1, step)
-            if scaler is None:
-                optimizer.step()
-                continue
-            scaler.scale(torch.zeros(()))  # PyTorch makes its factor here
-            for param in model.parameters():
-                param.grad.mul_(scaler.get_scale())  # type: ignore[union-attr]
-            scaler.step(optimizer)
-            scaler.update()
-        found.append(model)
-    # A power of two, so that no rounding differs.
-    assert same(*found)
 
 
 def test_a_scaler_leaves_out_a_step_with_an_infinite_gradient() -> None:
@@ -334,15 +283,6 @@ def ones(*shape: int, **options: Any) -> nn.Parameter:
 def test_other_tensors_are_refused(param: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Muon([{"params": [("a", param)], "algorithm": "adamw"}])
-
-
-def test_a_sparse_gradient_is_refused() -> None:
-    model, optimizer = pair()
-    models.set_gradients(model, 1, 1)
-    param = model.get_parameter("tok_embeddings.weight")
-    param.grad = param.grad.to_sparse()  # type: ignore[union-attr]
-    with pytest.raises(ValueError, match=r"tok_embeddings\.weight: found a sparse gradient"):
-        optimizer.step()
 
 
 @pytest.mark.parametrize("params", ["parameters", "named_parameters"])
