@@ -15,6 +15,7 @@ source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 amo_activate dev
 cd "$AMO_ROOT"
 
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # two processes, two cores
 # Each worker begins with half of the tests; the first to be done takes from the other.
 workers=(-n 2 --dist worksteal --durations=10)
 if (($# > 0)); then
