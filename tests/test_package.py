@@ -9,8 +9,8 @@ import shutil
 import subprocess
 import sys
 import tarfile
-import zipfile
 import venv
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 

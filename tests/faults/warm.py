@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import atexit
 import gc
+import logging
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -15,14 +17,16 @@ from tests.faults.worker import Run, quiet, train
 
 def _train_once() -> None:
     torch.set_num_threads(1)  # no threads, which a fork would lose
-    quiet()
-    with tempfile.TemporaryDirectory() as name:
+    level = logging.getLogger().level
+    with tempfile.TemporaryDirectory() as name, warnings.catch_warnings():
+        quiet()
         folder = Path(name)
         dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=0, world_size=1)
         for layout in ("fsdp", "tp"):
             train(0, Run(1, layout, 6, False, replans=True), folder / layout)
         train(0, Run(1, "fsdp", 6, False, replans=True), folder / "fsdp")  # resumes
         dist.destroy_process_group()
+    logging.getLogger().setLevel(level)  # ranks of tests are to be heard
     gc.collect()
     atexit.register(gc.unfreeze)
     gc.freeze()  # or the children's first collection would copy all pages
