@@ -74,16 +74,6 @@ class Lane:
     returned: Side
     moves: bool
 
-    def assemble(self) -> None:
-        """Copy what has arrived into the boxes."""
-        if self.arrivals:
-            torch._foreach_copy_(self.arrivals, self.arriving.views)
-
-    def pack(self) -> None:
-        """Copy what leaves out of the boxes."""
-        if self.departures:
-            torch._foreach_copy_(self.leaving.views, self.departures)
-
 
 class Exchange:
     """The buffers of one `ExchangePlan` on one rank, and what moves them.

@@ -75,6 +75,7 @@ def assign(
     ownership: str = "round_robin",
     owners: str = "mesh",
     teams: Teams | None = None,
+    turn: int = 0,
 ) -> tuple[Job, ...]:
     """Deal matrices to ranks, apart for each set of ranks that shares some.
 
@@ -97,6 +98,7 @@ def assign(
             ``replica``: one owner in each replica, so that no byte crosses replicas and each
             replica repeats the work.
         teams: Which matrices ranks may share; None for none, as it must be for ``replica``.
+        turn: Round robin begins at this candidate, counted around. 0 with teams.
 
     Raises:
         ValueError: Teams within each replica.
@@ -114,7 +116,8 @@ def assign(
     found: list[Job] = []
     for indices in by_ranks.values():
         by_size = {i: _costs_by_size(matrices[i], costs[i], len(slots[i]), teams) for i in indices}
-        deal = functools.partial(_deal, matrices, slots, by_size, ownership == "balanced")
+        balances = ownership == "balanced"
+        deal = functools.partial(_deal, matrices, slots, by_size, balances, turn)
         load, dealt = deal(dict.fromkeys(indices, 1))
         for sizes in choices(by_size) if teams.most > 1 else ():
             # What no way of dealing goes below.
@@ -161,6 +164,7 @@ def _deal(
     slots: Sequence[tuple[_Slot, ...]],
     by_size: Mapping[int, Mapping[int, float]],
     balances: bool,
+    turn: int,
     sizes: Mapping[int, int],
 ) -> tuple[float, list[tuple[int, _Block]]]:
     """The greatest load, and who gets which matrix."""
@@ -168,7 +172,7 @@ def _deal(
     order = list(sizes)
     if max(sizes.values()) > 1:  # blocks stay aligned as sizes fall
         order.sort(key=lambda i: (-sizes[i], -costs[i]))
-    ways = [list(_round_robin(order, slots, sizes))]
+    ways = [list(_round_robin(order, slots, sizes, turn))]
     if balances:
         # Matrices without a choice come first: the others are dealt around them.
         order.sort(key=lambda i: (len(slots[i]) > 1, -costs[i], matrices[i].name))
@@ -185,13 +189,17 @@ def _greatest(dealt: Iterable[tuple[int, _Block]], costs: Mapping[int, float]) -
 
 
 def _round_robin(
-    order: Sequence[int], slots: Sequence[tuple[_Slot, ...]], sizes: Mapping[int, int]
+    order: Sequence[int],
+    slots: Sequence[tuple[_Slot, ...]],
+    sizes: Mapping[int, int],
+    turn: int,
 ) -> Iterator[tuple[int, _Block]]:
     """Candidates in turn, of each list of candidates by itself."""
-    places: dict[tuple[_Slot, ...], int] = defaultdict(int)
+    places: dict[tuple[_Slot, ...], int] = {}
     for index in order:
         candidates, size = slots[index], sizes[index]
-        place = places[candidates] if places[candidates] + size <= len(candidates) else 0
+        place = places.get(candidates, turn % len(candidates))
+        place = place if place + size <= len(candidates) else 0
         places[candidates] = place + size
         yield index, candidates[place : place + size]
 

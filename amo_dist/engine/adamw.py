@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from amo_dist.engine.parameters import Locals, Parameters, learning_rate
+from amo_dist.engine.rounding import Rounding
 
 
 def make_state(param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -39,6 +41,7 @@ class AdamW:
         state: By parameter, what `make_state` made.
         groups: Parameter groups with ``lr``, ``lr_scale``, ``betas``, ``eps``, ``weight_decay``;
             read at every step.
+        rounding: How bfloat16 parameters take their updates.
     """
 
     def __init__(
@@ -46,8 +49,9 @@ class AdamW:
         parameters: Parameters,
         state: Mapping[Tensor, Mapping[str, Tensor]],
         groups: Sequence[Mapping[str, Any]],
+        rounding: Rounding,
     ) -> None:
-        self._state, self._groups = state, groups
+        self._state, self._groups, self._rounding = state, groups, rounding
         self._is_fused = parameters.device.type != "cpu"
         self._own = [(i, entry) for i, entry in enumerate(parameters.entries) if not entry.views]
         self._means, self._squares = Locals(), Locals()
@@ -68,38 +72,35 @@ class AdamW:
         held = [self._state[entry.param] for _, entry in self._own]
         means = self._means.take([state["exp_avg"] for state in held])
         squares = self._squares.take([state["exp_avg_sq"] for state in held])
-        by_group: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
-        for (index, entry), state, *moments in zip(self._own, held, means, squares, strict=True):
-            param, grad = params[index], grads[index]
-            if grad is not None:
-                by_group[entry.group].append((param, grad.to(param.dtype), *moments, state["step"]))
         found_inf = None if bad is None else bad.to(torch.float32)
-        for index, members in by_group.items():
-            self._step(self._groups[index], members, found_inf)
-
-    def _step(
-        self,
-        group: Mapping[str, Any],
-        members: Sequence[tuple[Tensor, ...]],
-        found_inf: Tensor | None,
-    ) -> None:
-        beta1, beta2 = map(float, group["betas"])
-        params, grads, means, squares, steps = map(list, zip(*members, strict=True))
-        adamw(
-            params,
-            grads,
-            means,
-            squares,
-            [],
-            steps,
-            foreach=not self._is_fused,
-            fused=self._is_fused,
-            found_inf=found_inf,
-            amsgrad=False,
-            beta1=beta1,
-            beta2=beta2,
-            lr=learning_rate(group),
-            weight_decay=float(group["weight_decay"]),
-            eps=float(group["eps"]),
-            maximize=False,
-        )
+        by_group: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
+        with contextlib.ExitStack() as stack:
+            for (index, entry), own, *moments in zip(self._own, held, means, squares, strict=True):
+                param, grad = params[index], grads[index]
+                if grad is None:
+                    continue
+                if self._rounding.is_wanted and self._rounding.is_for(param):
+                    param = stack.enter_context(self._rounding.widened(index, param))
+                by_group[entry.group].append((param, grad.to(param.dtype), *moments, own["step"]))
+            for index, members in by_group.items():
+                group = self._groups[index]
+                beta1, beta2 = map(float, group["betas"])
+                some, found, exp_avgs, exp_avg_sqs, steps = map(list, zip(*members, strict=True))
+                adamw(
+                    some,
+                    found,
+                    exp_avgs,
+                    exp_avg_sqs,
+                    [],
+                    steps,
+                    foreach=not self._is_fused,
+                    fused=self._is_fused,
+                    found_inf=found_inf,
+                    amsgrad=False,
+                    beta1=beta1,
+                    beta2=beta2,
+                    lr=learning_rate(group),
+                    weight_decay=float(group["weight_decay"]),
+                    eps=float(group["eps"]),
+                    maximize=False,
+                )

@@ -63,7 +63,7 @@ class Controller:
         self._world: World | None = None
         self._measured: dict[str, Tensor] = {}
         self._residuals: dict[str, Tensor] = {}
-        self._last: tuple[Hashable, Any, Sequence[Schedule], str] | None = None
+        self._last: tuple[Hashable, Any, Sequence[Schedule], str, Hashable] | None = None
         trials = policy.trials()
         self._num_values = 1 + 2 * len(trials)
         self._trials = trial_tensor(trials)
@@ -117,11 +117,12 @@ class Controller:
         assert self._world is not None
         assert self.groups is not None
         step, config = self.steps_taken + 1, self.config
-        schedules, digest = self._at(step, matrices)
+        schedules, digest, deal = self._at(step, matrices)
         observed = self.policy.sample(self.state, self.groups, step)
         checked, every = None, config.ns_guard_every
-        if every and step % every == 0:
-            checked = matrix_to_check(self._world.registry, step // every)
+        turn = step // every if every and step % every == 0 else 0
+        if turn:
+            checked = matrix_to_check(self._world.registry, turn)
         probes = []
         if observed:
             probes, self.observe_seconds = [Probe(frozenset(observed), self._observe)], 0.0
@@ -129,25 +130,40 @@ class Controller:
         return Orders(
             step,
             schedules=schedules,
-            deal=self._deal(step),
+            deal=deal,
             intent=[f"step {step}", f"schedules and state {digest}", f"observed {list(observed)}"],
             observed=observed,
             checked=checked,
+            turn=turn,
             probes=tuple(probes),
         )
 
-    def _at(self, step: int, matrices: Sequence[str]) -> tuple[Sequence[Schedule], str]:
-        """The schedule of each matrix, the same object while it stays, and a digest of all."""
+    def _at(self, step: int, matrices: Sequence[str]) -> tuple[Sequence[Schedule], str, Hashable]:
+        """What changes with schedules alone, the same objects for as long as they stay.
+
+        Returns:
+            The schedule of each matrix; a digest of all; and what changes where matrices should be
+            dealt to owners anew. Round robin looks at no cost. Who shares a matrix decides its
+            bits: so teams follow from the schedules of the world alone, and a run that goes on
+            from a checkpoint finds the same.
+        """
         assert self.groups is not None
-        key, last = self.policy.key(self.state, step), self._last
-        if last is None or last[0] != key or last[1] is not self.state:
-            by_group = self.policy.schedules(self.state, self.groups, step)
-            found: Sequence[Schedule] = [by_group[self.groups.group_of[name]] for name in matrices]
-            if last is not None and found == last[2]:
-                found = last[2]
-            digest = self.policy.digest(self.state, self.groups, step)
-            last = self._last = key, self.state, found, digest
-        return last[2:]
+        policy, state, last = self.policy, self.state, self._last
+        key = policy.key(state, step)
+        if last is not None and last[0] == key and last[1] is state:
+            return last[2:]
+        by_group = policy.schedules(state, self.groups, step)
+        found: Sequence[Schedule] = [by_group[self.groups.group_of[name]] for name in matrices]
+        if last is not None and found == last[2]:
+            found = last[2]
+        deal: Hashable = "round robin"
+        if self.config.max_team > 1 or self.config.ownership != "round_robin":
+            deal = policy.phase(state, step) in ("locked", "uniform")
+        if self.config.max_team > 1:
+            deal = deal, tuple(by_group[group].num_steps for group in sorted(by_group))
+        digest = policy.digest(state, self.groups, step)
+        self._last = key, state, found, digest, deal
+        return found, digest, deal
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
         """The schedule of each group of matrices at a step.
@@ -177,21 +193,6 @@ class Controller:
         by_group, groups = self.schedules(step), self.known_groups
         found = [by_group[groups.group_of[name]] for name in matrices]
         return self.policy.metrics(self.state, groups, step), found
-
-    def _deal(self, step: int) -> Hashable:
-        """Changes where matrices should be dealt to owners anew.
-
-        Round robin looks at no cost. Who shares a matrix decides its bits: so teams follow from
-        the schedules of the world alone, and a run that goes on from a checkpoint finds the same.
-        """
-        assert self.groups is not None
-        if self.config.max_team == 1 and self.config.ownership == "round_robin":
-            return "round robin"
-        is_settled = self.policy.phase(self.state, step) in ("locked", "uniform")
-        if self.config.max_team == 1:
-            return is_settled
-        by_group = self.policy.schedules(self.state, self.groups, step)
-        return is_settled, tuple(by_group[group].num_steps for group in sorted(by_group))
 
     # ---------------------------------------------------------------- after steps
 

@@ -23,6 +23,7 @@ from amo_dist.distributed.layout import (
     local_tensor,
     matrix_layout,
 )
+from amo_dist.engine.rule import UpdateRule
 from amo_dist.operators.views import MatrixView, require
 
 ALGORITHMS = ("muon", "adamw")
@@ -87,26 +88,25 @@ class Parameters:
     matrix_names: tuple[str, ...]
 
     def are_in(self, groups: Sequence[Mapping[str, Any]]) -> bool:
-        """Whether these very tensors are those of the groups, in the same order."""
-        found = list[Tensor]()
-        for group in groups:
-            found += group["params"]
-        return len(found) == len(self.params) and all(map(operator.is_, found, self.params))
-
-    def check_unchanged(self) -> None:
-        """Refuse parameters that were cast or moved in place.
+        """Whether these very tensors are those of the groups, in the same order.
 
         Raises:
-            ValueError: Names a parameter, what was found and what was expected.
+            ValueError: They are, but were cast or moved in place; names a parameter, what was found
+                and what was expected.
         """
+        held = list[Tensor]()
+        for group in groups:
+            held += group["params"]
+        if len(held) != len(self.params) or not all(map(operator.is_, held, self.params)):
+            return False
         kinds = tuple(map(_kind, self.params))
-        if kinds == self.kinds:
-            return
-        for entry, found, expected in zip(self.entries, kinds, self.kinds, strict=True):
-            (dtype, device), (was, place) = found, expected
-            remedy = "cast or move the model before the optimizer is built"
-            told = f"{was} on {place.type}, as at construction: {remedy}"
-            require(found == expected, entry.name, f"{dtype} on {device.type}", told)
+        if kinds != self.kinds:
+            for entry, found, expected in zip(self.entries, kinds, self.kinds, strict=True):
+                (dtype, device), (was, place) = found, expected
+                remedy = "cast or move the model before the optimizer is built"
+                told = f"{was} on {place.type}, as at construction: {remedy}"
+                require(found == expected, entry.name, f"{dtype} on {device.type}", told)
+        return True
 
 
 _kind = operator.attrgetter("dtype", "device")
@@ -170,19 +170,20 @@ _BELOW_ZERO = -1e-12
 """What a rate may be at least: PyTorch's ``LinearLR`` ends at -1e-18 instead of 0, by rounding."""
 
 
-def check_groups(groups: Sequence[Mapping[str, Any]], own: Mapping[str, float]) -> None:
+def check_groups(groups: Sequence[Mapping[str, Any]], rule: UpdateRule | None) -> None:
     """Refuse groups with which no step can be taken; for each step, as schedulers write to them.
 
     A tensor on a device is not read: the host would wait.
 
     Args:
         groups: Parameter groups.
-        own: Hyperparameters of the optimizer's own.
+        rule: Knows and checks hyperparameters of its own; None for none.
 
     Raises:
         ValueError: A key that nothing reads, such as a misspelt one, or a value that means nothing;
             names the group and the field, what was found and what was expected.
     """
+    own = rule.defaults if rule else {}
     for index, group in enumerate(groups):
         place = f"groups[{index}]."
         if unknown := sorted(group.keys() - _READ - _NOTED - own.keys(), key=str):
@@ -191,6 +192,11 @@ def check_groups(groups: Sequence[Mapping[str, Any]], own: Mapping[str, float]) 
                 f"{place}{unknown[0]}: found a key that nothing reads, expected one of {known}"
             )
         check_hyperparameters(group, place)
+        if rule and own:
+            try:
+                rule.check(group)
+            except ValueError as error:
+                raise ValueError(f"{place}{error}") from None
 
 
 def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
@@ -205,15 +211,15 @@ def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
         ValueError: Names the field, what was found and what was expected.
     """
     for field in ("lr", "lr_scale", "weight_decay", "eps"):
-        if field in values and not _is_between(values[field], math.inf):
+        if field in values and not is_between(values[field], math.inf):
             found = f"{place}{field}: found {values[field]!r}"
             raise ValueError(f"{found}, expected a finite number >= 0")
     betas = values.get("betas", (0.0, 0.0))
     is_pair = isinstance(betas, Sequence) and len(betas) == 2
-    if not is_pair or not all(_is_between(beta, 1.0) for beta in betas):
+    if not is_pair or not all(is_between(beta, 1.0) for beta in betas):
         raise ValueError(f"{place}betas: found {betas!r}, expected two numbers in [0, 1)")
     momentum, nesterov = values.get("momentum", 0.0), values.get("nesterov", True)
-    if not _is_between(momentum, 1.0):
+    if not is_between(momentum, 1.0):
         raise ValueError(f"{place}momentum: found {momentum!r}, expected a number in [0, 1)")
     if not isinstance(nesterov, bool):
         raise ValueError(f"{place}nesterov: found {nesterov!r}, expected True or False")
@@ -238,12 +244,12 @@ def check_half(parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -> N
             )
 
 
-def _is_between(found: object, end: float) -> bool:
+def is_between(found: object, end: float) -> bool:
     """Whether this is a number from 0 up to and without ``end``, as far as the host knows."""
     if isinstance(found, Tensor):
         is_number = found.numel() == 1 and not found.is_complex()
         is_elsewhere = found.device.type != "cpu"
-        return is_number and (is_elsewhere or _is_between(found.item(), end))
+        return is_number and (is_elsewhere or is_between(found.item(), end))
     return isinstance(found, Real) and _BELOW_ZERO <= float(found) < end
 
 

@@ -70,7 +70,7 @@ class UpdateRule:
         self.finishes = kind.finish is not UpdateRule.finish
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse hyperparameters of the rule's own that mean nothing.
+        """Refuse hyperparameters of the rule's own that mean nothing; for each step.
 
         Args:
             group: A parameter group.

@@ -85,6 +85,8 @@ class Orders:
     """Names of the matrices that are observed for the next plan, sorted."""
     checked: str | None = None
     """Name of the matrix whose residual is measured."""
+    turn: int = 0
+    """Counts residuals: the ranks that may own a matrix measure in turn."""
     probes: tuple[Probe, ...] = ()
     """All measurements, those of the two above among them."""
 
@@ -168,7 +170,7 @@ class Engine:
         self.membership = Membership((entry.param for entry in parameters.entries), process_group)
         self.world: World | None = None
         self.verdict: Verdict | None = None
-        self.groups, self.state, self._rule = groups, state, rule
+        self.groups, self.state, self.rule = groups, state, rule
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         self._is_far = parameters.device.type != "cpu"
         check_backend("ns_backend", config.ns_backend, self._dtype, parameters.device)
@@ -177,8 +179,8 @@ class Engine:
                 f"max_team: found {config.max_team} with {type(rule).__name__}, which works on "
                 "pieces of matrices that slabs cut otherwise, expected 1"
             )
-        self._adamw = AdamW(parameters, state, groups)
         self._rounding = Rounding(parameters, config)
+        self._adamw = AdamW(parameters, state, groups, self._rounding)
         looks = rule.prepares or rule.finishes
         self._sums = Sums(parameters, groups, state, rule) if looks else None
         self._scales = [self._scale(index) for index in range(len(parameters.matrices))]
@@ -188,8 +190,8 @@ class Engine:
         self._deal: Hashable = None
         self._laid: list[_Laid] = []
         self._laid_for: list[object] = []
-        self._sent: Counter[tuple[int, int]] = Counter()
-        """Elements sent in the last step, by peer and bytes of one."""
+        self._sent: list[Mapping[tuple[int, int], int]] = []
+        """Of each exchange of the last step, elements sent by peer and bytes of one."""
         # Of the step at hand.
         self._step = 0
         self._params: list[Tensor] = []
@@ -204,7 +206,7 @@ class Engine:
             param = entry.param
             if entry.views:
                 dtype = getattr(torch, self.config.momentum_dtype)
-                own = self._rule.state(param, entry.views[0].dim)
+                own = self.rule.state(param, entry.views[0].dim)
                 state = {"momentum_buffer": torch.zeros_like(param, dtype=dtype), **own}
             else:
                 state = make_state(param, torch.float32 if self._rounding.is_for(param) else None)
@@ -237,7 +239,7 @@ class Engine:
         lines = [*orders.intent, f"{'a new' if deals else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         for index, group in enumerate(groups):
-            lines.append(f"group {index}: {describe_group(group, self._rule.defaults)}")
+            lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
         self._momenta = [momentum_of(group, self.config) for group in self.groups]
         momentum, _ = max(self._momenta)
         return self.verdict.agree(orders.step, "\n".join(lines), momentum, waits=waits)
@@ -255,14 +257,24 @@ class Engine:
         assert self.world is not None
         assert self.verdict is not None
         self._step, self._bad = orders.step, agreed.bad
-        measuring = self._plan(orders)
+        deals = orders.deal != self._deal
+        measuring = self._plan(orders) if deals or orders.probes else []
+        self._sent = [exchange.sent for exchange in (*self._exchanges, *measuring)]
         nonfinite: dict[tuple[str, ...], Tensor] = {}
         try:
             self._begin(agreed.grads)
-            self._lay_out(orders.schedules)
+            # All views and batches, where local tensors have moved or schedules have changed.
+            key = [self._exchanges, self._params, self._buffers, orders.schedules]
+            if not (self._laid and all(map(operator.is_, key, self._laid_for))):
+                self._laid_for = key
+                self._laid = [
+                    self._lay(exchange, lane, orders.schedules)
+                    for exchange in self._exchanges
+                    for lane in exchange.lanes
+                ]
             if measuring:
                 self._measure(orders, measuring)
-            self._pipeline(self._laid, nonfinite)
+            self._pipeline(nonfinite)
             if self._sums is not None:
                 self._sums.finish(self.world, self._write, self._deferring)
         except BaseException:
@@ -300,17 +312,18 @@ class Engine:
                 buffers, of_some = [self._buffers[i] for i in some], [found[i] for i in some]
                 update_momentum(buffers, of_some, momentum, bad=self._bad)  # type: ignore[arg-type]
 
-    def _pipeline(self, lanes: Sequence[_Laid], nonfinite: dict[tuple[str, ...], Tensor]) -> None:
+    def _pipeline(self, nonfinite: dict[tuple[str, ...], Tensor]) -> None:
         """Run buckets to their end, some on their way while others are computed.
 
         AdamW and the buckets that need no exchange run while the first gathers are under way.
         """
-        moving = iter([self._bucket(laid, nonfinite) for laid in lanes if laid.lane.moves])
+        moving = (self._bucket(laid, nonfinite) for laid in self._laid if laid.lane.moves)
         gathering = deque(itertools.islice(moving, BUCKETS_IN_FLIGHT))
         for bucket in gathering:
             next(bucket)
-        self._step_adamw()
-        for laid in lanes:
+        with record_function("amo::adamw"), self._deferring("AdamW"):
+            self._adamw.step(self._params, self._grads, self._bad)
+        for laid in self._laid:
             if not laid.lane.moves:
                 deque(self._bucket(laid, nonfinite), maxlen=0)
         delivering: Iterator[None] | None = None
@@ -337,12 +350,13 @@ class Engine:
             self._read(laid.kept)
             if gather is not None:
                 gather.wait()
-                lane.assemble()
+                _copy(lane.arriving.views, lane.arrivals)
         with record_function("amo::orthogonalize"):
-            self._orthogonalize(laid.batches, nonfinite)
+            for batch in laid.batches:
+                self._orthogonalize(batch, nonfinite)
         with record_function("amo::scatter"):
             if gather is not None:
-                lane.pack()
+                _copy(lane.departures, lane.leaving.views)
                 deliver = start(lane.leaving, lane.returned)
         self._update(laid.kept)
         yield
@@ -352,77 +366,72 @@ class Engine:
             self._update(laid.returned)
 
     def _read(self, pieces: _Pieces) -> None:
-        """Write the momentum to orthogonalize into its places, NaN where that fails."""
+        """Write the momentum to orthogonalize into its places, NaN where that fails.
+
+        Zeros where a parameter has no gradient: what travels must not depend on which exist, for
+        sizes were agreed before.
+        """
+        rule, matrices = self.rule, self.parameters.matrices
         with self._deferring("reading momentum"):
             for group, positions in pieces.by_group.items():
-                self._fill(pieces, positions, *self._momenta[group])
+                momentum, is_nesterov = self._momenta[group]
+                momenta, grads, out, parts = [], [], [], []
+                for position in positions:
+                    part, place = pieces.parts[position], pieces.places[position]
+                    grad = self._grads[matrices[part.matrix].tensor]
+                    if grad is None:
+                        place.zero_()
+                        continue
+                    momenta.append(pieces.momenta[position])
+                    grads.append(cut(grad, part.piece.source))
+                    out.append(place)
+                    parts.append(part)
+                found = out
+                if rule.prepares:  # before anything is rounded to travel
+                    dtypes = (wide_dtype(each.dtype) for each in momenta)
+                    pairs = zip(out, dtypes, strict=True)
+                    found = [torch.empty_like(each, dtype=dtype) for each, dtype in pairs]
+                if is_nesterov:
+                    nesterov(momenta, grads, momentum, out=found)
+                else:
+                    _copy(momenta, found)
+                if rule.prepares:
+                    assert self._sums is not None
+                    for part, place, each in zip(parts, out, found, strict=True):
+                        place.copy_(rule.prepare(each, self._sums.piece(part)))
             return
         for place in pieces.places:
             place.fill_(math.nan)
 
-    def _fill(
-        self, pieces: _Pieces, positions: list[int], momentum: float, is_nesterov: bool
-    ) -> None:
-        """Momentum of pieces; zeros where a parameter has no gradient.
-
-        What travels must not depend on which gradients exist: sizes were agreed before.
-        """
-        momenta, grads, out, parts = [], [], [], []
-        for position in positions:
-            part, place = pieces.parts[position], pieces.places[position]
-            grad = self._grads[self.parameters.matrices[part.matrix].tensor]
-            if grad is None:
-                place.zero_()
-                continue
-            momenta.append(pieces.momenta[position])
-            grads.append(cut(grad, part.piece.source))
-            out.append(place)
-            parts.append(part)
-        found = out
-        if self._rule.prepares:  # before anything is rounded to travel
-            found = [torch.empty_like(each, dtype=wide_dtype(momenta[0].dtype)) for each in out]
-        if is_nesterov:
-            nesterov(momenta, grads, momentum, out=found)
-        elif found:
-            torch._foreach_copy_(found, momenta)
-        if self._rule.prepares:
-            assert self._sums is not None
-            for part, place, each in zip(parts, out, found, strict=True):
-                place.copy_(self._rule.prepare(each, self._sums.piece(part)))
-
-    def _orthogonalize(
-        self, batches: Sequence[_Batch], nonfinite: dict[tuple[str, ...], Tensor]
-    ) -> None:
+    def _orthogonalize(self, batch: _Batch, nonfinite: dict[tuple[str, ...], Tensor]) -> None:
         """Orthogonalize matrices in place; one whose result is NaN or inf gives zeros.
 
         Where that fails the results are zeros: this rank goes on to send them. Of shared matrices
         nothing can be sent: the team waits for sums, and the error is raised here.
-        """
-        for batch in batches:
-            try:
-                nonfinite[batch.names] = self._results(batch)
-            except Exception as error:
-                if batch.team is not None:
-                    raise
-                self._tell(f"orthogonalizing {batch.names[0]}", error)
-                for whole in batch.wholes:
-                    whole.zero_()
 
-    def _results(self, batch: _Batch) -> Tensor:
-        """Which results were NaN or inf, boolean, ``(b,)``."""
+        Args:
+            batch: The matrices.
+            nonfinite: Gets, by their names, which results were NaN or inf.
+        """
+        team, flags = batch.team, list[Tensor]()
+        # On a CPU a product of two matrices takes less to call than one of two batches.
         together = [batch.wholes] if self._is_far else [[whole] for whole in batch.wholes]
-        flags = []
-        for wholes in together:
-            # A product of two matrices takes less to call than one of two batches.
-            x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
-            found = self._newton_schulz(x, batch)
-            found = found if found.dim() == 3 else found.unsqueeze(0)
-            team = batch.team
-            flags.append(drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found))
-            if self.config.update_norm == "exact":
-                scale_to_exact_norm(found, batch.shape, team)
-            torch._foreach_copy_(wholes, found.unbind())
-        return flags[0] if len(flags) == 1 else torch.cat(flags)
+        try:
+            for wholes in together:
+                x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
+                found = self._newton_schulz(x, batch)
+                found = found if found.dim() == 3 else found.unsqueeze(0)
+                flags.append(drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found))
+                if self.config.update_norm == "exact":
+                    scale_to_exact_norm(found, batch.shape, team)
+                torch._foreach_copy_(wholes, found.unbind())
+            nonfinite[batch.names] = flags[0] if len(flags) == 1 else torch.cat(flags)
+        except Exception as error:
+            if team is not None:
+                raise
+            self._tell(f"orthogonalizing {batch.names[0]}", error)
+            for whole in batch.wholes:
+                whole.zero_()
 
     def _newton_schulz(self, x: Tensor, batch: _Batch) -> Tensor:
         """Of matrices ``(m, n)`` or ``(b, m, n)``, or of slabs of them."""
@@ -449,7 +458,7 @@ class Engine:
     def _update(self, pieces: _Pieces) -> None:
         """Take results into parameters, at once or when their sums are known."""
         with self._deferring("updating matrices"):
-            if not self._rule.finishes:
+            if not self.rule.finishes:
                 self._write(pieces.parts, pieces.places, pieces.params)
                 return
             assert self._sums is not None
@@ -508,23 +517,7 @@ class Engine:
         matrix = self.parameters.matrices[index]
         rows, columns = matrix.shape
         outputs_are_columns = self.parameters.entries[matrix.tensor].views[0].dim == 1
-        return self._rule.scale((columns, rows) if outputs_are_columns else (rows, columns))
-
-    def _step_adamw(self) -> None:
-        with (
-            record_function("amo::adamw"),
-            self._deferring("AdamW"),
-            contextlib.ExitStack() as stack,
-        ):
-            params = self._params
-            if self._rounding.is_wanted:
-                params = list(params)
-                for index, entry in enumerate(self.parameters.entries):
-                    is_wide = not entry.views and self._rounding.is_for(params[index])
-                    if is_wide and self._grads[index] is not None:
-                        wide = self._rounding.widened(index, params[index])
-                        params[index] = stack.enter_context(wide)
-            self._adamw.step(params, self._grads, self._bad)
+        return self.rule.scale((columns, rows) if outputs_are_columns else (rows, columns))
 
     @contextlib.contextmanager
     def _deferring(self, what: str) -> Iterator[None]:
@@ -548,29 +541,22 @@ class Engine:
             knows nothing of them. They travel in the dtype of momentum.
         """
         assert self.verdict is not None
-        is_new, names = orders.deal != self._deal, set[str]()
-        for probe in orders.probes:
-            names |= probe.names
-        planned, measuring = self._exchanges, list[Exchange]()
-        self._sent.clear()
-        if is_new or names:
-            matrices = self.parameters.matrices
-            with contextlib.ExitStack() as stack:
-                if is_new:
-                    # First, to free their buffers; and after a failure all plan anew.
-                    self._exchanges, self._laid, self._deal = [], [], None
-                    planned = self._exchanges_of(range(len(matrices)), orders, self._dtype)
-                if names:
-                    some = [i for i, matrix in enumerate(matrices) if matrix.name in names]
-                    dtype = wide_dtype(getattr(torch, self.config.momentum_dtype))
-                    measuring = self._exchanges_of(some, orders, dtype, measures=True)
-                stack.enter_context(self._deferring("allocating buffers"))
-                for exchange in [*(planned if is_new else ()), *measuring]:
-                    exchange.allocate()
-            self.verdict.agree_on_text(f"the exchange plan of step {orders.step}")
-            self._exchanges, self._deal = planned, orders.deal
-        for exchange in (*planned, *measuring):
-            self._sent.update(exchange.sent)
+        matrices, planned = self.parameters.matrices, self._exchanges
+        new, measuring = list[Exchange](), list[Exchange]()
+        if orders.deal != self._deal:
+            # First, to free their buffers; and after a failure all plan anew.
+            self._exchanges, self._laid, self._deal = [], [], None
+            planned = new = self._exchanges_of(range(len(matrices)), orders, self._dtype)
+        if orders.probes:
+            names = frozenset[str]().union(*(probe.names for probe in orders.probes))
+            some = [i for i, matrix in enumerate(matrices) if matrix.name in names]
+            dtype = wide_dtype(getattr(torch, self.config.momentum_dtype))
+            measuring = self._exchanges_of(some, orders, dtype, measures=True)
+        with self._deferring("allocating buffers"):
+            for exchange in (*new, *measuring):
+                exchange.allocate()
+        self.verdict.agree_on_text(f"the exchange plan of step {orders.step}")
+        self._exchanges, self._deal = planned, orders.deal
         return measuring
 
     def _exchanges_of(
@@ -597,7 +583,14 @@ class Engine:
             for index in some
         ]
         teams = Teams(1 if measures else config.max_team, dtype.itemsize)
-        jobs = assign(chosen, costs, ownership=config.ownership, owners=config.owners, teams=teams)
+        jobs = assign(
+            chosen,
+            costs,
+            ownership=config.ownership,
+            owners=config.owners,
+            teams=teams,
+            turn=orders.turn if measures else 0,
+        )
         if measures:
             jobs = tuple(dataclasses.replace(j, matrix=some[j.matrix], targets=()) for j in jobs)
         if teams.most > 1:
@@ -622,18 +615,6 @@ class Engine:
                 exchanges.append(Exchange(plan, group=group, device=device, dtype=dtype))
         check_alike_by_ranks("exchange plan", digests, world.group)
         return exchanges
-
-    def _lay_out(self, schedules: Sequence[Schedule]) -> None:
-        """Find all views and batches, where local tensors have moved or schedules have changed."""
-        key = [self._exchanges, self._params, self._buffers, schedules]
-        if self._laid and all(map(operator.is_, key, self._laid_for)):
-            return
-        self._laid_for = key
-        self._laid = [
-            self._lay(exchange, lane, schedules)
-            for exchange in self._exchanges
-            for lane in exchange.lanes
-        ]
 
     def _lay(self, exchange: Exchange, lane: Lane, schedules: Sequence[Schedule]) -> _Laid:
         matrices = self.parameters.matrices
@@ -689,7 +670,7 @@ class Engine:
                 self._read(laid.kept)
                 if lane.moves:
                     exchange.start(lane.sent, lane.arriving).wait()
-                    lane.assemble()
+                    _copy(lane.arriving.views, lane.arrivals)
                 for job, whole in zip(lane.jobs, lane.wholes, strict=True):
                     name = self.parameters.matrices[job.matrix].name
                     if job.reports:
@@ -711,8 +692,9 @@ class Engine:
     def sent_bytes_by_peer(self) -> dict[int, int]:
         """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
         found = Counter[int]()
-        for (peer, itemsize), number in self._sent.items():
-            found[peer] += number * itemsize
+        for sent in self._sent:
+            for (peer, itemsize), number in sent.items():
+                found[peer] += number * itemsize
         return dict(found)
 
     def metrics(self, schedules: Sequence[Schedule]) -> dict[str, float]:
@@ -730,6 +712,12 @@ class Engine:
         }
         sent = {
             "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
-            "exchange/sent_elements": float(self._sent.total()),
+            "exchange/sent_elements": float(sum(sum(sent.values()) for sent in self._sent)),
         }
         return {**counts, **sent}
+
+
+def _copy(sources: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+    """Copy each tensor to its place, if there are any."""
+    if places:
+        torch._foreach_copy_(places, sources)

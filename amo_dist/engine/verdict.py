@@ -14,7 +14,6 @@ import dataclasses
 import itertools
 import logging
 import math
-import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TypeAlias
 
@@ -196,7 +195,7 @@ class Verdict:
                 grads = self._placed(grads)
             return Agreement(fault, [] if fault else grads)
         self.pending = ballot, _fetch(vector)
-        if pattern.is_misplaced and not self._clashes(vector.tolist()):
+        if pattern.is_misplaced and not any(self._unlike(vector.tolist())[1:]):
             # To bring a gradient to its placements is a collective that hangs where a rank has
             # none: this waits, for the backward pass too, until it is known that all have one.
             grads = self._placed(grads)
@@ -258,9 +257,9 @@ class Verdict:
         """
         self._updates = {}
         if updates:
-            flags = torch.cat(list(updates.values()))
+            flags = torch.cat(list(updates.values())).flatten()
             # A bad step was not taken, and its updates say nothing about momentum or schedule.
-            flags = flags if bad is None else flags.logical_and_(~bad)
+            flags = flags if bad is None else flags.masked_fill_(bad, False)
             self._updates = {(*itertools.chain(*updates),): flags}
 
     def warn_of_updates(self) -> None:
@@ -302,10 +301,10 @@ class Verdict:
         values = read()
         self.pending = ballot, lambda: values
         later = f"{ballot.step}, which changed nothing; what and where, the next step tells"
-        marks, negated = self._split_marks(values)
-        if marks[0] != -negated[0]:
+        unlike = self._unlike(values)
+        if unlike[0]:
             raise RankMismatchError(f"ranks were about to do different things in step {later}")
-        if values[_IS_FOREIGN] or self._clashes(values):
+        if values[_IS_FOREIGN] or any(unlike):
             raise MissingGradientError(
                 f"gradients are missing or foreign on some ranks in step {later}"
             )
@@ -325,9 +324,9 @@ class Verdict:
         self._slots[_MARKS].fill_(mark)
         self._slots[_MARKS + self._num_marks].fill_(-mark)
         if ballot.is_bad is not None:
-            self._slots[_GRADIENT].copy_(ballot.is_bad.any().mul(self._mark))
+            self._slots[_GRADIENT].masked_fill_(ballot.is_bad.any(), self._mark)
         for flags in ballot.updates.values():
-            self._slots[_UPDATE].copy_(flags.any().mul(self._mark))
+            self._slots[_UPDATE].masked_fill_(flags.any(), self._mark)
         return max_over(self._vector, self._world.group)
 
     def _is_bad(self) -> Tensor:
@@ -336,15 +335,11 @@ class Verdict:
         return torch.cat([flags, marks + negated]).any()
 
     def _pattern(self, waits: bool, kinds: bytes) -> _Pattern:
-        found = self._patterns.get((waits, kinds))
-        if found is None:
-            if len(self._patterns) >= _MOST_PATTERNS:
-                self._patterns.clear()
-            found = self._patterns[waits, kinds] = self._lay_out(waits, kinds)
-        return found
-
-    def _lay_out(self, waits: bool, kinds: bytes) -> _Pattern:
-        """Copies to the device, and waits for that: once for each pattern of gradients."""
+        """What follows from which gradients exist; copied to the device once, which waits."""
+        if (waits, kinds) in self._patterns:
+            return self._patterns[waits, kinds]
+        if len(self._patterns) >= _MOST_PATTERNS:
+            self._patterns.clear()
         registry = self._world.registry
         pairs = list(zip(self._entries, kinds, strict=True))
         head = [0] * _MARKS
@@ -359,30 +354,25 @@ class Verdict:
         held = tuple(i for i, kind in enumerate(kinds) if kind & ~_MISPLACED == _PRESENT)
         # Of a sum each rank sees one term.
         num_ranks = max([len(ranks) for ranks in self._world.rank_sets], default=1)
-        bounds = [self._bound(i) / (num_ranks if kinds[i] & _MISPLACED else 1) for i in held]
+        bounds = []
+        for index in held:
+            bound = second_moment_bound(self._entries[index].param.dtype)
+            if self._entries[index].views:
+                bound = momentum_bound(self._momentum_dtype, self._momentum)
+            bounds.append(bound / (num_ranks if kinds[index] & _MISPLACED else 1))
         device = self._entries[0].param.device
-        return _Pattern(
+        found = self._patterns[waits, kinds] = _Pattern(
             torch.tensor([*head, *marks, *negated], dtype=torch.int64, device=self._device),
             held,
             torch.tensor(bounds, dtype=torch.float64, device=device),
             any(kind & _MISPLACED for kind in kinds),
         )
+        return found
 
-    def _bound(self, index: int) -> float:
-        """Largest entry that the gradient of a parameter may have."""
-        entry = self._entries[index]
-        if entry.views:
-            return momentum_bound(self._momentum_dtype, self._momentum)
-        return second_moment_bound(entry.param.dtype)
-
-    def _split_marks(self, values: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-        middle = _MARKS + self._num_marks
-        return values[_MARKS:middle], values[middle:]
-
-    def _clashes(self, values: Sequence[int]) -> bool:
-        """Whether a gradient exists on some of the ranks of a parameter only."""
-        marks, negated = self._split_marks(values)
-        return list(marks[1:]) != list(map(operator.neg, negated[1:]))
+    def _unlike(self, values: Sequence[int]) -> list[bool]:
+        """Whether ranks gave unlike marks: of their texts, then of each set's gradients."""
+        marks, negated = values[_MARKS : _MARKS + self._num_marks], values[-self._num_marks :]
+        return [mark != -other for mark, other in zip(marks, negated, strict=True)]
 
     def _placed(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Local gradients in the placements of their parameters; a collective where one moves."""
@@ -400,12 +390,14 @@ class Verdict:
     def _judge(self, ballot: _Ballot, values: Sequence[int]) -> str:
         """Why a step must be left out, or nothing; raises where that is an error."""
         self._compare(ballot, values)
-        is_unlike = bool(values[_IS_FOREIGN]) or self._clashes(values)
+        is_unlike = bool(values[_IS_FOREIGN]) or any(self._unlike(values)[1:])
         if is_unlike or values[_GRADIENT] or values[_UPDATE]:
             found = self._gather(ballot)
             if is_unlike:
                 self._raise_for_presence(ballot, found)
-        self._check_existence(ballot.step, exists=bool(values[_EXISTS]))
+        if not values[_EXISTS]:
+            self._tell_of_none(ballot.step)
+        self._had_gradient = bool(values[_EXISTS])
         if values[_UPDATE]:
             self._raise_for_updates(found)
         if not values[_GRADIENT]:
@@ -445,8 +437,7 @@ class Verdict:
         return dict(zip(self._world.ranks, gather_json(mine, self._world.group), strict=True))
 
     def _compare(self, ballot: _Ballot, values: Sequence[int]) -> None:
-        marks, negated = self._split_marks(values)
-        if marks[0] == -negated[0]:
+        if not self._unlike(values)[0]:
             return
         if values[_WAITS] and values[_GOES_ON]:
             # Some ranks wait while others go on: they have no collective in common.
@@ -484,25 +475,20 @@ class Verdict:
             "coefficients, and go on from an earlier checkpoint"
         )
 
-    def _check_existence(self, step: int, *, exists: bool) -> None:
-        """Raise where nothing has ever had a gradient; warn where that is so again."""
-        had = self._had_gradient
-        if exists:
-            self._had_gradient = True
-            return
+    def _tell_of_none(self, step: int) -> None:
+        """Raise where nothing has ever had a gradient; warn where nothing has one any more."""
         names = [matrix.name for matrix in self._world.registry]
         names = names or [entry.name for entry in self._entries]
         told = f"found no gradient on any rank in step {step}"
-        if had is None:
+        if self._had_gradient is None:
             raise MissingGradientError(
                 f"{_some(names)}: {told}, expected that of one at least: call backward() before "
                 "step(), and build the optimizer after all that replaces the model's parameters, "
                 "such as fully_shard: it holds those that it was built with, unless a trainer "
                 "swaps them in its param_groups before the first step"
             )
-        if had:
+        if self._had_gradient:
             logger.warning("%s: %s: they stay as they are", _some(names), told)
-        self._had_gradient = False
 
     def _warn_of_missing(self, grads: Sequence[Tensor | None], step: int) -> None:
         """Log which matrices have none in the first step that has gradients."""

@@ -57,7 +57,7 @@ def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
 def largest_entry(x: Tensor) -> Tensor:
     """The greatest absolute entry of each matrix, without a host sync.
 
-    PyTorch's infinity norm takes twenty times as long on CPU.
+    On CPU neither an infinity norm, which takes twenty times as long, nor a copy of one matrix.
 
     Args:
         x: Matrices, shape ``(..., m, n)``, neither size 0.
@@ -65,7 +65,7 @@ def largest_entry(x: Tensor) -> Tensor:
     Returns:
         Shape ``(..., 1, 1)``, dtype of ``x``; NaN where a matrix holds one.
     """
-    if x.dim() > 2:
+    if x.dim() > 2 or not on_cpu(x):
         return x.abs().amax(dim=(-2, -1), keepdim=True)
     least, greatest = torch.aminmax(x)
     return torch.maximum(greatest, least.neg()).view(1, 1)
@@ -89,25 +89,23 @@ def exceed(tensors: Tensors, bounds: Sequence[float] | Tensor) -> Tensor:
         raise ValueError(f"bounds: found {len(bounds)}, expected one for each of {len(tensors)}")
     if on_cpu(tensors[0]):
         numbers = bounds.tolist() if isinstance(bounds, Tensor) else bounds
-        return torch.tensor([*map(_exceeds, tensors, numbers)], device="cpu")
+        found = []
+        for each, bound in zip(tensors, numbers, strict=True):
+            # There a 2-norm takes half as long as the largest entry, and no entry is beyond it
+            # (a factor of two for its rounding).
+            is_good = torch.linalg.vector_norm(each).item() <= bound / 2
+            found.append(not (is_good or largest_entry(each.reshape(1, -1)).item() <= bound))
+        return torch.tensor(found, device="cpu")
     # The largest entry, not the 2-norm: that of finite 1e30 entries is infinite.
-    found = torch._foreach_norm(list(tensors), ord=float("inf"))
-    if len({each.dtype for each in found}) > 1:
-        found = tuple(each.to(torch.float64) for each in found)
+    norms = torch._foreach_norm(list(tensors), ord=float("inf"))
+    if len({each.dtype for each in norms}) > 1:
+        norms = tuple(each.to(torch.float64) for each in norms)
     # One cast of all, not one launch for each of hundreds.
-    largest = torch.stack(found).to(torch.float64)
+    largest = torch.stack(norms).to(torch.float64)
     if not isinstance(bounds, Tensor):
         bounds = torch.tensor(bounds, dtype=torch.float64, device=largest.device)
     # A comparison with NaN is false.
     return ~(largest <= bounds)
-
-
-def _exceeds(x: Tensor, bound: float) -> bool:
-    """On a CPU, where 2-norms take half as long as largest entries."""
-    # No entry is beyond the 2-norm (a factor of two for its rounding).
-    if torch.linalg.vector_norm(x).item() <= bound / 2:
-        return False
-    return not largest_entry(x.reshape(1, -1)).item() <= bound
 
 
 def drop_nonfinite(updates: Tensor) -> Tensor:
@@ -117,14 +115,14 @@ def drop_nonfinite(updates: Tensor) -> Tensor:
         updates: ``(b, m, n)``, not empty; modified.
 
     Returns:
-        Which were zeroed, boolean, ``(b,)``.
+        Which were zeroed, boolean, ``(b, 1, 1)``.
     """
     # A sum is finite only where all entries are; it costs half of what the largest entry does.
     total = updates.sum(dim=(-2, -1), keepdim=True, dtype=torch.float64)
     bad = total.sub_(total) != 0  # NaN where the sum is not finite
     if not (on_cpu(updates) and not bad.any()):  # there, reading takes less than writing
         updates.masked_fill_(bad, 0.0)
-    return bad.view(-1)
+    return bad
 
 
 @torch.no_grad()
@@ -144,13 +142,12 @@ def update_momentum(
         ValueError: lists of different lengths.
     """
     for dtype, (some, found) in _parts(buffers, grads):
-        if bad is not None:
-            # The one number that changes no other, not even 0.0.
-            found = _copied(found, dtype, bad, -0.0)
-        wide = _widened(some, dtype)
+        # The one number that changes no other, not even 0.0.
+        moved, wide = _widened(dtype, found, some, copies=bad is not None, bad=bad, instead=-0.0)
         torch._foreach_mul_(wide, _unless(bad, momentum, 1.0, dtype))
-        torch._foreach_add_(wide, _widened(found, dtype))
-        _write_back(some, wide)
+        torch._foreach_add_(wide, moved)
+        if wide is not some:
+            torch._foreach_copy_(some, wide)
 
 
 @torch.no_grad()
@@ -175,8 +172,9 @@ def nesterov(
     if out is None:
         out = [torch.empty_like(each, dtype=wide_dtype(each.dtype)) for each in buffers]
     for dtype, (some, found, places) in _parts(buffers, grads, out):
-        ahead = torch._foreach_mul(_widened(some, dtype), momentum)
-        torch._foreach_add_(ahead, _widened(found, dtype))
+        moved, wide = _widened(dtype, found, some)
+        ahead = torch._foreach_mul(wide, momentum)
+        torch._foreach_add_(ahead, moved)
         torch._foreach_copy_(places, ahead)
     return out
 
@@ -210,18 +208,18 @@ def apply_update(
     # float64, so that a tensor learning rate takes the road of a Python float.
     rate = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
     for dtype, (some, found, each) in _parts(params, updates, scales):
-        steps = _copied(found, dtype, bad, 0.0)
+        steps, wide = _widened(dtype, found, some, copies=True, bad=bad)
         for value in dict.fromkeys(each):
             alike = [step for step, own in zip(steps, each, strict=True) if own == value]
             torch._foreach_mul_(alike, _unless(None, rate * value, 0.0, dtype))
-        wide = _widened(some, dtype)
         kept = _unless(bad, 1 - rate * weight_decay, 1.0, dtype)
         if weight_decay != 0 and cautious:
             torch._foreach_mul_(wide, list(map(_cautious, wide, found, repeat(kept))))
         elif weight_decay != 0:
             torch._foreach_mul_(wide, kept)
         torch._foreach_sub_(wide, steps)
-        _write_back(some, wide)
+        if wide is not some:
+            torch._foreach_copy_(some, wide)
 
 
 def _cautious(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
@@ -250,16 +248,24 @@ def _parts(
     Raises:
         ValueError: lists of different lengths.
     """
-    lists = [list(each) for each in (tensors, *others)]
-    lengths = {len(each) for each in lists}
+    lists = list(map(list, (tensors, *others)))
+    lengths = set(map(len, lists))
     if len(lengths) > 1:
         raise ValueError(f"tensors: found lists of {sorted(lengths)}, expected as many in each")
     if tensors and on_cpu(tensors[0]):
         for one in zip(*lists, strict=True):
-            yield from ((wide_dtype(one[0].dtype), chunk) for chunk in _chunks(one))
+            whole, dtype = one[0], wide_dtype(one[0].dtype)
+            if whole.numel() <= _CHUNK:
+                yield dtype, [[each] for each in one]
+                continue
+            rows = max(_CHUNK * len(whole) // whole.numel(), 1)
+            # Numbers are repeated without end.
+            cut = (each.split(rows) if isinstance(each, Tensor) else repeat(each) for each in one)
+            for some in zip(*cut, strict=False):
+                yield dtype, [[each] for each in some]
         return
     parts: dict[object, list[int]] = {}
-    for index, size in enumerate(accumulate([each.numel() for each in tensors])):
+    for index, size in enumerate(accumulate(map(Tensor.numel, tensors))):
         key = (size // _TOGETHER, tensors[index].dtype, others[0][index].dtype)
         parts.setdefault(key, []).append(index)
     for indices in parts.values():
@@ -267,46 +273,45 @@ def _parts(
         yield dtype, [[each[index] for index in indices] for each in lists]
 
 
-def _chunks(one: Sequence[Any]) -> Iterator[list[list[Any]]]:
-    """One tensor of each list, and numbers; large tensors in rows."""
-    size = one[0].numel()
-    if size <= _CHUNK:
-        yield [[each] for each in one]
-        return
-    rows = max(_CHUNK * len(one[0]) // size, 1)
-    parts = [each.split(rows) if isinstance(each, Tensor) else repeat(each) for each in one]
-    for some in zip(*parts, strict=False):
-        yield [[part] for part in some]
+def _widened(
+    dtype: torch.dtype,
+    *lists: list[Tensor],
+    copies: bool = False,
+    bad: Tensor | None = None,
+    instead: float = 0.0,
+) -> list[list[Tensor]]:
+    """Lists of tensors in a dtype: themselves where they have it, else contiguous copies.
 
+    The copies lie in one tensor, those of one shape together: so neither views nor fills are one
+    for each of hundreds.
 
-def _copied(
-    tensors: list[Tensor], dtype: torch.dtype, bad: Tensor | None, instead: float
-) -> list[Tensor]:
-    """Contiguous copies, all of one number where something is bad.
-
-    They lie in one tensor, those of one shape together: so neither views nor fills are one for
-    each of hundreds.
+    Args:
+        dtype: Of the results.
+        lists: Of the same shapes.
+        copies: Whether the first list is copied in any case.
+        bad: 0-dim, boolean, on the device: where true, the copy of the first is all ``instead``.
+        instead: A number.
     """
+    found = list(lists)
+    narrow = [i for i, each in enumerate(lists) if each[0].dtype != dtype or (copies and not i)]
+    if not narrow:
+        return found
     places: dict[torch.Size, list[int]] = defaultdict(list)
-    for index, each in enumerate(tensors):
+    for index, each in enumerate(lists[0]):
         places[each.shape].append(index)
-    sizes = [len(indices) * shape.numel() for shape, indices in places.items()]
-    flat = torch.empty(sum(sizes), dtype=dtype, device=tensors[0].device)
-    copies = list(tensors)
-    for (shape, indices), part in zip(places.items(), flat.split(sizes), strict=True):
-        for index, view in zip(indices, part.view(len(indices), *shape).unbind(), strict=True):
-            copies[index] = view
-    torch._foreach_copy_(copies, tensors)
-    if bad is not None:
-        flat.masked_fill_(bad, instead)
-    return copies
-
-
-def _widened(tensors: list[Tensor], dtype: torch.dtype) -> list[Tensor]:
-    """The tensors themselves where they have the dtype, else copies."""
-    return tensors if tensors[0].dtype == dtype else _copied(tensors, dtype, None, 0.0)
-
-
-def _write_back(tensors: list[Tensor], wide: list[Tensor]) -> None:
-    if wide is not tensors:
-        torch._foreach_copy_(tensors, wide)
+    counts = [len(narrow) * len(indices) for indices in places.values()]
+    sizes = [count * shape.numel() for count, shape in zip(counts, places, strict=True)]
+    flat = torch.empty(sum(sizes), dtype=dtype, device=lists[0][0].device)
+    for number in narrow:
+        found[number] = [*lists[number]]
+    parts = zip(places.items(), counts, flat.split(sizes), strict=True)
+    for (shape, indices), count, part in parts:
+        views = part.view(count, *shape).unbind() if count > 1 else [part.view(shape)]
+        where = ((number, index) for number in narrow for index in indices)
+        for (number, index), view in zip(where, views, strict=True):
+            found[number][index] = view
+    for number in narrow:
+        torch._foreach_copy_(found[number], lists[number])
+        if number == 0 and bad is not None:
+            flat.masked_fill_(bad, instead)  # before the others are written
+    return found

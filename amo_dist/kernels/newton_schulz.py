@@ -227,7 +227,7 @@ def symmetric_product(
     beta: float = 1.0,
     alpha: float = 1.0,
     *,
-    other: Tensor | None = None,
+    right: Tensor | None = None,
 ) -> Tensor:
     """``beta * added + alpha * x x^T``, or ``x x^T`` alone, with one rounding.
 
@@ -236,36 +236,26 @@ def symmetric_product(
         added: ``(..., m, m)``, symmetric.
         beta: Factor of ``added``.
         alpha: Factor of the product.
-        other: In place of the second ``x``; the product must be symmetric all the same.
+        right: In place of ``x^T``; the product must be symmetric all the same.
     """
-    m, right = x.shape[-2], x if other is None else other
+    m = x.shape[-2]
     num_blocks = min(m // _BLOCK_ROWS, _MOST_BLOCKS)
     if not on_cpu(x) and added is x:  # the square of a symmetric matrix
         return _multiply(x, x, added, beta, alpha)
+    right = x.mT if right is None else right
     if num_blocks < 2 or not on_cpu(x):
-        return _multiply(x, right.mT, added, beta, alpha)
+        return _multiply(x, right, added, beta, alpha)
     # Only blocks on and above the diagonal; the rest is mirrored. The same sums, in less time.
     out = x.new_empty(*x.shape[:-1], m)
     for block in range(num_blocks):
         start, stop = m * block // num_blocks, m * (block + 1) // num_blocks
-        upper, columns = out[..., start:stop, start:], right[..., start:, :].mT
+        upper, columns = out[..., start:stop, start:], right[..., start:]
         plus = None if added is None else added[..., start:stop, start:]
         _multiply(x[..., start:stop, :], columns, plus, beta, alpha, out=upper)
         # Both contiguous: a strided transposed copy takes ten times as long.
         mirrored = upper[..., stop - start :].contiguous().mT.contiguous()
         out[..., stop:, start:stop].copy_(mirrored)
     return out
-
-
-def short_side(x: Tensor, is_tall: bool) -> Tensor:
-    """A view of each matrix with as many rows as its short side: ``x``, or ``x.mT`` where tall."""
-    return x.mT if is_tall else x
-
-
-def _apply(factor: Tensor, x: Tensor, multiple: float, is_tall: bool) -> Tensor:
-    """``multiple * X + factor X``, X being ``x`` or, where that is tall, its transpose."""
-    left, right = (x, factor) if is_tall else (factor, x)
-    return _multiply(left, right, x if multiple else None, multiple)
 
 
 def precondition_aol(
@@ -279,11 +269,12 @@ def precondition_aol(
         product: As for `standard`.
         is_tall: Whether the short side is that of the columns.
     """
-    small = product(short_side(unit.to(dtype), is_tall)).to(unit.dtype)
+    cast = unit.to(dtype)
+    small = (product(cast.mT, right=cast) if is_tall else product(cast)).to(unit.dtype)
     row_sums = small.abs().sum(dim=-1, keepdim=True)
     # A row of zeros (or one whose squares vanish in dtype) has nothing to scale.
     d = row_sums.rsqrt().masked_fill_(row_sums == 0, 1.0)
-    short_side(unit, is_tall).mul_(d)
+    (unit.mT if is_tall else unit).mul_(d)
     return unit.to(dtype), small.mul_(d).mul_(d.mT).to(dtype)
 
 
@@ -301,14 +292,17 @@ def standard(
         x: ``(m, n)`` or ``(b, m, n)``, contiguous, singular values at most one; not modified.
         coefficients: One triple a step.
         known: ``A``, the Gram matrix of the short side of ``x``, where it is known.
-        product: In place of `symmetric_product`: of X, without ``added``, and of A.
+        product: In place of `symmetric_product`: of X, without ``added``, and of A; of a tall X
+            with ``right``.
         is_tall: Whether the short side is that of the columns; None: as the shape has it.
     """
     is_tall = x.shape[-2] > x.shape[-1] if is_tall is None else is_tall
     for a, b, c in coefficients:
-        small = product(short_side(x, is_tall)) if known is None else known
-        x = _apply(product(small, small, b, c), x, a, is_tall)
-        known = None
+        if known is None:
+            known = product(x.mT, right=x) if is_tall else product(x)
+        factor = product(known, known, b, c)
+        left, right = (x, factor) if is_tall else (factor, x)
+        x, known = _multiply(left, right, x, a), None
     return x
 
 
@@ -330,13 +324,15 @@ def gram(x: Tensor, coefficients: Sequence[Triple], known: Tensor | None = None)
     for (a0, b0, c0), (a1, b1, c1) in zip(
         coefficients[:num_paired:2], coefficients[1::2], strict=True
     ):
-        small = symmetric_product(short_side(x, is_tall)) if known is None else known
-        p = symmetric_product(small, small, b0, c0)
+        if known is None:
+            known = symmetric_product(x.mT, right=x) if is_tall else symmetric_product(x)
+        p = symmetric_product(known, known, b0, c0)
         p.diagonal(dim1=-2, dim2=-1).add_(a0)
-        small = symmetric_product(symmetric_product(p, other=small), other=p)
+        small = symmetric_product(symmetric_product(p, right=known.mT), right=p.mT)
         q = symmetric_product(small, small, b1, c1)
         q.diagonal(dim1=-2, dim2=-1).add_(a1)
-        x, known = _apply(symmetric_product(q, other=p), x, 0.0, is_tall), None
+        factor = symmetric_product(q, right=p.mT)
+        x, known = _multiply(x, factor) if is_tall else _multiply(factor, x), None
     return standard(x, coefficients[num_paired:], known)
 
 

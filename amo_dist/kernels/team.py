@@ -59,9 +59,14 @@ def orthogonalize_slabs(
     """
 
     def product(
-        slab: Tensor, added: Tensor | None = None, beta: float = 1.0, alpha: float = 1.0
+        slab: Tensor,
+        added: Tensor | None = None,
+        beta: float = 1.0,
+        alpha: float = 1.0,
+        *,
+        right: Tensor | None = None,
     ) -> Tensor:
-        found = symmetric_product(slab, added, beta, alpha)
+        found = symmetric_product(slab, added, beta, alpha, right=right)
         if added is None:
             team.add(found)
         return found
@@ -103,10 +108,10 @@ def drop_nonfinite_slabs(updates: Tensor, team: Team) -> Tensor:
         team: The members, which all call this at the same time.
 
     Returns:
-        Which were zeroed, boolean, ``(b,)``, the same on all members.
+        Which were zeroed, boolean, ``(b, 1, 1)``, the same on all members.
     """
     flags = (~torch.isfinite(largest_entry(updates))).to(torch.float32)
     team.take_greatest(flags)
     bad = flags > 0
     updates.masked_fill_(bad, 0.0)
-    return bad.view(-1)
+    return bad

@@ -152,15 +152,12 @@ class Muon(torch.optim.Optimizer):
         # not Muon's. Groups have `momentum` where they, or a scheduler, name it.
         del self.defaults["betas"]
         self.defaults |= {"momentum": config.momentum, "nesterov": config.nesterov}
-        rule = self.rule_class(config)
-        for group in self.param_groups:
-            rule.check(group)
         self._structure, self._allow_no_matrices = structure, allow_no_matrices
         self._process_group, self._stopwatch = process_group, _Stopwatch()
         self.tracker: Tracker | None = None
         """Measures every matrix at the steps that it names; set it on all ranks."""
         self._assemble(Control(0, 0, config, policy, policy.start()))
-        check_groups(self.param_groups, self.rule_class.defaults)
+        check_groups(self.param_groups, self._engine.rule)
         check_half(self._engine.parameters, self.param_groups)
         if len(self._engine.membership.ranks) == 1:
             self._check_matrices(len(self._engine.parameters.matrices))
@@ -236,13 +233,19 @@ class Muon(torch.optim.Optimizer):
     def _step(self) -> None:
         with self._stopwatch.measure(self._engine.parameters.device):
             try:
-                self._run(self._fault())
+                self._run()
             except RuntimeError as error:
                 what = f"step {self.num_steps_taken + 1} of the optimizer"
                 name_absent(error, what, self._engine.membership.ranks)
                 raise
 
-    def _run(self, fault: str) -> None:
+    def _run(self) -> None:
+        fault = ""
+        try:
+            self._follow()
+            check_groups(self.param_groups, self._engine.rule)
+        except ValueError as error:
+            fault = str(error)
         if self._engine.world is None:
             self._connect(fault)
         engine, controller = self._engine, self._controller
@@ -322,15 +325,6 @@ class Muon(torch.optim.Optimizer):
         assert self.world is not None
         return Probe(frozenset(info.name for info in self.world.registry), measure)
 
-    def _fault(self) -> str:
-        """Why groups and parameters cannot be used as they are now, or nothing."""
-        try:
-            self._follow()
-            check_groups(self.param_groups, self.rule_class.defaults)
-        except ValueError as error:
-            return str(error)
-        return ""
-
     def _follow(self) -> None:
         """Take the parameters that a trainer has put into the groups, before the first step.
 
@@ -343,7 +337,6 @@ class Muon(torch.optim.Optimizer):
         engine, before = self._engine, self._engine.parameters
         is_same = engine.groups is self.param_groups and engine.state is self.state
         if is_same and before.are_in(self.param_groups):
-            before.check_unchanged()
             return
         check_swap(before, self.param_groups)
         if self.num_steps_taken or engine.world is not None or _holds_values(self.state):
@@ -557,7 +550,7 @@ class Muon(torch.optim.Optimizer):
             loaded = load.read(self, self.params_by_name, state_dict)
             restore = self._restoring(loaded.control)
             # Last: state of another optimizer has been named by then.
-            check_groups(loaded.groups, self.rule_class.defaults)
+            check_groups(loaded.groups, self._engine.rule)
         restore()
         loaded.fill(self)
 

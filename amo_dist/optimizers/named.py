@@ -98,7 +98,7 @@ def _adamw(
     eps: float,
     weight_decay: float,
 ) -> torch.optim.AdamW:
-    check_groups(params, {})
+    check_groups(params, None)
     # Only what PyTorch knows: names of parameters and algorithm are of no meaning to it.
     groups = [
         {"params": [param for _, param in group["params"]]}

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.distributed.layout import MatrixLayout, zeros_per_slice
+from amo_dist.engine.parameters import is_between
 from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
 from amo_dist.kernels.exact_sums import fraction_bits, norm_factor, sum_of_squares
 from amo_dist.optimizers.muon import Muon
@@ -32,8 +33,8 @@ class NorMuonRule(UpdateRule):
 
     def check(self, group: Mapping[str, Any]) -> None:
         """``beta2`` is a decay."""
-        if not 0.0 <= group["beta2"] < 1.0:
-            raise ValueError(f"beta2: found {group['beta2']!r}, expected a number in [0, 1)")
+        if not is_between(group.get("beta2"), 1.0):
+            raise ValueError(f"beta2: found {group.get('beta2')!r}, expected a number in [0, 1)")
 
     def state(self, param: Tensor, dim: int) -> dict[str, Tensor]:
         """``neuron_moment``, float32: as the parameter, with size 1 along a neuron's inputs."""

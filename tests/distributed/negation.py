@@ -45,6 +45,9 @@ class Negation(Engine):
         self.exchange = Exchange(
             self.plan, group=dist.group.WORLD, device=torch.device("cpu"), dtype=dtype
         )
+        self._params, self._grads, self._bad = [], (), None
+        adamw: Any = SimpleNamespace(step=lambda *_: self.events.append("meanwhile"))
+        self._adamw = adamw
         self.events: list[str] = []
         """What happened, with the number of the bucket, in order."""
         self.local: list[Tensor] = []
@@ -64,19 +67,19 @@ class Negation(Engine):
         """One step; a collective over the world."""
         if not self.exchange.lanes:
             self.exchange.allocate()
-        found = [
+        laid: Any = [
             SimpleNamespace(
                 exchange=self.exchange,
                 lane=lane,
-                batches=(number, lane),
+                batches=[(number, lane)],
                 sent=(number, lane.sent.parts, lane.sent.views, lane),
                 kept=(number, lane.kept, lane.kept_views, None),
                 returned=(number, lane.returned.parts, lane.returned.views, None),
             )
             for number, lane in enumerate(self.exchange.lanes)
         ]
-        laid: Any = found
-        self._pipeline(laid, {})
+        self._laid = laid
+        self._pipeline({})
 
     def check(self) -> None:
         """Each element was written once, and is the negative of what was held."""
@@ -100,8 +103,8 @@ class Negation(Engine):
             assert place.shape == value.shape
             place.copy_(value)
 
-    def _orthogonalize(self, batches: Any, nonfinite: Any) -> None:
-        number, lane = batches
+    def _orthogonalize(self, batch: Any, nonfinite: Any) -> None:
+        number, lane = batch
         self.events.append(f"compute {number}")
         for job, whole in zip(lane.jobs, lane.wholes, strict=True):
             assert whole.shape == self.model.matrices[job.matrix].shape
@@ -116,6 +119,3 @@ class Negation(Engine):
             place = self._cut(self.written, part)
             assert place.isnan().all()  # each element is written once
             place.copy_(value)
-
-    def _step_adamw(self) -> None:
-        self.events.append("meanwhile")

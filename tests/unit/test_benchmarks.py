@@ -202,6 +202,6 @@ def test_a_step_on_devices_takes_few_launches(tmp_path: Path) -> None:
     launches.main(["--param-dtype", "bfloat16", "--output", str(output)])
     (row,) = json.loads(output.read_text())["rows"]
     # Of 255 parameters: one launch, or one view, for each would be more.
-    assert row["operations"] < 320
-    assert row["views"] < 100
+    assert row["operations"] < 280
+    assert row["views"] < 75
     assert row["waits"] == 0

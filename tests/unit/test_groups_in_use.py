@@ -142,9 +142,9 @@ def test_a_rate_on_a_device_is_not_read() -> None:
     """The host would wait at each step; on ``meta`` a read raises."""
     model = models.plain_model(SHAPES)
     groups = [{**group, "lr": torch.tensor(1e-3, device="meta")} for group in param_groups(model)]
-    check_groups(groups, {})
+    check_groups(groups, None)
     with pytest.raises(ValueError, match=r"^groups\[0\]\.lr: found "):
-        check_groups([{**groups[0], "lr": torch.ones(2, device="meta")}], {})
+        check_groups([{**groups[0], "lr": torch.ones(2, device="meta")}], None)
 
 
 def test_a_scheduler_that_ends_a_hair_below_zero_is_no_fault() -> None:

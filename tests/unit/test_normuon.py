@@ -113,6 +113,16 @@ def test_a_bad_decay_is_named(beta2: float) -> None:
         build(torch.zeros(4, 6), "attn_q", beta2=beta2)
 
 
+def test_a_decay_that_goes_bad_later_stops_the_step() -> None:
+    param, optimizer = build(torch.zeros(4, 6), "attn_q")
+    param.grad = torch.ones_like(param)
+    for bad in (1.0, "0.9"):
+        optimizer.param_groups[0]["beta2"] = bad
+        with pytest.raises(ValueError, match=r"groups\[0\].beta2: found .*, expected a number"):
+            optimizer.step()
+    assert not param.any()
+
+
 def test_an_unknown_hyperparameter_is_refused() -> None:
     with pytest.raises(TypeError, match=r"NorMuon got unexpected keyword arguments \['beta3'\]"):
         build(torch.zeros(4, 6), "attn_q", beta3=0.9)

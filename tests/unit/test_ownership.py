@@ -150,6 +150,14 @@ def test_round_robin_deals_in_order() -> None:
     assert owners == [0, 1, 2, 0, 1, 2, 0]
 
 
+def test_a_turn_moves_where_dealing_begins() -> None:
+    model = build("fsdp", torch.arange(3), [(6, 4)] * 2)
+    dealt = [
+        [job.owner for job in assign(model.matrices, [1.0] * 2, turn=turn)] for turn in range(4)
+    ]
+    assert dealt == [[0, 1], [1, 2], [2, 0], [0, 1]]
+
+
 def test_balanced_evens_out_what_round_robin_piles_up() -> None:
     model = build("fsdp", torch.arange(2), [(4, 2)] * 4)
     costs = [9.0, 1.0, 9.0, 1.0]

@@ -66,7 +66,7 @@ def share(
             team=team,
             is_tall=shape[0] > shape[1],
         )
-        return found, drop_nonfinite_slabs(found, team).tolist()
+        return found, drop_nonfinite_slabs(found, team).flatten().tolist()
 
     with ThreadPoolExecutor(size) as pool:
         results = list(pool.map(run, range(size)))
