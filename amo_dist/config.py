@@ -108,7 +108,10 @@ class MuonConfig:
     ``stochastic``, by a hash of seed, step, name and entry, alike in every layout; or as
     ``master`` weights in float32: what rounding takes off is state."""
     ns_dtype: str = "bfloat16"
-    """Dtype of the Newton-Schulz products, and of matrices on the wire."""
+    """Dtype of the Newton-Schulz products and iterates."""
+    wire_dtype: str | None = None
+    """Dtype of matrices on the wire, momentum and results; None: that of ``ns_dtype``, with
+    ``float16``, whose range momentum leaves, ``bfloat16``."""
     ns_backend: str = "auto"
     """How Newton-Schulz is run: ``auto`` (on CPU ``gram`` for elongated matrices in float32, else
     ``standard``), ``standard``, ``gram`` (in float32 and float64, else ``standard``), ``triton`` or
@@ -146,7 +149,15 @@ class MuonConfig:
             _require_real("update_scale", self.update_scale, "a number > 0", 5e-324, math.inf)
         _require_choice("update_norm", self.update_norm, _UPDATE_NORMS)
         _require_choice("bfloat16_params", self.bfloat16_params, _BFLOAT16_PARAMS)
-        _require_choice("ns_dtype", self.ns_dtype, _WIRE_DTYPES)
+        _require_choice("ns_dtype", self.ns_dtype, _DTYPES)
+        if self.wire_dtype is not None:
+            _require_choice("wire_dtype", self.wire_dtype, _WIRE_DTYPES)
+            _require(
+                not (self.wire_dtype == "float64" and self.ns_dtype != "float64"),
+                "wire_dtype",
+                self.wire_dtype,
+                f"no wider than float32 with ns_dtype = {self.ns_dtype!r}",
+            )
         _require_choice("ns_backend", self.ns_backend, NS_BACKENDS)
         _require_choice("momentum_dtype", self.momentum_dtype, _DTYPES)
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
@@ -170,6 +181,12 @@ class MuonConfig:
         for field in ("nesterov", "cautious_decay"):
             found = getattr(self, field)
             _require(isinstance(found, bool), field, found, "true or false")
+
+    @property
+    def wire(self) -> str:
+        """``wire_dtype``, or what it is by default."""
+        default = "bfloat16" if self.ns_dtype == "float16" else self.ns_dtype
+        return self.wire_dtype or default
 
     @property
     def update_factor(self) -> float:

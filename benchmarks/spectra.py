@@ -4,6 +4,10 @@
 Qwen3-1.7B, with 205 trial schedules, against its smallest singular values alone and against
 ``svdvals`` in float32, on the same matrices in the same rounds: one matrix of each distinct shape,
 weighted to the 56 of an observation (``--full`` runs all 56).
+
+``--dtypes`` lists instead how far results of Newton-Schulz, as they arrive, are from those of the
+same schedule in float64, by ``ns_dtype`` and ``wire_dtype``. ``--study DIR`` adds momentum spectra
+that ``python -m benchmarks.plan_quality run --spectra DIR`` has taken while a model was trained.
 """
 
 from __future__ import annotations
@@ -13,13 +17,14 @@ import functools
 import math
 import statistics
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from amo_dist.kernels.geometry import SPECTRAL_METRICS, spectral_metrics
+from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.kernels.sigma_min import sigma_min
 from amo_dist.kernels.spectra import (
     DEFAULT_TAU,
@@ -40,6 +45,11 @@ ERROR_SHAPES = ((64, 64), (256, 256), (256, 768), (512, 512))
 KAPPAS = (1e3, 1e5, 1e6, 1e7, 1e9)
 ROUNDING = 1e-14
 """Of a polynomial near one: a root mean square below it has no correct digit in any method."""
+DTYPES = (
+    *(("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")),
+    *(("float16", "float32"), ("float32", "bfloat16"), ("float32", "float32")),
+)
+"""``ns_dtype`` and ``wire_dtype``."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -52,8 +62,13 @@ def main(args: Sequence[str] | None = None) -> int:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall")
     parser.add_argument("--output", type=Path)
+    parser.add_argument("--dtypes", action="store_true", help="errors by dtype, and nothing else")
+    parser.add_argument("--study", type=Path, help="folder of spectra")
     options = parser.parse_args(args)
     torch.set_num_threads(options.threads)
+    if options.dtypes:
+        report("spectra_dtypes", measure_dtypes(options.study), options.output)
+        return 0
     errors = [
         measure_errors(shape, kind, kappa)
         for shape in ERROR_SHAPES
@@ -134,6 +149,48 @@ def measure_errors(shape: tuple[int, int], kind: str, kappa: float) -> dict[str,
         return row | dict.fromkeys(("ell", *METHODS), math.nan)
     row["ell"] = abs(found[0].item() * torch.linalg.vector_norm(sigma).item() * kappa - 1)
     return row | {name: abs(method(x) * kappa - 1) for name, method in METHODS.items()}
+
+
+def matrices(study: Path | None) -> Iterator[tuple[str, Tensor]]:
+    """Momentum in float32, with the name of what it is like."""
+    for shape in ERROR_SHAPES[:3]:
+        for kappa in KAPPAS[:2]:
+            for kind in ("decaying", "clustered", "lonely", "deficient"):
+                yield kind, with_spectrum(spectrum(kind, shape[0], kappa), shape[1]).float()
+            for seed in range(4):
+                generator = torch.Generator().manual_seed(seed)
+                rows = torch.logspace(0, -math.log10(kappa), shape[0], dtype=torch.float64)
+                x = torch.randn(shape, generator=generator, dtype=torch.float64)
+                yield "graded rows", (rows.unsqueeze(1) * x).float()
+    for path in sorted(study.glob("*.pt")) if study else ():
+        later = torch.load(path, weights_only=True)["later"]
+        for sigma in later[max(later)].values():
+            yield "study", with_spectrum(sigma.double().view(-1), 2 * sigma.numel()).float()
+
+
+def measure_dtypes(study: Path | None) -> list[dict[str, object]]:
+    """Relative errors in the Frobenius norm, for five and seven steps composed for 1e-3."""
+    errors: dict[tuple[str, str, str], list[float]] = {}
+    for kind, x in matrices(study):
+        for steps in (5, 7):
+            run = functools.partial(orthogonalize, coefficients=compose(NORM_SCALE * 1e-3, steps))
+            exact = run(x, dtype=torch.float64)
+            for ns_dtype, wire_dtype in DTYPES:
+                wire = getattr(torch, wire_dtype)
+                found = run(x.to(wire), dtype=getattr(torch, ns_dtype), backend="standard").to(wire)
+                error = ((found.double() - exact).norm() / exact.norm()).item()
+                errors.setdefault((kind, ns_dtype, wire_dtype), []).append(error)
+    return [
+        {
+            "matrices": kind,
+            "ns_dtype": ns_dtype,
+            "wire_dtype": wire_dtype,
+            "cases": len(found),
+            "mean": statistics.fmean(found),
+            "greatest": math.nan if any(map(math.isnan, found)) else max(found),
+        }
+        for (kind, ns_dtype, wire_dtype), found in errors.items()
+    ]
 
 
 def _smallest_only(x: Tensor) -> Tensor:

@@ -172,6 +172,7 @@ class Engine:
         self.verdict: Verdict | None = None
         self.groups, self.state, self.rule = groups, state, rule
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
+        self._wire: torch.dtype = getattr(torch, config.wire)
         self._is_far = parameters.device.type != "cpu"
         check_backend("ns_backend", config.ns_backend, self._dtype, parameters.device)
         if config.max_team > 1 and (rule.prepares or rule.finishes):
@@ -546,7 +547,7 @@ class Engine:
         if orders.deal != self._deal:
             # First, to free their buffers; and after a failure all plan anew.
             self._exchanges, self._laid, self._deal = [], [], None
-            planned = new = self._exchanges_of(range(len(matrices)), orders, self._dtype)
+            planned = new = self._exchanges_of(range(len(matrices)), orders, self._wire)
         if orders.probes:
             names = frozenset[str]().union(*(probe.names for probe in orders.probes))
             some = [i for i, matrix in enumerate(matrices) if matrix.name in names]
@@ -582,7 +583,7 @@ class Engine:
             float(orders.schedules[index].num_steps * ns_step_flops(*matrices[index].shape))
             for index in some
         ]
-        teams = Teams(1 if measures else config.max_team, dtype.itemsize)
+        teams = Teams(1 if measures else config.max_team, self._dtype.itemsize)
         jobs = assign(
             chosen,
             costs,
@@ -683,7 +684,7 @@ class Engine:
         alone = _Batch([], (name,), shape, schedule, self._backend(shape, schedule), None)
 
         def result() -> Tensor:
-            return self._newton_schulz(momentum.to(self._dtype), alone)
+            return self._newton_schulz(momentum.to(self._wire), alone)
 
         for probe in orders.probes:
             if name in probe.names:

@@ -101,7 +101,8 @@ class StepCost:
     ) -> None:
         self._matrices, self._num_ranks = matrices, num_ranks
         self._config = config = config or MuonConfig()
-        self._itemsize = itemsize = getattr(torch, config.ns_dtype).itemsize
+        self._itemsize = getattr(torch, config.ns_dtype).itemsize
+        self._wire = getattr(torch, config.wire).itemsize
         counts = [steps[info.operator_type] for info in registry]
         costs = [
             float(count * ns_step_flops(*info.shape))
@@ -112,7 +113,7 @@ class StepCost:
             costs,
             ownership=config.ownership,
             owners=config.owners,
-            teams=Teams(config.max_team, itemsize),
+            teams=Teams(config.max_team, self._itemsize),
         )
         self.flops = torch.zeros(num_ranks, dtype=torch.float64)
         for job in self.jobs:
@@ -121,7 +122,8 @@ class StepCost:
         sent = sent_by_rank(matrices, self.jobs, *sizes)
         reduced = reduced_by_rank(matrices, self.jobs, counts, *sizes)
         self.within, self.across = (
-            itemsize * (one + other) for one, other in zip(sent, reduced, strict=True)
+            self._wire * one + self._itemsize * other
+            for one, other in zip(sent, reduced, strict=True)
         )
 
     @property
@@ -154,18 +156,20 @@ class StepCost:
         Each transfer of a bucket has a buffer in every second bucket; the matrices of the bucket
         at hand are held once, and Newton-Schulz on its largest batch comes on top.
         """
-        buckets, itemsize = self._buckets(), self._itemsize
+        buckets = self._buckets()
         elements = max((sum(math.prod(j.shape) for j in each.jobs) for each in buckets), default=0)
         for side in ("to_owners", "from_holders", "to_holders", "from_owners"):
             sizes = [sum(map(count_elements, getattr(bucket, side))) for bucket in buckets]
             for turn in range(BUCKETS_IN_FLIGHT):
                 elements += max(sizes[turn::BUCKETS_IN_FLIGHT], default=0)
         batches = [
-            newton_schulz_bytes(count, shape, itemsize, self._config.ns_backend)
+            newton_schulz_bytes(
+                count, shape, self._itemsize, self._config.ns_backend, wire=self._wire
+            )
             for bucket in buckets
             for shape, count in Counter(job.shape for job in bucket.jobs).items()
         ]
-        return int(itemsize * elements + max(batches, default=0))
+        return int(self._wire * elements + max(batches, default=0))
 
     def _buckets(self) -> tuple[Bucket, ...]:
         """Buckets of the rank with the most work; those of one rank need no exchange."""
@@ -174,7 +178,7 @@ class StepCost:
             self.jobs,
             rank=int(self.flops.argmax()),
             peers=range(self._num_ranks),
-            itemsize=self._itemsize,
+            itemsize=self._wire,
             bucket_bytes=self._config.bucket_bytes,
         )
         return plan.buckets or plan.local
@@ -186,7 +190,12 @@ def _spread(by_rank: torch.Tensor) -> dict[str, float]:
 
 
 def newton_schulz_bytes(
-    count: int, shape: Sequence[int], itemsize: int, backend: str = "standard"
+    count: int,
+    shape: Sequence[int],
+    itemsize: int,
+    backend: str = "standard",
+    *,
+    wire: int | None = None,
 ) -> int:
     """Bytes that Newton-Schulz holds at its worst moment for a batch, its stack among them.
 
@@ -199,12 +208,14 @@ def newton_schulz_bytes(
         shape: ``(m, n)`` of each.
         itemsize: Bytes of an element of the products.
         backend: ``gram``, or one that needs what ``standard`` does.
+        wire: Bytes of an element of the stack; None for those of the products.
     """
     elements, squares = count * math.prod(shape), count * min(shape) ** 2
-    scaling = (2 * itemsize + max(itemsize, 4)) * elements
-    if backend == "gram" and itemsize > 2:
-        return max(scaling, itemsize * (4 * elements + 5 * squares))
-    return max(scaling, itemsize * (4 * elements + 2 * squares))
+    wire = wire or itemsize
+    scaling = (itemsize + max(itemsize, wire, 4)) * elements
+    num_squares = 5 if backend == "gram" and itemsize > 2 else 2
+    products = itemsize * (3 * elements + num_squares * squares)
+    return wire * elements + max(scaling, products)
 
 
 def simulate(

@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from amo_dist.config import OPERATOR_TYPES
+from amo_dist.config import OPERATOR_TYPES, MuonConfig
 from amo_dist.kernels import newton_schulz
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import composed
 from amo_dist.tools.cli import main
 from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
-from amo_dist.tools.simulate import Row, newton_schulz_bytes, simulate
+from amo_dist.tools.simulate import Row, StepCost, lay_out, newton_schulz_bytes, simulate
 from tests.memory import peak_bytes
 
 SPECS = json.loads(
@@ -98,6 +98,23 @@ def test_each_replica_gets_its_own_copy(layout: str) -> None:
         # An owner of half a matrix gathers the other half from its node, and sends whole ones.
         elsewhere = 256 // (2 if layout == "hsdp" else 1) * (1 - 8 / 256)
         assert row["sent_across"]["mean"] == 2 * elements * elsewhere / 256
+
+
+def test_bytes_follow_the_wire() -> None:
+    registry = SMALL.matrices()
+    matrices = lay_out(registry, 8)
+    configs = (
+        MuonConfig(),
+        MuonConfig(wire_dtype="float32"),
+        MuonConfig(ns_dtype="float32", wire_dtype="bfloat16"),
+    )
+    narrow, wide, products = (
+        StepCost(registry, matrices, UNIFORM, 8, config=config) for config in configs
+    )
+    assert torch.equal(wide.within, 2 * narrow.within)
+    assert torch.equal(products.within, narrow.within)
+    assert wide.memory() > narrow.memory()
+    assert products.memory() > narrow.memory()
 
 
 def test_one_rank_sends_nothing() -> None:
