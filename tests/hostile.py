@@ -267,7 +267,7 @@ def stopped() -> Iterator[None]:
     from amo_dist.tools.doctor import site
     from torchtitan_ext.data import files
     from torchtitan_ext.paper import evaluate, runner
-    from torchtitan_ext.tools import export, launch, preflight_here
+    from torchtitan_ext.tools import export, launch, preflight_here, quickstart, train
 
     def reach(*_: Any, **__: Any) -> Any:
         raise Reached
@@ -275,6 +275,7 @@ def stopped() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name in (
             *((launch, "start"), (torchtitan_ext.train, "main"), (runner, "_train")),
+            *((train, "tokenize_first"), (quickstart, "tokenize_first")),
             *((runner, "_prepare"), (site, "join"), (files, "hub_files")),
             (evaluate, "_harness"),
         ):

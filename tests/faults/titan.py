@@ -47,14 +47,12 @@ class Leg:
         layout: One of `LAYOUTS`.
         interval: Steps from one checkpoint to the next.
         saves_async: Whether a checkpoint is written while training goes on.
-        num_workers: Processes of each rank that read data.
         die_at: Where it ends early, if it does; see `Job`.
     """
 
     layout: str
     interval: int
     saves_async: bool
-    num_workers: int
     die_at: tuple[int, int, str] | None = None
 
 
@@ -81,7 +79,7 @@ def draw(rng: random.Random) -> Trial:
     stays = rng.random() < 0.5
     legs = []
     for step in [*sorted(rng.sample(range(1, NUM_STEPS - 1), num_kills)), None]:
-        interval, saves_async, workers = rng.randint(1, 3), rng.random() < 0.5, rng.randrange(3)
+        interval, saves_async = rng.randint(1, 3), rng.random() < 0.5
         die_at = None
         if step is not None:
             point, rank = rng.choice(POINTS), rng.randrange(LAYOUTS[layout][0])
@@ -89,7 +87,7 @@ def draw(rng: random.Random) -> Trial:
                 step = min(-(-step // interval) * interval, NUM_STEPS)
             # The first rank is the one that writes metadata.
             die_at = (0 if point == "before_metadata" else rank, step, point)
-        legs.append(Leg(layout, interval, saves_async, workers, die_at))
+        legs.append(Leg(layout, interval, saves_async, die_at))
         layout = layout if stays else rng.choice(list(LAYOUTS))
     damages = [tuple(rng.choices(KINDS, k=rng.choice((0, 1, 1, 2)))) for _ in range(num_kills)]
     return Trial(tuple(legs), tuple(damages), rng.choice(PLANNERS), rng.random() < 0.3)
@@ -107,7 +105,7 @@ class Campaign:
         """The run of a layout that nothing happens to."""
         key = layout, planner
         if key not in self._references:
-            leg = Leg(layout, 100, False, 1)
+            leg = Leg(layout, 100, False)
             job = self._job(leg, self._folder / f"{layout}-{planner}", planner)
             self._references[key] = self._titan.run(job)
         return self._references[key]
@@ -117,7 +115,6 @@ class Campaign:
         options = (
             f"--checkpoint.interval={leg.interval}",
             f"--checkpoint.async_mode={'async' if leg.saves_async else 'disabled'}",
-            f"--dataloader.num_workers={leg.num_workers}",
             f"--optimizer.amo.planner={planner}",
         )
         return Job(world_size, str(folder), (*OPTIONS, *more, *options), die_at=leg.die_at)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration import titan_ranks
-from torchtitan_ext.data.documents import standard_library
+from torchtitan_ext.data.files import find_files
 from torchtitan_ext.plugin.run_files import read_metrics
 from torchtitan_ext.tools.report.data import load_one
 
@@ -25,6 +25,12 @@ SCHEDULERS = {
 }
 
 
+def texts(count: int) -> list[str]:
+    """The beginnings of modules of the standard library."""
+    files = find_files("stdlib").urls[:count]
+    return [Path(file).read_text(errors="ignore")[:4000] for file in files]
+
+
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Modules of the standard library as two files of JSON lines, scored by their share of words.
@@ -32,11 +38,10 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
     One row has no text.
     """
     folder = tmp_path_factory.mktemp("corpus")
-    library = standard_library()
+    library = texts(160)
     for part in range(2):
         with (folder / f"{part}.jsonl").open("w") as file:
-            for index in range(part, 160, 2):
-                text = (library.text(index) or "")[:4000]
+            for text in library[part::2]:
                 score = sum(c.isalpha() for c in text) / max(1, len(text))
                 file.write(json.dumps({"text": text, "score": score}) + "\n")
     with (folder / "1.jsonl").open("a") as file:
@@ -45,20 +50,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[titan_ranks.Server]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HF_DATASETS_CACHE", str(tmp_path_factory.mktemp("cache")))
-        with titan_ranks.server() as server:
-            yield server
+def ranks() -> Iterator[titan_ranks.Server]:
+    with titan_ranks.server() as server:
+        yield server
 
 
-def arguments(corpus: Path, dataset: str, scheduler: str, *more: str) -> tuple[str, ...]:
+def arguments(corpus: Path, scheduler: str, *more: str) -> tuple[str, ...]:
     return (
-        f"--training.dataset={dataset}",
+        "--training.dataset=text",
         f"--training.dataset_path={corpus}",
         f"--training.steps={STEPS}",
-        "--data.bad_rows=skip",
-        "--data.shuffle_buffer=8",
+        "--data.score_field=score",
         *SCHEDULERS[scheduler],
         *more,
     )
@@ -70,9 +72,7 @@ def arguments(corpus: Path, dataset: str, scheduler: str, *more: str) -> tuple[s
 def test_curricula_train(
     order: str, scheduler: str, corpus: Path, ranks: titan_ranks.Server, tmp_path: Path
 ) -> None:
-    job = titan_ranks.Job(
-        2, str(tmp_path), arguments(corpus, "pool", scheduler, f"--data.order={order}")
-    )
+    job = titan_ranks.Job(2, str(tmp_path), arguments(corpus, scheduler, f"--data.order={order}"))
     losses = ranks.run(job).losses()
     assert sorted(losses) == list(range(1, STEPS + 1))
     assert losses[STEPS] < losses[1] - 0.2  # from ln(320), which says nothing
@@ -86,16 +86,14 @@ def test_continued_pretraining_starts_from_the_weights_alone(
     first = titan_ranks.Job(
         2,
         str(tmp_path / "first"),
-        arguments(corpus, "pool", "cosine", "--data.order=ascend", *whole),
+        arguments(corpus, "cosine", "--data.order=ascend", *whole),
     )
     base = ranks.run(first)
     load = f"--checkpoint.initial_load_path={base.folder}/checkpoint/step-{STEPS}"
     second = titan_ranks.Job(
         2,
         str(tmp_path / "second"),
-        arguments(
-            corpus, "documents", "cosine", load, "--checkpoint.initial_load_model_only", *whole
-        ),
+        arguments(corpus, "cosine", load, "--checkpoint.initial_load_model_only", *whole),
     )
     continued = ranks.run(second)
     losses = continued.losses()
@@ -103,27 +101,23 @@ def test_continued_pretraining_starts_from_the_weights_alone(
     assert losses[1] < base.losses()[1] - 0.2  # and the weights do not
     assert continued.records()[0]["phase"] == "observation"
     state = continued.state(STEPS)
-    positions = [json.loads(v) for k, v in state.items() if "/stream_" in k]
-    assert len(positions) == 8
-    assert sum(one["num_sequences"] for one in positions) == 4 * STEPS
+    assert state["dataloader/sequence"] == 4 * STEPS
 
 
 def test_validation_reads_all_of_its_data_and_leaves_training_alone(
     ranks: titan_ranks.Server, tmp_path: Path
 ) -> None:
-    texts = tmp_path / "texts"
-    texts.mkdir()
-    library = standard_library()
-    for i in range(7):  # of unlike lengths, so that one rank has more than the other
-        (texts / f"{i}.txt").write_text((library.text(i) or "")[: 700 * (i + 1)])
+    held_out = tmp_path / "texts"
+    held_out.mkdir()
+    for i, text in enumerate(texts(7)):
+        (held_out / f"{i}.txt").write_text(text[: 700 * (i + 1)])
     plain = ("--training.steps=16", "--training.global_batch_size=4", "--metrics.log_freq=5")
     validating = (
         "--validation.enable",
         "--validation.freq=8",
         "--validation.steps=-1",
         "--validation.dataset=text",
-        f"--validation.dataset_path={texts}",
-        "--validation.dataloader.num_streams=4",
+        f"--validation.dataset_path={held_out}",
     )
     batch = "--training.local_batch_size=2"
     unseen = ranks.run(titan_ranks.Job(2, str(tmp_path / "plain"), (*plain, batch)))

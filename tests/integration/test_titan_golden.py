@@ -57,7 +57,7 @@ def test_a_run_has_the_digits_of_old(titan: Server, tmp_path: Path, name: str) -
 def resumed(titan: Server, folder: Path, model: str, layout: str, step: int) -> Run:
     """A run that goes on from a checkpoint of torchtitan 0.2.2, of FSDP2 on two ranks."""
     shutil.unpack_archive(GOLDEN / f"{model}-step-{step}.tar.xz", folder / "checkpoint")
-    return titan.run(job(model, layout, "bfloat16", folder))
+    return titan.run(job(model, layout, "bfloat16", folder, first=step))
 
 
 @pytest.mark.parametrize("step", [s for s in SAVED["llama3"] if s > PLANNED])

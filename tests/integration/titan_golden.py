@@ -14,6 +14,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from tests.integration.titan_ranks import ROOT, Job, Run, server
 
 GOLDEN = ROOT / "tests" / "golden" / "torchtitan_0.2.2"
@@ -32,12 +34,24 @@ SAVED = {"llama3": (4, 12, 16), "qwen3": (12,)}
 """Steps of the checkpoints of FSDP2 on two ranks: observation, transition, locked."""
 
 
-def job(model: str, layout: str, ns_dtype: str, folder: Path, *more: str) -> Job:
-    """One run: AMO observes until step 8, and is locked from step 14 on."""
+def job(model: str, layout: str, ns_dtype: str, folder: Path, first: int = 0) -> Job:
+    """One run: AMO observes until step 8, and is locked from step 14 on.
+
+    Its data is that of then, sequence by sequence.
+
+    Args:
+        model: One of `MODELS`.
+        layout: One of `LAYOUTS`.
+        ns_dtype: One of `NS_DTYPES`.
+        folder: The dump folder.
+        first: Step of the old checkpoint there, whose position in the data means nothing now.
+    """
     world_size, degrees = LAYOUTS[layout]
+    sequences = folder / "sequences.npy"
+    folder.mkdir(parents=True, exist_ok=True)
+    np.save(sequences, np.load(GOLDEN / "sequences.npy")[4 * first :])
+    more = ("--checkpoint.exclude_from_loading=dataloader",) if first else ()
     arguments = (
-        "--training.dataset=text",
-        f"--training.dataset_path={GOLDEN / 'corpus'}",
         *("--training.seq_len=64", f"--training.steps={STEPS}"),
         *("--training.global_batch_size=4", "--training.local_batch_size=1"),
         *("--optimizer.amo.observe_every=2", "--optimizer.amo.observe_until=8"),
@@ -47,7 +61,7 @@ def job(model: str, layout: str, ns_dtype: str, folder: Path, *more: str) -> Job
         *degrees,
     )
     config = str(ROOT / "configs" / f"debug_{model}.toml")
-    return Job(world_size, str(folder), (*arguments, *more), config)
+    return Job(world_size, str(folder), (*arguments, *more), config, sequences=str(sequences))
 
 
 def summary(run: Run) -> dict[str, Any]:

@@ -15,12 +15,13 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 import types
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from torchtitan_ext.plugin.run_files import read_metrics
 
@@ -37,7 +38,7 @@ OPTIONS = (
     "--optimizer.amo.transition_steps=4",
     "--metrics.console=brief",
 )
-"""AMO observes until step 4, and is locked from step 8 on. The file names 8 streams."""
+"""AMO observes until step 4, and is locked from step 8 on."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,6 +54,8 @@ class Job:
         disk_full_at: Step whose checkpoint finds the disk full on rank 1.
         stock: A function of :mod:`tests.integration.stock_configs` instead of a file: a config of
             torchtitan, started by torchtitan's entry point with these arguments alone.
+        sequences: ``.npy`` of (N, seq_len + 1) tokens to train on in turn, in place of the data's;
+            of a resume those that are left.
     """
 
     world_size: int
@@ -62,6 +65,7 @@ class Job:
     die_at: tuple[int, int, str] | None = None
     disk_full_at: int | None = None
     stock: str = ""
+    sequences: str = ""
 
 
 # ------------------------------------------------------------------ in the test
@@ -206,6 +210,12 @@ def serve() -> None:
     _cut_debug_models()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
+    with tempfile.TemporaryDirectory() as tokens:
+        _tokens.append(f"--data.tokens={tokens}")  # all runs read the same text
+        _serve(answers)
+
+
+def _serve(answers: IO[str]) -> None:
     for line in sys.stdin:
         request = json.loads(line)
         if "start" in request:
@@ -248,6 +258,8 @@ def _few_experts(stock: Any, **options: Any) -> Any:
 
 
 _number = 0
+_tokens: list[str] = []
+"""Option for where text is tokenized into."""
 
 
 def _fork(job: Job) -> list[int]:
@@ -313,6 +325,15 @@ def _rank(job: Job, rank: int, store: Path) -> int:
     return _train(job, rank)
 
 
+def _replay(file: str) -> None:
+    import numpy as np
+
+    from torchtitan_ext.data.loader import PackedLoader
+
+    sequences = np.load(file).astype(np.int64)
+    PackedLoader._tokens = lambda self, number: sequences[number]  # type: ignore[method-assign]
+
+
 def _train(job: Job, rank: int) -> int:
     import torch
     import torchtitan.trainer
@@ -336,7 +357,9 @@ def _train(job: Job, rank: int) -> int:
         sys.argv += [f"--dump_folder={folder}", *job.arguments]
         main()
         return 0
-    options = [f"--job.config_file={job.config}", *OPTIONS, f"--job.dump_folder={folder}"]
+    if job.sequences:
+        _replay(job.sequences)
+    options = [f"--job.config_file={job.config}", *OPTIONS, f"--job.dump_folder={folder}", *_tokens]
     return train.main([*options, *job.arguments])
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.data.loader import Streams
+from torchtitan_ext.data.loader import PackedLoader
 from torchtitan_ext.data.tokenizers import ByteTokenizer
 
 Rows = Sequence[dict[str, Any]]
@@ -38,14 +38,22 @@ def write_arrow(path: Path, rows: Rows, stream: bool = True) -> Path:
     return path
 
 
-def dataset(path: Path, name: str, **fields: Any) -> Streams.Config:
-    """A config of few and small streams."""
-    few: dict[str, Any] = {"num_streams": 4, "seed": 1, "shuffle_buffer": 5}
-    return Streams.Config(dataset=name, dataset_path=str(path), **{**few, **fields})
+def write_texts(folder: Path, texts: Sequence[str]) -> Path:
+    folder.mkdir(exist_ok=True)
+    for number, text in enumerate(texts):
+        (folder / f"{number:03}.txt").write_text(text)
+    return folder
+
+
+def dataset(path: Path | str, name: str = "text", **fields: Any) -> PackedLoader.Config:
+    """A config whose tokens lie beside the data."""
+    tokens = str(Path(str(path).partition("=")[0]).parent / "tokens")
+    given = {"dataset": name, "dataset_path": str(path), "tokens": tokens, "seed": 1, **fields}
+    return PackedLoader.Config(**given)
 
 
 def build(
-    config: Streams.Config, world: int = 1, rank: int = 0, batch: int = 2, seq_len: int = 8
+    config: PackedLoader.Config, world: int = 1, rank: int = 0, batch: int = 2, seq_len: int = 8
 ) -> Any:
     """The loader of a rank, over bytes."""
     return config.build(

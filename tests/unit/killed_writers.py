@@ -17,10 +17,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.planning import plan_allocation
-from torchtitan_ext.data import packed
+from torchtitan_ext.data import shards
 from torchtitan_ext.paper import evaluate, static_schedule
 from torchtitan_ext.paper.results import read_results
 from torchtitan_ext.plugin import run_files
@@ -114,10 +116,9 @@ def start(folder: Path) -> None:
 
 
 def tokenize(folder: Path, shard: int) -> None:
-    index = packed.read_index(folder) or packed.Index({"length": 3})
-    packed.write_shard(folder, f"shard_{shard}.bin", [[shard] * 3] * 9)
-    index.shards.append({"name": f"shard_{shard}.bin", "num_sequences": 9})
-    packed.write_index(folder, index)
+    index = shards.read_index(folder) or shards.Index({})
+    shards.write_shard(folder, index, [np.full(27, shard, "<u4")])
+    shards.write_index(folder, index)
 
 
 def static(folder: Path) -> None:
@@ -144,10 +145,10 @@ WRITERS: dict[str, tuple[Callable[[Path], object], int]] = {
 
 def whole_shards(folder: Path) -> int:
     """Shards that the index of a corpus names and that are there as a whole."""
-    index = packed.read_index(folder)
+    index = shards.read_index(folder)
     assert index is not None
-    sizes = [(folder / shard["name"]).stat().st_size for shard in index.shards]
-    assert set(sizes) == {4 * 3 * 9}
+    sizes = [(folder / f"{shard['name']}.tokens").stat().st_size for shard in index.shards]
+    assert set(sizes) == {4 * 27}
     return len(sizes)
 
 

@@ -1,22 +1,22 @@
-"""Files of rows: found, read from any row on, judged, and dealt to streams."""
+"""Files of documents: found, read from any row on, and judged row by row."""
 
 from __future__ import annotations
 
-import itertools
-from collections import Counter
+import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from tests.unit.data_corpus import write_arrow, write_jsonl, write_parquet
-from torchtitan_ext.data.files import DataError, Hub, find_files, format_of, hub_files
-from torchtitan_ext.data.rows import BadRow, BadRows, Part, deal, read_parts, read_rows, texts
+from torchtitan_ext.data.files import Hub, find_files, format_of, hub_files
+from torchtitan_ext.data.rows import BadRow, BadRows, judge, read_rows
 
 TEXTS = [f"text {i} é" for i in range(8)]
+ALL = (0.01, 0, {})
+"""Of `BadRows`: a share of a hundredth, from the first row on."""
 
 
 def write_arrow_file(path: Path, rows: Any) -> Path:
@@ -32,14 +32,15 @@ WRITERS: dict[str, Callable[[Path, Any], Path]] = {
 }
 
 
+@pytest.mark.parametrize("start", [0, 1, 4, 8])
 @pytest.mark.parametrize("name", WRITERS)
-def test_every_format_gives_the_wanted_rows_with_their_numbers(name: str, tmp_path: Path) -> None:
-    rows = [{"id": i, "body": text} for i, text in enumerate(TEXTS)]
+def test_every_format_gives_the_rows_from_any_one_on(name: str, start: int, tmp_path: Path) -> None:
+    rows = [{"id": i / 2, "body": text} for i, text in enumerate(TEXTS)]
     path = WRITERS[name](tmp_path / name, rows)
-    found = list(read_rows(str(path), ("body", "id", "absent"), Part(0, 1, 5)))
-    # Text is judged later, row by row: Arrow's comes undecoded, JSON's is decoded with its line.
-    plain = [(n, (b.decode() if isinstance(b, bytes) else b, *more)) for n, (b, *more) in found]
-    assert plain == [(i, (TEXTS[i], i, None)) for i in (1, 6)]
+    found = list(read_rows(str(path), ("body", "id"), start))
+    assert [number for number, _ in found] == list(range(start, 8))
+    judged = [judge(row, ("body", "id")) for _, row in found]
+    assert judged == [(TEXTS[i], i / 2) for i in range(start, 8)]
 
 
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.parquet", "a.arrow"])
@@ -47,43 +48,29 @@ def test_a_broken_file_is_named(name: str, tmp_path: Path) -> None:
     path = WRITERS[name](tmp_path / name, [{"text": text * 50} for text in TEXTS])
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match=rf"cannot read .*{name}"):
-        list(read_rows(str(path), ("text",), Part(0, 0, 1)))
+        list(read_rows(str(path), ("text",)))
 
 
-BAD_LINES = [
-    b'{"text": "good"}',
-    b'{"other": 1}',
-    b'{"text": null}',
-    b'{"text": 3}',
-    b'{"text": "caf\xe9"}',
-    b'{"text": "\\ud83d"}',
-    b'{"text": " \\n"}',
-    b"",
-    b'{"text": "cut',
-    b'["text"]',
-    b'{"text": "also good"}',
-]
-REASONS = {"missing": 2, "wrong type": 2, "not UTF-8": 2, "empty": 2, "not JSON": 1}
+BAD_LINES = {
+    b'{"other": 1}': "missing",
+    b'{"text": null}': "missing",
+    b'{"text": 3}': "wrong type",
+    b'{"text": "caf\xe9"}': "not UTF-8",
+    b'{"text": "\\ud83d"}': "not UTF-8",
+    b'{"text": " \\n"}': "empty",
+    b"": "empty",
+    b'{"text": "cut': "not JSON",
+    b'["text"]': "wrong type",
+    b'{"text": "good", "score": "high"}': "no score",
+    b'{"text": "good", "score": NaN}': "no score",
+}
 
 
-def rows_of(path: Path, bad: BadRows) -> list[str]:
-    return [t for _, t in texts(read_parts([str(path)], [Part(0, 0, 1)], ("text",), (0, 0)), bad)]
-
-
-def test_bad_rows_are_skipped_and_counted_by_reason(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\n".join(BAD_LINES))
-    bad = BadRows("skip")
-    assert rows_of(path, bad) == ["good", "also good"]
-    assert bad.counts == REASONS
-
-
-@pytest.mark.parametrize("number", range(1, 10))
-def test_a_bad_row_is_named_with_its_file_and_number(number: int, tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"\n".join([BAD_LINES[0]] * number + [BAD_LINES[number], b""]))
-    with pytest.raises(ValueError, match=rf"a\.jsonl, row {number + 1}: .*data\.bad_rows"):
-        rows_of(path, BadRows("error"))
+@pytest.mark.parametrize("line", BAD_LINES)
+def test_a_bad_row_has_its_reason(line: bytes) -> None:
+    fields = ("text", "score") if BAD_LINES[line] == "no score" else ("text",)
+    with pytest.raises(BadRow, match=BAD_LINES[line]):
+        judge(line, fields)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "arrow"])
@@ -102,57 +89,73 @@ def test_bad_text_in_arrow_columns_fails_only_its_row(suffix: str, tmp_path: Pat
     else:
         with pa.ipc.new_stream(str(path), table.schema) as writer:
             writer.write_table(table)
-    bad = BadRows("skip")
-    assert rows_of(path, bad) == ["good", "fine"]
-    assert bad.counts == {"not UTF-8": 1, "missing": 1, "empty": 1}
+    found = []
+    for _, row in read_rows(str(path), ("text",)):
+        try:
+            found.append(judge(row, ("text",))[0])
+        except BadRow as error:
+            found.append(str(error))
+    assert found == ["good", "not UTF-8", "missing", "empty", "fine"]
 
 
-def test_a_field_of_another_type_or_name_is_bad_in_every_row(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [{"text": i} for i in range(4)])
-    bad = BadRows("skip")
-    assert rows_of(path, bad) == []
-    assert bad.counts == {"wrong type": 4}
-    other = write_parquet(tmp_path / "b.parquet", [{"content": "x"}] * 4)
-    with pytest.raises(ValueError, match=r"b\.parquet, row 1: missing"):
-        rows_of(other, BadRows("error"))
-
-
-@given(st.integers(1, 12), st.sampled_from([1, 2, 3, 8, 12]), st.integers(1, 9))
-def test_streams_share_every_row_of_every_file_once(
-    num_files: int, num_streams: int, num_rows: int
-) -> None:
-    order = list(reversed(range(num_files)))
-    seen = Counter(
-        (part.file, row)
-        for number in range(num_streams)
-        for part in deal(order, number, num_streams)
-        for row in range(part.first, num_rows, part.stride)
-    )
-    assert seen == Counter((file, row) for file in range(num_files) for row in range(num_rows))
+def test_a_share_of_bad_rows_is_left_out_and_more_are_an_error() -> None:
+    bad = BadRows(*ALL)
+    for row in range(10):
+        bad.add(f"a.jsonl, row {row + 1}", "empty")
+        bad.num_rows += 1
+        bad.check()  # ten of the first thousand are a hundredth
+    with pytest.raises(ValueError, match=r"data\.max_bad_rows: found 10 bad rows among 10 "):
+        bad.check(at_end=True)
+    bad.num_rows = 1000
+    bad.check(at_end=True)
+    bad.add("b.jsonl, row 7", "missing")
+    with pytest.raises(ValueError, match=r"11 .*10 empty, 1 missing.*last: b\.jsonl, row 7: miss"):
+        bad.check()
 
 
 def test_folders_files_and_globs_are_found_in_order(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     (tmp_path / ".cache").mkdir()
-    for name in ("b.jsonl", "a.parquet", "sub/c.jsonl.zst", ".cache/d.jsonl", "e.txt", "f.json"):
+    for name in ("b.jsonl", "a.parquet", "sub/c.jsonl.gz", ".cache/d.jsonl", "e.txt", "f.json"):
         (tmp_path / name).write_text(name)
+    (tmp_path / "empty.txt").touch()
     found = find_files(str(tmp_path))
-    assert [Path(url).name for url in found.urls] == ["a.parquet", "b.jsonl", "c.jsonl.zst"]
+    assert [Path(url).name for url in found.urls] == ["a.parquet", "b.jsonl", "e.txt", "c.jsonl.gz"]
+    assert find_files(str(tmp_path), "*.json").urls == (str(tmp_path / "f.json"),)
     one = find_files(str(tmp_path / "b.jsonl"))
     assert one == find_files(str(tmp_path / "b.*"))
     assert one.digest != found.digest
-    (tmp_path / "b.jsonl").write_text("longer than before")
+    # An edit of the same length is another corpus.
+    stat = (tmp_path / "b.jsonl").stat()
+    os.utime(tmp_path / "b.jsonl", ns=(stat.st_atime_ns, stat.st_mtime_ns + 1))
     assert find_files(str(tmp_path / "b.jsonl")).digest != one.digest
     with pytest.raises(ValueError, match="found no file in"):
-        find_files(str(tmp_path / "*.txt"))
+        find_files(str(tmp_path), "*.md")
     with pytest.raises(ValueError, match="no such file or folder"):
         find_files(str(tmp_path / "nowhere"))
 
 
+def test_a_missing_decompressor_is_an_error_before_the_first_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "a.jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd")
+    whole = importlib.util.find_spec
+    monkeypatch.setattr(
+        "importlib.util.find_spec", lambda name: None if name == "zstandard" else whole(name)
+    )
+    with pytest.raises(ValueError, match=r"a\.jsonl\.zst: .*pip install zstandard"):
+        find_files(str(tmp_path))
+
+
 def test_a_format_is_known_by_its_suffix() -> None:
     assert format_of("hf://datasets/a/b@c/train/x.jsonl.zst") == "jsonl"
-    assert format_of("x.parquet.gz") is None
-    assert format_of("x.json") is None
+    assert format_of("x.parquet.gz") == format_of("x.md") == "text"
+
+
+def test_the_standard_library_is_real_text() -> None:
+    library = find_files("stdlib")
+    # The smallest installations, without tests and idlelib, still have several hundred modules.
+    assert len(library.urls) > 300
 
 
 def test_files_of_a_hub_repository_are_those_that_datasets_resolves(
@@ -164,47 +167,7 @@ def test_files_of_a_hub_repository_are_those_that_datasets_resolves(
         (tmp_path / "data" / split).mkdir(parents=True)
         write_parquet(tmp_path / "data" / split / "0.parquet", [{"text": split}])
     for split in ("train", "test"):
-        found = hub_files(str(tmp_path), Hub(split=split))
-        assert [t for u in found.urls for t in rows_of(Path(u), BadRows("error"))] == [split]
-    with pytest.raises(ValueError, match=r"data\.split: found 'dev', expected one of"):
+        (url,) = hub_files(str(tmp_path), Hub(split=split)).urls
+        assert [judge(row, ("text",))[0] for _, row in read_rows(url, ("text",))] == [split]
+    with pytest.raises(ValueError, match=r"--split: found 'dev', expected one of"):
         hub_files(str(tmp_path), Hub(split="dev"))
-
-
-def test_half_a_file_costs_no_decoding_of_the_other_half(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_bytes(b"not JSON\n" * 3 + b'{"text": "x"}\n')
-    assert list(read_rows(str(path), ("text",), Part(0, 0, 1), 3)) == [(3, ("x",))]
-    (_, first), *_ = read_rows(str(path), ("text",), Part(0, 0, 1))
-    assert isinstance(first, BadRow)
-
-
-@pytest.mark.parametrize(("num_failures", "ends_well"), [(9, True), (10, False)])
-def test_a_remote_file_is_opened_again_where_it_broke_off(
-    num_failures: int, ends_well: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from torchtitan_ext.data import rows
-
-    left = num_failures
-    waits: list[float] = []
-
-    def flaky(url: str, fields: Any, part: Part, start: int) -> Any:
-        nonlocal left
-        for number in range(9):
-            if number == 5 and left:
-                left -= 1
-                raise ConnectionError("reset by peer")
-            if number in part.wanted(start):
-                yield number, (f"row {number}",)
-
-    monkeypatch.setattr(rows, "read_rows", flaky)
-    monkeypatch.setattr("time.sleep", waits.append)
-    read = read_parts(["hf://a.jsonl"], [Part(0, 1, 2)], ("text",), (0, 0))
-    assert [number for *_, number, _ in itertools.islice(read, 2)] == [1, 3]
-    if ends_well:
-        assert [number for *_, number, _ in read] == [5, 7]
-        assert waits == [2, 4, 8, 16, 32, 60, 60, 60, 60]
-    else:
-        with pytest.raises(
-            DataError, match=r"^cannot read hf://a\.jsonl: reset by peer \(10 tries"
-        ):
-            next(read)

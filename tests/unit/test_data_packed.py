@@ -1,121 +1,164 @@
-"""`amo tokenize`: shards that a killed run goes on with, and streams that read them."""
+"""`amo tokenize`: shards that a killed run goes on with, whatever the number of processes."""
 
 from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 
-from tests.unit.data_corpus import build, dataset, write_jsonl, write_parquet
+from tests.unit.data_corpus import write_jsonl, write_parquet
 from torchtitan_ext import cli
-from torchtitan_ext.data.packed import PackedSequences
+from torchtitan_ext.data import pack
+from torchtitan_ext.data.files import find_files
+from torchtitan_ext.data.pack import Options, tokenize
+from torchtitan_ext.data.shards import Corpus, read_index
 from torchtitan_ext.data.tokenizers import ByteTokenizer
-from torchtitan_ext.tools import tokenize
+from torchtitan_ext.tools.tokenize import part_of
 
 TEXTS = [f"{i} " + "x" * (3 * i % 17) for i in range(40)]
-LENGTH = 9
+SCORES = [float(7 * i % 11) for i in range(40)]
 
 
 @pytest.fixture
-def corpus(tmp_path: Path) -> Path:
+def corpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Two files of rows, one of which is bad, in batches of one or two."""
+    monkeypatch.setattr(pack, "BATCH", 128)
     folder = tmp_path / "corpus"
     folder.mkdir()
-    write_jsonl(folder / "a.jsonl", [{"text": text} for text in TEXTS[:15]])
-    write_parquet(folder / "b.parquet", [{"text": text} for text in [*TEXTS[15:], ""]])
+    rows = [{"text": text, "score": s} for text, s in zip(TEXTS, SCORES, strict=True)]
+    write_jsonl(folder / "a.jsonl", rows[:15])
+    write_parquet(folder / "b.parquet", [*rows[15:], {"text": "", "score": 0.0}])
     return folder
 
 
 def run(corpus: Path, output: Path, *options: str) -> int:
-    start = ["tokenize", str(corpus), "-o", str(output), "--tokenizer", "byte", "--bad-rows=skip"]
-    return cli.main([*start, f"--seq-len={LENGTH - 1}", "--shard-sequences=7", *options])
+    start = ["tokenize", str(corpus), "-o", str(output), "--tokenizer", "byte"]
+    return cli.main([*start, "--max-bad-rows=0.1", "--shard-tokens=70", *options])
 
 
 def content(output: Path) -> dict[str, bytes]:
     return {str(p.relative_to(output)): p.read_bytes() for p in output.rglob("*") if p.is_file()}
 
 
-def packed_tokens() -> list[int]:
-    return [t for text in TEXTS for t in ByteTokenizer().encode(text, add_eos=True)]
+def tokens_of(texts: list[str]) -> list[int]:
+    return [t for text in texts for t in ByteTokenizer().encode(text, add_eos=True)]
+
+
+def read(corpus: Corpus) -> list[int]:
+    return [t for i in range(corpus.num_sequences(1)) for t in corpus.sequence(i, 1)[:1].tolist()]
 
 
 def test_shards_hold_the_documents_in_order(corpus: Path, tmp_path: Path, capsys: Any) -> None:
     output = tmp_path / "packed"
     assert run(corpus, output) == 0
-    tokens = packed_tokens()
-    count = len(tokens) // LENGTH
-    assert f"{count} sequences, {count * LENGTH} tokens" in capsys.readouterr().out
-    sequences = PackedSequences(str(output))
-    assert len(sequences) == count
-    assert [t for i in range(count) for t in sequences[i]] == tokens[: count * LENGTH]
-    index = json.loads(next(output.rglob("index.json")).read_text())
-    assert index["skipped"] == {"empty": 1}
-    assert [s["num_sequences"] for s in index["shards"][:-1]] == [7] * (count // 7)
+    tokens = tokens_of(TEXTS)
+    assert f"{len(tokens)} tokens in" in capsys.readouterr().out
+    whole = Corpus(output)
+    assert read(whole) == tokens[:-1]
+    # Any length of sequences, each with one token more than the model sees.
+    assert whole.num_sequences(100) == (len(tokens) - 1) // 100
+    assert whole.sequence(2, 100).tolist() == tokens[200:301]
+    index = read_index(output)
+    assert index is not None
+    assert (index.num_rows, index.bad_rows) == (41, {"empty": 1})
+    assert len(index.shards) > 4
     # A finished run has nothing to add.
     before = content(output)
     assert run(corpus, output) == 0
     assert content(output) == before
 
 
-@pytest.mark.parametrize("num_writes", range(1, 12, 2))
-def test_a_killed_run_goes_on_to_the_same_bytes(
+@pytest.mark.parametrize("order", ["ascend", "descend"])
+def test_an_order_sorts_documents_by_score(order: str, corpus: Path, tmp_path: Path) -> None:
+    output = tmp_path / "packed"
+    assert run(corpus, output, "--score-field=score") == 0
+    sign = 1 if order == "ascend" else -1
+    places = sorted(range(40), key=lambda i: sign * SCORES[i])
+    assert read(Corpus(output, order)) == tokens_of([TEXTS[i] for i in places])[:-1]
+    assert read(Corpus(output)) == tokens_of(TEXTS)[:-1]
+    assert run(corpus, tmp_path / "unscored") == 0
+    with pytest.raises(ValueError, match=r"data\.order: found 'ascend'.*--score-field"):
+        Corpus(tmp_path / "unscored", "ascend")
+
+
+@pytest.mark.parametrize("num_writes", range(1, 9, 2))
+def test_a_run_killed_twice_goes_on_to_the_same_bytes(
     num_writes: int, corpus: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run(corpus, tmp_path / "whole")
+    run(corpus, tmp_path / "whole", "--score-field=score")
     expected = content(tmp_path / "whole")
     output = tmp_path / "packed"
-    left = num_writes
     real = os.replace
 
     class Killed(BaseException):
         pass
 
-    def replace(scratch: Path, target: Path) -> None:
-        nonlocal left
-        left -= 1
-        if left < 0:  # the temporary file is written, and not yet in place
-            raise Killed
-        real(scratch, target)
+    for _ in range(2):
+        left = num_writes
 
-    monkeypatch.setattr(os, "replace", replace)
-    with pytest.raises(Killed):
-        run(corpus, output)
-    monkeypatch.undo()
-    if num_writes > 1:
+        def replace(scratch: Path, target: Path) -> None:
+            nonlocal left
+            left -= 1
+            if left < 0:  # the temporary file is written, and not yet in place
+                raise Killed
+            real(scratch, target)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "replace", replace)
+            with pytest.raises(Killed):
+                run(corpus, output, "--score-field=score")
+    if num_writes > 2:
         with pytest.raises(ValueError, match="tokenizing is not complete"):
-            PackedSequences(str(output))
-    assert run(corpus, output) == 0
+            Corpus(output)
+    assert run(corpus, output, "--score-field=score") == 0
     assert content(output) == expected  # no temporary file is left over either
+
+
+@pytest.mark.slow
+def test_processes_write_the_bytes_of_one(tmp_path: Path) -> None:
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    for name in "ab":
+        write_jsonl(folder / f"{name}.jsonl", [{"text": f"{name} {i} " * 500} for i in range(999)])
+    for processes in (1, 2):
+        output = tmp_path / str(processes)
+        for _ in tokenize(find_files(str(folder)), ByteTokenizer(), output, processes=processes):
+            pass
+    assert content(tmp_path / "1") == content(tmp_path / "2")
+
+
+def test_a_long_document_takes_the_time_of_its_length(tmp_path: Path) -> None:
+    # Quadratic, this took minutes.
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "some words " * 2_000_000}])
+    shards = tokenize(find_files(str(path)), ByteTokenizer(), tmp_path / "packed", Options())
+    assert [count for count, _ in shards][-1] == 22_000_001
 
 
 def test_parts_together_hold_every_document_once(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "packed"
-    for part in range(3):
-        if part:
-            with pytest.raises(ValueError, match=r"found parts .* of 3"):
-                PackedSequences(str(output))
-        assert run(corpus, output, f"--part={part}/3", "--seq-len=1") == 0
-    # Sequences of two tokens: at most one token of each part is dropped.
-    sequences = PackedSequences(str(output))
-    found = Counter(t for i in range(len(sequences)) for t in sequences[i])
-    lost = Counter(packed_tokens()) - found
-    assert found <= Counter(packed_tokens())
-    assert sum(lost.values()) <= 3
+    assert run(corpus, output, "--part=0/2") == 0
+    with pytest.raises(ValueError, match=r"found parts \[0\] of 2"):
+        Corpus(output)
+    assert run(corpus, output, "--part=1/2") == 0
+    assert read(Corpus(output)) == tokens_of(TEXTS)[:-1]
 
 
-def test_other_settings_are_refused(corpus: Path, tmp_path: Path, capsys: Any) -> None:
+def test_what_cannot_be_done_is_refused(corpus: Path, tmp_path: Path, capsys: Any) -> None:
     output = tmp_path / "packed"
     assert run(corpus, output) == 0
     for options, message in [
-        (["--seq-len=7"], "length: was 9, is 8"),
+        (["--score-field=score"], "score_field: was '', is 'score'"),
         (["--part=3/3"], "--part: found '3/3'"),
-        (["--shard-sequences=0"], "--shard-sequences: found 0"),
+        (["--part=2/3"], "--part: found 2/3, expected at most 2 parts"),
+        (["--shard-tokens=0"], "--shard-tokens: found 0"),
+        (["--max-bad-rows=2"], "--max-bad-rows: found 2.0"),
+        (["--max-bad-rows=0.01"], "found 1 bad rows among 41 (1 empty)"),
         (["--tokenizer=hf"], "--tokenizer-path: found none"),
-        (["--text-field=body", "--bad-rows=error", "--part=0/2"], r"a.jsonl, row 1: missing"),
+        (["--text-field=body", "--part=0/2"], "(15 missing), expected a share of at most 0.1"),
     ]:
         assert run(corpus, output, *options) == 2
         assert message in capsys.readouterr().err
@@ -124,73 +167,38 @@ def test_other_settings_are_refused(corpus: Path, tmp_path: Path, capsys: Any) -
 def test_a_damaged_shard_or_index_is_named(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "packed"
     assert run(corpus, output) == 0
-    shard = sorted(output.rglob("*.bin"))[1]
+    shard = sorted(output.rglob("*.tokens"))[1]
     whole = shard.read_bytes()
     shard.write_bytes(whole[:-4])
-    with pytest.raises(ValueError, match=r"shard_00001\.bin: found 248 bytes, expected 252"):
-        PackedSequences(str(output))
+    expected = rf"shard_00001\.tokens: found {len(whole) - 4} bytes, expected {len(whole)}"
+    with pytest.raises(ValueError, match=expected):
+        Corpus(output)
     shard.unlink()
-    with pytest.raises(ValueError, match=r"cannot read .*shard_00001\.bin"):
-        PackedSequences(str(output))
-    next(output.rglob("index.json")).write_text("[]")
+    with pytest.raises(ValueError, match=r"cannot read .*shard_00001\.tokens"):
+        Corpus(output)
+    (output / "index.json").write_text("[]")
     with pytest.raises(ValueError, match="not an index"):
-        PackedSequences(str(output))
+        Corpus(output)
     with pytest.raises(ValueError, match=r"no index\.json"):
-        PackedSequences(str(corpus))
+        Corpus(corpus)
 
 
-def loaders(output: Path, world: int, saved: dict[str, Any]) -> list[Any]:
-    config = dataset(output, "packed")
-    made = [build(config, world, r, batch=4 // world) for r in range(world)]
-    for one in made:
-        one.load_state_dict(saved)
-    return made
-
-
-def batches(made: list[Any], num: int) -> list[list[tuple[int, ...]]]:
-    iterators = [iter(one) for one in made]
-    return [sorted(map(tuple, (r for it in iterators for r in rows(next(it))))) for _ in range(num)]
-
-
-def rows(batch: Any) -> list[list[int]]:
-    inputs, labels = batch
-    assert inputs["input"].dtype == labels.dtype == torch.int64
-    whole: list[list[int]] = torch.cat([inputs["input"], labels[:, -1:]], dim=1).tolist()
-    return whole
-
-
-def test_training_reads_each_sequence_once_an_epoch_and_moves_to_another_world(
+def test_the_digest_is_that_of_the_tokens_and_not_of_where_they_come_from(
     corpus: Path, tmp_path: Path
 ) -> None:
-    output = tmp_path / "packed"
-    run(corpus, output)
-    sequences = PackedSequences(str(output))
-    num = len(sequences) // 4
-    expected = batches(loaders(output, 1, {}), 2 * num)
-    drawn = Counter(row for batch in expected[:num] for row in batch)
-    assert drawn <= Counter(tuple(sequences[i]) for i in range(len(sequences)))
-    first = loaders(output, 2, {})
-    assert batches(first, 3) == expected[:3]
-    saved = {k: v for one in first for k, v in one.state_dict().items()}
-    assert batches(loaders(output, 4, saved), 2 * num - 3) == expected[3:]
-    # In another order than that of the corpus.
-    start = [tuple(sequences[i]) for i in range(4)]
-    assert expected[0] != sorted(start)
-
-
-def test_training_refuses_another_length_or_tokenizer(corpus: Path, tmp_path: Path) -> None:
-    output = tmp_path / "packed"
-    run(corpus, output)
-    with pytest.raises(ValueError, match=r"training\.seq_len: found 9, expected 8"):
-        build(dataset(output, "packed"), seq_len=9)
-    sequences = PackedSequences(str(output))
-    with pytest.raises(ValueError, match=r"data\.tokenizer: found Other-3, expected ByteTokenizer"):
-        sequences.check(LENGTH, "Other-3")
-    with pytest.raises(ValueError, match="expected at most the number of sequences"):
-        build(dataset(output, "packed", num_streams=999))
+    assert run(corpus, tmp_path / "one") == 0
+    os.utime(corpus / "a.jsonl")
+    assert run(corpus, tmp_path / "two") == 0
+    one, two = Corpus(tmp_path / "one"), Corpus(tmp_path / "two")
+    assert one.digest == two.digest
+    index = json.loads((tmp_path / "two" / "index.json").read_text())
+    assert np.dtype(index["settings"]["token_type"]).itemsize == 2
+    (corpus / "a.jsonl").write_text('{"text": "other"}\n')
+    assert run(corpus, tmp_path / "three") == 0
+    assert Corpus(tmp_path / "three").digest != one.digest
 
 
 @pytest.mark.parametrize("text", ["1", "1/1", "-1/2", "a/b", "1/", "/2"])
 def test_a_part_is_one_of_a_number(text: str) -> None:
     with pytest.raises(ValueError, match="--part: found"):
-        tokenize.part_of(text)
+        part_of(text)

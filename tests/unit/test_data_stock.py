@@ -9,7 +9,7 @@ import pytest
 
 from tests.unit.data_corpus import build, write_jsonl
 from torchtitan_ext.data import loader
-from torchtitan_ext.data.loader import Streams
+from torchtitan_ext.data.loader import PackedLoader
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torch's DataLoader
@@ -21,7 +21,7 @@ def test_documents_follow_without_begin_tokens(
     folder = tmp_path / "corpus"
     folder.mkdir()
     write_jsonl(folder / "data.jsonl", [{"text": letter * 3} for letter in "abcdefgh"])
-    config = Streams.Config(dataset="c4_test", dataset_path=str(folder), positions=positions)
+    config = PackedLoader.Config(dataset="c4_test", dataset_path=str(folder), positions=positions)
     one = build(config, batch=1, seq_len=6)
     inputs, labels = next(iter(one))
     assert inputs["input"].tolist() == [[*b"aaabbb"]]
@@ -40,7 +40,7 @@ def test_documents_follow_without_begin_tokens(
     [
         ("fineweb-edu", "stdlib", 1, r"^training\.dataset: found 'fineweb-edu', expected one of"),
         ("stdlib", "c4-val", 1, r"^validation\.dataset: found 'c4-val', expected one of"),
-        ("stdlib", "documents", 1, r"^validation\.dataset_path: found none"),
+        ("stdlib", "packed", 1, r"^validation\.dataset_path: found none"),
         ("stdlib", "stdlib", 0, r"^validation\.freq: found 0"),
     ],
 )
@@ -48,26 +48,28 @@ def test_what_cannot_be_read_is_named(
     training: str, validation: str, freq: int, message: str
 ) -> None:
     validator = SimpleNamespace(
-        enable=True, freq=freq, dataloader=Streams.Config(dataset=validation)
+        enable=True, freq=freq, dataloader=PackedLoader.Config(dataset=validation)
     )
-    config = SimpleNamespace(dataloader=Streams.Config(dataset=training), validator=validator)
+    config = SimpleNamespace(dataloader=PackedLoader.Config(dataset=training), validator=validator)
     with pytest.raises(ValueError, match=message):
         loader.validate(config)
     config.dataloader.dataset, validator.enable = "stdlib", False
     loader.validate(config)
 
 
-def test_an_error_of_validation_names_its_fields() -> None:
-    one = Streams.Config(dataset="stdlib", num_streams=3)
+def test_an_error_of_validation_names_its_fields(tmp_path: Path) -> None:
+    one = PackedLoader.Config(dataset="packed", dataset_path=str(tmp_path))
     config = SimpleNamespace(
-        dataloader=Streams.Config(),
+        dataloader=PackedLoader.Config(),
         validator=SimpleNamespace(dataloader=one),
         training=None,
         model=SimpleNamespace(attention="sdpa"),
-        comm=None,
+        comm=SimpleNamespace(init_timeout_seconds=300),
+        dump_folder=str(tmp_path / "run"),
     )
-    with pytest.raises(ValueError, match=r"^data\.num_streams: found 3"):
-        build(one, world=2)
+    with pytest.raises(ValueError, match=r"^training\.dataset_path: no index\.json"):
+        build(one)
     loader.settle(config)
-    with pytest.raises(ValueError, match=r"^validation\.dataloader\.num_streams: found 3"):
-        build(one, world=2)
+    assert one.tokens == str(tmp_path / "tokens")
+    with pytest.raises(ValueError, match=r"^validation\.dataset_path: no index\.json"):
+        build(one)

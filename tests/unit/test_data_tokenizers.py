@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from torchtitan_ext.data.documents import standard_library
+from torchtitan_ext.data.files import find_files
 from torchtitan_ext.data.tokenizers import (
     FAMILIES,
     ByteTokenizer,
@@ -50,8 +50,8 @@ def trained(name: str) -> str:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     trainer = BpeTrainer(vocab_size=NUM_RANKS, initial_alphabet=alphabet, show_progress=False)
-    library = standard_library()
-    texts = [(library.text(i) or "")[:20_000] for i in range(0, len(library), 40)]
+    library = find_files("stdlib").urls[::40]
+    texts = [Path(file).read_text(errors="ignore")[:20_000] for file in library]
     tokenizer.train_from_iterator([*texts, "1234 12 2024 naïve 中文 été" * 50], trainer)
     tokenizer.add_special_tokens(list(family.special_tokens))
     begin = family.special_tokens[0]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import warnings
 from pathlib import Path
@@ -205,15 +204,6 @@ def test_waits_for_data_are_told_of_all_steps_since_the_last_log(processor: Any)
     processor.log(12, 1.0, 1.0, 1.0)
     assert read_records(processor._files._metrics)[-1]["data_seconds_per_step"] == 1.75 / 2
     assert processor._data_seconds == []
-
-
-def test_the_commit_of_the_data_stands_in_the_config_of_the_run(
-    processor: Any, tmp_path: Path
-) -> None:
-    processor.note_commit("")  # of other data
-    processor.note_commit("0a1b")
-    processor.should_log(1)
-    assert json.loads((tmp_path / "run.json").read_text())["dataloader"]["revision"] == "0a1b"
 
 
 def test_a_resumed_run_shows_its_plan_at_once_and_a_new_one_leaves_it_to_the_policy(

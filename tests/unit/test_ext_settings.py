@@ -73,13 +73,13 @@ def test_names_of_files_are_options_too_and_the_first_rank_tells_the_new_ones(
     config = parse(
         tmp_path,
         AMO + BYTE + "[validation]\nenable = true\n",
-        *("--job.dump_folder", "here", "--data.seed=7", "--data.num-streams", "8"),
+        *("--job.dump_folder", "here", "--data.seed=7", "--data.text-field", "body"),
         *("--validation.no-enable", "--job.print-config", "--model.flavor", "tiny"),
         *("--job.custom_config_module", "torchtitan_ext.job_config"),
         "--experimental.custom_import=torchtitan_ext",
     )
-    assert (config.dump_folder, config.dataloader.seed, config.dataloader.num_streams) == (
-        *("here", 7, 8),
+    assert (config.dump_folder, config.dataloader.seed, config.dataloader.text_field) == (
+        *("here", 7, "body"),
     )
     assert (config.validator.enable, config.debug.print_config) == (False, True)
     told = capsys.readouterr().err.splitlines()
@@ -123,17 +123,13 @@ def test_every_config_of_the_project_is_valid(file: Path) -> None:
         ("[training]\ndataset = 'fineweb-edu'\n", "training.dataset: found 'fineweb-edu', expect"),
         (
             "[training]\ndataset = 'stdlib'\n[validation]\nenable = true\ndataset = 'stdlb'\n",
-            "validation.dataset: found 'stdlb', expected one of 'text', ",
+            "validation.dataset: found 'stdlb', expected one of 'packed', 'text', ",
         ),
         ("[model]\nname = 'llama2'\n", "model.name: found 'llama2', expected one of "),
-        ("[training]\ndataset = 'pool'\n", "training.dataset_path: found none, expected a folder"),
+        ("[training]\ndataset = 'text'\n", "training.dataset_path: found none, expected a folder"),
         (
-            "[training]\ndataset = 'stdlib'\n[data]\nnum_streams = 0\n",
-            "data.num_streams: found 0",
-        ),
-        (
-            "[training]\ndataset = 'slimpajama'\n[data]\nshuffle_buffer = 0\n",
-            "data.shuffle_buffer: found 0, expected at least 1",
+            "[training]\ndataset = 'stdlib'\n[data]\norder = 'ascend'\n",
+            "data.score_field: found none, expected the field",
         ),
         (
             "[training]\nglobal_batch_size = 0\n",
@@ -142,7 +138,7 @@ def test_every_config_of_the_project_is_valid(file: Path) -> None:
         ("[training]\nseq_len = 0\n", "training.seq_len: found 0, expected an integer >= 1"),
         ("[fault_tolerance]\nenable = true\n", "fault_tolerance.enable: unknown field"),
         ("[experimental]\ncustom_import = 'mine'\n", "experimental.custom_import: unknown field"),
-        ("[data]\nnum_stream = 3\n", "data.num_stream: unknown field; .* 'data.num_streams'"),
+        ("[data]\ntext_fields = 'a'\n", "data.text_fields: unknown field; .* 'data.text_field'"),
         ("[validation]\nsteps = 0\n", r"\[validation\] validation steps must be positive"),
         ("[data\n", "is not TOML"),
     ],

@@ -24,7 +24,7 @@ WRITES_ELSEWHERE = {
     "torchtitan_ext/plugin/run_files.py",  # the lock, whose file must stay the same
     "torchtitan_ext/tools/export.py",  # into a scratch folder, which is moved
     "torchtitan_ext/tools/launch.py",  # what torchrun writes to standard error
-    "torchtitan_ext/data/packed.py",  # shards, replaced as a whole there
+    "torchtitan_ext/data/pack.py",  # the lock, which holds nothing
 }
 
 

@@ -170,7 +170,7 @@ def test_an_error_that_is_no_mistake_of_the_user_s_keeps_its_traceback(
         (0, ["--ranks", "4", "--training.local_batch_size=4"], 4),
         (4, [], 2),  # 16 sequences in batches of 8
         (4, ["--training.local_batch_size=4"], 4),
-        (8, ["--training.local_batch_size=2", "--data.num_streams=60"], 4),
+        (8, ["--training.local_batch_size=2"], 8),
     ],
 )
 def test_train_picks_as_many_ranks_as_the_config_fits(
@@ -190,6 +190,7 @@ def test_train_picks_as_many_ranks_as_the_config_fits(
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(launch, "start", start)
+    monkeypatch.setattr(command, "tokenize_first", lambda _: None)
     monkeypatch.setattr(command, "_num_gpus", lambda: gpus)
     monkeypatch.setattr(command, "_memory_gb", lambda _: 80.0)
     folder = f"--dump_folder={tmp_path / 'run'}"
@@ -200,7 +201,7 @@ def test_train_picks_as_many_ranks_as_the_config_fits(
 @pytest.mark.parametrize(
     ("options", "told"),
     [
-        (["--ranks", "3"], ["training.global_batch_size: found 16", "data.num_streams: found 64"]),
+        (["--ranks", "3"], ["training.global_batch_size: found 16"]),
         (["--tokenizer.kind=hf", "--hf_assets_path=gone"], ["hf_assets_path: found no tokenizer"]),
     ],
 )

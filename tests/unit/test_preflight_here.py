@@ -21,6 +21,9 @@ with warnings.catch_warnings():
 import tokenizers
 
 from torchtitan_ext.cli import main
+from torchtitan_ext.data.files import find_files
+from torchtitan_ext.data.pack import tokenize
+from torchtitan_ext.data.tokenizers import HFTokenizer
 from torchtitan_ext.tools import preflight_here
 
 CONFIGS = Path(__file__).parents[2] / "configs"
@@ -74,12 +77,25 @@ def make_tokenizer(folder: Path, size: int = 3) -> None:
     (folder / "tokenizer_config.json").write_text('{"eos_token": "<|end_of_text|>"}')
 
 
+PACKED = (
+    ("fineweb_edu_llama3", "Llama-3.1-8B", ""),
+    ("fineweb_edu_qwen3", "Qwen3-0.6B", "<|endoftext|>"),
+    ("slimpajama_qwen3", "Qwen3-0.6B", "<|endoftext|>"),
+)
+"""Folders of tokens that configs name, the tokenizer of each, and its end token."""
+
+
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: None) -> Path:
     """A machine that lacks nothing; the folder where it starts runs."""
     monkeypatch.chdir(tmp_path)
     for name in ("Qwen3-0.6B", "Llama-3.1-8B"):
         make_tokenizer(tmp_path / "assets" / "hf" / name)
+    (tmp_path / "a.txt").write_text("w0 w1")
+    for name, path, eos in PACKED:
+        tokenizer = HFTokenizer(str(tmp_path / "assets" / "hf" / path), eos)
+        for _ in tokenize(find_files("a.txt"), tokenizer, tmp_path / "data" / name):
+            pass
     (tmp_path / "outputs/qwen3_0.6b_60b/checkpoint/step-14300").mkdir(parents=True)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10**12))
     return tmp_path
@@ -127,12 +143,8 @@ SMALL = ("quickstart", "--training.steps=80")
         ((*SMALL, "--tokenizer.kind=hf", "--hf_assets_path=large"), "model.flavor: found 'quickst"),
         ((*SMALL, "--tokenizer.kind=hf", "--hf_assets_path=broken"), "hf_assets_path: the tokeni"),
         (
-            (*SMALL, "--dataloader.dataset=documents", "--dataloader.dataset_path=./gone"),
-            "training.dataset_path: no such file or folder: './gone'",
-        ),
-        (
             (*SMALL, "--dataloader.dataset=text", "--dataloader.dataset_path=gone"),
-            "training.dataset_path: no such file or folder in 'gone'",
+            "training.dataset_path: no such file or folder: 'gone'",
         ),
         (
             (*SMALL, "--dataloader.dataset=packed", "--dataloader.dataset_path=gone"),
@@ -143,7 +155,7 @@ SMALL = ("quickstart", "--training.steps=80")
                 *(*SMALL, "--validator.enable", "--validator.dataloader.dataset=text"),
                 "--validator.dataloader.dataset_path=gone",
             ),
-            "training.dataset_path: no such file or folder in 'gone'",
+            "validation.dataset_path: no such file or folder: 'gone'",
         ),
         (
             ("cpt_qwen3_0.6b", "--checkpoint.initial_load_path=gone"),
@@ -204,17 +216,14 @@ def test_a_dataset_of_the_hub_needs_the_network(
         monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     else:
         monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")  # nobody listens there
-    status, found = preflight(capsys, "qwen3_0.6b")
+    stock = ("qwen3_0.6b", "--dataloader.dataset=c4", "--dataloader.dataset_path=allenai/c4")
+    status, found = preflight(capsys, *stock)
     reason = {"offline": "HF_HUB_OFFLINE = 1 forbids", "unreachable": "cannot be reached at"}[why]
-    dataset = "training.dataset_path: found the dataset 'HuggingFaceFW/fineweb-edu' on the hub, "
     assert status == 2
     assert len(found) == 1
+    dataset = "training.dataset_path: found the dataset 'allenai/c4' on the hub, "
     assert found[0].startswith(f"{dataset}which {reason}")
-    assert preflight(capsys, "quickstart") == (0, [])  # which reads nothing from there
-    (place / "copy").mkdir()
-    (place / "copy" / "a.jsonl").write_text('{"text": "w"}')
-    local = "--dataloader.dataset_path=copy"
-    assert preflight(capsys, "qwen3_0.6b", local) == (0, [])
+    assert preflight(capsys, "qwen3_0.6b") == (0, [])  # which reads nothing from there
 
 
 def test_elsewhere_what_this_machine_lacks_is_noted(

@@ -1,16 +1,18 @@
-"""Files of a corpus: parquet, JSON lines and Arrow, in a folder or of a dataset on the hub."""
+"""Files of a corpus: rows or plain text, in a folder or of a dataset on the hub."""
 
 from __future__ import annotations
 
 import dataclasses
 import glob
 import hashlib
+import importlib.util
 import os
 import re
-from collections.abc import Sequence
+import sysconfig
+from collections.abc import Iterable, Sequence
 from pathlib import Path, PurePosixPath
 
-FORMATS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".arrow": "arrow"}
+ROWS = {".parquet": "parquet", ".jsonl": "jsonl", ".ndjson": "jsonl", ".arrow": "arrow"}
 """Format by suffix; JSON lines may be compressed, see :data:`COMPRESSIONS`."""
 
 COMPRESSIONS = (".gz", ".zst", ".bz2", ".xz")
@@ -35,70 +37,105 @@ class Hub:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Files:
-    """Files of rows, in an order that is the same on every rank."""
+    """Files of documents, in the order in which they are read."""
 
     urls: tuple[str, ...]
     """Paths, or URLs that ``fsspec`` opens."""
     digest: str
-    """Hexadecimal digest of names and, on this machine, sizes; guards a resume."""
+    """Hexadecimal digest of names and, on this machine, sizes and times of change."""
     commit: str = ""
     """Commit of a dataset on the hub, which its URLs contain."""
 
 
-def format_of(url: str) -> str | None:
-    """``parquet``, ``jsonl`` or ``arrow`` by the suffix of ``url``; ``None`` for another."""
+def format_of(url: str) -> str:
+    """``parquet``, ``jsonl`` or ``arrow`` by the suffix of ``url``; ``text`` for any other."""
     name = PurePosixPath(url).name.lower()
     for suffix in COMPRESSIONS:
         if name.endswith(suffix):
-            base = FORMATS.get(PurePosixPath(name.removesuffix(suffix)).suffix)
-            return base if base == "jsonl" else None
-    return FORMATS.get(PurePosixPath(name).suffix)
+            base = ROWS.get(PurePosixPath(name.removesuffix(suffix)).suffix)
+            return "jsonl" if base == "jsonl" else "text"
+    return ROWS.get(PurePosixPath(name).suffix, "text")
 
 
-def find_files(where: str, hub: Hub | None = None) -> Files:
+def find_files(where: str, pattern: str = "", hub: Hub | None = None) -> Files:
     """The files that ``where`` names.
 
     Args:
-        where: A folder (searched through), a file, a glob, or else the name of a dataset on the
-            hub, such as ``HuggingFaceFW/fineweb-edu``.
+        where: A folder (searched through), a file, a glob, ``stdlib`` for the sources of Python's
+            standard library, or else the name of a dataset on the hub, such as
+            ``HuggingFaceFW/fineweb-edu``.
+        pattern: What to take from a folder, such as ``**/*.md``; by default rows and ``.txt``.
         hub: What to take of a dataset on the hub.
 
     Raises:
-        ValueError: If nothing is found, or nothing that can be read.
+        ValueError: If nothing is found, or what would read it is not installed.
+        DataError: If the hub does not answer, or asks to come back later.
     """
     path = Path(where).expanduser()
+    if where == "stdlib":
+        return _standard_library()
     if path.is_dir():
-        return _local(sorted(path.rglob("*")), path)
+        found = path.glob(pattern or "**/*")
+        kept = [file for file in found if pattern or _is_data(file)]
+        return _local(kept, path)
     if path.is_file():
         return _local([path], path.parent)
     if glob.has_magic(where):
         root = Path(str(path).split("*", 1)[0] + "_").parent
-        return _local([Path(name) for name in sorted(glob.glob(str(path), recursive=True))], root)
-    if not is_on_hub(where):
+        return _local([Path(name) for name in glob.glob(str(path), recursive=True)], root)
+    if hub is None or where.startswith((".", "/", "~")) or where.count("/") > 1:
         raise ValueError(f"training.dataset_path: no such file or folder: {where!r}")
-    return hub_files(where, hub or Hub())
+    return hub_files(where, hub)
 
 
-def is_on_hub(where: str) -> bool:
-    """Whether ``where`` can only be the name of a dataset on the hub."""
-    is_name = not where.startswith((".", "/", "~")) and where.count("/") <= 1
-    return is_name and not glob.has_magic(where) and not Path(where).exists()
+def _is_data(file: Path) -> bool:
+    return format_of(file.name) != "text" or file.suffix.lower() == ".txt"
 
 
-def _local(paths: Sequence[Path], root: Path) -> Files:
-    hidden = [any(p.startswith(".") for p in path.relative_to(root).parts) for path in paths]
+def _standard_library() -> Files:
+    """The sources of Python's standard library: real text on every machine.
+
+    Installed packages are left out.
+    """
+    root = Path(sysconfig.get_path("stdlib"))
+    installed = {"site-packages", "dist-packages", "__pycache__"}
+    found = root.glob("**/*.py")
+    kept = [one for one in found if not installed.intersection(one.relative_to(root).parts)]
+    return _local(kept, root)
+
+
+def _local(paths: Iterable[Path], root: Path) -> Files:
     kept = [
         path
-        for path, skip in zip(paths, hidden, strict=True)
-        if not skip and path.is_file() and format_of(path.name)
+        for path in sorted(paths)
+        if not any(part.startswith(".") for part in path.relative_to(root).parts)
+        and path.is_file()
+        and path.stat().st_size  # packages are marked by empty files
     ]
     if not kept:
         raise ValueError(
             f"training.dataset_path: found no file in {str(root)!r} that can be read, expected "
-            f"{', '.join(FORMATS)} (JSON lines also with {', '.join(COMPRESSIONS)})"
+            f"{', '.join(ROWS)} (JSON lines also with {', '.join(COMPRESSIONS)}), .txt, or those "
+            "of data.pattern"
         )
-    names = [f"{os.path.relpath(path, root)}\0{path.stat().st_size}" for path in kept]
-    return Files(tuple(map(str, kept)), _digest(names))
+    marks = [(os.path.relpath(path, root), path.stat()) for path in kept]
+    names = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in marks]
+    return _readable(Files(tuple(map(str, kept)), _digest(names)))
+
+
+def _readable(files: Files) -> Files:
+    """Require what decompresses the files: bytes as they lie there would all be bad rows.
+
+    Raises:
+        ValueError: Names the package.
+    """
+    packed = next((url for url in files.urls if url.lower().endswith(".zst")), None)
+    if packed is not None and importlib.util.find_spec("zstandard") is None:
+        raise ValueError(
+            f"{packed}: found no package 'zstandard', expected it for files that end with .zst: "
+            "pip install zstandard"
+        )
+    return files
 
 
 def hub_files(name: str, hub: Hub) -> Files:
@@ -119,7 +156,7 @@ def hub_files(name: str, hub: Hub) -> Files:
             name, name=hub.config or None, revision=hub.revision or None
         )
     except Exception as error:  # clients of networks raise what they like
-        if _is_outage(error):
+        if is_outage(error):
             raise DataError(f"cannot find the files of {name!r} on the hub now: {error}") from error
         if not isinstance(error, (OSError, RuntimeError, ValueError)):
             raise
@@ -129,17 +166,17 @@ def hub_files(name: str, hub: Hub) -> Files:
         ) from error
     splits = builder.config.data_files or {}
     if hub.split not in splits:
-        raise ValueError(f"data.split: found {hub.split!r}, expected one of {sorted(splits)}")
-    urls = tuple(url for url in map(str, splits[hub.split]) if format_of(url))
+        raise ValueError(f"--split: found {hub.split!r}, expected one of {sorted(splits)}")
+    urls = tuple(url for url in map(str, splits[hub.split]) if format_of(url) != "text")
     if not urls:
         raise ValueError(
-            f"training.dataset_path: the files of {name!r} are none of {', '.join(FORMATS)}"
+            f"training.dataset_path: the files of {name!r} are none of {', '.join(ROWS)}"
         )
     commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", urls[0])
-    return Files(urls, _digest(urls), commit[1] if commit else "")
+    return _readable(Files(urls, _digest(urls), commit[1] if commit else ""))
 
 
-def _is_outage(error: BaseException | None) -> bool:
+def is_outage(error: BaseException | None) -> bool:
     """Whether an error, or what caused it, is that of a server that does not serve now."""
     while error is not None:
         response = getattr(error, "response", None)
@@ -152,11 +189,6 @@ def _is_outage(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
-
-
-def is_commit(revision: str) -> bool:
-    """Whether a revision is a commit, and no branch or tag that may come to name another."""
-    return re.fullmatch(r"[0-9a-f]{40}", revision) is not None
 
 
 def _digest(names: Sequence[str]) -> str:

@@ -1,39 +1,45 @@
-"""Batches of a data-parallel rank, and the positions of its streams in the checkpoint."""
+"""Batches of a data-parallel rank: sequences of packed tokens, by one global number."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
+import hashlib
 import json
+import logging
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
+import numpy as np
 import torch
 import torch.distributed as dist
+import tyro
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
 from torchtitan.hf_datasets import text_datasets as titan
-from torchtitan.tools import utils
 
 from torchtitan_ext.batch import sequences_per_step
-from torchtitan_ext.data import sources
-from torchtitan_ext.data.ahead import Depth, Drawn, Reader, draw, draw_ahead
-from torchtitan_ext.data.files import is_commit
-from torchtitan_ext.data.packed import COMMIT
-from torchtitan_ext.data.sources import check
-from torchtitan_ext.data.streams import DealtStream
+from torchtitan_ext.data.files import find_files
+from torchtitan_ext.data.order import Mixture, shuffled
+from torchtitan_ext.data.pack import Options, tokenize, with_bar
+from torchtitan_ext.data.shards import Corpus, read_index
+from torchtitan_ext.data.tokenizers import identity
 from torchtitan_ext.differences import differences
 
-__all__ = ["Streams", "build", "document_positions", "settle", "validate"]
+logger = logging.getLogger(__name__)
+
+DATASETS = ("packed", "text", "stdlib")
+"""Values of ``training.dataset`` read here; torchtitan's own loader reads those that it knows.
+
+What it reads is tokenized as here, without begin tokens, and packed as there: documents follow in
+the order of the files, the end token of each is a label alone, and a resume needs the same number
+of ranks."""
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
-
-Opened = tuple[Sequence[DealtStream], Mapping[str, object]]
-"""Streams, and what their positions refer to."""
-
 
 _START_ANEW = (
     "; `--checkpoint.exclude_from_loading dataloader` starts the data from the beginning, which "
@@ -41,154 +47,188 @@ _START_ANEW = (
 )
 
 
-class Streams(BaseDataLoader):
-    """Draws each sequence from the least advanced of its streams, and stacks them into batches.
+class PackedLoader(BaseDataLoader):
+    """Batches of sequences, each known by one number that counts them over all ranks and steps.
 
-    The streams of the world are dealt to the data-parallel ranks, and so each global batch takes
-    the next sequences in turn over all streams, whatever the number of ranks. A checkpoint has one
-    entry for each stream of the world: a resume with another number of ranks deals them anew, and
-    the same sequences follow, batch for batch.
-
-    Finite streams end together on all ranks: with the first rank that cannot fill a batch, or with
-    the last one, where others fill theirs with sequences that no loss counts.
+    A batch of the world takes the next numbers in turn, whatever the number of ranks; so the same
+    sequences follow where a run goes on with another number.
 
     Args:
-        streams: The rank's streams, in the order of their numbers.
+        corpora: Where the tokens are, each with its weight.
         batch_size: Sequences of a batch.
-        source: What the positions refer to; a resume must find the same.
+        seq_len: Tokens of a sequence.
+        dp_rank: Of the data-parallel ranks, this one.
+        dp_world_size: How many there are.
+        seed: Seeds the order.
+        order: See :attr:`Config.order`.
         eos_id: The token that ends a document, to tell documents apart; ``None`` lets them see
             each other.
-        infinite: Whether the streams never end.
-        depth: How far other processes read ahead; ``None`` reads when a batch is asked for.
-        reopen: Opens the source at the commit of a checkpoint; ``None`` where the config names one.
-        fill: Tokens of a sequence that fills a batch; 0 for none.
+        infinite: Whether to begin anew after the last sequence.
+        fill: Whether a finite loader fills the last batch, with sequences that no loss counts.
+
+    Raises:
+        ValueError: For a corpus of less than a sequence, or weights that cannot be drawn.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
-    class Config(sources.Dataset):
+    class Config(titan.HuggingFaceTextDataLoader.Config):
         """``[data]``, and the dataset of ``[training]``."""
+
+        dataset: str = "c4_test"
+        """
+        ``packed``, ``text``, ``stdlib`` (the sources of Python's standard library), or a name that
+        torchtitan knows.
+        """
+
+        dataset_path: str | None = None
+        """
+        What ``amo tokenize`` made (``packed``), or a folder, file or glob of parquet, JSON lines,
+        Arrow or plain text (``text``), which is tokenized before training. Several with their
+        weights are ``data/web=0.7,data/code=0.3``.
+        """
+
+        pattern: str = ""
+        """
+        Files taken from ``dataset_path`` when that is a folder of text, such as ``**/*.md``; by
+        default those of rows and ``.txt``.
+        """
+
+        tokens: str = ""
+        """Folder for what is tokenized before training; by default ``tokens`` beside the run's."""
+
+        seed: int = 42
+        """Seeds the order of sequences."""
+
+        order: Literal["uniform", "ascend", "descend"] = "uniform"
+        """
+        Sequences shuffled as a whole in each epoch, or documents by ``score_field`` from the lowest
+        or the highest on.
+        """
+
+        text_field: str = "text"
+        """Field of a row that holds the text."""
+
+        score_field: str = ""
+        """
+        Field of a row that holds a finite number to order by. Where it is named a row without is a
+        bad one in the order ``uniform`` too, so that all orders draw the same documents.
+        """
+
+        max_bad_rows: float = 0.01
+        """
+        Largest share of rows whose text is missing, not text, not UTF-8 or empty. They are named,
+        counted and left out; more are an error.
+        """
+
+        positions: Annotated[bool, tyro.conf.Suppress] = False
+        """
+        Tell the model each token's place in its document, which keeps documents from seeing each
+        other, and leave the first token of each out of the loss. Follows from ``model.attention``.
+        """
+
+        _drawn: Annotated[Any, tyro.conf.Suppress] = None
+        """``[training]``, whose tokens a corpus is compared with, see :func:`settle`."""
+
+        _seconds: Annotated[float, tyro.conf.Suppress] = 300.0
+        """How long ranks wait for the first one to tokenize."""
+
+        _validates: Annotated[bool, tyro.conf.Suppress] = False
+        """Whether this is ``[validation]``, for names in errors."""
 
         def build(self, **options: Any) -> BaseDataLoader:
             """The loader, see :func:`build`."""
-            with _named_for(self._validates):
-                loader = build(self, **options)
-            if self._validates and isinstance(loader, Streams):
-                # Each validation opens its set anew: of a dataset on the hub the same commit.
-                self.revision = loader.commit or self.revision
-            return loader
+            with named_for(self._validates):
+                return build(self, **options)
 
     def __init__(
         self,
-        streams: Sequence[DealtStream],
+        corpora: Sequence[tuple[Corpus, float]],
         batch_size: int,
-        source: Mapping[str, object],
+        seq_len: int,
+        dp_rank: int = 0,
+        dp_world_size: int = 1,
+        *,
+        seed: int = 42,
+        order: str = "uniform",
         eos_id: int | None = None,
         infinite: bool = True,
-        depth: Depth | None = None,
-        reopen: Callable[[str], Opened] | None = None,
-        fill: int = 0,
+        fill: bool = False,
     ) -> None:
-        self._open(streams, source)
-        self._batch_size = batch_size
-        self._eos_id = eos_id
-        self._infinite = infinite
-        self._depth = depth
-        self._reopen = reopen
-        self._fill = fill
-
-    def _open(self, streams: Sequence[DealtStream], source: Mapping[str, object]) -> None:
-        self._streams = list(streams)
-        self._source = dict(source)
-        self._states = {stream.number: stream.state() for stream in streams}
-
-    @property
-    def commit(self) -> str:
-        """Commit of a dataset on the hub; empty for other data."""
-        return str(self._source.get(COMMIT, ""))
+        self._corpora = [corpus for corpus, _ in corpora]
+        self._sizes = [corpus.num_sequences(seq_len) for corpus in self._corpora]
+        if min(self._sizes) < 1:
+            raise ValueError(
+                f"training.seq_len: found {seq_len}, expected less than the tokens of the corpus, "
+                f"{min(corpus.num_tokens for corpus in self._corpora)}"
+            )
+        self._mixture = Mixture([weight for _, weight in corpora], seed)
+        if not infinite and len(corpora) > 1:
+            raise ValueError(
+                "training.dataset_path: found several with weights, expected one where all is read "
+                "once: a mixture has no end (validation.steps)"
+            )
+        self._end = None if infinite else self._sizes[0]
+        self._batch_size, self._seq_len = batch_size, seq_len
+        self._rank, self._world = dp_rank, dp_world_size
+        self._seed, self._order = seed, order
+        self._eos_id, self._fill = eos_id, fill
+        self._next = 0
+        self._source = {
+            "tokens": [[corpus.digest, weight] for corpus, weight in corpora],
+            "seq_len": seq_len,
+            "seed": seed,
+            "order": order,
+        }
 
     def __iter__(self) -> Iterator[Batch]:
-        """Batches ``({"input": (B, S) int64}, labels (B, S) int64)``, until the streams end.
+        """Batches ``({"input": (B, S) int64}, labels (B, S) int64)``, until the data ends.
 
         With ``eos_id`` the inputs have ``positions`` too, (B, S) int64 that restart after it, and
         the label of an end token is ignored.
         """
-        drawn = self._draw()
-        while (rows := self._next_rows(drawn)) is not None:
-            buffer = bytearray().join(row.tokens for row in rows)
-            buffer += bytes(4 * self._fill * (self._batch_size - len(rows)))
-            tokens = torch.frombuffer(buffer, dtype=torch.int32).view(self._batch_size, -1).long()
+        while True:
+            first = self._next + self._rank * self._batch_size
+            stop = self._next + self._world * self._batch_size
+            if self._end is not None and (self._next if self._fill else stop - 1) >= self._end:
+                return
+            numbers = range(first, first + self._batch_size)
+            end = self._end or stop
+            tokens = torch.from_numpy(np.stack([self._tokens(min(n, end - 1)) for n in numbers]))
             inputs, labels = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
             batch = {"input": inputs}
             if self._eos_id is not None:
                 batch["positions"] = document_positions(inputs, self._eos_id)
                 labels[inputs == self._eos_id] = IGNORE_INDEX
-            labels[len(rows) :] = IGNORE_INDEX
+            labels[max(0, end - first) :] = IGNORE_INDEX
+            self._next = stop
             yield batch, labels
 
-    def _draw(self) -> Iterator[Drawn]:
-        if self._depth is None:
-            return draw(self._streams)
-        return draw_ahead(self._streams, dict(self._states), self._depth)
-
-    def _next_rows(self, drawn: Iterator[Drawn]) -> list[Drawn] | None:
-        """The sequences of the next batch, fewer where it is filled; ``None`` at the end."""
-        rows = list(itertools.islice(drawn, self._batch_size))
-        self._states.update((row.number, row.state) for row in rows)
-        if self._infinite:
-            return rows
-        if self._fill:
-            return None if _on_all_ranks(not rows) else rows
-        return rows if _on_all_ranks(len(rows) == self._batch_size) else None
+    def _tokens(self, number: int) -> Any:
+        """The tokens of a sequence of the run, and the one after them."""
+        source, place = self._mixture(number)
+        epoch, place = divmod(place, self._sizes[source])
+        if self._order == "uniform":
+            place = shuffled(place, self._sizes[source], self._seed, source, epoch)
+        return self._corpora[source].sequence(place, self._seq_len)
 
     def state_dict(self) -> dict[str, Any]:
-        """``stream_<i>`` for each stream of this rank, and ``source``: all JSON strings."""
-        state = {f"stream_{number}": state for number, state in self._states.items()}
-        return {**state, "source": json.dumps(self._source, sort_keys=True)}
+        """``sequence``, the number of the next one, and ``source``, a JSON string."""
+        return {"sequence": self._next, "source": json.dumps(self._source, sort_keys=True)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go to the positions of a checkpoint, in the commit of a dataset on the hub that it names.
+        """Go to the position of a checkpoint.
 
         Raises:
-            ValueError: If the checkpoint lacks a stream, or was made from another source.
+            ValueError: If the checkpoint was made from other data.
         """
         if not state_dict:
             return
-        saved = json.loads(state_dict["source"])
-        commit = saved.get(COMMIT, self.commit)
-        if commit != self.commit and self._reopen is not None:
-            try:
-                self._open(*self._reopen(commit))
-            except ValueError as error:
-                message = f"dataloader: found no commit {commit}, that of the checkpoint: {error}"
-                raise ValueError(f"{message}{_START_ANEW}") from error
-        self._check_source(saved)
-        missing = [s.number for s in self._streams if f"stream_{s.number}" not in state_dict]
-        if missing:
-            raise ValueError(f"dataloader: the checkpoint lacks the positions of streams {missing}")
-        for stream in self._streams:
-            state = state_dict[f"stream_{stream.number}"]
-            if self._depth is None:
-                stream.load_state(state)
-            self._states[stream.number] = state
-
-    def _check_source(self, saved: dict[str, object]) -> None:
-        found = self._source
-        if COMMIT not in saved:  # a checkpoint from before, whose digest tells as much
-            found = {name: value for name, value in found.items() if name != COMMIT}
-        if changed := differences(saved, found):
+        if changed := differences(json.loads(state_dict["source"]), self._source):
             raise ValueError(
                 f"dataloader: the data is not that of the checkpoint ({'; '.join(changed)})"
-                f"{self._advice(saved)}{_START_ANEW}"
+                f"{_START_ANEW}"
             )
-
-    def _advice(self, saved: dict[str, object]) -> str:
-        if not self.commit or saved.get("documents") == self._source["documents"]:
-            return ""
-        commit = saved.get(COMMIT, "<commit that the run began with>")
-        return (
-            f"; data.revision: found commit {self.commit}, expected {commit}: "
-            f"`--data.revision {commit}` goes on with it"
-        )
+        self._next = int(state_dict["sequence"])
 
 
 def document_positions(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
@@ -209,19 +249,10 @@ def document_positions(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
     return places - starts.cummax(dim=1).values
 
 
-def _on_all_ranks(found: bool) -> bool:
-    """Whether all ranks ``found``: one that draws on alone waits for the others for ever."""
-    if dist.is_initialized():
-        flag = torch.tensor(float(found), device=utils.device_type)
-        dist.all_reduce(flag, op=dist.ReduceOp.MIN)
-        found = bool(flag)
-    return found
-
-
 class _Stock(titan.HuggingFaceTextDataLoader):
     """torchtitan's own datasets; where documents see each other their tokens count on."""
 
-    def __init__(self, config: Streams.Config, **options: Any) -> None:
+    def __init__(self, config: PackedLoader.Config, **options: Any) -> None:
         super().__init__(config, **options)
         self._keep_positions = config.positions
 
@@ -233,7 +264,7 @@ class _Stock(titan.HuggingFaceTextDataLoader):
 
 
 def build(
-    config: Streams.Config,
+    config: PackedLoader.Config,
     *,
     dp_world_size: int,
     dp_rank: int,
@@ -242,15 +273,15 @@ def build(
     local_batch_size: int,
     **others: Any,
 ) -> BaseDataLoader:
-    """The loader of a data-parallel rank: :class:`Streams`, or for its own datasets torchtitan's.
+    """The loader of a data-parallel rank: :class:`PackedLoader`, or torchtitan's for its datasets.
 
     Raises:
-        ValueError: For an unknown dataset, or fields that cannot work together, naming them.
+        ValueError: For an unknown dataset, data that is not there, or that does not fit.
     """
-    check(config, dp_world_size)
-    if config.dataset not in sources.DATASETS:
+    check(config)
+    if config.dataset not in DATASETS:
         return _Stock(
-            dataclasses.replace(config, num_workers=config.num_workers or 0),
+            config,
             dp_world_size=dp_world_size,
             dp_rank=dp_rank,
             tokenizer=tokenizer,
@@ -258,86 +289,178 @@ def build(
             local_batch_size=local_batch_size,
             **others,
         )
-    training = config._training
-    num_ahead = 2 * local_batch_size
-    num_drawn = 0  # one rank tells
-    if training is not None:
-        num_sequences = sequences_per_step(training, dp_world_size)
-        num_ahead = 2 * num_sequences // dp_world_size  # two steps
-        num_drawn = training.steps * num_sequences * seq_len if dp_rank == 0 else 0
-    numbers = range(dp_rank, config.num_streams, dp_world_size)
-
-    num_workers = 1 if config.num_workers is None else config.num_workers
-
-    def opened(commit: str, num_drawn: int = 0) -> Opened:
-        pinned = dataclasses.replace(config, revision=commit)
-        make, source = sources.open_source(pinned, tokenizer, seq_len + 1, num_drawn)
-        streams = [make(number=number) for number in numbers]
-        if not num_workers and COMMIT in source:
-            # Else retries here could take longer than the other ranks wait.
-            reader = Reader(_limits(config).get("seconds", 0.0))
-            for stream in streams:
-                stream.read_ahead(reader.submit)
-        return streams, source
-
-    depth = None
-    if num_workers:
-        depth = Depth.of(
-            num_workers, len(numbers), local_batch_size, num_ahead, config.prefetch_factor
-        )
-        depth = dataclasses.replace(depth, **_limits(config))
-    streams, source = opened(config.revision, num_drawn)
-    return Streams(
-        streams,
+    corpora = []
+    for where, weight in paths(config):
+        if config.dataset != "packed":
+            where = str(tokenized(config, where, tokenizer))
+        corpora.append((open_packed(where, tokenizer, config.order), weight))
+    if config._drawn is not None and dp_rank == 0 and config.order != "uniform":
+        training = config._drawn
+        num_drawn = training.steps * sequences_per_step(training, dp_world_size) * seq_len
+        _warn_of_length(sum(corpus.num_tokens for corpus, _ in corpora), num_drawn)
+    return PackedLoader(
+        corpora,
         local_batch_size,
-        source,
-        tokenizer.eos_id if config.positions else None,
-        config.infinite,
-        depth,
-        None if is_commit(config.revision) else opened,
-        seq_len + 1 if config._validates else 0,
+        seq_len,
+        dp_rank,
+        dp_world_size,
+        seed=config.seed,
+        order=config.order,
+        eos_id=tokenizer.eos_id if config.positions else None,
+        infinite=config.infinite,
+        fill=config._validates,
     )
 
 
-def _limits(config: Streams.Config) -> dict[str, Any]:
-    """How long to wait for data: less than ranks wait for each other, whose error tells nothing."""
-    if (comm := config._comm) is None:
-        return {}
-    start = comm.train_timeout_seconds if config._validates else comm.init_timeout_seconds
-    return {"start_seconds": 0.8 * start, "seconds": 0.8 * comm.train_timeout_seconds}
+def open_packed(where: str, tokenizer: BaseTokenizer, order: str = "uniform") -> Corpus:
+    """The tokens in a folder.
+
+    Raises:
+        ValueError: If there are none, or another tokenizer made them.
+    """
+    corpus = Corpus(where, order)
+    found = identity(tokenizer)
+    if found != (expected := corpus.settings["tokenizer"]):
+        raise ValueError(
+            f"data.tokenizer: found {found}, expected {expected}, which made the tokens in {where}"
+        )
+    return corpus
 
 
-def settle(config: Any) -> None:
-    """Tell the loaders of a whole config what its other sections say about them."""
-    config.dataloader._training = config.training
-    config.validator.dataloader._validates = True
-    for one in (config.dataloader, config.validator.dataloader):
-        one.positions = config.model.attention != "sdpa"
-        one._comm = config.comm
+def paths(config: PackedLoader.Config) -> list[tuple[str, float]]:
+    """The paths of a dataset with their weights.
+
+    Raises:
+        ValueError: For several of which one has no weight.
+    """
+    text = "stdlib" if config.dataset == "stdlib" else config.dataset_path or ""
+    if "=" not in text:
+        return [(text, 1.0)]
+    found = []
+    for one in text.split(","):
+        path, _, weight = one.strip().rpartition("=")
+        try:
+            found.append((path, float(weight)))
+        except ValueError:
+            path = ""
+        if not path:
+            raise ValueError(
+                f"training.dataset_path: found {one.strip()!r}, expected such as data/web=0.7, or "
+                "a path without '='"
+            )
+    return found
 
 
-def validate(config: Any, dp_world_size: int = 1) -> None:
-    """Check what a whole config says about data, reading none.
+def tokenized(config: PackedLoader.Config, where: str, tokenizer: BaseTokenizer) -> Path:
+    """The folder with the tokens of text on disk, which the first rank makes where there are none.
 
     Args:
-        config: All sections.
-        dp_world_size: Data-parallel ranks, to which streams are dealt.
+        config: What to read.
+        where: One of its paths.
+        tokenizer: Turns text into tokens.
+
+    Raises:
+        ValueError: For text that cannot be read, or where the first rank takes too long.
+    """
+    files = find_files(where, config.pattern)
+    options = Options(config.text_field, config.score_field, config.max_bad_rows)
+    mark = json.dumps([files.digest, identity(tokenizer), dataclasses.astuple(options)])
+    folder = Path(config.tokens) / hashlib.sha256(mark.encode()).hexdigest()[:16]
+    if dist.is_initialized() and dist.get_rank() > 0:
+        _wait_for(folder, config._seconds)
+        return folder
+    index = read_index(folder)
+    if index is None or not index.complete:
+        logger.info("tokenizing %s into %s", where, folder)
+        with_bar(tokenize(files, tokenizer, folder, options), where)
+    return folder
+
+
+def _wait_for(folder: Path, seconds: float) -> None:
+    start = time.monotonic()
+    while (index := read_index(folder)) is None or not index.complete:
+        if time.monotonic() - start > seconds:
+            raise ValueError(
+                f"comm.init_timeout_seconds: found {seconds:g}, and the first rank has not "
+                f"tokenized all text into {folder} by then; expected more, a data.tokens that all "
+                "nodes share, or text that `amo tokenize` or `amo train` tokenized before"
+            )
+        time.sleep(0.1)
+
+
+def tokenize_first(config: Any) -> None:
+    """Tokenize the text that a whole config reads, before any rank starts.
+
+    Raises:
+        ValueError: For text that cannot be read, or a tokenizer that is not there.
+    """
+    for one in (config.dataloader, config.validator.dataloader):
+        reads = one is config.dataloader or config.validator.enable
+        if reads and one.dataset in DATASETS and one.dataset != "packed":
+            tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
+            with named_for(one._validates):
+                for where, _ in paths(one):
+                    tokenized(one, where, tokenizer)
+
+
+def check(config: PackedLoader.Config) -> None:
+    """Check what a config says about data, reading none.
 
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
-    check(config.dataloader, dp_world_size)
+    if config.dataset not in DATASETS:
+        # Without this a typo is told by torchtitan, which knows its own datasets alone.
+        if config.dataset.lower() not in titan.DATASETS:
+            known = ", ".join(map(repr, (*DATASETS, *titan.DATASETS)))
+            raise ValueError(f"training.dataset: found {config.dataset!r}, expected one of {known}")
+        return
+    if config.dataset != "stdlib" and not config.dataset_path:
+        what = "what `amo tokenize` made" if config.dataset == "packed" else "file or glob"
+        raise ValueError(
+            f"training.dataset_path: found none, expected a folder, {what} for dataset "
+            f"{config.dataset!r}"
+        )
+    Mixture([weight for _, weight in paths(config)], config.seed)
+    if config.order != "uniform" and config.dataset != "packed" and not config.score_field:
+        raise ValueError(
+            f"data.score_field: found none, expected the field of a row that data.order = "
+            f"{config.order!r} goes by"
+        )
+    if not 0 <= config.max_bad_rows <= 1:
+        raise ValueError(
+            f"data.max_bad_rows: found {config.max_bad_rows}, expected a share, from 0 to 1"
+        )
+
+
+def settle(config: Any) -> None:
+    """Tell the loaders of a whole config what its other sections say about them."""
+    config.dataloader._drawn = config.training
+    config.validator.dataloader._validates = True
+    for one in (config.dataloader, config.validator.dataloader):
+        one.positions = config.model.attention != "sdpa"
+        one.tokens = one.tokens or str(Path(config.dump_folder).parent / "tokens")
+        one._seconds = float(config.comm.init_timeout_seconds)
+
+
+def validate(config: Any) -> None:
+    """Check what a whole config says about data, reading none.
+
+    Raises:
+        ValueError: Naming the field, what was found and what was expected.
+    """
+    check(config.dataloader)
     if config.validator.enable:
         if config.validator.freq < 1:
             raise ValueError(
                 f"validation.freq: found {config.validator.freq}, expected an integer >= 1"
             )
-        with _named_for(validation=True):
-            check(config.validator.dataloader, dp_world_size)
+        with named_for(validation=True):
+            check(config.validator.dataloader)
 
 
 @contextlib.contextmanager
-def _named_for(validation: bool) -> Iterator[None]:
+def named_for(validation: bool) -> Iterator[None]:
     """Name the fields in errors as a file names those of ``[validation]``, where it is meant."""
     try:
         yield
@@ -345,5 +468,18 @@ def _named_for(validation: bool) -> Iterator[None]:
         if not validation:
             raise
         # The tokenizer and the length of sequences are those of training.
-        message = re.sub(r"^data(?!\.tokenizer)", "validation.dataloader", str(error))
+        message = re.sub(r"^data(?!\.tokenizer|loader)", "validation.dataloader", str(error))
         raise ValueError(re.sub(r"^training(?=\.data)", "validation", message)) from None
+
+
+def _warn_of_length(held: int, drawn: int) -> None:
+    """Tell where a run draws much less of an ordered corpus than there is, or much more."""
+    if not 0.9 * held <= drawn <= 1.1 * held:
+        what = (
+            "documents at the end of the order are never drawn"
+            if drawn < held
+            else "documents are drawn again, from the beginning of the order"
+        )
+        logger.warning(
+            "training.steps: the run draws %.3g tokens of a corpus of %.3g: %s", drawn, held, what
+        )

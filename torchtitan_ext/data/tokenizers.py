@@ -99,6 +99,11 @@ class ByteTokenizer(_TiktokenTokenizer):
         )
         super().__init__(encoding, BYTE_VOCAB_SIZE - 1)
 
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        """The bytes of ``text``, followed by the end token where ``add_eos``."""
+        tokens = [*text.encode()]
+        return [*tokens, self.eos_id] if add_eos else tokens
+
 
 # How text is cut before merging: as published with the two families' tokenizers. They differ in
 # the digits that may be merged, three or one.

@@ -327,7 +327,7 @@ def _curriculum() -> Experiment:
             options = {
                 "optimizer.name": optimizer,
                 **SCHEDULERS[model][scheduler],
-                "dataloader.dataset": "pool",
+                "dataloader.dataset": "text",
                 "dataloader.dataset_path": POOL,
                 "dataloader.order": order.lower(),
                 # Read by the uniform order too, which leaves out rows without: one pool for all.

@@ -195,11 +195,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         self.time_last_log -= seconds
         self.ntokens_since_last_log = self._tokens_at_end
 
-    def note_commit(self, commit: str) -> None:
-        """Note the commit of a dataset on the hub in ``run.json``; before the first step."""
-        if commit:
-            self._config_dict["dataloader"]["revision"] = commit
-
     def close(self) -> None:
         """Close loggers and files."""
         super().close()

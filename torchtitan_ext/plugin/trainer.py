@@ -19,7 +19,7 @@ import tyro
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
 from amo_dist.distributed.absence import name_absent
-from torchtitan_ext.data.loader import Streams
+from torchtitan_ext.data.loader import PackedLoader
 from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.plugin import checks, console, machine, models
 from torchtitan_ext.plugin.activations import Activations
@@ -137,7 +137,7 @@ class Trainer(titan.Trainer):
         model: models.Model = field(default_factory=models.Model)
         geometry: Geometry = field(default_factory=Geometry)
         tokenizer: Tokenizer.Config = field(default_factory=Tokenizer.Config)
-        dataloader: Streams.Config = field(default_factory=Streams.Config)
+        dataloader: PackedLoader.Config = field(default_factory=PackedLoader.Config)
         optimizer: OptimizersContainer.Config = field(default_factory=OptimizersContainer.Config)
         metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
         checkpoint: CheckpointManager.Config = field(default_factory=CheckpointManager.Config)
@@ -201,12 +201,6 @@ class Trainer(titan.Trainer):
                 saves = self.checkpointer.enable and not self.checkpointer.load_only
                 what = "saved" if saves else "not saved: checkpoints are off"
                 progress.info("stopped at step %d, which is %s", self.step, what)
-
-    def batch_generator(self, data_iterable: Any) -> Any:
-        """Batches; once a checkpoint is loaded, which decides for a commit."""
-        if isinstance(data_iterable, Streams):
-            self.metrics_processor.note_commit(data_iterable.commit)
-        return super().batch_generator(data_iterable)
 
     def train_step(self, data_iterator: Any) -> None:
         """One step, during which all ranks agree on whether it is the last one."""

@@ -8,7 +8,7 @@ from typing import Any
 
 import torchtitan.components.validate as titan
 
-from torchtitan_ext.data.loader import Streams
+from torchtitan_ext.data.loader import PackedLoader
 
 
 class Validator(titan.Validator):
@@ -24,8 +24,8 @@ class Validator(titan.Validator):
         steps: int = -1
         """Global batches of a validation; -1 for all sequences of the data, each once."""
 
-        dataloader: Streams.Config = field(
-            default_factory=lambda: Streams.Config(dataset="c4_validation", infinite=False)
+        dataloader: PackedLoader.Config = field(
+            default_factory=lambda: PackedLoader.Config(dataset="c4_validation", infinite=False)
         )
         """``[validation.dataloader]``: the fields of ``[data]``."""
 

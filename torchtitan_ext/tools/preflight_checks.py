@@ -68,7 +68,7 @@ def check(config: Any, world_size: int, memory_gb: float | None = None) -> list[
         lambda: models.spec(config.model),
         # Where the degrees do not fit, each of these two tells so: once is enough.
         lambda: _check_batch(config, num_data_ranks(degrees(config, world_size))),
-        lambda: loader.validate(config, num_data_ranks(degrees(config, world_size))),
+        lambda: loader.validate(config),
         lambda: _check_schedule(config),
     ]
     problems: list[str] = []

@@ -14,8 +14,8 @@ from typing import Any
 
 from torchtitan.hf_datasets import text_datasets as titan
 
-from torchtitan_ext.data import documents, files, packed, sources
-from torchtitan_ext.data.tokenizers import identity
+from torchtitan_ext.data.files import find_files
+from torchtitan_ext.data.loader import DATASETS, named_for, open_packed, paths
 from torchtitan_ext.plugin.run_files import checkpoints
 
 HUB = "https://huggingface.co"
@@ -45,7 +45,7 @@ def lacks(config: Any, run: dict[str, Any]) -> list[str]:
         if where := hub_name(loader):
             needs_hub.append((section, where))
         else:
-            collect(functools.partial(_data, loader, config, tokenizer))
+            collect(functools.partial(_data, loader, tokenizer))
     if needs_hub and (reason := _why_no_hub()):
         found += [
             f"{section}.dataset_path: found the dataset {where!r} on the hub, which {reason}; "
@@ -93,38 +93,29 @@ def loaders(config: Any) -> Iterator[tuple[str, Any]]:
 def hub_name(loader: Any) -> str | None:
     """The name of a dataset on the hub; ``None`` for what is read from this machine."""
     name, path = loader.dataset, loader.dataset_path
-    if name in ("stdlib", "text", "packed"):
+    if name.lower() not in titan.DATASETS:
         return None
-    if name in sources.DATASETS:
-        path = path or sources.HUB_NAMES.get(name)
-    elif name.lower() in titan.DATASETS:
-        path = path or titan.DATASETS[name.lower()].path
+    path = path or titan.DATASETS[name.lower()].path
     if path is None or Path(path).expanduser().exists() or glob.has_magic(path):
         return None
     is_path = path.startswith((".", "/", "~")) or path.count("/") > 1
     return None if is_path else str(path)
 
 
-def _data(loader: Any, config: Any, tokenizer: Any) -> None:
+def _data(loader: Any, tokenizer: Any) -> None:
     """Find what a loader reads from this machine.
 
     Raises:
         ValueError: For data that is nowhere, or does not fit.
     """
     name, path = loader.dataset, loader.dataset_path
-    if name == "stdlib":
-        documents.standard_library()
-    elif name == "text":
-        documents.text_files(path, loader.pattern, loader.undecodable)
-    elif name == "packed":
-        sequences = packed.PackedSequences(path)
-        if tokenizer is not None:
-            sequences.check(config.training.seq_len + 1, identity(tokenizer))
-    elif name in sources.DATASETS:
-        files.find_files(path)
-    else:
-        path = path or titan.DATASETS[name.lower()].path
-        if not Path(path).exists():
+    with named_for(loader._validates):
+        for where, _ in paths(loader) if name in DATASETS else ():
+            if name != "packed":
+                find_files(where, loader.pattern)
+            elif tokenizer is not None:
+                open_packed(where, tokenizer, loader.order)
+        if name not in DATASETS and not Path(path or titan.DATASETS[name.lower()].path).exists():
             raise ValueError(f"training.dataset_path: no such file or folder: {path!r}")
 
 

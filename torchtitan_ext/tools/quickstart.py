@@ -9,6 +9,7 @@ from typing import Any
 
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
+from torchtitan_ext.data.loader import tokenize_first
 from torchtitan_ext.plugin.run_files import (
     METRICS_FILE,
     read_metrics,
@@ -62,6 +63,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _announce(folder.path, step, steps, num_ranks)
         start = time.monotonic()
+        tokenize_first(config)
         status = launch.start(arguments, num_ranks, config)
         if status not in (0, None):
             return status

@@ -25,7 +25,7 @@ _NOT_COMPARED = (
     *("activation_checkpoint", "validator", "debug.print_config", "debug.save_config_file"),
     # Made from other fields, with functions whose text is never the same; and by PyTorch's version.
     *("model_spec", "given", "parallelism.spmd_backend"),
-    "dataloader.revision",  # found by the first start; the data itself is compared at a resume
+    *("dataloader.tokens", "dataloader._seconds"),  # the data itself is compared at a resume
 )
 """What may change between two starts of one run: it leaves the training as it is."""
 

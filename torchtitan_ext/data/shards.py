@@ -1,0 +1,217 @@
+"""Text tokenized once: shards of tokens, mapped into memory and read as one row of tokens.
+
+A folder has an ``index.json`` that names the settings, the shards in order, and where the source
+goes on after the last of them. Both are replaced as a whole, a shard before the index that names
+it: what the index says is always there. Where documents have scores, ``.documents`` beside a shard
+holds the number of tokens and the score of each.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from torchtitan_ext.files import replace
+
+INDEX = "index.json"
+COMMIT = "commit"
+"""Setting that names the commit of a dataset on the hub."""
+ORDERS = ("uniform", "ascend", "descend")
+
+DOCUMENT = np.dtype([("num_tokens", "<i8"), ("score", "<f8")])
+"""Of a document, in the order of the corpus."""
+
+Tokens = npt.NDArray[Any]
+
+
+@dataclasses.dataclass(slots=True)
+class Index:
+    """What ``index.json`` says.
+
+    Attributes:
+        settings: What the tokens depend on: source, tokenizer, fields, and the type of a token.
+        shards: ``name``, ``num_tokens`` and ``sha256`` of each, in order.
+        position: Where the source goes on: number of a file, and of its next row.
+        num_rows: Rows read, the bad ones included.
+        bad_rows: Rows left out, by reason.
+        complete: Whether all of the source is there.
+    """
+
+    settings: dict[str, Any]
+    shards: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    position: list[int] = dataclasses.field(default_factory=lambda: [0, 0])
+    num_rows: int = 0
+    bad_rows: dict[str, int] = dataclasses.field(default_factory=dict)
+    complete: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Over all shards."""
+        return sum(int(shard["num_tokens"]) for shard in self.shards)
+
+
+def token_type(vocab_size: int) -> str:
+    """The smallest type that holds every token."""
+    return "<u2" if vocab_size <= 2**16 else "<u4"
+
+
+def read_index(folder: Path) -> Index | None:
+    """The index of a folder; ``None`` where there is none.
+
+    Raises:
+        ValueError: If it cannot be understood.
+    """
+    try:
+        return Index(**json.loads((folder / INDEX).read_text()))
+    except FileNotFoundError:
+        return None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"{folder / INDEX}: not an index of shards: {error}") from None
+
+
+def write_index(folder: Path, index: Index) -> None:
+    """Replace the index of a folder."""
+    replace(folder / INDEX, json.dumps(dataclasses.asdict(index), indent=1))
+
+
+def write_shard(
+    folder: Path, index: Index, tokens: Sequence[Tokens], documents: Sequence[Tokens] = ()
+) -> None:
+    """Write the next shard, there as a whole or not at all, and note it in ``index``.
+
+    Args:
+        folder: Where.
+        index: Of the folder; it is for the caller to write it.
+        tokens: Pieces of the shard.
+        documents: Pieces of what says how long its documents are, where they have scores.
+    """
+    name = f"shard_{len(index.shards):05d}"
+    if documents:
+        replace(folder / f"{name}.documents", np.concatenate(documents).tobytes())
+    whole = np.concatenate(tokens)
+    data = whole.tobytes()
+    replace(folder / f"{name}.tokens", data)
+    digest = hashlib.sha256(data).hexdigest()
+    index.shards.append({"name": name, "num_tokens": len(whole), "sha256": digest})
+
+
+class Corpus:
+    """All folders of shards below one, as one row of tokens.
+
+    Args:
+        where: The folder given to ``amo tokenize``.
+        order: ``uniform`` leaves documents where they are; ``ascend`` and ``descend`` sort them by
+            score, those of one score in the order of the corpus.
+
+    Attributes:
+        settings: What all tokens depend on.
+        num_tokens: Of all documents, end tokens included.
+        digest: Hexadecimal digest of the tokens.
+
+    Raises:
+        ValueError: If there are no shards, or they are incomplete or do not belong together.
+    """
+
+    def __init__(self, where: str | Path, order: str = "uniform") -> None:
+        root = Path(where).expanduser()
+        folders = sorted(path.parent for path in root.glob(f"**/{INDEX}"))
+        if not folders:
+            raise ValueError(
+                f"training.dataset_path: no {INDEX} in {str(where)!r}, expected a folder that "
+                "`amo tokenize` made"
+            )
+        indices = [_complete_index(folder) for folder in folders]
+        self.settings: Mapping[str, Any] = _common(indices, str(where))
+        named = [
+            (f / s["name"], s) for f, i in zip(folders, indices, strict=True) for s in i.shards
+        ]
+        text = "\0".join(shard["sha256"] for _, shard in named)
+        self.digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+        type_ = self.settings["token_type"]
+        self._shards = [
+            _mapped(path.with_suffix(".tokens"), type_, shard["num_tokens"])
+            for path, shard in named
+        ]
+        # Pieces: shards, or documents by their scores. Where each lies, and where it ends.
+        sizes = np.array([len(shard) for shard in self._shards], np.int64)
+        self._shard_of, self._offsets = np.arange(len(sizes)), np.zeros(len(sizes), np.int64)
+        if order != "uniform":
+            if not self.settings["score_field"]:
+                raise ValueError(
+                    f"data.order: found {order!r}, expected 'uniform' for {str(where)!r}, which "
+                    "was tokenized without data.score_field (amo tokenize --score-field)"
+                )
+            sizes = self._sort([path for path, _ in named], order == "descend")
+        self._ends = np.cumsum(sizes)
+        self.num_tokens = int(sizes.sum())
+
+    def _sort(self, paths: Sequence[Path], descend: bool) -> npt.NDArray[np.int64]:
+        found = [np.fromfile(path.with_suffix(".documents"), DOCUMENT) for path in paths]
+        sizes = [one["num_tokens"] for one in found]
+        for path, shard, one in zip(paths, self._shards, sizes, strict=True):
+            if one.sum() != len(shard):
+                raise ValueError(f"{path}.documents: found {one.sum()} tokens, not {len(shard)}")
+        scores = np.concatenate([one["score"] for one in found])
+        places = np.argsort(-scores if descend else scores, kind="stable")
+        self._shard_of = np.repeat(np.arange(len(sizes)), [len(one) for one in sizes])[places]
+        self._offsets = np.concatenate([np.cumsum(one) - one for one in sizes])[places]
+        return np.asarray(np.concatenate(sizes)[places])
+
+    def num_sequences(self, seq_len: int) -> int:
+        """Sequences of ``seq_len`` tokens, each with a label: no token is the label of two."""
+        return max(0, (self.num_tokens - 1) // seq_len)
+
+    def sequence(self, number: int, seq_len: int) -> Tokens:
+        """The tokens of a sequence and the one that follows it: (seq_len + 1,) int64."""
+        start = number * seq_len
+        stop = start + seq_len + 1
+        parts = []
+        piece = int(np.searchsorted(self._ends, start, side="right"))
+        while start < stop:
+            first = int(self._ends[piece - 1]) if piece else 0
+            begin = int(self._offsets[piece]) + start - first
+            take = min(stop, int(self._ends[piece])) - start
+            parts.append(self._shards[self._shard_of[piece]][begin : begin + take])
+            start, piece = start + take, piece + 1
+        return np.concatenate(parts).astype(np.int64)
+
+
+def _mapped(path: Path, type_: str, num_tokens: int) -> Tokens:
+    expected = num_tokens * np.dtype(type_).itemsize
+    try:
+        size = path.stat().st_size
+    except OSError as error:
+        raise ValueError(f"cannot read {path}: {error.strerror}") from None
+    if size != expected:
+        raise ValueError(f"{path}: found {size} bytes, expected {expected}")
+    return np.memmap(path, type_, mode="r")
+
+
+def _complete_index(folder: Path) -> Index:
+    index = read_index(folder)
+    if index is None or not index.complete:
+        raise ValueError(
+            f"{folder}: tokenizing is not complete; the same `amo tokenize` goes on with it"
+        )
+    return index
+
+
+def _common(indices: Sequence[Index], where: str) -> Mapping[str, Any]:
+    """The settings that all folders share; of a corpus in parts each must be there once."""
+    parts = [index.settings.get("part", [0, 1]) for index in indices]
+    own = ("part", "documents", COMMIT)
+    settings = [{k: v for k, v in index.settings.items() if k not in own} for index in indices]
+    if any(one != settings[0] for one in settings):
+        raise ValueError(f"{where}: parts were made with different settings")
+    total = max(number for _, number in parts)
+    if total > 1 and sorted(parts) != [[part, total] for part in range(total)]:
+        found = [part for part, _ in sorted(parts)]
+        raise ValueError(f"{where}: found parts {found} of {total}, expected each once")
+    return settings[0]
