@@ -33,15 +33,14 @@ def main(args: Sequence[str] | None = None) -> int:
 
     Returns:
         The exit status: 0 (at the end, or stopped by SIGTERM and saved), 2 for a mistake of the
-        user, 1 for a checkpoint that cannot be written, data that cannot be read, or ranks that
-        are gone; all explained in one line.
+        user, 1 for a checkpoint that cannot be written or ranks that are gone; all explained in
+        one line.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent()
     from torchtitan.tools.logging import init_logger
 
     from amo_dist.distributed.absence import AbsentRanksError
-    from torchtitan_ext.data.files import DataError
     from torchtitan_ext.plugin import settings
     from torchtitan_ext.plugin.checkpoints import CheckpointError
 
@@ -58,7 +57,7 @@ def main(args: Sequence[str] | None = None) -> int:
         train(config)
     except Exception as error:
         _leave(error)
-        if isinstance(error, (AbsentRanksError, CheckpointError, DataError)):
+        if isinstance(error, (AbsentRanksError, CheckpointError)):
             return _told(error, FAILED)
         if isinstance(error, ValueError) and is_users_mistake(error):
             return _told(error, USER_ERROR)
@@ -91,7 +90,6 @@ def train(config: Any) -> None:
     Raises:
         ValueError: For a config that turns out not to work.
         CheckpointError: On every rank, where one cannot write its part of a checkpoint.
-        DataError: Where data cannot be read for so long that the other ranks would give up.
     """
     import torch
     from torchtitan.observability import structured_logger
