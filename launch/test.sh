@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Runs the tests in two processes side by side; arguments pass to pytest.
 #
-#   launch/test.sh                    everything, a quarter of an hour on two cores, and coverage
+#   launch/test.sh                    everything, and coverage
 #   launch/test.sh -m "not slow"      all that takes seconds
 #   launch/test.sh tests/unit -x      any selection
 #   launch/test.sh -n 0 tests/unit    in one process, as a debugger needs it

@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import set_debug_level_from_env
 
 START_TIMEOUT = 120.0
 """Seconds for all ranks to import torch and to meet."""
@@ -118,7 +119,7 @@ def _serve(
     # A fork has the environment of the process that it comes from, as it was when that started.
     os.environ.clear()
     os.environ.update(environment)
-    dist.set_debug_level_from_env()
+    set_debug_level_from_env()
     torch.set_num_threads(1)
     with open(Path(directory, f"stack{rank}"), "w") as stack:
         # Written by a C handler: it works in a rank stuck inside a collective.
