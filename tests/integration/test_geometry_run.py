@@ -74,11 +74,8 @@ def test_a_finished_run_says_that_nothing_was_trained(
     names = ("metrics.jsonl", "geometry.jsonl", "run.json")
     before = {name: (folder / name).read_bytes() for name in names}
     run = titan.run(job(folder, "--geometry.enable", "--training.gc_freq=9"))
-    assert run.output().split("\n") == [
-        f"the run in {folder} is complete (its checkpoint is of step 8 of 8): nothing was trained",
-        "",
-        "",
-    ]
+    told = f"the run in {folder} is complete (its checkpoint is of step 8 of 8)"
+    assert run.output().splitlines().count(f"{told}: nothing was trained") == 1
     assert {name: (folder / name).read_bytes() for name in names} == before
 
 
