@@ -128,8 +128,10 @@ class Plan(fields.Stored):
     def state_at(self, progress: Fraction, start: StepsAndElls | None = None) -> StepsAndElls:
         """Steps and effective ``ell`` of each group on the way to the plan.
 
-        Both interpolate linearly in exact arithmetic. The total of steps is rounded half up
-        first, then the counts, by largest remainder, so that they sum to it.
+        Both interpolate linearly in exact arithmetic. A plan by the error of the update rounds the
+        steps of each group by themselves, halves toward the plan, so that none turns back. Of any
+        other the total of steps is rounded half up first, as in the AMO paper, then the counts, by
+        largest remainder, so that they sum to it.
 
         Args:
             progress: In [0, 1]; 0 is the start, 1 the plan.
@@ -141,7 +143,10 @@ class Plan(fields.Stored):
 
         start = start or dict.fromkeys(self.operator_types, (self.base_steps, self.base_ell))
         first_steps, first_ells = zip(*(start[name] for name in self.operator_types), strict=True)
-        steps = _round_to_sum(list(map(between, first_steps, self.allocation)))
+        exact = list(map(between, first_steps, self.allocation))
+        steps = _round_to_sum(exact)
+        if self.criterion == "update":
+            steps = list(map(_round_toward, exact, self.allocation))
         ells = map(float, map(between, first_ells, self.ell_target))
         return dict(zip(self.operator_types, zip(steps, ells, strict=True), strict=True))
 
@@ -175,6 +180,12 @@ class Plan(fields.Stored):
             fields.read_int(f"{field}.allocation[{i}]", steps, self.min_steps, self.max_steps)
         for i, one in enumerate(self.measured or ()):
             fields.read_list(f"{field}.measured[{i}].ells", one.ells, num_steps)
+
+
+def _round_toward(value: Fraction, end: int) -> int:
+    """The nearest integer; of two, the one that is nearer to the end."""
+    half = Fraction(1, 2)
+    return math.floor(value + half) if value <= end else math.ceil(value - half)
 
 
 def _round_to_sum(values: Sequence[Fraction]) -> list[int]:

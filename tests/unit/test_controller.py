@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 import json
 import logging
 import math
@@ -8,7 +9,7 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from amo_dist.config import AMOConfig
@@ -203,15 +204,6 @@ def test_the_plan_is_due_after_the_last_observation_until_adopted(config: AMOCon
     assert not target.plan_due()
 
 
-@pytest.mark.parametrize("config", BOTH)
-def test_adopting_twice_needs_the_same_plan(config: AMOConfig) -> None:
-    target = planned(config)
-    assert target.plan is not None
-    target.adopt_plan(target.plan.to_json())
-    with pytest.raises(ValueError, match="expected the plan already adopted"):
-        target.adopt_plan(plan_of(config, {**ELL, "expert": 0.5}).to_json())
-
-
 def test_a_plan_of_other_observations_or_configuration_is_refused() -> None:
     target = controller()
     for step in (2, 4, 6):
@@ -291,6 +283,27 @@ def test_totals_advance_monotonically_and_counts_stay_near(
     assert totals == sorted(totals, reverse=falling)
     assert totals[-1] == plan.budget
     assert counts == list(plan.allocation)
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    allocation=st.lists(st.integers(1, 9), min_size=1, max_size=9),
+    start=st.lists(st.integers(1, 9), min_size=9, max_size=9),
+    duration=st.integers(1, 40),
+)
+@example(allocation=[4, 7], start=[5] * 9, duration=10)
+def test_no_type_of_a_measured_plan_turns_back(
+    allocation: list[int], start: list[int], duration: int
+) -> None:
+    names = [f"t{i}" for i in range(len(allocation))]
+    plan = plan_allocation(AMOConfig.paper(), dict.fromkeys(names, 1e-3))
+    plan = dataclasses.replace(plan, criterion="update", allocation=tuple(allocation))
+    first = {name: (steps, 1e-3) for name, steps in zip(names, start, strict=False)}
+    for name, begin, end in zip(names, start, allocation, strict=False):
+        states = (plan.state_at(Fraction(u, duration), first)[name] for u in range(duration + 1))
+        counts = [steps for steps, _ in states]
+        assert counts == sorted(counts, reverse=begin > end)
+        assert (counts[0], counts[-1]) == (begin, end)
 
 
 def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
