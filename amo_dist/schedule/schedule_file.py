@@ -17,24 +17,19 @@
         [8.28, -23.6, 17.3],
         [1.87, -1.26, 0.37],
     ]
-
-Floats are written so that they read back to the last bit.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib
-import json
 import math
-import re
 import sys
 from collections.abc import Mapping
 from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
-from amo_dist.config import sort_operator_types
 from amo_dist.schedule import fields
 from amo_dist.schedule.polar_express import compose
 from amo_dist.schedule.types import Schedule
@@ -46,53 +41,14 @@ _COMPOSED = 1e-6
 """Relative distance up to which coefficients count as those that ``ell`` composes."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class ScheduleTable:
-    """Schedules by operator type, and what they come from."""
-
-    schedules: Mapping[str, Schedule]
-    source: str
-    """Where the numbers come from, for a human reader."""
-    parameters: Mapping[str, str | int | float] = dataclasses.field(default_factory=dict)
-    """What generated the table."""
-    ell: Mapping[str, float] = dataclasses.field(default_factory=dict)
-    """Lower bound for which a type's coefficients were composed; only the composed types."""
-
-    def to_toml(self) -> str:
-        """The text of a file from which :func:`read_schedule_file` gives an equal table."""
-        parts = [_lines({"format": 1, "source": self.source})]
-        if self.parameters:
-            parts += ["[parameters]\n" + _lines(self.parameters)]
-        for name in sort_operator_types(self.schedules):
-            schedule = self.schedules[name]
-            values = {
-                "steps": schedule.num_steps,
-                "norm_scale": schedule.norm_scale,
-                "preconditioner": schedule.preconditioner,
-                "coefficients": schedule.coefficients,
-            }
-            ell = {"ell": self.ell[name]} if name in self.ell else {}
-            parts += [f"[schedules.{_key(name)}]\n" + _lines({**ell, **values})]
-        return "\n".join(parts)
-
-
 def load_schedule_file(path: str | Path) -> dict[str, Schedule]:
-    """The schedules of a file by operator type.
-
-    Raises:
-        ValueError: As :func:`read_schedule_file`.
-    """
-    return dict(read_schedule_file(path).schedules)
-
-
-def read_schedule_file(path: str | Path) -> ScheduleTable:
     """Read and check a file.
 
     Args:
         path: A TOML file of the form above.
 
     Returns:
-        The table, its operator types in their declared order.
+        The schedules by operator type, in their declared order.
 
     Raises:
         ValueError: The file cannot be read, is not TOML, has a key too many or too few or a value
@@ -103,9 +59,7 @@ def read_schedule_file(path: str | Path) -> ScheduleTable:
         file = _File.from_dict(record, "file")
     except ValueError as error:
         raise ValueError(f"schedule_file {path}: {error}") from None
-    schedules = {name: section.schedule() for name, section in file.schedules.items()}
-    ell = {name: one.ell for name, one in file.schedules.items() if one.ell is not None}
-    return ScheduleTable(schedules, file.source, file.parameters, ell)
+    return {name: section.schedule() for name, section in file.schedules.items()}
 
 
 def read_toml(field: str, path: str | Path) -> dict[str, Any]:
@@ -182,20 +136,3 @@ class _File(fields.Stored):
     parameters: Mapping[str, Annotated[str | int | float, _read_parameter]] = dataclasses.field(
         default_factory=dict
     )
-
-
-def _lines(values: Mapping[str, Any]) -> str:
-    return "".join(f"{_key(name)} = {_toml_value(value)}\n" for name, value in values.items())
-
-
-def _key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_value(name)
-
-
-def _toml_value(value: object) -> str:
-    """A TOML value; JSON's strings are TOML's too, once DEL is escaped."""
-    if isinstance(value, str):
-        return json.dumps(value).replace("\x7f", "\\u007f")
-    if isinstance(value, tuple):
-        return "".join(["[\n", *(f"    {list(row)!r},\n" for row in value), "]"])
-    return repr(value)

@@ -14,10 +14,10 @@ import pytest
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.polar_express import compose, simulate
-from amo_dist.schedule.schedule_file import ScheduleTable, load_schedule_file, read_schedule_file
+from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext.paper import static_schedule
-from torchtitan_ext.paper.static_schedule import make_table, percentile, read_pool
+from torchtitan_ext.paper.static_schedule import ScheduleTable, make_table, percentile, read_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "tests" / "golden" / "geometry_log.jsonl"
@@ -172,7 +172,6 @@ def test_the_command_writes_what_the_loader_reads(
     options = ("--rule", "floor", "--family", "Qwen3", "-o", str(output))
     assert static_schedule.run(parse(str(LOG), *options)) == 0
     table = make_table(read_pool([LOG], "Qwen3"), "floor", 1e-2)
-    assert read_schedule_file(output) == table
     assert load_schedule_file(output) == table.schedules
     shown = capsys.readouterr().out
     assert "warning: 8 steps do not reach the tolerance for attn_v" in shown
@@ -241,9 +240,9 @@ def test_tables_survive_a_file_bit_for_bit(tmp_path: Path) -> None:
     table = ScheduleTable({"strange.type [q]": schedule}, source, {"n": 3, "x": 0.1, "s": "t"})
     path = tmp_path / "t.toml"
     path.write_text(table.to_toml(), encoding="utf-8")
-    found = read_schedule_file(path)
-    assert found == table
-    assert found.schedules["strange.type [q]"].digest() == schedule.digest()
+    found = load_schedule_file(path)
+    assert found == table.schedules
+    assert found["strange.type [q]"].digest() == schedule.digest()
 
 
 VALID = """
@@ -287,12 +286,12 @@ def test_malformed_files_are_named(tmp_path: Path, old: str, new: str, message: 
     assert old in VALID
     path.write_text(VALID.replace(old, new))
     with pytest.raises(ValueError, match=rf"(?s)t\.toml.*{message}"):
-        read_schedule_file(path)
+        load_schedule_file(path)
 
 
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"cannot read .*none\.toml"):
-        read_schedule_file(tmp_path / "none.toml")
+        load_schedule_file(tmp_path / "none.toml")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import json
 import math
+import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -28,7 +30,6 @@ from typing import Any
 
 from amo_dist.config import sort_operator_types
 from amo_dist.schedule.polar_express import SAFETY, compose, simulate
-from amo_dist.schedule.schedule_file import ScheduleTable
 from amo_dist.schedule.types import Schedule
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext import files
@@ -159,6 +160,53 @@ def sufficient_steps(ell: float, tolerance: float) -> int | None:
         if 1.0 - simulate(ell, steps) <= tolerance:
             return steps
     return None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class ScheduleTable:
+    """Schedules by operator type, and what they come from."""
+
+    schedules: Mapping[str, Schedule]
+    source: str
+    """Where the numbers come from, for a human reader."""
+    parameters: Mapping[str, str | int | float] = dataclasses.field(default_factory=dict)
+    """What generated the table."""
+    ell: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    """Lower bound for which a type's coefficients were composed; only the composed types."""
+
+    def to_toml(self) -> str:
+        """The text of a file of which `load_schedule_file` gives these schedules, bit for bit."""
+        parts = [_lines({"format": 1, "source": self.source})]
+        if self.parameters:
+            parts += ["[parameters]\n" + _lines(self.parameters)]
+        for name in sort_operator_types(self.schedules):
+            schedule = self.schedules[name]
+            values = {
+                "steps": schedule.num_steps,
+                "norm_scale": schedule.norm_scale,
+                "preconditioner": schedule.preconditioner,
+                "coefficients": schedule.coefficients,
+            }
+            ell = {"ell": self.ell[name]} if name in self.ell else {}
+            parts += [f"[schedules.{_key(name)}]\n" + _lines({**ell, **values})]
+        return "\n".join(parts)
+
+
+def _lines(values: Mapping[str, Any]) -> str:
+    return "".join(f"{_key(name)} = {_toml_value(value)}\n" for name, value in values.items())
+
+
+def _key(name: str) -> str:
+    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_value(name)
+
+
+def _toml_value(value: object) -> str:
+    """A TOML value; JSON's strings are TOML's too, once DEL is escaped."""
+    if isinstance(value, str):
+        return json.dumps(value).replace("\x7f", "\\u007f")
+    if isinstance(value, tuple):
+        return "".join(["[\n", *(f"    {list(row)!r},\n" for row in value), "]"])
+    return repr(value)
 
 
 def make_table(pool: Pool, rule: str, tolerance: float) -> ScheduleTable:
