@@ -57,14 +57,6 @@ def add_plan_command(subparsers: Subparsers) -> None:
         help=f"{PLAN_FILE} of a run, or the run's folder: show its plan; with a budget, a range of "
         "steps or --sweep, plan again from what was observed",
     )
-    parser.add_argument(
-        "--shape",
-        metavar="TYPE=MxN[xCOUNT]",
-        action="append",
-        default=[],
-        help="shape of a type's matrices and how many there are (default 1); may be repeated, "
-        "also for one type. It adds flops to the output",
-    )
     for field, text in _OPTIONS.items():
         default = getattr(AMOConfig.paper(), field)
         parser.add_argument(
@@ -97,12 +89,10 @@ def run_plan(args: argparse.Namespace) -> int:
     found: Plan | None = None
     if args.plan is None:
         _refuse("--as-good-as", args.as_good_as, "--ell: it needs spectra")
-        ells = _ells(args.ell)
-        make = functools.partial(_plan_targets, ells, _costs(args.shape, ells))
-        settings = AMOConfig.paper()
+        ells, settings = _ells(args.ell), AMOConfig.paper()
+        make = functools.partial(plan_allocation, ell_target_by_type=ells)
     else:
         _refuse("--base-steps", args.base_steps, "--plan: the uniform schedule is the run's")
-        _refuse("--shape", args.shape or None, "--plan: the shapes are the run's")
         found = read_plan(args.plan)
         make, settings = functools.partial(_plan_again, found), _settings(found)
     given = _given(args, settings)
@@ -180,32 +170,6 @@ def _ells(texts: Sequence[str]) -> dict[str, float]:
             raise ValueError(f"--ell: found {text!r}, expected a value in (0, 1]")
         ells[name] = value
     return ells
-
-
-def _plan_targets(
-    ells: Mapping[str, float], costs: Mapping[str, int] | None, config: AMOConfig
-) -> Plan:
-    return plan_allocation(config, ells, costs=costs)
-
-
-def _costs(texts: Sequence[str], ells: Mapping[str, float]) -> dict[str, int] | None:
-    """Flops of one step of each type; ``None`` where no shape is given."""
-    costs: dict[str, int] = {}
-    for text in texts:
-        name, cost = read_pair("--shape", text, _flops, "TYPE=MxN or TYPE=MxNxCOUNT, integers > 0")
-        costs[name] = costs.get(name, 0) + cost
-    if costs and set(costs) != set(ells):
-        found, expected = ", ".join(costs), ", ".join(ells)
-        raise ValueError(f"--shape: found {found}, expected each type with an --ell: {expected}")
-    return costs or None
-
-
-def _flops(text: str) -> int:
-    sizes = [int(size) for size in text.split("x")]
-    if len(sizes) not in (2, 3) or min(sizes) < 1:
-        raise ValueError(text)
-    m, n, count = (*sizes, 1)[:3]
-    return budgets.ns_step_flops(m, n) * count
 
 
 # ---------------------------------------------------------------- the plan of a run

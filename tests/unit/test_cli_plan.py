@@ -106,25 +106,6 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert lines[3].split() == ["total", "10", "10"]
 
 
-def test_table_with_flops(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TWO, *SHAPES]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].endswith("NS Gflop/step")
-    # One step more of four 64 x 64, one fewer of four 16 x 64: 4 * 2 * short^2 * (2 long + short).
-    assert lines[1].split()[-1] == f"{4 * 2 * 64**2 * 192 / 1e9:+.4g}"
-    assert lines[2].split()[-1] == f"{-4 * 2 * 16**2 * 144 / 1e9:+.4g}"
-
-
-def test_shapes_of_one_type_add_up(capsys: pytest.CaptureFixture[str]) -> None:
-    one = ["plan", "--ell=t=0.01", "--ell=u=1e-4", "--shape=u=5x5", "--json"]
-    outputs = []
-    for shapes in (["--shape=t=8x4x3", "--shape=t=4x8"], ["--shape=t=4x8x4"]):
-        assert main([*one, *shapes]) == 0
-        outputs.append(capsys.readouterr().out)
-    assert outputs[0] == outputs[1]
-    assert json.loads(outputs[0])["flops_ratio"] != 1.0
-
-
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -145,17 +126,6 @@ def test_shapes_of_one_type_add_up(capsys: pytest.CaptureFixture[str]) -> None:
         ([*TWO, "--min-steps", "8"], "max_steps: found 7, expected an integer >= 8"),
         ([*TWO, "--base-steps", "0"], "base_steps: found 0, expected an integer >= 1"),
         ([*TWO, "--as-good-as", "kj"], "--as-good-as: found 'kj', expected none with --ell: it"),
-        (
-            [*TWO, "--shape", "attn_q=2x2"],
-            "--shape: found attn_q, expected each type with an --ell: attn_k, attn_q",
-        ),
-        (
-            [*TWO, *SHAPES, "--shape", "v=2x2"],
-            "--shape: found attn_q, attn_k, v, expected each type with an --ell: attn_k, attn_q",
-        ),
-        ([*TWO, "--shape", "attn_q=2"], "--shape: found 'attn_q=2', expected TYPE=MxN"),
-        ([*TWO, "--shape", "attn_q=2x0"], "--shape: found 'attn_q=2x0', expected TYPE=MxN"),
-        ([*TWO, "--shape", "attn_q=2x2x2x2"], "--shape: found 'attn_q=2x2x2x2', expected TYPE=MxN"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_with_two(
