@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import importlib
 import io
 import itertools
 import json
@@ -243,18 +242,14 @@ class CheckpointReader(FileSystemReader):
     `CheckpointWriter` wrote are compared with their checksums first; this rank reads some of them.
 
     Args:
-        path: The checkpoint's folder, or its URL where ``fsspec`` is installed.
+        path: The checkpoint's folder.
         verify: Whether to compare checksums.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, verify: bool = True) -> None:
         super().__init__(path)
-        self._verify = verify and "://" not in str(path)
-        if "://" in str(path):
-            remote = _fsspec_reader()(path)
-            self.fs, self.path = remote.fs, remote.path
-        else:
-            self.fs = _Files()
+        self._verify = verify
+        self.fs = _Files()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """As the base class."""
@@ -295,14 +290,6 @@ class CheckpointReader(FileSystemReader):
             if damage := find_damage(Path(self.path), *group):
                 raise ValueError(f"{self.path}: {damage}")
         return super().read_data(plan, _PlainPlanner(self.path, planner))
-
-
-def _fsspec_reader() -> Any:
-    try:
-        found = importlib.import_module(f"{_DCP}.fsspec_filesystem")
-    except ModuleNotFoundError:  # its name before PyTorch 2.15
-        found = importlib.import_module(f"{_DCP}._fsspec_filesystem")
-    return found.FsspecReader
 
 
 class _Unpickler(pickle.Unpickler):

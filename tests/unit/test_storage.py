@@ -180,13 +180,6 @@ def test_dtypes_alone_come_from_torch(tmp_path: Path) -> None:
         CheckpointReader(tmp_path).read_metadata()
 
 
-def test_a_url_is_read_by_fsspec(tmp_path: Path) -> None:
-    pytest.importorskip("fsspec")
-    folder = save(tmp_path / "remote", state(2.0))
-    reader = CheckpointReader(f"file://{folder}")
-    assert set(reader.read_metadata().state_dict_metadata) >= {"model.w"}
-
-
 # ---------------------------------------------------------------- checksums
 
 
