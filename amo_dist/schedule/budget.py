@@ -127,42 +127,27 @@ def greedy(curves: Sequence[Curve], budget: int, base_steps: int = 5) -> tuple[i
         The steps of each type, in the order of ``curves``.
     """
     low, high = min(curves[0]), max(curves[0])
-    # At infinite errors beyond the range a type neither takes nor gives one more step.
-    errors = [{low - 1: math.inf, **curve, high + 1: math.inf} for curve in curves]
-    steps = [min(max(base_steps, low), high)] * len(curves)
-    gains, losses = [0.0] * len(curves), [0.0] * len(curves)
+    steps, types = [min(max(base_steps, low), high)] * len(curves), range(len(curves))
 
-    def move(i: int, by: int) -> None:
-        steps[i] += by
-        fewer, here, more = (errors[i][k] for k in range(steps[i] - 1, steps[i] + 2))
-        gains[i], losses[i] = here - more, fewer - here
+    def gain(i: int) -> float:
+        here = steps[i]
+        return curves[i][here] - curves[i][here + 1] if here < high else -math.inf
 
-    for i in range(len(curves)):
-        move(i, 0)
+    def loss(i: int) -> float:
+        here = steps[i]
+        return curves[i][here - 1] - curves[i][here] if here > low else math.inf
+
     for _ in range(budget - sum(steps)):
-        move(gains.index(max(gains)), 1)
+        steps[max(types, key=gain)] += 1
     for _ in range(sum(steps) - budget):
-        move(losses.index(min(losses)), -1)
-    while (pair := _best_transfer(gains, losses)) is not None:
-        move(pair[0], 1)
-        move(pair[1], -1)
+        steps[min(types, key=loss)] -= 1
+    # The first of the best pairs, each of a type that takes a step and one that gives it.
+    while len(curves) > 1:
+        gains, losses = list(map(gain, types)), list(map(loss, types))
+        pairs = ((i, j) for i in types for j in types if i != j)
+        i, j = max(pairs, key=lambda pair: gains[pair[0]] - losses[pair[1]])
+        if not gains[i] - losses[j] > _GAIN:
+            break
+        steps[i] += 1
+        steps[j] -= 1
     return tuple(steps)
-
-
-def _best_transfer(gains: Sequence[float], losses: Sequence[float]) -> tuple[int, int] | None:
-    """The type that takes a step and the one that gives it, where that gains anything.
-
-    The first pair of the greatest difference as floats have it: rounding makes ties, so that it
-    need not be the one of greatest gain and least loss, whose difference it has.
-    """
-    giver = losses.index(min(losses))
-    # A type gives itself nothing.
-    others = min((loss for j, loss in enumerate(losses) if j != giver), default=math.inf)
-    differences = [gain - losses[giver] for gain in gains]
-    differences[giver] = gains[giver] - others
-    best = max(differences)
-    if not best > _GAIN:
-        return None
-    i = differences.index(best)
-    j = next(j for j, loss in enumerate(losses) if j != i and gains[i] - loss == best)
-    return i, j

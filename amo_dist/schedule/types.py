@@ -62,11 +62,7 @@ class Schedule:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class MatrixInfo:
-    """One matrix of the world's registry, wherever its pieces are.
-
-    Raises:
-        ValueError: A field is malformed; the message names it.
-    """
+    """One matrix of the world's registry, wherever its pieces are."""
 
     name: str
     """Unique in the world: the parameter's name and the suffix of the matrix inside it."""
@@ -82,16 +78,6 @@ class MatrixInfo:
     def weight(self) -> float:
         """The squared Frobenius norm of its update, were it exact and the learning rate one."""
         return self.rate * self.rate * min(self.shape)
-
-    def __post_init__(self) -> None:
-        for field, found in (("name", self.name), ("operator_type", self.operator_type)):
-            if not isinstance(found, str) or not found:
-                raise ValueError(f"{field}: found {found!r}, expected a non-empty string")
-        is_pair = isinstance(self.shape, tuple) and len(self.shape) == 2
-        if not is_pair or not all(type(size) is int and size > 0 for size in self.shape):
-            raise ValueError(f"shape: found {self.shape!r}, expected two integers > 0")
-        if not (_is_finite_float(self.rate) and self.rate >= 0):
-            raise ValueError(f"rate: found {self.rate!r}, expected a finite float >= 0")
 
 
 def _is_finite_float(value: object) -> bool:

@@ -7,7 +7,7 @@ import pytest
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule.coefficients import NAMED_SCHEDULES, SCHEDULE_NAMES, named_schedule
 from amo_dist.schedule.polar_express import SAFETY, compose
-from amo_dist.schedule.types import MatrixInfo, Schedule
+from amo_dist.schedule.types import Schedule
 
 
 def test_names() -> None:
@@ -143,18 +143,3 @@ def test_digest_tells_the_last_bit() -> None:
 def test_a_malformed_schedule_is_refused(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Schedule(**{"coefficients": ((1.0, 2.0, 3.0),), **fields})
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"name": ""}, "name: found ''"),
-        ({"shape": (3, 0)}, r"shape: found \(3, 0\)"),
-        ({"shape": (3,)}, "shape: found"),
-        ({"shape": (3, 4.0)}, "shape: found"),
-        ({"operator_type": None}, "operator_type: found None"),
-    ],
-)
-def test_a_malformed_matrix_is_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MatrixInfo(**{"name": "w", "shape": (3, 4), "operator_type": "attn_q", **fields})
