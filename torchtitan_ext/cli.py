@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from amo_dist.tools.cli import add_commands
@@ -22,8 +23,11 @@ MOVED = ("compare", "evaluate", "experiments", "static-schedule")
 
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands, those of ``amo_dist`` included."""
+    # A clone that is not installed has no `amo`.
+    is_module = Path(sys.argv[0]).name == "__main__.py"
     parser: argparse.ArgumentParser = Parser(
-        prog="amo", description="Adaptive Muon Orthogonalization."
+        prog="python -m torchtitan_ext" if is_module else "amo",
+        description="Adaptive Muon Orthogonalization.",
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     tools: Sequence[Any] = (quickstart, train, preflight, tokenize, report, watch, export)

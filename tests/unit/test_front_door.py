@@ -35,6 +35,22 @@ def test_the_commands_import_neither_torchtitan_nor_the_extras() -> None:
 
 
 @pytest.mark.parametrize(
+    ("started", "program"),
+    [("/somewhere/torchtitan_ext/__main__.py", "python -m torchtitan_ext"), ("/bin/amo", "amo")],
+)
+def test_help_names_the_program_that_was_started(
+    started: str,
+    program: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", [started])
+    assert cli.main(["simulate", "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert f"example: {program} simulate --model" in told
+
+
+@pytest.mark.parametrize(
     "arguments", [["--help"], ["plan", "--ell", "attn_q=3e-4"]], ids=lambda arguments: arguments[0]
 )
 def test_a_reader_that_has_seen_enough_is_no_failure(arguments: list[str], tmp_path: Path) -> None:
