@@ -52,8 +52,8 @@ which computes half of each symmetric product, and ``gram_newton_schulz``, a pac
 _ADJUST_LR = ("match_rms_adamw", "original", "spectral")
 _UPDATE_NORMS = ("as_is", "exact")
 _BFLOAT16_PARAMS = ("nearest", "stochastic", "master")
-_DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
+_DTYPES = ("bfloat16", "float16", "float32", "float64")
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
 _GRANULARITIES = ("operator_type", "layer_group", "shape")
 _TEAM_BACKENDS = ("auto", "standard")
@@ -95,9 +95,7 @@ class MuonConfig:
     adjust_lr: str = "match_rms_adamw"
     """What orthogonalized momentum of m outputs and n inputs is multiplied by, so that known
     learning rates carry over: ``match_rms_adamw`` by ``sqrt(max(m, n))``, ``original`` (Jordan's
-    Muon) by ``sqrt(max(1, m/n))``, ``spectral`` by ``sqrt(m/n)``; each times ``update_scale``."""
-    update_scale: float | None = None
-    """Multiplies ``adjust_lr``; None: 0.2 for ``match_rms_adamw``, 1 for the others."""
+    Muon) by ``sqrt(max(1, m/n))``, ``spectral`` by ``sqrt(m/n)``; and the first by 0.2."""
     update_norm: str = "as_is"
     """Size of what Newton-Schulz gives: ``as_is``, which fewer steps leave smaller; or ``exact``,
     scaled to the Frobenius norm of an exact polar factor, ``sqrt(min(m, n))``."""
@@ -116,12 +114,8 @@ class MuonConfig:
     """How Newton-Schulz is run: ``auto`` (on CPU ``gram`` for elongated matrices in float32, else
     ``standard``), ``standard``, ``gram`` (in float32 and float64, else ``standard``), ``triton`` or
     ``gram_newton_schulz`` (on CUDA)."""
-    momentum_dtype: str = "float32"
-    """Dtype in which momentum is kept, whatever the dtype of the parameter."""
     ownership: str = "round_robin"
     """How matrices are dealt to ranks: ``round_robin`` or ``balanced`` (longest job first)."""
-    owners: str = "mesh"
-    """Which ranks may own: any of the ``mesh``, or those of one ``replica`` each."""
     max_team: int = 1
     """Most ranks that share one matrix, where that lowers the greatest load; 1: none do. Shared
     matrices run ``standard`` products, and their bits depend on the number of ranks."""
@@ -131,10 +125,7 @@ class MuonConfig:
     """On a NaN or inf in a gradient on any rank: ``error``, or ``skip_step`` on all ranks."""
     ns_guard_every: int = 100
     """Every so many optimizer steps the residual of one orthogonalized matrix is measured, of all
-    matrices in turn; 0: never."""
-    ns_guard_bound: float = 1.1
-    """A residual ``||X X^T - I||_F / sqrt(min(m, n))`` above this is warned of; > 0. Singular
-    values below ``sqrt(2)`` leave at most 1."""
+    matrices in turn, and warned of above 1.1; 0: never."""
     seed: int = 42
     """Seeds the draw of observed matrices, and stochastic rounding."""
     on_config_change: str = "error"
@@ -145,8 +136,6 @@ class MuonConfig:
     def __post_init__(self) -> None:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
         _require_choice("adjust_lr", self.adjust_lr, _ADJUST_LR)
-        if self.update_scale is not None:
-            _require_real("update_scale", self.update_scale, "a number > 0", 5e-324, math.inf)
         _require_choice("update_norm", self.update_norm, _UPDATE_NORMS)
         _require_choice("bfloat16_params", self.bfloat16_params, _BFLOAT16_PARAMS)
         _require_choice("ns_dtype", self.ns_dtype, _DTYPES)
@@ -159,20 +148,16 @@ class MuonConfig:
                 f"no wider than float32 with ns_dtype = {self.ns_dtype!r}",
             )
         _require_choice("ns_backend", self.ns_backend, NS_BACKENDS)
-        _require_choice("momentum_dtype", self.momentum_dtype, _DTYPES)
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
-        _require_choice("owners", self.owners, ("mesh", "replica"))
         _require_int("max_team", self.max_team, 1)
         _require(
-            self.max_team == 1 or (self.owners == "mesh" and self.ns_backend in _TEAM_BACKENDS),
+            self.max_team == 1 or self.ns_backend in _TEAM_BACKENDS,
             "max_team",
             self.max_team,
-            f"1 with owners = {self.owners!r} and ns_backend = {self.ns_backend!r}; teams need "
-            "'mesh', and 'auto' or 'standard'",
+            f"1 with ns_backend = {self.ns_backend!r}; teams need 'auto' or 'standard'",
         )
         _require_int("bucket_bytes", self.bucket_bytes, 1)
         _require_int("ns_guard_every", self.ns_guard_every, 0)
-        _require_real("ns_guard_bound", self.ns_guard_bound, "a number > 0", 5e-324, math.inf)
         _require_choice("nonfinite", self.nonfinite, ("error", "skip_step"))
         _require_choice(
             "on_config_change", self.on_config_change, ("error", "keep_checkpoint", "replan")
@@ -190,13 +175,12 @@ class MuonConfig:
 
     @property
     def update_factor(self) -> float:
-        """``update_scale``, or what it is by default."""
-        default = 0.2 if self.adjust_lr == "match_rms_adamw" else 1.0
-        return default if self.update_scale is None else self.update_scale
+        """What updates are multiplied by beside ``adjust_lr`` of their shape."""
+        return 0.2 if self.adjust_lr == "match_rms_adamw" else 1.0
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as plain JSON values, with what is in force where a field is None."""
-        return {**dataclasses.asdict(self), "update_scale": self.update_factor}
+        return dataclasses.asdict(self)
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)

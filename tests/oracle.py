@@ -47,10 +47,7 @@ class Oracle:
         self.lr, self.weight_decay = lr, weight_decay
         self.fixed = coefficients
         self.schedules = dict(schedules or {})  # of each matrix, where they are fixed
-        self.buffers = {
-            name: torch.zeros_like(params[name], dtype=getattr(torch, config.momentum_dtype))
-            for name in types
-        }
+        self.buffers = {name: torch.zeros_like(params[name], dtype=torch.float32) for name in types}
         rest = [param for name, param in params.items() if name not in types]
         self.adamw = (
             torch.optim.AdamW(

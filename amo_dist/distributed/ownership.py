@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -17,10 +16,8 @@ from amo_dist.config import Box
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.distributed.teams import choices, member_costs, share_of, slabs
 
-_Slot = tuple[int, ...]
-"""The ranks that own a matrix together: one, or one of each replica."""
-_Block = tuple[_Slot, ...]
-"""One slot, or one for each member of a team."""
+_Block = tuple[int, ...]
+"""The owner of a matrix, or the members of its team."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -31,8 +28,7 @@ class Job:
         matrix: Index of the matrix.
         owner: Rank that gathers it, orthogonalizes it and sends the pieces back.
         sources: Ranks whose pieces together make up the matrix: the owner's replica.
-        targets: Ranks that get their pieces of the result from the owner.
-        reports: True for exactly one job of each matrix: its owner reports what it observed.
+        targets: Ranks that get their pieces of the result from the owner: those of all replicas.
         team: The ranks that share the matrix, the owner among them, in the order of their slabs;
             empty where the owner has all of it.
         box: What the owner has of the matrix.
@@ -43,10 +39,14 @@ class Job:
     owner: int
     sources: tuple[int, ...]
     targets: tuple[int, ...]
-    reports: bool
     team: tuple[int, ...]
     box: Box
     share: float
+
+    @property
+    def reports(self) -> bool:
+        """True for exactly one job of each matrix: its owner reports what it observed."""
+        return not self.team or self.owner == self.team[0]
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -73,7 +73,6 @@ def assign(
     costs: Sequence[float],
     *,
     ownership: str = "round_robin",
-    owners: str = "mesh",
     teams: Teams | None = None,
     turn: int = 0,
 ) -> tuple[Job, ...]:
@@ -94,30 +93,24 @@ def assign(
         ownership: ``round_robin``, or ``balanced``: longest job first to the rank with the least
             work, ties by name, unless round robin's greatest load is as low; loads are those of
             the set. Among teams round robin deals the largest first, then the longest job.
-        owners: ``mesh``: one owner for each matrix, who delivers to every replica; or
-            ``replica``: one owner in each replica, so that no byte crosses replicas and each
-            replica repeats the work.
-        teams: Which matrices ranks may share; None for none, as it must be for ``replica``.
+        teams: Which matrices ranks may share; None for none.
         turn: Round robin begins at this candidate, counted around. 0 with teams.
-
-    Raises:
-        ValueError: Teams within each replica.
     """
     teams = teams or Teams()
-    if teams.most > 1 and owners != "mesh":
-        raise ValueError(f"max_team: found {teams.most} with owners {owners!r}, expected 1")
     by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_ranks[tuple(sorted(matrix.ranks))].append(index)
     # Matrices of one shape and layout share their pieces: of a thousand ranks they are cut once.
     alike = {id(matrix.pieces_by_rank): matrix for matrix in matrices}
-    known = {key: _slots(matrix, owners) for key, matrix in alike.items()}
-    slots = [known[id(matrix.pieces_by_rank)] for matrix in matrices]
+    known = {key: _candidates(matrix) for key, matrix in alike.items()}
+    candidates = [known[id(matrix.pieces_by_rank)] for matrix in matrices]
     found: list[Job] = []
     for indices in by_ranks.values():
-        by_size = {i: _costs_by_size(matrices[i], costs[i], len(slots[i]), teams) for i in indices}
+        by_size = {
+            i: _costs_by_size(matrices[i], costs[i], len(candidates[i]), teams) for i in indices
+        }
         balances = ownership == "balanced"
-        deal = functools.partial(_deal, matrices, slots, by_size, balances, turn)
+        deal = functools.partial(_deal, matrices, candidates, by_size, balances, turn)
         load, dealt = deal(dict.fromkeys(indices, 1))
         for sizes in choices(by_size) if teams.most > 1 else ():
             # What no way of dealing goes below.
@@ -125,7 +118,7 @@ def assign(
             mean = sum(size * cost for size, cost in members) / len(matrices[indices[0]].ranks)
             if max(mean, *(cost for _, cost in members)) < load:
                 load, dealt = min((load, dealt), deal(sizes), key=lambda pair: pair[0])
-        found += _jobs(dealt, matrices, owners)
+        found += _jobs(dealt, matrices)
     return tuple(sorted(found, key=lambda job: job.matrix))
 
 
@@ -137,31 +130,23 @@ def load_by_rank(jobs: Sequence[Job], costs: Sequence[float]) -> dict[int, float
     return dict(loads)
 
 
-def imbalance(jobs: Sequence[Job], costs: Sequence[float], num_ranks: int) -> float:
-    """The greatest load of a rank over the mean of all; 1 where there is nothing to do."""
-    loads = load_by_rank(jobs, costs).values()
-    return max(loads) * num_ranks / sum(loads) if sum(loads) else 1.0
-
-
-def _slots(matrix: MatrixLayout, owners: str) -> tuple[_Slot, ...]:
-    """Candidates to own ``matrix``; those that hold it whole, where there are any."""
-    columns = [matrix.ranks] if owners == "mesh" else matrix.replicas
-    slots = tuple(zip(*columns, strict=True))
-    whole = {rank for rank in matrix.ranks if matrix.held_by(rank) == matrix.num_elements}
-    return tuple(slot for slot in slots if whole.issuperset(slot)) or slots
+def _candidates(matrix: MatrixLayout) -> tuple[int, ...]:
+    """Who may own a matrix: those that hold it whole, where there are any."""
+    whole = (rank for rank in matrix.ranks if matrix.held_by(rank) == matrix.num_elements)
+    return tuple(whole) or tuple(matrix.ranks)
 
 
 def _costs_by_size(
-    matrix: MatrixLayout, cost: float, num_slots: int, teams: Teams
+    matrix: MatrixLayout, cost: float, num_owners: int, teams: Teams
 ) -> dict[int, float]:
     """Cost of a member for each size of its team; a matrix that some ranks hold stays whole."""
-    most = min(teams.most, num_slots) if num_slots == len(matrix.ranks) else 1
+    most = min(teams.most, num_owners) if num_owners == len(matrix.ranks) else 1
     return member_costs(matrix.shape, cost, most, teams.itemsize)
 
 
 def _deal(
     matrices: Sequence[MatrixLayout],
-    slots: Sequence[tuple[_Slot, ...]],
+    candidates: Sequence[tuple[int, ...]],
     by_size: Mapping[int, Mapping[int, float]],
     balances: bool,
     turn: int,
@@ -172,70 +157,65 @@ def _deal(
     order = list(sizes)
     if max(sizes.values()) > 1:  # blocks stay aligned as sizes fall
         order.sort(key=lambda i: (-sizes[i], -costs[i]))
-    ways = [list(_round_robin(order, slots, sizes, turn))]
+    ways = [list(_round_robin(order, candidates, sizes, turn))]
     if balances:
         # Matrices without a choice come first: the others are dealt around them.
-        order.sort(key=lambda i: (len(slots[i]) > 1, -costs[i], matrices[i].name))
-        ways.append(list(_least_loaded(order, slots, costs, sizes)))
+        order.sort(key=lambda i: (len(candidates[i]) > 1, -costs[i], matrices[i].name))
+        ways.append(list(_least_loaded(order, candidates, costs, sizes)))
     return min(((_greatest(way, costs), way) for way in ways), key=lambda pair: pair[0])
 
 
 def _greatest(dealt: Iterable[tuple[int, _Block]], costs: Mapping[int, float]) -> float:
     loads: dict[int, float] = defaultdict(float)
     for index, block in dealt:
-        for rank in itertools.chain(*block):
+        for rank in block:
             loads[rank] += costs[index]
     return max(loads.values())
 
 
 def _round_robin(
     order: Sequence[int],
-    slots: Sequence[tuple[_Slot, ...]],
+    candidates: Sequence[tuple[int, ...]],
     sizes: Mapping[int, int],
     turn: int,
 ) -> Iterator[tuple[int, _Block]]:
     """Candidates in turn, of each list of candidates by itself."""
-    places: dict[tuple[_Slot, ...], int] = {}
+    places: dict[tuple[int, ...], int] = {}
     for index in order:
-        candidates, size = slots[index], sizes[index]
-        place = places.get(candidates, turn % len(candidates))
-        place = place if place + size <= len(candidates) else 0
-        places[candidates] = place + size
-        yield index, candidates[place : place + size]
+        ranks, size = candidates[index], sizes[index]
+        place = places.get(ranks, turn % len(ranks))
+        place = place if place + size <= len(ranks) else 0
+        places[ranks] = place + size
+        yield index, ranks[place : place + size]
 
 
 def _least_loaded(
     order: Sequence[int],
-    slots: Sequence[tuple[_Slot, ...]],
+    candidates: Sequence[tuple[int, ...]],
     costs: Mapping[int, float],
     sizes: Mapping[int, int],
 ) -> Iterator[tuple[int, _Block]]:
     """For each matrix in turn the earliest of its candidates with the least load by then."""
-    ranks = {each: torch.tensor(each, device="cpu") for each in {*(slots[i] for i in order)}}
+    ranks = {each: torch.tensor(each, device="cpu") for each in {*(candidates[i] for i in order)}}
     most = 1 + max(int(some.max()) for some in ranks.values())
     loads = torch.zeros(most, dtype=torch.float64, device="cpu")
     for index in order:
-        size, candidates = sizes[index], ranks[slots[index]]
-        num_blocks = len(candidates) // size
-        blocks = candidates[: num_blocks * size].view(num_blocks, -1)
+        size, some = sizes[index], ranks[candidates[index]]
+        blocks = some[: len(some) // size * size].view(-1, size)
         place = size * int(loads[blocks].amax(dim=1).argmin())
-        block = slots[index][place : place + size]
-        loads[list(itertools.chain(*block))] += costs[index]
+        block = candidates[index][place : place + size]
+        loads[list(block)] += costs[index]
         yield index, block
 
 
-def _jobs(
-    chosen: Iterable[tuple[int, _Block]], matrices: Sequence[MatrixLayout], owners: str
-) -> list[Job]:
+def _jobs(chosen: Iterable[tuple[int, _Block]], matrices: Sequence[MatrixLayout]) -> list[Job]:
     """A job for each owner of each matrix, in the order of the matrices."""
     jobs: list[Job] = []
     for index, block in sorted(chosen):
         matrix = matrices[index]
-        team = tuple(itertools.chain(*block)) if len(block) > 1 else ()
-        for slot, box in zip(block, slabs(matrix.shape, len(block)), strict=True):
-            for owner in slot:
-                sources = next(replica for replica in matrix.replicas if owner in replica)
-                targets = matrix.ranks if owners == "mesh" else sources
-                reports, share = owner == block[0][0], share_of(matrix.shape, box)
-                jobs.append(Job(index, owner, sources, targets, reports, team, box, share))
+        team = block if len(block) > 1 else ()
+        for owner, box in zip(block, slabs(matrix.shape, len(block)), strict=True):
+            sources = next(replica for replica in matrix.replicas if owner in replica)
+            share = share_of(matrix.shape, box)
+            jobs.append(Job(index, owner, sources, matrix.ranks, team, box, share))
     return jobs

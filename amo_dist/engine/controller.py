@@ -30,6 +30,10 @@ from amo_dist.schedule.grouping import Groups
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
+GUARD_BOUND = 1.1
+"""A residual ``||X X^T - I||_F / sqrt(min(m, n))`` above this is warned of: singular values below
+``sqrt(2)`` leave at most 1."""
+
 logger = logging.getLogger(__name__)
 
 
@@ -265,7 +269,7 @@ class Controller:
         ((residual,),) = agree_on_values(self._residuals, [name], self._world).values()
         self._residuals = {}
         self.residual = 0.0 if math.isnan(residual) else residual
-        if not residual > self.config.ns_guard_bound:
+        if not residual > GUARD_BOUND:
             return
         by_group = self.policy.schedules(self.state, self.groups, step)
         schedule = by_group[self.groups.group_of[name]]
@@ -273,8 +277,8 @@ class Controller:
         triples = " ".join(f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients)
         logger.warning(
             "step %d: %s, of type %s, is left with a Newton-Schulz residual of %.4g, above "
-            "ns_guard_bound = %g, by the %d steps %s (preconditioner %s, norm_scale %g)",
-            *(step, name, operator_type, residual, self.config.ns_guard_bound),
+            "%g, by the %d steps %s (preconditioner %s, norm_scale %g)",
+            *(step, name, operator_type, residual, GUARD_BOUND),
             *(schedule.num_steps, triples, schedule.preconditioner, schedule.norm_scale),
         )
 

@@ -206,9 +206,8 @@ class Engine:
         for entry in self.parameters.entries:
             param = entry.param
             if entry.views:
-                dtype = getattr(torch, self.config.momentum_dtype)
                 own = self.rule.state(param, entry.views[0].dim)
-                state = {"momentum_buffer": torch.zeros_like(param, dtype=dtype), **own}
+                state = {"momentum_buffer": torch.zeros_like(param, dtype=torch.float32), **own}
             else:
                 state = make_state(param, torch.float32 if self._rounding.is_for(param) else None)
             state |= self._rounding.make_state(param)
@@ -551,8 +550,7 @@ class Engine:
         if orders.probes:
             names = frozenset[str]().union(*(probe.names for probe in orders.probes))
             some = [i for i, matrix in enumerate(matrices) if matrix.name in names]
-            dtype = wide_dtype(getattr(torch, self.config.momentum_dtype))
-            measuring = self._exchanges_of(some, orders, dtype, measures=True)
+            measuring = self._exchanges_of(some, orders, torch.float32, measures=True)
         with self._deferring("allocating buffers"):
             for exchange in (*new, *measuring):
                 exchange.allocate()
@@ -588,7 +586,6 @@ class Engine:
             chosen,
             costs,
             ownership=config.ownership,
-            owners=config.owners,
             teams=teams,
             turn=orders.turn if measures else 0,
         )

@@ -129,10 +129,7 @@ class Verdict:
         self._world, self._entries = world, parameters.entries
         self._skips = config.nonfinite == "skip_step"
         self._mark = world.rank + 1
-        self._momentum, self._momentum_dtype = (
-            config.momentum,
-            getattr(torch, config.momentum_dtype),
-        )
+        self._momentum = config.momentum
         is_far = parameters.device.type != "cpu"
         self._device = parameters.device if is_far else control_device(world.group)
         self._num_marks = 1 + len(world.rank_sets)
@@ -358,7 +355,7 @@ class Verdict:
         for index in held:
             bound = second_moment_bound(self._entries[index].param.dtype)
             if self._entries[index].views:
-                bound = momentum_bound(self._momentum_dtype, self._momentum)
+                bound = momentum_bound(torch.float32, self._momentum)
             bounds.append(bound / (num_ranks if kinds[index] & _MISPLACED else 1))
         device = self._entries[0].param.device
         found = self._patterns[waits, kinds] = _Pattern(

@@ -37,7 +37,7 @@ from amo_dist.kernels.elementwise import update_scale
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.policies import Policy, as_policy, named_policy
+from amo_dist.schedule.policies import Policy, as_policy
 from amo_dist.schedule.types import Schedule
 from amo_dist.state import control as controls
 from amo_dist.state import load
@@ -70,7 +70,7 @@ class Muon(torch.optim.Optimizer):
     of the parameters goes through PyTorch's own AdamW with the same learning rate.
 
     State is made at once, for every parameter, with its placements, so that all ranks have the
-    same keys: ``momentum_buffer`` (``config.momentum_dtype``) for matrices, ``step``, ``exp_avg``
+    same keys: ``momentum_buffer`` (float32) for matrices, ``step``, ``exp_avg``
     and ``exp_avg_sq`` for the rest. The state of the schedule rides as a JSON string, the same on
     every rank, under ``control`` of each parameter group of ``state_dict()``.
 
@@ -136,7 +136,7 @@ class Muon(torch.optim.Optimizer):
         policy = as_policy(schedule)
         groups, structure = take_apart(params, replica_ranks(process_group))
         if allow_no_matrices and not any(structure.views) and not policy.is_fixed:
-            policy = named_policy("kj")  # there is nothing to observe or to fit
+            policy = as_policy("kj")  # there is nothing to observe or to fit
         defaults: dict[str, Any] = {
             "lr": lr,
             "weight_decay": weight_decay,
@@ -515,8 +515,7 @@ class Muon(torch.optim.Optimizer):
             self.policy,
             controller.state,
         )
-        types, is_alone = engine.parameters.operator_types, len(engine.membership.ranks) == 1
-        control = controls.restore(state, running, types, is_alone, controller.groups)
+        control = controls.restore(state, running, controller.groups)
         self.rule_class(control.config)  # refuses settings
 
         def restore() -> None:

@@ -205,10 +205,6 @@ class AMOPolicy(Policy):
         plan = Plan.from_json(payload)
         if self.config.observe_only:
             fail("plan", plan, "none: observe_only never commits to one")
-        if state.plan is not None and not self._is_complete(state):
-            if plan != state.plan:
-                fail("plan", plan, "the plan already adopted")
-            return state
         expected = self._evidence(state, groups) | plan_inputs(
             self.config, groups.members, costs_of(groups)
         )
@@ -248,20 +244,6 @@ class AMOPolicy(Policy):
         policy._check_fits(state, None if groups is None else policy.groups(groups.matrices))
         policy._check_progress(state, steps_taken)
         return policy, state
-
-    def check_operator_types(
-        self, state: AMOState, operator_types: Collection[str], *, is_alone: bool
-    ) -> None:
-        """See `Policy.check_operator_types`; only where they are what matrices are grouped by."""
-        if self.config.granularity != "operator_type" or not state.observations:
-            return
-        found, here = set(state.observations[0].ell), set(operator_types)
-        if here - found or (is_alone and found - here):
-            expected = (
-                f"the operator types {sorted(here)}: this is the checkpoint of another model, or "
-                "of one whose parameters were classified otherwise"
-            )
-            fail("control.policy.observations", sorted(found), expected)
 
     def _fields(self, state: AMOState) -> dict[str, Any]:
         return state.to_dict()

@@ -34,8 +34,11 @@ class Policy(abc.ABC):
     are counted from 1.
     """
 
-    name: ClassVar[str]
-    """What the policy is called in saved state."""
+    @property
+    @abc.abstractmethod
+    def name(self) -> str:
+        """What the policy is called in saved state."""
+
     is_fixed: ClassVar[bool] = True
     """Whether it neither observes nor plans."""
 
@@ -168,20 +171,6 @@ class Policy(abc.ABC):
         """
         return self, self.from_dict(found, groups)
 
-    def check_operator_types(  # noqa: B027 (most have none)
-        self, state: State, operator_types: Collection[str], *, is_alone: bool
-    ) -> None:
-        """Refuse a restored state of other operator types, before the groups are known.
-
-        Args:
-            state: Restored.
-            operator_types: Those that this rank knows of.
-            is_alone: Whether no other rank may have further ones.
-
-        Raises:
-            ValueError: With both.
-        """
-
     def digest(self, state: State, groups: Groups, step: int) -> str:
         """A hexadecimal SHA-256 of the state and of the schedules applied at a step.
 
@@ -208,14 +197,17 @@ class Policy(abc.ABC):
 
 @dataclasses.dataclass(frozen=True)
 class TablePolicy(Policy):
-    """A fixed schedule for each operator type."""
-
-    name = "table"
+    """A fixed schedule for each operator type, or one for all."""
 
     by_type: Mapping[str, Schedule]
     """Schedule of each operator type."""
     default: Schedule | None = None
     """Schedule of the types not in ``by_type``; without it they are an error in `groups`."""
+
+    @property
+    def name(self) -> str:
+        """``table``, or ``uniform`` where it is one schedule for all."""
+        return "table" if self.by_type else "uniform"
 
     def groups(self, registry: Sequence[MatrixInfo]) -> Groups:
         """See `Policy.groups`."""
@@ -273,32 +265,6 @@ class _OtherTable(ValueError):
     """A state is well formed and was made by other coefficients."""
 
 
-@dataclasses.dataclass(frozen=True, init=False)
-class UniformPolicy(TablePolicy):
-    """One fixed schedule for every operator type, whichever there are.
-
-    Args:
-        schedule: The schedule.
-    """
-
-    name = "uniform"
-
-    def __init__(self, schedule: Schedule) -> None:
-        super().__init__({}, default=schedule)
-
-
-def named_policy(name: str) -> Policy:
-    """The policy of a schedule known by name, e.g. ``kj`` or ``a2``.
-
-    Raises:
-        ValueError: There is no schedule of this name; the message lists those there are.
-    """
-    found = named_schedule(name)
-    if found.by_type:
-        return TablePolicy(found.by_type, default=found.schedule)
-    return UniformPolicy(found.schedule)
-
-
 def as_policy(schedule: str | Schedule | Mapping[str, Schedule] | Policy) -> Policy:
     """The policy that a name, one schedule, or one for each operator type stands for.
 
@@ -308,5 +274,6 @@ def as_policy(schedule: str | Schedule | Mapping[str, Schedule] | Policy) -> Pol
     if isinstance(schedule, Policy):
         return schedule
     if isinstance(schedule, str):
-        return named_policy(schedule)
-    return UniformPolicy(schedule) if isinstance(schedule, Schedule) else TablePolicy(schedule)
+        found = named_schedule(schedule)
+        return TablePolicy(found.by_type, found.schedule)
+    return TablePolicy({}, schedule) if isinstance(schedule, Schedule) else TablePolicy(schedule)

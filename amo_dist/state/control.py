@@ -9,7 +9,7 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from amo_dist.config import MuonConfig
@@ -25,12 +25,10 @@ VERSION = 1
 _FREE_FIELDS = frozenset(
     {
         "ownership",
-        "owners",
         "max_team",
         "bucket_bytes",
         "nonfinite",
         "ns_guard_every",
-        "ns_guard_bound",
         "ns_backend",
         "on_config_change",
     }
@@ -38,13 +36,11 @@ _FREE_FIELDS = frozenset(
 """Configuration that may change on resume: it says how the work is done, or what to do about a
 fault, and nothing that a plan was made of."""
 
-_SHAPES_STATE = ("momentum_dtype", "bfloat16_params")
-"""Configuration by which state tensors are made, before a checkpoint is read."""
-
 _GONE = frozenset(
     {
         *("objective", "budget_unit", "observe_in_background", "ns_guard_fallback"),
-        *("adamw_implementation", "buckets_in_flight", "cuda_graphs"),
+        *("adamw_implementation", "buckets_in_flight", "cuda_graphs", "momentum_dtype"),
+        *("ns_guard_bound", "owners", "update_scale"),
     }
 )
 """Configuration of earlier versions, which says nothing any more; but see `_as_today`."""
@@ -90,25 +86,17 @@ def to_text(record: Mapping[str, Any]) -> str:
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def restore(
-    record: object,
-    running: Control,
-    operator_types: Sequence[str],
-    is_alone: bool,
-    groups: Groups | None = None,
-) -> Control:
+def restore(record: object, running: Control, groups: Groups | None = None) -> Control:
     """A control that goes on from a record; the running one stays as it is.
 
     Fields that an older version did not write take their defaults, or stand for what was done
-    before there was a choice; one line of the log names them. Where settings differ,
-    ``on_config_change`` of this run decides.
+    before there was a choice. Where settings differ, ``on_config_change`` of this run decides.
 
     Args:
         record: What `control_record` returned.
         running: Of this run: its settings, and the kind of its policy.
-        operator_types: Of the matrices that this process knows of.
-        is_alone: Whether there are no other ranks with further ones.
-        groups: Of all matrices of the world, where they are known.
+        groups: Of all matrices of the world, where they are known; the first step compares them
+            else.
 
     Raises:
         ValueError: A field is missing, unknown, malformed, damaged or of another run; names the
@@ -129,14 +117,10 @@ def restore(
         config=config,
         changed=_changed(saved, config),
     )
-    policy.check_operator_types(restored, operator_types, is_alone=is_alone)
     # Last: what is malformed has been named by then.
     if "policy_digest" in found and found["policy_digest"] != _digest(state):
         expected = f"{_digest(state)}, that of the policy's state: it is damaged or was edited"
         fields.fail("control.policy_digest", found["policy_digest"], expected)
-    read = {"config": defaults, "policy": policy.to_dict(restored), "policy_digest": None}
-    if filled := dict.fromkeys(_filled(found, read)):
-        logger.info("the checkpoint lacks fields, which are taken to be: %s", ", ".join(filled))
     counts = found["steps_taken"], found["steps_skipped"]
     return Control(*counts, config, policy, restored)
 
@@ -149,7 +133,7 @@ def _check_record(record: object) -> Mapping[str, Any]:
     if type(record.get("version")) is not int or record["version"] != VERSION:
         expected = f"{VERSION}; a newer version needs a newer amo_dist"
         fields.fail("control.version", record.get("version"), expected)
-    fields.read_record("control", record, _REQUIRED, ["policy_digest", "kernels"])
+    fields.read_record("control", record, _REQUIRED, ["policy_digest"])
     taken = fields.read_int("control.steps_taken", record["steps_taken"], 0)
     fields.read_int("control.steps_skipped", record["steps_skipped"], 0, taken)
     if not isinstance(record["policy"], Mapping):
@@ -199,29 +183,16 @@ def _settled(config: MuonConfig, changed: Mapping[str, Any]) -> MuonConfig:
     if rule == "replan":
         logger.warning("settings have changed, and those of this run are in force: %s", told)
         return config
-    for field in _SHAPES_STATE:
-        if field in changed:
-            expected = f"{running[field]!r}: state has been made, keep_checkpoint cannot change it"
-            fields.fail(f"control.config.{field}", changed[field], expected)
+    if "bfloat16_params" in changed:
+        made = running["bfloat16_params"]
+        expected = f"{made!r}: state has been made, keep_checkpoint cannot change it"
+        fields.fail("control.config.bfloat16_params", changed["bfloat16_params"], expected)
     try:
         kept = dataclasses.replace(config, **{**running, **changed})
     except (ValueError, TypeError, OverflowError) as error:
         raise ValueError(f"control.config.{error}") from None
     logger.warning("settings have changed, and those of the checkpoint stay in force: %s", told)
     return kept
-
-
-def _filled(found: Any, read: Any, place: str = "") -> Iterator[str]:
-    """The fields that are not in a record, but in what was read of it, with their values."""
-    if isinstance(read, Mapping) and isinstance(found, Mapping):
-        for key, value in read.items():
-            if key in found:
-                yield from _filled(found[key], value, f"{place}{key}.")
-            else:
-                yield f"{place}{key} = {fields.show(value)}"
-    elif isinstance(read, list) and isinstance(found, (list, tuple)):
-        for one, other in zip(found, read, strict=False):
-            yield from _filled(one, other, place)
 
 
 def _digest(state: Mapping[str, Any]) -> str:

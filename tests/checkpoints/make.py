@@ -64,7 +64,7 @@ CASES = {
     "second_transition": Case("AMO", 11, AGAIN),
     "third_plan_pending": Case("AMO", 15, AGAIN),
     # In version 0.1.0 with types that had given up the plan.
-    "fallback": Case("AMO", 6, {**FIELDS, "ns_guard_every": 1, "ns_guard_bound": 1e-9}),
+    "fallback": Case("AMO", 6, {**FIELDS, "ns_guard_every": 1}),
     "observe_only": Case("AMO", 6, {**FIELDS, "observe_only": True}),
     # In version 0.1.0 within a budget of flops.
     "by_depth_and_flops": Case("AMO", 5, BY_DEPTH),

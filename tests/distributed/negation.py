@@ -26,14 +26,11 @@ class Negation(Engine):
         rank: This one.
         dtype: In which matrices travel.
         bucket_bytes: As for `plan_exchange`.
-        owners: As for `assign`.
     """
 
-    def __init__(
-        self, model: Model, rank: int, dtype: torch.dtype, bucket_bytes: int, owners: str = "mesh"
-    ) -> None:
+    def __init__(self, model: Model, rank: int, dtype: torch.dtype, bucket_bytes: int) -> None:
         self.model, self.rank, self.dtype = model, rank, dtype
-        jobs = assign(model.matrices, [1.0] * len(model.matrices), owners=owners)
+        jobs = assign(model.matrices, [1.0] * len(model.matrices))
         self.plan = plan_exchange(
             model.matrices,
             jobs,

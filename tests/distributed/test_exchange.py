@@ -45,12 +45,12 @@ MESHES = {
 }
 
 
-def exchange(rank: int, world_size: int, kind: str, owners: str) -> None:
+def exchange(rank: int, world_size: int, kind: str) -> None:
     """Step after step, over the same buffers."""
     is_3d = kind.startswith(("experts", "ep"))
     mesh = torch.arange(world_size).view(MESHES[kind])
     model = build(kind, mesh, list(SHAPES_3D if is_3d else SHAPES_2D))
-    negation = Negation(model, rank, torch.bfloat16, 100, owners)
+    negation = Negation(model, rank, torch.bfloat16, 100)
     for factor in (1, -1, 2):
         negation.hold(factor)
         negation.negate()
@@ -63,12 +63,9 @@ def exchange(rank: int, world_size: int, kind: str, owners: str) -> None:
     }
 
 
-@pytest.mark.parametrize("owners", ["mesh", "replica"])
 @pytest.mark.parametrize("kind", sorted(MESHES))
-def test_every_rank_gets_its_part_of_every_result_once(
-    run_on: Ranks, kind: str, owners: str
-) -> None:
-    run_on(4)(exchange, kind, owners)
+def test_every_rank_gets_its_part_of_every_result_once(run_on: Ranks, kind: str) -> None:
+    run_on(4)(exchange, kind)
 
 
 # ------------------------------------------------------------------ texts

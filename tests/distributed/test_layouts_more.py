@@ -338,20 +338,18 @@ def test_replicas_of_fsdp_over_tensor_parallelism_equal_the_twin_bit_for_bit(
             assert torch.equal(local, second.local[name])
 
 
-@pytest.mark.parametrize("owners", ["mesh", "replica"])
-def test_replicas_share_the_work_or_keep_to_themselves(run_on: Ranks, owners: str) -> None:
-    fields = {**FIELDS, "owners": owners}
-    results = run_on(4)(train, build_hsdp, fields)
-    check(results, models.shapes(), fields)
+def test_replicas_share_the_work(run_on: Ranks) -> None:
+    results = run_on(4)(train, build_hsdp, FIELDS)
+    check(results, models.shapes(), FIELDS)
     total = sum(result.num_orthogonalized for result in results)
-    assert total == STEPS * num_matrices(models.shapes()) * (2 if owners == "replica" else 1)
+    assert total == STEPS * num_matrices(models.shapes())
     across = {
         (rank, peer)
         for rank, result in enumerate(results)
         for peer in result.sent
         if rank // 2 != peer // 2
     }
-    assert bool(across) == (owners == "mesh")
+    assert across
     for first, second in ((0, 2), (1, 3)):
         for name, local in results[first].local.items():
             assert torch.equal(local, results[second].local[name])

@@ -79,11 +79,10 @@ def _count(
     optimizer.step()  # counted anew
     teams = Teams(fields.get("max_team", 1), BF16)
     costs = [float(ns_step_flops(*matrix.shape)) for matrix in matrices]
-    owners = fields.get("owners", "mesh")
-    jobs = assign(matrices, costs, owners=owners, teams=teams)
+    jobs = assign(matrices, costs, teams=teams)
     assert any(job.team for job in jobs) == (teams.most > 1)
     some = [matrix for matrix in matrices if matrix.name in drawn]
-    to_measure = assign(some, [1.0] * len(some), owners=owners)
+    to_measure = assign(some, [1.0] * len(some))
     observed = {
         pair: Volume(gathered=volume.gathered)
         for pair, volume in sent_by_pair(some, to_measure, world_size).items()
@@ -106,7 +105,6 @@ CASES = [
     pytest.param("fsdp", 2, False, {}, 2**20, id="fsdp-2"),
     pytest.param("fsdp", 4, False, {}, 64, id="fsdp-4-uneven-and-empty"),
     pytest.param("hsdp", 4, False, {}, 2**20, id="hsdp-2x2"),
-    pytest.param("hsdp", 4, False, {"owners": "replica"}, 64, id="hsdp-2x2-owners-in-replicas"),
     pytest.param("tp", 3, False, {}, 64, id="tp-3-uneven"),
     pytest.param("tp_fsdp", 4, True, {}, 2**20, id="tp-2-fsdp-2"),
     pytest.param("plain", 3, False, {}, 64, id="ddp-3"),
@@ -145,8 +143,8 @@ def test_even_fsdp_sends_the_volume_of_the_formula(run_on: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "fields"),
-    [("fsdp", {}), ("hsdp", {"owners": "replica"}), ("fsdp", {"max_team": 2})],
-    ids=["fsdp", "hsdp-owners-in-replicas", "fsdp-teams"],
+    [("fsdp", {}), ("hsdp", {}), ("fsdp", {"max_team": 2})],
+    ids=["fsdp", "hsdp", "fsdp-teams"],
 )
 def test_observed_matrices_are_gathered_once_more_in_the_dtype_of_momentum(
     run_on: Ranks, layout: str, fields: dict[str, Any]

@@ -15,7 +15,7 @@ from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_opti
 from amo_dist.optimizers.root import ROOT, fit
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.grouping import Groups
-from amo_dist.schedule.policies import UniformPolicy
+from amo_dist.schedule.policies import TablePolicy
 from amo_dist.schedule.types import Schedule
 from tests.distributed import models
 from tests.distributed.harness import Ranks
@@ -166,11 +166,11 @@ def test_all_ranks_hold_the_fits_of_one(run_on: Ranks) -> None:
     assert first["3x8"]["triple"] == [a.hex(), b.hex(), c.hex()]
 
 
-class FailingPolicy(UniformPolicy):
+class FailingPolicy(TablePolicy):
     """Its plan cannot be made."""
 
     def __init__(self, error: type[Exception]) -> None:
-        super().__init__(named_schedule("kj").schedule)
+        super().__init__({}, named_schedule("kj").schedule)
         self._error = error
 
     def plan_due(self, state: Any) -> bool:

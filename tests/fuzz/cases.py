@@ -76,15 +76,11 @@ def draw(rng: random.Random) -> Case:
     fields: dict[str, Any] = {
         "momentum": rng.choice((0.0, 0.5, 0.95)),
         "nesterov": rng.random() < 0.5,
-        "update_scale": rng.choice((None, 0.1)),
         # As printed, the coefficients of CANS diverge in bfloat16.
         "ns_dtype": "float32" if name == "Muon-CANS" else rng.choice(("float32", "bfloat16")),
-        "momentum_dtype": rng.choice(("float32", "float64", "bfloat16")),
         "ownership": rng.choice(("round_robin", "balanced")),
-        "owners": rng.choice(("mesh", "replica")),
         "bucket_bytes": rng.choice((1, 256, 4096)),
         "ns_guard_every": rng.choice((0, 1, 2)),
-        "ns_guard_bound": 1e9,
         "seed": rng.randrange(1000),
     }
     if name == "AMO":

@@ -245,9 +245,11 @@ def test_other_operator_types() -> None:
             target, loaded = make()
             train(target, loaded, 1, steps)
             before = loaded.control_state_dict()
-            with pytest.raises(ValueError, match=r"operator types|ell: found"):
+            if steps == 0:  # until the world has met, this rank may not know all types
                 loaded.load_control_state_dict(control)
-            assert loaded.control_state_dict() == before
+            with pytest.raises(ValueError, match=r"operator types|ell: found"):
+                loaded.load_control_state_dict(control) if steps else train(target, loaded, 1, 1)
+            assert steps == 0 or loaded.control_state_dict() == before
 
 
 @pytest.mark.parametrize(("field", "value", "told"), BAD_RATES)

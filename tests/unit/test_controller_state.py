@@ -286,10 +286,10 @@ def test_an_edited_state_fails_by_its_digest(changes: dict[str, Any]) -> None:
     policy = AMOPolicy(CONFIG)
     running = Control(0, 0, CONFIG, policy, policy.start())
     record = control_record(Control(7, 0, CONFIG, policy, planned().state))
-    assert policy.to_dict(restore(record, running, [], False).state) == STATE
+    assert policy.to_dict(restore(record, running).state) == STATE
     record["policy"] = changed(**changes)
     with pytest.raises(ValueError, match=r"control\.policy_digest: found .*, expected .*edited"):
-        restore(record, running, [], False)
+        restore(record, running)
 
 
 def test_nesting_past_the_recursion_limit_is_a_value_error() -> None:

@@ -46,7 +46,6 @@ def problems(draw: st.DrawFn) -> tuple[Model, tuple[Job, ...], dict[int, Exchang
             model.matrices,
             [float(matrix.num_elements) for matrix in model.matrices],
             ownership=draw(st.sampled_from(["round_robin", "balanced"])),
-            owners=draw(st.sampled_from(["mesh", "replica"])) if most == 1 else "mesh",
             teams=Teams(most, 2),
         )
     bucket_bytes = draw(st.sampled_from([1, 100, 1000, 10**6]))

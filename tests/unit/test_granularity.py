@@ -9,7 +9,6 @@ import pytest
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.grouping import group_matrices, layer_index
 from amo_dist.schedule.types import MatrixInfo
 from tests import spectra
@@ -221,9 +220,9 @@ def test_switches_are_off_by_default_and_checked() -> None:
 
 
 def test_fixed_schedules_group_by_type() -> None:
-    from amo_dist.schedule.policies import UniformPolicy
+    from amo_dist.schedule.policies import as_policy
 
-    policy = Held(UniformPolicy(named_schedule("kj").schedule), REGISTRY)
+    policy = Held(as_policy("kj"), REGISTRY)
     assert policy.group_of("layers.2.x.router") == "router"
 
 

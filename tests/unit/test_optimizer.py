@@ -22,7 +22,6 @@ from amo_dist import (
     param_groups,
 )
 from amo_dist.kernels.newton_schulz import newton_schulz
-from amo_dist.kernels.spectra import observe
 from tests.distributed import models
 from tests.simulated_device import simulated_device
 
@@ -274,23 +273,6 @@ def test_bf16_parameters_have_fp32_momentum() -> None:
     # A sum of bf16 gradients is no bf16 number: what is kept is not a widened bf16 buffer.
     assert not torch.equal(state["momentum_buffer"], state["momentum_buffer"].bfloat16().float())
     assert optimizer.phase == "locked"
-
-
-def test_bf16_momentum_is_observed_before_it_is_rounded_again() -> None:
-    """With Nesterov ``G + mu * B`` of a bf16 buffer is a float32 number, and so it is gathered."""
-    model = models.plain_model({WQ: SHAPES[WQ]})
-    optimizer = amo(model, momentum_dtype="bfloat16")
-    seen: list[Tensor] = []
-
-    def spy(matrix: Tensor, *trials: Any, **how: Any) -> Tensor:
-        seen.append(matrix.clone())
-        return observe(matrix, *trials, **how)
-
-    with mock.patch("amo_dist.engine.controller.observe", side_effect=spy):
-        train(model, optimizer, optimizer.config.interval)
-    (matrix,) = seen
-    assert matrix.dtype == torch.float32
-    assert not torch.equal(matrix, matrix.bfloat16().float())
 
 
 def test_newton_schulz_runs_once_a_step_under_accumulation() -> None:

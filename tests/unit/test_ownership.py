@@ -11,13 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amo_dist.distributed.layout import MatrixLayout
-from amo_dist.distributed.ownership import Job, assign, imbalance, load_by_rank
+from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from tests.layouts import Model, build, models
 from tests.ledger import sent_by_pair
 
 few = settings(max_examples=40, deadline=None)
 OWNERSHIP = st.sampled_from(["round_robin", "balanced"])
-OWNERS = st.sampled_from(["mesh", "replica"])
 
 
 def greatest(jobs: tuple[Job, ...], costs: list[float]) -> float:
@@ -30,12 +29,10 @@ def draw_costs(data: st.DataObject, count: int) -> list[float]:
 
 
 @few
-@given(models(), st.data(), OWNERSHIP, OWNERS)
-def test_each_matrix_has_one_owner_or_one_in_each_replica(
-    model: Model, data: st.DataObject, ownership: str, owners: str
-) -> None:
+@given(models(), st.data(), OWNERSHIP)
+def test_each_matrix_has_one_owner(model: Model, data: st.DataObject, ownership: str) -> None:
     costs = draw_costs(data, len(model.matrices))
-    jobs = assign(model.matrices, costs, ownership=ownership, owners=owners)
+    jobs = assign(model.matrices, costs, ownership=ownership)
     by_matrix: dict[int, list[Job]] = defaultdict(list)
     for job in jobs:
         by_matrix[job.matrix].append(job)
@@ -45,23 +42,18 @@ def test_each_matrix_has_one_owner_or_one_in_each_replica(
         assert [job.reports for job in found].count(True) == 1
         targets = Counter(rank for job in found for rank in job.targets)
         assert targets == Counter(matrix.ranks)  # each gets its result from one owner
-        if owners == "mesh":
-            assert len(found) == 1
-        else:
-            assert sorted(job.sources for job in found) == sorted(matrix.replicas)
+        assert len(found) == 1
         for job in found:
             assert job.owner in job.sources
             assert job.sources in matrix.replicas
 
 
 @few
-@given(models(), st.data(), OWNERS)
-def test_balanced_is_never_worse_than_round_robin(
-    model: Model, data: st.DataObject, owners: str
-) -> None:
+@given(models(), st.data())
+def test_balanced_is_never_worse_than_round_robin(model: Model, data: st.DataObject) -> None:
     costs = draw_costs(data, len(model.matrices))
-    dealt = assign(model.matrices, costs, owners=owners)
-    balanced = assign(model.matrices, costs, ownership="balanced", owners=owners)
+    dealt = assign(model.matrices, costs)
+    balanced = assign(model.matrices, costs, ownership="balanced")
     assert greatest(balanced, costs) <= greatest(dealt, costs)
 
 
@@ -97,9 +89,9 @@ def test_longest_first_takes_the_rank_with_the_least_work(ranks: int, data: st.D
 
 
 @few
-@given(st.lists(models(max_ranks=8), min_size=2, max_size=4), st.data(), OWNERSHIP, OWNERS)
+@given(st.lists(models(max_ranks=8), min_size=2, max_size=4), st.data(), OWNERSHIP)
 def test_what_a_set_of_ranks_gets_follows_from_its_matrices_alone(
-    parts: list[Model], data: st.DataObject, ownership: str, owners: str
+    parts: list[Model], data: st.DataObject, ownership: str
 ) -> None:
     """Ranks that share one set may know different others, disjoint from it or not."""
     by_ranks: dict[tuple[int, ...], list[MatrixLayout]] = defaultdict(list)
@@ -110,12 +102,10 @@ def test_what_a_set_of_ranks_gets_follows_from_its_matrices_alone(
     matrices = data.draw(st.permutations([m for found in by_ranks.values() for m in found]))
     costs = draw_costs(data, len(matrices))
     cost_by_name = {m.name: cost for m, cost in zip(matrices, costs, strict=True)}
-    together = assign(matrices, costs, ownership=ownership, owners=owners)
+    together = assign(matrices, costs, ownership=ownership)
     for ranks in by_ranks:
         here = [matrix for matrix in matrices if tuple(sorted(matrix.ranks)) == ranks]
-        alone = assign(
-            here, [cost_by_name[m.name] for m in here], ownership=ownership, owners=owners
-        )
+        alone = assign(here, [cost_by_name[m.name] for m in here], ownership=ownership)
         found = [job for job in together if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
         assert [(matrices[job.matrix].name, job.owner) for job in found] == [
             (here[job.matrix].name, job.owner) for job in alone
@@ -180,19 +170,3 @@ def test_experts_sharded_on_their_first_dim_stay_where_they_are(ownership: str) 
     assert [job.owner for job in jobs] == [
         rank for _ in range(2) for rank in (0, 0, 1, 1, 2, 2, 3, 3)
     ]
-
-
-def test_owners_in_each_replica_send_nothing_to_another() -> None:
-    model = build("hsdp", torch.arange(6).view(2, 3), [(7, 4), (5, 5), (2, 9)])
-    jobs = assign(model.matrices, [1.0] * 3, owners="replica")
-    pairs = sent_by_pair(model.matrices, jobs, 6)
-    assert pairs
-    assert {(source // 3, destination // 3) for source, destination in pairs} == {(0, 0), (1, 1)}
-
-
-def test_imbalance_is_the_greatest_load_over_the_mean() -> None:
-    model = build("fsdp", torch.arange(2), [(4, 2)] * 4)
-    costs = [9.0, 1.0, 9.0, 1.0]
-    assert imbalance(assign(model.matrices, costs), costs, 2) == 18.0 / 10.0
-    assert imbalance(assign(model.matrices, costs, ownership="balanced"), costs, 2) == 1.0
-    assert imbalance((), [], 2) == 1.0

@@ -14,7 +14,7 @@ from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.coefficients import SCHEDULE_NAMES, named_schedule
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.polar_express import SAFETY, compose
-from amo_dist.schedule.policies import Policy, TablePolicy, UniformPolicy, named_policy
+from amo_dist.schedule.policies import Policy, TablePolicy, as_policy
 from amo_dist.schedule.types import MatrixInfo, Schedule
 from tests import spectra
 from tests.held import Held
@@ -54,8 +54,8 @@ def run_to(step: int, config: AMOConfig = CONFIG) -> Held:
     return policy
 
 
-POLICIES: list[Policy] = [*map(named_policy, SCHEDULE_NAMES)]
-POLICIES += [AMOPolicy(CONFIG), AMOPolicy(MEASURED), UniformPolicy(KJ)]
+POLICIES: list[Policy] = [*map(as_policy, SCHEDULE_NAMES)]
+POLICIES += [AMOPolicy(CONFIG), AMOPolicy(MEASURED), as_policy(KJ)]
 each = pytest.mark.parametrize("policy", POLICIES)
 
 
@@ -85,12 +85,12 @@ def test_a_policy_is_a_value(policy: Policy) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_fixed_policies_try_nothing(name: str) -> None:
-    assert named_policy(name).trials() == ()
+    assert as_policy(name).trials() == ()
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
 def test_fixed_policies_neither_observe_nor_plan(name: str) -> None:
-    policy = Held(named_policy(name), REGISTRY)
+    policy = Held(as_policy(name), REGISTRY)
     assert policy.policy.is_fixed
     assert policy.phase(10**6) == "uniform"
     assert policy.sample(150) == ()
@@ -103,7 +103,7 @@ def test_fixed_policies_neither_observe_nor_plan(name: str) -> None:
 
 
 def test_step_tables_apply_by_type_and_default_elsewhere() -> None:
-    policy = Held(named_policy("a2"), REGISTRY)
+    policy = Held(as_policy("a2"), REGISTRY)
     steps = {name: schedule.num_steps for name, schedule in policy.schedules(1).items()}
     assert steps == {"attn_q": 6, "attn_k": 4, "mlp_up": 4, "router": 5}
     assert policy.metrics(1) == {f"amo/ns_steps/{name}": k for name, k in steps.items()}
@@ -296,11 +296,11 @@ def test_a_missing_key_is_named(policy: Policy) -> None:
 
 
 def test_other_coefficients_are_refused() -> None:
-    state = named_policy("kj").to_dict(None)
+    state = as_policy("kj").to_dict(None)
     with pytest.raises(ValueError, match=r"state\.schedules: found .*coefficients have changed"):
-        named_policy("you").from_dict(state)
+        as_policy("you").from_dict(state)
     with pytest.raises(ValueError, match=r"state\.schedules: found 3, expected "):
-        named_policy("kj").from_dict({**state, "schedules": 3})
+        as_policy("kj").from_dict({**state, "schedules": 3})
 
 
 @each
@@ -322,4 +322,4 @@ def test_what_version_0_1_0_told_of_groups_that_gave_up_their_plan_is_ignored() 
 
 def test_an_unknown_name_lists_those_there_are() -> None:
     with pytest.raises(ValueError, match=r"schedule: found 'muon', expected one of kj, you"):
-        named_policy("muon")
+        as_policy("muon")

@@ -80,7 +80,7 @@ def resumed(policy: Held, steps_taken: int, config: AMOConfig, binds_first: bool
     groups = fresh.groups(REGISTRY) if binds_first else None
     record = json.loads(to_text(saved))
     running = Control(0, 0, config, fresh, fresh.start())
-    control = restore(record, running, [], False, groups)
+    control = restore(record, running, groups)
     assert control.steps_taken == steps_taken
     assert isinstance(control.policy, AMOPolicy)
     assert control.policy.config == control.config
@@ -171,7 +171,7 @@ def run(
 
 @settings(deadline=None, max_examples=10)
 @given(
-    config=configs(ns_guard_every=1, ns_guard_bound=0.3, nonfinite="skip_step"),
+    config=configs(ns_guard_every=1, nonfinite="skip_step"),
     events=at_some_steps(st.sampled_from(["none", "skip"])),
     saves=at_some_steps(st.booleans()),
 )

@@ -82,14 +82,6 @@ def test_one_node_sends_nothing_across() -> None:
         assert row["sent"]["mean"] > 0
 
 
-def test_owners_in_each_replica_send_nothing_across_nodes() -> None:
-    results = simulate(SMALL.matrices(), UNIFORM, 32, layout="hsdp", owners="replica")
-    assert {row["sent_across"]["most"] for row in results} == {0}
-    # All four replicas do all the work.
-    alone = simulate(SMALL.matrices(), UNIFORM, 8)[0]["gflop"]["mean"]
-    assert all(row["gflop"]["mean"] == pytest.approx(alone, rel=1e-12) for row in results)
-
-
 @pytest.mark.parametrize("layout", ["hsdp", "ddp"])
 def test_each_replica_gets_its_own_copy(layout: str) -> None:
     """Replicas of 2 ranks, or of 1, on nodes of 8."""
@@ -140,7 +132,7 @@ def test_the_table_has_a_row_for_each_world_ownership_and_schedule(
 ) -> None:
     assert main(["simulate", "--model", "llama-3.1-760m", "--ranks", "8", "16"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "Llama-3.1-760M, fsdp, owners: mesh, nodes of 8" in lines[0]
+    assert "Llama-3.1-760M, fsdp, nodes of 8" in lines[0]
     assert "attn_q 6, attn_k 4" in lines[1]
     assert [line.split()[0] for line in lines[5:]] == ["8"] * 4 + ["16"] * 4
     assert len({len(line) for line in lines[4:]}) == 1
@@ -204,9 +196,10 @@ def test_teams_have_rows_and_columns_of_their_own(capsys: pytest.CaptureFixture[
     arguments = ["simulate", "--model", "qwen3-1.7b", "--ranks", "256"]
     assert main([*arguments, "--max-team", "8"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "owners: mesh, teams of at most 8" in lines[0]
+    assert "teams of at most 8" in lines[0]
     assert "teams" in {*lines[4].replace("  ", "\0").split("\0")}
-    assert ["84 of 2" in line for line in lines[5:]] == [False] * 4 + [True] * 4
+    assert ["84x2" in line for line in lines[5:]] == [False] * 4 + [True] * 4
+    assert max(map(len, lines)) <= 100
     assert main([*arguments, "--max-team", "0"]) == 2
     assert "--max-team: found 0" in capsys.readouterr().err
 

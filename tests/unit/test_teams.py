@@ -124,12 +124,6 @@ def test_what_a_rank_holds_whole_is_not_shared() -> None:
     assert len(assign(replicas.matrices, costs[:1], teams=Teams(2))) == 2
 
 
-def test_teams_within_each_replica_are_refused() -> None:
-    model = build("hsdp", torch.arange(4).view(2, 2), [(8, 8)])
-    with pytest.raises(ValueError, match="max_team: found 2 with owners 'replica', expected 1"):
-        assign(model.matrices, [1.0], owners="replica", teams=Teams(2))
-
-
 @pytest.mark.parametrize(
     ("name", "layout", "ranks", "most"),
     [("Qwen3-1.7B", "fsdp", 256, 1.3), ("Llama-3.1-1.4B", "hsdp", 256, 1.3)],
@@ -182,7 +176,7 @@ def test_gram_matrices_are_part_of_the_traffic() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"max_team": 0}, {"max_team": 2.0}, {"max_team": 2, "owners": "replica"}]
+    [{"max_team": 0}, {"max_team": 2.0}]
     + [{"max_team": 2, "ns_backend": name} for name in ("gram", "triton")],
 )
 def test_settings_under_which_nothing_is_shared_are_refused(fields: dict[str, Any]) -> None:

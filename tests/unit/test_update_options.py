@@ -63,8 +63,6 @@ def test_scales(adjust_lr: str, tall: float, wide: float) -> None:
     factor = MuonConfig(adjust_lr=adjust_lr).update_factor
     assert update_scale((16, 4), factor, adjust_lr) == pytest.approx(tall, rel=1e-15)
     assert update_scale((4, 16), factor, adjust_lr) == pytest.approx(wide, rel=1e-15)
-    doubled = MuonConfig(adjust_lr=adjust_lr, update_scale=2 * factor).update_factor
-    assert update_scale((16, 4), doubled, adjust_lr) == pytest.approx(2 * tall, rel=1e-15)
 
 
 def distance(param: Tensor, adjust_lr: str, target: str | Fused) -> float:
@@ -285,19 +283,10 @@ def test_how_bfloat16_is_written_may_change_where_settings_may(was: str, becomes
     assert all(("rounded_off" in each) == (becomes == "master") for each in other.state.values())
 
 
-def test_a_scale_that_is_spelled_out_is_the_same_setting() -> None:
-    state = save()
-    _, optimizer = make_amo(update_scale=0.2)
-    optimizer.load_state_dict(state)
-    assert "update_scale: the checkpoint has 0.2, this run has 0.3" in refusal(
-        state, update_scale=0.3
-    )
-
-
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        *(("adjust_lr", "adamw"), ("update_scale", 0.0), ("cautious_decay", 1)),
+        *(("adjust_lr", "adamw"), ("cautious_decay", 1)),
         *(("bfloat16_params", "kahan"), ("seed", -1)),
     ],
 )

@@ -56,9 +56,7 @@ def held_bytes(config: Any, groups: Groups, shards: int) -> tuple[int, int]:
     for group in groups:
         each = 2 * itemsize  # of AdamW
         if group["algorithm"] == "muon":
-            momentum = (optimizer.amo if optimizer.name == "AMO" else optimizer.muon).momentum_dtype
-            second_moment = torch.float32.itemsize if optimizer.name == "AdaMuon" else 0
-            each = getattr(torch, momentum).itemsize + second_moment
+            each = torch.float32.itemsize * (2 if optimizer.name == "AdaMuon" else 1)
         for _, parameter in group["params"]:
             held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
             params += held * itemsize

@@ -8,7 +8,7 @@ from typing import Any
 from amo_dist.config import sort_operator_types
 from amo_dist.optimizers import root
 from amo_dist.optimizers.named import MUON_SCHEDULES
-from amo_dist.schedule.policies import Policy, TablePolicy, named_policy
+from amo_dist.schedule.policies import Policy, as_policy
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import read_steps
@@ -54,13 +54,13 @@ def _fixed(optimizer: Any, registry: Sequence[MatrixInfo]) -> tuple[Steps, str]:
     policy: Policy
     if name == "Muon" and optimizer.muon.schedule_file:
         path = optimizer.muon.schedule_file
-        policy, origin = TablePolicy(load_schedule_file(path)), f"schedule file {path}"
+        policy, origin = as_policy(load_schedule_file(path)), f"schedule file {path}"
     elif name == "Muon":
         schedule = optimizer.muon.schedule
-        policy, origin = named_policy(schedule), f"schedule {schedule}"
+        policy, origin = as_policy(schedule), f"schedule {schedule}"
     else:
         # AdaMuon orthogonalizes as Muon does where it is given no schedule.
         schedule = MUON_SCHEDULES.get(name, MUON_SCHEDULES["Muon"])
-        policy, origin = named_policy(schedule), f"schedule {schedule} of {name}"
+        policy, origin = as_policy(schedule), f"schedule {schedule} of {name}"
     schedules = policy.schedules(policy.start(), policy.groups(registry), 1)
     return {one: found.num_steps for one, found in schedules.items()}, origin
