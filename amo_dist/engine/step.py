@@ -715,7 +715,7 @@ class Engine:
         return {**counts, **sent}
 
 
-def _copy(sources: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+def _copy(sources: list[Tensor], places: list[Tensor]) -> None:
     """Copy each tensor to its place, if there are any."""
     if places:
         torch._foreach_copy_(places, sources)
