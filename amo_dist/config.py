@@ -124,8 +124,8 @@ class MuonConfig:
     nonfinite: str = "error"
     """On a NaN or inf in a gradient on any rank: ``error``, or ``skip_step`` on all ranks."""
     ns_guard_every: int = 100
-    """Every so many optimizer steps the residual of one orthogonalized matrix is measured, of all
-    matrices in turn, and warned of above 1.1; 0: never."""
+    """Optimizer steps between measurements of the residual of one orthogonalized matrix; all
+    matrices take turns. Above 1.1 it is warned of. 0: never."""
     seed: int = 42
     """Seeds the draw of observed matrices, and stochastic rounding."""
     on_config_change: str = "error"
@@ -192,24 +192,24 @@ class AMOConfig(MuonConfig):
     """
 
     observe_until: int = 1200
-    """``T_obs``: the last observation toward the first plan, and it, come at this step."""
+    """``T_obs``: step of the last observation and of the plan."""
     observe_every: int | None = None
     """Observation interval in optimizer steps; must divide ``observe_until``. None: the divisor
     that makes eight observations, or as near to eight as there is."""
     sample_size: int = 8
-    """Matrices of each operator type drawn for one observation (all, where there are fewer)."""
+    """Matrices of each operator type in one observation; all, where there are fewer."""
     planner: str = "measured"
-    """How to plan. ``measured``: the least squared error of the update, by the spectra of the
-    sampled matrices, within a budget of flops, exactly, and never above the uniform schedule's
-    where ``budget_ratio`` is at least 1. ``paper``: the projected error at a lower bound
-    ``ell_target`` within a budget of steps, by the AMO paper's greedy passes, which can starve a
+    """What a plan minimises. ``measured``: the squared error of the update on the spectra of the
+    sampled matrices, exactly, within a budget of flops; with a ``budget_ratio`` of 1 or more it is
+    never above the uniform schedule's. ``paper``: the projected error at a lower bound
+    ``ell_target``, within a budget of steps, by the AMO paper's greedy passes, which can starve a
     type."""
     shrinkage: float = 0.7
-    """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]. Of the
-    ``paper`` alone."""
+    """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]. For
+    ``planner = paper`` alone."""
     transition_steps: int = 300
-    """``Delta``: optimizer steps from the uniform schedule, or the plan before, to a plan; at least
-    1."""
+    """``Delta``: optimizer steps from the uniform schedule, or the last plan, to the new plan; at
+    least 1."""
     base_steps: int = 5
     """``T_base``: Newton-Schulz steps of every operator type before the first plan."""
     base_ell: float = 1e-3
@@ -229,8 +229,8 @@ class AMOConfig(MuonConfig):
     observe_only: bool = False
     """Observe and record, but never plan: the uniform schedule stays for the whole run."""
     replan_every: int = 0
-    """Plan anew so many optimizer steps after each plan, from observations since its lock, and
-    glide there from the plan before; 0: plan once."""
+    """Optimizer steps from one plan to the next, which is made from the observations since the
+    lock; 0: plan once."""
 
     def __post_init__(self) -> None:
         # The zero-argument form of super() fails here: slots=True makes a second class.
