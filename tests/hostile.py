@@ -135,7 +135,7 @@ STARTS: dict[str, list[list[str]]] = {
     "quickstart": [[]],
     "train": [[QUICKSTART]],
     "paper compare": [["scores.json", "--no-test"]],
-    "paper evaluate": [["run", "--tasks", "sciq"]],
+    "evaluate": [["run", "--tasks", "sciq"]],
     "paper experiments list": [[]],
     "paper experiments show": [["ell"]],
     "paper experiments run": [["ell", "--small", "--out", "new"], ["ell", "--dry-run"]],
@@ -266,8 +266,8 @@ def stopped() -> Iterator[None]:
     import torchtitan_ext.train
     from amo_dist.tools.doctor import site
     from torchtitan_ext.data import files
-    from torchtitan_ext.paper import evaluate, runner
-    from torchtitan_ext.tools import export, launch, preflight_here, quickstart, train
+    from torchtitan_ext.paper import runner
+    from torchtitan_ext.tools import evaluate, export, launch, preflight_here, quickstart, train
 
     def reach(*_: Any, **__: Any) -> Any:
         raise Reached

@@ -12,13 +12,19 @@ from amo_dist.tools.cli import add_commands
 from amo_dist.tools.command import Parser, run_command
 from torchtitan_ext.data.files import DataError
 from torchtitan_ext.paper import cli as paper
-from torchtitan_ext.tools import export, preflight, quickstart, report, tokenize, train, watch
+from torchtitan_ext.tools import (
+    evaluate,
+    export,
+    preflight,
+    quickstart,
+    report,
+    tokenize,
+    train,
+    watch,
+)
 
 TITAN = ("torchtitan", "torchdata", "tiktoken", "tyro")
 """What comes with the extra ``titan``; commands that plan, simulate, watch or report do without."""
-
-MOVED = ("compare", "evaluate", "experiments", "static-schedule")
-"""Commands that are now commands of ``amo paper``."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -30,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
         description="Adaptive Muon Orthogonalization.",
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    tools: Sequence[Any] = (quickstart, train, preflight, tokenize, report, watch, export)
+    tools: Sequence[Any] = (quickstart, train, preflight, tokenize, report, watch, export, evaluate)
     for tool in tools:
         tool.add_command(subparsers)
     add_commands(subparsers)
@@ -49,9 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         be read now (told in one line), or the command's own.
     """
     arguments = sys.argv[1:] if argv is None else argv
-    if arguments and arguments[0] in MOVED:
-        print(f"error: amo {arguments[0]}: now `amo paper {arguments[0]}`", file=sys.stderr)
-        return 2
     try:
         return run_command(build_parser(), arguments)
     except DataError as error:

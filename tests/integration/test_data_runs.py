@@ -10,7 +10,7 @@ import pytest
 
 from tests.integration import titan_ranks
 from torchtitan_ext.data.files import find_files
-from torchtitan_ext.plugin.run_files import read_metrics
+from torchtitan_ext.runs.run_files import read_metrics
 from torchtitan_ext.tools.report.data import load_one
 
 pytestmark = pytest.mark.slow

@@ -22,11 +22,10 @@ with warnings.catch_warnings():
 import torch.distributed.checkpoint as dcp
 
 from torchtitan_ext.data.tokenizers import ByteTokenizer
-from torchtitan_ext.paper import evaluate
-from torchtitan_ext.paper.results import PAPER_TASKS, read_results
 from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.old_checkpoints import old_name
-from torchtitan_ext.tools import export
+from torchtitan_ext.runs.results import PAPER_TASKS, read_results
+from torchtitan_ext.tools import evaluate, export
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers (extra `eval`)"
@@ -298,7 +297,7 @@ def test_the_harness_scores_a_checkpoint(tmp_path: Path) -> None:
     include = make_task(tmp_path / "tasks")
     # A process of its own: the harness configures logging and seeds of whoever calls it.
     command = [
-        *(sys.executable, "-m", "torchtitan_ext", "paper", "evaluate"),
+        *(sys.executable, "-m", "torchtitan_ext", "evaluate"),
         *(str(checkpoint), "--tasks", "sums"),
         *("--include-path", str(include), "--batch-size", "4", "--max-length", "256"),
         *("--device", "cpu", "--model", "Tiny"),

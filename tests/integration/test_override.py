@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.titan_ranks import Job, Run, Server, assert_same_end
-from torchtitan_ext.plugin.run_files import read_plan
+from torchtitan_ext.runs.run_files import read_plan
 
 pytestmark = pytest.mark.slow
 

@@ -23,7 +23,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
-from torchtitan_ext.plugin.run_files import read_metrics
+from torchtitan_ext.runs.run_files import read_metrics
 
 ROOT = Path(__file__).parents[2]
 

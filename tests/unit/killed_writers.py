@@ -22,12 +22,14 @@ import numpy as np
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.planning import plan_allocation
+from amo_dist.tools import records
 from torchtitan_ext.data import shards
-from torchtitan_ext.paper import evaluate, static_schedule
-from torchtitan_ext.paper.results import read_results
-from torchtitan_ext.plugin import run_files
+from torchtitan_ext.paper import static_schedule
 from torchtitan_ext.plugin.geometry import GeometryLog
-from torchtitan_ext.tools import runs, watch
+from torchtitan_ext.runs import folder as runs
+from torchtitan_ext.runs import run_files
+from torchtitan_ext.runs.results import read_results
+from torchtitan_ext.tools import evaluate, watch
 from torchtitan_ext.tools.report import data
 
 CALLS = ("open", "write", "fsync", "replace", "rename", "unlink", "truncate", "ftruncate")
@@ -164,8 +166,8 @@ def problems(folder: Path, num_steps: int, name: str) -> list[str]:
             found.append(f"{what}: {type(error).__name__}: {error}")
 
     def steps(file: str, times: int = 1) -> list[int]:
-        records = run_files.read_records(folder / file)
-        return [one["step"] for one in records if run_files.VALIDATION not in one][::times]
+        found = records.read_records(folder / file)
+        return [one["step"] for one in found if run_files.VALIDATION not in one][::times]
 
     kept = [*range(1, num_steps + 1)]
     expect("metrics", lambda: steps("metrics.jsonl")[:num_steps] == kept)

@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     import torchtitan_ext.plugin.trainer  # noqa: F401
 
 import amo_dist.tools.cli
+from amo_dist import CheckpointWriter
 from torchtitan_ext import cli
-from torchtitan_ext.paper import evaluate
-from torchtitan_ext.plugin.run_files import find_checkpoint, save_config
+from torchtitan_ext.plugin import models
+from torchtitan_ext.runs.run_files import find_checkpoint, save_config
+from torchtitan_ext.tools import evaluate, export
 
 
 @pytest.mark.parametrize(
@@ -55,7 +59,7 @@ def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path, name: 
     assert find_checkpoint(one) == one
 
 
-@pytest.mark.parametrize("command", [["export", "-o", "out"], ["paper", "evaluate"]])
+@pytest.mark.parametrize("command", [["export", "-o", "out"], ["evaluate"]])
 def test_a_folder_without_a_checkpoint_is_told(
     tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -63,6 +67,33 @@ def test_a_folder_without_a_checkpoint_is_told(
     told = capsys.readouterr().err
     assert told.startswith(f"error: checkpoint: found no complete one in {tmp_path}, expected ")
     assert told.count("\n") == 1
+
+
+SOURCE = export.Source("llama3", "quickstart", "byte", "", "AMO")
+
+
+def test_an_export_goes_into_no_folder_of_other_files(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    (tmp_path / "notes.txt").touch()
+    with pytest.raises(ValueError, match=r"--output: found .* holds files but no exported model"):
+        export.export(tmp_path / "gone", tmp_path, SOURCE)
+    (tmp_path / "config.json").touch()  # of an earlier export, beside which notes may lie
+    with pytest.raises(ValueError, match="checkpoint: found no"):
+        export.export(tmp_path / "gone", tmp_path, SOURCE)
+
+
+def test_a_damaged_checkpoint_is_told_in_a_line(tmp_path: Path) -> None:
+    with torch.device("meta"):
+        model = models.spec(models.Model(name="llama3", flavor="quickstart")).model.build()
+    weights = {name: torch.zeros(one.shape) for name, one in model.state_dict().items()}
+    folder = tmp_path / "step-1"
+    dcp.save(weights, storage_writer=CheckpointWriter(folder), no_dist=True)
+    (data,) = folder.glob("*.distcp")
+    data.write_bytes(b"\x80\x04" + bytes(data.stat().st_size - 2))
+    with pytest.raises(ValueError, match=f"checkpoint: {folder}: ") as caught:
+        export.load(folder, SOURCE)
+    assert len(str(caught.value).splitlines()) == 1
+    assert "Traceback" not in str(caught.value)
 
 
 class Unreached(Exception):
@@ -103,7 +134,7 @@ def test_an_evaluation_without_network_ends_in_one_line(
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(evaluate, "_harness", lambda: offline(error))
     names = ["--tasks", "sciq", "--model", "m", "--optimizer", "AMO"]
-    assert cli.main(["paper", "evaluate", str(tmp_path), *names]) == 2
+    assert cli.main(["evaluate", str(tmp_path), *names]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: --tasks: the data of sciq is not on this machine")
     assert told.count("\n") == 1
@@ -116,7 +147,7 @@ def test_another_failure_of_an_evaluation_keeps_its_traceback(
     monkeypatch.setattr(evaluate, "_harness", lambda: offline(ZeroDivisionError("deep down")))
     names = ["--tasks=sciq", "--model=m", "--optimizer=AMO"]
     with pytest.raises(Unreached):
-        cli.main(["paper", "evaluate", str(tmp_path), *names])
+        cli.main(["evaluate", str(tmp_path), *names])
 
 
 # ------------------------------------------------------------------ tokenize

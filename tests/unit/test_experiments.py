@@ -398,7 +398,7 @@ def test_evaluation_asks_for_checkpoints(
     assert amo("evaluate", "budget-control", "--small", "--out", str(tmp_path), "--dry-run") == 0
     lines = capsys.readouterr().out.splitlines()
     assert len([line for line in lines if "no checkpoint of step 120 yet" in line]) == 4
-    (line,) = [line for line in lines if line.startswith("amo paper evaluate")]
+    (line,) = [line for line in lines if line.startswith("amo evaluate")]
     arguments = cli.build_parser().parse_args(shlex.split(line)[1:])
     assert arguments.checkpoint == checkpoint
     assert arguments.output == jobs[1].results(None)

@@ -19,10 +19,11 @@ from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.types import MatrixInfo
+from amo_dist.tools import run_log
+from amo_dist.tools.records import read_records
 from tests.held import Held
-from torchtitan_ext.plugin import console, run_files
-from torchtitan_ext.plugin.optimizers import Report
-from torchtitan_ext.plugin.run_files import read_records
+from torchtitan_ext.plugin import console
+from torchtitan_ext.runs import run_files
 
 
 def dims(replicate: int = 1, shard: int = 1, cp: int = 1) -> SimpleNamespace:
@@ -96,7 +97,7 @@ def test_phases_are_told_from_their_first_steps_on_whatever_is_logged_and_resume
         step = latest - ago
         return "locked" if step >= 15 else "transition", {"attn_q": 5 + (step >= 13)}
 
-    monkeypatch.setattr(metrics.optimizers, "in_force", in_force)
+    monkeypatch.setattr(run_log, "in_force", in_force)
     told = []
     for latest in (12, 14, 16):
         processor.should_log(latest)
@@ -232,7 +233,7 @@ def test_a_plan_that_is_made_is_written_with_the_next_log(
 ) -> None:
     processor.should_log(2)
     assert not (tmp_path / "plan.json").exists()
-    monkeypatch.setattr(metrics.optimizers, "report", lambda _: Report(plan="{}"))
+    monkeypatch.setattr(run_log, "report", lambda _: run_log.Report(plan="{}"))
     processor.now += 1.0
     log(processor, 2)
     assert (tmp_path / "plan.json").read_text() == "{}\n"

@@ -22,6 +22,7 @@ from torchtitan.models.common.attention import FusedQKVLinear
 from torchtitan.models.common.linear import Linear
 
 from amo_dist import AMOConfig
+from amo_dist.tools import run_log
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
 
 AMO_FIELDS = AMOConfig(observe_every=1, observe_until=2, transition_steps=2, ns_dtype="float32")
@@ -134,7 +135,7 @@ def test_other_optimizers_are_torchtitans_own(name: str) -> None:
     container = build([model()], config(name))
     assert type(container) is titan.OptimizersContainer
     train(container, 1)
-    assert optimizers.report(container) == optimizers.Report()
+    assert run_log.report(None) == run_log.Report()
     assert container.clock.take() > 0
     assert container.clock.take() == 0
 
@@ -142,11 +143,11 @@ def test_other_optimizers_are_torchtitans_own(name: str) -> None:
 def test_the_report_tells_phase_steps_and_plan() -> None:
     container = build([model()])
     train(container, 1)
-    report = optimizers.report(container)
+    report = run_log.report(container.optimizer)
     assert (report.phase, report.plan) == ("observation", None)
     assert report.num_steps_by_type == {"attn_q": 5}
     train(container, 3, first=1)
-    report = optimizers.report(container)
+    report = run_log.report(container.optimizer)
     assert report.phase == "locked"
     assert '"attn_q"' in str(report.plan)
     assert {"amo/ell/attn_q", "optimizer/observe_seconds"} <= report.metrics.keys()
@@ -233,7 +234,7 @@ def test_a_fused_projection_is_stepped_as_the_three_it_holds() -> None:
         for parameter in part.parameters():
             parameter.grad = parameter.detach().clone()
         container.step()
-    types = optimizers.report(containers[0]).num_steps_by_type
+    types = run_log.report(containers[0].optimizer).num_steps_by_type
     assert types.keys() == {"attn_q", "attn_k", "attn_v"}
     for name, key in names.items():
         expected = apart.state_dict()[f"layers.0.attention.{name}"]
@@ -254,7 +255,7 @@ def test_a_schedule_file_sets_the_steps_of_each_type() -> None:
         for param in group["params"]:
             param.grad = torch.ones_like(param)
     container.step()
-    assert optimizers.report(container).num_steps_by_type == {"attn_q": 6}
+    assert run_log.report(container.optimizer).num_steps_by_type == {"attn_q": 6}
 
 
 @pytest.mark.parametrize(

@@ -18,10 +18,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     from torchtitan_ext.plugin.metrics import line_tail
 
+from amo_dist.tools.records import read_records
 from torchtitan_ext import cli
-from torchtitan_ext.plugin.run_files import RunFiles, lock, read_records, require_unlocked
+from torchtitan_ext.runs.folder import RunFolder, changes
+from torchtitan_ext.runs.run_files import RunFiles, lock, require_unlocked
 from torchtitan_ext.tools import quickstart
-from torchtitan_ext.tools.runs import RunFolder, changes
 
 CONFIG: dict[str, Any] = {
     "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},

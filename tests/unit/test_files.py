@@ -14,14 +14,14 @@ from pathlib import Path
 
 import pytest
 
+from amo_dist.tools import files, records
 from tests.source_tree import ROOT, sources
-from torchtitan_ext import files
-from torchtitan_ext.plugin import run_files
-from torchtitan_ext.tools.runs import RunFolder
+from torchtitan_ext.runs import run_files
+from torchtitan_ext.runs.folder import RunFolder
 
 WRITES_ELSEWHERE = {
-    "torchtitan_ext/files.py",  # the one that is meant
-    "torchtitan_ext/plugin/run_files.py",  # the lock, whose file must stay the same
+    "amo_dist/tools/files.py",  # the one that is meant
+    "torchtitan_ext/runs/run_files.py",  # the lock, whose file must stay the same
     "torchtitan_ext/tools/export.py",  # into a scratch folder, which is moved
     "torchtitan_ext/tools/launch.py",  # what torchrun writes to standard error
     "torchtitan_ext/data/pack.py",  # the lock, which holds nothing
@@ -111,9 +111,9 @@ def test_a_stray_byte_does_not_keep_a_run_from_going_on(
     path.write_bytes(content)
     if line != b"{}":  # an object, if of another kind
         with pytest.raises(ValueError, match=r"metrics\.jsonl, line 2: "):
-            run_files.read_records(path)
+            records.read_records(path)
     with caplog.at_level(logging.WARNING):
-        run_files.drop_from(path, 3)
+        records.drop_from(path, 3)
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n'
     if line != b"{}":
         assert "metrics.jsonl, line 2: " in caplog.text
@@ -130,7 +130,7 @@ def test_a_broken_file_of_a_run_is_named_with_its_path(tmp_path: Path) -> None:
         run_files.read_plan(tmp_path)
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(ValueError, match=r"metrics\.jsonl: cannot be read: Is a directory"):
-        run_files.read_records(tmp_path / "metrics.jsonl")
+        records.read_records(tmp_path / "metrics.jsonl")
     (tmp_path / "lock").mkdir()
     with pytest.raises(ValueError, match=r"dump_folder: cannot write .*lock: Is a directory"):
         run_files.RunFiles(tmp_path)

@@ -70,15 +70,6 @@ def test_a_reader_that_has_seen_enough_is_no_failure(arguments: list[str], tmp_p
     assert (done.returncode, done.stderr) == (0, "")
 
 
-@pytest.mark.parametrize("name", cli.MOVED)
-def test_an_old_name_of_a_command_says_the_new_one(
-    name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main([name, "x"]) == 2
-    assert capsys.readouterr().err == f"error: amo {name}: now `amo paper {name}`\n"
-    assert cli.main(["paper", name, "--help"]) == 0
-
-
 WITHOUT = """
 import sys
 for name in ("torchtitan", "torchdata", "tiktoken", "tyro"):

@@ -14,7 +14,8 @@ with warnings.catch_warnings():
 from amo_dist import AMOConfig
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.planning import plan_allocation
-from torchtitan_ext.tools import quickstart, runs
+from torchtitan_ext.runs import folder as runs
+from torchtitan_ext.tools import quickstart
 
 
 @pytest.mark.parametrize(

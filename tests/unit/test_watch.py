@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from torchtitan_ext.plugin.run_files import Metrics
+from torchtitan_ext.runs.run_files import Metrics
 from torchtitan_ext.tools import watch
 
 TYPES = ("attn_q", "mlp_down")

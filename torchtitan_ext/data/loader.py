@@ -28,7 +28,7 @@ from torchtitan_ext.data.order import Mixture, shuffled
 from torchtitan_ext.data.pack import Options, tokenize, with_bar
 from torchtitan_ext.data.shards import Corpus, read_index
 from torchtitan_ext.data.tokenizers import identity
-from torchtitan_ext.differences import differences
+from torchtitan_ext.runs.differences import differences
 
 logger = logging.getLogger(__name__)
 

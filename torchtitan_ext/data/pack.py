@@ -34,7 +34,7 @@ from torchtitan_ext.data.shards import (
     write_index,
     write_shard,
 )
-from torchtitan_ext.differences import differences
+from torchtitan_ext.runs.differences import differences
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from amo_dist.tools.command import Subparsers
-from torchtitan_ext.paper import results as results_module
-from torchtitan_ext.paper.results import Result
+from torchtitan_ext.runs import results as results_module
+from torchtitan_ext.runs.results import Result
 
 SIGNIFICANT = 0.05
 """Corrected p-values below this are marked."""
@@ -45,7 +45,7 @@ def compare(
     """Compare one optimizer with others over the models that both were evaluated on.
 
     Args:
-        results: As :func:`torchtitan_ext.paper.results.read_results` checks them.
+        results: As :func:`torchtitan_ext.runs.results.read_results` checks them.
         candidate: The optimizer that is asked to be better.
         baselines: The optimizers it is compared with; all others by default.
 
@@ -154,9 +154,7 @@ def add_command(subparsers: Subparsers) -> None:
         "optimizer beats the others.",
         epilog="example: amo paper compare results/*.json --baseline Muon-KJ --baseline Muon-PE",
     )
-    parser.add_argument(
-        "results", nargs="+", help="results files, as `amo paper evaluate` writes them"
-    )
+    parser.add_argument("results", nargs="+", help="results files, as `amo evaluate` writes them")
     parser.add_argument(
         "--candidate", default="AMO", help="the optimizer to test (default %(default)s)"
     )

@@ -7,12 +7,12 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+from amo_dist.tools import files
 from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
-from torchtitan_ext import files
 from torchtitan_ext.paper import gather, runner
 from torchtitan_ext.paper.catalog import EXPERIMENTS, Experiment, experiment_named
 from torchtitan_ext.paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
-from torchtitan_ext.tools.runs import num_ranks
+from torchtitan_ext.runs.folder import num_ranks
 
 DESCRIPTION = """The experiments of the AMO paper.
 
@@ -51,7 +51,7 @@ def add_command(subparsers: Subparsers) -> None:
         "--results", metavar="FILE", help="also write a file for `amo paper compare`"
     )
     evaluate = _add(actions, "evaluate", "evaluate what is complete and not evaluated", _evaluate)
-    evaluate.add_argument("--tasks", default="paper", help="as `amo paper evaluate`, default paper")
+    evaluate.add_argument("--tasks", default="paper", help="as `amo evaluate`, default paper")
     evaluate.add_argument("--dry-run", action="store_true", help="only print the commands")
 
 
@@ -157,7 +157,7 @@ def _gather(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from torchtitan_ext.paper import evaluate
+    from torchtitan_ext.tools import evaluate
 
     experiment, place = selection(args)
     for row in experiment.rows:
@@ -168,7 +168,7 @@ def _evaluate(args: argparse.Namespace) -> int:
         if not (checkpoint / ".metadata").exists():
             print(f"# {job.folder.name}: no checkpoint of step {job.step_of(row.step)} yet")
             continue
-        print(f"amo paper evaluate {checkpoint} --tasks {args.tasks} --output {output}", flush=True)
+        print(f"amo evaluate {checkpoint} --tasks {args.tasks} --output {output}", flush=True)
         if not args.dry_run:
             request = evaluate.Request(checkpoint=checkpoint, tasks=args.tasks)
             # Not the row's: a run that belongs to several tables has one results file.

@@ -13,10 +13,10 @@ from amo_dist.schedule.plan import PLAN_FILE, Plan
 from torchtitan_ext.paper import runner
 from torchtitan_ext.paper.catalog import Experiment, Row
 from torchtitan_ext.paper.resolve import ROOT, Job, Place, resolve
-from torchtitan_ext.paper.results import SHORT, Result, markdown, read_results, sort_tasks
-from torchtitan_ext.plugin.run_files import GEOMETRY_FILE, read_metrics
-from torchtitan_ext.tools import costs
-from torchtitan_ext.tools.costs import Records
+from torchtitan_ext.runs import costs
+from torchtitan_ext.runs.costs import Records
+from torchtitan_ext.runs.results import SHORT, Result, markdown, read_results, sort_tasks
+from torchtitan_ext.runs.run_files import GEOMETRY_FILE, read_metrics
 
 NOTHING = "-"
 """Cell of a number that is not there yet."""

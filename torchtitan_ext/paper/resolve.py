@@ -15,7 +15,7 @@ from amo_dist.schedule.schedule_file import read_toml
 from torchtitan_ext import learning_rate
 from torchtitan_ext.paper import catalog
 from torchtitan_ext.paper.catalog import MODELS, Run, Value
-from torchtitan_ext.plugin.run_files import GEOMETRY_FILE
+from torchtitan_ext.runs.run_files import GEOMETRY_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository; relative paths of commands are relative to it."""

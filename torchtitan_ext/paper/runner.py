@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan_ext.paper.resolve import GPUS_PER_NODE, ROOT, Config, Job
-from torchtitan_ext.plugin import run_files
-from torchtitan_ext.tools import runs
+from torchtitan_ext.runs import folder as runs
+from torchtitan_ext.runs import run_files
 
 LAUNCHER = ROOT / "launch" / "train.slurm"
 """Starts one run; its demands on Slurm are those of an array's tasks too."""

@@ -21,7 +21,7 @@ from amo_dist import CheckpointWriter
 from amo_dist.state.storage import find_damage
 from torchtitan_ext.plugin import hyperparameters, old_checkpoints
 from torchtitan_ext.plugin.optimizers import check_last_update
-from torchtitan_ext.plugin.run_files import COMPLETE_FILES, checkpoints, complete_steps
+from torchtitan_ext.runs.run_files import COMPLETE_FILES, checkpoints, complete_steps
 
 logger = logging.getLogger(__name__)
 

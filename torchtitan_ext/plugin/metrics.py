@@ -14,14 +14,14 @@ import torch
 import torchtitan.components.metrics as titan
 
 from amo_dist.distributed.agreement import control_device, max_over, slowest, world_group
-from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan_table import plan_table
+from amo_dist.tools import run_log
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import geometry, optimizers
 from torchtitan_ext.plugin.console import duration
 from torchtitan_ext.plugin.machine import cpu_is_needed, resident_peak
-from torchtitan_ext.plugin.run_files import RunFiles
+from torchtitan_ext.runs.run_files import RunFiles
 
 progress = logging.getLogger("torchtitan_ext.progress")
 """Lines for the one who watches; see :mod:`torchtitan_ext.plugin.console`."""
@@ -132,7 +132,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         extra_metrics: dict[str, Any] | None = None,
     ) -> None:
         """Log one step everywhere; arguments as in torchtitan."""
-        report = optimizers.report(self.optimizers)
+        report = run_log.report(self._optimizer)
         seconds = time.perf_counter() - self.time_last_log
         num_steps = max(step - self._logged_step, 1)
         clock = getattr(self.optimizers, "clock", None)
@@ -144,12 +144,10 @@ class MetricsProcessor(titan.MetricsProcessor):
         num_tokens = step * self.tokens_per_step
         extra_metrics = {**(extra_metrics or {}), "n_tokens_seen": num_tokens}
         rates = (rate for name, rate in extra_metrics.items() if name.startswith("lr/"))
-        policy = getattr(self._optimizer, "policy", None)
-        amo = policy.config if isinstance(policy, AMOPolicy) else None
         record = {
             "step": step,
             "training_steps": self._num_steps,
-            "lock_step": None if amo is None or amo.observe_only else amo.lock_step,
+            "lock_step": report.lock_step,
             "loss": global_avg_loss,
             "max_loss": global_max_loss,
             "grad_norm": grad_norm,
@@ -216,16 +214,8 @@ class MetricsProcessor(titan.MetricsProcessor):
 
     def _changes(self, logged: int) -> list[dict[str, Any]]:
         """Steps since the last record from which on phase or Newton-Schulz steps are others."""
-        if self._files is None:
-            return []
-        last = self._files.last or {"step": 0}
-        before, found = (last.get("phase"), last.get("num_steps_by_type")), []
-        for step in range(last["step"] + 1, logged + 1):
-            now = optimizers.in_force(self.optimizers, logged - step)
-            if now != before:
-                found.append({"step": step, "phase": now[0], "num_steps_by_type": now[1]})
-            before = now
-        return found
+        files = self._files
+        return [] if files is None else run_log.changes(self._optimizer, files.last, logged)
 
     def _take_data_seconds(self) -> float:
         """Seconds waited for data since the last log, in each step those of its slowest rank.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib
+import re
 import shutil
 import tempfile
 import warnings
@@ -18,8 +19,8 @@ from typing import Any
 
 from amo_dist.schedule.fields import fail
 from amo_dist.tools.command import Subparsers
-from torchtitan_ext.plugin.run_files import RUN_FILE, find_checkpoint, read_config
-from torchtitan_ext.tools import runs
+from torchtitan_ext.runs import folder as runs
+from torchtitan_ext.runs.run_files import RUN_FILE, find_checkpoint, read_config
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -100,9 +101,11 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
         dtype: Of the written weights.
 
     Raises:
-        ValueError: The model is unknown or not dense, the checkpoint lacks weights or is none, the
-            tokenizer is missing, or ``transformers`` is not installed.
+        ValueError: The model is unknown or not dense, the checkpoint lacks weights, is damaged or
+            none, the tokenizer is missing, ``output`` holds other files than those of an export, or
+            ``transformers`` is not installed.
     """
+    _require_own(output)
     require_transformers()
     assets = None if source.tokenizer == "byte" else _tokenizer_folder(source.assets)
     model = load(checkpoint, source, dtype)
@@ -123,6 +126,21 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
         (output / "config.json").unlink(missing_ok=True)
         for file in sorted(scratch.iterdir(), key=lambda file: file.name == "config.json"):
             file.replace(output / file.name)
+
+
+def _require_own(output: Path) -> None:
+    """A mistyped path, such as ``/``, gets no files among those that it holds."""
+    if not output.is_dir() or (output / "config.json").is_file():
+        return
+    # What an export leaves that was killed amid its last moves.
+    left = re.compile(
+        r"\.export-.*|(generation_)?config\.json|model.*\.(safetensors|json)|.*\.jinja"
+    )
+    if any(not left.fullmatch(p.name) and p.name not in TOKENIZER_FILES for p in output.iterdir()):
+        raise ValueError(
+            f"--output: found {output}, which holds files but no exported model; expected a new or "
+            "empty folder"
+        )
 
 
 def require_transformers() -> Any:
@@ -180,6 +198,7 @@ def load(checkpoint: Path, source: Source, dtype: str = "float32") -> Any:
 def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]]:
     """Model config, state-dict adapter and the weights, under torchtitan's names."""
     import torch
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
     from amo_dist import CheckpointReader
@@ -199,7 +218,11 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
     saved = _saved(checkpoint, weights)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
-        load_checkpoint(saved, storage_reader=CheckpointReader(checkpoint), no_dist=True)
+        try:
+            load_checkpoint(saved, storage_reader=CheckpointReader(checkpoint), no_dist=True)
+        except CheckpointException as error:  # with the stack of each failure in its text
+            reasons = dict.fromkeys(str(reason) for reason, _ in error.failures.values())
+            raise ValueError(f"checkpoint: {checkpoint}: {'; '.join(reasons)}") from None
     return spec.model, spec.state_dict_adapter(spec.model, None), weights
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from amo_dist.distributed.absence import DID_NOT_ANSWER
 from torchtitan_ext import train
-from torchtitan_ext.tools import runs
+from torchtitan_ext.runs import folder as runs
 
 
 def grace(config: Any) -> int:

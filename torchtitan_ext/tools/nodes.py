@@ -129,7 +129,7 @@ def _prepare(arguments: Sequence[str]) -> Any:
     if not Path(arguments[0]).is_file():
         raise ValueError(f"CONFIG: found no config {arguments[0]} in {Path.cwd()}")
     node = Node.of(os.environ)
-    from torchtitan_ext.plugin.run_files import complete_steps
+    from torchtitan_ext.runs.run_files import complete_steps
     from torchtitan_ext.tools import launch, preflight_checks
 
     command = ["--job.config_file", *arguments]

@@ -18,7 +18,8 @@ from amo_dist.tools.command import MOST_WORLD, Subparsers, positive, print_text,
 from amo_dist.tools.simulate import OWNERSHIPS, StepCost, lay_out
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import machine
-from torchtitan_ext.tools import preflight_memory, preflight_report, preflight_schedule, runs
+from torchtitan_ext.runs import folder as runs
+from torchtitan_ext.tools import preflight_memory, preflight_report, preflight_schedule
 
 
 def add_command(subparsers: Subparsers) -> None:

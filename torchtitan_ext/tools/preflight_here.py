@@ -16,7 +16,7 @@ from torchtitan.hf_datasets import text_datasets as titan
 
 from torchtitan_ext.data.files import find_files
 from torchtitan_ext.data.loader import DATASETS, named_for, open_packed, paths
-from torchtitan_ext.plugin.run_files import checkpoints
+from torchtitan_ext.runs.run_files import checkpoints
 
 HUB = "https://huggingface.co"
 HUB_SECONDS = 5.0

@@ -9,14 +9,11 @@ from typing import Any
 
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
+from amo_dist.tools.records import METRICS_FILE
 from torchtitan_ext.data.loader import tokenize_first
-from torchtitan_ext.plugin.run_files import (
-    METRICS_FILE,
-    read_metrics,
-    read_plan,
-    require_unlocked,
-)
-from torchtitan_ext.tools import launch, runs, train
+from torchtitan_ext.runs import folder as runs
+from torchtitan_ext.runs.run_files import read_metrics, read_plan, require_unlocked
+from torchtitan_ext.tools import launch, train
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 

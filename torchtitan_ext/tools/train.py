@@ -15,7 +15,7 @@ from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
 from torchtitan_ext import train
 from torchtitan_ext.data.loader import tokenize_first
 from torchtitan_ext.plugin import machine
-from torchtitan_ext.plugin.run_files import require_unlocked
+from torchtitan_ext.runs.run_files import require_unlocked
 from torchtitan_ext.tools import launch
 from torchtitan_ext.tools.preflight_memory import checkpoint_sizes, groups_of, meta_model
 

@@ -16,8 +16,8 @@ from typing import Any, TextIO
 from amo_dist.config import sort_operator_types
 from amo_dist.tools.command import Subparsers, positive, printable
 from torchtitan_ext.plugin.console import duration
-from torchtitan_ext.plugin.run_files import Metrics, read_metrics
-from torchtitan_ext.tools import costs
+from torchtitan_ext.runs import costs
+from torchtitan_ext.runs.run_files import Metrics, read_metrics
 
 Record = Mapping[str, Any]
 

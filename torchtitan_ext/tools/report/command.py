@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.plan_table import OBJECTIVES, starved
+from amo_dist.tools import files
 from amo_dist.tools.command import Subparsers
-from torchtitan_ext import files
-from torchtitan_ext.tools import costs
+from torchtitan_ext.runs import costs
 from torchtitan_ext.tools.report import data, figures, page, style
 from torchtitan_ext.tools.report.data import Run
 from torchtitan_ext.tools.report.page import Headline, Picture, Section, Table

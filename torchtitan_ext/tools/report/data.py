@@ -16,18 +16,17 @@ from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.grouping import group_matrices
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.types import MatrixInfo
-from torchtitan_ext.plugin.run_files import (
+from amo_dist.tools.records import METRICS_FILE, read_records
+from torchtitan_ext.runs import costs
+from torchtitan_ext.runs.costs import Records
+from torchtitan_ext.runs.run_files import (
     GEOMETRY_FILE,
-    METRICS_FILE,
     NUMBER,
     check_fields,
     read_config,
     read_metrics,
     read_plan,
-    read_records,
 )
-from torchtitan_ext.tools import costs
-from torchtitan_ext.tools.costs import Records
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext import files
+from amo_dist.tools import files
 
 TEMPLATE = Path(__file__).with_name("page.html")
 

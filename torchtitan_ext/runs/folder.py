@@ -10,9 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext import files
-from torchtitan_ext.differences import differences
-from torchtitan_ext.plugin.run_files import (
+from amo_dist.tools import files
+from torchtitan_ext.runs.differences import differences
+from torchtitan_ext.runs.run_files import (
     LOCK_FILE,
     RUN_FILE,
     complete_steps,

@@ -1,7 +1,7 @@
-"""``amo paper evaluate``: the scores of a checkpoint in lm-evaluation-harness.
+"""``amo evaluate``: the scores of a checkpoint in lm-evaluation-harness.
 
 Needs the extra ``eval``. Tasks, prompts, few-shot examples and decoding are the harness's own; the
-tasks of the AMO paper are in :mod:`torchtitan_ext.paper.results`. What the paper leaves open is
+tasks of the AMO paper are in :mod:`torchtitan_ext.runs.results`. What the paper leaves open is
 settled so: no leading token is put before a text, for there is none in training; and the model sees
 up to 4096 tokens, because MMLU-Pro asks for up to 2048 on top of its examples.
 """
@@ -20,10 +20,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.tools import files
 from amo_dist.tools.command import Subparsers, whole
-from torchtitan_ext import files
-from torchtitan_ext.paper.results import PAPER_TASKS, Result, score_table, sort_tasks
-from torchtitan_ext.plugin.run_files import checkpoint_step, find_checkpoint
+from torchtitan_ext.runs.results import PAPER_TASKS, Result, score_table, sort_tasks
+from torchtitan_ext.runs.run_files import checkpoint_step, find_checkpoint
 from torchtitan_ext.tools import export
 
 _FALLBACK_METRICS = ("acc,none", "exact_match,none")
@@ -78,7 +78,7 @@ def evaluate(request: Request, model: str, optimizer: str) -> dict[str, Any]:
         optimizer: Name of the row in tables.
 
     Returns:
-        A results record as in :mod:`torchtitan_ext.paper.results`, with further keys.
+        A results record as in :mod:`torchtitan_ext.runs.results`, with further keys.
 
     Raises:
         ValueError: The harness is not installed, a task is unknown or gives no score, or as

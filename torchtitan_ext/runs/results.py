@@ -5,8 +5,8 @@ A results file holds one JSON object, or a list of them, each one evaluated mode
     {"model": "Qwen3-0.6B", "optimizer": "AMO", "tasks": {"arc_easy": 63.17, "sciq": 82.6}}
 
 ``model`` names what the rows that are compared have in common, ``optimizer`` the row, and
-``tasks`` has the score of each task in percent, under the harness's name of the task. ``amo
-evaluate`` writes further keys (where the checkpoint is, its step, few-shot counts, metrics, the
+``tasks`` has the score of each task in percent, by the name of the harness. ``amo evaluate``
+writes further keys (where the checkpoint is, its step, few-shot counts, metrics, the
 harness's version); readers ignore those they do not know.
 """
 

@@ -1,0 +1,74 @@
+"""A plain loop writes what `amo watch` and `amo report` read."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from amo_dist import AMO, AMOConfig, param_groups
+from amo_dist.tools.run_log import RunLog
+from torchtitan_ext.cli import main
+from torchtitan_ext.runs.run_files import read_plan
+from torchtitan_ext.tools.report import data
+
+CONFIG = AMOConfig(observe_every=2, observe_until=4, transition_steps=3)  # locks at step 7
+
+
+def loop() -> tuple[torch.nn.Module, AMO]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, bias=False) for _ in range(2)))
+    groups = param_groups(model, patterns={r"\d\.weight": "mlp_up"})
+    return model, AMO(groups, lr=0.01, config=CONFIG)
+
+
+def step(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> torch.Tensor:
+    loss: torch.Tensor = (model(torch.ones(4, 8)) - 1).square().mean()
+    loss.backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss
+
+
+def test_a_plain_loop_is_watched_and_reported_through_its_lock_and_a_restart(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model, optimizer = loop()
+    log = RunLog(tmp_path / "run", optimizer, num_steps=12)
+    for number in range(1, 9):
+        loss = step(model, optimizer)
+        if number % 4 == 0:
+            log(loss, num_tokens=100 * number, grad_norm=torch.tensor(2.0))
+        if number == 6:
+            saved = optimizer.state_dict()
+    model, optimizer = loop()  # goes on after step 6: what was written of step 8 is no more
+    optimizer.load_state_dict(saved)
+    log = RunLog(tmp_path / "run", optimizer, num_steps=12)
+    for _ in range(6):
+        log(step(model, optimizer), num_tokens=100 * optimizer.num_steps_taken)
+    run = data.load_one(tmp_path / "run")
+    assert [record["step"] for record in run.metrics] == [4, *range(7, 13)]
+    assert run.metrics[0]["grad_norm"] == 2.0
+    assert run.metrics[-1]["tokens_per_second"] > 0
+    assert run.spans("phase") == [("observation", 1, 4), ("transition", 5, 6), ("locked", 7, 12)]
+    assert run.plan == read_plan(tmp_path / "run") == optimizer.plan
+    assert main(["watch", str(tmp_path / "run")]) == 0
+    shown = capsys.readouterr().out
+    assert "run  phase: locked" in shown
+    assert "12/12" in shown
+    assert "7/7" in shown
+    assert "composed for" in shown
+    pytest.importorskip("matplotlib")
+    assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "r.html")]) == 0
+    assert "step 7" in (tmp_path / "r.html").read_text()
+
+
+def test_an_optimizer_of_another_family_is_logged_by_number(tmp_path: Path) -> None:
+    parameter = torch.nn.Parameter(torch.ones(3))
+    log = RunLog(tmp_path, torch.optim.AdamW([parameter], lr=0.5))
+    with pytest.raises(ValueError, match="step: found none with AdamW, expected the number"):
+        log(1.0)
+    log(1.0, step=1)
+    (record,) = data.load_one(tmp_path).metrics
+    assert (record["step"], record["lr"], record["phase"]) == (1, 0.5, "")
