@@ -98,7 +98,8 @@ class MuonConfig:
     Muon) by ``sqrt(max(1, m/n))``, ``spectral`` by ``sqrt(m/n)``; and the first by 0.2."""
     update_norm: str = "as_is"
     """Size of what Newton-Schulz gives: ``as_is``, which fewer steps leave smaller; or ``exact``,
-    scaled to the Frobenius norm of an exact polar factor, ``sqrt(min(m, n))``."""
+    scaled to the Frobenius norm of an exact polar factor, ``sqrt(min(m, n))``. AMO has ``exact``;
+    AdaMuon and NorMuon set the size themselves, whatever this says."""
     cautious_decay: bool = False
     """Decay an entry of a matrix only where its update has the same sign."""
     bfloat16_params: str = "nearest"
@@ -191,6 +192,7 @@ class AMOConfig(MuonConfig):
     Llama-3.1-760M; how to plan is not, see `paper`.
     """
 
+    update_norm: str = "exact"  # or a plan of fewer steps would lower the learning rate, too
     observe_until: int = 1200
     """``T_obs``: step of the last observation and of the plan."""
     observe_every: int | None = None
@@ -310,7 +312,7 @@ class AMOConfig(MuonConfig):
         Raises:
             ValueError: As for the constructor.
         """
-        return cls(**{"planner": "paper", **changes})
+        return cls(**{"planner": "paper", "update_norm": "as_is", **changes})
 
     @property
     def interval(self) -> int:

@@ -47,8 +47,7 @@ class UpdateRule:
         config: Of the optimizer.
 
     Raises:
-        ValueError: ``config.adjust_lr`` or ``config.update_norm`` asks for a size, and the rule has
-            a `scale` of its own.
+        ValueError: ``config.adjust_lr`` asks for a size, and the rule has a `scale` of its own.
     """
 
     defaults: ClassVar[Mapping[str, float]] = MappingProxyType({})
@@ -57,15 +56,14 @@ class UpdateRule:
     """Of the sums. Integers add up to the same bits however a matrix is cut; floats do not."""
 
     def __init__(self, config: MuonConfig) -> None:
-        if type(self).scale is not UpdateRule.scale:
-            for field, only in (("adjust_lr", "match_rms_adamw"), ("update_norm", "as_is")):
-                if (found := getattr(config, field)) != only:
-                    raise ValueError(
-                        f"{field}: found {found!r} with {type(self).__name__}, which scales "
-                        f"updates itself, expected {only!r}"
-                    )
-        self.config = config
         kind = type(self)
+        self.sets_size = kind.scale is not UpdateRule.scale
+        if self.sets_size and config.adjust_lr != "match_rms_adamw":
+            raise ValueError(
+                f"adjust_lr: found {config.adjust_lr!r} with {kind.__name__}, which scales "
+                "updates itself, expected 'match_rms_adamw'"
+            )
+        self.config = config
         self.prepares = kind.prepare is not UpdateRule.prepare
         self.finishes = kind.finish is not UpdateRule.finish
 

@@ -413,7 +413,7 @@ class Engine:
             batch: The matrices.
             nonfinite: Gets, by their names, which results were NaN or inf.
         """
-        team, flags = batch.team, list[Tensor]()
+        team, rule, flags = batch.team, self.rule, list[Tensor]()
         # On a CPU a product of two matrices takes less to call than one of two batches.
         together = [batch.wholes] if self._is_far else [[whole] for whole in batch.wholes]
         try:
@@ -422,7 +422,7 @@ class Engine:
                 found = self._newton_schulz(x, batch)
                 found = found if found.dim() == 3 else found.unsqueeze(0)
                 flags.append(drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found))
-                if self.config.update_norm == "exact":
+                if self.config.update_norm == "exact" and not rule.sets_size:
                     scale_to_exact_norm(found, batch.shape, team)
                 torch._foreach_copy_(wholes, found.unbind())
             nonfinite[batch.names] = flags[0] if len(flags) == 1 else torch.cat(flags)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amo_dist import AdaMuon, Muon, MuonConfig, NorMuon, Schedule, param_groups
+from amo_dist import AdaMuon, AMOConfig, Muon, MuonConfig, NorMuon, Schedule, param_groups
 from amo_dist.kernels.exact_norm import scale_to_exact_norm
 from amo_dist.schedule.polar_express import composed
 
@@ -94,12 +94,21 @@ def test_muon_updates_have_the_exact_norm_in_the_same_direction() -> None:
 
 
 @pytest.mark.parametrize("optimizer", [AdaMuon, NorMuon])
-def test_optimizers_that_scale_updates_themselves_refuse_it(optimizer: type[Muon]) -> None:
-    model = nn.Module()
-    model.weight = nn.Parameter(torch.zeros(4, 4))
-    groups = param_groups(model, patterns={"weight": "mlp_up"})
-    with pytest.raises(ValueError, match="update_norm: found 'exact'"):
-        optimizer(groups, config=MuonConfig(update_norm="exact"))
+def test_optimizers_that_scale_updates_themselves_are_left_alone(optimizer: type[Muon]) -> None:
+    def trained(norm: str) -> torch.Tensor:
+        model = nn.Module()
+        model.weight = nn.Parameter(torch.arange(24.0).view(4, 6))
+        groups = param_groups(model, patterns={"weight": "mlp_up"})
+        model.weight.grad = torch.arange(24.0).view(4, 6).sin()
+        optimizer(groups, config=MuonConfig(update_norm=norm)).step()
+        return model.weight.detach()
+
+    assert trained("exact").equal(trained("as_is"))
+
+
+def test_what_is_planned_with_fewer_steps_keeps_its_size() -> None:
+    assert AMOConfig().update_norm == "exact"
+    assert AMOConfig.paper().update_norm == MuonConfig().update_norm == "as_is"
 
 
 def test_an_unknown_norm_is_named() -> None:

@@ -256,7 +256,7 @@ def _stand_in(run: Run, config: Config) -> dict[str, Value]:
     """What the paper's configs say and a stand-in does not."""
     name = run.options["optimizer.name"]
     if name == "AMO":
-        return {"optimizer.amo.planner": "paper"}
+        return {"optimizer.amo.planner": "paper", "optimizer.amo.update_norm": "as_is"}
     if name == "AdamW":
         return dict(_WSD)
     shared = {field.name for field in dataclasses.fields(MuonConfig)}
