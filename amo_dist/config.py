@@ -192,7 +192,9 @@ class AMOConfig(MuonConfig):
     Llama-3.1-760M; how to plan is not, see `paper`.
     """
 
-    update_norm: str = "exact"  # or a plan of fewer steps would lower the learning rate, too
+    update_norm: str = "exact"
+    """As of every optimizer of the family; ``as_is``, a plan of fewer steps would make updates smaller,
+    as a lower learning rate does."""
     observe_until: int = 1200
     """``T_obs``: step of the last observation and of the plan."""
     observe_every: int | None = None

@@ -144,6 +144,7 @@ def _check_record(record: object) -> Mapping[str, Any]:
 def _as_today(config: Mapping[str, Any]) -> dict[str, Any]:
     """Saved settings in today's words: one says how to plan where there were three."""
     kept = {name: value for name, value in config.items() if name not in _GONE}
+    kept.setdefault("update_norm", "as_is")  # before there was a choice
     if "objective" in config or config.get("planner") in ("exact", "greedy"):
         objective = config.get("objective", "projected")
         fields.read_choice("control.config.objective", objective, "measured", "projected")
