@@ -212,6 +212,7 @@ def test_a_truncated_control_state(saved: dict[str, Any]) -> None:
         (("policy", "replanned_at"), "x", "replanned_at: found 'x'"),
         (("config", "momentum"), 0.9, "momentum: the checkpoint has 0.9, this run has 0.95"),
         (("config", "seed"), True, "seed: the checkpoint has True, this run has 42"),
+        (("config", "seed"), 42.0, "seed: the checkpoint has 42.0, this run has 42"),
         (("config", "extra"), 1, "control.config.extra: found 'this key', expected only the keys"),
         (("policy", "extra"), 1, "state.extra: found 'this key', expected only the keys"),
         (("policy", "replanned_at"), 3, "control.policy_digest: found "),

@@ -350,6 +350,11 @@ def test_the_uniform_schedule_is_a_candidate_outside_of_the_range(
     assert f"{why} 3 to 7 steps a type; the range becomes" in caplog.text
 
 
+def test_with_flops_to_spare_the_uniform_schedule_stays_a_candidate() -> None:
+    config = AMOConfig(base_steps=5, min_steps=6, max_steps=7, budget_ratio=1.2)
+    assert steps_to_try(config) == range(5, 8)
+
+
 def test_one_group_takes_what_there_is() -> None:
     for ratio, expected in ((0.6, 3), (1.0, 5), (1.25, 6), (1.4, 7), (1e9, 7)):
         plan = plan_of(AMOConfig(budget_ratio=ratio), {"attn_q": 1e-4}, {"attn_q": 7})

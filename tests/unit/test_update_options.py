@@ -173,7 +173,12 @@ def test_rounded_to_nearest_small_updates_are_lost() -> None:
         for _ in range(20):
             model.get_parameter("norm.w").grad = torch.ones(1000, dtype=torch.bfloat16)
             optimizer.step()
-        moved[how] = (1 - model.get_parameter("norm.w").double()).mean().item()
+        steps = 1 - model.get_parameter("norm.w").double()
+        moved[how] = steps.mean().item()
+        if how == "stochastic":
+            # Each step draws anew: 1 - (1 - 1e-4 * 2^8)^20 = 0.40 of the entries have moved, to
+            # five standard errors. With one draw for all steps it would be a fortieth.
+            assert abs((steps != 0).double().mean().item() - 0.40) < 5 * 0.5 / 1000**0.5
     # 20 steps of 1e-4. Stochastic: spacing 2^-8 below one, 1000 draws, five standard errors.
     assert moved["nearest"] == 0.0
     assert abs(moved["stochastic"] - 2e-3) < 5 * 2**-8 * 0.5 / 1000**0.5
