@@ -52,8 +52,8 @@ which computes half of each symmetric product, and ``gram_newton_schulz``, a pac
 _ADJUST_LR = ("match_rms_adamw", "original", "spectral")
 _UPDATE_NORMS = ("as_is", "exact")
 _BFLOAT16_PARAMS = ("nearest", "stochastic", "master")
-# Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
 _GRANULARITIES = ("operator_type", "layer_group", "shape")
 _TEAM_BACKENDS = ("auto", "standard")

@@ -30,7 +30,7 @@ TITAN = ("torchtitan", "torchdata", "tiktoken", "tyro")
 def build_parser() -> argparse.ArgumentParser:
     """The parser of all commands, those of ``amo_dist`` included."""
     # A clone that is not installed has no `amo`.
-    is_module = Path(sys.argv[0]).name == "__main__.py"
+    is_module = Path(sys.argv[0]).parts[-2:] == ("torchtitan_ext", "__main__.py")
     parser: argparse.ArgumentParser = Parser(
         prog="python -m torchtitan_ext" if is_module else "amo",
         description="Adaptive Muon Orthogonalization.",

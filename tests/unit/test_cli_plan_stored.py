@@ -209,7 +209,6 @@ def test_a_narrower_range_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture
         (["--as-good-as=kj", "--sweep=0.8:1"], "--sweep: found '0.8:1', expected none with --as-g"),
         (["--as-good-as=kj", "--budget-ratio=1"], "--budget-ratio: found 1.0, expected none with"),
         (["--base-steps=4"], "--base-steps: found 4, expected none with --plan: the uniform"),
-        (["--shape=attn_q=4x4"], "--shape: found ['attn_q=4x4'], expected none with --plan"),
         (["--sweep=0.8:1", "--budget-ratio=1"], "--budget-ratio: found 1.0, expected none with"),
         (["--sweep=0.1:1"], "--sweep: at a ratio of 0.1: budget: found"),
         (["--sweep=0.4:1"], "--sweep: at a ratio of 0.4: --plan: found measurements of 3 to 7"),

@@ -244,7 +244,7 @@ def _plans(amo: Any) -> list[tuple[int, str]]:
 def _num_observations(config: Any) -> int:
     """In the whole run, later plans' included."""
     amo, steps = config.optimizer.amo, config.training.steps
-    every, first, period = amo.observe_every, amo.observe_until, amo.replan_every
+    every, first, period = amo.interval, amo.observe_until, amo.replan_every
 
     def between(done: int, until: int) -> int:
         return max(until // every - done // every, 0)
