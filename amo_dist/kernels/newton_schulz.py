@@ -301,8 +301,9 @@ def standard(
         if known is None:
             known = product(x.mT, right=x) if is_tall else product(x)
         factor = product(known, known, b, c)
-        left, right = (x, factor) if is_tall else (factor, x)
-        x, known = _multiply(left, right, x, a), None
+        x = _multiply(x, factor, x, a) if is_tall else _multiply(factor, x, x, a)
+        known = None
+        del factor  # else one more would be held while the next Gram matrix is made
     return x
 
 
@@ -325,14 +326,17 @@ def gram(x: Tensor, coefficients: Sequence[Triple], known: Tensor | None = None)
         coefficients[:num_paired:2], coefficients[1::2], strict=True
     ):
         if known is None:
-            known = symmetric_product(x.mT, right=x) if is_tall else symmetric_product(x)
-        p = symmetric_product(known, known, b0, c0)
+            small = symmetric_product(x.mT, right=x) if is_tall else symmetric_product(x)
+        else:
+            small, known = known, None
+        p = symmetric_product(small, small, b0, c0)
         p.diagonal(dim1=-2, dim2=-1).add_(a0)
-        small = symmetric_product(symmetric_product(p, right=known.mT), right=p.mT)
+        small = symmetric_product(symmetric_product(p, right=small.mT), right=p.mT)
         q = symmetric_product(small, small, b1, c1)
         q.diagonal(dim1=-2, dim2=-1).add_(a1)
         factor = symmetric_product(q, right=p.mT)
-        x, known = _multiply(x, factor) if is_tall else _multiply(factor, x), None
+        x = _multiply(x, factor) if is_tall else _multiply(factor, x)
+        del factor
     return standard(x, coefficients[num_paired:], known)
 
 
