@@ -258,6 +258,15 @@ def symmetric_product(
     return out
 
 
+def _apply(factor: Tensor, x: Tensor, multiple: float, is_tall: bool) -> Tensor:
+    """``multiple * X + factor X``, X being ``x`` or, where that is tall, its transpose.
+
+    Called with what nobody else holds: the memory of factors and iterates is free after it.
+    """
+    left, right = (x, factor) if is_tall else (factor, x)
+    return _multiply(left, right, x if multiple else None, multiple)
+
+
 def precondition_aol(
     unit: Tensor, dtype: torch.dtype, product: Product, is_tall: bool
 ) -> tuple[Tensor, Tensor]:
@@ -269,8 +278,9 @@ def precondition_aol(
         product: As for `standard`.
         is_tall: Whether the short side is that of the columns.
     """
-    cast = unit.to(dtype)
-    small = (product(cast.mT, right=cast) if is_tall else product(cast)).to(unit.dtype)
+    x = unit.to(dtype)
+    small = (product(x.mT, right=x) if is_tall else product(x)).to(unit.dtype)
+    del x  # memory
     row_sums = small.abs().sum(dim=-1, keepdim=True)
     # A row of zeros (or one whose squares vanish in dtype) has nothing to scale.
     d = row_sums.rsqrt().masked_fill_(row_sums == 0, 1.0)
@@ -300,10 +310,7 @@ def standard(
     for a, b, c in coefficients:
         if known is None:
             known = product(x.mT, right=x) if is_tall else product(x)
-        factor = product(known, known, b, c)
-        x = _multiply(x, factor, x, a) if is_tall else _multiply(factor, x, x, a)
-        known = None
-        del factor  # else one more would be held while the next Gram matrix is made
+        x, known = _apply(product(known, known, b, c), x, a, is_tall), None
     return x
 
 
@@ -326,17 +333,13 @@ def gram(x: Tensor, coefficients: Sequence[Triple], known: Tensor | None = None)
         coefficients[:num_paired:2], coefficients[1::2], strict=True
     ):
         if known is None:
-            small = symmetric_product(x.mT, right=x) if is_tall else symmetric_product(x)
-        else:
-            small, known = known, None
-        p = symmetric_product(small, small, b0, c0)
+            known = symmetric_product(x.mT, right=x) if is_tall else symmetric_product(x)
+        p = symmetric_product(known, known, b0, c0)
         p.diagonal(dim1=-2, dim2=-1).add_(a0)
-        small = symmetric_product(symmetric_product(p, right=small.mT), right=p.mT)
-        q = symmetric_product(small, small, b1, c1)
+        known = symmetric_product(symmetric_product(p, right=known.mT), right=p.mT)
+        q = symmetric_product(known, known, b1, c1)
         q.diagonal(dim1=-2, dim2=-1).add_(a1)
-        factor = symmetric_product(q, right=p.mT)
-        x = _multiply(x, factor) if is_tall else _multiply(factor, x)
-        del factor
+        x, known = _apply(symmetric_product(q, right=p.mT), x, 0.0, is_tall), None
     return standard(x, coefficients[num_paired:], known)
 
 
