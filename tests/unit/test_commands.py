@@ -82,6 +82,7 @@ def test_an_export_goes_into_no_folder_of_other_files(tmp_path: Path) -> None:
         export.export(tmp_path / "gone", tmp_path, SOURCE)
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_damaged_checkpoint_is_told_in_a_line(tmp_path: Path) -> None:
     with torch.device("meta"):
         model = models.spec(models.Model(name="llama3", flavor="quickstart")).model.build()

@@ -221,7 +221,9 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
         try:
             load_checkpoint(saved, storage_reader=CheckpointReader(checkpoint), no_dist=True)
         except CheckpointException as error:  # with the stack of each failure in its text
-            reasons = dict.fromkeys(str(reason) for reason, _ in error.failures.values())
+            reasons = dict.fromkeys(
+                " ".join(str(one).split()) for one, _ in error.failures.values()
+            )
             raise ValueError(f"checkpoint: {checkpoint}: {'; '.join(reasons)}") from None
     return spec.model, spec.state_dict_adapter(spec.model, None), weights
 
