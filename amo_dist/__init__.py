@@ -21,6 +21,7 @@ from amo_dist.optimizers.foreign import ImportReport, import_state
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
 from amo_dist.optimizers.normuon import NorMuon
+from amo_dist.optimizers.qk_clip import qk_clip_
 from amo_dist.optimizers.root import ROOT
 from amo_dist.schedule.types import Schedule
 from amo_dist.state.storage import CheckpointReader, CheckpointWriter
@@ -52,4 +53,5 @@ __all__ = [
     "import_state",
     "make_optimizer",
     "param_groups",
+    "qk_clip_",
 ]

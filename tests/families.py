@@ -7,18 +7,21 @@ anew, and rewrites ``docs/families.md``. ``tests/unit/test_families.py`` trusts 
 in the file: look at each that changed before you commit it. A line stands for all parameters of
 one shape whose names differ in numbers alone::
 
-    "model.layers.0-31.self_attn.q_proj.weight": "4096x4096 Linear attn_q"
+    "model.layers.0-31.self_attn.q_proj.weight": "4096x4096 Linear@128.128.128 attn_q"
+
+Behind ``@`` stand the fields of `Heads`, of what divides by heads where its model tells them.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import itertools
 import json
 import math
 import re
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TypeAlias
@@ -26,8 +29,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
+from amo_dist.operators.heads import heads_by_name
 from amo_dist.operators.patterns import find, suggest_patterns
-from amo_dist.operators.views import MatrixView
+from amo_dist.operators.views import Heads, MatrixView, in_heads
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests/golden/families.json"
@@ -61,7 +65,7 @@ mixer_b16_224 convnext_tiny resnet50 efficientnet_b0
 
 Shape: TypeAlias = "tuple[int, ...]"
 Line: TypeAlias = "tuple[Shape, str, str]"
-"""Shape, class of the module, and what becomes of it, as `verdict` says it."""
+"""Shape, class of the module with its heads, and what becomes of it, as `verdict` says it."""
 
 
 def verdict(views: tuple[MatrixView, ...] | None) -> str:
@@ -146,7 +150,22 @@ def recorded(model: nn.Module) -> dict[str, Line]:
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
             kinds.setdefault(parameter, type(module).__name__)
-    return {name: (tuple(each.shape), kinds[each], "") for name, each in model.named_parameters()}
+    shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
+    heads = heads_by_name([model], shapes)
+    found: dict[str, Line] = {}
+    for name, each in model.named_parameters():
+        known = find(name, shapes[name], {}, shapes, flatten_conv=False)
+        divides = any(in_heads(view.operator_type) for view in (known and known[0]) or ())
+        sizes = dataclasses.astuple(heads[name]) if divides and name in heads else ()
+        kind = "@".join(filter(None, [kinds[each], ".".join(map(str, sizes))]))
+        found[name] = shapes[name], kind.removesuffix(".0"), ""
+    return found
+
+
+def heads_of(parameters: Mapping[str, Line]) -> dict[str, Heads]:
+    """Those that the record tells, by name."""
+    told = {name: kind.partition("@")[2] for name, (_, kind, _) in parameters.items()}
+    return {name: Heads(*map(int, text.split("."))) for name, text in told.items() if text}
 
 
 def build(families: Iterable[str]) -> Iterator[tuple[str, str, nn.Module]]:
@@ -165,7 +184,8 @@ def build(families: Iterable[str]) -> Iterator[tuple[str, str, nn.Module]]:
 def table(record: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
     """The table of ``docs/families.md``."""
     head = ["model", "matrices", "share", "fused, as one", "to AdamW in blocks", "asked for"]
-    rows = [head, ["---", "---:", "---:", "---", "---", "---"]]
+    head.append("heads")
+    rows = [head, ["---", "---:", "---:", "---", "---", "---", "---"]]
     for release, families in record.items():
         rows.append([f"**{release}**", *[""] * (len(head) - 1)])
         rows += [row(family, expand(lines)) for family, lines in families.items()]
@@ -196,7 +216,28 @@ def row(family: str, parameters: Mapping[str, Line]) -> list[str]:
         ", ".join(f"`{kind}`" for kind in sorted(whole)),
         ", ".join(sorted(reasons - {"embedding", "head", "outside of any block"})),
         "; ".join(asked),
+        ", ".join(heads_told(parameters, shapes)),
     ]
+
+
+def heads_told(parameters: Mapping[str, Line], shapes: Mapping[str, Shape]) -> list[str]:
+    """Each kind of attention: how many matrices its queries and its keys become, of how many rows.
+
+    Attentions whose projections lie in one module are told together.
+    """
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    rows: dict[str, int] = {}
+    for name, heads in heads_of(parameters).items():
+        attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
+        rows[attention] = heads.query
+        views, _ = find(name, shapes[name], {}, shapes, False, heads) or ((), "")
+        counts[attention] += Counter(view.operator_type[-3:] for view in views or ())
+    kinds = []
+    for attention, found in counts.items():
+        queries, keys = found["n_q"] + found["q_b"], found["n_k"] + found["k_b"]
+        number = f"{queries}" if queries == keys else f"{queries}/{keys}"
+        kinds.append(f"{number} x {rows[attention]}")
+    return list(dict.fromkeys(kinds))
 
 
 def share(names: Iterable[str], shapes: Mapping[str, Shape]) -> str:

@@ -11,7 +11,9 @@ from typing import Any, Literal
 from torch import nn
 
 from amo_dist.config import sort_operator_types
+from amo_dist.operators.heads import heads_by_name
 from amo_dist.operators.patterns import (
+    BY_PATTERN,
     OUTSIDE,
     Found,
     Patterns,
@@ -25,7 +27,7 @@ from amo_dist.operators.patterns import (
     suggest_patterns,
     unknown_matrices,
 )
-from amo_dist.operators.views import ADAMW, cut_views, require
+from amo_dist.operators.views import ADAMW, Heads, cut_views, in_heads, require
 
 
 def param_groups(
@@ -39,6 +41,7 @@ def param_groups(
     suggest: bool = False,
     flatten_conv: bool = False,
     unknown: Literal["error", "matrix"] = "error",
+    per_head: bool | int = False,
 ) -> list[dict[str, Any]]:
     """Parameter groups for the optimizers: matrices to the Muon family, the rest to AdamW.
 
@@ -69,10 +72,14 @@ def param_groups(
             whose names nobody knows, inside blocks and outside, but for heads by their names and
             what ``nn.Embedding`` holds. By default AdamW has those outside of blocks, and those
             inside are an error.
+        per_head: Make a matrix of each head's queries, keys and values (``attn_q``, ``attn_k``,
+            ``attn_v``, and what latent attention expands). ``True`` reads the rows of a head from
+            the modules of the attention and their configurations; an integer is that number.
 
     Raises:
         ValueError: nothing to train, an unknown matrix inside a block (see ``classify``), an
-            unused expression, two parameters of one name, or FSDP1, which hides the matrices.
+            unused expression, two parameters of one name, FSDP1, which hides the matrices, or
+            heads whose size nothing tells or that does not divide a projection.
     """
     factors = lr_multipliers or {}
     # A bare string would be taken letter by letter.
@@ -81,9 +88,11 @@ def param_groups(
         is_valid = math.isfinite(factor) and factor > 0
         require(is_valid, f"lr_multipliers[{pattern!r}]", factor, "a number > 0")
     require(unknown in ("error", "matrix"), "unknown", repr(unknown), "'error' or 'matrix'")
+    is_valid = isinstance(per_head, bool) or (isinstance(per_head, int) and per_head > 1)
+    require(is_valid, "per_head", repr(per_head), "True, False or the rows of a head, 2 or more")
     targets = check_patterns(patterns)
     parts = [model] if isinstance(model, nn.Module) else model
-    names = _names(parts)
+    names = named_parameters(parts)
     expressions = {"patterns": targets, "no_decay": no_decay, "lr_multipliers": factors}
     for field, some in expressions.items():
         check_expressions(field, some)
@@ -96,7 +105,10 @@ def param_groups(
         require(count == 1, "model", f"two parameters {name!r}", "distinct names")
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     matrices = _unnamed(parts, parameters) if unknown == "matrix" else frozenset()
-    found = _find_all(parameters, targets, shapes, matrices, suggest, flatten_conv)
+    heads = heads_by_name(parts, names.values(), per_head)
+    found = _find_all(parameters, targets, shapes, matrices, suggest, flatten_conv, heads)
+    if per_head:
+        _check_heads(found, heads)
     groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
     for name, parameter in parameters:
         views, _ = found[name]
@@ -120,15 +132,17 @@ def _find_all(
     matrices: Container[str],
     suggest: bool,
     flatten_conv: bool,
+    heads: Mapping[str, Heads],
 ) -> dict[str, Found]:
     """What each parameter is, by name; see `param_groups`.
 
-    ``matrices`` are those that are matrices where their names tell nothing.
+    ``matrices`` are those that are matrices where their names tell nothing; ``heads`` those to
+    divide by, by the name of a parameter.
     """
     found: dict[str, Found] = {}
     unknown: dict[str, tuple[int, ...]] = {}
     for name, _ in parameters:
-        each = find(name, shapes[name], targets, shapes, flatten_conv)
+        each = find(name, shapes[name], targets, shapes, flatten_conv, heads.get(name))
         if name in matrices and (each is None or each[1] == OUTSIDE):
             found[name] = cut_views(name, shapes[name], "matrix"), "of an unknown name"
         elif each is not None:
@@ -139,10 +153,22 @@ def _find_all(
     if suggest:
         print(format_patterns({**unknown, **outside}))
         suggested = check_patterns({**targets, **suggest_patterns(unknown)})
-        return _find_all(parameters, suggested, shapes, matrices, False, flatten_conv)
+        return _find_all(parameters, suggested, shapes, matrices, False, flatten_conv, heads)
     if unknown:
         raise unknown_matrices(unknown, outside)
     return found
+
+
+def _check_heads(found: Mapping[str, Found], heads: Mapping[str, Heads]) -> None:
+    """Refuse to leave together what was to be divided by heads."""
+    for name, (views, reason) in found.items():
+        kinds = {view.operator_type for view in views or ()}
+        is_told = name in heads or not any(map(in_heads, kinds))
+        expected = "per_head=ROWS of one head, or a pattern with Fused(..., heads=...)"
+        require(is_told, f"per_head: {name}", "no module that tells its heads", expected)
+        is_known = kinds != {"attn_qkv"} or reason == BY_PATTERN
+        expected = "a pattern with Fused(..., groups=..., heads=...) that tells it"
+        require(is_known, f"per_head: {name}", "heads in an order that nothing tells", expected)
 
 
 def _unnamed(
@@ -215,8 +241,12 @@ def _new_group(
     return group
 
 
-def _names(parts: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
-    """The cleaned name of each parameter, the first one where it is tied."""
+def named_parameters(parts: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
+    """The cleaned name of each parameter, the first one where it is tied.
+
+    Raises:
+        ValueError: FSDP1, which hides the matrices.
+    """
     names: dict[nn.Parameter, str] = {}
     for part in parts:
         for name, module in part.named_modules():

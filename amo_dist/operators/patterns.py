@@ -17,7 +17,9 @@ from typing import TypeAlias
 from amo_dist.operators.views import (
     ADAMW,
     Fused,
+    Heads,
     MatrixView,
+    by_head,
     check_operator_type,
     cut_views,
     require,
@@ -33,6 +35,8 @@ Found: TypeAlias = "tuple[tuple[MatrixView, ...] | None, str]"
 
 OUTSIDE = "outside of any block"
 """Why a matrix that nothing knows goes to AdamW without an error."""
+BY_PATTERN = "by your pattern"
+"""Why a parameter is what the user says."""
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _BLOCK = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h|layer\d|stages?|conformer)\.\d+\.")
@@ -175,7 +179,12 @@ def classify(
 
 
 def find(
-    name: str, shape: tuple[int, ...], patterns: Patterns, shapes: Shapes, flatten_conv: bool
+    name: str,
+    shape: tuple[int, ...],
+    patterns: Patterns,
+    shapes: Shapes,
+    flatten_conv: bool,
+    heads: Heads | None = None,
 ) -> Found | None:
     """What `classify` returns, and why, in a few words for a report; None for an unknown matrix.
 
@@ -185,11 +194,26 @@ def find(
         patterns: From `check_patterns`.
         shapes: As for `classify`.
         flatten_conv: As for `classify`.
+        heads: Of the attention that the parameter belongs to, to divide it by.
     """
+    found = find_target(name, shape, patterns, shapes, flatten_conv)
+    if found is None:
+        return None
+    target, reason = found
+    if target is None:
+        return None, reason
+    if heads is not None:
+        target = by_head(name, shape, target, heads)
+    return cut_views(name, shape, target), reason
+
+
+def find_target(
+    name: str, shape: tuple[int, ...], patterns: Patterns, shapes: Shapes, flatten_conv: bool
+) -> tuple[Target, str] | None:
+    """As `find`, but what the parameter holds as it would stand in a pattern."""
     for pattern, target in patterns.items():
         if re.fullmatch(pattern, name):
-            views = None if target is None else cut_views(name, shape, target)
-            return views, "by your pattern"
+            return target, BY_PATTERN
     if len(shape) < 2:
         return None, f"{len(shape)}-D"
     for tail, reason in _ADAMW_NAMES:
@@ -199,11 +223,11 @@ def find(
         return None, "router"
     in_block = _BLOCK.search(name) is not None
     if len(shape) == 4 and flatten_conv and in_block:
-        return (None, "depthwise") if shape[1] == 1 else (cut_views(name, shape, "conv"), "")
+        return (None, "depthwise") if shape[1] == 1 else ("conv", "")
     if len(shape) <= 3:
         built_in, reason = _built_in(name, shape, shapes, in_block)
         if built_in is not None:
-            return cut_views(name, shape, built_in), reason
+            return built_in, reason
         if in_block and (len(shape) == 2 or _may_be_matrices(name, shape)):
             return None
     return None, OUTSIDE if len(shape) == 2 else f"{len(shape)}-D"

@@ -75,6 +75,76 @@ class Fused:
                 require(divides, f"Fused.{field}", divisor, expected)
 
 
+@dataclasses.dataclass(frozen=True)
+class Heads:
+    """How many rows one head has in each projection of an attention."""
+
+    query: int
+    key: int
+    """In what latent attention expands its latent to: of the part without positions."""
+    value: int
+    rotary: int = 0
+    """The last so many rows of each query head turn with the position, and their keys are one for
+    all heads: latent attention."""
+
+    def of(self, operator_type: str) -> int:
+        """Rows of a head in a projection of this type, 0 where it has no heads."""
+        part = _IN_HEADS.get(operator_type)
+        return getattr(self, part) if part else 0
+
+
+_IN_HEADS = {
+    "attn_q": "query",
+    "attn_k": "key",
+    "attn_v": "value",
+    "mla_q_b": "query",
+    "mla_k_b": "key",
+    "mla_v_b": "value",
+}
+"""Operator types whose matrices are made of heads, and which of `Heads` tells how."""
+
+
+def in_heads(operator_type: str) -> bool:
+    """Whether matrices of this type divide by heads."""
+    return operator_type in _IN_HEADS or operator_type == "mla_kv_b"
+
+
+def by_head(name: str, shape: tuple[int, ...], target: str | Fused, heads: Heads) -> str | Fused:
+    """How a parameter holds a matrix for each head of its queries, keys and values.
+
+    Everything else stays as it is, and so does a part whose ``heads`` are given.
+
+    Args:
+        name: For errors.
+        shape: Of the parameter.
+        target: What it is without heads.
+        heads: Of its attention.
+
+    Raises:
+        ValueError: The rows are no multiple of a head's.
+    """
+    if target == "mla_kv_b":  # keys and values of each head in turn
+        both = heads.key + heads.value
+        number = _count(name, shape[-2], both)
+        parts = (("mla_k_b", number * heads.key), ("mla_v_b", number * heads.value))
+        return Fused(parts, groups=number, heads={kind: number for kind, _ in parts})
+    if isinstance(target, str):
+        if not heads.of(target):
+            return target
+        target = Fused(((target, shape[-2]),))
+    found = {
+        kind: _count(name, size, rows) for kind, size in target.parts if (rows := heads.of(kind))
+    }
+    return dataclasses.replace(target, heads={**found, **target.heads})
+
+
+def _count(name: str, size: int, rows: int) -> int:
+    remedy = "per_head=ROWS gives another, and a pattern with Fused(..., heads=...) their number"
+    expected = f"a multiple of {rows}, what one head has: {remedy}"
+    require(size % rows == 0, name, f"{size} rows of heads", expected)
+    return size // rows
+
+
 def cut_views(name: str, shape: tuple[int, ...], target: str | Fused) -> tuple[MatrixView, ...]:
     """The matrices of one parameter.
 

@@ -53,6 +53,9 @@ _YOU_TRIPLES: tuple[Triple, ...] = (
     (2.8366, -3.0525, 1.2012),
 )
 
+# The report's two stages: one converges fast to about 1, the other exactly.
+_DEEPSEEK_TRIPLES: tuple[Triple, ...] = (_KJ_TRIPLE,) * 8 + ((2.0, -1.5, 0.5),) * 2
+
 _CANS_TRIPLES: tuple[Triple, ...] = (
     (8.4703, -25.1081, 18.6293),
     (4.1828, -3.1087, 0.5806),
@@ -127,6 +130,12 @@ NAMED_SCHEDULES: Mapping[str, NamedSchedule] = {
     "turbo": NamedSchedule(
         Schedule(_YOU_TRIPLES[1:], norm_scale=1.0, preconditioner="aol"),
         "Boissin et al., 'Turbo-Muon' (2025): AOL preconditioning, then You's last four",
+    ),
+    "deepseek_v4": NamedSchedule(
+        Schedule(_DEEPSEEK_TRIPLES, norm_scale=1.0),
+        "DeepSeek-AI, 'DeepSeek-V4' (2026), section 2.4, Algorithm 1: eight steps of Jordan et "
+        "al., then two that end at 1",
+        {"steps": 10},
     ),
     **{name: _step_table(name, steps) for name, steps in _STEP_TABLES.items()},
 }

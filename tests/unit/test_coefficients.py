@@ -11,7 +11,8 @@ from amo_dist.schedule.types import Schedule
 
 
 def test_names() -> None:
-    assert SCHEDULE_NAMES == ("kj", "you", "pe", "cans", "turbo", "a1", "a2", "a3", "a4", "a5")
+    of_others = ("kj", "you", "pe", "cans", "turbo", "deepseek_v4")
+    assert SCHEDULE_NAMES == (*of_others, "a1", "a2", "a3", "a4", "a5")
     assert all(record.source for record in NAMED_SCHEDULES.values())
 
 
@@ -29,6 +30,7 @@ def test_an_unknown_name_lists_those_there_are(name: Any) -> None:
         ("pe", 5, SAFETY, "frobenius"),
         ("cans", 5, SAFETY, "frobenius"),
         ("turbo", 4, 1.0, "aol"),
+        ("deepseek_v4", 10, 1.0, "frobenius"),
     ],
 )
 def test_uniform_tables(name: str, steps: int, norm_scale: float, preconditioner: str) -> None:
@@ -53,6 +55,15 @@ def test_tables_bring_singular_values_near_one(name: str) -> None:
 def test_turbo_is_you_without_its_first_step() -> None:
     you, turbo = named_schedule("you").schedule, named_schedule("turbo").schedule
     assert turbo.coefficients == you.coefficients[1:]
+
+
+def test_deepseek_v4_is_what_its_report_prints() -> None:
+    schedule = named_schedule("deepseek_v4").schedule
+    fast, exact = (3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5)
+    assert schedule.coefficients == (*[fast] * 8, exact, exact)
+    # Eight steps lift 1e-4 to between 0.68 and 1.13, and each of two more squares the error.
+    images = [schedule.image(10 ** (-exponent / 25)) for exponent in range(101)]
+    assert max(abs(image - 1) for image in images) < 0.003
 
 
 def test_pe_is_generated_with_safety_on_each_step() -> None:

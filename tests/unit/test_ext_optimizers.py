@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import warnings
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from torch import nn
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import optimizers
+    from torchtitan_ext.plugin import models, optimizers
 
 import torchtitan.components.optimizer as titan
 from torchtitan.models.common.attention import FusedQKVLinear
@@ -239,6 +240,38 @@ def test_a_fused_projection_is_stepped_as_the_three_it_holds() -> None:
     for name, key in names.items():
         expected = apart.state_dict()[f"layers.0.attention.{name}"]
         assert torch.equal(fused.state_dict()[key], expected), name
+
+
+@pytest.mark.parametrize("name", ["Muon", "AMO"])
+def test_one_line_makes_a_matrix_of_each_head(name: str) -> None:
+    section = config(name, muon=muon(per_head=True))
+    optimizers.validate(section)
+    container = build([fused_model()], section)
+    counts = Counter(container.optimizer.operator_types)
+    assert counts == {"attn_q": 4, "attn_k": 2, "attn_v": 2}
+
+
+@pytest.mark.parametrize(
+    ("model", "flavor", "expected"),
+    [
+        # Qwen3.5: every fourth layer attends, the others are linear; all have heads of their own.
+        ("qwen3_5", "debugmodel", {"attn_q", "attn_k", "attn_v", "attn_gate"}),
+        ("deepseek_v3", "debugmodel", {"attn_q", "mla_k_b", "mla_v_b"}),
+        ("gpt_oss", "debugmodel", {"attn_q", "attn_k", "attn_v"}),
+        ("llama3", "debugmodel", {"attn_q", "attn_k", "attn_v"}),
+    ],
+)
+def test_models_of_torchtitan_tell_their_heads(model: str, flavor: str, expected: set[str]) -> None:
+    with torch.device("meta"):
+        built = models.spec(models.Model(name=model, flavor=flavor)).model.build()
+    (group, _) = optimizers.groups_of([built], config("Muon", muon=muon(per_head=True)))
+    found = {
+        view.operator_type
+        for views in group["matrix_views"].values()
+        if len(views) > 1 and views[0].operator_type in expected
+        for view in views
+    }
+    assert found == expected
 
 
 A2 = str(Path(__file__).parents[2] / "configs" / "schedules" / "a2.toml")

@@ -78,7 +78,7 @@ def test_every_number_of_steps_is_tried_with_every_ell(
 def test_fixed_schedules_are_tried_as_they_run() -> None:
     """Each on the scale of its own, from the same singular values."""
     trials = TRIALS.schedules()
-    assert set(REFERENCES) == set(SCHEDULE_NAMES) - {"turbo"}
+    assert set(REFERENCES) == set(SCHEDULE_NAMES) - {"turbo", "deepseek_v4"}
     for kind in ("attn_q", "attn_k", "router"):
         matrix = MatrixInfo("m", (6, 9), kind)
         for ell in (1e-4, 0.01, 0.2):

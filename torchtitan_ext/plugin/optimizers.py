@@ -42,6 +42,11 @@ class MuonSection(MuonConfig):
     ``amo paper static-schedule``, or one of ``configs/schedules``.
     """
 
+    per_head: bool = False
+    """
+    Make a matrix of each head's queries, keys and values. ``name = "AMO"`` reads this line too.
+    """
+
 
 @dataclass(kw_only=True, slots=True)
 class ScalingLaw:
@@ -117,10 +122,11 @@ def validate(config: Any, given: Collection[str] | None = None) -> None:
         fields = [field.name for field in dataclasses.fields(unset)]
         given = [f"muon.{f}" for f in fields if getattr(config.muon, f) != getattr(unset, f)]
     _check_schedule(config, given)
-    if config.name == "AMO" and (own := [name for name in given if name.startswith("muon.")]):
+    muon = [name for name in given if name.startswith("muon.") and name != "muon.per_head"]
+    if config.name == "AMO" and muon:
         # Otherwise `[optimizer.muon] momentum = 0.9` would be ignored without a word.
         raise ValueError(
-            f"[optimizer.muon] {min(own).removeprefix('muon.')}: found a value, but "
+            f"[optimizer.muon] {min(muon).removeprefix('muon.')}: found a value, but "
             "optimizer.name = 'AMO' reads [optimizer.amo]"
         )
 
@@ -232,8 +238,9 @@ class OptimizersContainer(titan.OptimizersContainer):
 
         muon: MuonSection = field(default_factory=MuonSection)
         """
-        Read by every ``name`` of the Muon family but ``"AMO"``. What is left open here and named in
-        ``[optimizer.amo]`` is taken from there, so that ``name`` can be changed alone.
+        Read by every ``name`` of the Muon family but ``"AMO"``, which reads ``per_head`` alone.
+        What is left open here and named in ``[optimizer.amo]`` is taken from there, so that
+        ``name`` can be changed alone.
         """
 
         amo: AMOConfig = field(default_factory=AMOConfig)
@@ -265,9 +272,7 @@ class OptimizersContainer(titan.OptimizersContainer):
     def __init__(self, config: Config, *, model_parts: list[nn.Module]) -> None:
         self.config = config
         self.model_parts = model_parts
-        # A part may lack what a user's expression names: another pipeline stage has it.
-        groups = param_groups(model_parts, patterns=_fused(model_parts), allow_unused=True)
-        self.optimizers = [_make(groups, config)]
+        self.optimizers = [_make(groups_of(model_parts, config), config)]
         named = (pair for part in model_parts for pair in part.named_parameters())
         names = {parameter: clean_name(name) for name, parameter in named}
         for group in self.optimizer.param_groups:  # torchtitan's flat state goes by these
@@ -278,6 +283,25 @@ class OptimizersContainer(titan.OptimizersContainer):
     def optimizer(self) -> Any:
         """The one optimizer."""
         return self.optimizers[0]
+
+
+def groups_of(model_parts: Sequence[nn.Module], config: Any) -> list[dict[str, Any]]:
+    """Parameter groups for an optimizer of the Muon family.
+
+    Args:
+        model_parts: Of torchtitan.
+        config: The ``[optimizer]`` section.
+
+    Raises:
+        ValueError: As `amo_dist.param_groups`.
+    """
+    # A part may lack what an expression names: another pipeline stage has it.
+    return param_groups(
+        model_parts,
+        patterns=_fused(model_parts),
+        allow_unused=True,
+        per_head=config.muon.per_head,
+    )
 
 
 def _fused(model_parts: Sequence[nn.Module]) -> dict[str, Fused]:

@@ -38,11 +38,13 @@ def groups_of(model: Any, config: Any) -> Groups:
     Raises:
         ValueError: For an unknown matrix inside a block.
     """
-    groups = param_groups(model)
+    from torchtitan_ext.plugin import optimizers
+
     if config.optimizer.name in STOCK:
+        groups = param_groups(model)
         params = [pair for group in groups for pair in group["params"]]
         return [{"params": params, "algorithm": "adamw"}]
-    return groups
+    return optimizers.groups_of([model], config.optimizer)
 
 
 def held_bytes(config: Any, groups: Groups, shards: int) -> tuple[int, int]:

@@ -1,0 +1,159 @@
+"""Heads on every layout: a matrix for each, and QK-clip, with the bits of one process."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from amo_dist import Muon, MuonConfig, param_groups, qk_clip_
+from amo_dist.schedule.coefficients import named_schedule
+from tests.distributed import models
+from tests.distributed.harness import Ranks
+from tests.oracle import Oracle
+
+LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 4, 3
+CONFIG = {"ns_dtype": "float32", "bucket_bytes": 256}
+# Three ranks cut every projection between heads, two do not. By layer: grouped queries, latent
+# attention, one fused parameter.
+HEADS = [
+    {"head_dim": 4},
+    {"qk_nope_head_dim": 2, "qk_rope_head_dim": 2, "v_head_dim": 3},
+    {"head_dim": 4},
+]
+SHAPES = {
+    "layers.0.attention.wq.weight": (24, 8),
+    "layers.0.attention.wk.weight": (12, 8),
+    "layers.0.attention.wv.weight": (12, 8),
+    "layers.1.attention.wq_b.weight": (12, 8),
+    "layers.1.attention.wkv_b.weight": (15, 8),
+    "layers.2.attention.qkv.weight": (36, 12),
+}
+
+
+def rows_of_heads(name: str) -> list[list[int]]:
+    """Which rows make up the matrix of each head, written out."""
+    rows = range(SHAPES[name][0])
+    if "wkv_b" in name:  # two rows of keys, three of values, and so on
+        keys = [[first, first + 1] for first in rows[::5]]
+        return keys + [[first + 2, first + 3, first + 4] for first in rows[::5]]
+    return [list(rows[first : first + 4]) for first in rows[::4]]
+
+
+def make(layout: str) -> nn.Module:
+    model = models.make_model(layout, SHAPES)
+    for layer, sizes in zip(model.get_submodule("layers").children(), HEADS, strict=True):
+        for field, size in sizes.items():
+            setattr(layer.get_submodule("attention"), field, size)
+    return model
+
+
+def train(rank: int, world_size: int, layout: str) -> tuple[dict[str, Tensor], dict[int, int]]:
+    model = make(layout)
+    group = dist.group.WORLD if layout == "plain" and world_size > 1 else None
+    optimizer = Muon(
+        param_groups(model, per_head=True),
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        config=MuonConfig(**CONFIG),
+        process_group=group,
+    )
+    for step in range(1, STEPS + 1):
+        models.set_gradients(model, SEED, step)
+        optimizer.step()
+    params = {name: models.whole(param) for name, param in model.named_parameters()}
+    return params, optimizer.sent_bytes_by_peer()
+
+
+def twin() -> dict[str, Tensor]:
+    """Each head a parameter of its own, on one process."""
+    heads = {(name, i): rows for name in SHAPES for i, rows in enumerate(rows_of_heads(name))}
+    names = {f"{name}/{i}": (name, rows) for (name, i), rows in heads.items()}
+    whole = {name: models.initial(name, shape) for name, shape in SHAPES.items()}
+    oracle = Oracle(
+        {head: whole[name][rows] for head, (name, rows) in names.items()},
+        dict.fromkeys(names, "attn_q"),
+        MuonConfig(**CONFIG),
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        coefficients=named_schedule("kj").schedule.coefficients,
+    )
+    for step in range(1, STEPS + 1):
+        grads = {name: models.gradient(SEED, step, name, shape) for name, shape in SHAPES.items()}
+        oracle.step({head: grads[name][rows] for head, (name, rows) in names.items()})
+    for head, (name, rows) in names.items():
+        whole[name][rows] = oracle.params[head]
+    return whole
+
+
+LAYOUTS = pytest.mark.parametrize(
+    ("layout", "world_size"),
+    [("plain", 1), ("plain", 2), ("fsdp", 2), ("fsdp", 3), ("tp", 2), ("hsdp", 4)],
+)
+
+
+@LAYOUTS
+def test_every_layout_equals_heads_apart(run_on: Ranks, layout: str, world_size: int) -> None:
+    expected = twin()
+    results = run_on(world_size)(train, layout)
+    for params, _ in results:
+        for name, value in expected.items():
+            assert torch.equal(params[name], value), name
+    cuts_at_heads = world_size in (1, 3)
+    assert all((not sent) == cuts_at_heads for _, sent in results)
+
+
+# Of each head: one far above the threshold of 10, one just, one below, one that is not finite.
+LOGITS = {
+    "layers.0.attention": [40.0, 3.0, 11.0, -2.0, float("inf"), 20.0],
+    "layers.1.attention": [90.0, 10.0, 12.5],
+    "layers.2.attention": [1.0, 30.0, 10.5],
+}
+
+
+def clip(rank: int, world_size: int, layout: str) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    model = make(layout)
+    group = dist.group.WORLD if layout == "plain" and world_size > 1 else None
+    # Each rank saw the greatest logit of other heads, and some none at all of the rest.
+    seen = {name: torch.tensor(values) for name, values in LOGITS.items()}
+    for values in seen.values():
+        hidden = [head for head in range(len(values)) if head % world_size != rank]
+        values[hidden] = float("-inf") if rank else values[hidden] - 1e3
+    order = sorted(seen, reverse=bool(rank))
+    gammas = qk_clip_(model, {name: seen[name] for name in order}, 10.0, process_group=group)
+    return {name: models.whole(param) for name, param in model.named_parameters()}, gammas
+
+
+def clipped_by_the_report() -> dict[str, Tensor]:
+    """The formulas of arXiv:2507.20534, row by row."""
+    whole = {name: models.initial(name, shape) for name, shape in SHAPES.items()}
+    for layer, values in enumerate(LOGITS.values()):
+        for head, logit in enumerate(values):
+            if not 10.0 < logit < float("inf"):
+                continue
+            gamma = torch.tensor(10.0) / torch.tensor(logit)
+            root, at = gamma.sqrt(), f"layers.{layer}.attention"
+            if layer == 0:  # keys are shared by two heads: the queries take all
+                whole[f"{at}.wq.weight"][4 * head : 4 * head + 4] *= gamma
+            elif layer == 1:
+                queries, keys = whole[f"{at}.wq_b.weight"], whole[f"{at}.wkv_b.weight"]
+                queries[4 * head : 4 * head + 2] *= root
+                queries[4 * head + 2 : 4 * head + 4] *= gamma
+                keys[5 * head : 5 * head + 2] *= root
+            else:
+                fused = whole[f"{at}.qkv.weight"]
+                fused[4 * head : 4 * head + 4] *= root
+                fused[12 + 4 * head : 12 + 4 * head + 4] *= root
+    return whole
+
+
+@LAYOUTS
+def test_clipped_heads_equal_the_formulas_of_the_report(
+    run_on: Ranks, layout: str, world_size: int
+) -> None:
+    expected = clipped_by_the_report()
+    for params, gammas in run_on(world_size)(clip, layout):
+        for name, value in expected.items():
+            assert torch.equal(params[name], value), name
+        assert gammas["layers.0.attention"].tolist() == pytest.approx([0.25, 1, 10 / 11, 1, 1, 0.5])

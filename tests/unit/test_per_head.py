@@ -1,0 +1,123 @@
+"""Which matrices heads are: `param_groups(model, per_head=...)`."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import nn
+
+from amo_dist import Fused, Muon
+from amo_dist.operators.groups import param_groups
+from tests.unit.test_param_groups import module_of
+
+Q, K = "layers.0.attention.wq.weight", "layers.0.attention.wk.weight"
+GROUPED = {Q: (12, 8), K: (6, 8), "layers.0.attention.wo.weight": (8, 12)}
+
+
+def told(model: nn.Module, name: str = "layers.0.attention", **sizes: object) -> nn.Module:
+    for field, size in sizes.items():
+        setattr(model.get_submodule(name), field, size)
+    return model
+
+
+def counts(groups: list[dict[str, object]]) -> dict[str, int]:
+    """Matrices of each parameter that is orthogonalized."""
+    found: dict[str, int] = {}
+    for group in groups:
+        views = group.get("matrix_views", {})
+        assert isinstance(views, dict)
+        found |= {name: len(each) for name, each in views.items()}
+    return found
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"head_dim": 3},
+        {"attention_head_size": 3},
+        {"num_heads": 4, "embed_dim": 12},
+        {"config": SimpleNamespace(head_dim=None, hidden_size=12, num_attention_heads=4)},
+        {"config": {"n_embd": 12, "n_head": 4}},
+        # What the module says goes before what the configuration says.
+        {"head_dim": 3, "config": SimpleNamespace(head_dim=6)},
+    ],
+)
+def test_modules_and_configurations_tell_the_heads(sizes: dict[str, object]) -> None:
+    found = counts(param_groups(told(module_of(GROUPED), **sizes), per_head=True))
+    assert found == {Q: 4, K: 2, "layers.0.attention.wo.weight": 1}
+
+
+def test_the_nearest_module_tells() -> None:
+    shapes = {**GROUPED, "layers.1.attention.wq.weight": (12, 8)}
+    model = told(module_of(shapes), "layers.1.attention", head_dim=6)
+    model.config = SimpleNamespace(head_dim=3)
+    found = counts(param_groups(model, per_head=True))
+    assert (found[Q], found["layers.1.attention.wq.weight"]) == (4, 2)
+
+
+def test_what_a_pattern_says_of_heads_holds() -> None:
+    model = told(module_of({**GROUPED, "layers.0.attention.wv.weight": (6, 8)}), head_dim=3)
+    # One head of keys, as given; queries of a name that nobody knows divide by their type.
+    patterns = {r".*wk\.weight": Fused((("attn_k", 6),), heads={"attn_k": 1})}
+    found = counts(param_groups(model, patterns=patterns, per_head=True))
+    assert (found[K], found[Q]) == (1, 4)
+    model = told(module_of({"layers.0.mine": (12, 8)}), "layers.0", head_dim=3)
+    patterns = {r".*mine": "attn_q"}
+    assert counts(param_groups(model, patterns=patterns, per_head=True)) == {"layers.0.mine": 4}
+
+
+def test_unknown_matrices_stay_whole_beside_heads() -> None:
+    model = told(module_of({**GROUPED, "layers.0.odd": (12, 8)}), head_dim=3)
+    found = counts(param_groups(model, unknown="matrix", per_head=True))
+    assert (found[Q], found["layers.0.odd"]) == (4, 1)
+
+
+def test_columns_hold_heads_where_a_parameter_is_fused_by_columns() -> None:
+    name = "h.0.attn.c_attn.weight"
+    (group,) = param_groups(module_of({name: (8, 24)}), per_head=4)
+    views = group["matrix_views"][name]
+    assert [view.boxes for view in views[:2]] == [(((0, 8), (0, 4)),), (((0, 8), (4, 8)),)]
+    assert [view.suffix for view in views] == [f"[{kind}.{i}]" for kind in "qkv" for i in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("shapes", "per_head", "message"),
+    [
+        (GROUPED, True, rf"per_head: {Q}: found no module that tells its heads"),
+        (GROUPED, 5, rf"{Q}: found 12 rows of heads, expected a multiple of 5"),
+        (GROUPED, 1, "per_head: found 1, expected True, False or"),
+        (GROUPED, "yes", "per_head: found 'yes'"),
+        (
+            {"layers.0.attention.query_key_value.weight": (24, 8)},
+            4,
+            "heads in an order that nothing tells",
+        ),
+    ],
+)
+def test_heads_that_cannot_be_told_are_refused(
+    shapes: dict[str, tuple[int, ...]], per_head: bool | int, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        param_groups(module_of(shapes), per_head=per_head)
+
+
+def test_an_update_is_as_large_as_without_heads() -> None:
+    # Each head's update is orthogonal: h heads of d rows have the norm that h * d rows have.
+    norms = {}
+    for per_head in (False, True):
+        torch.manual_seed(0)
+        layer = nn.TransformerEncoderLayer(32, nhead=4, dim_feedforward=32)
+        model = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False)
+        groups = param_groups(model, per_head=per_head)
+        optimizer = Muon(groups, lr=1.0, weight_decay=0.0, schedule="pe")
+        weight = model.layers[0].self_attn.in_proj_weight
+        before = weight.detach().clone()
+        for param in model.parameters():
+            param.grad = torch.randn_like(param)
+        optimizer.step()
+        norms[per_head] = (weight.detach() - before).norm().item()
+    assert optimizer.operator_types.count("attn_q") == 4
+    # Five steps leave singular values off one by a few percent, and unlike for other shapes.
+    assert norms[True] == pytest.approx(norms[False], rel=0.05)

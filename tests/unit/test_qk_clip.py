@@ -1,0 +1,152 @@
+"""QK-clip on one process: what it does to the logits of real attentions, and what it refuses."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import AuxOutput, AuxRequest
+
+from amo_dist import Fused, qk_clip_
+from tests.examples import blocks
+
+HEADS, SIZE, DIM = 4, 3, 8
+# Relative to the largest logit: factors are float32, and weights here float64.
+NEAR = 1e-5
+
+
+class Attention(nn.Module):
+    """Queries and keys by one of the ways in which models keep them, with biases."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.head_dim = kind, SIZE
+        self.num_keys = 2 if kind == "grouped" else HEADS
+        rows = HEADS * SIZE
+        if kind in ("apart", "grouped"):
+            self.q_proj = nn.Linear(DIM, rows)
+            self.k_proj = nn.Linear(DIM, self.num_keys * SIZE)
+        elif kind == "columns":
+            self.c_attn = nn.Module()
+            self.c_attn.weight = nn.Parameter(torch.randn(DIM, 3 * DIM))
+            self.c_attn.bias = nn.Parameter(torch.randn(3 * DIM))
+            self.head_dim = DIM // HEADS
+        else:
+            self.query_key_value = nn.Linear(DIM, 3 * rows)
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Of each head, ``(heads, tokens, tokens)``."""
+        if self.kind in ("apart", "grouped"):
+            q, k = self.q_proj(x), self.k_proj(x)
+        elif self.kind == "columns":
+            q, k, _ = (x @ self.c_attn.weight + self.c_attn.bias).chunk(3, dim=-1)
+        else:
+            fused = self.query_key_value(x).view(len(x), HEADS, 3, SIZE)
+            q, k = fused[:, :, 0].flatten(1), fused[:, :, 1].flatten(1)
+        q, k = (each.view(len(x), -1, self.head_dim).transpose(0, 1) for each in (q, k))
+        return q @ k.repeat_interleave(HEADS // len(k), dim=0).transpose(1, 2)
+
+
+def model_of(kind: str) -> tuple[nn.Module, Attention]:
+    torch.manual_seed(0)
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Module()])
+    attention = model.layers[0].attn = Attention(kind)
+    return model, attention
+
+
+@pytest.mark.parametrize("kind", ["apart", "grouped", "columns", "in turn"])
+@torch.no_grad()
+def test_logits_of_heads_above_the_threshold_fall_to_it(kind: str) -> None:
+    model, attention = model_of(kind)
+    model.double()
+    x = torch.randn(16, DIM, dtype=torch.float64)
+    before = attention.logits(x)
+    greatest = before.amax(dim=(1, 2))
+    threshold = greatest.median().item()
+    one = [("attn_q", 12), ("attn_k", 12), ("attn_v", 12)]
+    patterns = {r".*query_key_value\.weight": Fused(tuple(one), groups=HEADS)}
+    given = patterns if kind == "in turn" else None
+    gammas = qk_clip_(model, {"layers.0.attn": greatest}, threshold, patterns=given)
+    gamma = gammas["layers.0.attn"]
+    assert (gamma < 1).sum() >= 1
+    after = attention.logits(x)
+    near = NEAR * before.abs().max().item()
+    torch.testing.assert_close(after, before * gamma.view(-1, 1, 1), rtol=0, atol=near)
+    torch.testing.assert_close(
+        after.amax(dim=(1, 2)), greatest.clamp(max=threshold), rtol=0, atol=near
+    )
+
+
+def test_bfloat16_weights_are_rounded_once() -> None:
+    model, attention = model_of("apart")
+    model.bfloat16()
+    before = attention.q_proj.weight.detach().float().clone()
+    qk_clip_(model, {"layers.0.attn": torch.full((HEADS,), 70.0)}, 30.0)
+    root = (torch.tensor(30.0) / 70.0).sqrt()
+    assert torch.equal(attention.q_proj.weight.detach(), (before * root).bfloat16())
+
+
+def refusing(kind: str) -> nn.Module:
+    model, attention = model_of("apart")
+    if kind == "norm":
+        attention.k_norm = nn.LayerNorm(SIZE)
+    elif kind == "heads":
+        attention.head_dim = None  # type: ignore[assignment]
+    return model
+
+
+@pytest.mark.parametrize(
+    ("kind", "logits", "threshold", "message"),
+    [
+        ("norm", {"layers.0.attn": HEADS}, 100.0, "layers.0.attn: found k_norm, which undoes"),
+        ("heads", {"layers.0.attn": HEADS}, 100.0, "found 0 heads of queries and 0 of keys"),
+        ("", {"layers.0.attention": HEADS}, 100.0, r"max_logits\['layers.0.attention'\]: found 0"),
+        ("", {"layers.0.attn": 2}, 100.0, r"found \(2,\), expected \(4,\), one logit a head"),
+        ("", {"layers.0.attn": HEADS}, 0.0, "threshold: found 0.0"),
+    ],
+)
+def test_what_cannot_be_clipped_is_refused(
+    kind: str, logits: dict[str, int], threshold: float, message: str
+) -> None:
+    told = {name: torch.zeros(number) for name, number in logits.items()}
+    with pytest.raises(ValueError, match=message):
+        qk_clip_(refusing(kind), told, threshold)
+
+
+def attention_with_maxima(q: Tensor, k: Tensor, v: Tensor, **how: Any) -> tuple[Tensor, AuxOutput]:
+    """What flex_attention does on CUDA and refuses on a CPU."""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    assert how == {"return_aux": AuxRequest(max_scores=True)}
+    return scores.softmax(-1) @ v, AuxOutput(max_scores=scores.amax(-1))
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.cuda)])
+def test_the_recipe_of_the_page_finds_the_greatest_logits(device: str) -> None:
+    (recipe,) = [text for text in blocks(["docs/optimizers.md"]) if "qk_clip_" in text]
+    names: dict[str, Any] = {}
+    exec(recipe, names)
+    if device == "cpu":
+        names["flex_attention"] = attention_with_maxima
+    else:
+        names["flex_attention"] = torch.compile(names["flex_attention"])
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"layer": names["Attention"](DIM, HEADS)})
+    model.to(device)
+    attention, x = model["layer"], torch.randn(3, 5, DIM, device=device)
+    with torch.no_grad():
+        attention.wq.weight.mul_(500)
+    attention(x[:1])
+    attention(x[1:])
+    q, k = (
+        f(x).view(3, 5, HEADS, -1).transpose(1, 2).detach() for f in (attention.wq, attention.wk)
+    )
+    greatest = (q @ k.mT / math.sqrt(DIM // HEADS)).amax(dim=(0, 2, 3))
+    torch.testing.assert_close(attention.max_logits, greatest)
+    (gamma,) = names["clip"](model).values()
+    torch.testing.assert_close(gamma, (100 / greatest).clamp(max=1.0))
+    assert (gamma < 1).any()
+    assert attention.max_logits.isneginf().all()
