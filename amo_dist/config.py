@@ -193,8 +193,7 @@ class AMOConfig(MuonConfig):
     """
 
     update_norm: str = "exact"
-    """As of every optimizer of the family; ``as_is``, a plan of fewer steps would make updates smaller,
-    as a lower learning rate does."""
+    """See `MuonConfig`; ``as_is``, a plan of fewer steps would also be a lower learning rate."""
     observe_until: int = 1200
     """``T_obs``: step of the last observation and of the plan."""
     observe_every: int | None = None

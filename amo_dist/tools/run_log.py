@@ -122,8 +122,8 @@ class RunLog:
             return
         if step is None:
             if not isinstance(self._optimizer, Muon):
-                found = type(self._optimizer).__name__
-                raise ValueError(f"step: found none with {found}, expected the number of the step")
+                kind = type(self._optimizer).__name__
+                raise ValueError(f"step: found none with {kind}, expected the number of the step")
             step = self._optimizer.num_steps_taken
         path = self._folder / METRICS_FILE
         if self._step is None:  # what an earlier start wrote for later steps is no more

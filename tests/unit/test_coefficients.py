@@ -12,7 +12,7 @@ from amo_dist.schedule.types import Schedule
 
 def test_names() -> None:
     of_others = ("kj", "you", "pe", "cans", "turbo", "deepseek_v4")
-    assert SCHEDULE_NAMES == (*of_others, "a1", "a2", "a3", "a4", "a5")
+    assert (*of_others, "a1", "a2", "a3", "a4", "a5") == SCHEDULE_NAMES
     assert all(record.source for record in NAMED_SCHEDULES.values())
 
 

@@ -76,7 +76,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         # torchtitan would hold any CPU against an A100; so it tells no share of peak flops.
         self.has_quantization |= cpu_is_needed()
         self._logged: dict[str, Any] = {}  # by torchtitan, of the latest step
-        self.logger = _Both(self.logger, self._logged)
+        self.logger: Any = _Both(self.logger, self._logged)
         self._tail = ""
         titan.logger.addFilter(self._extend_line)
         # The section says which model it is; all of its modules would take thousands of lines.

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from amo_dist import AMOConfig
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_layout
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.types import MatrixInfo
@@ -243,7 +244,8 @@ def _plans(amo: Any) -> list[tuple[int, str]]:
 
 def _num_observations(config: Any) -> int:
     """In the whole run, later plans' included."""
-    amo, steps = config.optimizer.amo, config.training.steps
+    amo: AMOConfig = config.optimizer.amo
+    steps: int = config.training.steps
     every, first, period = amo.interval, amo.observe_until, amo.replan_every
 
     def between(done: int, until: int) -> int:

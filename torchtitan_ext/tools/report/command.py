@@ -356,9 +356,10 @@ def _facts(runs: Sequence[Run]) -> Table:
         ),
     ]
     work = [data.ns_work(one) for one in runs]
-    for title, get in (("mean", lambda one: one.mean), ("at the end", lambda one: one.ratio[-1])):
-        cells = [None if one is None else f"{get(one):.3f} ({one.unit})" for one in work]
-        rows.append((f"Newton-Schulz work over uniform's, {title}", cells))
+    mean = [None if one is None else f"{one.mean:.3f} ({one.unit})" for one in work]
+    last = [None if one is None else f"{one.ratio[-1]:.3f} ({one.unit})" for one in work]
+    rows.append(("Newton-Schulz work over uniform's, mean", mean))
+    rows.append(("Newton-Schulz work over uniform's, at the end", last))
     taken = [data.cost(one) for one in runs]
     for name, (field, factor) in _COSTS.items():
         rows.append((name, [_number(one[field], factor) for one in taken]))
