@@ -301,6 +301,12 @@ class Oracle:
         by_remainder = sorted(self.order, key=lambda kind: counts[kind] - exact[kind])
         for kind in by_remainder[: total - sum(counts.values())]:
             counts[kind] += 1
+        if config.planner == "measured":
+            for kind, value in exact.items():
+                to_end = abs(self.allocation[kind] - value) % 1  # to the next integer
+                end = math.ceil if self.allocation[kind] > value else math.floor
+                far = math.floor if self.allocation[kind] > value else math.ceil
+                counts[kind] = (end if to_end <= Fraction(1, 2) else far)(value)
         return {
             kind: (
                 counts[kind],
