@@ -365,7 +365,7 @@ def tokenized(config: PackedLoader.Config, where: str, tokenizer: BaseTokenizer)
     files = find_files(where, config.pattern)
     options = Options(config.text_field, config.score_field, config.max_bad_rows)
     mark = json.dumps([files.digest, identity(tokenizer), dataclasses.astuple(options)])
-    folder = Path(config.tokens) / hashlib.sha256(mark.encode()).hexdigest()[:16]
+    folder = Path(config.tokens or "tokens") / hashlib.sha256(mark.encode()).hexdigest()[:16]
     if dist.is_initialized() and dist.get_rank() > 0:
         _wait_for(folder, config._seconds)
         return folder

@@ -41,9 +41,9 @@ def validate(config: Any) -> None:
     check_degrees(config.parallelism)
     geometry.validate(config)
     _check_sizes(config.training)
-    loader.validate(config)
     losses.validate(config)
     optimizers.check_lock(config.optimizer, config.training.steps)
+    loader.validate(config)
 
 
 def check_degrees(parallelism: Any) -> None:
