@@ -134,13 +134,13 @@ class RunLog:
             self._step = step - 1
         now, found = time.perf_counter(), report(self._optimizer)
         seconds, num_steps = now - self._time, max(step - self._step, 1)
-        numbers = {name: float(value) for name, value in figures.items()}
+        numbers = {name: _read(value) for name, value in figures.items()}
         tokens, before = numbers.get("num_tokens"), (self._last or {}).get("num_tokens") or 0.0
         record = {
             "step": step,
             "training_steps": self._num_steps,
             "lock_step": found.lock_step,
-            "loss": float(loss),
+            "loss": _read(loss),
             "lr": float(self._optimizer.param_groups[0]["lr"]),
             "seconds_per_step": seconds / num_steps,
             "optimizer_seconds_per_step": found.metrics.get("optimizer/seconds"),
@@ -156,3 +156,8 @@ class RunLog:
             files.replace(self._folder / PLAN_FILE, found.plan + "\n")
             self._plan = found.plan
         self._last, self._step, self._time = record, step, now
+
+
+def _read(value: float | torch.Tensor) -> float:
+    """A loss is given as the loop has it: with its graph."""
+    return float(value.detach() if isinstance(value, torch.Tensor) else value)
