@@ -6,15 +6,15 @@ Takes torchtitan's arguments.
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
-import signal
 import sys
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+
+from torchtitan_ext.parent import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -127,16 +127,6 @@ def _tell_if_complete(trainer: Any) -> None:
             trainer.step,
             steps,
         )
-
-
-def end_with_parent() -> None:
-    """Have the kernel terminate this process when its parent is gone (Linux; elsewhere a no-op).
-
-    A killed torchrun leaves its ranks running, and the next start would train beside them.
-    """
-    if sys.platform == "linux":
-        set_parent_death_signal = 1
-        ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
 
 
 def _require_one_rank(config: Any) -> None:

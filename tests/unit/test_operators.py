@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import ast
 import re
 
 import pytest
@@ -101,7 +100,7 @@ def test_names(name: str, shape: tuple[int, ...], expected: str | None) -> None:
 def pasted(text: str) -> dict[str, str]:
     """The patterns that an error or a report prints."""
     (source,) = re.findall(r"^patterns = \{$.*?^\}$", text, flags=re.MULTILINE | re.DOTALL)
-    found: dict[str, str] = ast.literal_eval(source.removeprefix("patterns = "))
+    found: dict[str, str] = eval(source.removeprefix("patterns = "), {"Fused": Fused})
     return found
 
 

@@ -134,9 +134,9 @@ def test_the_recipe_of_the_page_finds_the_greatest_logits(device: str) -> None:
     else:
         names["flex_attention"] = torch.compile(names["flex_attention"])
     torch.manual_seed(0)
-    model = nn.ModuleDict({"layer": names["Attention"](DIM, HEADS)})
-    model.to(device)
-    attention, x = model["layer"], torch.randn(3, 5, DIM, device=device)
+    attention = names["Attention"](DIM, HEADS).to(device)
+    model = nn.ModuleDict({"layers": nn.ModuleList([nn.ModuleDict({"attention": attention})])})
+    x = torch.randn(3, 5, DIM, device=device)
     with torch.no_grad():
         attention.wq.weight.mul_(500)
     attention(x[:1])

@@ -34,6 +34,7 @@ from torchtitan_ext.data.shards import (
     write_index,
     write_shard,
 )
+from torchtitan_ext.parent import end_with_parent
 from torchtitan_ext.runs.differences import differences
 
 logger = logging.getLogger(__name__)
@@ -78,8 +79,6 @@ _here: dict[str, Any] = {}
 
 
 def _start(tokenizer: Any) -> None:
-    from torchtitan_ext.train import end_with_parent
-
     end_with_parent()  # killed, it would leave us waiting for more
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process is a thread here
     _here["tokenizer"] = tokenizer

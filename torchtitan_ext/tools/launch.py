@@ -13,6 +13,7 @@ from typing import Any
 
 from amo_dist.distributed.absence import DID_NOT_ANSWER
 from torchtitan_ext import train
+from torchtitan_ext.parent import end_with_parent
 from torchtitan_ext.runs import folder as runs
 
 
@@ -49,7 +50,7 @@ def start(arguments: Sequence[str], num_ranks: int, config: Any) -> int | None:
                 command,
                 env=runs.environment(num_ranks),
                 stderr=file,
-                preexec_fn=train.end_with_parent,
+                preexec_fn=end_with_parent,
             )
         )
     if status in (0, None):
