@@ -265,9 +265,9 @@ def stopped() -> Iterator[None]:
     """Have commands end where they would start ranks, load a model or ask the network."""
     import torchtitan_ext.train
     from amo_dist.tools.doctor import site
-    from torchtitan_ext.data import files
+    from torchtitan_ext.data import files, loader
     from torchtitan_ext.paper import runner
-    from torchtitan_ext.tools import evaluate, export, launch, preflight_here, quickstart, train
+    from torchtitan_ext.tools import evaluate, export, launch, preflight_here
 
     def reach(*_: Any, **__: Any) -> Any:
         raise Reached
@@ -275,9 +275,8 @@ def stopped() -> Iterator[None]:
     with contextlib.ExitStack() as stack:
         for module, name in (
             *((launch, "start"), (torchtitan_ext.train, "main"), (runner, "_train")),
-            *((train, "tokenize_first"), (quickstart, "tokenize_first")),
             *((runner, "_prepare"), (site, "join"), (files, "hub_files")),
-            (evaluate, "_harness"),
+            *((loader, "tokenize_first"), (evaluate, "_harness")),
         ):
             stack.enter_context(mock.patch.object(module, name, reach))
         library = type("Library", (), {"__getattr__": reach})()

@@ -183,7 +183,7 @@ def test_what_an_earlier_run_tokenized_is_no_speed_of_this_one(
     (tmp_path / "corpus.jsonl").write_text(lines)
     monkeypatch.setattr("tqdm.tqdm", Bar)
     arguments = ["tokenize", str(tmp_path / "corpus.jsonl"), "-o", str(tmp_path / "packed")]
-    arguments += ["--tokenizer=byte", "--seq-len=9", "--shard-sequences=30"]
+    arguments += ["--tokenizer=byte", "--processes=1", "--shard-tokens=300"]
     Bar.made.clear()
     for _ in range(2):
         assert cli.main(arguments) == 0

@@ -70,6 +70,6 @@ def test_an_error_of_validation_names_its_fields(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"^training\.dataset_path: no index\.json"):
         build(one)
     loader.settle(config)
-    assert one.tokens == str(tmp_path / "tokens")
+    assert one._beside_runs == str(tmp_path / "tokens")
     with pytest.raises(ValueError, match=r"^validation\.dataset_path: no index\.json"):
         build(one)

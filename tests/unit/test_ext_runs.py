@@ -182,7 +182,7 @@ def test_the_quickstart_tells_how_training_ended(
         return status
 
     monkeypatch.setattr(quickstart.launch, "start", train)
-    monkeypatch.setattr(quickstart, "tokenize_first", lambda _: None)
+    monkeypatch.setattr("torchtitan_ext.data.loader.tokenize_first", lambda _: None)
     monkeypatch.setattr(quickstart.time, "monotonic", lambda: 0.0)
     arguments = ["quickstart", "--ranks", "2", "--job.dump_folder", str(tmp_path / "run")]
     is_trained = told.startswith("Trained")

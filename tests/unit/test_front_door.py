@@ -197,7 +197,7 @@ def test_train_picks_as_many_ranks_as_the_config_fits(
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(launch, "start", start)
-    monkeypatch.setattr(command, "tokenize_first", lambda _: None)
+    monkeypatch.setattr("torchtitan_ext.data.loader.tokenize_first", lambda _: None)
     monkeypatch.setattr(command, "_num_gpus", lambda: gpus)
     monkeypatch.setattr(command, "_memory_gb", lambda _: 80.0)
     folder = f"--dump_folder={tmp_path / 'run'}"

@@ -250,8 +250,9 @@ def test_two_workers_do_not_take_the_same_job(tmp_path: Path) -> None:
 def test_all_jobs_make_whole_tables(tmp_path: Path) -> None:
     asked = {(job.start, row.partition("~")[0]) for job in jobs.all_jobs() for row in job.rows}
     assert {row for _, row in asked} == set(ROWS)
+    on_all_seeds = {*jobs.CONTENDERS, *jobs.TRIAL[:-1]}
     for name, seed, row in itertools.product(ARCHITECTURES, range(5), ROWS):
-        assert (Start(name, seed), row) in asked
+        assert (Start(name, seed), row) in asked or (seed and row not in on_all_seeds)
         assert row not in jobs.AS_IS or (Start(name, seed, "as_is"), row) in asked
 
 
@@ -357,7 +358,7 @@ def test_a_plan_at_the_flops_of_uniform_is_no_worse_than_uniform() -> None:
     planner = Planner(spectra, SHAPES, TYPES)
     planned, uniform = (
         scores(planner.choose(ROWS[row]).schedules, spectra, SHAPES)["distance entries"]
-        for row in ("distance-1.0", "uniform-5")
+        for row in ("distance-0.8", "uniform-4")
     )
     assert planned < uniform
 

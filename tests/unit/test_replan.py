@@ -91,12 +91,12 @@ def test_the_second_transition_starts_from_the_first_plan(config: AMOConfig) -> 
             steps, ell = second.state_at(step)[name]
             exact = locked[name][0] + progress * (second.plan.allocation[i] - locked[name][0])
             totals += exact
-            assert abs(steps - exact) < 1
+            assert abs(steps - exact) <= (Fraction(1, 2) if config is MEASURED else 1)
             start = Fraction(locked[name][1])
             assert ell == float(start + progress * (Fraction(second.plan.ell_target[i]) - start))
-        found = sum(steps for steps, _ in second.state_at(step).values())
-        assert found == math.floor(totals + Fraction(1, 2))
-        assert found == 15 or config is MEASURED
+        if config is not MEASURED:  # whose types are rounded each by itself
+            found = sum(steps for steps, _ in second.state_at(step).values())
+            assert found == math.floor(totals + Fraction(1, 2)) == 15
     assert second.state_at(17) == {
         name: (steps, ell)
         for name, steps, ell in zip(

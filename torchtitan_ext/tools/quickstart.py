@@ -10,7 +10,6 @@ from typing import Any
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
 from amo_dist.tools.records import METRICS_FILE
-from torchtitan_ext.data.loader import tokenize_first
 from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs.run_files import read_metrics, read_plan, require_unlocked
 from torchtitan_ext.tools import launch, train
@@ -60,6 +59,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         _announce(folder.path, step, steps, num_ranks)
         start = time.monotonic()
+        from torchtitan_ext.data.loader import tokenize_first  # imports torchtitan
+
         tokenize_first(config)
         status = launch.start(arguments, num_ranks, config)
         if status not in (0, None):

@@ -13,7 +13,6 @@ import torch
 
 from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
 from torchtitan_ext import train
-from torchtitan_ext.data.loader import tokenize_first
 from torchtitan_ext.plugin import machine
 from torchtitan_ext.runs.run_files import require_unlocked
 from torchtitan_ext.tools import launch
@@ -70,6 +69,8 @@ def run(args: argparse.Namespace) -> int:
         return train.USER_ERROR
     folder = Path(config.dump_folder)
     require_unlocked(folder)
+    from torchtitan_ext.data.loader import tokenize_first  # imports torchtitan
+
     tokenize_first(config)
     if num_ranks == 1:
         os.environ.update(ALONE | {k: v for k, v in os.environ.items() if k in ALONE})
