@@ -56,6 +56,7 @@ def job(model: str, layout: str, ns_dtype: str, folder: Path, first: int = 0) ->
         *("--training.global_batch_size=4", "--training.local_batch_size=1"),
         *("--optimizer.amo.observe_every=2", "--optimizer.amo.observe_until=8"),
         *("--optimizer.amo.transition_steps=6", f"--optimizer.amo.ns_dtype={ns_dtype}"),
+        "--optimizer.amo.update_norm=as_is",  # that of then
         *("--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0"),
         "--checkpoint.no-last_save_model_only",
         *degrees,

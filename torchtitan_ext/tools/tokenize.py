@@ -14,12 +14,12 @@ from pathlib import Path
 
 from amo_dist.tools.command import Subparsers, whole
 from torchtitan_ext.data.files import Hub, find_files
-from torchtitan_ext.data.pack import Options, tokenize, with_bar
-from torchtitan_ext.data.shards import COMMIT, INDEX, read_index
 
 
 def commit_of(output: Path) -> str:
     """Commit of the hub that the parts in a folder are made from; empty where none names one."""
+    from torchtitan_ext.data.shards import COMMIT, INDEX, read_index
+
     found = [read_index(path.parent) for path in sorted(output.glob(f"**/{INDEX}"))]
     commits = [str(index.settings.get(COMMIT, "")) for index in found if index is not None]
     return next(filter(None, commits), "")
@@ -70,6 +70,7 @@ def add_command(subparsers: Subparsers) -> None:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from torchtitan_ext.data.pack import Options, tokenize, with_bar
     from torchtitan_ext.data.tokenizers import make_tokenizer
 
     if args.tokenizer != "byte" and not args.tokenizer_path:
