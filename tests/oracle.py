@@ -90,7 +90,7 @@ class Oracle:
                 preconditioner=schedule.preconditioner,
             )
             param = self.params[name]
-            update, scale = self._scaled(name, update.float())
+            update, scale = self._scaled(name, self._sized(update).float())
             new = param.float() * (1 - self.lr * self.weight_decay)
             param.copy_(new - update * (self.lr * scale))
         self._step_adamw(grads)
@@ -99,6 +99,14 @@ class Oracle:
 
     def _direction(self, momentum: Tensor) -> Tensor:
         return momentum
+
+    def _sized(self, update: Tensor) -> Tensor:
+        if self.config.update_norm == "exact":
+            for one in update.unbind() if update.dim() == 3 else [update]:
+                norm = torch.linalg.vector_norm(one, dtype=torch.float32)
+                if norm > 0:
+                    one *= math.sqrt(min(one.shape)) / norm
+        return update
 
     def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:
         return update, self.config.update_factor * math.sqrt(max(update.shape))
@@ -324,6 +332,9 @@ class NormedOracle(Oracle):
     """
 
     moments: dict[str, Tensor]
+
+    def _sized(self, update: Tensor) -> Tensor:
+        return update
 
     def _moment(self, name: str, like: Tensor) -> Tensor:
         return self.__dict__.setdefault("moments", {}).setdefault(name, torch.zeros_like(like))
