@@ -19,21 +19,22 @@ from amo_dist.kernels.team import Team
 def scale_to_exact_norm(updates: Tensor, shape: Sequence[int], team: Team | None = None) -> None:
     """Scale each matrix, in place, to the Frobenius norm of an exact polar factor.
 
-    That is ``sqrt(min(m, n))``. Norms and factors are float32, and a factor is multiplied in
-    float32 and rounded once. An all-zero matrix stays zero. On CPU a matrix gets the same bits
-    alone and in a batch, but for teams, whose sums depend on the number of members.
+    That is ``sqrt(min(m, n))``. Norms and factors are float32, of float64 updates float64, and a factor
+    is multiplied in that dtype and rounded once. An all-zero matrix stays zero. On CPU a matrix gets
+    the same bits alone and in a batch, but for teams, whose sums depend on the number of members.
 
     Args:
         updates: Finite, ``(b, m, n)``, not empty, any floating dtype; modified.
         shape: ``(m, n)`` of each whole matrix.
         team: Whose slabs these are; adds up the squared norms.
     """
+    wide = torch.promote_types(updates.dtype, torch.float32)
     if team is None and updates.device.type == "cpu":
         # One by one: a reduction over a batch need not add in the order of one over a matrix.
         for update in updates.unbind():
-            update.mul_(_factor(torch.linalg.vector_norm(update, dtype=torch.float32), shape))
+            update.mul_(_factor(torch.linalg.vector_norm(update, dtype=wide), shape))
         return
-    norms = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=torch.float32)
+    norms = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=wide)
     if team is not None:
         team.add(norms.square_())
         norms.sqrt_()

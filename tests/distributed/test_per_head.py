@@ -152,8 +152,10 @@ def clipped_by_the_report() -> dict[str, Tensor]:
 def test_clipped_heads_equal_the_formulas_of_the_report(
     run_on: Ranks, layout: str, world_size: int
 ) -> None:
-    expected = clipped_by_the_report()
+    expected, (alone, _) = clipped_by_the_report(), clip(0, 1, "plain")
     for params, gammas in run_on(world_size)(clip, layout):
         for name, value in expected.items():
-            assert torch.equal(params[name], value), name
+            assert torch.equal(params[name], alone[name]), name
+            # A product may be rounded in another order.
+            torch.testing.assert_close(params[name], value, rtol=2**-22, atol=0.0)
         assert gammas["layers.0.attention"].tolist() == pytest.approx([0.25, 1, 10 / 11, 1, 1, 0.5])
