@@ -103,9 +103,8 @@ class Oracle:
     def _sized(self, update: Tensor) -> Tensor:
         if self.config.update_norm == "exact":
             for one in update.unbind() if update.dim() == 3 else [update]:
-                norm = torch.linalg.vector_norm(
-                    one, dtype=torch.promote_types(one.dtype, torch.float32)
-                )
+                wide = torch.promote_types(one.dtype, torch.float32)
+                norm = torch.linalg.vector_norm(one, dtype=wide)
                 if norm > 0:
                     one *= math.sqrt(min(one.shape)) / norm
         return update

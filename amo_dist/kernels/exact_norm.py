@@ -19,9 +19,10 @@ from amo_dist.kernels.team import Team
 def scale_to_exact_norm(updates: Tensor, shape: Sequence[int], team: Team | None = None) -> None:
     """Scale each matrix, in place, to the Frobenius norm of an exact polar factor.
 
-    That is ``sqrt(min(m, n))``. Norms and factors are float32, of float64 updates float64, and a factor
-    is multiplied in that dtype and rounded once. An all-zero matrix stays zero. On CPU a matrix gets
-    the same bits alone and in a batch, but for teams, whose sums depend on the number of members.
+    That is ``sqrt(min(m, n))``. Norms and factors are float32, of float64 updates float64, and a
+    factor is multiplied in that dtype and rounded once. An all-zero matrix stays zero. On CPU a
+    matrix gets the same bits alone and in a batch, but for teams, whose sums depend on the number
+    of members.
 
     Args:
         updates: Finite, ``(b, m, n)``, not empty, any floating dtype; modified.
