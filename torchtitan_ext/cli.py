@@ -23,7 +23,7 @@ from torchtitan_ext.tools import (
     watch,
 )
 
-TITAN = ("torchtitan", "torchdata", "tiktoken", "tyro")
+TITAN = ("torchtitan", "torchdata", "tiktoken", "tyro", "numpy")
 """What comes with the extra ``titan``; commands that plan, simulate, watch or report do without."""
 
 
