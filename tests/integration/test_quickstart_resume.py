@@ -84,7 +84,9 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     assert f"Starting anew: {NUM_STEPS} steps on 2 ranks" in done.stdout
     assert "The plan, locked at step 8:" in done.stdout
     assert "attn_q" in done.stdout
-    assert done.stderr == ""
+    # Text is tokenized first: a bar, and files of the library that are not UTF-8.
+    told = [line for line in done.stderr.splitlines() if line]
+    assert all(line.startswith(("tokenizing ", "left out ")) for line in told)
     return folder
 
 
