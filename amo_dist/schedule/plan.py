@@ -144,9 +144,10 @@ class Plan(fields.Stored):
         start = start or dict.fromkeys(self.operator_types, (self.base_steps, self.base_ell))
         first_steps, first_ells = zip(*(start[name] for name in self.operator_types), strict=True)
         exact = list(map(between, first_steps, self.allocation))
-        steps = _round_to_sum(exact)
         if self.criterion == "update":
             steps = list(map(_round_toward, exact, self.allocation))
+        else:
+            steps = _round_to_sum(exact)
         ells = map(float, map(between, first_ells, self.ell_target))
         return dict(zip(self.operator_types, zip(steps, ells, strict=True), strict=True))
 
