@@ -53,10 +53,10 @@ def all_jobs() -> list[Job]:
     def rates(name: str, norm: str) -> list[Job]:
         return [Job(Start(name, RATE_SEED, norm, rate), CONTENDERS) for rate in RATES]
 
-    def switch(step: int) -> Job:
-        return Job(Start(first, 0, switch=step), ("uniform-3",))
+    def switch(step: int, name: str) -> Job:
+        return Job(Start(name, 0, switch=step), ("uniform-3",))
 
-    first = next(iter(ARCHITECTURES))
+    first, *others = ARCHITECTURES
     return [
         *(Job(Start(first, 0, order=order), ("uniform-5",)) for order in range(1, 6)),
         Job(Start(first, 0), ("uniform-5", *NOISE)),
@@ -64,14 +64,20 @@ def all_jobs() -> list[Job]:
         *each((*CONTENDERS, *TRIAL, "distance-0.5"), 0),
         *each((*CONTENDERS, "residual-alike-0.8", "distance-0.5"), 1),
         *each(AS_IS[:1], 0, norm="as_is"),
-        *(switch(step) for step in (12, 50)),
+        *(switch(step, first) for step in (12, 50)),
         *each((*CONTENDERS, TRIAL[0]), 2, 3, 4),
         *each(TRIAL[:-1], 1, 2, 3, 4),
         *each(AS_IS[:1], 1, 2, 3, 4, norm="as_is"),
         Job(Start(first, 0, steps=2000, switch=800), CONTENDERS),
-        *each(AS_IS, 0, 1, 2, 3, 4, norm="as_is"),
-        *(Job(job.start, CONTENDERS[:1]) for job in rates(first, "as_is")),
+        *(job for name in others for job in rates(name, "exact")),
         *each(VARIANTS, 0),
+        *(switch(step, name) for name in others for step in (12, 50)),
+        *each(AS_IS, 0, norm="as_is"),
+        Job(Start(others[1], 0, steps=2000, switch=800), CONTENDERS),
+        *each(("kj",), 1, 2),
+        *each(AS_IS, 1, 2, 3, 4, norm="as_is"),
+        Job(Start(others[0], 0, steps=2000, switch=800), CONTENDERS),
+        *(Job(job.start, CONTENDERS[:1]) for job in rates(first, "as_is")),
     ]
 
 
