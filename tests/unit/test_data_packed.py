@@ -13,7 +13,7 @@ import pytest
 from tests.unit.data_corpus import write_jsonl, write_parquet
 from torchtitan_ext import cli
 from torchtitan_ext.data import pack
-from torchtitan_ext.data.files import find_files
+from torchtitan_ext.data.files import DataError, find_files
 from torchtitan_ext.data.pack import Options, tokenize
 from torchtitan_ext.data.shards import Corpus, read_index
 from torchtitan_ext.data.tokenizers import ByteTokenizer
@@ -129,6 +129,15 @@ def test_processes_write_the_bytes_of_one(tmp_path: Path) -> None:
         for _ in tokenize(find_files(str(folder)), ByteTokenizer(), output, processes=processes):
             pass
     assert content(tmp_path / "1") == content(tmp_path / "2")
+    with pytest.raises(DataError, match=r"was killed; .* fewer --processes"):
+        list(tokenize(find_files(str(folder)), Deadly(), tmp_path / "3", processes=2))
+
+
+class Deadly(ByteTokenizer):
+    """Ends its process, as the kernel does where memory runs out."""
+
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        os._exit(9)
 
 
 def test_a_long_document_takes_the_time_of_its_length(tmp_path: Path) -> None:

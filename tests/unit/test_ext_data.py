@@ -179,6 +179,8 @@ def test_a_position_in_other_data_is_refused(corpus: Path) -> None:
         (other,) = loaders(corpus, 1, **change)
         with pytest.raises(ValueError, match=r"(seed|tokens): was .*exclude_from_loading"):
             other.load_state_dict(state)
+    with pytest.raises(ValueError, match="found offset in the checkpoint, expected sequence and s"):
+        one.load_state_dict({"offset": 3})
 
 
 @pytest.mark.parametrize(

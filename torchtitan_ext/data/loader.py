@@ -226,6 +226,11 @@ class PackedLoader(BaseDataLoader):
         """
         if not state_dict:
             return
+        if missing := {"sequence", "source"} - state_dict.keys():
+            raise ValueError(
+                f"dataloader: found {', '.join(sorted(state_dict))} in the checkpoint, expected "
+                f"{' and '.join(sorted(missing))}: another loader made it{_START_ANEW}"
+            )
         if changed := differences(json.loads(state_dict["source"]), self._source):
             raise ValueError(
                 f"dataloader: the data is not that of the checkpoint ({'; '.join(changed)})"

@@ -16,12 +16,13 @@ import multiprocessing
 import os
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
 
-from torchtitan_ext.data.files import Files
+from torchtitan_ext.data.files import DataError, Files
 from torchtitan_ext.data.rows import BadRow, BadRows, Raw, judge, read_rows
 from torchtitan_ext.data.shards import (
     COMMIT,
@@ -145,7 +146,7 @@ def tokenize(
     Raises:
         ValueError: If the folder holds shards of other settings, for what cannot be read, or for
             too many bad rows.
-        DataError: If the hub does not serve for minutes.
+        DataError: If the hub does not serve for minutes, or a process that makes tokens dies.
     """
     options = options or Options()
     mine = dataclasses.replace(files, urls=files.urls[options.part :: options.num_parts])
@@ -166,8 +167,14 @@ def tokenize(
         if index.complete:
             bad.check(at_end=True)
             return
-        with _executor(tokenizer, mine, processes) as executor:
-            yield from _shards(mine, folder, index, bad, options, executor)
+        try:
+            with _executor(tokenizer, mine, processes) as executor:
+                yield from _shards(mine, folder, index, bad, options, executor)
+        except BrokenProcessPool:
+            raise DataError(
+                f"{folder}: a process that makes tokens was killed; memory may have run out. "
+                "The same command goes on after the last shard; fewer --processes need less memory"
+            ) from None
 
 
 def _claim(lock: TextIO, folder: Path) -> None:
