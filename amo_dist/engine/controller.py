@@ -191,12 +191,9 @@ class Controller:
             )
         return self.groups
 
-    def metrics(self, matrices: Sequence[str]) -> tuple[dict[str, float], Sequence[Schedule]]:
-        """Plain numbers about the last step taken, and the schedule of each matrix in it."""
-        step = max(self.steps_taken, 1)
-        by_group, groups = self.schedules(step), self.known_groups
-        found = [by_group[groups.group_of[name]] for name in matrices]
-        return self.policy.metrics(self.state, groups, step), found
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers about the last step taken."""
+        return self.policy.metrics(self.state, self.known_groups, max(self.steps_taken, 1))
 
     # ---------------------------------------------------------------- after steps
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from amo_dist.config import NS_BACKENDS, MuonConfig
+from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT, Exchange, Lane
 from amo_dist.distributed.groups import Given, Membership
@@ -695,24 +695,12 @@ class Engine:
                 found[peer] += number * itemsize
         return dict(found)
 
-    def metrics(self, schedules: Sequence[Schedule]) -> dict[str, float]:
-        """What this rank sent in the last step, and how many matrices each backend runs.
-
-        Args:
-            schedules: Of each matrix.
-        """
-        backends = Counter(
-            self._backend(matrix.shape, schedule)
-            for matrix, schedule in zip(self.parameters.matrices, schedules, strict=True)
-        )
-        counts = {
-            f"newton_schulz/{name}_matrices": float(backends[name]) for name in NS_BACKENDS[1:]
-        }
-        sent = {
+    def metrics(self) -> dict[str, float]:
+        """What this rank sent in the last step."""
+        return {
             "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
             "exchange/sent_elements": float(sum(sum(sent.values()) for sent in self._sent)),
         }
-        return {**counts, **sent}
 
 
 def _copy(sources: list[Tensor], places: list[Tensor]) -> None:

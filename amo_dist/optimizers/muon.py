@@ -457,8 +457,7 @@ class Muon(torch.optim.Optimizer):
         """Plain numbers for a logger, about the last step taken."""
         controller, found = self._controller, dict[str, float]()
         if self.world is not None:
-            found, schedules = controller.metrics(self._engine.parameters.matrix_names)
-            found |= self._engine.metrics(schedules)
+            found = {**controller.metrics(), **self._engine.metrics()}
         return {
             **found,
             "newton_schulz/residual": controller.residual,
