@@ -26,18 +26,21 @@ def check_backend(field: str, requested: str, dtype: torch.dtype, device: torch.
     """
     if requested not in NS_BACKENDS:
         raise ValueError(f"{field}: found {requested!r}, expected one of {NS_BACKENDS}")
-    if requested == "triton" and (lacks := _lacks(dtype, device)):
-        found, expected = lacks
-        raise ValueError(f"{field}: found {requested!r} with {found}, expected {expected}")
-
-
-def _lacks(dtype: torch.dtype, device: torch.device) -> tuple[str, str] | None:
-    """Why Triton cannot run: what was found, and what it needs."""
-    if device.type != "cuda":
-        return f"matrices on {device.type}", "on cuda"
-    if dtype not in TRITON_DTYPES:
-        names = ", ".join(str(each).removeprefix("torch.") for each in TRITON_DTYPES)
-        return f"{str(dtype).removeprefix('torch.')} products", f"one of {names}"
-    if importlib.util.find_spec("triton") is None:
-        return "no package of this name", "the one that comes with CUDA builds of torch"
-    return None
+    if requested != "triton":
+        return
+    known = ", ".join(str(each).removeprefix("torch.") for each in TRITON_DTYPES)
+    for is_there, found, expected in (
+        (device.type == "cuda", f"matrices on {device.type}", "on cuda"),
+        (
+            dtype in TRITON_DTYPES,
+            f"{str(dtype).removeprefix('torch.')} products",
+            f"one of {known}",
+        ),
+        (
+            importlib.util.find_spec("triton") is not None,
+            "no package of this name",
+            "the one that comes with CUDA builds of torch",
+        ),
+    ):
+        if not is_there:
+            raise ValueError(f"{field}: found {requested!r} with {found}, expected {expected}")
