@@ -97,7 +97,7 @@ class MuonConfig:
     update_norm: str = "as_is"
     """Size of what Newton-Schulz gives: ``as_is``, which fewer steps leave smaller; or ``exact``,
     scaled to the Frobenius norm of an exact polar factor, ``sqrt(min(m, n))``. AMO has ``exact``;
-    AdaMuon and NorMuon set the size themselves, whatever this says."""
+    AdaMuon and NorMuon scale what they make of it once more, to a size of their own."""
     cautious_decay: bool = False
     """Decay an entry of a matrix only where its update has the same sign."""
     bfloat16_params: str = "nearest"
