@@ -30,7 +30,7 @@ from amo_dist.kernels.devices import check_backend
 from amo_dist.kernels.newton_schulz import orthogonalize, resolve_backend
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import compose
-from amo_dist.tools.cost import OWNERSHIPS, lay_out
+from amo_dist.tools.simulate import OWNERSHIPS, lay_out
 from benchmarks.measure import paired, ratio, report
 from benchmarks.shapes import MODELS
 
@@ -205,7 +205,7 @@ def measure_owned(
     ]
     side = max(size for _, shape in owned for size in shape)
     square = torch.randn(side, side, generator=generator).to(device, dtype)
-    candidates = ("standard", "auto", "triton")
+    candidates = ("standard", "auto", "triton", "gram_newton_schulz")
     names = [name for name in candidates if runs(name, dtype, device)]
     by_label = contenders(batches, steps, dtype, names, options.ell)
     gemm = {"gemm": lambda: square @ square}

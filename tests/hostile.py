@@ -62,6 +62,7 @@ def make_corner(folder: Path) -> list[str]:
         "list.json": b"[]",
         "number.json": b"9" * 5000,
         "huge.json": b'{"layers": 1e999, "dim": 99999999999999999999, "hardware": 7}',
+        "shape.json": b'{"layers": 999999999, "dim": 8, "ffn_dim": 8, "heads": 1, "kv_heads": 1}',
         "text.toml": b"a = [",
         "deep.toml": f"a = {'[' * 5000}".encode(),
         "binary.jsonl": b'{"text": "a"}\n\xff\xff\n',
@@ -147,6 +148,7 @@ STARTS: dict[str, list[list[str]]] = {
     "report": [["run"]],
     "watch": [["run"]],
     "plan": [["--ell", "attn_q=1e-3", "--ell", "mlp_up=1e-2"], ["--plan", "run"]],
+    "simulate": [["--model", "qwen3-1.7b", "--ranks", "4"], ["--shapes", "shape.json"]],
     "doctor": [["--seconds", "60"]],
 }
 """For each command arguments that work, or nearly: one of them is exchanged."""

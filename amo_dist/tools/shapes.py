@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule.fields import read_int
 from amo_dist.schedule.types import MatrixInfo
+from amo_dist.tools.command import read_json_file
 
+BASE_STEPS = 5
+"""Newton-Schulz steps of every operator type before the lock."""
 _MOST_LAYERS, _WIDEST = 1000, 2**24
 
 
@@ -94,3 +101,62 @@ PLANS: Mapping[str, tuple[int, ...]] = {
 
 Of the models whose plan the AMO paper prints (table of locked schedules).
 """
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Model:
+    """A decoder that a command speaks of.
+
+    Attributes:
+        name: In tables.
+        shape: Its sizes.
+        steps: Newton-Schulz steps after the lock, by operator type.
+    """
+
+    name: str
+    shape: DecoderShape
+    steps: Mapping[str, int]
+
+    @classmethod
+    def named(cls, name: str) -> Model:
+        """One of `MODELS`; where the paper prints no plan of it, with uniform steps."""
+        # Of Llama-3.1-1.4B the plan of its smaller sister stands in.
+        known = PLANS.get("Llama-3.1-760M" if name == "Llama-3.1-1.4B" else name)
+        steps = known or (BASE_STEPS,) * len(OPERATOR_TYPES)
+        return cls(name, MODELS[name], dict(zip(OPERATOR_TYPES, steps, strict=True)))
+
+
+def add_model_options(group: Any) -> None:
+    """Add ``--model`` and ``--shapes`` to a group of options that exclude one another."""
+    group.add_argument(
+        "--model",
+        choices=sorted(map(str.lower, MODELS)),
+        type=str.lower,
+        help="a model of the AMO paper",
+    )
+    group.add_argument(
+        "--shapes",
+        type=Path,
+        metavar="FILE",
+        help="a JSON object with layers, dim, ffn_dim, heads, kv_heads and q_ratio",
+    )
+
+
+def read_model(args: argparse.Namespace) -> Model:
+    """The model that parsed options name.
+
+    Raises:
+        ValueError: The file cannot be read, or holds no shape.
+    """
+    if args.model:
+        return Model.named(next(name for name in MODELS if name.lower() == args.model))
+    try:
+        shape = DecoderShape(**read_json_file(args.shapes))
+    except TypeError as error:
+        names = ", ".join(field.name for field in dataclasses.fields(DecoderShape))
+        raise ValueError(
+            f"--shapes: found {args.shapes} ({error}), expected a JSON object with {names}"
+        ) from None
+    except ValueError as error:
+        raise ValueError(f"--shapes: found {error}") from None
+    return Model(str(args.shapes), shape, dict.fromkeys(OPERATOR_TYPES, BASE_STEPS))

@@ -9,11 +9,10 @@ import torch
 import torch.distributed as dist
 
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.tools.cost import OWNERSHIPS
+from amo_dist.tools.simulate import OWNERSHIPS, simulate
 from benchmarks import bfloat16_params, launches, newton_schulz, optimizer_step, overhead, spectra
 from benchmarks.measure import paired, ratio, report, table
 from benchmarks.shapes import ELL_BY_TYPE, MODELS
-from tests.costs import cost_rows
 
 # Millions of elements in matrices, as the AMO paper counts them.
 MATRIX_MILLIONS = {
@@ -160,7 +159,7 @@ def test_bfloat16_params_runs(tmp_path: Path) -> None:
 def test_the_busiest_rank_owns_what_the_simulation_says(ownership: str) -> None:
     registry = MODELS["Qwen3-1.7B"].matrices()
     owned = newton_schulz.owned_batches("Qwen3-1.7B", 32, steps=5, ownership=ownership, itemsize=2)
-    simulated = cost_rows(registry, dict.fromkeys(ELL_BY_TYPE, 5), 32)
+    simulated = simulate(registry, dict.fromkeys(ELL_BY_TYPE, 5), 32)
     (load,) = {row["gflop"]["most"] for row in simulated if row["ownership"] == ownership}
     found = sum(count * 5 * ns_step_flops(*shape) for count, shape in owned)
     assert found == pytest.approx(load * 1e9, rel=1e-12)

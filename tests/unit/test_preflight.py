@@ -22,8 +22,7 @@ from amo_dist.config import AMOConfig
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.cost import StepCost, lay_out
-from tests.costs import cost_rows
+from amo_dist.tools.simulate import StepCost, lay_out, simulate
 from tests.ledger import predict
 from torchtitan_ext.cli import main
 from torchtitan_ext.plugin import checks
@@ -178,13 +177,13 @@ def test_load_and_traffic_are_those_of_the_simulation() -> None:
     after = {name: one["steps_after"] for name, one in found["operator_types"].items()}
     rows = {
         row["schedule"]: row
-        for row in cost_rows(registry, after, 32)
+        for row in simulate(registry, after, 32)
         if row["ownership"] == found["step"]["ownership"]
     }
     for phase, schedule in (("before", "uniform"), ("after", "locked")):
         row = rows[schedule]
         assert found["step"][phase] == {key: row[key] for key in found["step"][phase]}
-    for row in cost_rows(registry, after, 32):
+    for row in simulate(registry, after, 32):
         if row["schedule"] == "locked":
             expected = row["gflop"]["most"] / row["gflop"]["mean"]
             assert found["step"]["imbalance"][row["ownership"]] == pytest.approx(expected)

@@ -17,9 +17,8 @@ from amo_dist.distributed.ownership import Job, Teams, assign, load_by_rank
 from amo_dist.distributed.plan import plan_exchange
 from amo_dist.distributed.teams import FLOPS_PER_BYTE, choices, member_costs, share_of, slabs
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.tools.cost import lay_out
 from amo_dist.tools.shapes import MODELS, PLANS
-from tests.costs import cost_rows
+from amo_dist.tools.simulate import lay_out, simulate
 from tests.distributed import models as models_of_ranks
 from tests.layouts import Model, build, models
 
@@ -133,7 +132,7 @@ def test_teams_even_out_the_load_of_many_ranks(
     name: str, layout: str, ranks: int, most: float
 ) -> None:
     shape = MODELS[name]
-    rows = cost_rows(
+    rows = simulate(
         shape.matrices(), dict.fromkeys(OPERATOR_TYPES, 5), ranks, layout=layout, max_team=8
     )
     found = {(bool(row["teams"]), row["ownership"]): row for row in rows}
@@ -154,7 +153,7 @@ def test_gram_matrices_are_part_of_the_traffic() -> None:
     matrices = lay_out(infos, 256)
     costs = [float(steps[i.operator_type] * ns_step_flops(*i.shape)) for i in infos]
     for ownership in ("round_robin", "balanced"):
-        rows = cost_rows(infos, steps, 256, max_team=8)
+        rows = simulate(infos, steps, 256, max_team=8)
         (row,) = (
             row
             for row in rows

@@ -1,4 +1,4 @@
-"""What a step costs: known shapes, known volumes, memory."""
+"""The simulation: known shapes, known volumes, a table and JSON."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from amo_dist.config import OPERATOR_TYPES, MuonConfig
 from amo_dist.kernels import newton_schulz
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import composed
-from amo_dist.tools.cost import StepCost, lay_out, newton_schulz_bytes
+from amo_dist.tools.cli import main
 from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
-from tests.costs import Row, cost_rows
+from amo_dist.tools.simulate import Row, StepCost, lay_out, newton_schulz_bytes, simulate
 from tests.memory import peak_bytes
 
 SPECS = json.loads(
@@ -30,8 +30,8 @@ SMALL = DecoderShape(layers=4, dim=64, ffn_dim=128, heads=4, kv_heads=2)
 UNIFORM = dict.fromkeys(OPERATOR_TYPES, 5)
 
 
-def by_name(rows: list[Row]) -> dict[tuple[str, str], Row]:
-    return {(row["ownership"], row["schedule"]): row for row in rows}
+def rows_of(results: list[Row]) -> dict[tuple[str, str], Row]:
+    return {(row["ownership"], row["schedule"]): row for row in results}
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))
@@ -53,7 +53,7 @@ def test_load_and_traffic_add_up(layout: str, ranks: int) -> None:
     elements = sum(info.shape[0] * info.shape[1] for info in registry)
     flops = sum(ns_step_flops(*info.shape) for info in registry)
     steps = {**UNIFORM, "attn_q": 7}
-    for row in cost_rows(registry, steps, ranks, layout=layout):
+    for row in simulate(registry, steps, ranks, layout=layout):
         extra = sum(ns_step_flops(*i.shape) for i in registry if i.operator_type == "attn_q")
         locked = row["schedule"] == "locked"
         mean = (5 * flops + 2 * extra * locked) / ranks / 1e9
@@ -69,7 +69,7 @@ def test_load_and_traffic_add_up(layout: str, ranks: int) -> None:
 
 
 def test_balanced_is_never_worse() -> None:
-    found = by_name(cost_rows(SMALL.matrices(), {**UNIFORM, "mlp_up": 7}, 8))
+    found = rows_of(simulate(SMALL.matrices(), {**UNIFORM, "mlp_up": 7}, 8))
     for schedule in ("uniform", "locked"):
         balanced, dealt = (found[name, schedule]["gflop"] for name in ("balanced", "round_robin"))
         assert balanced["most"] <= dealt["most"]
@@ -77,7 +77,7 @@ def test_balanced_is_never_worse() -> None:
 
 
 def test_one_node_sends_nothing_across() -> None:
-    for row in cost_rows(SMALL.matrices(), UNIFORM, 8):
+    for row in simulate(SMALL.matrices(), UNIFORM, 8):
         assert row["sent_across"]["most"] == 0
         assert row["sent"]["mean"] > 0
 
@@ -85,7 +85,7 @@ def test_one_node_sends_nothing_across() -> None:
 @pytest.mark.parametrize("layout", ["hsdp", "ddp"])
 def test_each_replica_gets_its_own_copy(layout: str) -> None:
     """Replicas of 2 ranks, or of 1, on nodes of 8."""
-    for row in cost_rows(SMALL.matrices(), UNIFORM, 256, layout=layout, replica_size=2):
+    for row in simulate(SMALL.matrices(), UNIFORM, 256, layout=layout, replica_size=2):
         elements = sum(info.shape[0] * info.shape[1] for info in SMALL.matrices())
         # An owner of half a matrix gathers the other half from its node, and sends whole ones.
         elsewhere = 256 // (2 if layout == "hsdp" else 1) * (1 - 8 / 256)
@@ -95,17 +95,22 @@ def test_each_replica_gets_its_own_copy(layout: str) -> None:
 def test_bytes_follow_the_wire() -> None:
     registry = SMALL.matrices()
     matrices = lay_out(registry, 8)
-    configs = (MuonConfig(), MuonConfig(ns_dtype="float32"), MuonConfig(ns_dtype="float16"))
-    narrow, wide, half = (
+    configs = (
+        MuonConfig(),
+        MuonConfig(wire_dtype="float32"),
+        MuonConfig(ns_dtype="float32", wire_dtype="bfloat16"),
+    )
+    narrow, wide, products = (
         StepCost(registry, matrices, UNIFORM, 8, config=config) for config in configs
     )
     assert torch.equal(wide.within, 2 * narrow.within)
-    assert torch.equal(half.within, narrow.within)
+    assert torch.equal(products.within, narrow.within)
     assert wide.memory() > narrow.memory()
+    assert products.memory() > narrow.memory()
 
 
 def test_one_rank_sends_nothing() -> None:
-    (row, *_) = cost_rows(SMALL.matrices(), UNIFORM, 1)
+    (row, *_) = simulate(SMALL.matrices(), UNIFORM, 1)
     assert row["sent"]["most"] == 0
     assert row["gflop"]["most"] == row["gflop"]["mean"]
 
@@ -113,7 +118,7 @@ def test_one_rank_sends_nothing() -> None:
 def test_a_thousand_ranks_plan_every_matrix_once() -> None:
     shape = MODELS["Qwen3-1.7B"]
     steps = dict(zip(OPERATOR_TYPES, PLANS["Qwen3-1.7B"], strict=True))
-    found = by_name(cost_rows(shape.matrices(), steps, 1024, layout="hsdp"))
+    found = rows_of(simulate(shape.matrices(), steps, 1024, layout="hsdp"))
     elements = sum(info.shape[0] * info.shape[1] for info in shape.matrices())
     row = found["round_robin", "locked"]
     assert row["sent"]["mean"] == 2 * elements * (7 / 8 + 128 - 1 / 8) / 1024
@@ -122,9 +127,62 @@ def test_a_thousand_ranks_plan_every_matrix_once() -> None:
     assert row["gflop"]["most"] * 1e9 == pytest.approx(largest, rel=1e-12)
 
 
-def test_a_replica_divides_the_ranks() -> None:
-    with pytest.raises(ValueError, match="replica_size: found 8, expected a divisor of 12 ranks"):
-        lay_out(SMALL.matrices(), 12, layout="hsdp")
+def test_the_table_has_a_row_for_each_world_ownership_and_schedule(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["simulate", "--model", "llama-3.1-760m", "--ranks", "8", "16"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Llama-3.1-760M, fsdp, nodes of 8" in lines[0]
+    assert "attn_q 6, attn_k 4" in lines[1]
+    assert [line.split()[0] for line in lines[5:]] == ["8"] * 4 + ["16"] * 4
+    assert len({len(line) for line in lines[4:]}) == 1
+
+
+def test_json_holds_the_settings_and_the_rows(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "shape.json"
+    file.write_text(json.dumps(dataclasses.asdict(SMALL)))
+    arguments = ["simulate", "--shapes", str(file), "--ranks", "16", "--layout", "hsdp"]
+    assert main([*arguments, "--steps", "attn_q=7", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["shape"] == dataclasses.asdict(SMALL)
+    assert found["steps"] == {**UNIFORM, "attn_q": 7}
+    expected = simulate(SMALL.matrices(), {**UNIFORM, "attn_q": 7}, 16, layout="hsdp")
+    assert found["rows"] == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--model", "qwen3-1.7b", "--ranks", "0"], "ranks: found 0"),
+        (
+            ["--model", "qwen3-1.7b", "--ranks", "12", "--layout", "hsdp"],
+            "replica_size: found 8, expected a divisor of 12 ranks",
+        ),
+        (["--model", "qwen3-1.7b", "--steps", "attn_q"], "--steps: found 'attn_q'"),
+        (["--model", "qwen3-1.7b", "--steps", "attn_x=3"], "--steps: found 'attn_x=3'"),
+        (["--model", "qwen3-1.7b", "--steps", "attn_q=0"], "--steps: found 'attn_q=0'"),
+        (["--shapes", "missing.json"], "--shapes: found missing.json: cannot be read"),
+    ],
+)
+def test_mistakes_are_told_in_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["simulate", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert message in error
+    assert len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("text", ["[]", "{", '{"layers": 1}', '{"depth": 1}'])
+def test_a_malformed_shape_names_the_file(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "shape.json"
+    file.write_text(text)
+    assert main(["simulate", "--shapes", str(file)]) == 2
+    assert f"--shapes: found {file}" in capsys.readouterr().err
 
 
 def test_bad_sizes_name_the_field() -> None:
@@ -132,6 +190,18 @@ def test_bad_sizes_name_the_field() -> None:
         dataclasses.replace(SMALL, layers=0)
     with pytest.raises(ValueError, match="q_ratio: found"):
         dataclasses.replace(SMALL, q_ratio=0.33)
+
+
+def test_teams_have_rows_and_columns_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["simulate", "--model", "qwen3-1.7b", "--ranks", "256"]
+    assert main([*arguments, "--max-team", "8"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "teams of at most 8" in lines[0]
+    assert "teams" in {*lines[4].replace("  ", "\0").split("\0")}
+    assert ["84x2" in line for line in lines[5:]] == [False] * 4 + [True] * 4
+    assert max(map(len, lines)) <= 100
+    assert main([*arguments, "--max-team", "0"]) == 2
+    assert "--max-team: found 0" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ memory
