@@ -53,6 +53,8 @@ _ADJUST_LR = ("match_rms_adamw", "original", "spectral")
 _UPDATE_NORMS = ("as_is", "exact")
 _BFLOAT16_PARAMS = ("nearest", "stochastic", "master")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
+# Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
+_WIRE_DTYPES = ("bfloat16", "float32", "float64")
 _GRANULARITIES = ("operator_type", "layer_group", "shape")
 _TEAM_BACKENDS = ("auto", "standard")
 
@@ -105,8 +107,10 @@ class MuonConfig:
     ``stochastic``, by a hash of seed, step, name and entry, alike in every layout; or as
     ``master`` weights in float32: what rounding takes off is state."""
     ns_dtype: str = "bfloat16"
-    """Dtype of the Newton-Schulz products and iterates, and of matrices on the wire; with
-    ``float16``, whose range momentum leaves, these travel in ``bfloat16``."""
+    """Dtype of the Newton-Schulz products and iterates."""
+    wire_dtype: str | None = None
+    """Dtype of matrices on the wire, momentum and results; None: that of ``ns_dtype``, with
+    ``float16``, whose range momentum leaves, ``bfloat16``."""
     ns_backend: str = "auto"
     """How Newton-Schulz is run: ``auto`` (on CPU ``gram`` for elongated matrices in float32, else
     ``standard``), ``standard``, ``gram`` (in float32 and float64, else ``standard``) or ``triton``
@@ -136,6 +140,14 @@ class MuonConfig:
         _require_choice("update_norm", self.update_norm, _UPDATE_NORMS)
         _require_choice("bfloat16_params", self.bfloat16_params, _BFLOAT16_PARAMS)
         _require_choice("ns_dtype", self.ns_dtype, _DTYPES)
+        if self.wire_dtype is not None:
+            _require_choice("wire_dtype", self.wire_dtype, _WIRE_DTYPES)
+            _require(
+                not (self.wire_dtype == "float64" and self.ns_dtype != "float64"),
+                "wire_dtype",
+                self.wire_dtype,
+                f"no wider than float32 with ns_dtype = {self.ns_dtype!r}",
+            )
         _require_choice("ns_backend", self.ns_backend, NS_BACKENDS)
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
         _require_int("max_team", self.max_team, 1)
@@ -158,11 +170,9 @@ class MuonConfig:
 
     @property
     def wire(self) -> str:
-        """Dtype in which momentum and results travel: that of the products, but for float16.
-
-        Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
-        """
-        return "bfloat16" if self.ns_dtype == "float16" else self.ns_dtype
+        """``wire_dtype``, or what it is by default."""
+        default = "bfloat16" if self.ns_dtype == "float16" else self.ns_dtype
+        return self.wire_dtype or default
 
     @property
     def update_factor(self) -> float:

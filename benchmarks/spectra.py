@@ -6,8 +6,8 @@ Qwen3-1.7B, with 205 trial schedules, against its smallest singular values alone
 weighted to the 56 of an observation (``--full`` runs all 56).
 
 ``--dtypes`` lists instead how far results of Newton-Schulz, as they arrive, are from those of the
-same schedule in float64, by ``ns_dtype`` and that of the wire. ``--study DIR`` adds spectra of
-momentum that ``python -m benchmarks.plan_quality run --spectra DIR`` has taken in training.
+same schedule in float64, by ``ns_dtype`` and ``wire_dtype``. ``--study DIR`` adds momentum spectra
+that ``python -m benchmarks.plan_quality run --spectra DIR`` has taken while a model was trained.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ DTYPES = (
     *(("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")),
     *(("float16", "float32"), ("float32", "bfloat16"), ("float32", "float32")),
 )
-"""``ns_dtype``, and that of the wire."""
+"""``ns_dtype`` and ``wire_dtype``."""
 
 
 def main(args: Sequence[str] | None = None) -> int:

@@ -6,6 +6,7 @@ from collections import Counter
 from typing import Any
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -39,12 +40,21 @@ def train(
     return whole, measured, elements, num_bytes
 
 
-def test_shards_equal_one_process_in_two_dtypes(run_on: Ranks) -> None:
-    fields = {"ns_dtype": "float16"}
+@pytest.mark.parametrize(
+    ("layout", "world_size", "fields", "size"),
+    [
+        ("fsdp", 2, {"ns_dtype": "float16"}, 2),
+        ("fsdp", 2, {"ns_dtype": "float16", "wire_dtype": "float32"}, 4),
+        ("tp", 2, {"ns_dtype": "float32", "wire_dtype": "bfloat16"}, 2),
+    ],
+)
+def test_shards_equal_one_process_in_any_two_dtypes(
+    run_on: Ranks, layout: str, world_size: int, fields: dict[str, Any], size: int
+) -> None:
     ((expected, *_),) = run_on(1)(train, "plain", fields)
-    for found, measured, elements, num_bytes in run_on(2)(train, "fsdp", fields):
+    for found, measured, elements, num_bytes in run_on(world_size)(train, layout, fields):
         for name, value in expected.items():
             torch.testing.assert_close(found[name], value, rtol=0, atol=0, msg=name)
         # Ranks measure residuals in turn, and see what Newton-Schulz gave.
         assert set(measured) == {getattr(torch, fields["ns_dtype"])}
-        assert num_bytes == 2 * elements > 0
+        assert num_bytes == size * elements > 0

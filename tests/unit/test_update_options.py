@@ -300,8 +300,21 @@ def test_bad_values_are_refused(field: str, value: object) -> None:
         MuonConfig(**{field: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("ns_dtype", "wire"), [("float32", "float32"), ("float16", "bfloat16")])
-def test_dtypes_on_the_wire(ns_dtype: str, wire: str) -> None:
-    assert MuonConfig(ns_dtype=ns_dtype).wire == wire
-    with pytest.raises(ValueError, match="ns_dtype: found 'float8', expected"):
-        MuonConfig(ns_dtype="float8")
+@pytest.mark.parametrize(
+    ("ns_dtype", "wire_dtype", "wire"),
+    [
+        ("float32", None, "float32"),
+        ("float16", None, "bfloat16"),
+        ("bfloat16", "float32", "float32"),
+        ("bfloat16", "float64", None),
+        ("float32", "float16", None),
+        ("float8", None, None),
+    ],
+)
+def test_dtypes_on_the_wire(ns_dtype: str, wire_dtype: str | None, wire: str | None) -> None:
+    if wire is not None:
+        assert MuonConfig(ns_dtype=ns_dtype, wire_dtype=wire_dtype).wire == wire
+        return
+    field = "ns_dtype" if wire_dtype is None else "wire_dtype"
+    with pytest.raises(ValueError, match=f"{field}: found .*, expected"):
+        MuonConfig(ns_dtype=ns_dtype, wire_dtype=wire_dtype)
