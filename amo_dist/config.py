@@ -45,9 +45,9 @@ MOST_STEPS = 100
 PRECONDITIONERS = ("frobenius", "aol")
 """How a matrix is scaled before the first step."""
 
-NS_BACKENDS = ("auto", "standard", "gram", "triton", "gram_newton_schulz")
+NS_BACKENDS = ("auto", "standard", "gram", "triton")
 """How Newton-Schulz may be run; see `amo_dist.kernels.newton_schulz`. On CUDA alone: ``triton``,
-which computes half of each symmetric product, and ``gram_newton_schulz``, a package."""
+which computes half of each symmetric product."""
 
 _ADJUST_LR = ("match_rms_adamw", "original", "spectral")
 _UPDATE_NORMS = ("as_is", "exact")
@@ -99,7 +99,7 @@ class MuonConfig:
     update_norm: str = "as_is"
     """Size of what Newton-Schulz gives: ``as_is``, which fewer steps leave smaller; or ``exact``,
     scaled to the Frobenius norm of an exact polar factor, ``sqrt(min(m, n))``. AMO has ``exact``;
-    AdaMuon and NorMuon set the size themselves, whatever this says."""
+    AdaMuon and NorMuon scale what they make of it once more, to a size of their own."""
     cautious_decay: bool = False
     """Decay an entry of a matrix only where its update has the same sign."""
     bfloat16_params: str = "nearest"
@@ -113,8 +113,8 @@ class MuonConfig:
     ``float16``, whose range momentum leaves, ``bfloat16``."""
     ns_backend: str = "auto"
     """How Newton-Schulz is run: ``auto`` (on CPU ``gram`` for elongated matrices in float32, else
-    ``standard``), ``standard``, ``gram`` (in float32 and float64, else ``standard``), ``triton`` or
-    ``gram_newton_schulz`` (on CUDA)."""
+    ``standard``), ``standard``, ``gram`` (in float32 and float64, else ``standard``) or ``triton``
+    (on CUDA)."""
     ownership: str = "round_robin"
     """How matrices are dealt to ranks: ``round_robin`` or ``balanced`` (longest job first)."""
     max_team: int = 1

@@ -1,11 +1,10 @@
 #!/usr/bin/env bash
-# Checks this node, or the nodes of a Slurm job, in at most five minutes: settings, all-to-alls,
-# kernels, every layout of the optimizer against one process, what may go wrong in a run, a step. A
-# verdict a line; the exit status is not 0 where a check failed. Ranks find what those of
+# Checks this node, or the nodes of a Slurm job, in at most five minutes: all-to-alls, spectra,
+# every layout of the optimizer against one process, and what may go wrong in a run. A verdict a line; the exit status is not 0 where a check failed. Ranks find what those of
 # train_nodes.sh find.
 #
 #   launch/doctor.sh                                         # all GPUs of this node, or its CPUs
-#   GPUS=2 launch/doctor.sh --model qwen3-1.7b --json doctor.json
+#   GPUS=2 launch/doctor.sh --json doctor.json
 #   salloc --nodes=2 --gpus-per-node=8 launch/doctor.sh --json doctor.json
 #   sbatch --nodes=2 --gpus-per-node=8 --wrap launch/doctor.sh
 #

@@ -6,6 +6,7 @@ neither observes nor plans.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 import logging
@@ -21,6 +22,7 @@ from torch.profiler import record_function
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import broadcast_text, check_alike, sum_over
+from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.engine.step import Orders, Probe
 from amo_dist.engine.verdict import Verdict
 from amo_dist.engine.world import World
@@ -112,37 +114,37 @@ class Controller:
         self.steps_skipped += 1
         logger.warning("step %d skipped: %s", step, fault)
 
-    def orders(self, matrices: Sequence[str]) -> Orders:
+    def orders(self, matrices: Sequence[MatrixLayout]) -> Orders:
         """What the next step does.
 
         Args:
-            matrices: Names of those of this process.
+            matrices: Those of this process.
         """
         assert self._world is not None
         assert self.groups is not None
         step, config = self.steps_taken + 1, self.config
         schedules, digest, deal = self._at(step, matrices)
         observed = self.policy.sample(self.state, self.groups, step)
-        checked, every = None, config.ns_guard_every
+        every, probes = config.ns_guard_every, list[Probe]()
         turn = step // every if every and step % every == 0 else 0
-        if turn:
-            checked = matrix_to_check(self._world.registry, turn)
-        probes = []
         if observed:
-            probes, self.observe_seconds = [Probe(frozenset(observed), self._observe)], 0.0
-        probes += [Probe(frozenset([checked]), self._take_residual)] if checked else []
+            self.observe_seconds, record = 0.0, functools.partial(self._record, observed)
+            probes.append(Probe(frozenset(observed), self._observe, record))
+        if turn and (checked := matrix_to_check(self._world.registry, turn)) is not None:
+            check = functools.partial(self._check_residual, checked)
+            probes.append(Probe(frozenset([checked]), self._take_residual, check))
         return Orders(
             step,
             schedules=schedules,
             deal=deal,
             intent=[f"step {step}", f"schedules and state {digest}", f"observed {list(observed)}"],
-            observed=observed,
-            checked=checked,
             turn=turn,
             probes=tuple(probes),
         )
 
-    def _at(self, step: int, matrices: Sequence[str]) -> tuple[Sequence[Schedule], str, Hashable]:
+    def _at(
+        self, step: int, matrices: Sequence[MatrixLayout]
+    ) -> tuple[Sequence[Schedule], str, Hashable]:
         """What changes with schedules alone, the same objects for as long as they stay.
 
         Returns:
@@ -157,7 +159,7 @@ class Controller:
         if last is not None and last[0] == key and last[1] is state:
             return last[2:]
         by_group = policy.schedules(state, self.groups, step)
-        found: Sequence[Schedule] = [by_group[self.groups.group_of[name]] for name in matrices]
+        found: Sequence[Schedule] = [by_group[self.groups.group_of[m.name]] for m in matrices]
         if last is not None and found == last[2]:
             found = last[2]
         deal: Hashable = "round robin"
@@ -191,22 +193,17 @@ class Controller:
             )
         return self.groups
 
-    def metrics(self, matrices: Sequence[str]) -> tuple[dict[str, float], Sequence[Schedule]]:
-        """Plain numbers about the last step taken, and the schedule of each matrix in it."""
-        step = max(self.steps_taken, 1)
-        by_group, groups = self.schedules(step), self.known_groups
-        found = [by_group[groups.group_of[name]] for name in matrices]
-        return self.policy.metrics(self.state, groups, step), found
+    def metrics(self) -> dict[str, float]:
+        """Plain numbers about the last step taken."""
+        return self.policy.metrics(self.state, self.known_groups, max(self.steps_taken, 1))
 
     # ---------------------------------------------------------------- after steps
 
     def finish(self, orders: Orders) -> None:
         """Count a step, and act on what was measured in it; a collective where something was."""
         self.steps_taken = orders.step
-        if orders.observed:
-            self._record(orders)
-        if orders.checked is not None:
-            self._check_residual(orders.step, orders.checked)
+        for probe in orders.probes:
+            probe.finish(orders.step)
 
     def _observe(self, name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
         start = time.perf_counter()
@@ -222,16 +219,16 @@ class Controller:
             is_zero = ~(found != 0).any()
             self._residuals[name] = ns_residual(found).masked_fill(is_zero, math.nan)
 
-    def _record(self, orders: Orders) -> None:
+    def _record(self, observed: Sequence[str], step: int) -> None:
         """Agree on what was observed, and plan where it is time to."""
         assert self._world is not None
         assert self.groups is not None
         measured, self._measured = self._measured, {}
         with record_function("amo::observe"):
-            values = agree_on_values(measured, orders.observed, self._world, self._num_values)
+            values = agree_on_values(measured, observed, self._world, self._num_values)
         ells = {name: found[0] for name, found in values.items()}
         errors = {name: found[1:] for name, found in values.items()}
-        self.state = self.policy.record(self.state, self.groups, orders.step, ells, errors)
+        self.state = self.policy.record(self.state, self.groups, step, ells, errors)
         self._plan_where_due()
 
     def _plan_where_due(self) -> None:
@@ -262,7 +259,7 @@ class Controller:
             raise ValueError(payload)
         raise RuntimeError(f"planning failed on the first rank: {kind}: {payload}")
 
-    def _check_residual(self, step: int, name: str) -> None:
+    def _check_residual(self, name: str, step: int) -> None:
         """Warn of a residual above the bound."""
         assert self._world is not None
         assert self.groups is not None

@@ -75,7 +75,6 @@ class Parameters:
         kinds: The dtype and the device of each, when they were laid out; all on one device.
         device: That one.
         convolutions: Indices of the entries whose four dims are one matrix.
-        matrix_names: Of each matrix.
     """
 
     entries: tuple[Entry, ...]
@@ -85,7 +84,6 @@ class Parameters:
     kinds: tuple[tuple[torch.dtype, torch.device], ...]
     device: torch.device
     convolutions: tuple[int, ...]
-    matrix_names: tuple[str, ...]
 
     def are_in(self, groups: Sequence[Mapping[str, Any]]) -> bool:
         """Whether these very tensors are those of the groups, in the same order.
@@ -383,7 +381,6 @@ def resolve(groups: Sequence[Mapping[str, Any]], structure: Structure) -> Parame
         tuple(map(_kind, params)),
         first.param.device,
         tuple(i for i, e in enumerate(entries) if e.views and e.param.dim() == 4),
-        tuple(matrix.name for matrix in matrices),
     )
 
 

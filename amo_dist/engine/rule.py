@@ -57,8 +57,7 @@ class UpdateRule:
 
     def __init__(self, config: MuonConfig) -> None:
         kind = type(self)
-        self.sets_size = kind.scale is not UpdateRule.scale
-        if self.sets_size and config.adjust_lr != "match_rms_adamw":
+        if kind.scale is not UpdateRule.scale and config.adjust_lr != "match_rms_adamw":
             raise ValueError(
                 f"adjust_lr: found {config.adjust_lr!r} with {kind.__name__}, which scales "
                 "updates itself, expected 'match_rms_adamw'"

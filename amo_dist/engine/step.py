@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from amo_dist.config import NS_BACKENDS, MuonConfig
+from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT, Exchange, Lane
 from amo_dist.distributed.groups import Given, Membership
@@ -67,6 +67,9 @@ class Probe:
     measure: Callable[[str, Tensor, Callable[[], Tensor]], None]
     """Called with a matrix's name, its momentum ``(m, n)`` in float32 at least, and what computes
     the result of Newton-Schulz for it, ``(m, n)``."""
+    finish: Callable[[int], None]
+    """Called after the step with its number, on all ranks, also where it was skipped and nothing
+    was measured: brings together what ranks have found; a collective over the world."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,18 +84,10 @@ class Orders:
     """Matrices are dealt to owners anew when this changes."""
     intent: Sequence[str]
     """Lines that are alike on all ranks where they are about to do the same."""
-    observed: tuple[str, ...] = ()
-    """Names of the matrices that are observed for the next plan, sorted."""
-    checked: str | None = None
-    """Name of the matrix whose residual is measured."""
     turn: int = 0
     """Counts residuals: the ranks that may own a matrix measure in turn."""
     probes: tuple[Probe, ...] = ()
-    """All measurements, those of the two above among them."""
-
-    def with_probe(self, probe: Probe) -> Orders:
-        """The same with one more measurement."""
-        return dataclasses.replace(self, probes=(*self.probes, probe))
+    """All measurements."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -413,7 +408,7 @@ class Engine:
             batch: The matrices.
             nonfinite: Gets, by their names, which results were NaN or inf.
         """
-        team, rule, flags = batch.team, self.rule, list[Tensor]()
+        team, flags = batch.team, list[Tensor]()
         # On a CPU a product of two matrices takes less to call than one of two batches.
         together = [batch.wholes] if self._is_far else [[whole] for whole in batch.wholes]
         try:
@@ -422,7 +417,7 @@ class Engine:
                 found = self._newton_schulz(x, batch)
                 found = found if found.dim() == 3 else found.unsqueeze(0)
                 flags.append(drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found))
-                if self.config.update_norm == "exact" and not rule.sets_size:
+                if self.config.update_norm == "exact":
                     scale_to_exact_norm(found, batch.shape, team)
                 torch._foreach_copy_(wholes, found.unbind())
             nonfinite[batch.names] = flags[0] if len(flags) == 1 else torch.cat(flags)
@@ -695,24 +690,12 @@ class Engine:
                 found[peer] += number * itemsize
         return dict(found)
 
-    def metrics(self, schedules: Sequence[Schedule]) -> dict[str, float]:
-        """What this rank sent in the last step, and how many matrices each backend runs.
-
-        Args:
-            schedules: Of each matrix.
-        """
-        backends = Counter(
-            self._backend(matrix.shape, schedule)
-            for matrix, schedule in zip(self.parameters.matrices, schedules, strict=True)
-        )
-        counts = {
-            f"newton_schulz/{name}_matrices": float(backends[name]) for name in NS_BACKENDS[1:]
-        }
-        sent = {
+    def metrics(self) -> dict[str, float]:
+        """What this rank sent in the last step."""
+        return {
             "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
             "exchange/sent_elements": float(sum(sum(sent.values()) for sent in self._sent)),
         }
-        return {**counts, **sent}
 
 
 def _copy(sources: list[Tensor], places: list[Tensor]) -> None:

@@ -14,8 +14,9 @@ import dataclasses
 import itertools
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -259,15 +260,6 @@ class Verdict:
             flags = flags if bad is None else flags.masked_fill_(bad, False)
             self._updates = {(*itertools.chain(*updates),): flags}
 
-    def warn_of_updates(self) -> None:
-        """Log what `report_updates` told of bad updates on this rank; communicates nothing."""
-        for name in _flagged(self._updates):
-            logger.warning(
-                "%s: the last update of this matrix was NaN or inf and was left out: what is "
-                "saved now lacks it, and all ranks raise at their next step",
-                name,
-            )
-
     # ---------------------------------------------------------------- after a step
 
     def settle(self) -> str:
@@ -290,26 +282,33 @@ class Verdict:
         Nothing is communicated, and `settle` tells again, with the words of all ranks.
 
         Raises:
-            As `settle`, without the names that other ranks know.
+            As `settle`, but names the step alone.
         """
         if self.pending is None:
             return False
         ballot, read = self.pending
         values = read()
         self.pending = ballot, lambda: values
-        later = f"{ballot.step}, which changed nothing; what and where, the next step tells"
         unlike = self._unlike(values)
-        if unlike[0]:
-            raise RankMismatchError(f"ranks were about to do different things in step {later}")
-        if values[_IS_FOREIGN] or any(unlike):
-            raise MissingGradientError(
-                f"gradients are missing or foreign on some ranks in step {later}"
-            )
-        if values[_UPDATE]:
-            raise NonFiniteUpdateError(f"an update was NaN or inf before step {later}")
-        if values[_GRADIENT] and not self._skips:
-            where = f"a gradient was NaN, inf or too large on rank {values[_GRADIENT] - 1}"
-            raise NonFiniteGradientError(f"{where} in step {later}")
+        is_error = values[_GRADIENT] and not self._skips
+        for is_so, kind, what in (
+            (unlike[0], RankMismatchError, "ranks were about to do different things"),
+            (values[_IS_FOREIGN] or any(unlike), MissingGradientError, "gradients are not alike"),
+            (
+                values[_UPDATE],
+                NonFiniteUpdateError,
+                f"the update before was NaN or inf on rank {values[_UPDATE] - 1}",
+            ),
+            (
+                is_error,
+                NonFiniteGradientError,
+                f"a gradient was NaN, inf or too large on rank {values[_GRADIENT] - 1}",
+            ),
+        ):
+            if is_so:
+                raise kind(
+                    f"{what} in step {ballot.step}, which changed nothing: see the next step"
+                )
         return bool(values[_GRADIENT])
 
     # ---------------------------------------------------------------- the vector
@@ -391,7 +390,7 @@ class Verdict:
         if is_unlike or values[_GRADIENT] or values[_UPDATE]:
             found = self._gather(ballot)
             if is_unlike:
-                self._raise_for_presence(ballot, found)
+                self._raise_for_presence(ballot.step, found)
         if not values[_EXISTS]:
             self._tell_of_none(ballot.step)
         self._had_gradient = bool(values[_EXISTS])
@@ -413,24 +412,16 @@ class Verdict:
             "steps"
         )
 
-    def _gather(self, ballot: _Ballot) -> dict[int, dict[str, list[str]]]:
+    def _gather(self, ballot: _Ballot) -> dict[int, dict[str, Any]]:
         """What each rank knows, in words; a collective over the world."""
-        names = [entry.name for entry in self._entries]
         flags = [] if ballot.is_bad is None else ballot.is_bad.tolist()
-        kinds = [kind & ~_MISPLACED for kind in ballot.kinds]
-        shared = [f"{e.name} {sharing_ranks(e.layout.ranks)}" for e in self._entries]
-        are_shared = [bool(sharing_ranks(e.layout.ranks)) for e in self._entries]
-        mine = {
-            "bad": [names[i] for i in itertools.compress(ballot.held, flags)],
-            "updates": _flagged(ballot.updates),
-            "foreign": [name for name, kind in zip(names, kinds, strict=True) if kind == _FOREIGN],
-            "present": [*itertools.compress(shared, map(_both, are_shared, kinds))],
-            "absent": [
-                key
-                for key, is_shared, kind in zip(shared, are_shared, kinds, strict=True)
-                if is_shared and kind == _ABSENT
-            ],
-        }
+        pairs = list(zip(self._entries, ballot.kinds, strict=True))
+        kinds: dict[str, dict[str, int]] = {}
+        for entry, kind in pairs:
+            ranks = str(sharing_ranks(entry.layout.ranks) or f"rank {self._world.rank} alone")
+            kinds.setdefault(ranks, {})[entry.name] = kind & ~_MISPLACED
+        bad = [self._entries[i].name for i in itertools.compress(ballot.held, flags)]
+        mine = {"kinds": kinds, "bad": bad, "updates": _flagged(ballot.updates)}
         return dict(zip(self._world.ranks, gather_json(mine, self._world.group), strict=True))
 
     def _compare(self, ballot: _Ballot, values: Sequence[int]) -> None:
@@ -444,24 +435,28 @@ class Verdict:
             )
         check_alike("the coming step", ballot.text, self._world.group)
 
-    def _raise_for_presence(
-        self, ballot: _Ballot, found: Mapping[int, Mapping[str, list[str]]]
-    ) -> None:
-        for name in sorted({name for told in found.values() for name in told["foreign"]}):
-            rank = max(rank for rank, told in found.items() if name in told["foreign"])
-            raise ValueError(
-                f"{name}: found a sparse gradient, or a plain one of a DTensor, on rank {rank} in "
-                f"step {ballot.step}, expected a dense one in the form of the parameter"
-            )
-        here = {key: rank for rank, told in found.items() for key in told["present"]}
-        nowhere = {key: rank for rank, told in found.items() for key in told["absent"]}
-        key = min(here.keys() & nowhere.keys())
-        raise MissingGradientError(
-            f"{key.split(' ')[0]}: found a gradient on rank {here[key]} and none on rank "
-            f"{nowhere[key]} in step {ballot.step}, expected one on all of its ranks or on none"
-        )
+    def _raise_for_presence(self, step: int, found: Mapping[int, Mapping[str, Any]]) -> None:
+        ranks_by_kind: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+        for rank, told in found.items():
+            for sharing, kinds in told["kinds"].items():
+                for name, kind in kinds.items():
+                    ranks_by_kind[name, sharing][kind] = rank
+        for (name, _), ranks in sorted(ranks_by_kind.items()):
+            if _FOREIGN in ranks:
+                raise ValueError(
+                    f"{name}: found a sparse gradient, or a plain one of a DTensor, on rank "
+                    f"{ranks[_FOREIGN]} in step {step}, expected a dense one in the form of the "
+                    "parameter"
+                )
+        for (name, _), ranks in sorted(ranks_by_kind.items()):
+            if _ABSENT in ranks and len(ranks) > 1:
+                nowhere = ranks.pop(_ABSENT)
+                raise MissingGradientError(
+                    f"{name}: found a gradient on rank {max(ranks.values())} and none on rank "
+                    f"{nowhere} in step {step}, expected one on all of its ranks or on none"
+                )
 
-    def _raise_for_updates(self, found: Mapping[int, Mapping[str, list[str]]]) -> None:
+    def _raise_for_updates(self, found: Mapping[int, Mapping[str, Any]]) -> None:
         owners = {name: rank for rank, told in found.items() for name in told["updates"]}
         name = min(owners)
         kind = next(each.operator_type for each in self._world.registry if each.name == name)
@@ -580,10 +575,6 @@ def _kind(param: Tensor) -> tuple[int, Tensor | None]:
         kind = 0 if grad._spec.placements == param._spec.placements else _MISPLACED
         grad = raw_gradient(grad)
     return kind + (_PRESENT if grad.numel() else _EMPTY), grad
-
-
-def _both(is_shared: bool, kind: int) -> bool:
-    return is_shared and kind != _ABSENT
 
 
 def _flagged(updates: Updates) -> list[str]:

@@ -71,26 +71,19 @@ def largest_entry(x: Tensor) -> Tensor:
     return torch.maximum(greatest, least.neg()).view(1, 1)
 
 
-def exceed(tensors: Tensors, bounds: Sequence[float] | Tensor) -> Tensor:
+def exceed(tensors: Tensors, bounds: Tensor) -> Tensor:
     """Whether each tensor holds a NaN, an inf or an entry beyond its bound, without a device sync.
 
     Args:
         tensors: Of any shapes without a size 0, on one device; at least one.
-        bounds: Greatest absolute value of a good entry, for each tensor; a list, which is copied to
-            the device, or a float64 tensor there.
+        bounds: Greatest absolute value of a good entry, for each tensor: float64, on the device.
 
     Returns:
         Boolean, shape ``(len(tensors),)``.
-
-    Raises:
-        ValueError: lists of different lengths.
     """
-    if len(tensors) != len(bounds):
-        raise ValueError(f"bounds: found {len(bounds)}, expected one for each of {len(tensors)}")
     if on_cpu(tensors[0]):
-        numbers = bounds.tolist() if isinstance(bounds, Tensor) else bounds
         found = []
-        for each, bound in zip(tensors, numbers, strict=True):
+        for each, bound in zip(tensors, bounds.tolist(), strict=True):
             # There a 2-norm takes half as long as the largest entry, and no entry is beyond it
             # (a factor of two for its rounding).
             is_good = torch.linalg.vector_norm(each).item() <= bound / 2
@@ -102,8 +95,6 @@ def exceed(tensors: Tensors, bounds: Sequence[float] | Tensor) -> Tensor:
         norms = tuple(each.to(torch.float64) for each in norms)
     # One cast of all, not one launch for each of hundreds.
     largest = torch.stack(norms).to(torch.float64)
-    if not isinstance(bounds, Tensor):
-        bounds = torch.tensor(bounds, dtype=torch.float64, device=largest.device)
     # A comparison with NaN is false.
     return ~(largest <= bounds)
 

@@ -67,8 +67,8 @@ def orthogonalize(
         dtype: Floating dtype of the products and of the result.
         eps: Added to the norm in units of the largest entry, hence relative; none where ``dtype``
             would not show it.
-        backend: How the steps are run: ``auto``, ``standard``, ``gram``, ``triton`` or
-            ``gram_newton_schulz``; see `resolve_backend`.
+        backend: How the steps are run: ``auto``, ``standard``, ``gram`` or ``triton``; see
+            `resolve_backend`.
 
     Returns:
         New contiguous tensor of the shape of ``x`` in ``dtype``. An all-zero matrix gives zeros;
@@ -136,19 +136,19 @@ def newton_schulz(
 
     Returns:
         New contiguous tensor of the shape of ``x`` in ``dtype``.
-
-    Raises:
-        ValueError: ``gram_newton_schulz`` with another preconditioner than ``"frobenius"``.
     """
 
     def run(x: Tensor) -> Tensor:
         first, known = first_iterate(x, norm_scale, preconditioner, dtype, eps)
         if backend in ("standard", "gram"):
             return (gram if backend == "gram" else standard)(first, coefficients, known)
-        # By name, and only now: mathematics comes first, and packages of CUDA are not everywhere.
-        cuda = importlib.import_module("amo_dist.kernels.cuda.backends")
-        found: Tensor = cuda.run(backend, first, coefficients, known, norm_scale)
-        return found
+        # By name, and only now: mathematics comes first, and Triton is not everywhere.
+        cuda = importlib.import_module("amo_dist.kernels.cuda.triton_symmetric")
+        # The kernel reads rows of the short side; products of PyTorch take tall ones as they are.
+        is_tall = first.shape[-2] > first.shape[-1]
+        first = first.mT.contiguous() if is_tall else first
+        found = standard(first, coefficients, known, product=cuda.symmetric_product)
+        return found.mT.contiguous() if is_tall else found
 
     if x.dim() == 2 or not on_cpu(x):
         return run(x)

@@ -131,12 +131,6 @@ def _by_eigenvalues(x: Tensor) -> Tensor:
     return squares.masked_fill(squares <= _noise(squares), 0.0).sqrt()
 
 
-def observation_flops(m: int, n: int) -> float:
-    """Leading terms of `singular_values`: the Gram matrix, made tridiagonal."""
-    short, long = min(m, n), max(m, n)
-    return short * short * (long + 4 / 3 * short)
-
-
 def _noise(squares: Tensor) -> Tensor:
     """Bound on the error of an eigenvalue of the Gram matrix, given all in descending order.
 

@@ -22,9 +22,7 @@ from amo_dist.operators.patterns import (
     check_patterns,
     clean_name,
     find,
-    format_patterns,
     is_head,
-    suggest_patterns,
     unknown_matrices,
 )
 from amo_dist.operators.views import ADAMW, Heads, cut_views, in_heads, require
@@ -38,7 +36,6 @@ def param_groups(
     no_decay: Sequence[str] = (),
     lr_multipliers: Mapping[str, float] | None = None,
     allow_unused: bool = False,
-    suggest: bool = False,
     flatten_conv: bool = False,
     unknown: Literal["error", "matrix"] = "error",
     per_head: bool | int = False,
@@ -62,8 +59,6 @@ def param_groups(
         allow_unused: Accept expressions that match no parameter. By default such a one is an error,
             as it is most often a typo; a pipeline stage may need the leave, as it holds only its
             own blocks.
-        suggest: Print patterns, to paste and to edit, for every parameter of two dims or more that
-            no pattern knows, and go on with them, where matrices inside blocks were an error.
         flatten_conv: Convolutions of four dims inside blocks, ``(out, in, height, width)``, are
             matrices ``(out, in * height * width)`` of the operator type ``conv``, as in Keller
             Jordan's Muon; depthwise ones stay with AdamW, as all do by default. A pattern that
@@ -106,7 +101,7 @@ def param_groups(
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     matrices = _unnamed(parts, parameters) if unknown == "matrix" else frozenset()
     heads = heads_by_name(parts, names.values(), per_head)
-    found = _find_all(parameters, targets, shapes, matrices, suggest, flatten_conv, heads)
+    found = _find_all(parameters, targets, shapes, matrices, flatten_conv, heads)
     if per_head:
         _check_heads(found, heads)
     groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
@@ -130,7 +125,6 @@ def _find_all(
     targets: Patterns,
     shapes: Shapes,
     matrices: Container[str],
-    suggest: bool,
     flatten_conv: bool,
     heads: Mapping[str, Heads],
 ) -> dict[str, Found]:
@@ -149,12 +143,8 @@ def _find_all(
             found[name] = each
         else:
             unknown[name] = shapes[name]
-    outside = {name: shapes[name] for name, (_, reason) in found.items() if reason == OUTSIDE}
-    if suggest:
-        print(format_patterns({**unknown, **outside}))
-        suggested = check_patterns({**targets, **suggest_patterns(unknown)})
-        return _find_all(parameters, suggested, shapes, matrices, False, flatten_conv, heads)
     if unknown:
+        outside = {name: shapes[name] for name, (_, reason) in found.items() if reason == OUTSIDE}
         raise unknown_matrices(unknown, outside)
     return found
 

@@ -254,20 +254,16 @@ class Muon(torch.optim.Optimizer):
         if fault:
             engine.verdict.agree_on_text(fault)
             raise ValueError(fault)
-        orders, tracker = controller.orders(engine.parameters.matrix_names), self.tracker
+        orders, tracker = controller.orders(engine.parameters.matrices), self.tracker
         if tracker is not None and tracker.is_due(orders.step):
-            orders = orders.with_probe(self._tracked(tracker))
-        else:
-            tracker = None
+            probes = (*orders.probes, self._tracked(tracker))
+            orders = dataclasses.replace(orders, probes=probes)
         agreed = engine.agree(orders)
         if agreed.fault:
             controller.skipped(orders.step, agreed.fault)
         else:
             engine.run(orders, agreed)
         controller.finish(orders)
-        if tracker is not None:
-            assert engine.world is not None
-            tracker.collect(orders.step, engine.world)
         if orders.probes:
             # Where a measurement has failed; this step waits anyway, and state may be saved next.
             engine.verdict.agree_on_text(f"the end of step {orders.step}")
@@ -318,12 +314,16 @@ class Muon(torch.optim.Optimizer):
 
     def _tracked(self, tracker: Tracker) -> Probe:
         """The measurements of the tracker: of every matrix."""
+        world = self.world
+        assert world is not None
 
         def measure(name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
             tracker.measure(name, momentum, result())
 
-        assert self.world is not None
-        return Probe(frozenset(info.name for info in self.world.registry), measure)
+        def finish(step: int) -> None:
+            tracker.collect(step, world)
+
+        return Probe(frozenset(info.name for info in world.registry), measure, finish)
 
     def _follow(self) -> None:
         """Take the parameters that a trainer has put into the groups, before the first step.
@@ -457,8 +457,7 @@ class Muon(torch.optim.Optimizer):
         """Plain numbers for a logger, about the last step taken."""
         controller, found = self._controller, dict[str, float]()
         if self.world is not None:
-            found, schedules = controller.metrics(self._engine.parameters.matrix_names)
-            found |= self._engine.metrics(schedules)
+            found = {**controller.metrics(), **self._engine.metrics()}
         return {
             **found,
             "newton_schulz/residual": controller.residual,
@@ -476,15 +475,13 @@ class Muon(torch.optim.Optimizer):
     def control_state_dict(self) -> dict[str, Any]:
         """The state of the schedule as JSON values, the same on every rank.
 
-        Communicates nothing. A rank that left out an update in the last step logs a warning, and
-        raises nothing: see `check_last_update`.
+        Communicates nothing, and says nothing of an update that was left out in the last step: see
+        `check_last_update`.
 
         Raises:
             As `step`: on devices, of the last step, which then was not taken.
         """
         self._follow()
-        if self._engine.verdict is not None:
-            self._engine.verdict.warn_of_updates()
         return controls.control_record(self._control())
 
     def _control(self) -> Control:

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
-import json
 import math
-from collections.abc import Callable, Mapping, Sequence
-from fractions import Fraction
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +14,10 @@ from amo_dist.config import BUDGET_RATIO, AMOConfig
 from amo_dist.schedule import budget as budgets
 from amo_dist.schedule.fields import read_file
 from amo_dist.schedule.plan import PLAN_FILE, Plan
-from amo_dist.schedule.plan_table import errors_beside_uniform, plan_table, starved
+from amo_dist.schedule.plan_table import plan_table, starved
 from amo_dist.schedule.planning import plan_allocation, plan_inputs, plan_measured
 from amo_dist.schedule.trials import Measured
-from amo_dist.tools.command import Subparsers, pad, print_text, read_pair
+from amo_dist.tools.command import Subparsers, print_text, read_pair
 
 _OPTIONS = {
     "budget_ratio": "planned work over the uniform one's",
@@ -28,9 +26,6 @@ _OPTIONS = {
     "max_steps": "most steps a type may get",
 }
 """Fields of the config that are options, and what their help says."""
-_SWEEP_STEP = "0.05"
-_MOST_RATIOS = 1000
-"""That one sweep may try."""
 
 
 def add_plan_command(subparsers: Subparsers) -> None:
@@ -42,7 +37,7 @@ def add_plan_command(subparsers: Subparsers) -> None:
         "coefficients: by projected errors for given targets, as the AMO paper does, or by what "
         "the plan of a run holds. Each plan stands beside the uniform schedule.",
         epilog="examples: %(prog)s --ell attn_q=3.0e-4 --ell attn_k=1.3e-3 --budget-ratio 0.9; "
-        "%(prog)s --plan outputs/quickstart --sweep 0.7:1.2",
+        "%(prog)s --plan outputs/quickstart --as-good-as kj",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -54,8 +49,8 @@ def add_plan_command(subparsers: Subparsers) -> None:
     source.add_argument(
         "--plan",
         metavar="FILE",
-        help=f"{PLAN_FILE} of a run, or the run's folder: show its plan; with a budget, a range of "
-        "steps or --sweep, plan again from what was observed",
+        help=f"{PLAN_FILE} of a run, or the run's folder: show its plan; with a budget or a range "
+        "of steps, plan again from what was observed",
     )
     for field, text in _OPTIONS.items():
         default = getattr(AMOConfig.paper(), field)
@@ -70,18 +65,12 @@ def add_plan_command(subparsers: Subparsers) -> None:
         help="with --plan: the fewest flops whose error is no greater than that of uniform, or of "
         "a fixed schedule such as kj, on the same spectra",
     )
-    parser.add_argument(
-        "--sweep",
-        metavar="LOW:HIGH[:STEP]",
-        help="plan at each budget ratio of a range (by steps of 0.05), and name the least at which "
-        "the plan is no worse than uniform",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    parser.add_argument("--json", action="store_true", help="print the plan as a run's file has it")
     parser.set_defaults(run=run_plan)
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Print the plan, or the sweep, for parsed arguments.
+    """Print the plan for parsed arguments.
 
     Raises:
         ValueError: An argument is malformed, a plan cannot be read, or a budget is infeasible.
@@ -97,30 +86,25 @@ def run_plan(args: argparse.Namespace) -> int:
         make, settings = functools.partial(_plan_again, found), _settings(found)
     given = _given(args, settings)
     config = dataclasses.replace(settings, **given)
-    if args.sweep is not None:
-        swept = sweep(make, config, read_sweep(args.sweep))
-        print_text(json.dumps(swept, indent=2) if args.json else _sweep_table(swept))
-        return 0
     plan = make(config) if given or found is None else found
     warnings = [f"warning: {line}" for line in starved(plan)]
     lines = [plan_table(plan), *warnings]
-    print_text(json.dumps(_as_json(plan), indent=2) if args.json else "\n".join(lines))
+    print_text(plan.to_json() if args.json else "\n".join(lines))
     return 0
 
 
 def _given(args: argparse.Namespace, settings: AMOConfig) -> dict[str, Any]:
     """Fields of the config that options change."""
     given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
-    if args.sweep is not None:
-        _refuse("--budget-ratio", args.budget_ratio, "--sweep, which has a range of them")
     if args.as_good_as is not None:
-        for flag, value in (("--budget-ratio", args.budget_ratio), ("--sweep", args.sweep)):
-            _refuse(flag, value, "--as-good-as, which asks for the fewest flops")
+        _refuse(
+            "--budget-ratio", args.budget_ratio, "--as-good-as, which asks for the fewest flops"
+        )
         if settings.planner == "paper":
             expected = "one by measured errors, which knows what other schedules leave"
             raise ValueError(f"--as-good-as: found a plan by projected errors, expected {expected}")
         return {**given, "as_good_as": args.as_good_as, "budget_ratio": BUDGET_RATIO}
-    if args.budget_ratio is not None or args.sweep is not None:
+    if args.budget_ratio is not None:
         given["as_good_as"] = None
     return given
 
@@ -129,32 +113,6 @@ def _refuse(flag: str, value: object, beside: str) -> None:
     """Refuse an option that has nothing to say beside another."""
     if value is not None:
         raise ValueError(f"{flag}: found {value!r}, expected none with {beside}")
-
-
-def _as_json(plan: Plan) -> dict[str, Any]:
-    """The plan for other programs; its numbers print and read back exactly."""
-    settings = (
-        *("criterion", "as_good_as", "budget", "budget_unit", "planner"),
-        *("min_steps", "max_steps"),
-    )
-    before, after = errors_beside_uniform(plan)
-
-    def by_type(values: Sequence[Any]) -> dict[str, Any]:
-        return dict(zip(plan.operator_types, values, strict=True))
-
-    return {
-        **{name: getattr(plan, name) for name in settings},
-        "ell_target": by_type(plan.ell_target),
-        "allocation": by_type(plan.allocation),
-        "objective": plan.objective,
-        "uniform_objective": plan.uniform_objective,
-        "flops_ratio": plan.flops_ratio,
-        "error": plan.error_name,
-        "errors_before": by_type(before),
-        "errors_after": by_type(after),
-        "warnings": starved(plan),
-        "coefficients": {name: one.coefficients for name, one in plan.schedules().items()},
-    }
 
 
 # ---------------------------------------------------------------- given targets
@@ -271,96 +229,3 @@ def _measured(plan: Plan, inputs: Mapping[str, Any]) -> list[Measured] | None:
         dataclasses.replace(one, **{name: getattr(one, name)[some] for name in names})
         for one in plan.measured
     ]
-
-
-# ---------------------------------------------------------------- a range of budgets
-
-
-def read_sweep(text: str) -> list[float]:
-    """The budget ratios of a range.
-
-    Args:
-        text: ``LOW:HIGH`` or ``LOW:HIGH:STEP``; both ends are in the range where steps lead there.
-
-    Raises:
-        ValueError: The text is not of this form, or there are too many ratios.
-    """
-    try:
-        values = [float(part) for part in [*text.split(":"), _SWEEP_STEP][:3]]
-    except ValueError:
-        values = []
-    is_range = text.count(":") in (1, 2) and len(values) == 3
-    if not (is_range and all(0 < x < math.inf for x in values) and values[0] <= values[1]):
-        raise ValueError(
-            f"--sweep: found {text!r}, expected LOW:HIGH or LOW:HIGH:STEP, numbers > 0 with "
-            "LOW <= HIGH, e.g. 0.7:1.2:0.05"
-        )
-    # Exact, as they were written: 0.7 and eight times 0.05 are 1.1.
-    low, high, step = (Fraction(str(value)) for value in values)
-    count = (high - low) // step + 1
-    if count > _MOST_RATIOS:
-        raise ValueError(f"--sweep: found {text!r}, expected at most {_MOST_RATIOS} ratios")
-    return [float(low + i * step) for i in range(count)]
-
-
-def sweep(
-    make: Callable[[AMOConfig], Plan], config: AMOConfig, ratios: Sequence[float]
-) -> dict[str, Any]:
-    """What the plan at each budget ratio gains, and the least ratio that is enough; JSON values.
-
-    Raises:
-        ValueError: A ratio is infeasible; the message names it.
-    """
-    rows: list[dict[str, Any]] = []
-    for ratio in ratios:
-        try:
-            plan = make(dataclasses.replace(config, budget_ratio=ratio))
-        except ValueError as error:
-            raise ValueError(f"--sweep: at a ratio of {ratio}: {error}") from None
-        uniform = plan.uniform_objective
-        rows.append(
-            {
-                "budget_ratio": ratio,
-                "objective": plan.objective,
-                "objective_ratio": plan.objective / uniform if uniform else None,
-                "steps": sum(plan.allocation),
-                "flops_ratio": plan.flops_ratio,
-                "allocation": dict(zip(plan.operator_types, plan.allocation, strict=True)),
-            }
-        )
-    enough = (row["budget_ratio"] for row in rows if row["objective"] <= uniform)
-    return {
-        "criterion": plan.criterion,
-        "planner": plan.planner,
-        "budget_unit": plan.budget_unit,
-        "uniform_objective": uniform,
-        "uniform_steps": plan.base_steps * len(plan.operator_types),
-        "sweep": rows,
-        "least_budget_ratio": next(enough, None),
-    }
-
-
-def _sweep_table(swept: Mapping[str, Any]) -> str:
-    """Lines of text: a row for each ratio, and which is the least that is enough."""
-    rows, least = swept["sweep"], swept["least_budget_ratio"]
-
-    def cells(name: str, row: Mapping[str, Any]) -> list[str]:
-        shares = (row["objective_ratio"], row["flops_ratio"])
-        first, last = ("-" if share is None else f"{share:.4f}" for share in shares)
-        return [name, f"{row['objective']:.5f}", first, f"{row['steps']}", last]
-
-    uniform = {"objective": swept["uniform_objective"], "objective_ratio": 1.0}
-    uniform["steps"] = swept["uniform_steps"]
-    uniform["flops_ratio"] = None if rows[0]["flops_ratio"] is None else 1.0
-    table = [
-        ["budget ratio", "objective", "of uniform's", "steps", "flops of uniform's"],
-        cells("uniform", uniform),
-        *(cells(f"{row['budget_ratio']:g}", row) for row in rows),
-    ]
-    if least is not None:
-        verdict = f"the least ratio whose plan is no worse than uniform: {least:g}"
-    else:
-        low, high = (rows[place]["budget_ratio"] for place in (0, -1))
-        verdict = f"no ratio from {low:g} to {high:g} gives a plan as good as uniform"
-    unit = "budgets of {budget_unit}, {planner} planner, {criterion} objective".format(**swept)
-    return "\n".join([*("  ".join(row).rstrip() for row in pad(table, left=[0])), unit, verdict])

@@ -142,16 +142,14 @@ def add_model_options(group: Any) -> None:
     )
 
 
-def read_model(args: argparse.Namespace) -> Model | None:
-    """The model that parsed options name; None where they name none.
+def read_model(args: argparse.Namespace) -> Model:
+    """The model that parsed options name.
 
     Raises:
         ValueError: The file cannot be read, or holds no shape.
     """
     if args.model:
         return Model.named(next(name for name in MODELS if name.lower() == args.model))
-    if args.shapes is None:
-        return None
     try:
         shape = DecoderShape(**read_json_file(args.shapes))
     except TypeError as error:

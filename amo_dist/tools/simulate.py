@@ -304,7 +304,6 @@ def run_simulate(args: argparse.Namespace) -> int:
         ValueError: A shape, a number of steps or a size of the world is malformed.
     """
     model = read_model(args)
-    assert model is not None  # one of the options is required
     steps = {**model.steps, **read_steps("--steps", args.steps, OPERATOR_TYPES)}
     options = {
         name: getattr(args, name)

@@ -19,7 +19,6 @@ from amo_dist.distributed.ownership import Job, assign
 from amo_dist.engine import step as steps
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.doctor import examination, machine, optimizer
-from amo_dist.tools.doctor.command import default_model
 from amo_dist.tools.doctor.examination import Check, Examination, Verdict
 from amo_dist.tools.doctor.models import make_model
 from amo_dist.tools.doctor.site import Fault, Site, make_site
@@ -59,9 +58,8 @@ def failures(lines: Lines) -> dict[str, str]:
 
 def everything(rank: int, world_size: int, path: str) -> Lines:
     # Two nodes where there are four ranks.
-    site = dataclasses.replace(site_of(path, 2), is_quick=True)
-    model = default_model(site)
-    return examine(site, [*machine.checks(site, model), *optimizer.checks(site, model)])
+    site = site_of(path, 2)
+    return examine(site, [*machine.checks(site), *optimizer.checks(site)])
 
 
 @pytest.mark.slow
@@ -71,9 +69,9 @@ def test_every_check_passes(run_on: Ranks, path: str, world_size: int) -> None:
     assert all(found == first for found in others)
     assert failures(first) == {}
     needed = {f"layout {name}": least for name, least in LEAST_RANKS.items()}
-    needed |= {"all-to-all": 2, "team": 2, "no waits": 5, "spectra": 1, "newton-schulz": 1}
-    needed |= dict.fromkeys(("run twice", "resume", "skipped steps", "locked step"), 1)
-    assert {*first} == {*needed, "settings"}
+    needed |= {"all-to-all": 2, "team": 2, "no waits": 5, "spectra": 1}
+    needed |= dict.fromkeys(("run twice", "resume", "skipped steps"), 1)
+    assert {*first} == {*needed}
     for name, least in needed.items():
         assert first[name][0] == ("ok" if world_size >= least else "skip"), name
     for name in LEAST_RANKS:
@@ -158,7 +156,7 @@ def with_lost_bytes(rank: int, world_size: int, path: str) -> Lines:
         if rank == 1:
             received[-1] += 1
 
-    (check,) = (c for c in machine.checks(site, default_model(site)) if c.name == "all-to-all")
+    (check,) = (c for c in machine.checks(site) if c.name == "all-to-all")
     with mock.patch.object(dist, "all_to_all_single", lose):
         return examine(site, [check])
 
@@ -178,7 +176,7 @@ def with_wrong_team(rank: int, world_size: int, path: str) -> Lines:
             next(model.parameters()).data.mul_(2)
         return model
 
-    (check,) = (c for c in optimizer.checks(site, default_model(site)) if c.name == "team")
+    (check,) = (c for c in optimizer.checks(site) if c.name == "team")
     with mock.patch.object(optimizer, "make_model", make):
         return examine(site, [check])
 

@@ -276,7 +276,7 @@ def test_slurm_gives_the_doctor_all_cpus_of_each_node(tmp_path: Path) -> None:
     stub(tmp_path, "scontrol", 'echo -e "n1\\nn2"')
     stub(tmp_path, "srun", f'echo "$NODES $HEAD $GPUS $RUN_ID $*" > {tmp_path}/called; exit 7')
     variables = {**slurm_variables(tmp_path), "SLURM_CPUS_PER_TASK": "12"}
-    doctor = [str(LAUNCH / "doctor.sh"), "--quick"]
+    doctor = [str(LAUNCH / "doctor.sh"), "--seconds=60"]
     assert subprocess.run(doctor, env=variables, check=False).returncode == 7
     assert (tmp_path / "called").read_text().split() == [
         *("2", "n1:23456", "8", "doctor-123456", "--kill-on-bad-exit=1", "--cpus-per-task=12"),

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from amo_dist.config import OPERATOR_TYPES
-from amo_dist.schedule.polar_express import SAFETY, compose
+from amo_dist.schedule.plan import Plan
 from amo_dist.tools.cli import add_commands, main
 
 TABLE: dict[str, dict[str, Any]] = json.loads(
@@ -23,53 +23,34 @@ def ell_options(model: str) -> list[str]:
     return [f"--ell={name}={row['ell_target']!r}" for name, row in TABLE[model].items()]
 
 
+def planned(capsys: pytest.CaptureFixture[str], *options: str) -> Plan:
+    assert main(["plan", *options, "--json"]) == 0
+    return Plan.from_json(capsys.readouterr().out)
+
+
 @pytest.mark.parametrize("model", TABLE)
 def test_the_papers_rows_come_out(model: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *ell_options(model)[::-1], "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["budget"] == 35
-    assert tuple(found["allocation"]) == OPERATOR_TYPES
-    assert (found["criterion"], found["planner"]) == ("projected", "greedy")
-    for name, row in TABLE[model].items():
-        assert found["allocation"][name] == row["steps"]
+    found = planned(capsys, *ell_options(model)[::-1])
+    assert found.budget == 35
+    assert found.operator_types == OPERATOR_TYPES
+    assert (found.criterion, found.planner) == ("projected", "greedy")
+    for (name, schedule), row in zip(found.schedules().items(), TABLE[model].values(), strict=True):
+        assert schedule.num_steps == TABLE[model][name]["steps"] == row["steps"]
         # The paper prints five significant digits.
-        rounded = [[float(f"{x:.5g}") for x in triple] for triple in found["coefficients"][name]]
+        rounded = [[float(f"{x:.5g}") for x in triple] for triple in schedule.coefficients]
         assert rounded == row["coefficients"]
-
-
-def test_json_numbers_are_exact(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TWO, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["ell_target"] == {"attn_q": 3e-4, "attn_k": 1e-2}
-    for name, steps in found["allocation"].items():
-        expected = compose(SAFETY * found["ell_target"][name], steps)
-        assert [tuple(triple) for triple in found["coefficients"][name]] == list(expected)
 
 
 @pytest.mark.parametrize(("ratio", "budget"), [("0.8", 28), ("0.9", 32), ("1.1", 39), ("1.2", 42)])
 def test_budgets(ratio: str, budget: int, capsys: pytest.CaptureFixture[str]) -> None:
-    argv = ["plan", *ell_options("Llama-3.1-760M"), "--budget-ratio", ratio, "--json"]
-    assert main(argv) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["budget"] == sum(found["allocation"].values()) == budget
-
-
-def test_json_stands_beside_uniform(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TWO, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["criterion"], found["error"]) == ("projected", "projected error")
-    assert tuple(found["errors_before"]) == tuple(found["errors_after"]) == ("attn_q", "attn_k")
-    assert sum(found["errors_after"].values()) == pytest.approx(found["objective"], rel=1e-15)
-    before = sum(found["errors_before"].values())
-    assert before == pytest.approx(found["uniform_objective"], rel=1e-15)
-    assert found["flops_ratio"] is None  # no shapes, no flops
-    assert found["warnings"] == []
+    found = planned(capsys, *ell_options("Llama-3.1-760M"), "--budget-ratio", ratio)
+    assert found.budget == sum(found.allocation) == budget
 
 
 def test_targets_are_planned_by_the_papers_passes(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", *ell_options("Llama-3.1-760M"), "--budget-ratio=0.9", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)["allocation"]
-    assert tuple(found.values()) == (6, 4, 4, 6, 4, 4, 4)
+    found = planned(capsys, *ell_options("Llama-3.1-760M"), "--budget-ratio=0.9")
+    assert found.allocation == (6, 4, 4, 6, 4, 4, 4)
+    assert found.flops_ratio is None  # no shapes, no flops
 
 
 def test_a_plan_that_starves_a_type_warns(capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,9 +61,6 @@ def test_a_plan_that_starves_a_type_warns(capsys: pytest.CaptureFixture[str]) ->
     assert rising == (
         "warning: the plan raises the projected error of mlp_gate from 0.1287 to 0.3282"
     )
-    assert main([*options, "--json"]) == 0
-    warnings = json.loads(capsys.readouterr().out)["warnings"]
-    assert [f"warning: {line}" for line in warnings] == [starved, rising]
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:

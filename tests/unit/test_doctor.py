@@ -1,10 +1,8 @@
-"""The doctor's parts on one process: verdicts, planted faults, advice, the roll call."""
+"""The doctor's parts on one process: verdicts, planted faults, the roll call."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,10 +12,9 @@ import torch
 import torch.distributed as dist
 
 from amo_dist.tools.cli import main
-from amo_dist.tools.doctor import command, examination, machine, optimizer
+from amo_dist.tools.doctor import examination, machine, optimizer
 from amo_dist.tools.doctor import site as sites
 from amo_dist.tools.doctor.examination import Check, Examination, Verdict
-from amo_dist.tools.doctor.models import SMALL
 from amo_dist.tools.doctor.site import Fault, Site
 
 CPU = torch.device("cpu")
@@ -126,48 +123,6 @@ def test_a_launcher_without_its_other_ranks(
 # ------------------------------------------------------------------ figures
 
 
-def blocks(**milliseconds: float) -> dict[str, Any]:
-    return {name: {"ms": ms, "error": 0.01} for name, ms in milliseconds.items()}
-
-
-@pytest.mark.parametrize(
-    ("gram", "advised"), [((1.0, 1.0), "gram"), ((1.0, 1.95), "standard"), ((1.0,), "gram")]
-)
-def test_the_advice_is_of_the_slowest_rank(gram: tuple[float, ...], advised: str) -> None:
-    values = [blocks(standard=2.0, gram=ms) for ms in gram]
-    assert f"advice: ns_backend = {advised!r}" in machine.tell_newton_schulz(values)
-
-
-def test_a_backend_that_some_rank_lacks_is_not_advised() -> None:
-    values = [blocks(standard=2.0, triton=1.0), blocks(standard=2.0)]
-    assert machine.tell_newton_schulz(values).startswith("a block takes standard 2 ms; errors")
-
-
-@pytest.mark.parametrize("factor", [1.06, float("nan")])
-def test_a_backend_that_is_off_is_named(factor: float, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = machine.orthogonalize
-
-    def run(*args: Any, backend: str, **options: Any) -> torch.Tensor:
-        return real(*args, backend=backend, **options) * (1 if options else factor)
-
-    monkeypatch.setattr(machine, "orthogonalize", run)
-    with pytest.raises(Fault, match=r"standard at \d+ x \d+: found an error of"):
-        machine.newton_schulz(ONE, SMALL)
-
-
-def test_a_backend_that_does_not_run_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    real = machine.orthogonalize
-
-    def run(*args: Any, backend: str, **options: Any) -> torch.Tensor:
-        if not options:
-            raise KeyError("no tile")
-        return real(*args, backend=backend, **options)
-
-    monkeypatch.setattr(machine, "orthogonalize", run)
-    with pytest.raises(Fault, match=r"standard at \d+ x \d+: KeyError: 'no tile'"):
-        machine.newton_schulz(ONE, SMALL)
-
-
 @pytest.mark.parametrize(("which", "told"), [(0, "ell: found"), (1, "residuals: found")])
 def test_a_spectrum_that_is_off_is_told(
     which: int, told: str, monkeypatch: pytest.MonkeyPatch
@@ -182,20 +137,6 @@ def test_a_spectrum_that_is_off_is_told(
     monkeypatch.setattr(machine, "observe", observe)
     with pytest.raises(Fault, match=told):
         machine.spectra(ONE)
-
-
-def test_settings_of_the_launcher_must_be_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_DEBUG", "WARN")
-    one = machine.settings(ONE)
-    told = machine.tell_settings([one])
-    assert f"torch {torch.__version__}" in told
-    assert "NCCL_DEBUG WARN" in told
-    assert f"{len(os.sched_getaffinity(0))} CPUs a rank" in told
-    assert "float32 products highest" in told
-    monkeypatch.delenv("NCCL_DEBUG")
-    with pytest.raises(Fault, match="NCCL_DEBUG: rank 0 has WARN, rank 1 none"):
-        machine.tell_settings([one, machine.settings(ONE)])
-    assert "512 MiB outside PyTorch" in machine.tell_settings([{**one, "outside": 2**29}])
 
 
 def test_the_sizes_of_an_all_to_all_are_zero_or_odd() -> None:
@@ -260,13 +201,6 @@ def test_a_load_that_should_be_refused_is_told(monkeypatch: pytest.MonkeyPatch) 
 # ------------------------------------------------------------------ the command
 
 
-def test_the_timed_model() -> None:
-    assert command.default_model(ONE).name == "two blocks of Qwen3-70M"
-    device = dataclasses.replace(ONE, device=torch.device("cuda", 0))
-    found = command.default_model(device)
-    assert (found.name, found.shape.layers, found.steps["mlp_gate"]) == ("Qwen3-1.7B", 28, 4)
-
-
 def test_seconds_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--seconds", "0"]) == 2
     assert "--seconds: found 0.0, expected a number > 0" in capsys.readouterr().err
@@ -274,15 +208,10 @@ def test_seconds_must_be_positive(capsys: pytest.CaptureFixture[str]) -> None:
 
 @pytest.mark.slow
 def test_one_rank_writes_what_it_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    shape = dict(layers=1, dim=32, ffn_dim=64, heads=2, kv_heads=1)
-    (tmp_path / "shape.json").write_text(json.dumps(shape))
     file = tmp_path / "doctor.json"
-    options = ["--quick", "--json", str(file), "--shapes", str(tmp_path / "shape.json")]
-    assert main(["doctor", *options]) == 0
+    assert main(["doctor", "--json", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "amo doctor: 1 rank on 1 node, cpu, no group"
     checks = json.loads(file.read_text())["checks"]
     assert [line.split(":")[0][5:] for line in lines[1:]] == [one["name"] for one in checks]
     assert {line[:4] for line in lines[1:]} == {"ok  ", "skip"}
-    (kernels,) = (one for one in checks if one["name"] == "newton-schulz")
-    assert {*kernels["values"][0]} == {"standard"}

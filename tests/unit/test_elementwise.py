@@ -223,10 +223,8 @@ def test_entries_beyond_a_bound_are_found(dtype: torch.dtype) -> None:
     good = [torch.ones(3, 4), torch.full((5,), 1e30), -torch.ones(2), torch.ones(300, 400)]
     bad = [torch.full((), torch.nan), torch.tensor([1.0, -torch.inf]), torch.tensor([1.0, -2.0])]
     found, bounds = [each.to(dtype) for each in [*good, *bad]], [1.0, 1.1e30, 1.0, 1.0] + [1.5] * 3
-    for given in (bounds, torch.tensor(bounds, dtype=torch.float64)):
-        assert exceed(found, given).tolist() == [False] * 4 + [True] * 3
-    with pytest.raises(ValueError, match="bounds: found 1, expected one for each of 7"):
-        exceed(found, [1.0])
+    given = torch.tensor(bounds, dtype=torch.float64)
+    assert exceed(found, given).tolist() == [False] * 4 + [True] * 3
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])

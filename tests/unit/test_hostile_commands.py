@@ -62,7 +62,7 @@ KINDS = {
     "a pipe for metrics": ["report", "run_of_pipes"],
     "a pipe for a config": ["preflight", "pipe"],
     "a pipe for shapes": ["simulate", "--shapes", "pipe"],
-    "a pipe for figures": ["doctor", "--quick", "--json", "pipe"],
+    "a pipe for figures": ["doctor", "--json", "pipe"],
     "deep JSON of shapes": ["simulate", "--shapes", "deep.json"],
     "fields of other types": ["watch", "run_types"],
     "a config of other types": ["export", "run_sparse", "-o", "new"],

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-import types
 from typing import Any
 from unittest import mock
 
@@ -14,8 +12,6 @@ from torch import Tensor
 
 from amo_dist.config import NS_BACKENDS
 from amo_dist.kernels import newton_schulz as module
-from amo_dist.kernels.cuda.backends import packaged
-from amo_dist.kernels.cuda.backends import run as run_on_cuda
 from amo_dist.kernels.newton_schulz import (
     gram,
     newton_schulz,
@@ -135,7 +131,7 @@ def test_the_gram_form_by_name_gives_way_where_it_is_not_exact() -> None:
         assert found(1024, 3072, torch.float16, device) == "standard"
 
 
-@pytest.mark.parametrize("requested", ["standard", "triton", "gram_newton_schulz"])
+@pytest.mark.parametrize("requested", ["standard", "triton"])
 def test_what_is_asked_for_by_name_runs(requested: str) -> None:
     assert requested in NS_BACKENDS
     found = resolve_backend(requested, (9, 20), KJ, torch.bfloat16, torch.device("cuda"))
@@ -154,51 +150,3 @@ def test_batch_is_the_loop_on_cuda(requested: str, dtype: torch.dtype) -> None:
     # Batched products sum in another order: the dtype's floor, a few times over.
     floor = 2e-2 if dtype == torch.bfloat16 else 5e-6
     assert relative(found, loop.double()) < floor
-
-
-# ---------------------------------------------------------------- the package
-
-
-class Packaged:
-    """What the package does: scales to norm one, and runs the steps; float32 is scaled in place."""
-
-    def __init__(self, ns_coefficients: Any, **options: Any) -> None:
-        assert options["gram_newton_schulz_reset_iterations"] == [2, 4]
-        assert options["compile_kwargs"] is None
-        self._coefficients = ns_coefficients
-
-    def __call__(self, x: Tensor) -> Tensor:
-        x = x.float()
-        x /= x.norm(dim=(-2, -1), keepdim=True) + 1e-7
-        for a, b, c in self._coefficients:
-            gram = x @ x.mT
-            x = a * x + (b * gram + c * gram @ gram) @ x
-        return x
-
-
-@pytest.fixture
-def package(monkeypatch: pytest.MonkeyPatch) -> None:
-    module = types.ModuleType("gram_newton_schulz")
-    module.GramNewtonSchulz = Packaged  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "gram_newton_schulz", module)
-    packaged.cache_clear()
-
-
-@pytest.mark.usefixtures("package")
-def test_the_package_gives_what_the_standard_form_gives() -> None:
-    x = torch.randn(3, 24, 64, generator=torch.Generator().manual_seed(0))
-    x[1] = 0.0
-    before = x.clone()
-    # A safety factor far from one: the package must be told of it.
-    options: Any = {"norm_scale": 1.5, "preconditioner": "frobenius", "dtype": torch.float32}
-    found = newton_schulz(x, STEPS, backend="gram_newton_schulz", **options)
-    expected = newton_schulz(x, STEPS, backend="standard", **options)
-    assert torch.equal(x, before)
-    # Six steps in float32.
-    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5)
-
-
-def test_the_package_knows_one_preconditioner() -> None:
-    x = torch.ones(24, 64)
-    with pytest.raises(ValueError, match="with the preconditioner 'aol', expected 'frobenius'"):
-        run_on_cuda("gram_newton_schulz", x, STEPS, torch.eye(24), 1.01)

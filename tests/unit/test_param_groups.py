@@ -283,14 +283,9 @@ def test_an_error_prints_patterns_for_the_whole_model() -> None:
     assert PATTERNS in str(caught.value)
 
 
-def test_suggested_patterns_go_on_as_if_they_were_pasted(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = module_of(MIXER)
-    suggested = param_groups(model, suggest=True)
-    assert capsys.readouterr().out == PATTERNS + "\n"
-    assert suggested == param_groups(model, patterns=pasted(PATTERNS))
-    assert types_by_name(suggested)["blocks.0.moe.experts.first"] == "experts_first"
+def test_the_patterns_of_an_error_are_those_to_paste() -> None:
+    found = types_by_name(param_groups(module_of(MIXER), patterns=pasted(PATTERNS)))
+    assert found["blocks.0.moe.experts.first"] == "experts_first"
 
 
 def test_unknown_matrices_are_one_type_where_asked_for() -> None:
@@ -318,17 +313,6 @@ def test_unknown_matrices_are_one_type_where_asked_for() -> None:
 def test_a_stack_that_nobody_knows_stays_an_error() -> None:
     with pytest.raises(ValueError, match=r"found a matrix of shape \(3, 4, 4\)"):
         param_groups(module_of({"layers.0.mixing": (3, 4, 4)}), unknown="matrix")
-
-
-def test_what_is_known_needs_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    model = module_of(BLOCK)
-    assert param_groups(model, suggest=True) == param_groups(model)
-    assert capsys.readouterr().out == "patterns = {\n}\n"
-
-
-def test_a_bare_sequential_gets_patterns_to_edit(capsys: pytest.CaptureFixture[str]) -> None:
-    param_groups(module_of({"0.weight": (4, 4), "2.weight": (4, 4)}), suggest=True)
-    assert pasted(capsys.readouterr().out) == {r"\d+\.weight": "adamw"}
 
 
 def test_a_plan_and_its_checkpoint_carry_any_name_of_a_type() -> None:

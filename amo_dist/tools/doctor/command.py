@@ -15,24 +15,21 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from amo_dist.tools.command import Subparsers, positive
-from amo_dist.tools.shapes import Model, add_model_options, read_model
 
 if TYPE_CHECKING:
     from amo_dist.tools.doctor.examination import Verdict
-    from amo_dist.tools.doctor.site import Site
 
 
 def add_doctor_command(subparsers: Subparsers) -> None:
     """Register ``doctor``: whether the optimizer runs here."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check these ranks: settings, all-to-all, kernels, every layout, a step",
+        help="check these ranks: all-to-all, spectra, every layout, what may go wrong in a run",
         description="Check the ranks that it is started on, whatever their device, and print a "
         "verdict a line. The exit status is 1 where a check failed.",
-        epilog="example: torchrun --nproc-per-node 8 -m amo_dist doctor --model qwen3-1.7b "
+        epilog="example: torchrun --nproc-per-node 8 -m amo_dist doctor "
         "--json doctor.json; launch/doctor.sh does so on a node, or under Slurm",
     )
-    add_model_options(parser.add_mutually_exclusive_group())
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument(
         "--seconds",
@@ -40,7 +37,6 @@ def add_doctor_command(subparsers: Subparsers) -> None:
         default=300.0,
         help="for all checks together (default 300)",
     )
-    parser.add_argument("--quick", action="store_true", help="the smallest sizes only")
     parser.set_defaults(run=run_doctor)
 
 
@@ -65,7 +61,7 @@ def run_doctor(args: argparse.Namespace) -> int:
             print(line, flush=True)
 
     try:
-        site = join(2 * args.seconds, args.quick)
+        site = join(2 * args.seconds)
     except Fault as fault:
         lost = Verdict("ranks", "FAIL", str(fault))
         say(lost)
@@ -74,10 +70,9 @@ def run_doctor(args: argparse.Namespace) -> int:
     logger = logging.getLogger("amo_dist")
     level = logger.level
     examination = Examination(site, seconds=args.seconds, deadline=args.seconds / 4, say=say)
-    model = read_model(args) or default_model(site)
     logger.setLevel(logging.ERROR)  # checks make what it warns of
     try:
-        examination.run([*machine.checks(site, model), *optimizer.checks(site, model)])
+        examination.run([*machine.checks(site), *optimizer.checks(site)])
     finally:
         logger.setLevel(level)
     status = _report(args.json, str(site), examination.verdicts) if is_first else 0
@@ -88,15 +83,6 @@ def run_doctor(args: argparse.Namespace) -> int:
     if dist.is_initialized():
         dist.destroy_process_group()
     return status
-
-
-def default_model(site: Site) -> Model:
-    """The largest of Qwen3 in the AMO paper on CUDA; elsewhere, or in a hurry, a stand-in."""
-    if site.is_cuda and not site.is_quick:
-        return Model.named("Qwen3-1.7B")
-    small = Model.named("Qwen3-70M")
-    shape = dataclasses.replace(small.shape, layers=2)
-    return dataclasses.replace(small, name="two blocks of Qwen3-70M", shape=shape)
 
 
 def _report(path: Path | None, site: str, verdicts: Sequence[Verdict]) -> int:

@@ -21,9 +21,9 @@ SMALL = DecoderShape(layers=2, dim=32, ffn_dim=64, heads=4, kv_heads=2)
 Shapes = Mapping[str, tuple[int, ...]]
 
 
-def shapes_of(shape: DecoderShape, vocabulary: int = 48) -> Shapes:
+def shapes_of(shape: DecoderShape) -> Shapes:
     """Every parameter of a decoder with tied embeddings, as torchtitan names them."""
-    found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (vocabulary, shape.dim)}
+    found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (48, shape.dim)}
     for layer in range(shape.layers):
         found |= {f"layers.{layer}.{info.name}": info.shape for info in shape.block()}
         found[f"layers.{layer}.attention_norm.weight"] = (shape.dim,)

@@ -1,4 +1,4 @@
-"""Checks of the optimizer: every layout against one process, what may go wrong in a run, a step."""
+"""Checks of the optimizer: every layout against one process, and what may go wrong in a run."""
 
 from __future__ import annotations
 
@@ -14,29 +14,22 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.operators.groups import param_groups
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
-from amo_dist.schedule.polar_express import composed
 from amo_dist.tools.doctor.examination import Check, alike
-from amo_dist.tools.doctor.machine import seconds_of
 from amo_dist.tools.doctor.models import (
-    build,
     local,
     make_model,
     parts,
     place_like,
     set_gradients,
-    shapes_of,
-    shard,
     train,
     unlike,
 )
 from amo_dist.tools.doctor.site import Fault, Site
-from amo_dist.tools.shapes import Model
 
 CONFIG = AMOConfig(
     observe_until=4,
@@ -51,21 +44,14 @@ STEPS = 10
 TOLERANCE = 0.02
 """Of parameters, relative to how far they have moved, where bits differ: results of Newton-Schulz
 in bfloat16 by products of another batch differ by some roundings of 2^-8."""
-VOCABULARY = 32_768
-"""Rows of the embedding of a timed model: AdamW has work, too."""
 SHARED = {"layers.0.feed_forward.w1.weight": (2048, 32)}
 """A matrix that is worth sharing: long enough beside what its team would send."""
 
 Values = Mapping[str, Any]
 
 
-def checks(site: Site, model: Model) -> list[Check]:
-    """All checks of this file, in the order in which they run.
-
-    Args:
-        site: Where.
-        model: Its step is timed.
-    """
+def checks(site: Site) -> list[Check]:
+    """All checks of this file, in the order in which they run."""
     alone = "" if site.world_size > 1 else "needs 2 ranks"
     on_cpu = "" if site.is_cuda else "no CUDA device"
     return [
@@ -88,7 +74,6 @@ def checks(site: Site, model: Model) -> list[Check]:
             "in a locked step the host waited for nothing",
             skip=on_cpu,
         ),
-        Check("locked step", functools.partial(locked_step, site, model), tell_step),
     ]
 
 
@@ -283,33 +268,3 @@ def no_waits(site: Site) -> None:
         optimizer.step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-
-
-# ------------------------------------------------------------------ a step
-
-
-def locked_step(site: Site, model: Model) -> dict[str, Any]:
-    """Milliseconds of a step on this rank.
-
-    Args:
-        site: Where.
-        model: Its entries are drawn anew on each rank, and sharded over all.
-    """
-    shapes = shapes_of(model.shape, VOCABULARY)
-    module = build(shapes, lambda name: torch.empty(shapes[name], device="meta"))
-    if site.world_size > 1:
-        module = shard(module, init_device_mesh(site.device.type, (site.world_size,)))
-    module.to_empty(device=site.device)
-    for param in module.parameters():
-        local(param).normal_(std=0.02)
-        param.grad = torch.empty_like(param)
-        local(param.grad).normal_()
-    schedules = {kind: composed(1e-3, count) for kind, count in model.steps.items()}
-    config = MuonConfig(ns_guard_every=0)
-    optimizer = Muon(param_groups(module), schedule=schedules, config=config)
-    return {"model": model.name, "ms": 1e3 * seconds_of(optimizer.step)}
-
-
-def tell_step(values: Sequence[Values]) -> str:
-    """Of the slowest rank."""
-    return f"{values[0]['model']}: {max(one['ms'] for one in values):.3g} ms"

@@ -32,7 +32,6 @@ class Site:
         device: Of this rank: ``cuda`` with its index, or ``cpu``.
         control: Group of all ranks on the CPU that checks leave alone; None on one rank.
         store: Of all ranks, used by nothing else; None on one rank.
-        is_quick: Whether to measure at the smallest sizes only.
     """
 
     rank: int
@@ -40,7 +39,6 @@ class Site:
     device: torch.device
     control: dist.ProcessGroup | None = None
     store: Any = None
-    is_quick: bool = False
 
     @property
     def world_size(self) -> int:
@@ -92,14 +90,13 @@ class Site:
         return f"{ranks} {where}, {self.device.type}, {backend}"
 
 
-def join(seconds: float, is_quick: bool) -> Site:
+def join(seconds: float) -> Site:
     """Meet the other ranks and start the process groups; one rank needs neither.
 
     What a launcher such as torchrun sets is read from the environment.
 
     Args:
         seconds: After which a collective between devices fails; none should ever come to it.
-        is_quick: Of the site.
 
     Raises:
         Fault: A rank has no device, another than rank 0, or is not there.
@@ -112,7 +109,7 @@ def join(seconds: float, is_quick: bool) -> Site:
             store, rank, world_size = next(rendezvous("env://", timeout=meeting))
         except RuntimeError as error:
             raise Fault(f"the ranks did not meet: {error}") from error
-    site = Site(rank, (tuple(range(world_size)),), device, None, store, is_quick)
+    site = Site(rank, (tuple(range(world_size)),), device, None, store)
     # Before any group is made that could wait for one of them.
     call_roll(site, problem)
     if store is None:
