@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule.budget import flop_budget, ns_step_flops
+from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.planning import plan_allocation, plan_measured
@@ -125,15 +125,6 @@ def test_planning_again_as_the_run_did_gives_its_plan(
     )
 
 
-@pytest.mark.parametrize("ratio", [0.83, 0.871, 1.0, 1.0 / 3.0 + 0.6])
-def test_a_budget_of_flops_is_kept_to_the_flop(
-    ratio: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write(tmp_path, measured_plan(budget_ratio=ratio))
-    found = json.loads(output(capsys, "--plan", folder, "--max-steps=7", "--json"))
-    assert found["budget"] == flop_budget(ratio, list(COSTS.values()), 5)
-
-
 @pytest.mark.parametrize("ratio", [0.8, 1.0, 1.2])
 def test_another_budget_gives_the_plan_that_the_run_would_have_made(
     ratio: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -231,39 +222,6 @@ def test_mistakes_are_one_line(
     assert message in found.err
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "No such file or directory; expected the file plan.json of a run"),
-        ("{", "expected JSON text"),
-        ("{}", "plan.operator_types: found 'nothing'"),
-    ],
-)
-def test_plans_that_cannot_be_read(
-    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if text is not None:
-        (tmp_path / "plan.json").write_text(text)
-    assert main(["plan", "--plan", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: --plan: {tmp_path}/plan.json: ")
-    assert message in error
-
-
-def test_measurements_of_too_few_steps_are_refused() -> None:
-    plan = measured_plan()
-    assert plan.measured is not None
-    short = dataclasses.replace(
-        plan.measured[1],
-        **{
-            name: getattr(plan.measured[1], name)[:2] for name in ("ells", "residuals", "distances")
-        },
-    )
-    damaged = dataclasses.replace(plan, measured=(plan.measured[0], short, plan.measured[2]))
-    with pytest.raises(ValueError, match=r"plan\.measured\[1\]\.ells: .* a list of 5"):
-        Plan.from_json(damaged.to_json())
-
-
 # ---------------------------------------------------------------- a range of budgets
 
 
@@ -300,29 +258,6 @@ def test_a_sweep_is_the_plans_one_by_one(
             good_enough.append(row["budget_ratio"])
     assert found["least_budget_ratio"] == min(good_enough)
     assert 0.6 < found["least_budget_ratio"] <= 1.0  # the verdict is not about an end
-
-
-def test_the_table_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, plan = write(tmp_path, measured_plan()), measured_plan(budget_ratio=0.9)
-    lines = output(capsys, "--plan", folder, "--sweep=0.8:1:0.1").splitlines()
-    assert lines[1].split() == [
-        "uniform",
-        f"{plan.uniform_objective:.5f}",
-        "1.0000",
-        "15",
-        "1.0000",
-    ]
-    assert lines[3].split() == [
-        "0.9",
-        f"{plan.objective:.5f}",
-        f"{plan.objective / plan.uniform_objective:.4f}",
-        f"{sum(plan.allocation)}",
-        f"{plan.flops_ratio:.4f}",
-    ]
-    assert lines[-2] == "budgets of flops, exact planner, update objective"
-    found = json.loads(output(capsys, "--plan", folder, "--sweep=0.8:1:0.1", "--json"))
-    least = found["least_budget_ratio"]
-    assert lines[-1] == f"the least ratio whose plan is no worse than uniform: {least:g}"
 
 
 def test_a_range_may_hold_no_plan_as_good_as_uniform(capsys: pytest.CaptureFixture[str]) -> None:

@@ -313,18 +313,6 @@ def test_amo_without_other_parameters() -> None:
     assert optimizer.phase == "locked"
 
 
-def test_wrappers_do_not_change_names() -> None:
-    model = models.plain_model(SHAPES)
-    wrapped = nn.ModuleDict({"module": models.plain_model(SHAPES)})
-    assert set(muon(model).params_by_name) == set(muon(wrapped).params_by_name) == set(SHAPES)
-
-
-def test_a_group_cannot_come_later() -> None:
-    optimizer = muon(models.plain_model(SHAPES))
-    with pytest.raises(ValueError, match=r"add_param_group: .*all groups at once"):
-        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
-
-
 @pytest.mark.parametrize(
     ("kwargs", "message"),
     [

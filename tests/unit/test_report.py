@@ -83,41 +83,10 @@ def write_run(folder: Path, metrics: list[dict[str, Any]], log: list[dict[str, A
 # ---------------------------------------------------------------- numbers
 
 
-def test_pearson_needs_something_that_varies() -> None:
-    assert data.pearson([(1.0, 2.0), (2.0, 4.0), (3.0, 6.0)]) == pytest.approx(1.0)
-    assert data.pearson([(1.0, 2.0), (2.0, 4.0)]) is None
-    assert data.pearson([(1.0, 2.0), (1.0, 4.0), (1.0, 6.0)]) is None
-
-
 def test_conditioning_leaves_out_what_is_not_finite_or_in_no_layer() -> None:
     records = [geometry(1, 0, "attn_q", 100.0), geometry(1, 1, "attn_q", None)]
     records.append({**geometry(1, 2, "attn_q", 10.0), "layer": None})
     assert data.conditioning(records) == [(2.0, 0.2, 0)]
-
-
-def test_medians_are_the_mean_of_the_two_middle_values() -> None:
-    records = [
-        geometry(5, layer, "attn_q", kappa) for layer, kappa in enumerate((8.0, 2.0, 4.0, 1.0))
-    ]
-    records.append(geometry(5, 4, "attn_q", None))
-    found = data.medians(records, lambda record: record["operator_type"])
-    assert found == {"attn_q": [(5, 3.0)]}
-
-
-@pytest.mark.parametrize(
-    ("shallow", "deep", "crossing"),
-    [
-        ([3.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], 30),
-        ([3.0, 2.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0], 20),  # they meet
-        ([3.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0], None),
-        ([1.0, 1.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], 40),
-        ([], [], None),
-    ],
-)
-def test_the_first_crossing(shallow: list[float], deep: list[float], crossing: int | None) -> None:
-    steps = (10, 20, 30, 40)
-    pair = [list(zip(steps, values, strict=False)) for values in (shallow, deep)]
-    assert data.first_crossing(*pair) == crossing
 
 
 def test_depth_takes_three_layers_and_never_one_twice() -> None:
@@ -226,14 +195,6 @@ def test_work_of_schedules_that_are_not_of_types(tmp_path: Path, kind: str, num_
     flops = {one: ns_step_flops(*shape) for one, shape in shapes.items()}
     mine = sum(value for one, value in flops.items() if optimizer.group_of(f"{one}.weight") == name)
     assert found.ratio == [1.0, pytest.approx(1.0 + mine / sum(flops.values()))]
-
-
-def test_work_counts_steps_where_a_name_is_unknown(tmp_path: Path) -> None:
-    log = [geometry(1, 0, "attn_q", 2.0)]
-    metrics = [metric(10, num_steps_by_type={"attn_q": 5, "my_own/group": 10})]
-    found = data.ns_work(data.load_one(write_run(tmp_path / "run", metrics, log)))
-    assert found is not None
-    assert (found.unit, found.ratio) == ("steps", [1.5])
 
 
 def test_costs_leave_out_the_start(tmp_path: Path) -> None:
@@ -413,11 +374,6 @@ def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert "x/run" in page.text  # folders of one name are told apart
     with pytest.raises(ValueError, match="expected each run once"):
         data.load([first, first])
-
-
-def test_a_folder_without_metrics_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"found no metrics\.jsonl"):
-        data.load([tmp_path])
 
 
 def test_a_run_that_plans_again_has_one_correlation_for_each_phase(tmp_path: Path) -> None:

@@ -130,11 +130,3 @@ def test_what_does_not_converge_is_decomposed(monkeypatch: pytest.MonkeyPatch) -
 def test_repeats_bit_for_bit() -> None:
     x = with_spectrum(clustered(1e5), WIDE)
     assert torch.equal(sigma_min(x), sigma_min(x.clone()))
-
-
-def test_the_default_device_has_no_part() -> None:
-    x = with_spectrum(decaying(1e3), WIDE)
-    expected = sigma_min(x)
-    module._start.cache_clear()
-    with torch.device("meta"):
-        assert torch.equal(sigma_min(x), expected)

@@ -127,31 +127,6 @@ def test_a_thousand_ranks_plan_every_matrix_once() -> None:
     assert row["gflop"]["most"] * 1e9 == pytest.approx(largest, rel=1e-12)
 
 
-def test_the_table_has_a_row_for_each_world_ownership_and_schedule(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["simulate", "--model", "llama-3.1-760m", "--ranks", "8", "16"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "Llama-3.1-760M, fsdp, nodes of 8" in lines[0]
-    assert "attn_q 6, attn_k 4" in lines[1]
-    assert [line.split()[0] for line in lines[5:]] == ["8"] * 4 + ["16"] * 4
-    assert len({len(line) for line in lines[4:]}) == 1
-
-
-def test_json_holds_the_settings_and_the_rows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "shape.json"
-    file.write_text(json.dumps(dataclasses.asdict(SMALL)))
-    arguments = ["simulate", "--shapes", str(file), "--ranks", "16", "--layout", "hsdp"]
-    assert main([*arguments, "--steps", "attn_q=7", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["shape"] == dataclasses.asdict(SMALL)
-    assert found["steps"] == {**UNIFORM, "attn_q": 7}
-    expected = simulate(SMALL.matrices(), {**UNIFORM, "attn_q": 7}, 16, layout="hsdp")
-    assert found["rows"] == expected
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -183,13 +158,6 @@ def test_a_malformed_shape_names_the_file(
     file.write_text(text)
     assert main(["simulate", "--shapes", str(file)]) == 2
     assert f"--shapes: found {file}" in capsys.readouterr().err
-
-
-def test_bad_sizes_name_the_field() -> None:
-    with pytest.raises(ValueError, match="layers: found 0"):
-        dataclasses.replace(SMALL, layers=0)
-    with pytest.raises(ValueError, match="q_ratio: found"):
-        dataclasses.replace(SMALL, q_ratio=0.33)
 
 
 def test_teams_have_rows_and_columns_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
