@@ -106,9 +106,7 @@ def twin_of(shapes: Shapes, fields: dict[str, Any]) -> Oracle:
 CASES = [
     pytest.param("fsdp", 3, 2, id="fsdp-3"),
     pytest.param("fsdp", 4, 4, id="fsdp-4"),
-    pytest.param("plain", 4, 2, id="ddp-4"),
     pytest.param("hsdp", 4, 4, id="hsdp-2x2"),
-    pytest.param("tp", 2, 2, id="tp-2"),
     pytest.param("tp_fsdp", 4, 4, id="tp-2-fsdp-2"),
 ]
 
@@ -201,9 +199,9 @@ def resume(rank: int, world_size: int, at: int) -> tuple[bool, list[Shared], lis
     return all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs), *shared
 
 
-@pytest.mark.parametrize("at", [3, 5, 8])
+@pytest.mark.parametrize("at", [3, 5])
 def test_a_run_that_goes_on_gives_the_same_bits(run_on: Ranks, at: int) -> None:
-    """Before the plan, in the transition, and locked: teams follow from the step alone."""
+    """Before the plan, and in the transition: teams follow from the step alone."""
     results = run_on(4)(resume, at)
     for is_equal, shared, again in results:
         assert is_equal

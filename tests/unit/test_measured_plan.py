@@ -7,6 +7,7 @@ import itertools
 import json
 import math
 import operator
+import os
 import random
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
@@ -173,8 +174,11 @@ def ceiling(case: Case) -> Fraction:
     return ratio * case.config.base_steps * sum(costs_of(case))
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=100)
+EXAMPLES = int(os.environ.get("AMO_EXAMPLES", "20"))
+"""Cases that each of the two properties below is tried on."""
+
+
+@settings(deadline=None, max_examples=EXAMPLES)
 @given(case=cases())
 def test_a_plan_is_within_its_budget_and_never_worse_than_uniform(case: Case) -> None:
     config, costs = case.config, costs_of(case)
@@ -213,8 +217,7 @@ def test_a_plan_is_within_its_budget_and_never_worse_than_uniform(case: Case) ->
     assert observed(case, case.registry[::-1]).make_plan() == text
 
 
-@pytest.mark.slow
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=EXAMPLES)
 @given(case=cases(), name=st.sampled_from(["uniform", *REFERENCES]))
 def test_a_plan_as_good_as_another_schedule_is_no_worse_for_the_fewest_flops(
     case: Case, name: str
