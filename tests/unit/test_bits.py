@@ -10,8 +10,6 @@ import torch
 
 from tests import bits
 
-RUN = bits.RUNS["llama paper bf16"]
-
 
 def test_one_bit_changes_the_hash_of_tensors() -> None:
     before, after = (

@@ -36,7 +36,6 @@ from torchtitan_ext.plugin import geometry, optimizers, settings
 PAPER = Place()
 SMALL = Place(base=QUICKSTART, small=True)
 GOLDEN = ROOT / "tests" / "golden"
-PINS = {"planner": "paper", "update_norm": "as_is"}
 
 MADE_BY_OTHER_RUNS = {"optimizer.muon.schedule_file"}
 """Options that name files which are not here before other runs have made them."""

@@ -75,10 +75,6 @@ def reference(
     return u * apply_scalar(coefficients, sigma) @ vh
 
 
-def relative_error(found: Tensor, expected: Tensor) -> float:
-    return ((found.double() - expected.double()).norm() / expected.double().norm()).item()
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("coefficients", [KJ, YOU, CANS], ids=["kj", "you", "cans"])
 def test_equals_the_scalar_map_on_singular_values(

@@ -92,12 +92,6 @@ BLOCK = {
 }
 
 
-def test_wrapped_models_give_cleaned_names() -> None:
-    outer = nn.Module()
-    outer.module = module_of(BLOCK)
-    assert types_by_name(param_groups(outer)) == types_by_name(param_groups(module_of(BLOCK)))
-
-
 def test_frozen_parameters_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     model = module_of(BLOCK)
     for name, parameter in model.named_parameters():
@@ -185,13 +179,6 @@ def test_no_decay_and_multipliers_split_the_groups() -> None:
     ]
     for group in groups[:3]:
         assert list(group["matrix_views"]) == [name for name, _ in group["params"]]
-
-
-def test_torch_optimizers_take_the_groups() -> None:
-    model = module_of(BLOCK).to_empty(device="cpu")
-    groups = param_groups(model, no_decay=["norm.weight"])
-    optimizer = torch.optim.SGD(groups, lr=0.1, weight_decay=0.1)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
 
 
 @pytest.mark.parametrize(
@@ -318,17 +305,6 @@ def test_unknown_matrices_are_one_type_where_asked_for() -> None:
 def test_a_stack_that_nobody_knows_stays_an_error() -> None:
     with pytest.raises(ValueError, match=r"found a matrix of shape \(3, 4, 4\)"):
         param_groups(module_of({"layers.0.mixing": (3, 4, 4)}), unknown="matrix")
-
-
-def test_what_is_known_needs_no_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
-    model = module_of(BLOCK)
-    assert param_groups(model, suggest=True) == param_groups(model)
-    assert capsys.readouterr().out == "patterns = {\n}\n"
-
-
-def test_a_bare_sequential_gets_patterns_to_edit(capsys: pytest.CaptureFixture[str]) -> None:
-    param_groups(module_of({"0.weight": (4, 4), "2.weight": (4, 4)}), suggest=True)
-    assert pasted(capsys.readouterr().out) == {r"\d+\.weight": "adamw"}
 
 
 def test_a_plan_and_its_checkpoint_carry_any_name_of_a_type() -> None:

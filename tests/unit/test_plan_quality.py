@@ -29,9 +29,6 @@ START = Start("grouped", 3, switch=4, steps=9)
 needs_scipy = pytest.mark.skipif(
     importlib.util.find_spec("scipy") is None, reason="needs SciPy (extra `stats`)"
 )
-needs_matplotlib = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra `plots`)"
-)
 
 
 @pytest.fixture
