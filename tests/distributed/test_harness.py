@@ -116,6 +116,7 @@ def test_warnings_on_ranks_are_errors(run_on: Ranks) -> None:
         run_on(1, fresh=True)(warn)
 
 
+@pytest.mark.slow
 def test_a_hang_fails_names_the_rank_and_shows_where(run_on: Ranks) -> None:
     before = run_on(2)(process_id)
     with pytest.raises(TimeoutError, match=r"hang: no answer .* from ranks \[0\] of 2") as caught:
@@ -127,6 +128,7 @@ def test_a_hang_fails_names_the_rank_and_shows_where(run_on: Ranks) -> None:
     assert len(run_on(2)(process_id)) == 2
 
 
+@pytest.mark.slow
 def test_a_collective_left_under_way_fails_its_own_case(
     run_on: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

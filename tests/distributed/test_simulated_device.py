@@ -21,6 +21,8 @@ from tests.nccl import nccl
 from tests.oracle import Oracle
 from tests.simulated_device import simulated_device
 
+pytestmark = pytest.mark.slow
+
 LR, STEPS = 3e-3, 10
 FIELDS: dict[str, Any] = {
     "observe_until": 4,

@@ -30,6 +30,8 @@ from amo_dist.distributed.layout import local_tensor
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
+pytestmark = pytest.mark.slow
+
 CONFIG = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
 MAKE: dict[str, Callable[[Any], Muon]] = {
     "Muon": Muon,

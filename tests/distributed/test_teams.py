@@ -23,6 +23,8 @@ from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.oracle import Oracle
 
+pytestmark = pytest.mark.slow
+
 LR, SEED, STEPS = 3e-3, 7, 10
 FIELDS: dict[str, Any] = {
     "observe_until": 4,

@@ -34,6 +34,8 @@ from tests.distributed.test_layouts_more import FIELDS as STAGE_FIELDS
 from tests.distributed.test_layouts_more import LR as STAGE_LR
 from tests.distributed.test_layouts_more import STAGES, STEPS, Outcome, check, gradient, place
 
+pytestmark = pytest.mark.slow
+
 SEED = 3
 FIELDS: dict[str, Any] = {
     "observe_until": 4,

@@ -78,6 +78,7 @@ def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     return found if isinstance(found, torch.Tensor) else found.logits
 
 
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize("fuse_qkv", [False, True])
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
@@ -114,6 +115,7 @@ def test_dtype_of_the_export(tmp_path: Path) -> None:
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize("kind", ["hf", "tiktoken"])
 @pytest.mark.parametrize("is_file", [False, True])

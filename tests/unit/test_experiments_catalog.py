@@ -91,6 +91,7 @@ def parsed(job: Job) -> Any:
     return settings.parse([f"--job.config_file={ROOT / job.config}", *known])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", [PAPER, SMALL], ids=["paper", "small"])
 def test_torchtitan_takes_every_option(place: Place) -> None:
     taken: set[tuple[str, ...]] = set()

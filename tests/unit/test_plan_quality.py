@@ -23,6 +23,8 @@ from benchmarks.plan_quality.settings import Settings
 from benchmarks.plan_quality.spectra import momentum_spectra, scores
 from benchmarks.plan_quality.train import Start
 
+pytestmark = pytest.mark.slow
+
 TINY = Architecture(num_heads=2, num_kv_heads=1, dim=16, ffn_dim=24, num_layers=3, head_dim=8)
 SHORT = Settings(batch=2, sequence=8, warmup=2, validation_batches=2, observations=2)
 START = Start("grouped", 3, switch=4, steps=9)

@@ -134,6 +134,7 @@ def test_a_malformed_plan(plan: str) -> None:
         report("qwen3_70m", 6, plan)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["muon", "adamw"])
 @pytest.mark.parametrize("model", SPECS)
 def test_the_papers_configs_are_in_order(model: str, family: str) -> None:

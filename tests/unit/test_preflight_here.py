@@ -101,6 +101,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: None) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(path.stem for path in CONFIGS.glob("*.toml")))
 def test_every_config_passes_where_nothing_is_lacking(
     name: str, place: Path, capsys: pytest.CaptureFixture[str]

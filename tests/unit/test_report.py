@@ -287,6 +287,7 @@ def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
     assert "TFLOP/s of a device 400 share of its peak, MFU (%) 40.44" in text
 
 
+@pytest.mark.slow
 def test_figures_are_read_on_a_phone(tmp_path: Path) -> None:
     """A picture shrunk to 360 pixels still has letters of nine or more, and nothing lies on top."""
     pytest.importorskip("matplotlib")
@@ -311,6 +312,7 @@ def with_plan(run: Path, plan: Plan, without: Sequence[str] = ()) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
     # Little is left of the directions of attn_q in 6 and 7 steps, and of attn_k in any.
     hard = Measured((1e-4,) * 5, (0.5,) * 5, (1.0, 0.81, 0.49, 0.04, 0.01), 0.5, 0.64)

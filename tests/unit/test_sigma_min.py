@@ -42,7 +42,7 @@ def lonely(kappa: float) -> Tensor:
 
 
 @pytest.mark.parametrize("spectrum", [decaying, clustered, lonely])
-@pytest.mark.parametrize("kappa", [1.5, 1e3, 1e5, 1e7, 1e8, 1e9])
+@pytest.mark.parametrize("kappa", [1.5, 1e5, 1e7, 1e9])
 @pytest.mark.parametrize("n", [M, M + 1, WIDE])
 def test_hard_spectra(spectrum, kappa: float, n: int, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(torch.linalg, "svdvals", None)  # the fast roads must do

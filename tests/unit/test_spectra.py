@@ -69,9 +69,8 @@ def assert_agrees(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["log", "clustered", "deficient"])
-@pytest.mark.parametrize("kappa", [1e1, 1e3, 1e5, 1e6])
-@pytest.mark.parametrize("aspect", [1, 3])
-@pytest.mark.parametrize("m", [64, M, 256, 512])
+@pytest.mark.parametrize("kappa", [1e1, 1e6])
+@pytest.mark.parametrize(("m", "aspect"), [(64, 3), (M, 1), (M, 3), (256, 1)])
 def test_errors_are_those_of_a_decomposition(kind: str, kappa: float, aspect: int, m: int) -> None:
     x = with_spectrum(spectrum(kind, m, kappa), aspect * m)
     sigma = torch.linalg.svdvals(x)
@@ -114,7 +113,7 @@ def test_directions_that_are_zero_count_one(n: int, kind: str) -> None:
     assert_agrees(observe(x, TRIALS, NORM_SCALE)[1:].view(2, -1), expected)
 
 
-@pytest.mark.parametrize("m", [M, 512])
+@pytest.mark.parametrize("m", [M, 256])
 def test_values_of_a_millionth_of_the_largest_are_kept(m: int) -> None:
     sigma = spectrum("log", m, 1e6)
     found = singular_values(with_spectrum(sigma, m))
