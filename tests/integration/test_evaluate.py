@@ -104,17 +104,6 @@ def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) ->
     assert (logits(exported, tokens) - expected).abs().max() > 1e-3
 
 
-@needs_transformers
-def test_dtype_of_the_export(tmp_path: Path) -> None:
-    import transformers
-
-    checkpoint = save(tiny_model("qwen3"), tmp_path, "qwen3")
-    command = ["export", str(checkpoint), "-o", str(tmp_path / "hf"), "--dtype", "bfloat16"]
-    assert export.run(parse(*command)) == 0
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
 @pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize("kind", ["hf", "tiktoken"])
@@ -140,16 +129,6 @@ def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, kind: str, is_file:
         assert tokens == ByteTokenizer().encode("naïve")
         found.append(json.loads((output / "config.json").read_text())["eos_token_id"])
     assert found == [ByteTokenizer().eos_id, ByteTokenizer().eos_id, ord("z")]
-
-
-@needs_transformers
-def test_a_tokenizer_that_transformers_cannot_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "qwen.tiktoken").write_text("YQ== 0\n")
-    data = {"kind": "tiktoken", "path": str(tmp_path / "qwen.tiktoken")}
-    checkpoint = save(tiny_model("qwen3"), tmp_path, "qwen3", **data)
-    with pytest.raises(ValueError, match=r"found no tokenizer in .* expected tokenizer\.json"):
-        export.export(checkpoint, tmp_path / "hf", export.find_source(checkpoint))
-    assert not (tmp_path / "hf").exists()
 
 
 @needs_transformers
@@ -188,15 +167,6 @@ def test_unfit_checkpoints_are_named(tmp_path: Path, change: dict[str, str], mes
     source = export.Source(**{**fields, **change}, optimizer="AMO")
     with pytest.raises(ValueError, match=message):
         export.export(checkpoint, tmp_path / "hf", source)
-
-
-@needs_transformers
-def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    source = export.Source("llama3", "tiny", "byte", "", "AMO")
-    with pytest.raises(ValueError, match=r"found no \.metadata"):
-        export.export(tmp_path / "step-1", tmp_path / "hf", source)
-    with pytest.raises(ValueError, match=r"--config: found none and no .*run\.json"):
-        export.find_source(tmp_path / "checkpoint" / "step-1")
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -319,28 +289,6 @@ def test_metrics_and_examples_of_groups() -> None:
     assert evaluate._num_fewshot(found, "mmlu_pro") is None
     with pytest.raises(ValueError, match="mmlu: the harness gives nothing, expected acc,none"):
         evaluate._metric("mmlu", {})
-
-
-def test_other_examples_than_the_paper_s_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    evaluate._require_paper_fewshot({"mmlu_pro": 5, "sciq": 0, "own_task": 3})
-    assert capsys.readouterr().out == ""
-    evaluate._require_paper_fewshot({"mmlu_pro": 0})
-    assert "mmlu_pro was evaluated with 0 examples" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tasks": " , "}, "--tasks: found ' , '"),
-        ({"batch_size": "many", "tasks": "sciq"}, "--batch-size: found 'many'"),
-    ],
-)
-@needs_harness
-def test_wrong_requests_are_named(tmp_path: Path, change: dict[str, str], message: str) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    request = evaluate.Request(tmp_path, **change)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=message):
-        evaluate.evaluate(request, "m", "o")
 
 
 def test_paper_is_the_default() -> None:

@@ -41,31 +41,6 @@ def test_budgets(ratio: str, budget: int, capsys: pytest.CaptureFixture[str]) ->
     assert found["budget"] == sum(found["allocation"].values()) == budget
 
 
-def test_json_stands_beside_uniform(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*TWO, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert (found["criterion"], found["error"]) == ("projected", "projected error")
-    assert tuple(found["errors_before"]) == tuple(found["errors_after"]) == ("attn_q", "attn_k")
-    assert sum(found["errors_after"].values()) == pytest.approx(found["objective"], rel=1e-15)
-    before = sum(found["errors_before"].values())
-    assert before == pytest.approx(found["uniform_objective"], rel=1e-15)
-    assert found["flops_ratio"] is None  # no shapes, no flops
-    assert found["warnings"] == []
-
-
-def test_a_plan_that_starves_a_type_warns(capsys: pytest.CaptureFixture[str]) -> None:
-    options = ["plan", *ell_options("Qwen3-1.7B"), "--budget-ratio=0.9143"]
-    assert main(options) == 0
-    *_, starved, rising = capsys.readouterr().out.splitlines()
-    assert starved.startswith("warning: the plan starves attn_o: 3 Newton-Schulz steps, where the ")
-    assert rising == (
-        "warning: the plan raises the projected error of mlp_gate from 0.1287 to 0.3282"
-    )
-    assert main([*options, "--json"]) == 0
-    warnings = json.loads(capsys.readouterr().out)["warnings"]
-    assert [f"warning: {line}" for line in warnings] == [starved, rising]
-
-
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(TWO) == 0
     lines = capsys.readouterr().out.splitlines()

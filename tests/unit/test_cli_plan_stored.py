@@ -183,13 +183,6 @@ def test_what_a_plan_does_not_hold_is_told(
         assert message in capsys.readouterr().err
 
 
-def test_a_narrower_range_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, expected = write(tmp_path, measured_plan()), measured_plan(range(4, 7))
-    assert max(expected.allocation) < max(measured_plan().allocation)
-    found = output(capsys, "--plan", folder, "--min-steps=4", "--max-steps=6")
-    assert found == plan_table(expected) + "\n"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -258,13 +251,3 @@ def test_a_sweep_is_the_plans_one_by_one(
             good_enough.append(row["budget_ratio"])
     assert found["least_budget_ratio"] == min(good_enough)
     assert 0.6 < found["least_budget_ratio"] <= 1.0  # the verdict is not about an end
-
-
-def test_a_range_may_hold_no_plan_as_good_as_uniform(capsys: pytest.CaptureFixture[str]) -> None:
-    ells = [f"--ell={name}=3e-4" for name in ELLS]
-    lines = output(capsys, *ells, "--sweep=0.6:0.7").splitlines()
-    assert lines[-1] == "no ratio from 0.6 to 0.7 gives a plan as good as uniform"
-    assert lines[2].split()[-1] == "-"  # no shapes, no flops
-    found = json.loads(output(capsys, *ells, "--sweep=0.6:0.7", "--json"))
-    assert found["least_budget_ratio"] is None
-    assert (found["planner"], found["budget_unit"]) == ("greedy", "steps")

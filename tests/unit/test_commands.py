@@ -72,16 +72,6 @@ def test_a_folder_without_a_checkpoint_is_told(
 SOURCE = export.Source("llama3", "quickstart", "byte", "", "AMO")
 
 
-def test_an_export_goes_into_no_folder_of_other_files(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"--output: found .* holds files but no exported model"):
-        export.export(tmp_path / "gone", tmp_path, SOURCE)
-    (tmp_path / "config.json").touch()  # of an earlier export, beside which notes may lie
-    with pytest.raises(ValueError, match="checkpoint: found no"):
-        export.export(tmp_path / "gone", tmp_path, SOURCE)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_damaged_checkpoint_is_told_in_a_line(tmp_path: Path) -> None:
     with torch.device("meta"):
@@ -139,16 +129,6 @@ def test_an_evaluation_without_network_ends_in_one_line(
     told = capsys.readouterr().err
     assert told.startswith("error: --tasks: the data of sciq is not on this machine")
     assert told.count("\n") == 1
-
-
-def test_another_failure_of_an_evaluation_keeps_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(evaluate, "_harness", lambda: offline(ZeroDivisionError("deep down")))
-    names = ["--tasks=sciq", "--model=m", "--optimizer=AMO"]
-    with pytest.raises(Unreached):
-        cli.main(["evaluate", str(tmp_path), *names])
 
 
 # ------------------------------------------------------------------ tokenize

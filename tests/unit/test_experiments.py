@@ -190,36 +190,6 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
     assert set(found[1].cost.values()) == {None}
 
 
-def test_seconds_a_step_by_phase(tmp_path: Path) -> None:
-    experiment, place = small("cost", tmp_path)
-    job = experiments.jobs_of(experiment, place)[-1]
-    folder = ROOT / job.folder
-    folder.mkdir(parents=True)
-    rows = [
-        (1, 99.0, "observation", None),  # left out: it compiles
-        (2, 6.0, "observation", None),
-        (3, 16.0, "observation", 9.5),
-        (4, 7.0, "observation", None),
-        (5, 18.0, "observation", 9.5),
-        (6, 6.5, "transition", None),
-        (7, 6.0, "locked", None),
-        (9, 9.0, "locked", None),  # of two steps
-        (12, 50.0, "locked", 9.5),  # of three, one of which observes: that of none of them
-        (20, 50.0, "transition", None),  # of eight, of two phases
-    ]
-    keys = ("step", "seconds_per_step", "phase", "observe_seconds")
-    records = [dict(zip(keys, row, strict=True)) | {"loss": 1.0, "num_tokens": 1} for row in rows]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    cost = gather.gather(experiment, place)[-1].cost
-    assert {name: cost[name] for name in gather.COSTS[-4:]} == {
-        "step with one (s)": 17.0,
-        "before the plan (s)": 6.5,
-        "transition (s)": 6.5,
-        "locked (s)": 8.0,
-    }
-    assert cost["one observation (s)"] == 9.5
-
-
 def test_complete_runs_are_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -265,15 +235,6 @@ def test_the_first_failure_ends_the_sequence(
     monkeypatch.setattr(runner, "_train", lambda job, extra, ranks: next(statuses))
     assert runner.run_jobs(experiments.jobs_of(experiment, place), [], 2) == 7
     assert "budget-0.9: failed with status 7" in capsys.readouterr().err
-
-
-def test_a_missing_base_checkpoint_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    experiment, place = small("continual", tmp_path)
-    monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
-    with pytest.raises(ValueError, match="step-600, expected that of the run it continues"):
-        runner.run_jobs(experiments.jobs_of(experiment, place), [], 2)
 
 
 def test_wrong_options_show_before_any_run(tmp_path: Path) -> None:

@@ -353,26 +353,6 @@ def test_the_uniform_schedule_is_a_candidate_outside_of_the_range(
     assert f"{why} 3 to 7 steps a type; the range becomes" in caplog.text
 
 
-def test_with_flops_to_spare_the_uniform_schedule_stays_a_candidate() -> None:
-    config = AMOConfig(base_steps=5, min_steps=6, max_steps=7, budget_ratio=1.2)
-    assert steps_to_try(config) == range(5, 8)
-
-
-def test_one_group_takes_what_there_is() -> None:
-    for ratio, expected in ((0.6, 3), (1.0, 5), (1.25, 6), (1.4, 7), (1e9, 7)):
-        plan = plan_of(AMOConfig(budget_ratio=ratio), {"attn_q": 1e-4}, {"attn_q": 7})
-        assert plan.allocation == (expected,)
-
-
-def test_a_budget_without_end_gives_each_its_best(caplog: pytest.LogCaptureFixture) -> None:
-    plan = plan_of(AMOConfig(budget_ratio=1e9), HARD_AND_EASY, ALIKE)
-    assert plan.measured is not None
-    assert plan.errors == tuple(min(one.distances) for one in plan.measured)
-    assert (plan.min_steps, plan.max_steps) == (3, 7)
-    assert not caplog.records
-    assert Plan.from_json(plan.to_json()) == plan
-
-
 @pytest.mark.parametrize(("ratio", "low"), [(0.4, 2), (0.25, 1), (0.2, 1)])
 def test_a_small_budget_relaxes_the_range_and_says_so(
     ratio: float, low: int, caplog: pytest.LogCaptureFixture

@@ -237,12 +237,6 @@ def test_a_fixed_schedule_has_no_lock_and_no_observation() -> None:
     assert not any("locked" in one["event"] for one in found["timeline"])
 
 
-def test_tensor_parallelism_is_told_to_be_beyond_the_model() -> None:
-    found = report("qwen3_1.7b", 32, "", "--parallelism.tensor_parallel_degree=2")
-    assert "step" not in found
-    assert any("no model of costs" in note for note in found["notes"])
-
-
 def test_the_timeline() -> None:
     steps = {one["event"]: one["step"] for one in report("qwen3_1.7b", 32)["timeline"]}
     assert steps == {

@@ -111,27 +111,12 @@ def test_tables_are_what_the_rules_say(
         assert table.schedules[name] == Schedule(compose(table.ell[name], steps), norm_scale=1.01)
 
 
-def test_a_type_beyond_eight_steps_is_named() -> None:
-    found = make_table(read_pool([LOG]), "floor", 1e-2)
-    # Nine decades: the tenth percentile of attn_v is below what eight steps can lift.
-    assert found.parameters["insufficient"] == "attn_v"
-    assert found.schedules["attn_v"].num_steps == 8
-    assert make_table(read_pool([LOG]), "typical", 0.99).parameters["insufficient"] == ""
-
-
 def test_invalid_records_are_counted_and_left_out() -> None:
     pool = read_pool([LOG])
     assert pool.num_invalid == 2
     assert sum(map(len, pool.ell_by_type.values())) == len(make_log()) - 2
     assert pool.models == ("Llama-3.1-75M", "Qwen3-0.6B", "Qwen3-70M")
     assert read_pool([LOG], "Llama-3.1").num_invalid == 0
-
-
-def test_earlier_logs_are_of_the_same_family(tmp_path: Path) -> None:
-    path = tmp_path / "log.jsonl"
-    path.write_text(LOG.read_text().replace('"family": "Llama-3.1"', '"family": "Llama3.1"'))
-    assert read_pool([path], "Llama-3.1") == read_pool([LOG], "Llama-3.1")
-    assert read_pool([path, LOG]).families == ("Llama-3.1", "Qwen3")
 
 
 @pytest.mark.parametrize("values", [[3.0], [2.0, 1.0], [5.0, 1.0, 4.0, 2.0], list(range(37))])
