@@ -174,7 +174,7 @@ def ceiling(case: Case) -> Fraction:
     return ratio * case.config.base_steps * sum(costs_of(case))
 
 
-EXAMPLES = int(os.environ.get("AMO_EXAMPLES", "20"))
+EXAMPLES = int(os.environ.get("AMO_EXAMPLES", "10"))
 """Cases that each of the two properties below is tried on."""
 
 
