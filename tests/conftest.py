@@ -19,6 +19,7 @@ def run_on(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)  # no slow one at the end
     if torch.cuda.is_available():
         return
     for item in items:

@@ -76,60 +76,22 @@ def test_imports_keep_their_directions() -> None:
     ("module", "source"),
     [
         ("amo_dist.optimizers.muon", "import numpy"),
-        ("amo_dist.optimizers.muon", "import torchtitan_ext.plugin"),
         ("amo_dist.optimizers.muon", "def f():\n    from amo_dist.tools import tracker"),
-        ("amo_dist.optimizers.muon", "from amo_dist import AMO"),
         ("amo_dist.tools.cli", "from amo_dist import AMO"),
-        ("amo_dist.tools.cli", "from amo_dist.__main__ import main"),
-        ("amo_dist.engine.step", "from amo_dist.state import checkpoint"),
         ("amo_dist.engine.step", "from ..optimizers.muon import Muon"),
-        ("amo_dist.state.load", "from amo_dist.engine import parameters"),
         (
             "amo_dist.state.load",
-            "if TYPE_CHECKING:\n    from amo_dist.optimizers.muon import Muon",
+            "if TYPE_CHECKING:\n    from amo_dist.engine import parameters",
         ),
-        ("amo_dist.state.load", "from amo_dist.tools.ledger import Ledger"),
         ("amo_dist.kernels.newton_schulz", "import triton"),
         ("amo_dist.config", "import torch"),
-        ("amo_dist.config", "from amo_dist.kernels import geometry"),
-        ("amo_dist.config", "from amo_dist.config import AMOConfig"),
-        ("amo_dist.operators", "from amo_dist import optimizers"),
-        ("amo_dist.operators.groups", "from amo_dist.schedule.types import MatrixInfo"),
-        ("amo_dist.schedule.budget", "def f():\n    import torch.nn as nn"),
-        ("amo_dist.schedule.budget", "from ..kernels.geometry import ell"),
         ("amo_dist.kernels.geometry", "from amo_dist.distributed import layout"),
-        ("amo_dist.kernels.geometry", "from amo_dist import schedule"),
-        ("amo_dist.kernels.geometry", "from amo_dist import AMO"),
         ("amo_dist.distributed.plan", "from .. import schedule"),
-        ("amo_dist.distributed.plan", "from amo_dist.operators import MatrixView"),
-        ("amo_dist.cellar.rats", "from amo_dist.schedule.types import Schedule"),
         ("amo_dist.tools.cli", "from amo_dist.cellar import rats"),
     ],
 )
 def test_a_wrong_import_is_found(module: str, source: str) -> None:
     assert violations(source, module, module.rpartition(".")[0])
-
-
-@pytest.mark.parametrize(
-    ("module", "source"),
-    [
-        ("amo_dist", "from amo_dist.config import AMOConfig\nfrom . import schedule"),
-        ("amo_dist.__main__", "from amo_dist.tools.cli import main"),
-        ("amo_dist.tools.cli", "from amo_dist.optimizers.named import make_optimizer"),
-        ("amo_dist.optimizers.muon", "import math, torch\nfrom amo_dist.kernels import geometry"),
-        ("amo_dist.optimizers.muon", "from amo_dist.engine import step\nfrom . import named"),
-        ("amo_dist.engine.step", "from amo_dist.distributed.exchange import Exchange"),
-        ("amo_dist.state.load", "from amo_dist.schedule.policies import Policy"),
-        ("amo_dist.operators", "from amo_dist.config import OPERATOR_TYPES"),
-        ("amo_dist.schedule.budget", "from .polar_express import compose"),
-        ("amo_dist.distributed.plan", "from torch.distributed import tensor\nfrom . import layout"),
-        ("amo_dist.kernels.geometry", "from amo_dist.config import AMOConfig"),
-        ("amo_dist.kernels.cuda.triton_symmetric", "import triton.language as tl"),
-    ],
-)
-def test_a_right_import_is_allowed(module: str, source: str) -> None:
-    package = module if module == "amo_dist" else module.rpartition(".")[0]
-    assert not violations(source, module, package)
 
 
 def imports_of_the_paper(source: str, module: str, package: str) -> list[str]:
@@ -161,14 +123,6 @@ def strays(root: Path) -> list[str]:
 
 def test_modules_stand_in_rooms() -> None:
     assert strays(ROOT / "amo_dist") == []
-
-
-def test_what_stands_loose_is_found(tmp_path: Path) -> None:
-    names = ("config.py", "engine/step.py", "cellar/__pycache__/x.pyc", "cellar2/x.py", "step.py")
-    for name in names:
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).touch()
-    assert strays(tmp_path) == ["cellar2", "step.py"]
 
 
 Graph = Mapping[str, set[str]]

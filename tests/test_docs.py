@@ -213,12 +213,6 @@ def test_named_files_exist(document: str) -> None:
     assert [path for path in named if not any((at / path).exists() for at in places)] == []
 
 
-def test_paths_are_found_in_prose_and_commands() -> None:
-    text = "`tests/unit` `a.b` `m/n > 1` `x.toml` `outputs/x`\n"
-    text += "```bash\nlaunch/test.sh -m slow  # all\n```\n```python\na = b/c\n```\n"
-    assert paths(text) == {"tests/unit", "x.toml", "launch/test.sh"}
-
-
 # ---------------------------------------------------------------- commands
 
 
@@ -372,19 +366,6 @@ def test_every_row_names_its_test(document: str, num_tables: int) -> None:
     rows = rows_below(text, "test")
     assert [row for row in rows if not named_tests(row)] == []
     assert len(rows) > 3 * num_tables
-
-
-def test_named_tests_are_found_in_a_row() -> None:
-    path = "tests/test_docs.py"
-    row = f"| `a` | `{path}::test_x[one]`, `[two]`, `{path}::test_named_tests_exist` |"
-    assert named_tests(row) == [
-        (f"{path}::test_x", "one"),
-        (f"{path}::test_x", "two"),
-        (f"{path}::test_named_tests_exist", ""),
-    ]
-    assert missing_tests(row) == [f"{path}::test_x[one]", f"{path}::test_x[two]"]
-    assert named_tests("| `a` | 2, 3 | |") == []
-    assert rows_below("| a | test |\n|---|---|\n| b | c |\n", "test") == ["| b | c |"]
 
 
 if __name__ == "__main__":

@@ -119,6 +119,7 @@ def test_one_process(tmp_path: Path) -> None:
     assert run_example("single.py", tmp_path) == "12 locked\n"
 
 
+@pytest.mark.slow
 def test_hugging_face(tmp_path: Path) -> None:
     printed = run_example("huggingface.py", tmp_path)
     assert printed.splitlines()[-1] == "12 locked"
@@ -126,16 +127,19 @@ def test_hugging_face(tmp_path: Path) -> None:
     assert "weight_decay 0.0" in printed
 
 
+@pytest.mark.slow
 def test_rates_of_torch_muon(tmp_path: Path) -> None:
     assert run_example("rates.py", tmp_path) == "3 [0.02, 0.0003]\n"
 
 
+@pytest.mark.slow
 def test_everything_in_one_loop(tmp_path: Path) -> None:
     printed = run_example("everything.py", tmp_path)
     (loss,) = re.fullmatch(r"locked, lr 0e\+00, loss (\d\.\d\d)\n", printed).groups()  # type: ignore[union-attr]
     assert float(loss) < 1.9  # of 2, the variance of the difference of two unit normals
 
 
+@pytest.mark.slow
 def test_metrics_and_the_plan(tmp_path: Path) -> None:
     """Each metric stands in the page's table, and each row of the table is a metric."""
     printed = run_example("metrics.py", tmp_path).splitlines()

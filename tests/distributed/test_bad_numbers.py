@@ -25,7 +25,7 @@ from tests.distributed.harness import Ranks
 
 FIELDS = {"observe_until": 4, "observe_every": 2, "sample_size": 2, "transition_steps": 2}
 MATRIX, REST = "layers.1.attention.wq.weight", "tok_embeddings.weight"
-WORLDS = [pytest.param("fsdp", 2, id="fsdp-2"), pytest.param("hsdp", 4, id="hsdp-2x2")]
+WORLDS = [pytest.param("hsdp", 4, id="hsdp-2x2")]
 
 
 def make(layout: str, nonfinite: str) -> tuple[torch.nn.Module, AMO]:
@@ -94,23 +94,6 @@ def test_one_bad_gradient_stops_or_skips_all_ranks(
     assert (phase, num_skipped) == ("locked", 4)
     invalid = [set(seen["ell"].values()) for seen in control["policy"]["observations"]]
     assert invalid == [{None}, {None}]
-
-
-def extremes(rank: int, world_size: int, layout: str) -> list[bool]:
-    model, optimizer = make(layout, "error")
-    for step in range(1, 8):
-        models.set_gradients(model, 1, step)
-        if rank == 0:
-            spoil(model, MATRIX, 1e30)
-            spoil(model, REST, 1e-30)
-        optimizer.step()
-    return [bool(tensor.isfinite().all()) for tensor in everything(model, optimizer)]
-
-
-@pytest.mark.parametrize(("layout", "world_size"), WORLDS)
-def test_tiny_and_huge_entries_stay_finite(run_on: Ranks, layout: str, world_size: int) -> None:
-    for finite in run_on(world_size)(extremes, layout):
-        assert all(finite)
 
 
 def missing(rank: int, world_size: int, layout: str) -> tuple[bool, list[str], list[bool]]:

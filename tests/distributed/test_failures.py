@@ -294,21 +294,3 @@ def test_a_load_that_fails_on_one_rank_is_raised_on_all(run_on: Ranks, when: str
     assert alone.startswith("RankMismatchError: ")
     assert "rank 2 has load_state_dict" in alone
     assert (unchanged, after, steps) == (True, "", 3)
-
-
-def load_what_fails(rank: int, world_size: int) -> str:
-    """Not only a user's mistake."""
-    model = models.make_model("fsdp", models.shapes())
-    optimizer = Muon(param_groups(model))
-
-    def hook(optimizer: Any, state: dict[str, Any]) -> None:
-        if rank == 0:
-            raise FULL
-
-    optimizer.register_load_state_dict_pre_hook(hook)
-    return told(lambda: optimizer.load_state_dict(optimizer.state_dict()))
-
-
-def test_any_failure_of_a_load_is_raised_on_all(run_on: Ranks) -> None:
-    error = "RuntimeError: load_state_dict failed on rank 0: OutOfMemoryError: CUDA out of memory"
-    assert run_on(2, timeout=60.0)(load_what_fails) == [error] * 2

@@ -39,10 +39,6 @@ def is_measured(rank: int = 0, world_size: int = 1) -> bool:
     return coverage.Coverage.current() is not None
 
 
-def tensors(rank: int, world_size: int) -> torch.Tensor:
-    return torch.full((3,), rank, dtype=torch.bfloat16)
-
-
 def fail_on(rank: int, world_size: int, failing: int) -> int:
     if rank == failing:
         raise ValueError(f"ranks: found {rank}, expected another")
@@ -53,21 +49,6 @@ def fail_while_others_wait(rank: int, world_size: int) -> None:
     if rank == 1:
         raise KeyError("first")
     dist.barrier()
-
-
-class TwoPartError(Exception):
-    """Pickles, but does not come back: its constructor takes another number of arguments."""
-
-    def __init__(self, first: str, second: str) -> None:
-        super().__init__(first + second)
-
-
-def fail_without_pickle(rank: int, world_size: int) -> None:
-    raise TwoPartError("lost in ", "translation")
-
-
-def return_without_pickle(rank: int, world_size: int) -> object:
-    return lambda: None
 
 
 def warn(rank: int, world_size: int) -> None:
@@ -112,12 +93,6 @@ def test_ranks_are_measured_where_the_tests_are(run_on: Ranks) -> None:
     assert run_on(2)(is_measured) == [is_measured()] * 2
 
 
-def test_tensors_outlive_their_rank(run_on: Ranks) -> None:
-    results = run_on(2, fresh=True)(tensors)
-    assert [result.tolist() for result in results] == [[0.0] * 3, [1.0] * 3]
-    assert results[0].dtype == torch.bfloat16
-
-
 def test_an_exception_arrives_with_its_rank_and_costs_the_pool(run_on: Ranks) -> None:
     before = run_on(2)(process_id)
     with pytest.raises(ValueError, match="found 1, expected another") as caught:
@@ -136,21 +111,12 @@ def test_the_first_failure_is_raised_not_that_of_its_victims(run_on: Ranks) -> N
     assert caught.value.__cause__.rank == 1
 
 
-def test_an_exception_that_does_not_pickle_still_tells_its_story(run_on: Ranks) -> None:
-    with pytest.raises(RuntimeError, match="lost in translation"):
-        run_on(1, fresh=True)(fail_without_pickle)
-
-
-def test_a_result_that_does_not_pickle_is_an_error(run_on: Ranks) -> None:
-    with pytest.raises((AttributeError, TypeError, RuntimeError), match=r"pickle|local object"):
-        run_on(1, fresh=True)(return_without_pickle)
-
-
 def test_warnings_on_ranks_are_errors(run_on: Ranks) -> None:
     with pytest.raises(UserWarning, match="a warning"):
         run_on(1, fresh=True)(warn)
 
 
+@pytest.mark.slow
 def test_a_hang_fails_names_the_rank_and_shows_where(run_on: Ranks) -> None:
     before = run_on(2)(process_id)
     with pytest.raises(TimeoutError, match=r"hang: no answer .* from ranks \[0\] of 2") as caught:
@@ -162,6 +128,7 @@ def test_a_hang_fails_names_the_rank_and_shows_where(run_on: Ranks) -> None:
     assert len(run_on(2)(process_id)) == 2
 
 
+@pytest.mark.slow
 def test_a_collective_left_under_way_fails_its_own_case(
     run_on: Ranks, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -10,9 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from amo_dist import AMO, AMOConfig, MuonConfig, param_groups
-from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
-from amo_dist.optimizers.root import ROOT, fit
+from amo_dist.optimizers.root import fit
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.grouping import Groups
 from amo_dist.schedule.policies import TablePolicy
@@ -131,39 +130,6 @@ def test_amos_switches_on_shards(run_on: Ranks, switches: dict[str, Any], num_gr
     for sharded, other in run_on(2)(train_amo, "fsdp", switches):
         assert other == control
         assert all(torch.equal(sharded[name], value) for name, value in params.items())
-
-
-def second_moments(rank: int, world_size: int) -> bool:
-    model = models.make_model("fsdp", SHAPES)
-    optimizer = AdaMuon(param_groups(model), LR)
-    params = dict(model.named_parameters())
-    return all(
-        optimizer.state[params[name]]["second_moment"].placements == params[name].placements
-        and optimizer.state[params[name]]["second_moment"].dtype == torch.float32
-        for name in models.types()
-    )
-
-
-def test_the_second_moment_lies_where_the_parameter_does(run_on: Ranks) -> None:
-    assert run_on(2)(second_moments) == [True, True]
-
-
-def fits(rank: int, world_size: int) -> dict[str, Any]:
-    model = models.make_model("fsdp", SHAPES)
-    # The first rank's spectra count: it is the one that fits.
-    spectrum = [1.0, 0.5, 0.1] if rank == 0 else [1.0, 1.0, 1.0]
-    optimizer = ROOT(param_groups(model), LR, spectra={(3, 8): [spectrum]})
-    models.set_gradients(model, SEED, 1)
-    optimizer.step()
-    state: dict[str, Any] = optimizer.control_state_dict()["policy"]["fits"]
-    return state
-
-
-def test_all_ranks_hold_the_fits_of_one(run_on: Ranks) -> None:
-    first, second = run_on(2)(fits)
-    assert first == second
-    a, b, c = fit((3, 8), ((1.0, 0.5, 0.1),))
-    assert first["3x8"]["triple"] == [a.hex(), b.hex(), c.hex()]
 
 
 class FailingPolicy(TablePolicy):

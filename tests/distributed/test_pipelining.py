@@ -8,7 +8,6 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor
-from torch.profiler import ProfilerActivity, profile
 
 from amo_dist import Muon, MuonConfig, param_groups
 from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT, Lane
@@ -139,34 +138,3 @@ def fail_once(rank: int, world_size: int) -> None:
 
 def test_what_an_error_left_under_way_does_not_arrive_in_a_later_step(run_on: Ranks) -> None:
     run_on(2)(fail_once)
-
-
-def trace(rank: int, world_size: int) -> list[tuple[str, float, float]]:
-    """The ranges of one optimizer step, as a profiler sees them: name, start and end."""
-    model = models.make_model("fsdp", models.shapes(models.EVEN_SHAPES))
-    optimizer = Muon(param_groups(model), config=CONFIG)
-    models.set_gradients(model, 1, 1)
-    optimizer.step()
-    models.set_gradients(model, 1, 2)
-    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as found:
-        optimizer.step()
-    return [
-        (event.name, event.time_range.start, event.time_range.end)
-        for event in found.events()
-        if event.name.startswith("amo::")
-    ]
-
-
-def test_a_profile_shows_gathers_ahead_of_the_computation(run_on: Ranks) -> None:
-    for events in run_on(2)(trace):
-        names = [name for name, *_ in sorted(events, key=lambda event: event[1])]
-        assert names[0] == "amo::momentum"
-        # Two buckets are on their way before the first matrix is orthogonalized, and the results
-        # of the first leave before the second is: sends and receipts alternate with computation.
-        first = names.index("amo::orthogonalize")
-        assert names[1:first].count("amo::gather") >= 2
-        following = names.index("amo::orthogonalize", first + 1)
-        between = names[first + 1 : following]
-        assert between.index("amo::scatter") < between.index("amo::gather")
-        assert names.count("amo::orthogonalize") > 2
-        assert {"amo::update", "amo::scatter"} <= set(names)

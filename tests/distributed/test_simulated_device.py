@@ -21,6 +21,8 @@ from tests.nccl import nccl
 from tests.oracle import Oracle
 from tests.simulated_device import simulated_device
 
+pytestmark = pytest.mark.slow
+
 LR, STEPS = 3e-3, 10
 FIELDS: dict[str, Any] = {
     "observe_until": 4,
@@ -57,15 +59,11 @@ def shapes_of(layout: str) -> Shapes:
 
 
 CASES = [
-    pytest.param("plain", (0,), id="one-process"),
     pytest.param("plain", (0, 0, 1, 1), id="ddp-4-on-two-nodes"),
     pytest.param("fsdp", (0, 0, 0), id="fsdp-3"),
-    pytest.param("hsdp", (0, 1, 0, 1), id="hsdp-2x2-across-two-nodes"),
-    pytest.param("tp", (0, 0, 0), id="tp-3"),
     pytest.param("hsdp_tp", (0, 0, 0, 0), id="hsdp-2x1-tp-2"),
     pytest.param("build_experts_0", (0, 0), id="experts-2"),
     pytest.param("build_sharded_stage", (0, 0, 0, 0), id="stages-2-fsdp-2"),
-    pytest.param("fsdp in teams", (0, 0, 0, 0), id="fsdp-4-in-teams"),
     pytest.param("hsdp in teams", (0, 1, 0, 1), id="hsdp-2x2-in-teams-across-two-nodes"),
 ]
 """Layout, and the node of each rank."""
@@ -153,7 +151,7 @@ def test_pytorchs_own_checks_find_nothing(run_on: Ranks, monkeypatch: pytest.Mon
 MATRIX = "layers.1.attention.wq.weight"
 
 
-def verdicts(rank: int, world_size: int, loads: bool) -> tuple[list[Any], list[str]]:
+def verdicts(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
     """A NaN on the last rank in step 4; then a load that is refused; then step 5."""
     config = MuonConfig(
         ns_dtype="float32", ns_backend="standard", ns_guard_every=0, nonfinite="skip_step"
@@ -175,7 +173,7 @@ def verdicts(rank: int, world_size: int, loads: bool) -> tuple[list[Any], list[s
             pairs = zip(before, map(models.whole, model.parameters()), strict=True)
             is_unchanged = all(torch.equal(*pair) for pair in pairs)
             found.append((is_unchanged, optimizer.metrics()["optimizer/steps_skipped"], waits))
-            if step == 4 and loads:
+            if step == 4:
                 with pytest.raises(ValueError, match="load_state_dict failed") as raised:
                     optimizer.load_state_dict({"state": {}, "param_groups": []})
                 texts.append(str(raised.value))
@@ -183,17 +181,9 @@ def verdicts(rank: int, world_size: int, loads: bool) -> tuple[list[Any], list[s
         return [*found, optimizer.metrics()["optimizer/steps_skipped"]], texts
 
 
-@pytest.mark.parametrize(
-    "loads",
-    [
-        False,
-        # Fails where one landing buffer serves the verdicts of a step and of a load: the load's
-        # takes the place of the step's, which nobody has read.
-        True,
-    ],
-)
-def test_a_bad_step_is_told_by_the_next_one(run_on: Ranks, loads: bool) -> None:
-    for found, texts in run_on(2)(verdicts, loads):
+def test_a_bad_step_is_told_by_the_next_one(run_on: Ranks) -> None:
+    """The load between has a landing of its own: else its verdict were read as the step's."""
+    for found, texts in run_on(2)(verdicts):
         good, told = [(False, count, dict[str, int]()) for count in (0.0, 1.0)]
         assert found == [good, good, good, (True, 0.0, {}), told, 1.0]
-        assert len(texts) == loads
+        assert len(texts) == 1

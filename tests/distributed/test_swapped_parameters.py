@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import os
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +28,8 @@ from amo_dist import AMO, AdaMuon, AMOConfig, MissingGradientError, Muon, NorMuo
 from amo_dist.distributed.layout import local_tensor
 from tests.distributed import models
 from tests.distributed.harness import Ranks
+
+pytestmark = pytest.mark.slow
 
 CONFIG = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
 MAKE: dict[str, Callable[[Any], Muon]] = {
@@ -149,24 +150,6 @@ def test_a_checkpoint_is_loaded_after_the_swap(run_on: Ranks, flat: bool) -> Non
     assert run_on(2)(resumed, flat) == [True, True]
 
 
-def copied(rank: int, world_size: int, layout: str) -> list[bool]:
-    model = models.make_model(layout, models.shapes())
-    group = dist.group.WORLD if layout == "plain" else None
-    optimizer = AMO(param_groups(model), config=CONFIG, process_group=group)
-    train(model, optimizer, 1, 5)
-    made = [copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))]
-    # PyTorch does not copy a model under fully_shard: the optimizers bring their parameters.
-    twins = [models.build(each.params_by_name) for each in made]
-    for each, own in ((model, optimizer), *zip(twins, made, strict=True)):
-        train(each, own, 6, 9)
-    return [same(model, twin) for twin in twins]
-
-
-@pytest.mark.parametrize("layout", ["plain", "fsdp", "tp"])
-def test_a_copy_goes_on_as_the_original(run_on: Ranks, layout: str) -> None:
-    assert run_on(2)(copied, layout) == [[True, True]] * 2
-
-
 def not_swapped(rank: int, world_size: int, blocks_only: bool) -> tuple[str, bool]:
     model = models.plain_model(models.shapes())
     optimizer = Muon(param_groups(model))
@@ -207,29 +190,6 @@ def gradients_on_one_rank(rank: int, world_size: int) -> bool:
 
 def test_a_gradient_on_one_rank_is_one(run_on: Ranks) -> None:
     assert run_on(2)(gradients_on_one_rank) == [False, True]
-
-
-def fault_on_one_rank(rank: int, world_size: int, steps: int) -> list[str]:
-    model = models.make_model("fsdp", models.shapes())
-    optimizer = Muon(param_groups(model))
-    train(model, optimizer, 1, steps)
-    errors = []
-    for guilty in ((1,), (0, 1)):
-        if rank in guilty:
-            optimizer.param_groups[0]["momentm"] = 0.5
-        try:
-            optimizer.step()
-        except (ValueError, RuntimeError) as error:
-            errors.append(f"{type(error).__name__}: {error}")
-    return errors
-
-
-@pytest.mark.parametrize("steps", [0, 2])
-def test_a_fault_on_one_rank_is_told_on_all(run_on: Ranks, steps: int) -> None:
-    for alone, everywhere in run_on(2)(fault_on_one_rank, steps):
-        assert alone.startswith("RankMismatchError: ")
-        assert "momentm: found a key that nothing reads" in alone
-        assert everywhere.startswith("ValueError: groups[0].momentm: found a key that nothing")
 
 
 def no_matrices(rank: int, world_size: int, shapes: dict[str, tuple[int, ...]]) -> str:

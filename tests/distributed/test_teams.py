@@ -23,6 +23,8 @@ from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.oracle import Oracle
 
+pytestmark = pytest.mark.slow
+
 LR, SEED, STEPS = 3e-3, 7, 10
 FIELDS: dict[str, Any] = {
     "observe_until": 4,
@@ -106,9 +108,7 @@ def twin_of(shapes: Shapes, fields: dict[str, Any]) -> Oracle:
 CASES = [
     pytest.param("fsdp", 3, 2, id="fsdp-3"),
     pytest.param("fsdp", 4, 4, id="fsdp-4"),
-    pytest.param("plain", 4, 2, id="ddp-4"),
     pytest.param("hsdp", 4, 4, id="hsdp-2x2"),
-    pytest.param("tp", 2, 2, id="tp-2"),
     pytest.param("tp_fsdp", 4, 4, id="tp-2-fsdp-2"),
 ]
 
@@ -135,21 +135,6 @@ def test_every_layout_equals_the_twin_to_rounding(
     sizes = {len(team) for *_, shared in results for step in shared for team, _ in step}
     assert 2 in sizes
     assert max(sizes) <= max_team
-
-
-def test_bfloat16_is_as_exact_as_on_one_rank(run_on: Ranks) -> None:
-    exact, whole = (
-        twin_of(UNEVEN, {**FIELDS, "ns_dtype": dtype}) for dtype in ("float64", "bfloat16")
-    )
-    results = run_on(4)(train, "fsdp", UNEVEN, {**FIELDS, "max_team": 4})
-    found = results[0][0]
-    for name in TYPES:
-        errors = [float((each[name] - exact.params[name]).norm()) for each in (found, whole.params)]
-        # Partial Gram matrices are rounded once more, and other sums are, to as much again.
-        assert errors[0] <= 2 * errors[1] + 1e-7, (name, errors)
-    for params, *_ in results:
-        assert all(torch.equal(params[name], found[name]) for name in found)
-    assert any(any(shared) for *_, shared in results)
 
 
 def train_stages(rank: int, world_size: int) -> tuple[dict[str, Tensor], list[Shared]]:
@@ -216,9 +201,9 @@ def resume(rank: int, world_size: int, at: int) -> tuple[bool, list[Shared], lis
     return all(torch.equal(a.to_local(), b.to_local()) for a, b in pairs), *shared
 
 
-@pytest.mark.parametrize("at", [3, 5, 8])
+@pytest.mark.parametrize("at", [3, 5])
 def test_a_run_that_goes_on_gives_the_same_bits(run_on: Ranks, at: int) -> None:
-    """Before the plan, in the transition, and locked: teams follow from the step alone."""
+    """Before the plan, and in the transition: teams follow from the step alone."""
     results = run_on(4)(resume, at)
     for is_equal, shared, again in results:
         assert is_equal

@@ -8,7 +8,7 @@ import random
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -78,15 +78,13 @@ def _read(results: Path | None, seed: int) -> dict[int, list[str]]:
     return {record["number"]: record["events"] for record in records if record["seed"] == seed}
 
 
-def main(
-    module: str, noun: str, kinds: Mapping[str, Callable[[], AbstractContextManager[Trial]]]
-) -> int:
-    """A command line of series.
+def main(module: str, noun: str, trials: Callable[[], AbstractContextManager[Trial]]) -> int:
+    """A command line of a series.
 
     Args:
         module: As ``python -m`` runs it.
         noun: What is counted; its option gives their number.
-        kinds: What trials run in, by the choices of ``--through``; the first is the default.
+        trials: What they run in.
 
     Returns:
         1 where one failed.
@@ -96,15 +94,12 @@ def main(
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", type=int, help="one, by its number")
     parser.add_argument("--results", type=Path, help="a file of JSON lines; what it has is done")
-    if len(kinds) > 1:
-        parser.add_argument("--through", choices=kinds)
-    arguments = parser.parse_args()
-    kind = getattr(arguments, "through", None) or next(iter(kinds))
-    numbers = range(arguments.count) if arguments.only is None else [arguments.only]
-    command = f"python -m {module}" + (f" --through {kind}" if len(kinds) > 1 else "")
+    options = parser.parse_args()
+    numbers = range(options.count) if options.only is None else [options.only]
     start = time.monotonic()
-    with kinds[kind]() as trial:
-        counts = run_series(trial, numbers, arguments.seed, arguments.results, command=command)
+    with trials() as trial:
+        command = f"python -m {module}"
+        counts = run_series(trial, numbers, options.seed, options.results, command=command)
     failed = counts[DIFFERS]
     print(f"\n{len(numbers)} {noun} in {time.monotonic() - start:.0f} s, {failed} differ")
     for event, count in sorted(counts.items()):

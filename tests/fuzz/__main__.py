@@ -8,4 +8,4 @@ from tests.faults.series import main
 from tests.fuzz.cases import cases
 
 if __name__ == "__main__":
-    sys.exit(main("tests.fuzz", "cases", {"": cases}))
+    sys.exit(main("tests.fuzz", "cases", cases))

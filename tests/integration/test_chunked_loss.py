@@ -11,10 +11,9 @@ from tests.integration.titan_ranks import Job, Server
 pytestmark = pytest.mark.slow
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])  # whose head is tied to its embedding
-def test_parts_train_as_the_whole(name: str, titan: Server, tmp_path: Path) -> None:
+def test_parts_train_as_the_whole(titan: Server, tmp_path: Path) -> None:
     arguments = (
-        f"--model.name={name}",
+        "--model.name=qwen3",  # whose head is tied to its embedding
         "--optimizer.name=Muon",
         "--training.steps=5",
         "--training.global_batch_size=4",

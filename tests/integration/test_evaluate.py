@@ -23,7 +23,6 @@ import torch.distributed.checkpoint as dcp
 
 from torchtitan_ext.data.tokenizers import ByteTokenizer
 from torchtitan_ext.plugin import models
-from torchtitan_ext.plugin.old_checkpoints import old_name
 from torchtitan_ext.runs.results import PAPER_TASKS, read_results
 from torchtitan_ext.tools import evaluate, export
 
@@ -73,27 +72,13 @@ def save(model: Any, folder: Path, name: str, assets: str = "", **tokenizer: str
     return checkpoint
 
 
-def save_as_before(model: Any, folder: Path, name: str) -> Path:
-    """As torchtitan 0.2.2 left it."""
-    checkpoint = folder / "checkpoint" / "step-7"
-    state = {old_name(key): weight for key, weight in model.state_dict().items()}
-    dcp.save(state, checkpoint_id=str(checkpoint), no_dist=True)
-    config = {
-        "job": {"dump_folder": str(folder)},
-        "model": {"name": name, "flavor": "tiny", "hf_assets_path": ""},
-        "data": {"tokenizer": "byte", "tokenizer_path": "", "eos_token": ""},
-        "optimizer": {"name": "AMO"},
-    }
-    (folder / "run.json").write_text(json.dumps(config))
-    return checkpoint
-
-
 def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         found = model(tokens)
     return found if isinstance(found, torch.Tensor) else found.logits
 
 
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize("fuse_qkv", [False, True])
 @pytest.mark.parametrize("name", ["llama3", "qwen3"])
@@ -119,28 +104,7 @@ def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) ->
     assert (logits(exported, tokens) - expected).abs().max() > 1e-3
 
 
-@needs_transformers
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_a_checkpoint_of_before_is_exported_alike(tmp_path: Path, name: str) -> None:
-    model = tiny_model(name)
-    weights = []
-    for saved in (save, save_as_before):
-        checkpoint = saved(model, tmp_path / saved.__name__, name)
-        weights.append(export.load(checkpoint, export.find_source(checkpoint)).state_dict())
-    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
-
-
-@needs_transformers
-def test_dtype_of_the_export(tmp_path: Path) -> None:
-    import transformers
-
-    checkpoint = save(tiny_model("qwen3"), tmp_path, "qwen3")
-    command = ["export", str(checkpoint), "-o", str(tmp_path / "hf"), "--dtype", "bfloat16"]
-    assert export.run(parse(*command)) == 0
-    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype="auto")
-    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
-
-
+@pytest.mark.slow
 @needs_transformers
 @pytest.mark.parametrize("kind", ["hf", "tiktoken"])
 @pytest.mark.parametrize("is_file", [False, True])
@@ -168,16 +132,6 @@ def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, kind: str, is_file:
 
 
 @needs_transformers
-def test_a_tokenizer_that_transformers_cannot_read_is_named(tmp_path: Path) -> None:
-    (tmp_path / "qwen.tiktoken").write_text("YQ== 0\n")
-    data = {"kind": "tiktoken", "path": str(tmp_path / "qwen.tiktoken")}
-    checkpoint = save(tiny_model("qwen3"), tmp_path, "qwen3", **data)
-    with pytest.raises(ValueError, match=r"found no tokenizer in .* expected tokenizer\.json"):
-        export.export(checkpoint, tmp_path / "hf", export.find_source(checkpoint))
-    assert not (tmp_path / "hf").exists()
-
-
-@needs_transformers
 @pytest.mark.parametrize(
     "text", ["", "plain text", " leading, double  spaces\n\n\ttabs ", "naïve 北京 🙂", "a<|eos|>b"]
 )
@@ -187,13 +141,6 @@ def test_byte_tokenizers_agree(text: str) -> None:
     assert tokens == ours.encode(text)
     assert theirs.decode(tokens) == text
     assert theirs.eos_token_id == ours.eos_id
-
-
-@needs_transformers
-def test_all_bytes_have_their_token() -> None:
-    characters = "".join(map(chr, range(0x800)))
-    theirs = export.byte_tokenizer().encode(characters, add_special_tokens=False)
-    assert theirs == list(characters.encode())
 
 
 def parse(*arguments: str) -> argparse.Namespace:
@@ -220,15 +167,6 @@ def test_unfit_checkpoints_are_named(tmp_path: Path, change: dict[str, str], mes
     source = export.Source(**{**fields, **change}, optimizer="AMO")
     with pytest.raises(ValueError, match=message):
         export.export(checkpoint, tmp_path / "hf", source)
-
-
-@needs_transformers
-def test_a_missing_checkpoint_is_named(tmp_path: Path) -> None:
-    source = export.Source("llama3", "tiny", "byte", "", "AMO")
-    with pytest.raises(ValueError, match=r"found no \.metadata"):
-        export.export(tmp_path / "step-1", tmp_path / "hf", source)
-    with pytest.raises(ValueError, match=r"--config: found none and no .*run\.json"):
-        export.find_source(tmp_path / "checkpoint" / "step-1")
 
 
 def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -351,28 +289,6 @@ def test_metrics_and_examples_of_groups() -> None:
     assert evaluate._num_fewshot(found, "mmlu_pro") is None
     with pytest.raises(ValueError, match="mmlu: the harness gives nothing, expected acc,none"):
         evaluate._metric("mmlu", {})
-
-
-def test_other_examples_than_the_paper_s_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    evaluate._require_paper_fewshot({"mmlu_pro": 5, "sciq": 0, "own_task": 3})
-    assert capsys.readouterr().out == ""
-    evaluate._require_paper_fewshot({"mmlu_pro": 0})
-    assert "mmlu_pro was evaluated with 0 examples" in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"tasks": " , "}, "--tasks: found ' , '"),
-        ({"batch_size": "many", "tasks": "sciq"}, "--batch-size: found 'many'"),
-    ],
-)
-@needs_harness
-def test_wrong_requests_are_named(tmp_path: Path, change: dict[str, str], message: str) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    request = evaluate.Request(tmp_path, **change)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match=message):
-        evaluate.evaluate(request, "m", "o")
 
 
 def test_paper_is_the_default() -> None:

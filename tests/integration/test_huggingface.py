@@ -22,6 +22,8 @@ from torch.distributed.tensor import DTensor
 from amo_dist import AMO, AMOConfig, param_groups
 from tests.distributed.harness import Ranks
 
+pytestmark = pytest.mark.slow
+
 DENSE = Counter(("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down"))
 GPT2 = Counter(("attn_q", "attn_k", "attn_v", "attn_o", "mlp_up", "mlp_down"))
 NUM_LAYERS, VOCAB = 2, 64

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -90,15 +89,6 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def stopped_copy(reference: Path, folder: Path, step: int) -> Path:
-    """The folder as a run leaves it that was killed after the checkpoint of ``step``."""
-    shutil.copytree(reference, folder)
-    for checkpoint in folder.glob("checkpoint/step-*"):
-        if int(checkpoint.name.split("-")[1]) > step:
-            shutil.rmtree(checkpoint)
-    return folder
-
-
 def test_the_run_goes_through_all_phases_and_learns(reference: Path) -> None:
     lines = (reference / "metrics.jsonl").read_text().splitlines()
     records = [json.loads(line) for line in lines]
@@ -109,31 +99,16 @@ def test_the_run_goes_through_all_phases_and_learns(reference: Path) -> None:
     assert {"amo/ell/attn_q", "optimizer/observe_seconds"} <= records[-1]["optimizer"].keys()
 
 
-# Before an observation, and in the transition; the kills below come in every phase.
-@pytest.mark.parametrize("step", [1, 6])
-def test_a_resumed_run_is_the_same_to_the_last_bit(
-    reference: Path, tmp_path: Path, step: int
-) -> None:
-    folder = stopped_copy(reference, tmp_path / "run", step)
-    done = quickstart(folder)
-    assert f"Resuming from the checkpoint of step {step}" in done.stdout
-    assert_same_end(folder, reference)
-
-
-# While observing, in the transition, after the lock.
-@pytest.mark.parametrize("step", [2, 5, 9])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(
-    reference: Path, tmp_path: Path, step: int
-) -> None:
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(reference: Path, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    process = start_until_step(step, folder)
+    process = start_until_step(5, folder)  # in the transition
     os.kill(first_rank(folder), signal.SIGKILL)
     assert process.wait() == 1
     assert "Resuming from the checkpoint of step" in quickstart(folder).stdout
     assert_same_end(folder, reference)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) -> None:
     process = start_until_step(2, tmp_path / "run", "--training.steps", "4000")
     rank = first_rank(tmp_path / "run")
@@ -150,29 +125,16 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) ->
     assert not Path(f"/proc/{rank}").exists()
 
 
-def test_a_rank_told_to_stop_is_no_end_of_training(tmp_path: Path) -> None:
-    with (tmp_path / "output.txt").open("w") as file:
-        process = start_until_step(2, tmp_path / "run", "--training.steps", "4000", stdout=file)
-        os.kill(first_rank(tmp_path / "run"), signal.SIGTERM)
-        assert process.wait() == 130
-    saved = max(int(path.name[5:]) for path in (tmp_path / "run").glob("checkpoint/step-*"))
-    output = (tmp_path / "output.txt").read_text()
-    assert f"Stopped; step {saved} of 4000 is saved" in output
-    assert "Trained" not in output
-
-
 def first_rank(folder: Path) -> int:
     return int((folder / "lock").read_text().split()[0])
 
 
-def start_until_step(
-    step: int, folder: Path, *options: str, stdout: Any = subprocess.DEVNULL
-) -> subprocess.Popen[bytes]:
+def start_until_step(step: int, folder: Path, *options: str) -> subprocess.Popen[bytes]:
     """Start a run and wait for its second checkpoint."""
     process = subprocess.Popen(
         command(folder, *options),
         env=ENVIRONMENT,
-        stdout=stdout,
+        stdout=subprocess.DEVNULL,
         # Shells start what runs in their background with SIGINT ignored, and children inherit it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
@@ -182,18 +144,6 @@ def start_until_step(
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return process
-
-
-def test_another_number_of_ranks_sees_the_same_text(reference: Path, tmp_path: Path) -> None:
-    folder = stopped_copy(reference, tmp_path / "run", 10)
-    quickstart(folder, "--ranks", "1")
-    # The same numbers summed in another order, two steps after the same state.
-    assert losses(folder)[NUM_STEPS] == pytest.approx(losses(reference)[NUM_STEPS], rel=1e-4)
-    found, expected = final_state(folder), final_state(reference)
-    place = [key for key in expected if "dataloader" in key]
-    assert len(place) == 2  # the number of the next sequence, and what is read
-    for key in [*place, *(key for key in expected if key.endswith("control"))]:
-        assert found[key] == expected[key], key
 
 
 def test_a_finished_run_says_so_and_another_config_is_refused(reference: Path) -> None:

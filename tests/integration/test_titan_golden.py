@@ -35,11 +35,7 @@ def plan_of(control: str) -> dict[str, Any]:
 @pytest.mark.parametrize(
     "name",
     [
-        "llama3-one-bfloat16",
         "llama3-fsdp2-bfloat16",
-        "llama3-hsdp-bfloat16",
-        "llama3-tp2_fsdp2-float32",
-        "qwen3-fsdp2-float32",
         "qwen3-tp2_fsdp2-float32",
     ],
 )
@@ -76,12 +72,7 @@ def test_an_old_checkpoint_goes_on_as_if_nothing_had_changed(
 
 @pytest.mark.parametrize(
     ("model", "layout"),
-    [
-        ("llama3", "one"),
-        ("llama3", "hsdp"),
-        ("llama3", "tp2_fsdp2"),
-        ("qwen3", "fsdp2"),
-    ],
+    [("llama3", "tp2_fsdp2"), ("qwen3", "fsdp2")],
 )
 def test_an_old_checkpoint_goes_on_in_other_layouts(
     titan: Server, tmp_path: Path, model: str, layout: str

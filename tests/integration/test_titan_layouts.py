@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -124,6 +125,33 @@ def test_layout(
     assert num_sent(run) == sent * NUM_ELEMENTS
 
 
+FUSED = "--model.fuse_qkv"
+
+
+def test_fused_queries_keys_and_values_train_under_tensor_parallelism(
+    titan: Server, fsdp: Run, tmp_path: Path
+) -> None:
+    run = titan.run(Job(2, str(tmp_path), (*degrees(tp=2, shard=1), FUSED)))
+    assert_trained(run, PHASES)
+    assert_same_losses(run, fsdp)
+
+
+def test_fused_queries_keys_and_values_train_as_three_and_resume(
+    titan: Server, fsdp: Run, tmp_path: Path
+) -> None:
+    """The model is saved as three matrices, and the optimizer's state as one tensor."""
+    saved = ("--checkpoint.enable", "--checkpoint.interval=5")
+    job = Job(2, str(tmp_path), (FUSED, *saved, "--checkpoint.no-last_save_model_only"))
+    run = titan.run(job)
+    assert_trained(run, PHASES)
+    assert_same_losses(run, fsdp)
+    whole = run.losses()
+    shutil.rmtree(tmp_path / "checkpoint" / "step-10")
+    resumed = titan.run(job)
+    assert "resumes at step 6" in resumed.output()
+    assert resumed.losses() == whole
+
+
 @needs_pipelines
 def test_pipeline(titan: Server, fsdp: Run, tmp_path: Path) -> None:
     """Stages have seeds of their own, so weights come from a seed checkpoint."""
@@ -163,15 +191,14 @@ def test_a_stage_without_matrices_resumes(titan: Server, tmp_path: Path) -> None
     assert resumed.traces() == [trace[5:] for trace in traces]
 
 
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_activation_checkpointing_changes_no_bit(titan: Server, tmp_path: Path, name: str) -> None:
-    """On torchtitan's debug models (two layers of them), with two micro batches a step."""
+def test_activation_checkpointing_changes_no_bit(titan: Server, tmp_path: Path) -> None:
+    """On torchtitan's debug model (two layers of it), with two micro batches a step."""
     runs = [
         titan.run(
             Job(
                 2,
                 str(tmp_path / mode),
-                (*model(name, "cut"), *SHORT, f"--activation_checkpoint.mode={mode}"),
+                (*model("qwen3", "cut"), *SHORT, f"--activation_checkpoint.mode={mode}"),
             )
         )
         for mode in ("none", "selective", "full")
@@ -181,10 +208,9 @@ def test_activation_checkpointing_changes_no_bit(titan: Server, tmp_path: Path, 
         assert run.losses() == runs[0].losses()
 
 
-@pytest.mark.parametrize(("name", "flavor"), [("deepseek_v3", "cut"), ("qwen3", "cut_moe")])
-def test_experts(titan: Server, tmp_path: Path, name: str, flavor: str) -> None:
-    """Mixtures of experts under FSDP2, and with expert parallelism beside it."""
-    options = (*model(name, flavor), *SHORT)
+def test_experts(titan: Server, tmp_path: Path) -> None:
+    """A mixture of experts under FSDP2, and with expert parallelism beside it."""
+    options = (*model("deepseek_v3", "cut"), *SHORT)
     seed = seed_checkpoint(titan, tmp_path / "seed", *options)
     # Under the default of PyTorch 2.14 on, `spmd_types`, gloo refuses to exchange tokens.
     ep = (*degrees(ep=2), "--parallelism.spmd_backend=partial_dtensor")

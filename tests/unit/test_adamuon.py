@@ -120,46 +120,6 @@ def test_a_missing_gradient_leaves_parameter_and_state() -> None:
         assert (optimizer.state[param]["second_moment"] == 0).all().item() == is_skipped
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_state_is_two_float32_values_a_parameter(dtype: torch.dtype) -> None:
-    root = model(dtype)
-    optimizer = build(root)
-    for param in root.parameters():
-        state = optimizer.state[param]
-        assert set(state) == {"momentum_buffer", "second_moment"}
-        assert {value.dtype for value in state.values()} == {torch.float32}
-        assert {value.shape for value in state.values()} == {param.shape}
-
-
-def test_a_saved_state_goes_on_bit_for_bit() -> None:
-    straight, first, second = model(), model(), model()
-    expected, saved = build(straight), build(first)
-    for step in range(1, 5):
-        give_gradients(straight, step)
-        expected.step()
-    for step in range(1, 3):
-        give_gradients(first, step)
-        saved.step()
-    resumed = build(second)
-    second.load_state_dict(first.state_dict())
-    resumed.load_state_dict(saved.state_dict())
-    for step in range(3, 5):
-        give_gradients(second, step)
-        resumed.step()
-    for ours, theirs in zip(second.parameters(), straight.parameters(), strict=True):
-        assert torch.equal(ours, theirs)
-        ours_moment = resumed.state[ours]["second_moment"]
-        assert torch.equal(ours_moment, expected.state[theirs]["second_moment"])
-
-
-def test_the_state_of_muon_is_refused() -> None:
-    from amo_dist import Muon
-
-    muon = Muon(param_groups(model()))
-    with pytest.raises(ValueError, match="second_moment"):
-        build(model()).load_state_dict(muon.state_dict())
-
-
 def test_the_decay_is_that_of_the_momentum() -> None:
     root = model()
     optimizer = build(root, config=MuonConfig(momentum=0.5, ns_dtype="float32"))

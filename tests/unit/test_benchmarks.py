@@ -1,17 +1,14 @@
 from __future__ import annotations
 
 import json
-import math
 from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.tools.simulate import OWNERSHIPS, simulate
-from benchmarks import bfloat16_params, launches, newton_schulz, optimizer_step, overhead, spectra
-from benchmarks.measure import paired, ratio, report, table
+from benchmarks import launches, newton_schulz, optimizer_step, spectra
+from benchmarks.measure import paired, ratio
 from benchmarks.shapes import ELL_BY_TYPE, MODELS
 
 # Millions of elements in matrices, as the AMO paper counts them.
@@ -68,13 +65,6 @@ def test_ratio_is_the_median_within_rounds() -> None:
     assert ratio(seconds, "a", "b") == 0.5
 
 
-def test_table_aligns() -> None:
-    lines = table([{"name": "x", "value": 1.23456}, {"name": "long", "value": 2}]).splitlines()
-    assert lines[1] == "   x   1.23"
-    assert len({len(line) for line in lines}) == 1
-    assert table([]) == ""
-
-
 def rows_of(path: Path) -> list[dict[str, object]]:
     content = json.loads(path.read_text())
     assert content["machine"]["cores"]
@@ -116,106 +106,7 @@ def test_errors_by_dtype(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert exact < wide < narrow
 
 
-def test_spectra_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    output = tmp_path / "spectra.json"
-    monkeypatch.setattr(spectra, "ERROR_SHAPES", ((140, 140), (132, 150)))
-    threads = str(torch.get_num_threads())
-    arguments = ["--model", "Llama-3.1-75M", "--threads", threads, "--output", str(output)]
-    assert spectra.main(arguments) == 0
-    errors = rows_of(tmp_path / "spectra_errors.json")
-    # The promises of the method; its rivals may fail.
-    assert {row["ell"] is None for row in errors if row["spectrum"] == "deficient"} == {True}
-    for row in errors:
-        assert row["ell"] is None or float(str(row["ell"])) < 1e-3
-        if float(str(row["kappa"])) <= 1e6:
-            assert float(str(row["residual"])) < 1e-6
-            assert float(str(row["distance"])) < 1e-6
-    times = rows_of(output)
-    # Eight of each of seven types.
-    assert times[-1]["matrices"] == 56
-    assert spectra.trials().shape == (205, 7, 3)
-
-
-def test_overhead_runs(tmp_path: Path) -> None:
-    output = tmp_path / "overhead.json"
-    threads = str(torch.get_num_threads())
-    arguments = ["--model", "Llama-3.1-75M", "--transition-steps", "3", "--steps", "1"]
-    assert overhead.main([*arguments, "--threads", threads, "--output", str(output)]) == 0
-    whats = [row["what"] for row in rows_of(output)]
-    assert whats[:2] == ["step", "plan, once"]
-    assert whats[-1].startswith("observation")
-
-
-def test_bfloat16_params_runs(tmp_path: Path) -> None:
-    output = tmp_path / "found.json"
-    assert bfloat16_params.main(["--steps", "2", "--seeds", "0", "--output", str(output)]) == 0
-    rows = rows_of(output)
-    assert [row["way"] for row in rows] == ["master", "stochastic", "nearest"]
-    assert rows[0]["drift"] == 0
-    assert all(row["drift"] > 0 for row in rows[1:])
-
-
-@pytest.mark.parametrize("ownership", OWNERSHIPS)
-def test_the_busiest_rank_owns_what_the_simulation_says(ownership: str) -> None:
-    registry = MODELS["Qwen3-1.7B"].matrices()
-    owned = newton_schulz.owned_batches("Qwen3-1.7B", 32, steps=5, ownership=ownership, itemsize=2)
-    simulated = simulate(registry, dict.fromkeys(ELL_BY_TYPE, 5), 32)
-    (load,) = {row["gflop"]["most"] for row in simulated if row["ownership"] == ownership}
-    found = sum(count * 5 * ns_step_flops(*shape) for count, shape in owned)
-    assert found == pytest.approx(load * 1e9, rel=1e-12)
-    # In buckets as the optimizer fills them, of which the largest matrices take two.
-    assert all(2 * count * rows * columns <= 64 * 2**20 for count, (rows, columns) in owned)
-    assert max(count for count, _ in owned) > 1
-
-
-def test_the_matrices_of_a_rank_run(tmp_path: Path) -> None:
-    output = tmp_path / "owned.json"
-    threads = torch.get_num_threads()
-    arguments = ["--owned-by-rank-of", "32", "--model", "Llama-3.1-75M", "--dtypes", "float32"]
-    arguments += ["--steps", "2", "--rounds", "1", "--device", "cpu", "--threads", str(threads)]
-    assert newton_schulz.main([*arguments, "--output", str(output)]) == 0
-    rows = rows_of(output)
-    assert [row["backend"] for row in rows] == ["standard", "auto"]
-    assert {row["matrices"] for row in rows} == {3}  # 84 matrices on 32 ranks
-    assert rows[0]["effective %"] == rows[0]["executed %"]
-
-
-def test_bytes_are_counted(run_on) -> None:  # type: ignore[no-untyped-def]
-    assert run_on(2)(count_some) == [8 * 4 + 3 * 4 + 5 * 4, 4 * 4 + 3 * 4 + 5 * 4]
-
-
-def count_some(rank: int, world: int) -> float:
-    """Rank 0 sends 8 floats of its 10 to the other, rank 1 sends 4 of 7; then both share."""
-    sizes = [[2, 8], [4, 3]]
-    with optimizer_step.count_bytes() as counted:
-        sent = torch.zeros(sum(sizes[rank]))
-        received = torch.zeros(sizes[0][rank] + sizes[1][rank])
-        splits = [sizes[0][rank], sizes[1][rank]]
-        dist.all_to_all_single(received, sent, splits, sizes[rank])
-        dist.all_gather([torch.zeros(3), torch.zeros(3)], torch.zeros(3))
-        dist.all_reduce(torch.zeros(5))  # 2 (W - 1) / W of it
-    assert dist.all_reduce.__name__ == "all_reduce"
-    return counted["bytes"]
-
-
 @pytest.mark.slow
-def test_optimizer_step_runs(tmp_path: Path) -> None:
-    output = tmp_path / "step.json"
-    arguments = ["--models", "Llama-3.1-75M", "--layers", "1", "--ranks", "2", "--rounds", "1"]
-    arguments += ["--ours", "ours locked", "--peers", "AdamW", "torch Muon"]
-    assert optimizer_step.main([*arguments, "--output", str(output)]) == 0
-    against_adamw, against_torch = rows_of(output)
-    assert float(str(against_adamw["ours bytes"])) > 0
-    assert against_adamw["peer bytes"] == 0
-    assert against_torch["ratio"] == "one process only"
-
-
-def test_results_hold_null_where_a_number_is_not_finite(tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
-    report("found", [{"error": math.nan, "ms": 1.5, "count": 2}], path)
-    assert json.loads(path.read_text())["rows"] == [{"error": None, "ms": 1.5, "count": 2}]
-
-
 def test_a_step_on_devices_takes_few_launches(tmp_path: Path) -> None:
     output = tmp_path / "launches.json"
     launches.main(["--param-dtype", "bfloat16", "--output", str(output)])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule.budget import flop_budget, ns_step_flops
+from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.planning import plan_allocation, plan_measured
@@ -121,15 +121,6 @@ def test_planning_again_as_the_run_did_gives_its_plan(
     )
 
 
-@pytest.mark.parametrize("ratio", [0.83, 0.871, 1.0, 1.0 / 3.0 + 0.6])
-def test_a_budget_of_flops_is_kept_to_the_flop(
-    ratio: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    folder = write(tmp_path, measured_plan(budget_ratio=ratio))
-    found = Plan.from_json(output(capsys, "--plan", folder, "--max-steps=7", "--json"))
-    assert found.budget == flop_budget(ratio, list(COSTS.values()), 5)
-
-
 @pytest.mark.parametrize("ratio", [0.8, 1.0, 1.2])
 def test_another_budget_gives_the_plan_that_the_run_would_have_made(
     ratio: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -186,13 +177,6 @@ def test_what_a_plan_does_not_hold_is_told(
         assert message in capsys.readouterr().err
 
 
-def test_a_narrower_range_of_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder, expected = write(tmp_path, measured_plan()), measured_plan(range(4, 7))
-    assert max(expected.allocation) < max(measured_plan().allocation)
-    found = output(capsys, "--plan", folder, "--min-steps=4", "--max-steps=6")
-    assert found == plan_table(expected) + "\n"
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -215,34 +199,3 @@ def test_mistakes_are_one_line(
     assert message in found.err
 
 
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        (None, "No such file or directory; expected the file plan.json of a run"),
-        ("{", "expected JSON text"),
-        ("{}", "plan.operator_types: found 'nothing'"),
-    ],
-)
-def test_plans_that_cannot_be_read(
-    text: str | None, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    if text is not None:
-        (tmp_path / "plan.json").write_text(text)
-    assert main(["plan", "--plan", str(tmp_path)]) == 2
-    error = capsys.readouterr().err
-    assert error.startswith(f"error: --plan: {tmp_path}/plan.json: ")
-    assert message in error
-
-
-def test_measurements_of_too_few_steps_are_refused() -> None:
-    plan = measured_plan()
-    assert plan.measured is not None
-    short = dataclasses.replace(
-        plan.measured[1],
-        **{
-            name: getattr(plan.measured[1], name)[:2] for name in ("ells", "residuals", "distances")
-        },
-    )
-    damaged = dataclasses.replace(plan, measured=(plan.measured[0], short, plan.measured[2]))
-    with pytest.raises(ValueError, match=r"plan\.measured\[1\]\.ells: .* a list of 5"):
-        Plan.from_json(damaged.to_json())

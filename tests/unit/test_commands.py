@@ -72,16 +72,6 @@ def test_a_folder_without_a_checkpoint_is_told(
 SOURCE = export.Source("llama3", "quickstart", "byte", "", "AMO")
 
 
-def test_an_export_goes_into_no_folder_of_other_files(tmp_path: Path) -> None:
-    pytest.importorskip("transformers")
-    (tmp_path / "notes.txt").touch()
-    with pytest.raises(ValueError, match=r"--output: found .* holds files but no exported model"):
-        export.export(tmp_path / "gone", tmp_path, SOURCE)
-    (tmp_path / "config.json").touch()  # of an earlier export, beside which notes may lie
-    with pytest.raises(ValueError, match="checkpoint: found no"):
-        export.export(tmp_path / "gone", tmp_path, SOURCE)
-
-
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 def test_a_damaged_checkpoint_is_told_in_a_line(tmp_path: Path) -> None:
     with torch.device("meta"):
@@ -141,52 +131,4 @@ def test_an_evaluation_without_network_ends_in_one_line(
     assert told.count("\n") == 1
 
 
-def test_another_failure_of_an_evaluation_keeps_its_traceback(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "config.json").write_text("{}")
-    monkeypatch.setattr(evaluate, "_harness", lambda: offline(ZeroDivisionError("deep down")))
-    names = ["--tasks=sciq", "--model=m", "--optimizer=AMO"]
-    with pytest.raises(Unreached):
-        cli.main(["evaluate", str(tmp_path), *names])
-
-
 # ------------------------------------------------------------------ tokenize
-
-
-class Bar:
-    """Counts as a progress bar does, and keeps what it was made with."""
-
-    made: list[Bar] = []  # noqa: RUF012
-
-    def __init__(self, initial: int = 0, **_: object) -> None:
-        self.initial = self.n = initial
-        self.made.append(self)
-
-    def __enter__(self) -> Bar:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def update(self, count: int) -> None:
-        self.n += count
-
-    def set_postfix(self, **_: object) -> None:
-        pass
-
-
-def test_what_an_earlier_run_tokenized_is_no_speed_of_this_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    lines = "".join(f'{{"text": "{"x" * 40}"}}\n' for _ in range(50))
-    (tmp_path / "corpus.jsonl").write_text(lines)
-    monkeypatch.setattr("tqdm.tqdm", Bar)
-    arguments = ["tokenize", str(tmp_path / "corpus.jsonl"), "-o", str(tmp_path / "packed")]
-    arguments += ["--tokenizer=byte", "--processes=1", "--shard-tokens=300"]
-    Bar.made.clear()
-    for _ in range(2):
-        assert cli.main(arguments) == 0
-    first, second = Bar.made
-    assert first.initial == 0
-    assert first.n == second.initial == second.n == 2050

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-from typing import Any
-
 import pytest
 
 from amo_dist.schedule.budget import ns_step_flops
@@ -39,18 +35,3 @@ def test_flops_count_steps_by_type_or_by_shape() -> None:
     by_shape = {f"{m}x{n}": 5 for m, n in shapes}
     fitted = benchmark.state("ROOT", {"num_steps_by_type": by_shape}, ARGUMENTS)
     assert fitted["ns_flops_per_step"] == expected
-
-
-def test_costs_are_medians_without_the_first_interval() -> None:
-    keys = ("optimizer_seconds_per_step", "seconds_per_step")
-    records: list[dict[str, Any]] = [dict.fromkeys(keys, value) for value in (9.0, 1.0, 3.0, 2.0)]
-    assert benchmark.costs(records) == dict.fromkeys(keys, 2.0)
-
-
-def test_without_matplotlib_there_is_no_plot(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    benchmark.plot({}, tmp_path / "x.png")
-    assert "pip install 'amo-dist[plots]'" in capsys.readouterr().out
-    assert not list(tmp_path.iterdir())

@@ -145,9 +145,10 @@ def test_a_type_without_valid_observation_falls_back(
 
 def test_median_of_medians_passes_over_invalid_observations() -> None:
     target = controller()
-    for step, ell in ((2, 0.1), (4, math.nan), (6, 0.3)):
-        observe(target, step, {**ELL, "expert": ell})
+    for step, ell, whole in ((2, 0.1, 1e-5), (4, math.nan, 2e-3), (6, 0.3, 3e-5)):
+        observe(target, step, {**ELL, "expert": ell, "attn_q": whole})
     plan = Plan.from_json(target.make_plan())
+    assert plan.ell_robust[0] == 3e-5 / SAFETY
     assert plan.ell_robust[2] == (0.1 / SAFETY + 0.3 / SAFETY) / 2
     exact = Fraction("0.7") * Fraction(plan.ell_robust[2]) + Fraction("0.3") * Fraction(1e-3)
     assert plan.ell_target[2] == float(exact)

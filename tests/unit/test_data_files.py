@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from tests.unit.data_corpus import write_arrow, write_jsonl, write_parquet
-from torchtitan_ext.data.files import Hub, find_files, format_of, hub_files
+from torchtitan_ext.data.files import find_files
 from torchtitan_ext.data.rows import BadRow, BadRows, judge, read_rows
 
 TEXTS = [f"text {i} é" for i in range(8)]
@@ -73,31 +73,6 @@ def test_a_bad_row_has_its_reason(line: bytes) -> None:
         judge(line, fields)
 
 
-@pytest.mark.parametrize("suffix", ["parquet", "arrow"])
-def test_bad_text_in_arrow_columns_fails_only_its_row(suffix: str, tmp_path: Path) -> None:
-    import pyarrow as pa
-
-    # A string column that holds what is no UTF-8: Arrow takes the bytes as they are.
-    column = pa.array([b"good", b"caf\xe9", None, b"", b"fine"], pa.binary())
-    column = pa.Array.from_buffers(pa.string(), 5, column.buffers())
-    table = pa.table({"text": column})
-    path = tmp_path / f"a.{suffix}"
-    if suffix == "parquet":
-        import pyarrow.parquet as pq
-
-        pq.write_table(table, path)
-    else:
-        with pa.ipc.new_stream(str(path), table.schema) as writer:
-            writer.write_table(table)
-    found = []
-    for _, row in read_rows(str(path), ("text",)):
-        try:
-            found.append(judge(row, ("text",))[0])
-        except BadRow as error:
-            found.append(str(error))
-    assert found == ["good", "not UTF-8", "missing", "empty", "fine"]
-
-
 def test_a_share_of_bad_rows_is_left_out_and_more_are_an_error() -> None:
     bad = BadRows(*ALL)
     for row in range(10):
@@ -145,29 +120,3 @@ def test_a_missing_decompressor_is_an_error_before_the_first_row(
     )
     with pytest.raises(ValueError, match=r"a\.jsonl\.zst: .*pip install zstandard"):
         find_files(str(tmp_path))
-
-
-def test_a_format_is_known_by_its_suffix() -> None:
-    assert format_of("hf://datasets/a/b@c/train/x.jsonl.zst") == "jsonl"
-    assert format_of("x.parquet.gz") == format_of("x.md") == "text"
-
-
-def test_the_standard_library_is_real_text() -> None:
-    library = find_files("stdlib")
-    # The smallest installations, without tests and idlelib, still have several hundred modules.
-    assert len(library.urls) > 300
-
-
-def test_files_of_a_hub_repository_are_those_that_datasets_resolves(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A folder laid out like a repository is resolved by the same code, without a network.
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    for split in ("train", "test"):
-        (tmp_path / "data" / split).mkdir(parents=True)
-        write_parquet(tmp_path / "data" / split / "0.parquet", [{"text": split}])
-    for split in ("train", "test"):
-        (url,) = hub_files(str(tmp_path), Hub(split=split)).urls
-        assert [judge(row, ("text",))[0] for _, row in read_rows(url, ("text",))] == [split]
-    with pytest.raises(ValueError, match=r"--split: found 'dev', expected one of"):
-        hub_files(str(tmp_path), Hub(split="dev"))

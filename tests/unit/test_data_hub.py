@@ -15,6 +15,8 @@ from torchtitan_ext.data.files import DataError, Hub, find_files
 from torchtitan_ext.data.rows import RETRIES, read_rows
 from torchtitan_ext.data.shards import Corpus
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[hub_server.Hub]:

@@ -14,10 +14,9 @@ from tests.unit.data_corpus import write_jsonl, write_parquet
 from torchtitan_ext import cli
 from torchtitan_ext.data import pack
 from torchtitan_ext.data.files import DataError, find_files
-from torchtitan_ext.data.pack import Options, tokenize
+from torchtitan_ext.data.pack import tokenize
 from torchtitan_ext.data.shards import Corpus, read_index
 from torchtitan_ext.data.tokenizers import ByteTokenizer
-from torchtitan_ext.tools.tokenize import part_of
 
 TEXTS = [f"{i} " + "x" * (3 * i % 17) for i in range(40)]
 SCORES = [float(7 * i % 11) for i in range(40)]
@@ -140,13 +139,6 @@ class Deadly(ByteTokenizer):
         os._exit(9)
 
 
-def test_a_long_document_takes_the_time_of_its_length(tmp_path: Path) -> None:
-    # Quadratic, this took minutes.
-    path = write_jsonl(tmp_path / "a.jsonl", [{"text": "some words " * 2_000_000}])
-    shards = tokenize(find_files(str(path)), ByteTokenizer(), tmp_path / "packed", Options())
-    assert [count for count, _ in shards][-1] == 22_000_001
-
-
 def test_parts_together_hold_every_document_once(corpus: Path, tmp_path: Path) -> None:
     output = tmp_path / "packed"
     assert run(corpus, output, "--part=0/2") == 0
@@ -205,9 +197,3 @@ def test_the_digest_is_that_of_the_tokens_and_not_of_where_they_come_from(
     (corpus / "a.jsonl").write_text('{"text": "other"}\n')
     assert run(corpus, tmp_path / "three") == 0
     assert Corpus(tmp_path / "three").digest != one.digest
-
-
-@pytest.mark.parametrize("text", ["1", "1/1", "-1/2", "a/b", "1/", "/2"])
-def test_a_part_is_one_of_a_number(text: str) -> None:
-    with pytest.raises(ValueError, match="--part: found"):
-        part_of(text)

@@ -55,21 +55,3 @@ def test_what_cannot_be_read_is_named(
         loader.validate(config)
     config.dataloader.dataset, validator.enable = "stdlib", False
     loader.validate(config)
-
-
-def test_an_error_of_validation_names_its_fields(tmp_path: Path) -> None:
-    one = PackedLoader.Config(dataset="packed", dataset_path=str(tmp_path))
-    config = SimpleNamespace(
-        dataloader=PackedLoader.Config(),
-        validator=SimpleNamespace(dataloader=one),
-        training=None,
-        model=SimpleNamespace(attention="sdpa"),
-        comm=SimpleNamespace(init_timeout_seconds=300),
-        dump_folder=str(tmp_path / "run"),
-    )
-    with pytest.raises(ValueError, match=r"^training\.dataset_path: no index\.json"):
-        build(one)
-    loader.settle(config)
-    assert one._beside_runs == str(tmp_path / "tokens")
-    with pytest.raises(ValueError, match=r"^validation\.dataset_path: no index\.json"):
-        build(one)

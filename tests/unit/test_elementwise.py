@@ -96,14 +96,6 @@ def test_large_tensors_have_the_bits_of_their_rows() -> None:
     assert torch.equal(torch.cat(params), param)
 
 
-def test_momentum_accumulates_without_damping() -> None:
-    buffer = torch.zeros(3)
-    for _ in range(2):
-        update_momentum([buffer], [torch.ones(3)], 0.5)
-    assert buffer.tolist() == [1.5] * 3
-    assert nesterov([buffer], [torch.ones(3)], 0.5)[0].tolist() == [1.75] * 3
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_update_by_the_formula(dtype: torch.dtype) -> None:
     params, updates = tensors(dtype, 0), tensors(torch.bfloat16, 1)
@@ -179,34 +171,6 @@ def test_shards_have_the_bits_of_the_whole(dtype: torch.dtype, pieces: list[int]
     assert torch.equal(torch.cat(buffers), buffer)
     assert torch.equal(torch.cat(aheads), ahead)
     assert torch.equal(torch.cat(params), w)
-
-
-def test_views_are_updated_in_place() -> None:
-    # Columns of a fused parameter: neither contiguous nor at offset zero.
-    whole = torch.ones(4, 6)
-    apply_update([whole[:, 2:4]], [torch.ones(4, 2)], lr=1.0, weight_decay=0.5, scale=0.25)
-    assert torch.equal(whole[:, 2:4], torch.full((4, 2), 0.25))
-    assert torch.equal(whole[:, :2], torch.ones(4, 2))
-    assert torch.equal(whole[:, 4:], torch.ones(4, 2))
-
-
-def test_leaves_that_require_grad() -> None:
-    w = torch.ones(3, requires_grad=True)
-    apply_update([w], [torch.ones(3)], lr=0.5, weight_decay=0.0, scale=1.0)
-    assert w.tolist() == [0.5] * 3
-    assert w.is_leaf
-
-
-def test_updates_are_not_modified() -> None:
-    update = torch.ones(3)
-    apply_update([torch.ones(3)], [update], lr=0.5, weight_decay=0.1, scale=2.0)
-    assert update.tolist() == [1.0] * 3
-
-
-def test_empty_lists() -> None:
-    update_momentum([], [], MOMENTUM)
-    assert nesterov([], [], MOMENTUM) == []
-    apply_update([], [], lr=1.0, weight_decay=0.1, scale=1.0)
 
 
 @pytest.mark.parametrize(

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
-import re
-import shlex
 import subprocess
 import warnings
 from pathlib import Path
@@ -31,16 +29,6 @@ def amo(*arguments: str) -> int:
     return cli.main(["paper", "experiments", *arguments])
 
 
-def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
-    assert amo("list") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(EXPERIMENTS)
-    assert amo("show", "budget-control") == 0
-    shown = capsys.readouterr().out
-    assert shown.count("sbatch --nodes=2 launch/train.slurm configs/") == 10
-    assert "# llama-3.1-760m-amo-budget-1.2: 3866 steps, 16 GPUs, not started" in shown
-
-
 @pytest.mark.parametrize(
     ("experiment", "model", "start"),
     [
@@ -58,86 +46,6 @@ def test_commands_ask_for_the_nodes_of_the_run(
     assert not any(line.startswith("launch/train_node.sh") for line in lines)
     assert amo("show", "cost", "--small") == 0  # a stand-in, on whatever there is
     assert "\nlaunch/train_node.sh configs/quickstart.toml" in capsys.readouterr().out
-
-
-def test_dry_run_passes_options_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    options = ("--model", "Qwen3-0.6B", "--dry-run", "--out", str(tmp_path), "--training.steps=9")
-    assert amo("run", "budget-control", *options) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if not line.startswith("#")]
-    assert len(lines) == 5
-    assert all(line.endswith(" --training.steps=9") for line in lines)
-    words = shlex.split(lines[0])
-    assert words[:2] == ["launch/train_node.sh", "configs/qwen3_0.6b.toml"]
-    assert f"--dump_folder={tmp_path}/qwen3-0.6b-amo-budget-0.8" in words
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (("show", "mains"), "found 'mains', expected one of main"),
-        (("show", "main", "--model", "Qwen3-70M"), "main has Llama-3.1-760M, Llama-3.1-1.4B"),
-        (
-            ("show", "main", "--base", "configs/none.toml"),
-            "--base: found no file configs/none.toml",
-        ),
-        (("run", "main", "--ranks", "0"), "--ranks: found 0"),
-    ],
-)
-def test_wrong_arguments_are_named(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert amo(*arguments) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_slurm_scripts_hold_every_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert amo("run", "geometry", "--slurm", str(tmp_path / "g.slurm"), "--metrics.log_freq=5") == 0
-    printed_lines = capsys.readouterr().out.splitlines()
-    scripts = {path.name: path.read_text() for path in tmp_path.iterdir()}
-    assert {f"sbatch {tmp_path / name}" for name in scripts} == set(printed_lines)
-    assert set(scripts) == {"g-6gpus.slurm", "g-16gpus.slurm", "g-32gpus.slurm"}
-    sizes = {name: re.findall(r"--array=0-(\d+)", text) for name, text in scripts.items()}
-    assert sizes == {"g-6gpus.slurm": ["1"], "g-16gpus.slurm": ["3"], "g-32gpus.slurm": ["1"]}
-    assert "--nodes=1\n" in scripts["g-6gpus.slurm"]
-    assert "--gpus-per-node=6\n" in scripts["g-6gpus.slurm"]
-    assert "--nodes=4\n" in scripts["g-32gpus.slurm"]
-    for text in scripts.values():
-        subprocess.run(["bash", "-n"], input=text, text=True, check=True)
-
-
-def test_wrong_options_show_before_a_script_is_written(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    experiment, place = small("budget-control", tmp_path / "runs")
-    script = tmp_path / "s.slurm"
-    arguments = ["run", "budget-control", "--small", "--out", str(tmp_path / "runs")]
-    arguments += ["--slurm", str(script)]
-    assert amo(*arguments, "--training.steps=20") == 2
-    assert "budget-0.8: training.steps: found 20" in capsys.readouterr().err
-    jobs = experiments.jobs_of(experiment, place)
-    runner.check(jobs[1:2], [])
-    assert amo(*arguments, "--optimizer.lr=0.5") == 2
-    assert "optimizer.lr: was 0.004, is 0.5" in capsys.readouterr().err
-    assert not script.exists()
-    assert amo(*arguments) == 0
-    assert script.exists()
-    assert [job.folder.exists() for job in jobs[:2]] == [False, True]
-
-
-def test_schedules_that_are_yet_to_be_made_are_no_mistake(tmp_path: Path) -> None:
-    experiment, place = small("static-coefficients", tmp_path)
-    job = next(job for job in experiments.jobs_of(experiment, place) if job.prepare)
-    runner.check([job], [])
-    path = Path(str(job.options["optimizer.muon.schedule_file"]))
-    marked = json.loads((job.folder / "run.json").read_text())
-    assert marked["optimizer"]["muon"]["schedule_file"] == str(path)
-    path.parent.mkdir()
-    path.write_text((ROOT / "configs/schedules/a1.toml").read_text())
-    runner.check([job], [])  # the same config, now that there is the file
-    path.write_text("format = ")
-    with pytest.raises(ValueError, match="is not TOML"):
-        runner.check([job], [])
 
 
 def test_a_task_of_the_array_starts_its_run(tmp_path: Path) -> None:
@@ -282,45 +190,6 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
     assert set(found[1].cost.values()) == {None}
 
 
-def test_seconds_a_step_by_phase(tmp_path: Path) -> None:
-    experiment, place = small("cost", tmp_path)
-    job = experiments.jobs_of(experiment, place)[-1]
-    folder = ROOT / job.folder
-    folder.mkdir(parents=True)
-    rows = [
-        (1, 99.0, "observation", None),  # left out: it compiles
-        (2, 6.0, "observation", None),
-        (3, 16.0, "observation", 9.5),
-        (4, 7.0, "observation", None),
-        (5, 18.0, "observation", 9.5),
-        (6, 6.5, "transition", None),
-        (7, 6.0, "locked", None),
-        (9, 9.0, "locked", None),  # of two steps
-        (12, 50.0, "locked", 9.5),  # of three, one of which observes: that of none of them
-        (20, 50.0, "transition", None),  # of eight, of two phases
-    ]
-    keys = ("step", "seconds_per_step", "phase", "observe_seconds")
-    records = [dict(zip(keys, row, strict=True)) | {"loss": 1.0, "num_tokens": 1} for row in rows]
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
-    cost = gather.gather(experiment, place)[-1].cost
-    assert {name: cost[name] for name in gather.COSTS[-4:]} == {
-        "step with one (s)": 17.0,
-        "before the plan (s)": 6.5,
-        "transition (s)": 6.5,
-        "locked (s)": 8.0,
-    }
-    assert cost["one observation (s)"] == 9.5
-
-
-def test_gathering_of_geometry(tmp_path: Path) -> None:
-    experiment, place = small("geometry", tmp_path)
-    (job,) = experiments.jobs_of(experiment, place)
-    (ROOT / job.folder).mkdir(parents=True)
-    (ROOT / job.folder / "geometry.jsonl").write_text("{}\n{}\n")
-    table = gather.table(experiment, gather.gather(experiment, place))
-    assert table.splitlines()[2].split("|")[2].strip() == "2"
-
-
 def test_complete_runs_are_not_repeated(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -368,15 +237,6 @@ def test_the_first_failure_ends_the_sequence(
     assert "budget-0.9: failed with status 7" in capsys.readouterr().err
 
 
-def test_a_missing_base_checkpoint_is_named(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    experiment, place = small("continual", tmp_path)
-    monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
-    with pytest.raises(ValueError, match="step-600, expected that of the run it continues"):
-        runner.run_jobs(experiments.jobs_of(experiment, place), [], 2)
-
-
 def test_wrong_options_show_before_any_run(tmp_path: Path) -> None:
     experiment, place = small("budget-control", tmp_path)
     jobs = experiments.jobs_of(experiment, place)
@@ -385,20 +245,3 @@ def test_wrong_options_show_before_any_run(tmp_path: Path) -> None:
     runner.check(jobs[:1], [])
     with pytest.raises(ValueError, match=r"holds a run with another config .*optimizer\.lr"):
         runner.check(jobs[:1], ["--optimizer.lr=0.5"])
-
-
-def test_evaluation_asks_for_checkpoints(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    experiment, place = small("budget-control", tmp_path)
-    jobs = experiments.jobs_of(experiment, place)
-    checkpoint = jobs[1].checkpoint(None)
-    checkpoint.mkdir(parents=True)
-    (checkpoint / ".metadata").touch()
-    assert amo("evaluate", "budget-control", "--small", "--out", str(tmp_path), "--dry-run") == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len([line for line in lines if "no checkpoint of step 120 yet" in line]) == 4
-    (line,) = [line for line in lines if line.startswith("amo evaluate")]
-    arguments = cli.build_parser().parse_args(shlex.split(line)[1:])
-    assert arguments.checkpoint == checkpoint
-    assert arguments.output == jobs[1].results(None)

@@ -132,12 +132,6 @@ def test_a_run_killed_in_its_first_save_starts_from_its_initial_weights(
     assert "step-8, step-10); the run starts anew" in caplog.text
 
 
-def test_incomplete_checkpoints_alone_are_no_start(loading: Any) -> None:
-    make_incomplete(Path(loading.folder))
-    assert not loading.load()
-    assert loading.loaded == []
-
-
 def test_a_complete_checkpoint_goes_before_initial_weights(loading: Any) -> None:
     loading.initial_load_path = "elsewhere"
     (Path(loading.folder) / "step-12").mkdir()
@@ -219,18 +213,6 @@ def test_damage_that_another_rank_finds_counts(
     assert loading.load()
     assert Path(loading.loaded[-1][0]).name == "step-6"
     assert asked == [(0, 2), (0, 2)]
-
-
-@pytest.mark.parametrize(("name", "verify"), [("step-10", False), ("elsewhere", True)])
-def test_what_was_verified_is_not_read_twice(
-    manager: Any, monkeypatch: pytest.MonkeyPatch, name: str, verify: bool
-) -> None:
-    told: list[bool] = []
-    monkeypatch.setattr(checkpoints.old_checkpoints, "load", lambda *_, verify: told.append(verify))
-    manager.states["model"] = SimpleNamespace(load_state_dict=lambda _: None)
-    manager._latest_step = 10
-    manager.dcp_load({}, str(Path(manager.folder) / name), from_hf=False, from_quantized=False)
-    assert told == [verify]
 
 
 def test_what_left_out_an_update_is_not_saved(

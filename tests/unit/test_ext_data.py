@@ -19,7 +19,7 @@ from tests.unit.data_corpus import build, dataset, write_texts
 from torchtitan_ext.data import pack
 from torchtitan_ext.data.loader import document_positions, tokenized
 from torchtitan_ext.data.order import CYCLE, Mixture, shuffled
-from torchtitan_ext.data.tokenizers import EOS, ByteTokenizer
+from torchtitan_ext.data.tokenizers import ByteTokenizer
 
 TOKENIZER = ByteTokenizer()
 RECORDED = [368453284, 124301446, 712196683]
@@ -57,13 +57,6 @@ def test_byte_tokens_are_the_utf8_bytes(text: str) -> None:
     tokens = TOKENIZER.encode(text)
     assert tokens == list(text.encode())
     assert TOKENIZER.decode(tokens) == text
-
-
-def test_the_end_token_comes_from_the_tokenizer_alone() -> None:
-    assert TOKENIZER.encode("a", add_eos=True) == [97, TOKENIZER.eos_id]
-    assert TOKENIZER.eos_id not in TOKENIZER.encode(f"a{EOS}b")
-    assert max(TOKENIZER.encode(EOS, add_eos=True)) == TOKENIZER.get_vocab_size() - 1
-    assert TOKENIZER.encode("a", add_bos=True, add_eos=True) == [97, TOKENIZER.eos_id]
 
 
 # ------------------------------------------------------------------ orders
@@ -181,26 +174,6 @@ def test_a_position_in_other_data_is_refused(corpus: Path) -> None:
             other.load_state_dict(state)
     with pytest.raises(ValueError, match="found offset in the checkpoint, expected sequence and s"):
         one.load_state_dict({"offset": 3})
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ({"dataset_path": None}, r"training\.dataset_path: found none"),
-        ({"order": "ascend"}, r"data\.score_field: found none"),
-        ({"max_bad_rows": 1.5}, r"data\.max_bad_rows: found 1\.5"),
-        ({"seq_len": 497}, r"training\.seq_len: found 497, expected less than the tokens.*, 497"),
-    ],
-)
-def test_a_config_that_cannot_work_is_refused(
-    corpus: Path, change: dict[str, Any], message: str
-) -> None:
-    seq_len = change.pop("seq_len", 8)
-    config = dataset(corpus)
-    for name, value in change.items():
-        setattr(config, name, value)
-    with pytest.raises(ValueError, match=message):
-        build(config, seq_len=seq_len)
 
 
 def test_another_tokenizer_is_refused(corpus: Path) -> None:

@@ -68,18 +68,6 @@ def test_a_fused_projection_starts_as_three(name: str) -> None:
     torch.testing.assert_close(fused(tokens), apart(tokens))
 
 
-def test_torchtitans_own_flavors_keep_their_first_weights() -> None:
-    model = build("qwen3", "debugmodel")
-    assert not isinstance(model, models.Qwen)
-    assert model.config.vocab_size == 2048
-
-
-def test_a_spec_is_fresh() -> None:
-    model = models.Model(flavor="tiny")
-    cast(Decoder.Config, models.spec(model).model).dim = 1
-    assert cast(Decoder.Config, models.spec(model).model).dim == 48
-
-
 @pytest.mark.parametrize("flavor", ["tiny", "debugmodel"])
 def test_sdpa_is_in_every_block(flavor: str) -> None:
     config = cast(Decoder.Config, models.spec(models.Model(name="qwen3", flavor=flavor)).model)
@@ -129,12 +117,6 @@ def test_blocks_whose_activations_are_computed_again(
     config.build(dump_folder="").apply(model)
     names = [name for name, _ in model.named_modules() if name.endswith("_wrapped_module")]
     assert names == [f"layers.{block}._checkpoint_wrapped_module" for block in expected]
-
-
-@pytest.mark.parametrize("option", ["0", "two", "-1"])
-def test_mistakes_in_activation_checkpointing(option: str) -> None:
-    with pytest.raises(ValueError, match=f"selective_ac_option: found '{option}', expected 'op'"):
-        Activations.Config(selective_ac_option=option)
 
 
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")

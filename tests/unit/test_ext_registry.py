@@ -14,7 +14,6 @@ with warnings.catch_warnings():
     from torchtitan.config import ConfigManager
 
     import torchtitan_ext.plugin.toml_config  # noqa: F401
-    from torchtitan_ext import config_registry
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -36,14 +35,6 @@ def test_a_config_is_found_by_name_and_by_path(
         assert parse(name).description == "debug llama3"
 
 
-def test_torchtitans_options_are_laid_over_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    options = ("--training.steps", "5", "--dataloader.seed=3", "--optimizer.muon.momentum=0.5")
-    monkeypatch.setattr("sys.argv", ["train", *options])
-    config = parse("debug_llama3", *options)
-    assert (config.training.steps, config.training.seq_len, config.dataloader.seed) == (5, 128, 3)
-    assert "optimizer.muon.momentum" in config.given
-
-
 @pytest.mark.parametrize(
     ("name", "message"),
     [
@@ -55,12 +46,6 @@ def test_torchtitans_options_are_laid_over_a_file(monkeypatch: pytest.MonkeyPatc
 def test_a_config_that_is_not_there_is_named(name: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(name)
-
-
-def test_a_package_without_configs_says_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config_registry, "FOLDERS", (Path("nowhere"),))
-    with pytest.raises(ValueError, match="known: none, as the project's lie in the configs of its"):
-        parse("debug_llama3")
 
 
 def test_a_mistake_in_the_file_is_named(tmp_path: Path) -> None:

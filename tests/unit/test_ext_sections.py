@@ -49,35 +49,6 @@ def test_what_the_own_section_names_holds_though_it_be_the_default() -> None:
     assert (found.ns_dtype, found.nesterov) == ("bfloat16", True)
 
 
-def test_amo_itself_reads_its_own_section_alone() -> None:
-    config = parse("AMO", "--optimizer.amo.momentum=0.5")
-    assert config.optimizer.muon == type(config.optimizer.muon)()
-    assert built(config).momentum == 0.5
-
-
-@pytest.mark.parametrize("name", ["AMO", "Muon"])
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ((), ("error", "error")),
-        (("--optimizer.on_config_change=use_config",), ("use_config", "replan")),
-        (("own=keep_checkpoint",), ("keep_checkpoint", "keep_checkpoint")),
-        (("own=replan",), ("use_config", "replan")),
-        # Each its own: a new learning rate, and the settings of the checkpoint.
-        (
-            ("--optimizer.on_config_change=use_config", "own=keep_checkpoint"),
-            ("use_config", "keep_checkpoint"),
-        ),
-    ],
-)
-def test_one_word_about_changes_is_enough(
-    name: str, options: tuple[str, ...], expected: tuple[str, str]
-) -> None:
-    own = f"--optimizer.{name.lower()}.on_config_change="
-    config = parse(name, *(option.replace("own=", own) for option in options))
-    assert (config.optimizer.on_config_change, built(config).on_config_change) == expected
-
-
 def test_torchtitans_own_entry_point_and_the_preflight_do_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -39,7 +39,13 @@ def everything() -> Iterator[tuple[str, Line]]:
         yield from parameters(release, family).items()
 
 
-@pytest.mark.parametrize(("release", "family"), FAMILIES)
+@pytest.mark.parametrize(
+    ("release", "family"),
+    [
+        pytest.param(*one, marks=[pytest.mark.slow] if one[0].startswith("transformers 4") else [])
+        for one in FAMILIES
+    ],
+)
 def test_every_parameter_is_what_the_record_says(release: str, family: str) -> None:
     recorded = parameters(release, family)
     found = verdicts({name: shape for name, (shape, _, _) in recorded.items()})

@@ -28,6 +28,7 @@ WRITES_ELSEWHERE = {
 }
 
 
+@pytest.mark.slow
 def test_readers_read_on_wherever_a_writer_is_killed(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "tests.unit.killed_writers", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

@@ -93,41 +93,6 @@ def test_three_readings_of_tau() -> None:
     assert static_ell(x, tau=1e-4).item() == pytest.approx(1e-3 / norm, rel=1e-9)
 
 
-def test_dropped_singular_values_hold_no_energy() -> None:
-    # With tau = 1, two equal energies remain.
-    x = make([2.0, 2.0, 0.9], 3, 5)
-    # Rounding of float64.
-    assert spectral_entropy(x, tau=1.0).item() == pytest.approx(math.log(2), rel=1e-13)
-    assert effective_rank(x, tau=1.0).item() == 2
-    assert effective_rank(x).item() == 3
-
-
-def test_absolute_tau_has_the_unit_of_the_matrix() -> None:
-    x = make([1.0, 1e-8], 2, 2)
-    # Above tau, then below it: the clamp does not scale with the matrix.
-    assert ell(x).item() == pytest.approx(1e-8, rel=1e-6)
-    assert ell(x * 1e-4).item() == pytest.approx(1e-6, rel=1e-6)
-    # The relative reading does not see the scale.
-    assert static_ell(x * 1e-4).item() == pytest.approx(1e-8, rel=1e-6)
-
-
-@pytest.mark.parametrize("scale", [1e-11, 1e-20, 1e-300])
-def test_nothing_above_tau_is_no_geometry(scale: float) -> None:
-    x = make([1.0, 0.5], 2, 3) * scale
-    for metric in (ell, kappa, spectral_entropy, effective_rank):
-        assert metric(x).isnan()
-    assert static_ell(x).item() == pytest.approx(0.5 / frobenius([1.0, 0.5]), rel=1e-12)
-
-
-@pytest.mark.parametrize("scale", [1e17, 1e30, 1e200])
-def test_great_entries(scale: float) -> None:
-    x = make([1.0, 0.5, 1e-3], 3, 7) * scale
-    norm = frobenius([1.0, 0.5, 1e-3])
-    assert ell(x).item() == pytest.approx(1e-3 / norm, rel=1e-10)
-    assert kappa(x).item() == pytest.approx(1e3, rel=1e-10)
-    assert effective_rank(x).item() == 2
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_narrow_dtypes_are_measured_exactly(dtype: torch.dtype) -> None:
     x = make([1.0, 0.3, 0.1], 3, 6).to(dtype)
@@ -135,12 +100,6 @@ def test_narrow_dtypes_are_measured_exactly(dtype: torch.dtype) -> None:
         found = metric(x)
         assert found.dtype == torch.float64
         assert torch.equal(found, metric(x.double()))
-
-
-def test_float64_where_float32_fails() -> None:
-    # svdvals in float32 is wrong by tens of percent at this condition number.
-    x = make([1.0] * 31 + [1e-7], 32, 48)
-    assert ell(x).item() == pytest.approx(1e-7 / math.sqrt(31), rel=1e-6)
 
 
 @pytest.mark.parametrize("metric", [ell, ns_residual])
@@ -157,20 +116,6 @@ def test_non_finite_matrices_spoil_nothing_else(metric: Metric, bad: float) -> N
     assert torch.equal(found.nan_to_num(-1.0), loop.nan_to_num(-1.0))
 
 
-@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_non_finite_matrix_is_no_geometry(bad: float) -> None:
-    x = make([2.0, 1.0, 0.1], 3, 4)
-    x[2, 3] = bad
-    assert spectrum(x).isnan().tolist() == [True] * 3
-    assert spectral_metrics(x).isnan().all()
-    assert ell_by_svd(x).isnan()
-
-
-@pytest.mark.parametrize("metric", METRICS)
-def test_zero_matrix_is_no_geometry(metric: Metric) -> None:
-    assert metric(torch.zeros(3, 4)).isnan()
-
-
 @pytest.mark.parametrize("metric", [*METRICS, ns_residual])
 @pytest.mark.parametrize("shape", [(0, 4), (4, 0), (0, 0), (3, 0, 4), (0, 3, 4)])
 def test_empty(metric: Metric, shape: tuple[int, ...]) -> None:
@@ -182,32 +127,6 @@ def test_empty(metric: Metric, shape: tuple[int, ...]) -> None:
     assert found.shape == shape[:-2]
     assert found.dtype == torch.float64
     assert found.isnan().all()
-
-
-@pytest.mark.parametrize(("m", "n"), [(1, 9), (9, 1), (1, 1)])
-def test_one_row_or_column_is_perfect(m: int, n: int) -> None:
-    x = torch.full((m, n), -7.0)
-    # Rounding of float64.
-    assert ell(x).item() == pytest.approx(1.0, rel=1e-14)
-    assert kappa(x).item() == 1.0
-    assert effective_rank(x).item() == 1
-    assert spectral_entropy(x).item() == 0.0
-
-
-def test_ell_never_exceeds_one() -> None:
-    generator = torch.Generator().manual_seed(0)
-    for exponent in range(-14, 3):
-        x = torch.randn(40, 1, 3, generator=generator, dtype=torch.float64) * 10.0**exponent
-        found = ell(x)
-        valid = found[~found.isnan()]
-        # One singular value: exactly one, up to a rounding.
-        assert (valid <= 1 + 1e-15).all()
-        assert (valid > 0).all()
-
-
-def test_entropy_of_a_flat_spectrum_is_the_logarithm_of_its_length() -> None:
-    x = make([4.0] * 6, 6, 8)
-    assert spectral_entropy(x).item() == pytest.approx(math.log(6), rel=1e-14)
 
 
 @pytest.mark.parametrize(("energy", "rank"), [(0.5, 1), (0.65, 2), (0.95, 2), (0.97, 3), (1.0, 3)])
@@ -225,10 +144,6 @@ def test_ns_residual(tall: bool) -> None:
     x = make(sigma, 4, 9)
     expected = math.sqrt(math.fsum((s * s - 1) ** 2 for s in sigma)) / 2
     assert ns_residual(x.mT if tall else x).item() == pytest.approx(expected, rel=1e-13)
-
-
-def test_ns_residual_of_a_zero_matrix_is_one() -> None:
-    assert ns_residual(torch.zeros(5, 7)).item() == pytest.approx(1.0, rel=1e-15)
 
 
 def slow_metrics(x: Tensor, tau: float) -> dict[str, float]:

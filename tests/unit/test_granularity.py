@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Sequence
 from typing import Any
 
@@ -90,11 +89,6 @@ def test_depths_are_the_same_under_a_wrapper() -> None:
     assert len(set(found.values())) == 3
 
 
-def test_an_unknown_granularity_is_refused() -> None:
-    with pytest.raises(ValueError, match="granularity: found 'layer', expected"):
-        AMOConfig(granularity="layer")
-
-
 @both
 @pytest.mark.parametrize(("granularity", "num_groups"), [("operator_type", 3), ("layer_group", 9)])
 def test_a_finer_plan_is_a_plan_over_groups(
@@ -153,24 +147,6 @@ def test_a_shape_is_a_group_whatever_the_type_and_the_way_it_lies() -> None:
     assert found == {"8x16": ["layers.0.wo", "layers.0.wq"], "8x8": ["layers.0.w1"]}
 
 
-@both
-@pytest.mark.parametrize("stop", [2, 3, 4, 6])
-@pytest.mark.parametrize("granularity", ["layer_group", "shape"])
-def test_a_finer_state_resumes(granularity: str, stop: int, config: AMOConfig) -> None:
-    policy = run_to(stop, config, granularity=granularity)
-    resumed = Held(AMOPolicy(policy.config))
-    resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    resumed.bind(REGISTRY)
-    for step in range(stop + 1, 8):
-        assert resumed.digest(step) == policy.digest(step)
-        for one in (policy, resumed):
-            if names := one.sample(step):
-                spectra.record(one, step, {name: ell_of(name) for name in names})
-            if one.plan_due():
-                one.adopt_plan(one.make_plan())
-    assert resumed.plan == policy.plan is not None
-
-
 # --- observation alone
 
 
@@ -201,29 +177,10 @@ def test_observe_only_records_what_planning_would_have_used(config: AMOConfig) -
         observed.adopt_plan(planned.plan.to_json())
 
 
-def test_observe_only_resumes() -> None:
-    policy = run_to(3, observe_only=True)
-    resumed = Held(AMOPolicy(policy.config))
-    resumed.load_state_dict(json.loads(json.dumps(policy.state_dict())))
-    resumed.bind(REGISTRY)
-    names = resumed.sample(4)
-    for one in (policy, resumed):
-        spectra.record(one, 4, {name: ell_of(name) for name in names})
-    assert resumed.state_dict() == policy.state_dict()
-    assert resumed.phase(5) == "uniform"
-
-
 def test_switches_are_off_by_default_and_checked() -> None:
     assert (AMOConfig().granularity, AMOConfig().observe_only) == ("operator_type", False)
     with pytest.raises(ValueError, match="observe_only: found 1, expected true or false"):
         AMOConfig(observe_only=1)  # type: ignore[arg-type]
-
-
-def test_fixed_schedules_group_by_type() -> None:
-    from amo_dist.schedule.policies import as_policy
-
-    policy = Held(as_policy("kj"), REGISTRY)
-    assert policy.group_of("layers.2.x.router") == "router"
 
 
 @both

@@ -219,8 +219,10 @@ def test_a_gradient_is_bounded_by_the_greatest_momentum_of_any_group() -> None:
     # 6e36 may be added up at a decay of 0.95, and would overflow at 0.99.
     results = []
     for momentum in (0.95, 0.99):
-        model = models.plain_model({WQ: (12, 8)})
-        optimizer = muon(model, config=MuonConfig(nonfinite="skip_step"))
+        model = models.plain_model({WQ: (12, 8), W1: (13, 8)})
+        (group,) = param_groups(model)
+        split = [{**group, "params": [pair]} for pair in group["params"]]
+        optimizer = Muon(split, lr=1e-2, config=MuonConfig(nonfinite="skip_step"))
         train(model, optimizer, 1, 1)
         optimizer.param_groups[0]["momentum"] = momentum
         model.get_parameter(WQ).grad = torch.full((12, 8), 6e36)

@@ -27,6 +27,7 @@ QUICK = ("plan", "simulate", "watch", "export", "doctor", "paper compare", "pape
 """Commands that answer in milliseconds."""
 
 
+@pytest.mark.slow
 def test_hostile_command_lines_end_in_one_line() -> None:
     dice = random.Random(0)
     with hostile.in_corner() as values:

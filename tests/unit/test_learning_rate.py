@@ -36,26 +36,9 @@ def test_the_law_names_the_bad_number(bad: float) -> None:
         scaling_law_lr(0.6, bad)
 
 
-def test_resolving_twice_changes_nothing_more() -> None:
-    optimizer = section()
-    resolve(optimizer)
-    resolve(optimizer)
-    assert optimizer.lr == scaling_law_lr(0.6, 12.0)
-
-
 def test_a_rate_beside_the_law_is_an_error_and_not_ignored() -> None:
     with pytest.raises(ValueError, match=r"optimizer\.lr: found 0\.001, .*gives 0\.001801"):
         resolve(section(lr=1e-3))
-
-
-def test_a_plain_rate_is_left_alone_whatever_the_law_says() -> None:
-    optimizer = section(lr=1e-3, lr_from="value", params_b=-1.0)
-    resolve(optimizer)
-    assert optimizer.lr == 1e-3
-
-
-def test_the_default_of_the_section_is_what_the_law_takes_for_none() -> None:
-    assert optimizers.OptimizersContainer.Config().lr == TITAN_DEFAULT
 
 
 def test_the_optimizer_gets_the_resolved_rate() -> None:

@@ -92,12 +92,6 @@ BLOCK = {
 }
 
 
-def test_wrapped_models_give_cleaned_names() -> None:
-    outer = nn.Module()
-    outer.module = module_of(BLOCK)
-    assert types_by_name(param_groups(outer)) == types_by_name(param_groups(module_of(BLOCK)))
-
-
 def test_frozen_parameters_are_left_out(capsys: pytest.CaptureFixture[str]) -> None:
     model = module_of(BLOCK)
     for name, parameter in model.named_parameters():
@@ -185,13 +179,6 @@ def test_no_decay_and_multipliers_split_the_groups() -> None:
     ]
     for group in groups[:3]:
         assert list(group["matrix_views"]) == [name for name, _ in group["params"]]
-
-
-def test_torch_optimizers_take_the_groups() -> None:
-    model = module_of(BLOCK).to_empty(device="cpu")
-    groups = param_groups(model, no_decay=["norm.weight"])
-    optimizer = torch.optim.SGD(groups, lr=0.1, weight_decay=0.1)
-    assert [group["weight_decay"] for group in optimizer.param_groups] == [0.1, 0.1, 0.0]
 
 
 @pytest.mark.parametrize(

@@ -7,34 +7,29 @@ import importlib.util
 import itertools
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from amo_dist import AMOConfig, Muon, param_groups
-from amo_dist.config import OPERATOR_TYPES
 from amo_dist.kernels.newton_schulz import orthogonalize
 from amo_dist.schedule.polar_express import composed
-from benchmarks.plan_quality import __main__ as command
 from benchmarks.plan_quality import data, jobs, report, train
 from benchmarks.plan_quality.jobs import Job
 from benchmarks.plan_quality.model import ARCHITECTURES, Architecture, Decoder
 from benchmarks.plan_quality.rows import ELLS, ROWS, Planner, Row, relative_flops
-from benchmarks.plan_quality.settings import Settings, evenly
+from benchmarks.plan_quality.settings import Settings
 from benchmarks.plan_quality.spectra import momentum_spectra, scores
 from benchmarks.plan_quality.train import Start
+
+pytestmark = pytest.mark.slow
 
 TINY = Architecture(num_heads=2, num_kv_heads=1, dim=16, ffn_dim=24, num_layers=3, head_dim=8)
 SHORT = Settings(batch=2, sequence=8, warmup=2, validation_batches=2, observations=2)
 START = Start("grouped", 3, switch=4, steps=9)
 needs_scipy = pytest.mark.skipif(
     importlib.util.find_spec("scipy") is None, reason="needs SciPy (extra `stats`)"
-)
-needs_matplotlib = pytest.mark.skipif(
-    importlib.util.find_spec("matplotlib") is None, reason="needs matplotlib (extra `plots`)"
 )
 
 
@@ -52,17 +47,6 @@ def root(tmp_path: Path) -> Path:
 # ---------------------------------------------------------------- model and data
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
-def test_models_have_the_matrices_of_the_seven_types(name: str) -> None:
-    sizes = ARCHITECTURES[name]
-    groups = param_groups(Decoder(sizes))
-    kinds = [view[0].operator_type for view in groups[0]["matrix_views"].values()]
-    assert sorted(kinds) == sorted(4 * OPERATOR_TYPES)
-    assert 2e6 < sum(p.numel() for group in groups for _, p in group["params"]) < 2.7e6
-    shapes = {p.shape for n, p in groups[0]["params"] if "attention.wv" in n}
-    assert shapes == {(sizes.num_kv_heads * 32, 192)}
-
-
 def test_a_token_sees_none_after_it() -> None:
     torch.manual_seed(0)
     model = Decoder(TINY)
@@ -71,17 +55,6 @@ def test_a_token_sees_none_after_it() -> None:
     changed[0, 5] = (changed[0, 5] + 1) % 256
     same = torch.isclose(model(tokens), model(changed)).all(-1)[0]
     assert same.tolist() == [True] * 5 + [False] * 3
-
-
-def test_rotary_products_depend_on_the_distance_alone() -> None:
-    from benchmarks.plan_quality.model import angles, rotated
-
-    q, k = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
-    turn = angles(9, 8)
-    products = rotated(q.expand(9, 8), *turn) @ rotated(k.expand(9, 8), *turn).T
-    # The angles are float32.
-    torch.testing.assert_close(products[1:, 1:], products[:-1, :-1], rtol=1e-5, atol=1e-5)
-    assert not torch.allclose(products[0, 0], products[0, 3])
 
 
 def test_validation_files_are_none_of_the_training_files(root: Path) -> None:
@@ -95,26 +68,6 @@ def test_validation_files_are_none_of_the_training_files(root: Path) -> None:
     assert found["train_files"] + found["validation_files"] == 40
     assert 0 < found["validation_files"] < 20
     assert found["train_tokens"] == corpus.train.numel()
-
-
-def test_a_file_stays_on_its_side_when_others_come(root: Path) -> None:
-    before = data.load(root)
-    (root / "package0" / "another.py").write_text("pass\n")
-    (root / "site-packages").mkdir()
-    (root / "site-packages" / "installed.py").write_text("pass\n")
-    (root / "latin.py").write_bytes(b"# \xe9\n")
-    after = data.load(root)
-    grown = [getattr(after, part).numel() - getattr(before, part).numel() for part in
-             ("train", "validation")]  # fmt: skip
-    assert sorted(grown) == [0, 6]
-    assert after.description["digest"] != before.description["digest"]
-
-
-def test_a_folder_without_validation_files_is_refused(tmp_path: Path) -> None:
-    name = next(f"{i}.py" for i in range(99) if not data.is_for_validation(f"{i}.py"))
-    (tmp_path / name).write_text("pass")
-    with pytest.raises(ValueError, match=r"root: found .*'validation': 0"):
-        data.load(tmp_path)
 
 
 def test_batches_follow_from_the_seed() -> None:
@@ -131,18 +84,6 @@ def test_batches_follow_from_the_seed() -> None:
 # ---------------------------------------------------------------- runs
 
 
-def test_rates_rise_and_fall() -> None:
-    rates = [SHORT.rate_at(step, 12) for step in range(1, 13)]
-    assert rates[:2] == [0.5, 1.0]
-    assert rates[1:] == sorted(rates[1:], reverse=True)
-    assert rates[-1] == pytest.approx(SHORT.final_rate)
-
-
-def test_observations_are_evenly_apart_and_end_at_the_switch() -> None:
-    assert evenly(5, 100, 250) == [130, 160, 190, 220, 250]
-    assert evenly(10, 0, 3) == [1, 2, 3]
-
-
 @pytest.mark.parametrize("norm", ["exact", "as_is"])
 def test_an_end_with_the_uniform_schedule_is_the_uninterrupted_run(norm: str, root: Path) -> None:
     """To the bit: what rows share is a start, and nothing is lost at the switch."""
@@ -157,50 +98,6 @@ def test_an_end_with_the_uniform_schedule_is_the_uninterrupted_run(norm: str, ro
     assert [*snapshot.train_loss, *end.train_loss] == whole.train_loss
     other = train.finish(snapshot, dict.fromkeys(uniform, composed(1e-3, 2)), corpus, SHORT)
     assert train.digest(other.model) != train.digest(end.model)
-
-
-def test_observing_changes_nothing(root: Path) -> None:
-    corpus = data.load(root)
-    snapshot = train.begin(START, TINY, corpus, SHORT)
-    assert [*snapshot.spectra] == [2, 4]
-    uniform = dict.fromkeys(train.matrix_shapes(snapshot.model)[0], composed(1e-3, 5))
-    seen, unseen = (
-        train.finish(snapshot, uniform, corpus, SHORT, observe=observe) for observe in (True, False)
-    )
-    assert train.digest(seen.model) == train.digest(unseen.model)
-    assert ([*seen.spectra], unseen.spectra) == ([5, 6, 7, 8, 9], {})
-
-
-def test_momenta_are_what_a_step_orthogonalizes() -> None:
-    torch.manual_seed(0)
-    model = torch.nn.Linear(6, 4, bias=False)
-    optimizer = Muon(param_groups(model, patterns={"weight": "mlp_up"}), lr=0.0)
-    measured: dict[str, torch.Tensor] = {}
-
-    class Tracker:
-        def is_due(self, step: int) -> bool:
-            return True
-
-        def measure(self, name: str, momentum: torch.Tensor, result: torch.Tensor) -> None:
-            measured[name] = momentum.clone()
-
-        def collect(self, step: int, world: object) -> None:
-            pass
-
-    optimizer.tracker = Tracker()
-    for _ in range(3):
-        model.weight.grad = torch.randn(4, 6)
-        optimizer.step()
-        assert torch.equal(train.momenta(optimizer)["weight"], measured["weight"])
-
-
-def test_another_order_has_the_same_sequences(root: Path) -> None:
-    tokens = torch.arange(1000, dtype=torch.int16)
-    plain, moved = (
-        next(train.reordered(data.batches(tokens, 8, 7, 1), order))[0] for order in (0, 1)
-    )
-    assert not torch.equal(plain, moved)
-    assert torch.equal(plain.sort(0).values, moved.sort(0).values)
 
 
 def study(monkeypatch: pytest.MonkeyPatch, root: Path, tmp_path: Path) -> list[Job]:
@@ -233,38 +130,6 @@ def test_a_study_goes_on_where_it_was_stopped(
     assert len(planned["plan"]) == 7
     assert set(planned["scores_after"]) == set(plain["scores_at_switch"])
     assert not [*(tmp_path / "spectra").glob("*.claim")]
-
-
-def test_two_workers_do_not_take_the_same_job(tmp_path: Path) -> None:
-    path = tmp_path / "claims" / "job.claim"
-    with jobs.claim(path) as first:
-        with jobs.claim(path) as second:
-            assert (first, second) == (True, False)
-        assert path.exists()
-    assert not path.exists()
-    path.write_text("4194305")  # beyond the greatest number of a process
-    with jobs.claim(path) as taken_over:
-        assert taken_over
-
-
-def test_all_jobs_make_whole_tables(tmp_path: Path) -> None:
-    asked = {(job.start, row.partition("~")[0]) for job in jobs.all_jobs() for row in job.rows}
-    assert {row for _, row in asked} == set(ROWS)
-    on_all_seeds = {*jobs.CONTENDERS, *jobs.TRIAL[:-1]}
-    for name, seed, row in itertools.product(ARCHITECTURES, range(5), ROWS):
-        assert (Start(name, seed), row) in asked or (seed and row not in on_all_seeds)
-        assert row not in jobs.AS_IS or (Start(name, seed, "as_is"), row) in asked
-
-
-def test_a_failed_write_leaves_no_result(tmp_path: Path) -> None:
-    def fail(part: Path) -> None:
-        part.write_text("half")
-        raise OSError("disk full")
-
-    with pytest.raises(OSError, match="disk full"):
-        train.write_whole(tmp_path / "x" / "result.json", fail)
-    assert not (tmp_path / "x" / "result.json").exists()
-    assert not [name for name in os.listdir(tmp_path / "x") if name.endswith(".json")]
 
 
 # ---------------------------------------------------------------- measures and plans
@@ -309,16 +174,6 @@ def test_scores_are_those_of_the_kernel() -> None:
             assert found[f"{measure} {weighting}"] == pytest.approx(value, rel=1e-9)
 
 
-def test_matrices_count_alike_or_by_their_entries() -> None:
-    spectra = {1: {"a": torch.tensor([1.0]).double(), "b": torch.tensor([0.0, 1.0]).double()}}
-    schedules = dict.fromkeys("ab", composed(1e-3, 5))
-    found = scores(schedules, spectra, {"a": (1, 1), "b": (2, 7)})
-    (alone,) = (scores({"a": schedules["a"]}, spectra, {"a": (1, 1)})["distance alike"],)
-    assert found["distance alike"] == pytest.approx((alone + (1 + alone) / 2) / 2)
-    assert found["distance entries"] == pytest.approx((alone + 14 * (1 + alone) / 2) / 15)
-    assert found["low alike"] == pytest.approx(1 / 4)
-
-
 @pytest.mark.parametrize("measure", ["residual", "distance", "direction"])
 @pytest.mark.parametrize("weighting", ["alike", "entries"])
 def test_a_plan_is_the_best_of_all_within_its_flops(measure: str, weighting: str) -> None:
@@ -351,30 +206,6 @@ def test_a_plan_is_the_best_of_all_within_its_flops(measure: str, weighting: str
     assert total(dict(chosen.schedules)) == pytest.approx(best)
     assert relative_flops(chosen.schedules, SHAPES) <= 0.8
     assert [*chosen.plan] == ["q", "up", "v"]
-
-
-def test_a_plan_at_the_flops_of_uniform_is_no_worse_than_uniform() -> None:
-    spectra = made_up_spectra()
-    planner = Planner(spectra, SHAPES, TYPES)
-    planned, uniform = (
-        scores(planner.choose(ROWS[row]).schedules, spectra, SHAPES)["distance entries"]
-        for row in ("distance-0.8", "uniform-4")
-    )
-    assert planned < uniform
-
-
-def test_plans_by_depth_have_a_group_for_each_third() -> None:
-    chosen = Planner(made_up_spectra(), SHAPES, TYPES).choose(ROWS["depth-0.6-from-1"])
-    assert [*chosen.plan] == ["q early", "q middle", "up late", "v late"]
-
-
-def test_the_range_of_steps_is_the_optimizer_s() -> None:
-    config = AMOConfig()
-    planner = Planner(made_up_spectra(), SHAPES, TYPES)
-    for row, least in (("distance-0.8", config.min_steps), ("distance-0.5", 2)):
-        steps = {k for k, _ in planner.choose(ROWS[row]).plan.values()}
-        assert least <= min(steps) <= max(steps) <= config.max_steps
-    assert {s.num_steps for s in planner.choose(ROWS["distance-0.6"]).schedules.values()} == {3}
 
 
 # ---------------------------------------------------------------- report
@@ -428,48 +259,3 @@ def test_a_report_of_made_up_results(tmp_path: Path) -> None:
     assert any("+0.5000 (1)" in x for x in lines if x.startswith("| grouped | uniform 3 |"))
     assert "| grouped | 2000 | uniform 5 | 1.000 | 1.5000 |  |" in lines
     assert any("3 4 (3)" in line for line in lines)
-
-
-@needs_scipy
-def test_the_rule_takes_the_fewest_flops_and_the_simpler_of_two(tmp_path: Path) -> None:
-    made_up(tmp_path)
-    told = report.verdict(report.Runs(tmp_path))
-    assert told[0].startswith("The bar: grouped 2.1333 (exact, rate 0.008); ")
-    assert told[-1] == "The rule picks: uniform 3, norm exact, 0.60 of the flops."
-    assert not any("residual, alike" in line for line in told)
-    for name in ARCHITECTURES:
-        # One model in which three steps are worse is enough.
-        path = jobs.record_path(tmp_path, Start(name, 0), "uniform-3")
-        record = json.loads(path.read_text())
-        path.write_text(json.dumps({**record, "validation_loss": 9.0}))
-        told = report.verdict(report.Runs(tmp_path))
-        assert told[-1] == "The rule picks: distance, entries, 0.6, norm exact, 0.60 of the flops."
-        path.write_text(json.dumps(record))
-
-
-@needs_scipy
-def test_differences_are_paired_by_seed(tmp_path: Path) -> None:
-    assert report.differences({0: 1.0, 2: 5.0}, {0: 0.5, 1: 9.0, 2: 4.0}) == [0.5, 1.0]
-    assert report.plus_minus([]) == ""
-    assert report.plus_minus([0.5], "+") == "+0.5000"
-    with pytest.raises(ValueError, match="output: found no results"):
-        report.text(tmp_path)
-
-
-@needs_scipy
-@needs_matplotlib
-def test_figures_lie_beside_the_results(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made_up(tmp_path)
-    command.main(["report", f"--output={tmp_path}"])
-    told = capsys.readouterr().out
-    assert told.startswith("### The rule's verdict")
-    for name in ("loss_by_flops", "functionals", "rates"):
-        assert f"figure: {tmp_path / name}.png" in told
-        assert (tmp_path / f"{name}.png").stat().st_size > 1000
-
-
-def test_what_is_left_to_run_is_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    command.main(["run", "--list", f"--output={tmp_path}"])
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(jobs.all_jobs())
-    assert lines[0] == "grouped-0-exact-0.008-250at100-order1: 1 of 1 to run"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.coefficients import SCHEDULE_NAMES, named_schedule
 from amo_dist.schedule.plan import Plan
@@ -60,11 +60,6 @@ each = pytest.mark.parametrize("policy", POLICIES)
 
 
 @each
-def test_there_is_a_schedule_for_each_type(policy: Policy) -> None:
-    assert tuple(Held(policy, REGISTRY).schedules(1)) == TYPES
-
-
-@each
 def test_the_order_of_the_registry_is_of_no_consequence(policy: Policy) -> None:
     one, other = Held(policy, REGISTRY), Held(policy, REGISTRY[::-1])
     assert one.groups == other.groups
@@ -81,11 +76,6 @@ def test_a_policy_is_a_value(policy: Policy) -> None:
         assert Held(other, REGISTRY).schedules(1) == before
     with pytest.raises(dataclasses.FrozenInstanceError):
         policy.name = "other"  # type: ignore[misc]
-
-
-@pytest.mark.parametrize("name", SCHEDULE_NAMES)
-def test_fixed_policies_try_nothing(name: str) -> None:
-    assert as_policy(name).trials() == ()
 
 
 @pytest.mark.parametrize("name", SCHEDULE_NAMES)
@@ -163,33 +153,6 @@ def test_steps_of_one_key_have_the_same_schedules(config: AMOConfig) -> None:
             schedules = policy.schedules(step)
             assert found.setdefault(policy.key(step), schedules) == schedules
         assert len(found) < 9
-
-
-@both
-def test_steps_may_be_asked_for_in_any_order(config: AMOConfig) -> None:
-    policy = run_to(4, config)
-    forward = [policy.schedules(step) for step in range(1, 10)]
-    backward = [policy.schedules(step) for step in range(9, 0, -1)]
-    assert forward == backward[::-1]
-
-
-@both
-@pytest.mark.parametrize("saved_after", range(9))
-def test_resuming_at_any_step_continues_bit_for_bit(saved_after: int, config: AMOConfig) -> None:
-    straight = run_to(saved_after, config)
-    state = json.loads(json.dumps(straight.state_dict()))
-    resumed = Held(AMOPolicy(config))
-    resumed.load_state_dict(state)
-    resumed.bind(REGISTRY)
-    assert resumed.state_dict() == straight.state_dict()
-    for now in range(saved_after + 1, 12):
-        for policy in (straight, resumed):
-            if policy.sample(now):
-                observe(policy, now)
-            if policy.plan_due():
-                policy.adopt_plan(policy.make_plan())
-        assert resumed.digest(now) == straight.digest(now)
-        assert resumed.metrics(now) == straight.metrics(now)
 
 
 def test_a_state_restored_over_another_replaces_it() -> None:
@@ -303,23 +266,8 @@ def test_other_coefficients_are_refused() -> None:
         as_policy("kj").from_dict({**state, "schedules": 3})
 
 
-@each
-def test_a_policy_resumes_with_its_state(policy: Policy) -> None:
-    config = AMOConfig() if policy.name == "amo" else MuonConfig()
-    held = Held(policy, REGISTRY)
-    other = held.resumed(held.state_dict(), steps_taken=0, config=config)
-    assert type(other.policy) is type(policy)
-    assert other.state_dict() == held.state_dict()
-    assert other.schedules(1) == held.schedules(1)
-
-
 def test_what_version_0_1_0_told_of_groups_that_gave_up_their_plan_is_ignored() -> None:
     state = run_to(8).state_dict()
     other = Held(AMOPolicy(CONFIG), REGISTRY)
     other.load_state_dict({**state, "fallbacks": {"attn_q": 6}})
     assert other.state_dict() == state
-
-
-def test_an_unknown_name_lists_those_there_are() -> None:
-    with pytest.raises(ValueError, match=r"schedule: found 'muon', expected one of kj, you"):
-        as_policy("muon")

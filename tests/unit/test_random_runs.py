@@ -14,6 +14,7 @@ import random
 from collections.abc import Mapping
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -169,6 +170,7 @@ def run(
     return params, optimizer.control_state_dict(), phases
 
 
+@pytest.mark.slow
 @settings(deadline=None, max_examples=10)
 @given(
     config=configs(ns_guard_every=1, nonfinite="skip_step"),

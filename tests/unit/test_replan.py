@@ -125,27 +125,6 @@ def test_only_observations_since_the_lock_make_the_next_plan(config: AMOConfig) 
     assert by_type == {name: HARDER[name] / 1.01 for name in TYPES}
 
 
-@both
-def test_it_is_off_by_default(config: AMOConfig) -> None:
-    target = ran(9, dataclasses.replace(config, replan_every=0))
-    plan, phases = target.plan, {target.phase(step) for step in range(9, 500)}
-    assert phases == {"locked"}
-    assert not any(target.sample(step) for step in range(7, 500))
-    assert not target.plan_due()
-    assert target.plan is plan
-
-
-@both
-@pytest.mark.parametrize("stop", range(24))
-def test_a_run_resumes_at_every_step(stop: int, config: AMOConfig) -> None:
-    whole = ran(26, config)
-    state = json.loads(json.dumps(ran(stop, config).state_dict(), sort_keys=True))
-    resumed = restored(state, stop, config)
-    run(resumed, stop + 1, 26)
-    assert resumed.state_dict() == whole.state_dict()
-    assert all(resumed.state_at(step) == whole.state_at(step) for step in range(22, 40))
-
-
 @pytest.mark.parametrize("stop", [10, 12, 14, 18, 20, 22])
 def test_a_state_of_another_step_is_refused(stop: int) -> None:
     state = ran(stop).state_dict()
@@ -161,47 +140,6 @@ def restored(state: dict[str, Any], steps_taken: int, config: AMOConfig = CONFIG
     target = fresh.resumed(state, steps_taken=steps_taken, config=config)
     target.bind(REGISTRY)
     return target
-
-
-@pytest.mark.parametrize(
-    ("stop", "field", "value", "message"),
-    [
-        (
-            14,
-            "transition_from",
-            {"attn_q": [5, (0.002).hex()]},
-            r"transition_from: found \('attn_q',",
-        ),
-        (
-            14,
-            "transition_from",
-            "few",
-            r"transition_from\.expert: found \[5\], expected a list of 2",
-        ),
-        (
-            14,
-            "transition_from",
-            "many",
-            r"transition_from\.expert\[0\]: found 10001, expected an integer >= 1 and <= 10000",
-        ),
-        (14, "transition_from", [], "transition_from: found .*, expected a mapping by operator"),
-        (12, "observations_since_plan", 3, "observations_since_plan: found 3, expected a list"),
-        (4, "transition_from", "start", "transition_from: found .*, expected null without a plan"),
-    ],
-)
-def test_each_corruption_is_named(stop: int, field: str, value: Any, message: str) -> None:
-    state = ran(stop).state_dict()
-    start = {name: [5, (1e-3).hex()] for name in TYPES}
-    special = {
-        "start": start,
-        "few": {**start, "expert": [5]},
-        "many": {**start, "expert": [10_001, (1e-3).hex()]},
-    }
-    state[field] = special.get(value, value) if isinstance(value, str) else value
-    target = controller(CONFIG)
-    with pytest.raises(ValueError, match=message):
-        target.load_state_dict(state)
-    assert target.state_dict() == controller(CONFIG).state_dict()
 
 
 def test_no_plan_is_adopted_between_two() -> None:

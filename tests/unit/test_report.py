@@ -11,16 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
-from amo_dist import AMO, AMOConfig, param_groups
+from amo_dist import AMOConfig
 from amo_dist.config import OPERATOR_TYPES
-from amo_dist.optimizers.root import ROOT
-from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.planning import plan_allocation, plan_measured
 from amo_dist.schedule.trials import Measured
-from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.tools.report import command as report
 from torchtitan_ext.tools.report import data, style
 
@@ -83,41 +79,10 @@ def write_run(folder: Path, metrics: list[dict[str, Any]], log: list[dict[str, A
 # ---------------------------------------------------------------- numbers
 
 
-def test_pearson_needs_something_that_varies() -> None:
-    assert data.pearson([(1.0, 2.0), (2.0, 4.0), (3.0, 6.0)]) == pytest.approx(1.0)
-    assert data.pearson([(1.0, 2.0), (2.0, 4.0)]) is None
-    assert data.pearson([(1.0, 2.0), (1.0, 4.0), (1.0, 6.0)]) is None
-
-
 def test_conditioning_leaves_out_what_is_not_finite_or_in_no_layer() -> None:
     records = [geometry(1, 0, "attn_q", 100.0), geometry(1, 1, "attn_q", None)]
     records.append({**geometry(1, 2, "attn_q", 10.0), "layer": None})
     assert data.conditioning(records) == [(2.0, 0.2, 0)]
-
-
-def test_medians_are_the_mean_of_the_two_middle_values() -> None:
-    records = [
-        geometry(5, layer, "attn_q", kappa) for layer, kappa in enumerate((8.0, 2.0, 4.0, 1.0))
-    ]
-    records.append(geometry(5, 4, "attn_q", None))
-    found = data.medians(records, lambda record: record["operator_type"])
-    assert found == {"attn_q": [(5, 3.0)]}
-
-
-@pytest.mark.parametrize(
-    ("shallow", "deep", "crossing"),
-    [
-        ([3.0, 3.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], 30),
-        ([3.0, 2.0, 1.0, 1.0], [2.0, 2.0, 2.0, 2.0], 20),  # they meet
-        ([3.0, 3.0, 3.0, 3.0], [2.0, 2.0, 2.0, 2.0], None),
-        ([1.0, 1.0, 1.0, 3.0], [2.0, 2.0, 2.0, 2.0], 40),
-        ([], [], None),
-    ],
-)
-def test_the_first_crossing(shallow: list[float], deep: list[float], crossing: int | None) -> None:
-    steps = (10, 20, 30, 40)
-    pair = [list(zip(steps, values, strict=False)) for values in (shallow, deep)]
-    assert data.first_crossing(*pair) == crossing
 
 
 def test_depth_takes_three_layers_and_never_one_twice() -> None:
@@ -131,17 +96,6 @@ def test_depth_takes_three_layers_and_never_one_twice() -> None:
         assert few is not None
         assert few.num_layers == size
     assert data.shallow_deep(geometry_log(1), "attn_q") is None
-
-
-def test_the_variance_between_types() -> None:
-    by_type = [
-        geometry(1, layer, name, kappa)
-        for layer in (0, 1)
-        for name, kappa in (("attn_q", 10.0), ("attn_k", 1000.0))
-    ]
-    assert data.between_share(by_type, "operator_type") == pytest.approx(1.0)
-    assert data.between_share(by_type, "layer") == pytest.approx(0.0)
-    assert data.between_share([], "layer") is None
 
 
 def test_work_weighs_types_by_their_flops(tmp_path: Path) -> None:
@@ -185,55 +139,6 @@ def test_phases_and_schedules_are_told_from_their_first_steps_on(tmp_path: Path)
         del record["changes"]
     (old,) = data.load([write_run(tmp_path / "old", metrics, [])])
     assert old.spans("phase") == [("observation", 1, 10), ("locked", 11, 30)]
-
-
-def tracked(optimizer: Any) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-    """Two steps of an optimizer, the second of them tracked, as a run writes them down."""
-    optimizer.tracker = GeometryTracker(2, "residual")
-    metrics = []
-    for step in (1, 2):
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                param.grad = torch.randn_like(param)
-        optimizer.step()
-        schedules = optimizer.schedules_by_group(step)
-        counts = {name: schedule.num_steps for name, schedule in schedules.items()}
-        metrics.append(metric(step, num_steps_by_type=counts))
-    labels = {"model": "m", "family": "f"}
-    return metrics, [{**record, **labels} for record in optimizer.tracker.records]
-
-
-@pytest.mark.parametrize(
-    ("kind", "num_names"), [("root", 2), ("operator_type", 1), ("layer_group", 3), ("shape", 2)]
-)
-def test_work_of_schedules_that_are_not_of_types(tmp_path: Path, kind: str, num_names: int) -> None:
-    shapes = {"layers.0.mlp": (8, 8), "layers.1.mlp": (8, 16), "layers.2.mlp": (8, 16)}
-    model = torch.nn.Module()
-    model.layers = torch.nn.ModuleList(
-        torch.nn.ModuleDict({"mlp": torch.nn.Linear(n, m, bias=False)}) for m, n in shapes.values()
-    )
-    groups = param_groups(model, patterns={r".*mlp\.weight": "mlp_up"})
-    optimizer = ROOT(groups) if kind == "root" else AMO(groups, config=AMOConfig(granularity=kind))
-    metrics, log = tracked(optimizer)
-    counts = metrics[-1]["num_steps_by_type"]
-    assert len(counts) == num_names
-    # Another schedule for the name of the first matrix, to see its weight.
-    name = optimizer.group_of("layers.0.mlp.weight")
-    metrics.append(metric(3, num_steps_by_type={**counts, name: 10}))
-    found = data.ns_work(data.load_one(write_run(tmp_path / "run", metrics, log)))
-    assert found is not None
-    assert found.unit == "flops"
-    flops = {one: ns_step_flops(*shape) for one, shape in shapes.items()}
-    mine = sum(value for one, value in flops.items() if optimizer.group_of(f"{one}.weight") == name)
-    assert found.ratio == [1.0, pytest.approx(1.0 + mine / sum(flops.values()))]
-
-
-def test_work_counts_steps_where_a_name_is_unknown(tmp_path: Path) -> None:
-    log = [geometry(1, 0, "attn_q", 2.0)]
-    metrics = [metric(10, num_steps_by_type={"attn_q": 5, "my_own/group": 10})]
-    found = data.ns_work(data.load_one(write_run(tmp_path / "run", metrics, log)))
-    assert found is not None
-    assert (found.unit, found.ratio) == ("steps", [1.5])
 
 
 def test_costs_leave_out_the_start(tmp_path: Path) -> None:
@@ -326,6 +231,7 @@ def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
     assert "TFLOP/s of a device 400 share of its peak, MFU (%) 40.44" in text
 
 
+@pytest.mark.slow
 def test_figures_are_read_on_a_phone(tmp_path: Path) -> None:
     """A picture shrunk to 360 pixels still has letters of nine or more, and nothing lies on top."""
     pytest.importorskip("matplotlib")
@@ -350,6 +256,7 @@ def with_plan(run: Path, plan: Plan, without: Sequence[str] = ()) -> Path:
     return run
 
 
+@pytest.mark.slow
 def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
     # Little is left of the directions of attn_q in 6 and 7 steps, and of attn_k in any.
     hard = Measured((1e-4,) * 5, (0.5,) * 5, (1.0, 0.81, 0.49, 0.04, 0.01), 0.5, 0.64)
@@ -413,16 +320,3 @@ def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert "x/run" in page.text  # folders of one name are told apart
     with pytest.raises(ValueError, match="expected each run once"):
         data.load([first, first])
-
-
-def test_a_folder_without_metrics_is_a_mistake(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"found no metrics\.jsonl"):
-        data.load([tmp_path])
-
-
-def test_a_run_that_plans_again_has_one_correlation_for_each_phase(tmp_path: Path) -> None:
-    phases = {10: "locked", 20: "transition", 30: "locked"}
-    metrics = [metric(step, phase=phase) for step, phase in phases.items()]
-    (run,) = data.load([write_run(tmp_path / "run", metrics, geometry_log())])
-    text = report._f1(run)
-    assert text.count("locked r = ") == text.count("transition r = ") == 1

@@ -42,7 +42,7 @@ def lonely(kappa: float) -> Tensor:
 
 
 @pytest.mark.parametrize("spectrum", [decaying, clustered, lonely])
-@pytest.mark.parametrize("kappa", [1.5, 1e3, 1e5, 1e7, 1e8, 1e9])
+@pytest.mark.parametrize("kappa", [1.5, 1e5, 1e7, 1e9])
 @pytest.mark.parametrize("n", [M, M + 1, WIDE])
 def test_hard_spectra(spectrum, kappa: float, n: int, monkeypatch) -> None:  # type: ignore[no-untyped-def]
     monkeypatch.setattr(torch.linalg, "svdvals", None)  # the fast roads must do
@@ -130,11 +130,3 @@ def test_what_does_not_converge_is_decomposed(monkeypatch: pytest.MonkeyPatch) -
 def test_repeats_bit_for_bit() -> None:
     x = with_spectrum(clustered(1e5), WIDE)
     assert torch.equal(sigma_min(x), sigma_min(x.clone()))
-
-
-def test_the_default_device_has_no_part() -> None:
-    x = with_spectrum(decaying(1e3), WIDE)
-    expected = sigma_min(x)
-    module._start.cache_clear()
-    with torch.device("meta"):
-        assert torch.equal(sigma_min(x), expected)

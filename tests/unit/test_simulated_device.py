@@ -214,6 +214,7 @@ CASES: list[Any] = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cls", "config", "dtype"), CASES)
 def test_an_optimizer_trains_as_on_the_cpu(
     cls: type[Muon], config: MuonConfig, dtype: torch.dtype

@@ -69,9 +69,8 @@ def assert_agrees(found: Tensor, expected: Tensor) -> None:
 
 
 @pytest.mark.parametrize("kind", ["log", "clustered", "deficient"])
-@pytest.mark.parametrize("kappa", [1e1, 1e3, 1e5, 1e6])
-@pytest.mark.parametrize("aspect", [1, 3])
-@pytest.mark.parametrize("m", [64, M, 256, 512])
+@pytest.mark.parametrize("kappa", [1e1, 1e6])
+@pytest.mark.parametrize(("m", "aspect"), [(64, 3), (M, 1), (M, 3), (256, 1)])
 def test_errors_are_those_of_a_decomposition(kind: str, kappa: float, aspect: int, m: int) -> None:
     x = with_spectrum(spectrum(kind, m, kappa), aspect * m)
     sigma = torch.linalg.svdvals(x)
@@ -114,7 +113,7 @@ def test_directions_that_are_zero_count_one(n: int, kind: str) -> None:
     assert_agrees(observe(x, TRIALS, NORM_SCALE)[1:].view(2, -1), expected)
 
 
-@pytest.mark.parametrize("m", [M, 512])
+@pytest.mark.parametrize("m", [M, 256])
 def test_values_of_a_millionth_of_the_largest_are_kept(m: int) -> None:
     sigma = spectrum("log", m, 1e6)
     found = singular_values(with_spectrum(sigma, m))
@@ -198,14 +197,6 @@ def test_the_transpose_has_the_same_bits(shape: tuple[int, int]) -> None:
     assert torch.equal(observe(x.mT.contiguous(), TRIALS, NORM_SCALE), found)
 
 
-def test_the_transpose_of_a_square() -> None:
-    x = random(M, M)
-    found, other = observe(x, TRIALS, NORM_SCALE), observe(x.mT, TRIALS, NORM_SCALE)
-    # kappa is some hundreds.
-    assert other[0].item() == pytest.approx(found[0].item(), rel=1e-9)
-    assert_agrees(other[1:], found[1:])
-
-
 @pytest.mark.parametrize("shape", [(1, 9), (9, 1), (1, 1)])
 def test_one_row_or_column_has_one_value(shape: tuple[int, int]) -> None:
     found = observe(torch.full(shape, -7.0), TRIALS, NORM_SCALE)
@@ -224,12 +215,6 @@ def test_zero_columns_of_the_long_side_change_nothing(m: int) -> None:
     # Products are summed in another order; kappa is below ten.
     assert other[0].item() == pytest.approx(found[0].item(), rel=1e-12)
     assert_agrees(other[1:], found[1:])
-
-
-def test_repeats_bit_for_bit() -> None:
-    x = with_spectrum(spectrum("clustered", M, 1e8), 2 * M)
-    found = observe(x, TRIALS, NORM_SCALE)
-    assert torch.equal(observe(x.clone(), TRIALS, NORM_SCALE), found)
 
 
 def test_padding_changes_no_bit() -> None:

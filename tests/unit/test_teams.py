@@ -97,14 +97,6 @@ def test_teams_are_aligned_and_cover_each_matrix_once(
         assert team == matrix.ranks[start : start + size]
 
 
-@few
-@given(models(max_ranks=16), OWNERSHIP)
-def test_without_teams_matrices_are_dealt_as_ever(model: Model, ownership: str) -> None:
-    costs = flops(model)
-    dealt = assign(model.matrices, costs, ownership=ownership)
-    assert assign(model.matrices, costs, ownership=ownership, teams=Teams(1)) == dealt
-
-
 def test_teams_are_taken_only_where_they_lower_the_greatest_load() -> None:
     # Adding up small Gram matrices takes longer than their products.
     model = build("fsdp", torch.arange(4), [(64, 64)])

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from amo_dist import AMO, ROOT, AdaMuon, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
+from amo_dist import AMO, ROOT, AdaMuon, AMOConfig, Muon, NorMuon, param_groups
 from tests.distributed import models
 from tests.unit.in_use import same, train
 
@@ -48,18 +48,11 @@ def pickled(both: Any) -> Any:
     return pickle.loads(pickle.dumps(both))
 
 
-def saved(both: Any) -> Any:
-    file = io.BytesIO()
-    torch.save(both, file)
-    file.seek(0)
-    return torch.load(file, weights_only=False)
-
-
 # ---------------------------------------------------------------- copies
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled, saved])
-@pytest.mark.parametrize("steps", [0, 3, 5, 8])  # of AMO: before, observation, transition, locked
+@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
+@pytest.mark.parametrize("steps", [3, 8])  # of AMO: observation, locked
 @pytest.mark.parametrize("name", list(FAMILY))
 def test_a_copy_goes_on_as_the_original(
     name: str, steps: int, copied: Callable[[Any], Any]
@@ -104,32 +97,6 @@ def test_a_state_dict_goes_round_through_a_file_of_weights_only(name: str) -> No
     for each in ((model, optimizer), (twin, other)):
         train(*each, 5, 8)
     assert same(model, twin)
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, pickled])
-def test_a_copied_state_dict_is_a_snapshot(copied: Callable[[Any], Any]) -> None:
-    model, optimizer = pair()
-    train(model, optimizer, 1, 2)
-    state, before = copied(optimizer.state_dict()), copy.deepcopy(model)
-    train(model, optimizer, 3, 4)
-    other = Muon(param_groups(before))
-    other.load_state_dict(state)
-    train(before, other, 3, 4)
-    assert same(model, before)
-
-
-def test_loading_one_state_twice_gives_the_same() -> None:
-    model, optimizer = pair()
-    train(model, optimizer, 1, 2)
-    state, before = optimizer.state_dict(), copy.deepcopy(model)
-    found = []
-    for _ in range(2):
-        twin = copy.deepcopy(before)
-        other = Muon(param_groups(twin))
-        other.load_state_dict(copy.deepcopy(state))
-        train(twin, other, 3, 5)
-        found.append(twin)
-    assert same(*found)
 
 
 # ---------------------------------------------------------------- steps
@@ -293,14 +260,6 @@ def test_what_does_not_come_from_param_groups_is_refused(params: str) -> None:
             Muon(given)
 
 
-def test_pairs_may_come_from_an_iterator() -> None:
-    model, twin = models.plain_model(SHAPES), models.plain_model(SHAPES)
-    groups = [{**group, "params": iter(group["params"])} for group in param_groups(model)]
-    train(model, Muon(groups), 1, 2)
-    train(twin, Muon(param_groups(twin)), 1, 2)
-    assert same(model, twin)
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("steps", [0, 2])
 @pytest.mark.parametrize("name", ["AMO", "Muon"])
@@ -335,16 +294,3 @@ def test_state_put_in_place_of_the_optimizers_is_refused_after_a_step() -> None:
         setattr(optimizer, field, copy.copy(getattr(optimizer, field)))
         with pytest.raises(ValueError, match="another param_groups or state, after the first step"):
             train(model, optimizer, 2, 2)
-
-
-def test_settings_that_the_family_shares_are_named_as_pytorchs() -> None:
-    _, optimizer = pair(config=MuonConfig(momentum=0.9, nesterov=False))
-    assert {**optimizer.defaults} == {
-        "lr": 1e-2,
-        "weight_decay": 0.1,
-        "eps": 1e-8,
-        "lr_scale": 1.0,
-        "control": "",
-        "momentum": 0.9,
-        "nesterov": False,
-    }

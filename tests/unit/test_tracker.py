@@ -104,12 +104,6 @@ def test_the_norm_of_an_update_is_that_of_a_polar_factor_times_a_factor() -> Non
     assert found["wide"] == pytest.approx(1.1, rel=2**-8)  # a rounding of bfloat16
 
 
-@pytest.mark.parametrize(("interval", "what"), [(0, "both"), (1, "everything")])
-def test_settings_out_of_range(interval: int, what: str) -> None:
-    with pytest.raises(ValueError, match="found"):
-        GeometryTracker(interval, what)
-
-
 @pytest.mark.parametrize(
     ("name", "layer"),
     [
@@ -181,11 +175,6 @@ def test_only_where_it_is_asked_for(tmp_path: Path) -> None:
     assert container.optimizer.tracker is tracker is not None
     assert tracker.sink is not None
     assert list(tmp_path.iterdir()) == []  # nothing is written before there are records
-
-
-def test_models_have_the_names_of_the_paper() -> None:
-    assert plugin.model_label(config()) == "Llama-3.1-tiny"
-    assert plugin.model_label(config(flavor="Llama-3.1-75M")) == "Llama-3.1-75M"
 
 
 @pytest.mark.cuda

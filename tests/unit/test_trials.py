@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import copy
 import itertools
-import json
 import math
 import random
 import struct
@@ -18,11 +17,11 @@ from amo_dist.schedule import fields
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.coefficients import SCHEDULE_NAMES, named_schedule
 from amo_dist.schedule.polar_express import composed, simulate
-from amo_dist.schedule.trials import GRID, REFERENCES, ErrorSums, Measured, Trials
+from amo_dist.schedule.trials import GRID, REFERENCES, ErrorSums, Trials
 from amo_dist.schedule.types import MatrixInfo
 from tests import spectra
 from tests.held import Held
-from tests.unit.controller_runs import MEASURED, REGISTRY, TYPES, controller, observe, planned
+from tests.unit.controller_runs import MEASURED, REGISTRY, TYPES, controller, observe
 
 TRIALS = Trials(range(3, 8), 5, 1e-3)
 ELLS = sorted({*GRID, 1e-3})
@@ -180,14 +179,6 @@ def test_without_a_valid_matrix_all_singular_values_are_at_the_base(trials: Tria
         assert list(found.residuals) == sorted(found.residuals, reverse=True)
 
 
-def test_measurements_read_back_bit_for_bit() -> None:
-    found = TRIALS.best(made_up(4))
-    stored = json.loads(json.dumps(found.to_dict()))
-    assert Measured.from_dict(stored, "m") == found
-    with pytest.raises(ValueError, match=r"m\.distances: found .*, expected a list of 5"):
-        Measured.from_dict({**stored, "distances": stored["distances"][1:]}, "m")
-
-
 # ---------------------------------------------------------------- sums over observations
 
 
@@ -204,15 +195,6 @@ def test_sums_give_the_mean_over_observations_of_means_over_matrices() -> None:
         expected = [math.fsum(values) / 4 for values in zip(*of_each, strict=True)]
         # Three sums of floats below 1 after one another.
         assert found == pytest.approx(expected, rel=4 * 2.0**-52)
-
-
-def test_sums_do_not_depend_on_the_order_of_matrices() -> None:
-    matrices = [(0.1 * i, made_up(i)) for i in range(5)]
-    found = {
-        ErrorSums.empty(("a",), TRIALS).plus({"a": list(order)}).totals["a"]
-        for order in itertools.permutations(matrices)
-    }
-    assert len(found) == 1
 
 
 def test_an_observation_without_a_valid_matrix_counts_for_nothing() -> None:
@@ -265,22 +247,6 @@ def observed() -> dict[str, Any]:
     for step in (2, 4):
         observe(target, step)
     return target.state_dict()
-
-
-def test_sums_are_a_few_kilobytes_a_type_and_gone_with_the_plan() -> None:
-    state = observed()
-    size = len(json.dumps(state["error_sums"]))
-    assert 1_000 < size / len(TYPES) < 6_000
-    assert planned(MEASURED).state_dict()["error_sums"] is None
-    assert len(json.dumps(planned(MEASURED).state_dict())) / len(TYPES) < 6_000
-
-
-def test_sums_read_back_bit_for_bit() -> None:
-    state = json.loads(json.dumps(observed()))
-    restored = Held(AMOPolicy(MEASURED))
-    restored.load_state_dict(state)
-    restored.bind(REGISTRY)
-    assert restored.state_dict() == observed()
 
 
 @pytest.mark.parametrize(

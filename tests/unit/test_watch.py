@@ -93,14 +93,6 @@ def test_a_run_without_schedule_or_horizon() -> None:
     assert "phase" not in text
 
 
-def test_values_that_are_not_finite_are_left_out() -> None:
-    broken = record(8, loss=None, grad_norm=None, tokens_per_second=None, seconds_per_step=None)
-    broken["optimizer"]["amo/ell/attn_q"] = None
-    lines = view("r", broken, width=60)
-    assert any(line.split() == ["attn_q", "6", "-"] for line in lines)
-    assert not any(line.startswith(("loss", "speed")) for line in lines)
-
-
 @pytest.mark.parametrize("records", [[], [record(40)], [record(200)]])
 def test_plain_text_once_where_there_is_no_terminal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], records: list[dict[str, Any]]
@@ -135,14 +127,3 @@ def test_a_terminal_is_refreshed_in_place(
     monkeypatch.setattr(watch.time, "sleep", lambda _: write(tmp_path, record(200)))
     watched(tmp_path)
     assert capsys.readouterr().out.count("\x1b[H\x1b[J") == 2
-
-
-def test_mistakes(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="found no folder"):
-        watched(tmp_path / "none")
-
-
-def test_the_sparkline_goes_from_low_to_high() -> None:
-    assert watch.sparkline([1.0, 2.0, 3.0], 24) == "▁▅█"
-    assert watch.sparkline([1.0, 1.0], 24) == "▁▁"
-    assert len(watch.sparkline([float(i) for i in range(1000)], 24)) <= 24
