@@ -46,7 +46,7 @@ def test_list_and_show(capsys: pytest.CaptureFixture[str]) -> None:
     [
         ("cost", "Qwen3-1.7B", "sbatch --nodes=4 launch/train.slurm configs/qwen3_1.7b.toml "),
         ("main", "Qwen3-0.6B", "sbatch --nodes=2 launch/train.slurm configs/qwen3_0.6b.toml "),
-        ("geometry", "Qwen3-70M", "GPUS=6 launch/train_node.sh configs/qwen3_70m.toml "),
+        ("geometry", "Qwen3-70M", "amo train configs/qwen3_70m.toml "),
     ],
 )
 def test_commands_ask_for_the_nodes_of_the_run(
@@ -55,9 +55,9 @@ def test_commands_ask_for_the_nodes_of_the_run(
     assert amo("show", experiment, "--model", model) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith(start) for line in lines)
-    assert not any(line.startswith("launch/train_node.sh") for line in lines)
+    assert all(line.endswith(" --ranks 6") for line in lines if line.startswith("amo train"))
     assert amo("show", "cost", "--small") == 0  # a stand-in, on whatever there is
-    assert "\nlaunch/train_node.sh configs/quickstart.toml" in capsys.readouterr().out
+    assert "\namo train configs/quickstart.toml" in capsys.readouterr().out
 
 
 def test_dry_run_passes_options_on(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -67,7 +67,7 @@ def test_dry_run_passes_options_on(capsys: pytest.CaptureFixture[str], tmp_path:
     assert len(lines) == 5
     assert all(line.endswith(" --training.steps=9") for line in lines)
     words = shlex.split(lines[0])
-    assert words[:2] == ["launch/train_node.sh", "configs/qwen3_0.6b.toml"]
+    assert words[:3] == ["amo", "train", "configs/qwen3_0.6b.toml"]
     assert f"--dump_folder={tmp_path}/qwen3-0.6b-amo-budget-0.8" in words
     assert list(tmp_path.iterdir()) == []
 
