@@ -106,8 +106,8 @@ def test_a_run_on_another_host_is_waited_for(
         if waited[0] > 45:
             held.close()
 
-    monkeypatch.setattr(run_files.time, "sleep", sleep)
-    monkeypatch.setattr(run_files.time, "monotonic", lambda: waited[0])
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "monotonic", lambda: waited[0])
     RunFiles(tmp_path).close()
     assert 45 < waited[0] < 50
     lines = capsys.readouterr().out.splitlines()
@@ -121,8 +121,8 @@ def test_a_wait_for_another_host_ends(
 ) -> None:
     """So does one for a process of this host that is gone, whose lock some server has kept."""
     held, waited = held_elsewhere(tmp_path, holder), [0.0]
-    monkeypatch.setattr(run_files.time, "sleep", lambda s: waited.append(waited.pop() + s))
-    monkeypatch.setattr(run_files.time, "monotonic", lambda: waited[0])
+    monkeypatch.setattr(time, "sleep", lambda s: waited.append(waited.pop() + s))
+    monkeypatch.setattr(time, "monotonic", lambda: waited[0])
     with pytest.raises(ValueError, match=rf"by process {re.escape(holder)}, after 600 s; end it"):
         require_unlocked(tmp_path, 600)
     held.close()

@@ -171,7 +171,7 @@ SMALL = ("quickstart", "--training.steps=80")
         ),
         (
             ("qwen3_1.7b", "--checkpoint.stop_seconds=9"),
-            "checkpoint.stop_seconds: found 9, expected more than the 14 s in which a checkpoint",
+            "checkpoint.stop_seconds: found 9, expected more than the 15 s in which a checkpoint",
         ),
         ((*SMALL, "--dump_folder=a_file"), "dump_folder: found a_file, which cannot be written"),
         (
