@@ -23,7 +23,7 @@ from torchtitan_ext import environment as ranks
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 CONFIG = ROOT / "configs" / "debug_llama3.toml"
-STEPS = 30
+STEPS = 40
 INTERVAL = 10  # AMO locks at step 14: a run resumed from step 10 is in its transition
 SHELL_SCRIPTS = ("setup.sh", "train.slurm", "doctor.sh")
 

@@ -10,6 +10,7 @@ import shlex
 import subprocess
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -366,6 +367,17 @@ def test_the_first_failure_ends_the_sequence(
     monkeypatch.setattr(runner, "_train", lambda job, extra, ranks: next(statuses))
     assert runner.run_jobs(experiments.jobs_of(experiment, place), [], 2) == 7
     assert "budget-0.9: failed with status 7" in capsys.readouterr().err
+
+
+def test_a_run_that_was_told_to_stop_ends_the_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment, place = small("budget-control", tmp_path)
+    started = mock.Mock(return_value=mock.Mock(**{"wait.return_value": 0, "poll.return_value": 0}))
+    monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
+    monkeypatch.setattr(subprocess, "Popen", started)
+    assert runner.run_jobs(experiments.jobs_of(experiment, place), [], 2) == 130
+    started.assert_called_once()
 
 
 def test_a_missing_base_checkpoint_is_named(
