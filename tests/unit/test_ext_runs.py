@@ -21,7 +21,6 @@ with warnings.catch_warnings():
 
 from amo_dist.tools.records import read_records
 from torchtitan_ext import cli
-from torchtitan_ext.runs import run_files
 from torchtitan_ext.runs.folder import RunFolder, changes
 from torchtitan_ext.runs.run_files import RunFiles, lock, require_unlocked
 from torchtitan_ext.tools import quickstart

@@ -66,7 +66,7 @@ def test_a_node_without_accelerator_is_an_error_unless_it_is_meant(
     told = capsys.readouterr().err
     assert re.match(r"error: AMO_DEVICE: found no accelerator on \S+, expected one .*=cpu", told)
     monkeypatch.setenv("AMO_DEVICE", "cpu")
-    assert cli.main([*words, "--ranks", "1", "--restarts=3", "--numa-binding", "node"]) == 0
+    assert cli.main([*words, "--ranks", "1", "--restarts=3"]) == 0
     (_, _, ranks), more = started.call_args
     assert ranks == 1
     assert more == {
@@ -74,7 +74,7 @@ def test_a_node_without_accelerator_is_an_error_unless_it_is_meant(
         "head": "node0:29500",
         "run_id": "amo",
         "restarts": 3,
-        "numa_binding": "node",
+        "numa_binding": None,
     }
 
 
@@ -102,6 +102,8 @@ def test_a_rank_whose_device_is_gone_does_not_train_on_cpu(monkeypatch: pytest.M
         (["--nodes", "2"], "--head: found None, expected host:port of one of the nodes"),
         (["--nodes", "2", "--head", "node0"], "--head: found 'node0', expected host:port"),
         (["--nodes", "four"], "--nodes: found 'four', expected an integer >= 1"),
+        (["--run-id", "../x"], "--run-id: found '../x', expected letters, digits"),
+        (["--numa-binding", "node"], "--numa-binding: found 'node', expected none without GPUs"),
         (["--restarts", "-1"], "--restarts: found -1, expected an integer >= 0"),
         (
             ["--nodes", "2", "--head", "a:1", "--ranks", "3", "--training.global_batch_size=4"],
@@ -250,7 +252,7 @@ def ended(patch: pytest.MonkeyPatch, folder: Path, end: Any) -> tuple[int, Any]:
     call = mock.Mock(side_effect=end) if isinstance(end, Exception) else mock.Mock(return_value=end)
     launch = mock.Mock(return_value=call)
     patch.setattr("torch.distributed.launcher.api.elastic_launch", launch)
-    status = command.start(["x"], config_for(folder), 2, nodes=2, head="a:1")
+    status = command.start(["x"], config_for(folder), 2, nodes=2, head="a:1", numa_binding="node")
     return status, launch.call_args.args[0]
 
 
@@ -263,6 +265,7 @@ def test_ranks_that_hang_in_the_kernel_are_no_success(
     assert "error: ranks neither ended nor failed" in capsys.readouterr().err
     assert ended(monkeypatch, tmp_path, {2: None, 3: None})[0] == 0
     assert asked.shutdown_timeout > 60  # ranks end themselves first, and say so
+    assert asked.numa_options.affinity_mode.value == "node"
     assert (asked.min_nodes, asked.max_nodes, asked.nproc_per_node) == (2, 2, 2)
 
 

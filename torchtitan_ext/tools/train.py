@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import re
 import signal
 import socket
 import sys
@@ -100,6 +101,12 @@ def run(args: argparse.Namespace) -> int:
     nodes, head = args.nodes or 1, args.head or "localhost:0"
     if not head.rpartition(":")[2].isdecimal() or (nodes > 1 and not args.head):
         raise ValueError(f"--head: found {args.head!r}, expected host:port of one of the nodes")
+    if not re.fullmatch(r"[\w.-]{1,99}", args.run_id):  # part of a folder's name
+        raise ValueError(
+            f"--run-id: found {args.run_id!r}, expected letters, digits, '.', '-', '_'"
+        )
+    if args.numa_binding and not _num_gpus():
+        raise ValueError(f"--numa-binding: found {args.numa_binding!r}, expected none without GPUs")
     config, problems = preflight_checks.load(arguments)
     ranks = _pick(args.ranks, args.nodes, config)
     problems += find_problems(config, ranks, nodes, lacks=not problems)
