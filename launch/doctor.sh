@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Checks this node, or the nodes of a Slurm job, in at most five minutes: all-to-alls, spectra,
-# every layout of the optimizer against one process, and what may go wrong in a run. A verdict a line; the exit status is not 0 where a check failed. Ranks find what those of
-# train_nodes.sh find.
+# Checks this node, or the nodes of a Slurm job, in at most five minutes: all-to-alls, spectra, every
+# layout of the optimizer against one process, and what may go wrong in a run. A verdict a line; the
+# exit status is not 0 where a check failed. Ranks find the environment of training.
 #
 #   launch/doctor.sh                                         # all GPUs of this node, or its CPUs
 #   GPUS=2 launch/doctor.sh --json doctor.json
@@ -9,7 +9,7 @@
 #   sbatch --nodes=2 --gpus-per-node=8 --wrap launch/doctor.sh
 #
 # GPUS   ranks of each node (default: its GPUs, or its CPUs where it has none)
-# NODES, HEAD, RUN_ID   as for train_nodes.sh, to start it on each node by hand
+# NODES, HEAD, RUN_ID   to start it on each node by hand: how many, host:port where they meet, a name
 #
 # Options are those of `python -m amo_dist doctor`.
 set -euo pipefail
@@ -23,8 +23,12 @@ if [[ -n "${SLURM_JOB_NODELIST:-}" && -z "${HEAD:-}" ]]; then
   amo_srun --ntasks-per-node=1 --nodes="$NODES" "$root/launch/doctor.sh" "$@"
   exit
 fi
-amo_environment
+amo_use
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}"
+variables="$(python -m torchtitan_ext.environment "${GPUS:-auto}")"
+while read -r variable; do
+  [[ -z "$variable" ]] || export "${variable?}"
+done <<<"$variables"
 
 # Port 0: any free one. Nothing is started again: a failure is an answer.
 exec python -m torch.distributed.run \

@@ -1,9 +1,8 @@
 # shellcheck shell=bash
-# Shared by the scripts of this folder: a Python environment with the project in it, and what ranks
-# find in theirs. Source it, then:
+# Shared by the scripts of this folder: a Python environment with the project in it. Source it, then:
 #
-#   amo_activate titan        # extras of pyproject.toml, e.g. dev
-#   amo_environment           # for ranks: nothing is installed
+#   amo_activate titan        # extras of pyproject.toml, e.g. dev; installs what is missing
+#   amo_use                   # what is installed, as it is
 #   amo_slurm_nodes           # in a Slurm job: NODES, HEAD and GPUS
 #   amo_srun ...              # a task on each node, with all of its CPUs
 #
@@ -101,18 +100,12 @@ amo_activate() {
   fi
 }
 
-# What ranks find, whether they train or are examined.
-amo_environment() {
-  # Nothing is installed here: several nodes would do so at once, in the same place.
+# Nothing is installed here: several nodes would do so at once, in the same place.
+amo_use() {
   if [[ -z "${VIRTUAL_ENV:-}" && -z "${CONDA_PREFIX:-}" && -f "$AMO_ROOT/.venv/bin/activate" ]]; then
     # shellcheck disable=SC1091
     source "$AMO_ROOT/.venv/bin/activate"
   fi
-  # NCCL finds the network by itself on most clusters; launch/README.md tells what helps elsewhere.
-  export NCCL_DEBUG="${NCCL_DEBUG:-WARN}"
-  # Segments that grow leave less memory unused between tensors of many sizes.
-  export PYTORCH_ALLOC_CONF="${PYTORCH_ALLOC_CONF:-expandable_segments:True}"
-  export OMP_NUM_THREADS="${OMP_NUM_THREADS:-4}"
 }
 
 # Where the nodes of a Slurm job meet.

@@ -267,14 +267,15 @@ def stopped() -> Iterator[None]:
     from amo_dist.tools.doctor import site
     from torchtitan_ext.data import files, loader
     from torchtitan_ext.paper import runner
-    from torchtitan_ext.tools import evaluate, export, launch, preflight_here
+    from torchtitan_ext.tools import evaluate, export, preflight_here
+    from torchtitan_ext.tools import train as command
 
     def reach(*_: Any, **__: Any) -> Any:
         raise Reached
 
     with contextlib.ExitStack() as stack:
         for module, name in (
-            *((launch, "start"), (torchtitan_ext.train, "main"), (runner, "_train")),
+            *((command, "start"), (torchtitan_ext.train, "main"), (runner, "_train")),
             *((runner, "_prepare"), (site, "join"), (files, "hub_files")),
             *((loader, "tokenize_first"), (evaluate, "_harness")),
         ):

@@ -24,6 +24,9 @@ USER_ERROR = 2
 FAILED = 1
 """Exit status for a failure that one line explains; torchrun restarts from the last checkpoint."""
 
+ENDED = "ended"
+"""File that a rank leaves beside where torchrun looks for its error, when it has ended well."""
+
 
 def main(args: Sequence[str] | None = None) -> int:
     """Train.
@@ -45,6 +48,11 @@ def main(args: Sequence[str] | None = None) -> int:
     from torchtitan_ext.plugin.checkpoints import CheckpointError
 
     init_logger()
+    if _shares_store():
+        logger.warning(
+            "ranks that torchrun restarts may find addresses of dead ones in its store: set "
+            "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, as `amo train` does"
+        )
     try:
         config = settings.parse(sys.argv[1:] if args is None else args)
     except ValueError as error:
@@ -62,7 +70,15 @@ def main(args: Sequence[str] | None = None) -> int:
         if isinstance(error, ValueError) and is_users_mistake(error):
             return _told(error, USER_ERROR)
         raise
+    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        Path(file).with_name(ENDED).touch()
     return 0
+
+
+def _shares_store() -> bool:
+    """Whether torchrun keeps one store for all restarts, and may restart (PyTorch 2.11 to 2.13)."""
+    may_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    return may_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _leave(error: Exception) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.titan_ranks import ROOT, Job, Run, Server, assert_same_end
+from torchtitan_ext import environment
 
 pytestmark = pytest.mark.slow
 
@@ -155,7 +156,13 @@ def test_torchrun_restarts_the_quickstart_to_the_same_end(titan: Server, tmp_pat
             *("--nproc-per-node", "2", "--max-restarts", "2"),
             *("-m", "tests.integration.titan_ranks", str(tmp_path / "jobs.json")),
         ],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "AMO_DEVICE": "cpu", "PYTHONPATH": str(ROOT)},
+        env={
+            **os.environ,
+            **environment.variables(2),
+            "OMP_NUM_THREADS": "1",
+            "AMO_DEVICE": "cpu",
+            "PYTHONPATH": str(ROOT),
+        },
         capture_output=True,
         text=True,
         check=False,

@@ -1,4 +1,4 @@
-"""The launchers: two torchrun agents on loopback stand for two nodes, stubs for Slurm."""
+"""Several nodes: two launchers on loopback stand for two, stubs for Slurm."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from unittest import mock
 
 import pytest
+
+from torchtitan_ext import environment as ranks
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
 CONFIG = ROOT / "configs" / "debug_llama3.toml"
-STEPS = 30
+STEPS = 40
 INTERVAL = 10  # AMO locks at step 14: a run resumed from step 10 is in its transition
-SHELL_SCRIPTS = ("setup.sh", "train_node.sh", "train_nodes.sh", "train.slurm", "doctor.sh")
+SHELL_SCRIPTS = ("setup.sh", "train.slurm", "doctor.sh")
 
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the scripts are bash")
 
@@ -51,31 +54,23 @@ def environment(**changes: str) -> dict[str, str]:
 
 
 class Nodes:
-    """Two agents of one rank each, started by the script as on two nodes."""
+    """Two launchers of one rank each, as on two nodes."""
 
     def __init__(self, folder: Path, options: Sequence[str]) -> None:
         self._logs = folder.with_name(folder.name + "-logs")
-        arguments = [str(CONFIG), f"--job.dump_folder={folder}", *options]
-        variables = environment(
-            NODES="2",
-            HEAD=f"127.0.0.1:{free_port()}",
-            GPUS="1",
-            MAX_RESTARTS="0",
-            LOGS=str(self._logs),
-            AMO_DEVICE="cpu",
-        )
-        self.agents = [self._start(index, arguments, variables) for index in range(2)]
-
-    def _start(
-        self, index: int, arguments: Sequence[str], variables: Mapping[str, str]
-    ) -> subprocess.Popen[bytes]:
         self._logs.mkdir(exist_ok=True)
+        where = ("--nodes", "2", "--head", f"127.0.0.1:{free_port()}", "--ranks", "1")
+        command = [sys.executable, "-m", "torchtitan_ext", "train", str(CONFIG), *where]
+        self._command = [*command, f"--dump_folder={folder}", *options]
+        self.agents = [self._start(index) for index in range(2)]
+
+    def _start(self, index: int) -> subprocess.Popen[bytes]:
         with (self._logs / f"node{index}.txt").open("wb") as output:
-            command = [str(LAUNCH / "train_nodes.sh"), *arguments]
             # A session of its own, so that a node can be killed whole, its ranks included.
             return subprocess.Popen(
-                command,
-                env=dict(variables),
+                self._command,
+                env=environment(AMO_DEVICE="cpu"),
+                cwd=ROOT,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -95,11 +90,7 @@ class Nodes:
             agent.wait(timeout=30)
 
     def output(self) -> str:
-        tails = [path.read_text(errors="replace")[-3000:] for path in self._logs.glob("node*.txt")]
-        return "\n".join(tails)
-
-    def rank_logs(self) -> list[Path]:
-        return sorted(self._logs.rglob("std*.log"))
+        return "\n".join(path.read_text(errors="replace") for path in self._logs.glob("node*.txt"))
 
 
 def processes_below(pid: int) -> list[int]:
@@ -136,90 +127,41 @@ def wait_for(path: Path, run: Nodes) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_run_of_two_nodes_ends_as_if_it_had_never_stopped(tmp_path: Path) -> None:
+def test_a_run_of_two_nodes_outlives_a_dead_rank_and_a_stop(tmp_path: Path) -> None:
+    """It ends as if nothing had happened, bit for bit: the same kernels, ranks, order of sums."""
     options = (
         f"--training.steps={STEPS}",
         "--checkpoint.enable",
         f"--checkpoint.interval={INTERVAL}",
         "--checkpoint.no-last-save-model-only",
+        "--restarts=1",
     )
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     with nodes(whole, *options) as run:
         run.finish()
         # Each of the two ranks has a log of its own, though both are "rank 0 of a node".
-        assert len({path.parent for path in run.rank_logs()}) == 2
+        assert len([*(whole / "logs").rglob("attempt_0/0/stderr.log")]) == 2
     with nodes(broken, *options) as run:
         # The metadata is written last.
         wait_for(broken / f"checkpoint/step-{INTERVAL}/.metadata", run)
-        run.kill()
-    reached = max(losses(broken), default=0)
-    assert reached < STEPS
+        os.kill(int((broken / "lock").read_text().split()[0]), signal.SIGKILL)
+        wait_for(broken / f"checkpoint/step-{2 * INTERVAL}/.metadata", run)
+        for agent in run.agents:
+            agent.send_signal(signal.SIGTERM)
+        run.finish()
+        assert f"training resumes at step {INTERVAL + 1} of" in run.output()
+        assert f"stopped at step {max(losses(broken))}, which is saved" in run.output()
+    assert 2 * INTERVAL <= max(losses(broken)) < STEPS
     with nodes(broken, *options) as run:
         run.finish()
-    found, expected = losses(broken), losses(whole)
-    assert sorted(expected) == list(range(1, STEPS + 1))
-    # Bit for bit: the same kernels, the same ranks, the same order of sums.
-    assert {step: found[step] for step in expected if step > INTERVAL} == {
-        step: loss for step, loss in expected.items() if step > INTERVAL
-    }
-
-
-# ------------------------------------------------------------------ arguments
-
-
-@pytest.mark.parametrize(
-    ("variables", "arguments", "told"),
-    [
-        ({}, ["configs/debug_llama3.toml"], "usage:"),
-        ({"NODES": "2", "HEAD": "localhost:1"}, ["configs/no.toml"], "no config configs/no.toml"),
-        (
-            {"NODES": "2", "HEAD": "localhost:1", "CUDA_VISIBLE_DEVICES": ""},
-            ["configs/debug_llama3.toml"],
-            "error: AMO_DEVICE: found no accelerator on ",
-        ),
-        (
-            {"NODES": "2", "HEAD": "localhost:1", "GPUS": "3", "AMO_DEVICE": "cpu"},
-            ["configs/debug_llama3.toml", "--training.steps=0", "--training.global_batch_size=4"],
-            "error: training.global_batch_size: found 4, expected a multiple of ",
-        ),
-    ],
-    ids=["usage", "no config", "no accelerator", "mistakes"],
-)
-def test_mistakes_are_told_before_any_rank_starts(
-    variables: dict[str, str], arguments: list[str], told: str
-) -> None:
-    result = subprocess.run(
-        [str(LAUNCH / "train_nodes.sh"), *arguments],
-        env=environment(**variables),
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert result.returncode == 2
-    assert told in result.stderr
-    assert "Traceback" not in result.stderr
+    assert sorted(losses(whole)) == list(range(1, STEPS + 1))
+    assert losses(broken) == losses(whole)
 
 
 def stub(folder: Path, name: str, body: str) -> None:
     path = folder / name
     path.write_text(f"#!/usr/bin/env bash\n{body}\n")
     path.chmod(0o755)
-
-
-def test_one_node_meets_itself_on_a_free_port(tmp_path: Path) -> None:
-    # Everything but the launcher itself.
-    stub(
-        tmp_path, "python", f'[[ "$1" == -c ]] || echo "$NODES $HEAD $GPUS $@" > {tmp_path}/called'
-    )
-    path = f"{tmp_path}{os.pathsep}{os.environ['PATH']}"
-    subprocess.run(
-        [str(LAUNCH / "train_node.sh"), "configs/qwen3_70m.toml", "--training.steps", "3"],
-        env=environment(PATH=path, GPUS="6"),
-        check=True,
-    )
-    assert (tmp_path / "called").read_text() == (
-        "1 localhost:0 6 -m torchtitan_ext.tools.nodes configs/qwen3_70m.toml --training.steps 3\n"
-    )
 
 
 # ------------------------------------------------------------------ Slurm
@@ -257,17 +199,13 @@ def slurm(tmp_path: Path, srun: str) -> subprocess.Popen[bytes]:
 
 
 def test_slurm_starts_every_node_with_the_same_meeting_point(tmp_path: Path) -> None:
-    job = slurm(tmp_path, f'echo "$NODES $HEAD $GPUS $RUN_ID $PWD $*" > {tmp_path}/called; exit 7')
+    job = slurm(tmp_path, f'echo "$PWD $*" > {tmp_path}/called; exit 7')
     assert job.wait(timeout=60) == 7  # and a failed run is not queued again
     assert (tmp_path / "called").read_text().split() == [
-        *("2", "n1:23456", "8", "123456-3", str(ROOT), "--kill-on-bad-exit=1"),
-        *(
-            "--cpus-per-task=96",
-            "launch/train_nodes.sh",
-            "configs/qwen3_1.7b.toml",
-            "--training.steps",
-            "3",
-        ),
+        *(str(ROOT), "--kill-on-bad-exit=1", "--cpus-per-task=96"),
+        *("python", "-m", "torchtitan_ext", "train"),
+        *("--nodes", "2", "--head", "n1:23456", "--run-id", "123456-3", "--restarts", "3"),
+        *("--ranks", "8", "configs/qwen3_1.7b.toml", "--training.steps", "3"),
     ]
     assert not (tmp_path / "requeued").exists()
 
@@ -285,18 +223,16 @@ def test_slurm_gives_the_doctor_all_cpus_of_each_node(tmp_path: Path) -> None:
 
 
 def test_the_doctor_finds_what_training_ranks_find(tmp_path: Path) -> None:
-    body = f'[[ "$1" == -c ]] || env > {tmp_path}/found'
-    stub(tmp_path, "python", body)
-    found = []
-    for script in ("doctor.sh", "train_nodes.sh"):
-        variables = environment(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-        del variables["OMP_NUM_THREADS"]
-        subprocess.run([str(LAUNCH / script)], env=variables, check=True)
-        lines = (tmp_path / "found").read_text().splitlines()
-        found.append({one for one in lines if one.startswith(("NCCL", "PYTORCH", "OMP"))})
-    assert found[0] == found[1]
-    assert "OMP_NUM_THREADS=4" in found[0]
-    assert "PYTORCH_ALLOC_CONF=expandable_segments:True" in found[0]
+    body = f'[[ "$2" == torch.distributed.run ]] && exec env > {tmp_path}/found'
+    stub(tmp_path, "python", f'{body}; exec {sys.executable} "$@"')
+    variables = environment(PATH=f"{tmp_path}{os.pathsep}{os.environ['PATH']}", GPUS="2")
+    del variables["OMP_NUM_THREADS"]
+    subprocess.run([str(LAUNCH / "doctor.sh")], env=variables, check=True)
+    found = {*(tmp_path / "found").read_text().splitlines()}
+    with mock.patch.dict(os.environ, variables, clear=True):
+        expected = {f"{name}={value}" for name, value in ranks.variables(2).items()}
+    assert expected
+    assert expected <= found
 
 
 def test_slurm_saves_and_queues_the_job_again_before_its_time_is_up(tmp_path: Path) -> None:

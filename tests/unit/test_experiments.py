@@ -8,6 +8,7 @@ import json
 import subprocess
 import warnings
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -34,7 +35,7 @@ def amo(*arguments: str) -> int:
     [
         ("cost", "Qwen3-1.7B", "sbatch --nodes=4 launch/train.slurm configs/qwen3_1.7b.toml "),
         ("main", "Qwen3-0.6B", "sbatch --nodes=2 launch/train.slurm configs/qwen3_0.6b.toml "),
-        ("geometry", "Qwen3-70M", "GPUS=6 launch/train_node.sh configs/qwen3_70m.toml "),
+        ("geometry", "Qwen3-70M", "amo train configs/qwen3_70m.toml "),
     ],
 )
 def test_commands_ask_for_the_nodes_of_the_run(
@@ -43,9 +44,9 @@ def test_commands_ask_for_the_nodes_of_the_run(
     assert amo("show", experiment, "--model", model) == 0
     lines = capsys.readouterr().out.splitlines()
     assert any(line.startswith(start) for line in lines)
-    assert not any(line.startswith("launch/train_node.sh") for line in lines)
+    assert all(line.endswith(" --ranks 6") for line in lines if line.startswith("amo train"))
     assert amo("show", "cost", "--small") == 0  # a stand-in, on whatever there is
-    assert "\nlaunch/train_node.sh configs/quickstart.toml" in capsys.readouterr().out
+    assert "\namo train configs/quickstart.toml" in capsys.readouterr().out
 
 
 def test_a_task_of_the_array_starts_its_run(tmp_path: Path) -> None:
@@ -235,6 +236,17 @@ def test_the_first_failure_ends_the_sequence(
     monkeypatch.setattr(runner, "_train", lambda job, extra, ranks: next(statuses))
     assert runner.run_jobs(experiments.jobs_of(experiment, place), [], 2) == 7
     assert "budget-0.9: failed with status 7" in capsys.readouterr().err
+
+
+def test_a_run_that_was_told_to_stop_ends_the_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment, place = small("budget-control", tmp_path)
+    started = mock.Mock(return_value=mock.Mock(**{"wait.return_value": 0, "poll.return_value": 0}))
+    monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
+    monkeypatch.setattr(subprocess, "Popen", started)
+    assert runner.run_jobs(experiments.jobs_of(experiment, place), [], 2) == 130
+    started.assert_called_once()
 
 
 def test_wrong_options_show_before_any_run(tmp_path: Path) -> None:

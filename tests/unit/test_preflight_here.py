@@ -169,8 +169,8 @@ SMALL = ("quickstart", "--training.steps=80")
             "comm.train_timeout_seconds: found 0, expected more than the 0 s in which a checkpoint",
         ),
         (
-            (*SMALL, "--comm.init_timeout_seconds=0"),
-            "comm.init_timeout_seconds: found 0, expected more than the 0 s in which a checkpoint",
+            ("qwen3_1.7b", "--checkpoint.stop_seconds=9"),
+            "checkpoint.stop_seconds: found 9, expected more than the 15 s in which a checkpoint",
         ),
         ((*SMALL, "--dump_folder=a_file"), "dump_folder: found a_file, which cannot be written"),
         (

@@ -88,16 +88,16 @@ class Job:
 
     def command(self) -> list[str]:
         """What starts the run on this node, from the repository."""
-        return ["launch/train_node.sh", str(self.config), *self.arguments()]
+        return ["amo", "train", str(self.config), *self.arguments()]
 
     def on_its_gpus(self) -> list[str]:
         """What starts the run on the paper's GPUs, on several nodes through Slurm."""
         if self.gpus is None:
             return self.command()
         if self.gpus <= GPUS_PER_NODE:
-            return [f"GPUS={self.gpus}", *self.command()]
+            return [*self.command(), "--ranks", str(self.gpus)]
         start = ["sbatch", f"--nodes={-(-self.gpus // GPUS_PER_NODE)}", "launch/train.slurm"]
-        return [*start, *self.command()[1:]]
+        return [*start, *self.command()[2:]]
 
     def shown(self, start: Sequence[str]) -> str:
         """All commands, as one would type them; the last is ``start``."""

@@ -139,7 +139,9 @@ def _train(job: Job, extra: Sequence[str], ranks: int) -> int:
     command = ("train", str(job.config), "--ranks", str(ranks), *job.arguments(), *extra)
     process = subprocess.Popen([*AMO, *command], cwd=ROOT)
     try:
-        return process.wait()
+        status = process.wait()
+        # One that was told to stop, and has saved, ends well.
+        return status if status or is_done(job) else 130
     finally:  # it ends its ranks when it is terminated
         if process.poll() is None:
             process.terminate()

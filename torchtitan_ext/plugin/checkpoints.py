@@ -55,6 +55,9 @@ class CheckpointManager(titan.CheckpointManager):
         """A checkpoint whose files are not as they were written: ``skip`` goes on from the one
         before it, ``error`` stops."""
 
+        stop_seconds: int = 600
+        """How long ranks that are told to stop may take to save; then they end themselves."""
+
         def __post_init__(self) -> None:
             """Check the fields.
 
@@ -64,6 +67,10 @@ class CheckpointManager(titan.CheckpointManager):
             if self.damaged not in ("skip", "error"):
                 raise ValueError(
                     f"checkpoint.damaged: found {self.damaged!r}, expected 'skip' or 'error'"
+                )
+            if self.stop_seconds < 1:
+                raise ValueError(
+                    f"checkpoint.stop_seconds: found {self.stop_seconds}, expected an integer >= 1"
                 )
             if is_remote(self.folder):
                 raise ValueError(

@@ -19,6 +19,7 @@ import tyro
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
 from amo_dist.distributed.absence import name_absent
+from torchtitan_ext import environment
 from torchtitan_ext.data.loader import PackedLoader
 from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.plugin import checks, console, machine, models
@@ -28,7 +29,6 @@ from torchtitan_ext.plugin.geometry import Geometry
 from torchtitan_ext.plugin.losses import Loss
 from torchtitan_ext.plugin.metrics import MetricsProcessor, progress
 from torchtitan_ext.plugin.optimizers import OptimizersContainer, check_last_update
-from torchtitan_ext.plugin.restarts import own_store
 from torchtitan_ext.plugin.validation import Validator
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -166,22 +166,18 @@ class Trainer(titan.Trainer):
 
     def __init__(self, config: Config) -> None:
         # Here, where both come by: our own entry point, and torchtitan's with its command line.
+        environment.settle(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         machine.install()
         checks.settle(config)
         checks.validate(config)
         if config.metrics.console == "brief":
             console.brief(Path(config.dump_folder))
         super().__init__(config)
-        self._request = StopRequest(grace=float(config.comm.init_timeout_seconds))
+        self._request = StopRequest(grace=float(config.checkpoint.stop_seconds))
         self._vote = StopVote(self.device)
         self._stops = False
         self.has_trained = False
         """Whether this process made a step."""
-
-    def init_distributed(self) -> Any:
-        """Meet the other ranks of this start."""
-        with own_store():
-            return super().init_distributed()
 
     def train(self) -> None:
         """Train to the end, or until told to stop.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 from collections.abc import Mapping, Sequence
@@ -30,8 +29,8 @@ _NOT_COMPARED = (
 """What may change between two starts of one run: it leaves the training as it is."""
 
 
-ERRORS_FILE = "stderr.txt"
-"""What torchrun and the ranks of the latest start told, in the dump folder."""
+LOGS = "logs"
+"""Folder of what torchrun and ranks told, by start and host, in the dump folder."""
 
 
 class RunFolder:
@@ -98,7 +97,7 @@ class RunFolder:
         if not self.path.exists() or self._marker.exists():
             return
         # What a start leaves that was killed before it wrote the marker.
-        left = re.compile(rf"{LOCK_FILE}|{RUN_FILE}{files.SCRATCH}|{ERRORS_FILE}|log_rank\d+\.txt")
+        left = re.compile(rf"{LOCK_FILE}|{RUN_FILE}{files.SCRATCH}|{LOGS}|log_rank\d+\.txt")
         if any(not left.fullmatch(path.name) for path in self.path.iterdir()):
             raise ValueError(
                 f"dump_folder: {self.path} holds files, but none of a run of this command; "
@@ -157,12 +156,6 @@ def parse(arguments: Sequence[str]) -> Any:
     from torchtitan_ext.plugin import settings
 
     return settings.parse(arguments)
-
-
-def environment(num_ranks: int) -> dict[str, str]:
-    """This process's environment for torchrun: threads for each rank where nothing sets them."""
-    threads = max((os.cpu_count() or 1) // num_ranks, 1)
-    return {"OMP_NUM_THREADS": str(threads), **os.environ}
 
 
 def num_ranks(given: int | None, most: int | None = None) -> int:

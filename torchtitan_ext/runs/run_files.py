@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import functools
@@ -10,6 +9,7 @@ import json
 import os
 import re
 import socket
+import time
 import weakref
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TextIO
 from amo_dist.schedule.fields import fail, read_file
 from amo_dist.schedule.plan import PLAN_FILE, Plan
 from amo_dist.tools import files
+from amo_dist.tools.command import printable
 from amo_dist.tools.records import METRICS_FILE, append_records, drop_from, read_records
 
 GEOMETRY_FILE = "geometry.jsonl"
@@ -33,20 +34,29 @@ COMPLETE_FILES = (".metadata", "model.safetensors.index.json")
 """Files that are written last: torchtitan takes a checkpoint for complete that has one of them."""
 
 
-def lock(folder: Path) -> TextIO:
+LOCK_SECONDS = 120.0
+"""How long a rank waits for a lock; the others wait for it, and give it up after 300 s or more."""
+
+
+def lock(folder: Path, seconds: float = LOCK_SECONDS, *, reads: bool = False) -> TextIO:
     """Claim a dump folder; the claim ends with the process, or when the result is closed.
 
     Two runs in one folder would mix their checkpoints. Forked processes, which read data ahead and
-    may end later, do not share the claim.
+    may end later, do not share the claim. A claim from another host is waited for: it may be that
+    of a node that is dead, whose locks a file system of a network keeps for minutes, or of a run
+    that was told to stop and saves.
 
     Args:
         folder: Exists.
+        seconds: The longest wait.
+        reads: Only look, beside others who do, and leave no number and host.
 
     Returns:
         The open lock file, which holds the process's number and host.
 
     Raises:
-        ValueError: If another process holds the folder, or its lock cannot be written.
+        ValueError: If a live process of this host holds the folder, another host holds it for
+            longer than ``seconds``, or its lock cannot be written.
     """
     try:
         file = (folder / LOCK_FILE).open("a+")
@@ -54,18 +64,27 @@ def lock(folder: Path) -> TextIO:
         raise ValueError(
             f"dump_folder: cannot write {folder / LOCK_FILE}: {error.strerror}"
         ) from None
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        file.seek(0)
-        holder = file.read().strip()
-        if error.errno in (errno.EAGAIN, errno.EACCES):
+    start, lines = time.monotonic(), 0
+    while not _claim(file, fcntl.LOCK_SH if reads else fcntl.LOCK_EX):
+        # Opened anew: a network's file system may hold an older content for an open file.
+        holder = printable(read_file(folder / LOCK_FILE).decode(errors="replace").strip())
+        told = f"{folder} is being written by process {holder}"
+        waited = time.monotonic() - start
+        is_here = _is_alive_here(holder)
+        if is_here or waited >= seconds:
             file.close()
             raise ValueError(
-                f"dump_folder: {folder} is being written by process {holder}; wait for it, "
-                "end it, or use another folder"
-            ) from None
-        # Some network file systems know no locks: then there is no guard.
+                f"dump_folder: {told}; wait for it, end it, or use another folder"
+                if is_here
+                else f"dump_folder: {told}, after {waited:.0f} s; end it there, or use another "
+                "folder; where that host is dead, its file system frees the lock in a while"
+            )
+        if waited >= 30 * lines:
+            lines += 1
+            print(f"{told}; waiting for it, at most {seconds:.0f} s", flush=True)
+        time.sleep(min(1.0, seconds))
+    if reads:
+        return file
     file.seek(0)
     file.truncate()
     file.write(f"{os.getpid()} on {socket.gethostname()}\n")
@@ -74,21 +93,47 @@ def lock(folder: Path) -> TextIO:
     return file
 
 
+def _claim(file: TextIO, kind: int) -> bool:
+    """Whether the lock is ours, or the file system knows no locks: then there is no guard."""
+    try:
+        fcntl.flock(file, kind | fcntl.LOCK_NB)
+    except OSError as error:
+        return error.errno not in (errno.EAGAIN, errno.EACCES)
+    return True
+
+
+def _is_alive_here(holder: str) -> bool:
+    """Whether ``<number> on <host>`` is a process of this machine."""
+    number, _, host = holder.partition(" on ")
+    if host != socket.gethostname() or not number.isdecimal():
+        return False
+    try:
+        os.kill(int(number), 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except PermissionError:
+        pass
+    return True
+
+
 def _let_go(reference: weakref.ref[TextIO]) -> None:
     file = reference()
     if file is not None:
         file.close()
 
 
-def require_unlocked(folder: Path) -> None:
+def require_unlocked(folder: Path, seconds: float) -> None:
     """Check that no run is writing into a folder, which need not exist.
+
+    Args:
+        folder: The dump folder.
+        seconds: How long to wait for a run on another host.
 
     Raises:
         ValueError: If one is.
     """
     if (folder / LOCK_FILE).exists():
-        with contextlib.closing(lock(folder)):
-            pass
+        lock(folder, seconds, reads=True).close()
 
 
 def save_config(folder: Path, config: Mapping[str, Any]) -> None:

@@ -155,11 +155,8 @@ def _check_timeouts(config: Any, size: int) -> None:
             f"comm.train_timeout_seconds: found {timeout}, {written} (or checkpoint.async_mode = "
             "'async')"
         )
-    if (grace := config.comm.init_timeout_seconds) <= seconds:
-        raise ValueError(
-            f"comm.init_timeout_seconds: found {grace}, {written}: a run that is told to stop has "
-            "that long to save"
-        )
+    if (grace := config.checkpoint.stop_seconds) <= seconds:
+        raise ValueError(f"checkpoint.stop_seconds: found {grace}, {written}")
 
 
 def _check_schedule(config: Any) -> None:

@@ -12,7 +12,7 @@ from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
 from amo_dist.tools.records import METRICS_FILE
 from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs.run_files import read_metrics, read_plan, require_unlocked
-from torchtitan_ext.tools import launch, train
+from torchtitan_ext.tools import train
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
 
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace) -> int:
     config = runs.parse(arguments)  # before any rank starts: one error, told once
     num_ranks = runs.num_ranks(args.ranks, most=2)  # more would need a larger global batch
     folder = runs.RunFolder(Path(config.dump_folder), config.checkpoint.folder)
-    require_unlocked(folder.path)
+    require_unlocked(folder.path, config.checkpoint.stop_seconds)
     if problems := train.find_problems(config, num_ranks):
         raise ValueError(problems[0])
     if args.fresh:
@@ -59,15 +59,12 @@ def run(args: argparse.Namespace) -> int:
     else:
         _announce(folder.path, step, steps, num_ranks)
         start = time.monotonic()
-        from torchtitan_ext.data.loader import tokenize_first  # imports torchtitan
-
-        tokenize_first(config)
-        status = launch.start(arguments, num_ranks, config)
-        if status not in (0, None):
+        status = train.start(arguments, config, num_ranks)
+        if 0 < status < 128:
             return status
         # Ranks that are told to stop save, and end well: only what they have saved tells.
         saves = config.checkpoint.enable and not config.checkpoint.load_only
-        if status is None or (saves and folder.latest_step() < steps):
+        if status or (saves and folder.latest_step() < steps):
             _tell_stop(folder.latest_step(), steps)
             return 130
         print(f"Trained in {time.monotonic() - start:.0f} s.")

@@ -1,21 +1,33 @@
-"""``amo train``: one config checked and trained on this node, or as a rank of torchrun."""
+"""``amo train``: where every training starts.
+
+A config is checked, text is tokenized, and torchrun's launcher starts the ranks of this node, each
+as ``python -m torchtitan_ext.train``. Under torchrun itself the command is one of its ranks.
+"""
 
 from __future__ import annotations
 
 import argparse
+import logging
 import os
+import re
+import signal
+import socket
 import sys
+import time
 import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
-from torchtitan_ext import train
+from amo_dist.distributed.absence import DID_NOT_ANSWER
+from amo_dist.tools.command import MOST_RANKS, MOST_WORLD, Subparsers, whole
+from torchtitan_ext import environment, train
 from torchtitan_ext.plugin import machine
+from torchtitan_ext.runs.folder import LOGS
 from torchtitan_ext.runs.run_files import require_unlocked
-from torchtitan_ext.tools import launch
 from torchtitan_ext.tools.preflight_memory import checkpoint_sizes, groups_of, meta_model
 
 ALONE = {
@@ -27,19 +39,46 @@ ALONE = {
 }
 """What torchrun would tell a rank, for one that nothing has told anything."""
 
+RANK = ("-u", "-m", "torchtitan_ext.train")
+"""What Python runs as a rank."""
+
+NUMA = ("node", "socket", "exclusive", "core-complex")
+"""Modes of torchrun's ``--numa-binding``."""
+
 
 def add_command(subparsers: Subparsers) -> None:
     """Register ``train``."""
     parser = subparsers.add_parser(
         "train",
-        help="check a config and train it on this node",
+        help="check a config and train it, on this node or on several",
         description="Check what a TOML file says and train it, on the GPUs of this node or on two "
-        "CPU ranks; as many as its batch can be dealt to. Under torchrun, as one of its ranks.",
+        "CPU ranks; as many as its batch can be dealt to. On several nodes the same command is "
+        "given on each of them. Under torchrun, as one of its ranks.",
         epilog="Other options go to torchtitan, e.g. --training.steps 200 --optimizer.lr 2e-3.",
     )
     parser.add_argument("config", metavar="FILE", help="TOML file, such as those of configs")
     parser.add_argument(
-        "--ranks", type=whole(1, MOST_RANKS), help="processes; 1 trains in this one"
+        "--ranks", type=whole(1, MOST_RANKS), help="processes of a node; 1 trains in this one"
+    )
+    parser.add_argument(
+        "--nodes",
+        type=whole(1, MOST_WORLD),
+        help="nodes of the run, on whose accelerators all ranks run (AMO_DEVICE=cpu: on CPUs)",
+    )
+    parser.add_argument(
+        "--head", metavar="HOST:PORT", help="where nodes meet: one of them, and a port free there"
+    )
+    parser.add_argument(
+        "--run-id", default="amo", help="tells this run from others that meet at --head"
+    )
+    parser.add_argument(
+        "--restarts",
+        type=whole(0, 1000),
+        default=0,
+        help="how often all ranks are started again after one failed (default 0)",
+    )
+    parser.add_argument(
+        "--numa-binding", choices=NUMA, help="CPUs of a rank, near its GPU, as torchrun binds them"
     )
     parser.set_defaults(run=run, overrides=[])
 
@@ -48,54 +87,221 @@ def run(args: argparse.Namespace) -> int:
     """Train for parsed arguments.
 
     Returns:
-        The exit status of ``torchtitan_ext.train.main``: 2 for mistakes, which are told all at
-        once; 130 where training was told to stop.
+        As :func:`start`; 2 for mistakes, which are told all at once.
 
     Raises:
-        ValueError: For a file that is no TOML, a folder that another run writes into, or a number
-            of ranks that cannot work.
+        ValueError: For a file that is no TOML, a folder that another run writes into, a number of
+            ranks that cannot work, or a node that cannot meet others.
     """
     arguments = ["--job.config_file", args.config, *args.overrides]
     if "RANK" in os.environ:  # torchrun's
         return _train(arguments)
     from torchtitan_ext.tools import preflight_checks
 
+    nodes, head = args.nodes or 1, args.head or "localhost:0"
+    if not head.rpartition(":")[2].isdecimal() or (nodes > 1 and not args.head):
+        raise ValueError(f"--head: found {args.head!r}, expected host:port of one of the nodes")
+    if not re.fullmatch(r"[\w.-]{1,99}", args.run_id):  # part of a folder's name
+        raise ValueError(
+            f"--run-id: found {args.run_id!r}, expected letters, digits, '.', '-', '_'"
+        )
+    if args.numa_binding and not _num_gpus():
+        raise ValueError(f"--numa-binding: found {args.numa_binding!r}, expected none without GPUs")
     config, problems = preflight_checks.load(arguments)
-    num_ranks = _pick(args.ranks, config)
-    problems += find_problems(config, num_ranks, lacks=not problems)
+    ranks = _pick(args.ranks, args.nodes, config)
+    problems += find_problems(config, ranks, nodes, lacks=not problems)
     if problems:
         for problem in dict.fromkeys(problems):
             print(f"error: {problem}", file=sys.stderr)
         return train.USER_ERROR
     folder = Path(config.dump_folder)
-    require_unlocked(folder)
-    from torchtitan_ext.data.loader import tokenize_first  # imports torchtitan
-
-    tokenize_first(config)
-    if num_ranks == 1:
+    require_unlocked(folder, config.checkpoint.stop_seconds)
+    if ranks * nodes == 1 and not args.restarts:
+        environment.settle(1)
+        _tokenize_first(config)
         os.environ.update(ALONE | {k: v for k, v in os.environ.items() if k in ALONE})
         return _train(arguments)
-    print(f"Training on {num_ranks} ranks, in {folder}.", flush=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    status = launch.start(arguments, num_ranks, config)
-    return 130 if status is None else status
+    where = f" on {nodes} nodes" if nodes > 1 else ""
+    print(f"Training on {ranks * nodes} ranks{where}, in {folder}.", flush=True)
+    return start(
+        arguments,
+        config,
+        ranks,
+        nodes=nodes,
+        head=head,
+        run_id=args.run_id,
+        restarts=args.restarts,
+        numa_binding=args.numa_binding,
+    )
 
 
-def find_problems(config: Any, num_ranks: int, *, lacks: bool = True) -> list[str]:
+def find_problems(config: Any, ranks: int, nodes: int = 1, *, lacks: bool = True) -> list[str]:
     """What is wrong with a config on this node, one line each.
 
     Args:
         config: Parsed; what follows from other fields is filled in.
-        num_ranks: Processes.
+        ranks: Processes of a node.
+        nodes: Of the run.
         lacks: Ask also what this machine lacks, where nothing else is wrong.
     """
     from torchtitan_ext.tools import preflight_checks, preflight_here
 
-    problems = preflight_checks.check(config, num_ranks, _memory_gb(num_ranks))
+    problems = preflight_checks.check(config, ranks * nodes, _memory_gb(ranks))
     if lacks and not problems:
         groups = groups_of(meta_model(config), config)
         problems = preflight_here.lacks(config, checkpoint_sizes(config, groups))
     return problems
+
+
+def start(
+    arguments: list[str],
+    config: Any,
+    ranks: int,
+    *,
+    nodes: int = 1,
+    head: str = "localhost:0",
+    run_id: str = "amo",
+    restarts: int = 0,
+    numa_binding: str | None = None,
+) -> int:
+    """Start the ranks of this node by torchrun's launcher, and tell in one line why they failed.
+
+    Args:
+        arguments: Of torchtitan.
+        config: Theirs, checked; its dump folder gets what ranks write to standard error.
+        ranks: Processes of this node.
+        nodes: Of the run.
+        head: ``host:port`` where they meet.
+        run_id: The same on all of them.
+        restarts: How often all ranks are started again after a failure, a mistake that only a rank
+            can see included: torchrun knows no difference.
+        numa_binding: One of `NUMA`.
+
+    Returns:
+        0 where training is done, or was told to stop and every rank has saved and left; else the
+        status of the rank that failed first, 1 where it had none, or 128 and the number of the
+        signal where ranks that were told to stop did not end well in time.
+    """
+    from torch.distributed import DistError
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.numa.binding import AffinityMode, NumaOptions
+
+    if nodes == 1:  # of several, the first rank does so while the others wait
+        _tokenize_first(config)
+    environment.settle(ranks)
+    # Also at a restart, when a device may be gone.
+    os.environ.setdefault("AMO_DEVICE", machine.device_type())
+    host = socket.gethostname().partition(".")[0]
+    logs = Path(config.dump_folder, LOGS, f"{time.strftime('%Y%m%d-%H%M%S')}-{host}")
+    logs.mkdir(parents=True, exist_ok=True)
+    # One rank of each node shows what it prints; warnings and tracebacks of all go to files.
+    to_files = {rank: Std.ALL if rank else Std.ERR for rank in range(ranks)}
+    stop_seconds = config.checkpoint.stop_seconds
+    launch = LaunchConfig(
+        min_nodes=nodes,
+        max_nodes=nodes,
+        nproc_per_node=ranks,
+        run_id=run_id,
+        rdzv_backend="c10d",
+        rdzv_endpoint=head,
+        local_addr="localhost" if nodes == 1 else None,  # whatever a machine calls itself
+        max_restarts=restarts,
+        logs_specs=DefaultLogsSpecs(str(logs), redirects=to_files),
+        numa_options=NumaOptions(AffinityMode(numa_binding)) if numa_binding else None,
+        # A closed terminal ends this process alone; its ranks then save and leave.
+        signals_to_handle="SIGTERM,SIGINT",
+        shutdown_timeout=stop_seconds + 30,
+    )
+    try:
+        with _launchers_log(logs):
+            done = elastic_launch(launch, sys.executable)(*RANK, *arguments)
+        if len(done) == ranks:
+            return 0
+        reason, status = (
+            "error: ranks neither ended nor failed: they hang in the kernel",
+            train.FAILED,
+        )
+    except ChildFailedError as error:
+        reason, status = explain(error.failures)
+    except SignalException as error:
+        if _ended_well(logs, ranks):
+            return 0
+        status = 128 + error.sigval
+        reason = f"error: stopped by {error.sigval.name}, and not every rank saved and left within "
+        reason += f"checkpoint.stop_seconds = {stop_seconds}"
+    except (RendezvousError, DistError) as error:
+        what = " ".join(str(error).split()) or type(error).__name__
+        reason = f"error: no meeting of all nodes at {head}: {what}; another node may tell why"
+        status = train.FAILED
+    print(f"{reason}; logs: {logs}", file=sys.stderr)
+    return status
+
+
+def explain(failures: Mapping[int, Any]) -> tuple[str, int]:
+    """Why ranks failed, in one line, and the exit status that says so.
+
+    A user's mistake comes first, then who was killed, then who failed first; who misses another
+    rank has the least to tell.
+
+    Args:
+        failures: torch's ``ProcessFailure`` by rank.
+    """
+
+    def order(rank: int) -> tuple[object, ...]:
+        one = failures[rank]
+        # torchrun ends ranks by SIGTERM; who was killed otherwise dragged them along.
+        was_killed = one.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+        is_lost = DID_NOT_ANSWER in _told(one)
+        return one.exitcode != train.USER_ERROR, not was_killed, is_lost, one.timestamp, rank
+
+    rank = min(failures, key=order)
+    status = failures[rank].exitcode
+    return f"error (rank {rank}): {_told(failures[rank])}", max(status, train.FAILED)
+
+
+def _told(failure: Any) -> str:
+    """What a rank has left as its error, or how it ended."""
+    if isinstance(failure.message, dict):
+        message = " ".join(str(failure.message.get("message")).split())[:400]
+        is_mistake = failure.exitcode == train.USER_ERROR
+        return message.removeprefix("ValueError: ") if is_mistake else message
+    if failure.exitcode > 0:
+        return f"ended with status {failure.exitcode}"
+    name = signal.Signals(-failure.exitcode).name
+    return f"ended by {name}{'; its memory may have run out' if name == 'SIGKILL' else ''}"
+
+
+def _ended_well(logs: Path, ranks: int) -> bool:
+    """Whether each rank of the last start ended well, as it has left a file to say so."""
+    starts = logs.glob("*/attempt_*")
+    return any(len([*one.glob(f"*/{train.ENDED}")]) == ranks for one in starts)
+
+
+@contextmanager
+def _launchers_log(folder: Path) -> Iterator[None]:
+    """Have torchrun's own log, a screen for each failure, in a file; and its signals given back."""
+    log = logging.getLogger("torch.distributed.elastic")
+    handler = logging.FileHandler(folder / "torchrun.txt")
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    log.addHandler(handler)
+    log.propagate = False
+    try:
+        yield
+    finally:
+        log.removeHandler(handler)
+        log.propagate = True
+        handler.close()
+        for number, how in before.items():
+            signal.signal(number, how)
+
+
+def _tokenize_first(config: Any) -> None:
+    from torchtitan_ext.data.loader import tokenize_first  # imports torchtitan
+
+    tokenize_first(config)
 
 
 def _train(arguments: list[str]) -> int:
@@ -113,20 +319,31 @@ def _num_gpus() -> int:
     return 0 if machine.cpu_is_needed() else torch.cuda.device_count()
 
 
-def _pick(given: int | None, config: Any) -> int:
-    """Processes: as many as are asked for, or else the most of this node that a config fits.
+def _pick(given: int | None, nodes: int | None, config: Any) -> int:
+    """Processes of this node: as asked for, or else the most that a config fits.
+
+    Among several nodes all GPUs count: one that sees fewer than others must not train along.
 
     Raises:
-        ValueError: For a number above that of the GPUs.
+        ValueError: For a number above that of the GPUs, or for a node of several without any.
     """
     from torchtitan_ext.tools import preflight_checks
 
     gpus = _num_gpus()
+    if nodes and not gpus and os.environ.get("AMO_DEVICE") != "cpu":
+        raise ValueError(
+            f"AMO_DEVICE: found no accelerator on {socket.gethostname()}, expected one (nvidia-smi "
+            "shows what the driver sees); AMO_DEVICE=cpu trains on CPUs"
+        )
     if given is not None:
         if gpus and given > gpus:
-            raise ValueError(f"--ranks: found {given}, expected 1 to {gpus}, the GPUs of this node")
+            raise ValueError(
+                f"--ranks: found {given}, expected 1 to {gpus}, the GPUs of {socket.gethostname()}"
+            )
         return given
     most = gpus or 2
+    if nodes:
+        return most
     fitting = (n for n in range(most, 0, -1) if not preflight_checks.check(config, n))
     return next(fitting, most)
 
