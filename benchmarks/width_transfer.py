@@ -71,7 +71,7 @@ def row(scale: str, width: int, losses: dict[float, float], kept: float) -> dict
 
 def main(args: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.width_transfer")
-    parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128, 256])
+    parser.add_argument("--widths", type=int, nargs="+", default=[32, 64, 128])
     parser.add_argument("--scales", nargs="+", default=list(RATES), choices=RATES)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--steps", type=int, default=100)

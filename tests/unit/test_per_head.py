@@ -143,12 +143,14 @@ def test_a_run_may_change_per_head_between_checkpoints(
     cls: type[Muon], config: Any, step: int, before: bool
 ) -> None:
     shapes = {**GROUPED, "layers.0.attention.wv.weight": (6, 8)}
-    models = [told(module_of(shapes), head_dim=3) for _ in range(2)]
+    models = [told(module_of(shapes).to_empty(device="cpu"), head_dim=3) for _ in range(2)]
     optimizers = [
         cls(param_groups(model, per_head=per_head), lr=0.1, config=config)
         for model, per_head in zip(models, (before, not before), strict=True)
     ]
     torch.manual_seed(0)
+    for param in models[0].parameters():
+        nn.init.normal_(param)
     grads = [[torch.randn_like(each) for each in models[0].parameters()] for _ in range(step + 1)]
 
     def take(number: int, at: int) -> None:

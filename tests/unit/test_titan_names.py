@@ -54,7 +54,8 @@ def check(model: nn.Module, types: Counter[str], by_adamw: set[str]) -> None:
     assert divided
     for name, views in divided.items():
         # Each attention has two heads of each at least.
-        assert min(Counter(types_in(views)).values()) > 1, name
+        counts = Counter(filter(in_heads, types_in(views)))
+        assert min(counts.values()) > 1, name
 
 
 def types_in(views: Sequence[MatrixView]) -> list[str]:
