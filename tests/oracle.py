@@ -79,18 +79,20 @@ class Oracle:
             momentum = self._momentum(name, grad)
             if name in sample:
                 sampled[name] = momentum
-            dtype = getattr(torch, self.config.ns_dtype)
+            dtype, wire = (
+                getattr(torch, name) for name in (self.config.ns_dtype, self.config.wire)
+            )
             norm_scale = 1.0 if self.fixed else SAFETY
             schedule = self.schedules.get(name) or Schedule(schedules[operator_type], norm_scale)
             update = orthogonalize(
-                self._direction(momentum).to(dtype),
+                self._direction(momentum).to(wire),
                 schedule.coefficients,
                 dtype=dtype,
                 norm_scale=schedule.norm_scale,
                 preconditioner=schedule.preconditioner,
             )
             param = self.params[name]
-            update, scale = self._scaled(name, self._sized(update).float())
+            update, scale = self._scaled(name, self._sized(update).to(wire).float())
             new = param.float() * (1 - self.lr * self.weight_decay)
             param.copy_(new - update * (self.lr * scale))
         self._step_adamw(grads)

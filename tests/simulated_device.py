@@ -411,7 +411,12 @@ def _replacements(device: Device) -> Iterator[tuple[Any, str, Any]]:
     }.items():
         yield torch.cuda, name, value
     yield torch.accelerator, "synchronize", synchronize
-    yield torch.accelerator, "current_accelerator", lambda: torch.device("cuda")
+    yield (
+        torch.accelerator,
+        "current_accelerator",
+        lambda check_available=False: torch.device("cuda"),
+    )
+    yield torch.accelerator, "current_stream", _Stream
     yield torch.accelerator, "current_device_index", lambda: 0
     yield dist, "get_backend_config", lambda group=None: device.backends
     # A DTensor asks PyTorch's own code, which takes the device to be meta.

@@ -300,7 +300,9 @@ def zeros_per_slice(param: torch.Tensor, dim: int) -> torch.Tensor:
     ]
     stride = torch.empty(shape, device="meta").stride()
     size, mesh = torch.Size(shape), param.device_mesh
-    return DTensor.from_local(zeros, mesh, placements, run_check=False, shape=size, stride=stride)
+    made = DTensor.from_local(zeros, mesh, placements, run_check=False, shape=size, stride=stride)
+    # PyTorch has moved them to the mesh's device, also where the parameter lies in host memory.
+    return made if made.device == zeros.device else made.to(zeros.device)
 
 
 def _overlaps(

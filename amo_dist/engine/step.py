@@ -35,6 +35,7 @@ from amo_dist.engine.parameters import (
 )
 from amo_dist.engine.rounding import Rounding
 from amo_dist.engine.rule import UpdateRule
+from amo_dist.engine.staging import bring_down, device_of_matrices, on_host, send_up
 from amo_dist.engine.sums import Sums
 from amo_dist.engine.verdict import Agreement, Verdict
 from amo_dist.engine.world import World
@@ -169,7 +170,10 @@ class Engine:
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         self._wire: torch.dtype = getattr(torch, config.wire)
         self._is_far = parameters.device.type != "cpu"
-        check_backend("ns_backend", config.ns_backend, self._dtype, parameters.device)
+        self.device = device_of_matrices(parameters.params, parameters.device)
+        """Where matrices are gathered and orthogonalized."""
+        self._is_staged = self.device != parameters.device
+        check_backend("ns_backend", config.ns_backend, self._dtype, self.device)
         if config.max_team > 1 and (rule.prepares or rule.finishes):
             raise ValueError(
                 f"max_team: found {config.max_team} with {type(rule).__name__}, which works on "
@@ -178,7 +182,7 @@ class Engine:
         self._rounding = Rounding(parameters, config)
         self._adamw = AdamW(parameters, state, groups, self._rounding)
         looks = rule.prepares or rule.finishes
-        self._sums = Sums(parameters, groups, state, rule) if looks else None
+        self._sums = Sums(parameters, groups, state, rule, self.device) if looks else None
         self._scales = [self._scale(index) for index in range(len(parameters.matrices))]
         self._local_params = Locals(parameters.convolutions)
         self._local_momenta = Locals(parameters.convolutions)
@@ -368,11 +372,12 @@ class Engine:
         """
         rule, matrices = self.rule, self.parameters.matrices
         with self._deferring("reading momentum"):
+            places = on_host(pieces.places) if self._is_staged else pieces.places
             for group, positions in pieces.by_group.items():
                 momentum, is_nesterov = self._momenta[group]
                 momenta, grads, out, parts = [], [], [], []
                 for position in positions:
-                    part, place = pieces.parts[position], pieces.places[position]
+                    part, place = pieces.parts[position], places[position]
                     grad = self._grads[matrices[part.matrix].tensor]
                     if grad is None:
                         place.zero_()
@@ -394,6 +399,8 @@ class Engine:
                     assert self._sums is not None
                     for part, place, each in zip(parts, out, found, strict=True):
                         place.copy_(rule.prepare(each, self._sums.piece(part)))
+            if self._is_staged:
+                send_up(places, pieces.places)
             return
         for place in pieces.places:
             place.fill_(math.nan)
@@ -410,7 +417,8 @@ class Engine:
         """
         team, flags = batch.team, list[Tensor]()
         # On a CPU a product of two matrices takes less to call than one of two batches.
-        together = [batch.wholes] if self._is_far else [[whole] for whole in batch.wholes]
+        is_far = self.device.type != "cpu"
+        together = [batch.wholes] if is_far else [[whole] for whole in batch.wholes]
         try:
             for wholes in together:
                 x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
@@ -447,17 +455,18 @@ class Engine:
             shape,
             schedule.coefficients,
             self._dtype,
-            self.parameters.device,
+            self.device,
         )
 
     def _update(self, pieces: _Pieces) -> None:
         """Take results into parameters, at once or when their sums are known."""
         with self._deferring("updating matrices"):
+            places = bring_down(pieces.places) if self._is_staged else pieces.places
             if not self.rule.finishes:
-                self._write(pieces.parts, pieces.places, pieces.params)
+                self._write(pieces.parts, places, pieces.params)
                 return
             assert self._sums is not None
-            found = zip(pieces.parts, pieces.places, strict=True)
+            found = zip(pieces.parts, places, strict=True)
             some = [each for each in found if self._grads[self._tensor(each[0])] is not None]
             self._write(*self._sums.take(some))
 
@@ -604,8 +613,7 @@ class Engine:
             )
             digests[ranks] = plan.digest
             if here:
-                device = self.parameters.device
-                exchanges.append(Exchange(plan, group=group, device=device, dtype=dtype))
+                exchanges.append(Exchange(plan, group=group, device=self.device, dtype=dtype))
         check_alike_by_ranks("exchange plan", digests, world.group)
         return exchanges
 

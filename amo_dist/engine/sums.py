@@ -29,6 +29,7 @@ class Sums:
         groups: Parameter groups of the optimizer.
         state: Of the optimizer, by parameter.
         rule: Turns results into updates.
+        device: Over which ranks add up; sums of host memory go there and back.
     """
 
     def __init__(
@@ -37,9 +38,10 @@ class Sums:
         groups: Sequence[Mapping[str, Any]],
         state: Mapping[Tensor, Mapping[str, Tensor]],
         rule: UpdateRule,
+        device: torch.device,
     ) -> None:
         self._parameters, self._groups, self._state = parameters, groups, state
-        self._rule = rule
+        self._rule, self._device = rule, device
         self._sizes = [
             rule.sums(matrix, parameters.entries[matrix.tensor].views[0].dim)
             for matrix in parameters.matrices
@@ -145,8 +147,8 @@ class Sums:
         for ranks, group in world.groups_by_ranks.items():
             here = [index for index in totals if tuple(sorted(matrices[index].ranks)) == ranks]
             if here and group is not None:
-                vector = torch.cat([totals[index] for index in here])
+                vector = torch.cat([totals[index] for index in here]).to(self._device)
                 dist.all_reduce(vector, group=group)
-                parts = vector.split([totals[index].numel() for index in here])
+                parts = vector.to(device).split([totals[index].numel() for index in here])
                 totals.update(zip(here, parts, strict=True))
         return totals

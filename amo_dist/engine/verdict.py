@@ -320,9 +320,9 @@ class Verdict:
         self._slots[_MARKS].fill_(mark)
         self._slots[_MARKS + self._num_marks].fill_(-mark)
         if ballot.is_bad is not None:
-            self._slots[_GRADIENT].masked_fill_(ballot.is_bad.any(), self._mark)
+            self._slots[_GRADIENT].masked_fill_(ballot.is_bad.any().to(self._device), self._mark)
         for flags in ballot.updates.values():
-            self._slots[_UPDATE].masked_fill_(flags.any(), self._mark)
+            self._slots[_UPDATE].masked_fill_(flags.any().to(self._device), self._mark)
         return max_over(self._vector, self._world.group)
 
     def _is_bad(self) -> Tensor:

@@ -283,7 +283,7 @@ class Muon(torch.optim.Optimizer):
         groups = [describe_group(group, own) for group in self.param_groups]
         with membership.patience():
             group, parameters = membership.join(), self._engine.parameters
-            take_device(group, parameters.device)
+            take_device(group, self._engine.device)
             world = agree_on_world(
                 parameters, self._rates(), groups, configuration, membership, group
             )

@@ -53,6 +53,7 @@ class Case:
         dtype: Of parameters.
         fields: Of the configuration.
         has_twin: Whether the twin knows all of the fields.
+        head_dim: Rows of a head, each of which is a matrix; 0 for none.
     """
 
     world_size: int
@@ -62,6 +63,7 @@ class Case:
     dtype: str
     fields: dict[str, Any]
     has_twin: bool
+    head_dim: int = 0
 
     @property
     def config(self) -> MuonConfig:
@@ -78,6 +80,7 @@ def draw(rng: random.Random) -> Case:
         "nesterov": rng.random() < 0.5,
         # As printed, the coefficients of CANS diverge in bfloat16.
         "ns_dtype": "float32" if name == "Muon-CANS" else rng.choice(("float32", "bfloat16")),
+        "wire_dtype": rng.choice((None, "float32", "bfloat16")),
         "ownership": rng.choice(("round_robin", "balanced")),
         "bucket_bytes": rng.choice((1, 256, 4096)),
         "ns_guard_every": rng.choice((0, 1, 2)),
@@ -93,8 +96,34 @@ def draw(rng: random.Random) -> Case:
             "cautious_decay": rng.random() < 0.5,
             "bfloat16_params": rng.choice(("nearest", "stochastic", "master")),
         }
-    dtype = rng.choice(("float32", "float32", "bfloat16"))
-    return Case(world_size, layout, name, _shapes(rng, layout), dtype, fields, has_twin)
+    dtype, shapes = rng.choice(("float32", "float32", "bfloat16")), _shapes(rng, layout)
+    head_dim = rng.choice((0, 2, 3))
+    for name_of, shape in shapes.items():
+        if _has_heads(name_of) and head_dim:
+            shapes[name_of] = (head_dim * min(shape[0], 8), shape[1])
+    return Case(world_size, layout, name, shapes, dtype, fields, has_twin, head_dim)
+
+
+def _has_heads(name: str) -> bool:
+    return models.TYPES.get(name.split(".", 2)[-1]) in ("attn_q", "attn_k", "attn_v")
+
+
+def matrices(case: Case, name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """What `by_matrix` has, with the rows of each head apart."""
+    if not (case.head_dim and _has_heads(name)):
+        return by_matrix(name, tensor)
+    kinds = types_of(case, name, tuple(tensor.shape))
+    heads = tensor.split(case.head_dim)
+    return {key: head.clone() for key, head in zip(kinds, heads, strict=True)}
+
+
+def types_of(case: Case, name: str, shape: tuple[int, ...]) -> dict[str, str]:
+    """Operator type of each of `matrices`."""
+    views = views_of(name, shape) or ()
+    if case.head_dim and _has_heads(name):
+        kind, number = views[0].operator_type, shape[0] // case.head_dim
+        return {f"{name}[{kind[-1]}.{head}]": kind for head in range(number)}
+    return {name + view.suffix: view.operator_type for view in views}
 
 
 def _amo_fields(rng: random.Random) -> dict[str, Any]:
@@ -156,7 +185,7 @@ def _train(world_size: int, case: Case) -> dict[str, Tensor]:
     group = dist.group.WORLD if case.layout == "plain" and world_size > 1 else None
     optimizer = make_optimizer(
         case.name,
-        param_groups(model),
+        param_groups(model, per_head=case.head_dim or False),
         LR,
         WEIGHT_DECAY,
         config=case.config,
@@ -176,9 +205,8 @@ def twin(case: Case) -> dict[str, Tensor]:
     params: dict[str, Tensor] = {}
     types: dict[str, str] = {}
     for name, shape in case.shapes.items():
-        params |= by_matrix(name, models.initial(name, shape).to(dtype))
-        for view in views_of(name, shape) or ():
-            types[name + view.suffix] = view.operator_type
+        params |= matrices(case, name, models.initial(name, shape).to(dtype))
+        types |= types_of(case, name, shape)
     fixed: dict[str, Schedule] = {}
     if case.name == "ROOT":
         shapes = {name: tuple(params[name].shape) for name in types}
@@ -191,7 +219,7 @@ def twin(case: Case) -> dict[str, Tensor]:
     for step in range(1, STEPS + 1):
         grads: dict[str, Tensor | None] = {}
         for name, shape in case.shapes.items():
-            grads |= by_matrix(name, gradient(step, name, shape).to(dtype))
+            grads |= matrices(case, name, gradient(step, name, shape).to(dtype))
         oracle.step(grads)
     return oracle.params
 
@@ -217,12 +245,14 @@ def check(case: Case, run_on: Ranks) -> list[str]:
             if expected:
                 # The factor to a norm may differ in its last bit in each step.
                 rounds = not is_matrix or case.name in TWINS
-                for key, matrix in by_matrix(name, found).items():
+                for key, matrix in matrices(case, name, found).items():
                     _assert_alike(matrix, expected[key], rounds, f"{who} and twin, {key}: {case}")
     return [
         f"{case.name}",
         f"{case.layout} on {case.world_size}",
         "with twin" if expected else "without twin",
+        f"wire {case.config.wire} of {case.config.ns_dtype}",
+        "by head" if case.head_dim and any(map(_has_heads, case.shapes)) else "whole",
     ]
 
 

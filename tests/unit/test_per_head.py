@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from amo_dist import Fused, Muon
+from amo_dist import AMO, AMOConfig, Fused, Muon, MuonConfig
 from amo_dist.operators.groups import param_groups
 from tests.unit.test_param_groups import module_of
 
@@ -121,3 +123,55 @@ def test_an_update_is_as_large_as_without_heads() -> None:
     assert optimizer.operator_types.count("attn_q") == 4
     # Five steps leave singular values off one by a few percent, and unlike for other shapes.
     assert norms[True] == pytest.approx(norms[False], rel=0.05)
+
+
+FIELDS: dict[str, Any] = {"ns_dtype": "float32"}
+ADAPTIVE = AMOConfig(observe_until=4, observe_every=2, transition_steps=2, **FIELDS)
+
+
+@pytest.mark.parametrize(
+    ("cls", "config", "step"),
+    [
+        (Muon, MuonConfig(**FIELDS), 2),
+        (AMO, ADAPTIVE, 3),  # observing
+        (AMO, ADAPTIVE, 5),  # on its way to the plan
+        (AMO, ADAPTIVE, 7),  # locked
+    ],
+)
+@pytest.mark.parametrize("before", [False, True])
+def test_a_run_may_change_per_head_between_checkpoints(
+    cls: type[Muon], config: Any, step: int, before: bool
+) -> None:
+    shapes = {**GROUPED, "layers.0.attention.wv.weight": (6, 8)}
+    models = [told(module_of(shapes).to_empty(device="cpu"), head_dim=3) for _ in range(2)]
+    optimizers = [
+        cls(param_groups(model, per_head=per_head), lr=0.1, config=config)
+        for model, per_head in zip(models, (before, not before), strict=True)
+    ]
+    torch.manual_seed(0)
+    for param in models[0].parameters():
+        nn.init.normal_(param)
+    grads = [[torch.randn_like(each) for each in models[0].parameters()] for _ in range(step + 1)]
+
+    def take(number: int, at: int) -> None:
+        for param, grad in zip(models[number].parameters(), grads[at], strict=True):
+            param.grad = grad.clone()
+        optimizers[number].step()
+
+    for at in range(step):
+        take(0, at)
+    models[1].load_state_dict(models[0].state_dict())
+    optimizers[1].load_state_dict(copy.deepcopy(optimizers[0].state_dict()))
+    for number in (0, 1):
+        take(number, step)
+    first, second = (optimizer.params_by_name for optimizer in optimizers)
+    assert optimizers[0].phase == optimizers[1].phase
+    for name in first:
+        # Momentum is that of the parameter, whatever matrices are in it.
+        buffers = [
+            each.state[p[name]]["momentum_buffer"]
+            for each, p in zip(optimizers, (first, second), strict=True)
+        ]
+        assert torch.equal(*buffers)
+        # What has no heads, and by AMO's schedules, goes on to the bit.
+        assert torch.equal(first[name], second[name]) == name.endswith("wo.weight")

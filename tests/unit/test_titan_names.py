@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections import Counter
+from collections.abc import Sequence
 from types import ModuleType
 from unittest.mock import MagicMock
 
@@ -15,6 +16,7 @@ from torch import nn
 pytest.importorskip("torchtitan")
 
 from amo_dist.operators.groups import param_groups
+from amo_dist.operators.views import MatrixView, in_heads
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
@@ -45,6 +47,19 @@ def check(model: nn.Module, types: Counter[str], by_adamw: set[str]) -> None:
     muon, adamw = param_groups(model, patterns=patterns)
     assert types == Counter(v.operator_type for vs in muon["matrix_views"].values() for v in vs)
     assert by_adamw == {name for name, parameter in adamw["params"] if parameter.dim() > 1}
+    apart, _ = param_groups(model, patterns=patterns, per_head=True)
+    divided = {
+        name: views for name, views in apart["matrix_views"].items() if in_heads(types_in(views)[0])
+    }
+    assert divided
+    for name, views in divided.items():
+        # Each attention has two heads of each at least.
+        counts = Counter(filter(in_heads, types_in(views)))
+        assert min(counts.values()) > 1, name
+
+
+def types_in(views: Sequence[MatrixView]) -> list[str]:
+    return [view.operator_type for view in views]
 
 
 ENDS = {"tok_embeddings.weight", "lm_head.weight"}

@@ -1,0 +1,205 @@
+"""Parameters in host memory, matrices on the device: the bits of all on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist.kernels.geometry import SPECTRAL_METRICS
+from amo_dist.optimizers.named import make_optimizer
+from amo_dist.tools.tracker import GeometryTracker
+from tests.distributed import models
+from tests.distributed import test_layouts_more as more
+from tests.distributed import test_simulated_device as on_device
+from tests.distributed.harness import Ranks
+from tests.nccl import nccl
+from tests.simulated_device import NCCL, SimulatedTensor, simulated_device
+
+LR, STEPS = on_device.LR, on_device.STEPS
+FIELDS = on_device.FIELDS | {"ns_guard_every": 8}
+LOCKED = on_device.LOCKED + 1
+"""From here on, but for the step that measures a residual, nothing is measured or dealt anew."""
+BOTH = "cpu:gloo,cuda:nccl"
+
+
+def on_host(tensor: Tensor) -> DTensor:
+    """A DTensor of the same mesh whose local tensor lies in host memory, as FSDP2 makes them."""
+    assert isinstance(tensor, DTensor)
+    return DTensor(tensor.to_local().detach().cpu(), tensor._spec, requires_grad=False)
+
+
+def whole(param: Tensor) -> Tensor:
+    if isinstance(param, DTensor):
+        # `from_local` takes what lies on the host to the mesh's device.
+        sizes = {"shape": param.shape, "stride": param.stride()}
+        param = DTensor.from_local(
+            param.to_local(), param.device_mesh, param.placements, run_check=False, **sizes
+        )
+    return models.whole(param).cpu()
+
+
+def build(layout: str, is_offloaded: bool) -> nn.Module:
+    if not is_offloaded:
+        return on_device.build(layout)
+    if layout in ("fsdp", "hsdp"):  # as users do it
+        model = models.plain_model(on_device.shapes_of(layout), "cuda")
+        sizes, names = ((2, 2), ("replicate", "shard")) if layout == "hsdp" else ((-1,), ("shard",))
+        ranks = torch.distributed.get_world_size()
+        sizes = tuple(ranks if size == -1 else size for size in sizes)
+        mesh = init_device_mesh("cuda", sizes, mesh_dim_names=names)
+        for part in (*model.get_submodule("layers").children(), model):
+            fully_shard(part, mesh=mesh, offload_policy=CPUOffloadPolicy())
+        return model
+    made = on_device.build(layout).named_parameters()
+    return models.build({name: nn.Parameter(on_host(param)) for name, param in made})
+
+
+@dataclasses.dataclass
+class Run:
+    """What a run leaves on a rank, on the CPU."""
+
+    params: dict[str, Tensor]
+    momenta: dict[str, Tensor]
+    control: dict[str, Any]
+    geometry: list[Any]
+    waits: list[Counter[str]]
+    """Of each quiet step."""
+    num_sides: int
+    """Buckets that keep pieces on this rank, and buckets whose results return to it."""
+
+
+def train(
+    rank: int,
+    world_size: int,
+    layout: str,
+    is_offloaded: bool,
+    backends: str = NCCL,
+    name: str = "AMO",
+    fields: dict[str, Any] = FIELDS,
+) -> Run:
+    free = mock.patch("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0)
+    with free, simulated_device(backends) as device, nccl() as checks:
+        model = build(layout, is_offloaded)
+        config = (AMOConfig if name == "AMO" else MuonConfig)(**fields)
+        groups = param_groups(model, allow_unused=True)
+        optimizer = make_optimizer(name, groups, lr=LR, config=config)
+        assert isinstance(optimizer, Muon)
+        if isinstance(optimizer, AMO):
+            optimizer.tracker = tracker = GeometryTracker(6)
+        waits = []
+        for step in range(1, STEPS + 1):
+            for each, param in model.named_parameters():
+                grad = models.place_like(more.gradient(step, each, tuple(param.shape)), param)
+                param.grad = on_host(grad) if is_offloaded else grad
+            device.clear()
+            optimizer.step()
+            if step > LOCKED:
+                waits.append(Counter(device.waits))
+            checks.check_waited()
+        optimizer.check_last_update()
+        named = dict(model.named_parameters())
+        state = {each: optimizer.state[param] for each, param in named.items()}
+        for values in state.values():
+            for value in values.values():
+                local = value.to_local() if isinstance(value, DTensor) else value
+                assert isinstance(local, SimulatedTensor) != is_offloaded
+        assert all((param.device.type == "cpu") == is_offloaded for param in named.values())
+        return Run(
+            {each: whole(param) for each, param in named.items()},
+            {
+                each: whole(values["momentum_buffer"])
+                for each, values in state.items()
+                if "momentum_buffer" in values
+            },
+            optimizer.control_state_dict(),
+            [each[key] for each in tracker.records for key in SPECTRAL_METRICS]
+            if name == "AMO"
+            else [],
+            waits,
+            sum(
+                bool(side.parts)
+                for laid in optimizer._engine._laid
+                for side in (laid.kept, laid.returned)
+            ),
+        )
+
+
+def check(results: list[Run], expected: list[Run]) -> None:
+    for found, there in zip(results, expected, strict=True):
+        assert found.control == there.control
+        assert found.geometry == pytest.approx(there.geometry, rel=0, nan_ok=True)
+        assert found.momenta.keys() == there.momenta.keys() != set()
+        for name, momentum in found.momenta.items():
+            assert torch.equal(momentum, there.momenta[name]), name
+            assert torch.equal(found.params[name], there.params[name]), name
+        for name, param in found.params.items():
+            # AdamW, on the device fused: a rounding of float32 a step.
+            torch.testing.assert_close(param, there.params[name], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("layout", "world_size", "backends"),
+    [
+        pytest.param("fsdp", 1, NCCL, id="fsdp-1"),
+        pytest.param("fsdp", 2, NCCL, id="fsdp-2"),
+        pytest.param("fsdp", 3, BOTH, id="fsdp-3-gloo-too"),
+        pytest.param("tp", 2, NCCL, id="tp-2"),
+        pytest.param("hsdp", 4, NCCL, id="hsdp-2x2"),
+    ],
+)
+def test_host_parameters_train_as_those_of_the_device(
+    run_on: Ranks, layout: str, world_size: int, backends: str
+) -> None:
+    ranks = run_on(world_size)
+    results = ranks(train, layout, True, backends)
+    check(results, ranks(train, layout, False, backends))
+    shapes = on_device.shapes_of(layout)
+    twin = on_device.make_twin(shapes)
+    for step in range(1, STEPS + 1):
+        grads: dict[str, Tensor | None] = {}
+        for name, shape in shapes.items():
+            grads |= more.by_matrix(name, more.gradient(step, name, shape))
+        twin.step(grads)
+    for name, param in results[0].params.items():
+        for key, found in more.by_matrix(name, param).items():
+            # Products in batches, and AdamW; an update is 1e-4 at least.
+            torch.testing.assert_close(found, twin.params[key], rtol=1e-4, atol=2e-5)
+    (plan,) = {str(result.control["policy"]["plan"]["allocation"]) for result in results}
+    assert plan == str([twin.allocation[kind] for kind in twin.order])
+
+
+@pytest.mark.parametrize("name", ["NorMuon", "AdaMuon", "Muon in teams"])
+def test_each_optimizer_takes_host_parameters(run_on: Ranks, name: str) -> None:
+    name, _, has_teams = name.partition(" in ")
+    keys = ("bucket_bytes", "ns_dtype", "ns_backend")
+    fields = {key: FIELDS[key] for key in keys} | {"max_team": 2 if has_teams else 1}
+    ranks = run_on(4 if has_teams else 2)
+    results, expected = (ranks(train, "fsdp", there, NCCL, name, fields) for there in (True, False))
+    check(results, expected)
+
+
+@pytest.mark.parametrize("backends", [NCCL, BOTH])
+def test_a_locked_step_waits_for_each_bucket_to_come_down(run_on: Ranks, backends: str) -> None:
+    for run in run_on(2)(train, "fsdp", True, backends):
+        for waits in run.waits:
+            by_file = Counter[str]()
+            for what, count in waits.items():
+                by_file[what.partition(":")[0]] += count
+            # What each bucket kept and what returned; nothing waits to go up. Of the verdict, on
+            # NCCL, where this rank's gradients stand goes up and that of all comes down; else
+            # whether updates were finite comes down.
+            verdict = 2 if backends == NCCL else 1
+            assert by_file == {
+                "synchronize at engine/staging.py": run.num_sides,
+                "_to_copy at engine/verdict.py": verdict,
+            }
