@@ -133,7 +133,7 @@ def state(name: str, last: dict[str, Any], arguments: Sequence[str]) -> dict[str
 def quickstart_model(arguments: Sequence[str]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-        from torchtitan_ext.plugin import settings
+        from torchtitan_ext.config import settings
     return settings.parse([*arguments, "--optimizer.name=Muon"]).model_spec.model.build()
 
 

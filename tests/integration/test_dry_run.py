@@ -26,12 +26,13 @@ SMALL = sorted(CONFIGS / f"{name}.toml" for name in ("quickstart", "debug_llama3
 # One process takes the step of one config after the other: the imports cost more than the step.
 PROGRAM = """
 import dataclasses, gc, json, os, sys, time, types
-from torchtitan_ext.plugin import machine
-machine.install()
+from torchtitan_ext.plugin import patches
+patches.install()
 import torch
 import torchtitan.trainer
 from torchtitan_ext import train
-from torchtitan_ext.plugin import models, settings
+from torchtitan_ext.config import settings
+from torchtitan_ext.plugin import models
 
 # The first rank waits for the others at its end: two seconds a config.
 torchtitan.trainer.time = types.SimpleNamespace(sleep=id, perf_counter=time.perf_counter)

@@ -202,9 +202,9 @@ def server() -> Iterator[Server]:
 
 def serve() -> None:
     """Answer requests until the input ends."""
-    from torchtitan_ext.plugin import machine
+    from torchtitan_ext.plugin import patches
 
-    machine.install()
+    patches.install()
     from torchtitan_ext.plugin import trainer  # noqa: F401
 
     _cut_debug_models()
@@ -444,9 +444,9 @@ def _fill_disk(step: int) -> None:
 
 def serve_torchrun(path: str) -> int:
     """One rank under torchrun: reads one job for each restart from a file."""
-    from torchtitan_ext.plugin import machine
+    from torchtitan_ext.plugin import patches
 
-    machine.install()
+    patches.install()
     jobs = json.loads(Path(path).read_text())
     job = Job(**jobs[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
     return _train(job, int(os.environ["RANK"]))

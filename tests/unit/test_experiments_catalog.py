@@ -33,7 +33,8 @@ from torchtitan_ext.paper.resolve import (
     resolve,
     scaled,
 )
-from torchtitan_ext.plugin import geometry, optimizers, settings
+from torchtitan_ext.config import settings
+from torchtitan_ext.plugin import geometry, optimizers
 
 PAPER = Place()
 SMALL = Place(base=QUICKSTART, small=True)

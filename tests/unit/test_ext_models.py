@@ -16,7 +16,7 @@ with warnings.catch_warnings():
     from torchtitan.models.common.decoder import Decoder
     from torchtitan.tools import utils
 
-    from torchtitan_ext.plugin import machine, models
+    from torchtitan_ext.plugin import models, patches
     from torchtitan_ext.plugin.activations import Activations
     from torchtitan_ext.plugin.parallelize import parallelize
 
@@ -103,7 +103,7 @@ def test_mistakes(values: dict[str, str], message: str) -> None:
 @pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
 @pytest.mark.parametrize("attention", ["flex", "varlen"])
 def test_attention_that_does_not_train_on_a_cpu(attention: Literal["flex", "varlen"]) -> None:
-    machine.install()
+    patches.install()
     spec = models.spec(models.Model(flavor="tiny", attention=attention))
     with torch.device("meta"):
         model = spec.model.build()
@@ -141,7 +141,7 @@ def test_mistakes_in_activation_checkpointing(option: str) -> None:
 def test_torchtitan_runs_on_cpu_without_an_accelerator() -> None:
     import torchtitan.distributed.parallel_dims as loaded_before
 
-    machine.install()
+    patches.install()
     assert utils.device_type == loaded_before.device_type == "cpu"
     module = utils.device_module
     assert module.get_device_properties(None).total_memory > 0

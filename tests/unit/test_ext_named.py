@@ -12,7 +12,7 @@ from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.tools import run_log
 from tests.distributed import models
-from torchtitan_ext.plugin import settings
+from torchtitan_ext.config import settings
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 

@@ -13,7 +13,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     from torchtitan.config import ConfigManager
 
-    import torchtitan_ext.plugin.toml_config  # noqa: F401
+    import torchtitan_ext.config.settings  # noqa: F401
     from torchtitan_ext import config_registry
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"

@@ -13,7 +13,7 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import settings
+    from torchtitan_ext.config import settings
 
 from torchtitan_ext import train
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from tests.examples import ROOT
-from torchtitan_ext.plugin import machine
+from torchtitan_ext.plugin import machine, patches
 from torchtitan_ext.tools import nodes
 
 
@@ -51,7 +51,7 @@ def test_a_rank_whose_device_is_gone_does_not_train_on_cpu(monkeypatch: pytest.M
     assert machine.device_type() == "cpu"
     monkeypatch.setenv("AMO_DEVICE", "cuda")
     with pytest.raises(ValueError, match=r"AMO_DEVICE: found no accelerator on .* expected 'cuda'"):
-        machine.install()
+        patches.install()
     with_device(monkeypatch, "cuda", 1)
     monkeypatch.setenv("AMO_DEVICE", "cuda")
     assert machine.device_type() == "cuda"

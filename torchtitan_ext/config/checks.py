@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchtitan_ext import learning_rate
 from torchtitan_ext.data import loader
-from torchtitan_ext.plugin import geometry, losses, models, optimizers, sections
+from torchtitan_ext.plugin import geometry, losses, models, optimizers
 
 _MOST = 10**15
 """Of steps, and of tokens in a sequence: no run comes near."""
@@ -20,9 +19,7 @@ def settle(config: Any) -> None:
     Raises:
         ValueError: For a learning rate or a model that cannot be told.
     """
-    given = sections.given_here(config.given)
-    sections.settle(config.optimizer, given)
-    learning_rate.resolve(config.optimizer, given)
+    optimizers.settle(config.optimizer)
     if config.model_spec is None:
         config.model_spec = models.spec(config.model)
     if config.loss.global_vocab_size is None:
@@ -36,7 +33,7 @@ def validate(config: Any) -> None:
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
-    optimizers.validate(config.optimizer, sections.given_here(config.given))
+    optimizers.validate(config.optimizer)
     _check_numbers(config.optimizer)
     check_degrees(config.parallelism)
     geometry.validate(config)
