@@ -23,7 +23,6 @@ import torch.distributed.checkpoint as dcp
 
 from torchtitan_ext.data.tokenizers import ByteTokenizer
 from torchtitan_ext.plugin import models
-from torchtitan_ext.plugin.old_checkpoints import old_name
 from torchtitan_ext.runs.results import PAPER_TASKS, read_results
 from torchtitan_ext.tools import evaluate, export
 
@@ -73,21 +72,6 @@ def save(model: Any, folder: Path, name: str, assets: str = "", **tokenizer: str
     return checkpoint
 
 
-def save_as_before(model: Any, folder: Path, name: str) -> Path:
-    """As torchtitan 0.2.2 left it."""
-    checkpoint = folder / "checkpoint" / "step-7"
-    state = {old_name(key): weight for key, weight in model.state_dict().items()}
-    dcp.save(state, checkpoint_id=str(checkpoint), no_dist=True)
-    config = {
-        "job": {"dump_folder": str(folder)},
-        "model": {"name": name, "flavor": "tiny", "hf_assets_path": ""},
-        "data": {"tokenizer": "byte", "tokenizer_path": "", "eos_token": ""},
-        "optimizer": {"name": "AMO"},
-    }
-    (folder / "run.json").write_text(json.dumps(config))
-    return checkpoint
-
-
 def logits(model: Any, tokens: torch.Tensor) -> torch.Tensor:
     with torch.no_grad():
         found = model(tokens)
@@ -117,17 +101,6 @@ def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) ->
     # The tolerance would notice a rotary embedding of another base.
     exported.model.rotary_emb.inv_freq.mul_(1.001)
     assert (logits(exported, tokens) - expected).abs().max() > 1e-3
-
-
-@needs_transformers
-@pytest.mark.parametrize("name", ["llama3", "qwen3"])
-def test_a_checkpoint_of_before_is_exported_alike(tmp_path: Path, name: str) -> None:
-    model = tiny_model(name)
-    weights = []
-    for saved in (save, save_as_before):
-        checkpoint = saved(model, tmp_path / saved.__name__, name)
-        weights.append(export.load(checkpoint, export.find_source(checkpoint)).state_dict())
-    torch.testing.assert_close(weights[0], weights[1], rtol=0, atol=0)
 
 
 @needs_transformers

@@ -55,7 +55,7 @@ class Nodes:
 
     def __init__(self, folder: Path, options: Sequence[str]) -> None:
         self._logs = folder.with_name(folder.name + "-logs")
-        arguments = [str(CONFIG), f"--job.dump_folder={folder}", *options]
+        arguments = [str(CONFIG), f"--dump_folder={folder}", *options]
         variables = environment(
             NODES="2",
             HEAD=f"127.0.0.1:{free_port()}",

@@ -211,7 +211,7 @@ def serve() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with tempfile.TemporaryDirectory() as tokens:
-        _tokens.append(f"--data.tokens={tokens}")  # all runs read the same text
+        _tokens.append(f"--dataloader.tokens={tokens}")  # all runs read the same text
         _serve(answers)
 
 
@@ -359,7 +359,7 @@ def _train(job: Job, rank: int) -> int:
         return 0
     if job.sequences:
         _replay(job.sequences)
-    options = [f"--job.config_file={job.config}", *OPTIONS, f"--job.dump_folder={folder}", *_tokens]
+    options = [f"--job.config_file={job.config}", *OPTIONS, f"--dump_folder={folder}", *_tokens]
     return train.main([*options, *job.arguments])
 
 

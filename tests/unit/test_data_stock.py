@@ -38,10 +38,10 @@ def test_documents_follow_without_begin_tokens(
 @pytest.mark.parametrize(
     ("training", "validation", "freq", "message"),
     [
-        ("fineweb-edu", "stdlib", 1, r"^training\.dataset: found 'fineweb-edu', expected one of"),
-        ("stdlib", "c4-val", 1, r"^validation\.dataset: found 'c4-val', expected one of"),
-        ("stdlib", "packed", 1, r"^validation\.dataset_path: found none"),
-        ("stdlib", "stdlib", 0, r"^validation\.freq: found 0"),
+        ("fineweb-edu", "stdlib", 1, r"^dataloader\.dataset: found 'fineweb-edu', expected one of"),
+        ("stdlib", "c4-val", 1, r"^validator\.dataloader\.dataset: found 'c4-val', expected one of"),
+        ("stdlib", "packed", 1, r"^validator\.dataloader\.dataset_path: found none"),
+        ("stdlib", "stdlib", 0, r"^validator\.freq: found 0"),
     ],
 )
 def test_what_cannot_be_read_is_named(
@@ -67,9 +67,9 @@ def test_an_error_of_validation_names_its_fields(tmp_path: Path) -> None:
         comm=SimpleNamespace(init_timeout_seconds=300),
         dump_folder=str(tmp_path / "run"),
     )
-    with pytest.raises(ValueError, match=r"^training\.dataset_path: no index\.json"):
+    with pytest.raises(ValueError, match=r"^dataloader\.dataset_path: no index\.json"):
         build(one)
     loader.settle(config)
     assert one._beside_runs == str(tmp_path / "tokens")
-    with pytest.raises(ValueError, match=r"^validation\.dataset_path: no index\.json"):
+    with pytest.raises(ValueError, match=r"^validator\.dataloader\.dataset_path: no index\.json"):
         build(one)

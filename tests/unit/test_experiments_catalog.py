@@ -39,7 +39,7 @@ from torchtitan_ext.plugin import geometry, optimizers
 PAPER = Place()
 SMALL = Place(base=QUICKSTART, small=True)
 GOLDEN = ROOT / "tests" / "golden"
-PINS = {"planner": "paper", "update_norm": "as_is"}
+PINS = {"planner": "paper"}
 
 MADE_BY_OTHER_RUNS = {"optimizer.muon.schedule_file"}
 """Options that name files which are not here before other runs have made them."""
@@ -331,9 +331,3 @@ def test_small_continual_runs_evaluate_saved_steps() -> None:
     assert str(jobs[2000].continues).endswith("quickstart-amo-5x/checkpoint/step-600")
     paper = [resolve(row.run, PAPER).step_of(row.step) for row in experiment.rows[::3]]
     assert paper == [2000, 4000, 6000, 8000, 8580]
-
-
-def test_muon_takes_over_what_the_stand_in_says_of_amo() -> None:
-    options = resolve(ALL_RUNS["qwen3-0.6b-muon-pe"], SMALL).options
-    assert options["optimizer.muon.ns_dtype"] == "float32"
-    assert "optimizer.muon.observe_every" not in options

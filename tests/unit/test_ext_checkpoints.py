@@ -226,7 +226,7 @@ def test_what_was_verified_is_not_read_twice(
     manager: Any, monkeypatch: pytest.MonkeyPatch, name: str, verify: bool
 ) -> None:
     told: list[bool] = []
-    monkeypatch.setattr(checkpoints.old_checkpoints, "load", lambda *_, verify: told.append(verify))
+    monkeypatch.setattr(checkpoints.loading, "load", lambda *_, verify: told.append(verify))
     manager.states["model"] = SimpleNamespace(load_state_dict=lambda _: None)
     manager._latest_step = 10
     manager.dcp_load({}, str(Path(manager.folder) / name), from_hf=False, from_quantized=False)

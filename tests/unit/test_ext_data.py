@@ -184,9 +184,9 @@ def test_a_position_in_other_data_is_refused(corpus: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"dataset_path": None}, r"training\.dataset_path: found none"),
-        ({"order": "ascend"}, r"data\.score_field: found none"),
-        ({"max_bad_rows": 1.5}, r"data\.max_bad_rows: found 1\.5"),
+        ({"dataset_path": None}, r"dataloader\.dataset_path: found none"),
+        ({"order": "ascend"}, r"dataloader\.score_field: found none"),
+        ({"max_bad_rows": 1.5}, r"dataloader\.max_bad_rows: found 1\.5"),
         ({"seq_len": 497}, r"training\.seq_len: found 497, expected less than the tokens.*, 497"),
     ],
 )
@@ -206,7 +206,7 @@ def test_another_tokenizer_is_refused(corpus: Path) -> None:
     index = json.loads((folder / "index.json").read_text())
     index["settings"]["tokenizer"] = "Other-3"
     (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"data\.tokenizer: found ByteTokenizer.*expected Other-3"):
+    with pytest.raises(ValueError, match=r"tokenizer\.kind: found ByteTokenizer.*expected Other-3"):
         build(dataset(folder, "packed"))
 
 

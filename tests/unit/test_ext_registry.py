@@ -41,7 +41,10 @@ def test_torchtitans_options_are_laid_over_a_file(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("sys.argv", ["train", *options])
     config = parse("debug_llama3", *options)
     assert (config.training.steps, config.training.seq_len, config.dataloader.seed) == (5, 128, 3)
-    assert "optimizer.muon.momentum" in config.given
+    assert config.optimizer.muon.momentum == 0.5
+    monkeypatch.setattr("sys.argv", ["train", "--optimizer.amo.momentum=0.5"])
+    with pytest.raises(ValueError, match=r"amo\.momentum: .* expected optimizer\.muon\.momentum"):
+        parse("debug_llama3", *options)
 
 
 @pytest.mark.parametrize(
@@ -66,5 +69,5 @@ def test_a_package_without_configs_says_where_they_are(monkeypatch: pytest.Monke
 def test_a_mistake_in_the_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text("[training]\nstepz = 3\n")
-    with pytest.raises(ValueError, match=r"training.stepz: .* did you mean 'training.steps'\?"):
+    with pytest.raises(ValueError, match=r"training.stepz=3; did you mean 'training.steps'\?"):
         parse(path)

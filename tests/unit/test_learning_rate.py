@@ -54,8 +54,12 @@ def test_a_plain_rate_is_left_alone_whatever_the_law_says() -> None:
     assert optimizer.lr == 1e-3
 
 
-def test_the_default_of_the_section_is_what_the_law_takes_for_none() -> None:
-    assert optimizers.OptimizersContainer.Config().lr == TITAN_DEFAULT
+def test_a_rate_that_nobody_gives_is_torchtitans_and_one_that_equals_it_is_given() -> None:
+    optimizer = optimizers.OptimizersContainer.Config()
+    resolve(optimizer)
+    assert optimizer.lr == TITAN_DEFAULT
+    with pytest.raises(ValueError, match=r"optimizer\.lr: found 0\.0008, .*gives 0\.001801"):
+        resolve(section(lr=TITAN_DEFAULT))
 
 
 def test_the_optimizer_gets_the_resolved_rate() -> None:

@@ -61,7 +61,7 @@ def check_degrees(parallelism: Any) -> None:
 def _check_numbers(optimizer: Any) -> None:
     for field in ("lr", "weight_decay", "eps", "beta1", "beta2"):
         found, most = getattr(optimizer, field), 1.0 if field.startswith("beta") else math.inf
-        if not 0 <= found < most:  # nor is NaN
+        if found is not None and not 0 <= found < most:  # nor is NaN
             expected = "a finite number >= 0" if math.isinf(most) else "a number >= 0 and < 1"
             raise ValueError(f"optimizer.{field}: found {found!r}, expected {expected}")
 
