@@ -48,7 +48,7 @@ def test_a_name_selects_its_table(name: str, table: str) -> None:
 
 def test_a_name_in_toml(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(CONFIG.read_text().replace('name = "AMO"', 'name = "AdaMuon"'))
+    file.write_text(f"extends = '{CONFIG}'\n[optimizer]\nname = 'AdaMuon'\n")
     config = settings.parse([f"--job.config_file={file}"])
     assert config.optimizer.name == "AdaMuon"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ def test_a_config_is_found_by_name_and_by_path(
 ) -> None:
     file = CONFIGS / "debug_llama3.toml"
     (tmp_path / "configs").mkdir()
-    shutil.copy(file, tmp_path / "configs" / "mine.toml")
+    (tmp_path / "configs" / "mine.toml").write_text(f"extends = '{file}'\n")
     monkeypatch.chdir(tmp_path)
     for name in ("debug_llama3", file, "mine", "configs/mine.toml"):
         assert parse(name).description == "debug llama3"

@@ -131,6 +131,7 @@ def fields() -> dict[str, Any]:
                 found[name] = value
 
     walk(Trainer.Config(), "")
+    found = {name: value for name, value in found.items() if value != []}
     hidden = ("dataloader.positions", "validator.dataloader.positions")
     shared = [f"optimizer.amo.{field.name}" for field in dataclasses.fields(MuonSection)]
     return {name: value for name, value in found.items() if name not in {*hidden, *shared}}

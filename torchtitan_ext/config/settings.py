@@ -83,13 +83,10 @@ def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
 
     try:
         names.require_known(found)
+        values = files.fields(files.read(path, field))
+        options = [option for name, value in values for option in _options(name, value)]
     except ValueError as error:
         raise told(str(error)) from None
-    options = [
-        option
-        for name, value in files.fields(files.read(path, field))
-        for option in _options(name, value)
-    ]
     errors = io.StringIO()
     try:
         with contextlib.redirect_stderr(errors):
@@ -113,18 +110,21 @@ def _over(default: Trainer.Config, options: list[str], /, **settings: Any) -> Tr
 
 
 def _options(name: str, value: object) -> list[str]:
-    if name == "override.imports" and isinstance(value, list):
-        return [f"--{name}", *map(str, value)]
-    if isinstance(value, list):
-        value = ",".join(map(str, value))  # as torchtitan reads lists
-    return [f"--{name}={value}"]
+    if value == []:
+        raise ValueError(f"{name}: found [], expected at least one, or no such line")
+    if not isinstance(value, list):
+        return [f"--{name}={value}"]
+    # torchtitan reads a list as one word with commas, and a list of lists as several.
+    is_nested = name == "override.imports" or isinstance(value[0], list)
+    words = [",".join(map(str, one)) if isinstance(one, list) else str(one) for one in value]
+    return [f"--{name}", *(words if is_nested else [",".join(words)])]
 
 
 def _one_line(told: str) -> str:
     """An error of tyro's, which fills a box, as a line: what is wrong, and what comes near."""
     plain = re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯]|--(?=[a-z])", "", told)
     _, found, *more = re.split(r"[-─]{9,}", plain)
-    near = re.findall(r"similar to \S+:\s+(\S+)", " ".join(more))
+    near = re.findall(r"(?:similar to \S+|you meant):\s+(\S+)", " ".join(more))
     hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
     return " ".join(found.split()) + hint
 
