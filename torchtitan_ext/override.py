@@ -60,7 +60,9 @@ def normuon(section: Any, **fields: Any) -> Configurable.Config:
 
 
 @override(
-    target=Linear.Config, fqns=["layers.*", "*.layers.*"], description="products in float8 (torchao)"
+    target=Linear.Config,
+    fqns=["layers.*", "*.layers.*"],
+    description="products in float8 (torchao)",
 )
 def float8(section: Linear.Config, **fields: Any) -> Configurable.Config:
     """Float8 products in the blocks of a model; ``fields`` of torchtitan's Float8LinearConverter.

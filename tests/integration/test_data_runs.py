@@ -72,7 +72,9 @@ def arguments(corpus: Path, scheduler: str, *more: str) -> tuple[str, ...]:
 def test_curricula_train(
     order: str, scheduler: str, corpus: Path, ranks: titan_ranks.Server, tmp_path: Path
 ) -> None:
-    job = titan_ranks.Job(2, str(tmp_path), arguments(corpus, scheduler, f"--dataloader.order={order}"))
+    job = titan_ranks.Job(
+        2, str(tmp_path), arguments(corpus, scheduler, f"--dataloader.order={order}")
+    )
     losses = ranks.run(job).losses()
     assert sorted(losses) == list(range(1, STEPS + 1))
     assert losses[STEPS] < losses[1] - 0.2  # from ln(320), which says nothing

@@ -29,6 +29,7 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 MODELS = ("llama3", "qwen3")
 NS_DTYPES = ("bfloat16", "float32")
 
+
 def job(model: str, layout: str, ns_dtype: str, folder: Path) -> Job:
     """One run: AMO observes until step 8, and is locked from step 14 on.
 

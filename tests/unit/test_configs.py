@@ -437,7 +437,9 @@ def test_one_option_trains_the_same_with_adamw(model: str) -> None:
 def commented(section: str) -> str:
     """A section that stands in a comment of the base, as one has it without the marks."""
     base = (CONFIGS / "base" / "h100.toml").read_text()
-    block = re.search(rf"(?:^# .*\n)?((?:^# .*\n)*^# \[{section}\]\n(?:^# .*\n)+)", base, re.MULTILINE)
+    block = re.search(
+        rf"(?:^# .*\n)?((?:^# .*\n)*^# \[{section}\]\n(?:^# .*\n)+)", base, re.MULTILINE
+    )
     assert block is not None
     lines = [line.removeprefix("# ") for line in block[1].splitlines()]
     return "\n".join(lines[lines.index(f"[{section}]") :]) + "\n"

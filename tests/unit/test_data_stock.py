@@ -39,7 +39,12 @@ def test_documents_follow_without_begin_tokens(
     ("training", "validation", "freq", "message"),
     [
         ("fineweb-edu", "stdlib", 1, r"^dataloader\.dataset: found 'fineweb-edu', expected one of"),
-        ("stdlib", "c4-val", 1, r"^validator\.dataloader\.dataset: found 'c4-val', expected one of"),
+        (
+            "stdlib",
+            "c4-val",
+            1,
+            r"^validator\.dataloader\.dataset: found 'c4-val', expected one of",
+        ),
         ("stdlib", "packed", 1, r"^validator\.dataloader\.dataset_path: found none"),
         ("stdlib", "stdlib", 0, r"^validator\.freq: found 0"),
     ],

@@ -116,7 +116,10 @@ def test_the_config_is_taken_over_where_that_is_asked_for(
         ("AdamW", {"on_config_change": "keep_checkpoint"}),
         ("AMO", {"muon": MuonSection(on_config_change="keep_checkpoint")}),
         ("Muon", {"muon": MuonSection(on_config_change="keep_checkpoint")}),
-        ("AMO", {"muon": MuonSection(on_config_change="replan"), "on_config_change": "keep_checkpoint"}),
+        (
+            "AMO",
+            {"muon": MuonSection(on_config_change="replan"), "on_config_change": "keep_checkpoint"},
+        ),
     ],
 )
 def test_the_checkpoint_is_kept_where_that_is_asked_for(

@@ -117,7 +117,10 @@ def test_every_config_of_the_project_is_valid(file: Path) -> None:
         ("[fault_tolerance]\nenable = true\n", "fault_tolerance.enable=True"),
         # What follows from other fields is nobody's to say.
         ("[dataloader]\npositions = true\n", "dataloader.positions=True"),
-        ("[compile]\ncomponents = []\n", r"config\.toml: compile.components: found \[\], expected "),
+        (
+            "[compile]\ncomponents = []\n",
+            r"config\.toml: compile.components: found \[\], expected ",
+        ),
         ("[data\n", "is not TOML"),
     ],
 )

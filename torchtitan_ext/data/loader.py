@@ -418,7 +418,9 @@ def check(config: PackedLoader.Config) -> None:
         # Without this a typo is told by torchtitan, which knows its own datasets alone.
         if config.dataset.lower() not in titan.DATASETS:
             known = ", ".join(map(repr, (*DATASETS, *titan.DATASETS)))
-            raise ValueError(f"dataloader.dataset: found {config.dataset!r}, expected one of {known}")
+            raise ValueError(
+                f"dataloader.dataset: found {config.dataset!r}, expected one of {known}"
+            )
         return
     if config.dataset != "stdlib" and not config.dataset_path:
         what = "what `amo tokenize` made" if config.dataset == "packed" else "file or glob"

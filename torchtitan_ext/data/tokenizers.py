@@ -178,7 +178,9 @@ class TiktokenTokenizer(_TiktokenTokenizer):
         special = {token: len(ranks) + i for i, token in enumerate(family.special_tokens)}
         eos = eos_token or family.eos
         if eos not in special:
-            raise ValueError(f"tokenizer.eos_token: found {eos!r}, expected a special token of {file}")
+            raise ValueError(
+                f"tokenizer.eos_token: found {eos!r}, expected a special token of {file}"
+            )
         encoding = tiktoken.Encoding(
             name=file.name,
             pat_str=family.pattern,

@@ -140,7 +140,11 @@ def resolve(run: Run, place: Place) -> Job:
         ValueError: A config is missing or lacks what has to be scaled.
     """
     model = MODELS[run.model]
-    stems = {"muon": model.stem, "adamw": f"{model.stem}_adamw_paper", "continual": f"cpt_{model.stem}"}
+    stems = {
+        "muon": model.stem,
+        "adamw": f"{model.stem}_adamw_paper",
+        "continual": f"cpt_{model.stem}",
+    }
     config = reference = Config.read(Path(f"configs/{stems[run.config]}.toml"))
     if place.base is not None:
         config = Config.read(place.base)

@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from amo_dist import CheckpointReader
 
+
 def load(state_dict: dict[str, Any], checkpoint_id: str, *, verify: bool = True) -> None:
     """Load a checkpoint in place.
 
