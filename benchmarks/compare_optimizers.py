@@ -60,7 +60,7 @@ def run(name: str, arguments: Sequence[str], num_ranks: int) -> dict[str, Any]:
             "--checkpoint.no_enable",
             "--metrics.no_enable_tensorboard",
             "--metrics.log_freq=5",
-            "--optimizer.muon.ns_dtype=bfloat16",  # as the rest of the family, unlike the quickstart
+            "--optimizer.muon.ns_dtype=bfloat16",  # unlike the quickstart
         ]
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),

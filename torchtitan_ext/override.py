@@ -1,4 +1,4 @@
-"""AMO, Muon and NorMuon, and float8, in any config of torchtitan, by one option and no other change.
+"""AMO, Muon, NorMuon and float8 in any config of torchtitan, by one option and no other change.
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b \
         --override.imports 'torchtitan_ext.override.amo={"lr": 1e-3}'
@@ -88,7 +88,7 @@ def _replace(section: Any, name: str, fields: dict[str, Any]) -> Configurable.Co
     config = OptimizersContainer.Config(name=name)
     inner = ("muon", "amo") if name == "AMO" else ("muon",)
     own = {field.name for field in dataclasses.fields(config)} - {"muon", "amo", "scaling_law"}
-    where = {field: "" for field in own}
+    where = dict.fromkeys(own, "")
     for part in inner:
         for field in dataclasses.fields(getattr(config, part)):
             where.setdefault(field.name, part)

@@ -17,6 +17,7 @@ with warnings.catch_warnings():
 
 from amo_dist.schedule.planning import plan_allocation, targets
 from torchtitan_ext import cli
+from torchtitan_ext.config import settings
 from torchtitan_ext.paper.catalog import (
     ALL_RUNS,
     EXPERIMENTS,
@@ -33,7 +34,6 @@ from torchtitan_ext.paper.resolve import (
     resolve,
     scaled,
 )
-from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import geometry, optimizers
 
 PAPER = Place()

@@ -14,7 +14,6 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     from torchtitan.models.common.attention import ScaledDotProductAttention
     from torchtitan.models.common.decoder import Decoder
-    from torchtitan.tools import utils
 
     from torchtitan_ext.plugin import models, patches
     from torchtitan_ext.plugin.activations import Activations

@@ -99,8 +99,7 @@ def test_every_config_of_the_project_is_valid(file: Path) -> None:
         ("[optimizer]\nname = 'amo'\n", "optimizer.name: found 'amo', expected one of 'AMO'"),
         ("[dataloader]\ndataset = 'fineweb'\n", "dataloader.dataset: found 'fineweb', expect"),
         (
-            "[dataloader]\ndataset = 'stdlib'\n[validator]\nenable = true\n"
-            "[validator.dataloader]\ndataset = 'stdlb'\n",
+            "[validator]\nenable = true\n[validator.dataloader]\ndataset = 'stdlb'\n",
             "validator.dataloader.dataset: found 'stdlb', expected one of 'packed', 'text', ",
         ),
         ("[model]\nname = 'llama2'\n", "model.name: found 'llama2', expected one of "),

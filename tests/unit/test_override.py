@@ -25,7 +25,6 @@ with warnings.catch_warnings():
     from torchtitan.models.common.linear import Linear
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
     from torchtitan.models.qwen3.config_registry import qwen3_debugmodel_moe_param_groups
-
     from torchtitan.protocols.module import Module
 
     from torchtitan_ext.config import settings

@@ -161,8 +161,8 @@ def hub_files(name: str, hub: Hub) -> Files:
         if not isinstance(error, (OSError, RuntimeError, ValueError)):
             raise
         raise ValueError(
-            f"dataloader.dataset_path: found {name!r}, neither a folder here nor a dataset that the "
-            f"hub gives: {error}"
+            f"dataloader.dataset_path: found {name!r}, neither a folder here nor a dataset "
+            f"that the hub gives: {error}"
         ) from error
     splits = builder.config.data_files or {}
     if hub.split not in splits:

@@ -167,8 +167,8 @@ class PackedLoader(BaseDataLoader):
         self._mixture = Mixture([weight for _, weight in corpora], seed)
         if not infinite and len(corpora) > 1:
             raise ValueError(
-                "dataloader.dataset_path: found several with weights, expected one where all is read "
-                "once: a mixture has no end (validator.steps)"
+                "dataloader.dataset_path: found several with weights, expected one where all is "
+                "read once: a mixture has no end (validator.steps)"
             )
         self._end = None if infinite else self._sizes[0]
         self._batch_size, self._seq_len = batch_size, seq_len
@@ -348,8 +348,8 @@ def paths(config: PackedLoader.Config) -> list[tuple[str, float]]:
             path = ""
         if not path:
             raise ValueError(
-                f"dataloader.dataset_path: found {one.strip()!r}, expected such as data/web=0.7, or "
-                "a path without '='"
+                f"dataloader.dataset_path: found {one.strip()!r}, expected such as data/web=0.7, "
+                "or a path without '='"
             )
     return found
 
@@ -387,8 +387,8 @@ def _wait_for(folder: Path, seconds: float) -> None:
         if time.monotonic() - start > seconds:
             raise ValueError(
                 f"comm.init_timeout_seconds: found {seconds:g}, and the first rank has not "
-                f"tokenized all text into {folder} by then; expected more, a dataloader.tokens that all "
-                "nodes share, or text that `amo tokenize` or `amo train` tokenized before"
+                f"tokenized all text into {folder} by then; expected more, a dataloader.tokens that "
+                "all nodes share, or text that `amo tokenize` or `amo train` tokenized before"
             )
         time.sleep(0.1)
 
@@ -431,8 +431,8 @@ def check(config: PackedLoader.Config) -> None:
     Mixture([weight for _, weight in paths(config)], config.seed)
     if config.order != "uniform" and config.dataset != "packed" and not config.score_field:
         raise ValueError(
-            f"dataloader.score_field: found none, expected the field of a row that dataloader.order = "
-            f"{config.order!r} goes by"
+            f"dataloader.score_field: found none, expected the field of a row that "
+            f"dataloader.order = {config.order!r} goes by"
         )
     if not 0 <= config.max_bad_rows <= 1:
         raise ValueError(

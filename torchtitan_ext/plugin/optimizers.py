@@ -149,11 +149,11 @@ def settle(config: Any) -> None:
         rule = "replan" if config.on_config_change == "use_config" else config.on_config_change
         config.muon = dataclasses.replace(config.muon, on_config_change=rule)
     shared = config.muon.shared()
-    for field in SHARED:
-        found = getattr(config.amo, field)
-        if found not in (getattr(_UNSET, field), shared.get(field, found)):
+    for name in SHARED:
+        found = getattr(config.amo, name)
+        if found not in (getattr(_UNSET, name), shared.get(name, found)):
             raise ValueError(
-                f"[optimizer.amo] {field}: found {found!r}, expected it in [optimizer.muon]"
+                f"[optimizer.amo] {name}: found {found!r}, expected it in [optimizer.muon]"
             )
     config.amo = dataclasses.replace(config.amo, **shared)
     if config.name == "AMO":

@@ -29,7 +29,7 @@ def install() -> None:
 
 
 def _name_set_timeout() -> None:
-    """torchtitan calls it by this name after the first step; its name before PyTorch 2.14."""
+    """Torchtitan calls it by this name after the first step; its name before PyTorch 2.14."""
     dist.set_timeout = distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 
 

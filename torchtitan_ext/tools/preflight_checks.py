@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from torchtitan_ext.data import loader
 from torchtitan_ext.config import checks, settings
+from torchtitan_ext.data import loader
 from torchtitan_ext.plugin import models
 from torchtitan_ext.tools.preflight_memory import (
     check_memory,
