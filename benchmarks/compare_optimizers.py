@@ -60,7 +60,7 @@ def run(name: str, arguments: Sequence[str], num_ranks: int) -> dict[str, Any]:
             "--checkpoint.no_enable",
             "--metrics.no_enable_tensorboard",
             "--metrics.log_freq=5",
-            "--optimizer.amo.ns_dtype=bfloat16",  # as the rest of the family, unlike the quickstart
+            "--optimizer.muon.ns_dtype=bfloat16",  # unlike the quickstart
         ]
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
@@ -133,7 +133,7 @@ def state(name: str, last: dict[str, Any], arguments: Sequence[str]) -> dict[str
 def quickstart_model(arguments: Sequence[str]) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-        from torchtitan_ext.plugin import settings
+        from torchtitan_ext.config import settings
     return settings.parse([*arguments, "--optimizer.name=Muon"]).model_spec.model.build()
 
 

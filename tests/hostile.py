@@ -253,11 +253,18 @@ def _leaves(
 
 def config_fields() -> list[str]:
     """Every option of torchtitan that a config has, by its dotted name."""
-    from torchtitan_ext.plugin import toml_config
     from torchtitan_ext.plugin.trainer import Trainer
 
-    names = [*toml_config._names(Trainer.Config())]
-    return [name for name in names if not name.startswith(("given", "model_spec"))]
+    return [*_names(Trainer.Config())]
+
+
+def _names(section: Any, prefix: str = "") -> Iterator[str]:
+    for field in dataclasses.fields(section):
+        value = getattr(section, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _names(value, f"{prefix}{field.name}.")
+        elif field.name != "model_spec":
+            yield prefix + field.name
 
 
 @contextlib.contextmanager

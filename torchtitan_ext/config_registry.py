@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from amo_dist.schedule.schedule_file import read_toml
-
 FOLDERS = (Path(__file__).resolve().parents[1] / "configs", Path("configs"))
 """Where a name is looked for: beside the package, and in the working directory."""
 
@@ -43,12 +41,10 @@ def read(path: Path) -> Any:
     """The trainer's config of a file.
 
     Raises:
-        ValueError: For a mistake in it.
+        ValueError: For a mistake in it, or an option that has another name.
     """
     # Here, as torchtitan takes an error at the import of this module for a module that is missing.
-    from torchtitan_ext.plugin import toml_config
+    from torchtitan_ext.config import names, settings
 
-    config, problems = toml_config.read(read_toml("--config", str(path)), sys.argv[1:])
-    if problems:
-        raise ValueError(problems[0])
-    return config
+    names.require_known(names.of_options(sys.argv[1:]))
+    return settings.from_file(path, "--config")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
 from typing import Any
 
 FACTOR, PARAMS_EXPONENT, TOKENS_EXPONENT = 38.4588e-4, -0.2219, -0.3509
@@ -34,23 +33,21 @@ def scaling_law_lr(params_b: float, tokens_b: float) -> float:
     return float(FACTOR * params_b**PARAMS_EXPONENT * tokens_b**TOKENS_EXPONENT)
 
 
-def resolve(optimizer: Any, given: Collection[str] | None = None) -> None:
-    """Set ``lr`` of an ``[optimizer]`` section where its ``lr_from`` asks for that; idempotent.
+def resolve(optimizer: Any) -> None:
+    """Set ``lr`` of an ``[optimizer]`` section where nobody gave it; idempotent.
 
     Args:
         optimizer: The section.
-        given: Its fields that somebody gave; ``None`` for a config that a program made: then what
-            does not have its default value.
 
     Raises:
         ValueError: If the law lacks a number, or ``lr`` is set to another value beside it.
     """
     if optimizer.lr_from == "value":
+        optimizer.lr = TITAN_DEFAULT if optimizer.lr is None else optimizer.lr
         return
     law = optimizer.scaling_law
     lr = scaling_law_lr(law.params_b, law.tokens_b)
-    is_given = optimizer.lr != TITAN_DEFAULT if given is None else "lr" in given
-    if is_given and optimizer.lr != lr:
+    if optimizer.lr not in (None, lr):
         raise ValueError(
             f"optimizer.lr: found {optimizer.lr!r}, expected none with optimizer.lr_from = "
             f"'scaling_law', which gives {lr:.4g} (optimizer.lr_from = 'value' takes yours)"

@@ -1,9 +1,9 @@
-"""AMO, Muon and NorMuon in any config of torchtitan, by one option and no other change.
+"""AMO, Muon, NorMuon and float8 in any config of torchtitan, by one option and no other change.
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b \
         --override.imports 'torchtitan_ext.override.amo={"lr": 1e-3}'
 
-An override takes the place of three sections: the optimizer, the checkpoints and the metrics. Its
+An override for an optimizer takes the place of three sections: that, checkpoints and metrics. Its
 arguments are fields of ``[optimizer]``, ``[optimizer.muon]`` and ``[optimizer.amo]`` by their bare
 names. What they leave open of ``lr``, ``weight_decay``, ``beta1``, ``beta2`` and ``eps`` is that of
 the config's AdamW. ``amo_dist`` decides by name and shape which parameter is a matrix; groups of
@@ -20,11 +20,13 @@ from typing import Any
 import torchtitan.components.checkpointer as checkpointer
 import torchtitan.components.metrics as metrics
 import torchtitan.components.optimizer as optimizer
+from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import Configurable, derive, override
+from torchtitan.models.common.linear import Linear
 
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import MetricsProcessor
-from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
+from torchtitan_ext.plugin.optimizers import OptimizersContainer
 
 
 class Replaced(Configurable.Config, metaclass=abc.ABCMeta):
@@ -57,6 +59,22 @@ def normuon(section: Any, **fields: Any) -> Configurable.Config:
     return _replace(section, "NorMuon", fields)
 
 
+@override(
+    target=Linear.Config,
+    fqns=["layers.*", "*.layers.*"],
+    description="products in float8 (torchao)",
+)
+def float8(section: Linear.Config, **fields: Any) -> Configurable.Config:
+    """Float8 products in the blocks of a model; ``fields`` of torchtitan's Float8LinearConverter.
+
+    Weights and optimizer stay as they are. It needs torchao, an accelerator that has float8, and
+    ``[compile]`` to be faster.
+    """
+    converter: Any = Float8LinearConverter.Config(**{"model_compile_enabled": True} | fields)
+    found: Configurable.Config = converter.build().convert(section)
+    return found
+
+
 def _replace(section: Any, name: str, fields: dict[str, Any]) -> Configurable.Config:
     """Ours in the place of a section of torchtitan; one that is ours already stays.
 
@@ -67,23 +85,22 @@ def _replace(section: Any, name: str, fields: dict[str, Any]) -> Configurable.Co
         return derive(section, MetricsProcessor.Config)
     if isinstance(section, checkpointer.CheckpointManager.Config):
         return derive(section, CheckpointManager.Config)
-    own = {field.name for field in dataclasses.fields(OptimizersContainer.Config)}
-    own -= {"muon", "amo", "scaling_law"}
     config = OptimizersContainer.Config(name=name)
-    inner = config.amo if name == "AMO" else config.muon
-    inner_names = {field.name for field in dataclasses.fields(inner)}
-    if unknown := sorted(fields.keys() - own - inner_names):
-        near = difflib.get_close_matches(unknown[0], own | inner_names, n=1)
+    inner = ("muon", "amo") if name == "AMO" else ("muon",)
+    own = {field.name for field in dataclasses.fields(config)} - {"muon", "amo", "scaling_law"}
+    where = dict.fromkeys(own, "")
+    for part in inner:
+        for field in dataclasses.fields(getattr(config, part)):
+            where.setdefault(field.name, part)
+    if unknown := sorted(fields.keys() - where.keys()):
+        near = difflib.get_close_matches(unknown[0], where, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(own))}"
         raise ValueError(f"override.imports: found the field {unknown[0]!r}; {hint}")
-    given = {key: value for key, value in fields.items() if key in own}
-    config = dataclasses.replace(config, **_of_adamw(section, given) | given)
-    rest = {key: value for key, value in fields.items() if key not in own}
-    if isinstance(inner, MuonSection):
-        config.muon = dataclasses.replace(inner, **rest)
-    else:
-        config.amo = dataclasses.replace(inner, **rest)
-    return config
+    given = {key: value for key, value in fields.items() if not where[key]}
+    for part in inner:
+        values = {key: value for key, value in fields.items() if where[key] == part}
+        given[part] = dataclasses.replace(getattr(config, part), **values)
+    return dataclasses.replace(config, **_of_adamw(section, given) | given)
 
 
 def _of_adamw(section: Any, given: dict[str, Any]) -> dict[str, Any]:

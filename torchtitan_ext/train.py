@@ -44,7 +44,7 @@ def main(args: Sequence[str] | None = None) -> int:
     from torchtitan.tools.logging import init_logger
 
     from amo_dist.distributed.absence import AbsentRanksError
-    from torchtitan_ext.plugin import settings
+    from torchtitan_ext.config import settings
     from torchtitan_ext.plugin.checkpoints import CheckpointError
 
     init_logger()
@@ -101,7 +101,7 @@ def train(config: Any) -> None:
     """Run torchtitan's trainer to its end, or write a seed checkpoint where that is asked for.
 
     Args:
-        config: From :func:`torchtitan_ext.plugin.settings.parse`.
+        config: From :func:`torchtitan_ext.config.settings.parse`.
 
     Raises:
         ValueError: For a config that turns out not to work.

@@ -51,7 +51,7 @@ def on_host(places: Sequence[Tensor]) -> list[Tensor]:
     return [flat.view(place.shape) for flat, place in pairs]
 
 
-def send_up(pieces: Sequence[Tensor], places: Sequence[Tensor]) -> None:
+def send_up(pieces: list[Tensor], places: list[Tensor]) -> None:
     """Copy pieces of `on_host` to their places; waits for nothing.
 
     Args:
@@ -62,7 +62,7 @@ def send_up(pieces: Sequence[Tensor], places: Sequence[Tensor]) -> None:
         torch._foreach_copy_(places, pieces, non_blocking=True)
 
 
-def bring_down(places: Sequence[Tensor]) -> list[Tensor]:
+def bring_down(places: list[Tensor]) -> list[Tensor]:
     """What lies in places on a device, on the host; waits once, for all of them."""
     if not places:
         return []

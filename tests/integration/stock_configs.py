@@ -9,7 +9,8 @@ import importlib
 from typing import Any
 
 from tests.integration.titan_ranks import CONFIG
-from torchtitan_ext.plugin import models, settings
+from torchtitan_ext.config import settings
+from torchtitan_ext.plugin import models
 
 
 def _on_cpu(module: str, config: str, flavor: str) -> Any:

@@ -18,9 +18,9 @@ def test_parts_train_as_the_whole(titan: Server, tmp_path: Path) -> None:
         "--training.steps=5",
         "--training.global_batch_size=4",
         "--training.local_batch_size=2",
-        "--validation.enable",
-        "--validation.dataset=stdlib",
-        "--validation.steps=1",
+        "--validator.enable",
+        "--validator.dataloader.dataset=stdlib",
+        "--validator.steps=1",
     )
     runs = []
     for num_chunks in (1, 4):

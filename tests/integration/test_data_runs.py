@@ -48,17 +48,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def arguments(corpus: Path, scheduler: str, *more: str) -> tuple[str, ...]:
     return (
-        "--training.dataset=text",
-        f"--training.dataset_path={corpus}",
+        "--dataloader.dataset=text",
+        f"--dataloader.dataset_path={corpus}",
         f"--training.steps={STEPS}",
-        "--data.score_field=score",
+        "--dataloader.score_field=score",
         *SCHEDULERS[scheduler],
         *more,
     )
 
 
 def test_a_curriculum_trains(corpus: Path, titan: titan_ranks.Server, tmp_path: Path) -> None:
-    job = titan_ranks.Job(2, str(tmp_path), arguments(corpus, "WSD", "--data.order=descend"))
+    job = titan_ranks.Job(2, str(tmp_path), arguments(corpus, "WSD", "--dataloader.order=descend"))
     losses = titan.run(job).losses()
     assert sorted(losses) == list(range(1, STEPS + 1))
     assert losses[STEPS] < losses[1] - 0.2  # from ln(320), which says nothing
@@ -72,7 +72,7 @@ def test_continued_pretraining_starts_from_the_weights_alone(
     first = titan_ranks.Job(
         2,
         str(tmp_path / "first"),
-        arguments(corpus, "cosine", "--data.order=ascend", *whole),
+        arguments(corpus, "cosine", "--dataloader.order=ascend", *whole),
     )
     base = titan.run(first)
     load = f"--checkpoint.initial_load_path={base.folder}/checkpoint/step-{STEPS}"
@@ -99,11 +99,11 @@ def test_validation_reads_all_of_its_data_and_leaves_training_alone(
         (held_out / f"{i}.txt").write_text(text[: 700 * (i + 1)])
     plain = ("--training.steps=16", "--training.global_batch_size=4", "--metrics.log_freq=5")
     validating = (
-        "--validation.enable",
-        "--validation.freq=8",
-        "--validation.steps=-1",
-        "--validation.dataset=text",
-        f"--validation.dataset_path={held_out}",
+        "--validator.enable",
+        "--validator.freq=8",
+        "--validator.steps=-1",
+        "--validator.dataloader.dataset=text",
+        f"--validator.dataloader.dataset_path={held_out}",
     )
     batch = "--training.local_batch_size=2"
     unseen = titan.run(titan_ranks.Job(2, str(tmp_path / "plain"), (*plain, batch)))

@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 ROOT = Path(__file__).resolve().parents[2]
 CONFIG = "configs/debug_llama3.toml"
 DOORS = {
-    "train": ("torchtitan_ext.train", "--job.config_file", CONFIG, "--job.dump_folder"),
+    "train": ("torchtitan_ext.train", "--job.config_file", CONFIG, "--dump_folder"),
     "amo": ("torchtitan_ext", "train", CONFIG, "--dump_folder"),
     "torchtitan": (
         *("torchtitan.train", "--module", "torchtitan_ext", "--config", "debug_llama3"),

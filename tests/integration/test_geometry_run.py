@@ -22,7 +22,7 @@ NUM_STEPS = 8
 OPTIONS = (
     f"--training.steps={NUM_STEPS}",
     # Momentum travels in float32 when it is measured, and must be narrowed as in other steps.
-    "--optimizer.amo.ns_dtype=bfloat16",
+    "--optimizer.muon.ns_dtype=bfloat16",
     *("--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0"),
     "--checkpoint.no-last_save_model_only",
 )

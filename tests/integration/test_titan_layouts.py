@@ -171,7 +171,7 @@ def test_a_stage_without_matrices_resumes(titan: Server, tmp_path: Path) -> None
     config = tmp_path / "config.toml"
     stages = '[["tok_embeddings"], ["layers.0", "layers.1", "norm", "lm_head"]]'
     config.write_text(
-        Path(CONFIG).read_text() + f"\n[parallelism]\nmodule_fqns_per_model_part = {stages}\n"
+        f"extends = '{CONFIG}'\n[parallelism]\nmodule_fqns_per_model_part = {stages}\n"
     )
     options = (
         *degrees(pp=2),

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 import sys
 import tempfile
 from pathlib import Path
@@ -30,11 +29,8 @@ LAYOUTS: dict[str, tuple[int, tuple[str, ...]]] = {
 MODELS = ("llama3", "qwen3")
 NS_DTYPES = ("bfloat16", "float32")
 
-SAVED = {"llama3": (4, 12, 16), "qwen3": (12,)}
-"""Steps of the checkpoints of FSDP2 on two ranks: observation, transition, locked."""
 
-
-def job(model: str, layout: str, ns_dtype: str, folder: Path, first: int = 0) -> Job:
+def job(model: str, layout: str, ns_dtype: str, folder: Path) -> Job:
     """One run: AMO observes until step 8, and is locked from step 14 on.
 
     Its data is that of then, sequence by sequence.
@@ -44,25 +40,23 @@ def job(model: str, layout: str, ns_dtype: str, folder: Path, first: int = 0) ->
         layout: One of `LAYOUTS`.
         ns_dtype: One of `NS_DTYPES`.
         folder: The dump folder.
-        first: Step of the old checkpoint there, whose position in the data means nothing now.
     """
     world_size, degrees = LAYOUTS[layout]
     sequences = folder / "sequences.npy"
     folder.mkdir(parents=True, exist_ok=True)
-    np.save(sequences, np.load(GOLDEN / "sequences.npy")[4 * first :])
-    more = ("--checkpoint.exclude_from_loading=dataloader",) if first else ()
+    np.save(sequences, np.load(GOLDEN / "sequences.npy"))
     arguments = (
         *("--training.seq_len=64", f"--training.steps={STEPS}"),
         *("--training.global_batch_size=4", "--training.local_batch_size=1"),
         *("--optimizer.amo.observe_every=2", "--optimizer.amo.observe_until=8"),
-        *("--optimizer.amo.transition_steps=6", f"--optimizer.amo.ns_dtype={ns_dtype}"),
-        "--optimizer.amo.update_norm=as_is",  # that of then
+        *("--optimizer.amo.transition_steps=6", f"--optimizer.muon.ns_dtype={ns_dtype}"),
+        "--optimizer.muon.update_norm=as_is",  # that of then
         *("--checkpoint.enable", "--checkpoint.interval=4", "--checkpoint.keep_latest_k=0"),
         "--checkpoint.no-last_save_model_only",
         *degrees,
     )
     config = str(ROOT / "configs" / f"debug_{model}.toml")
-    return Job(world_size, str(folder), (*arguments, *more), config, sequences=str(sequences))
+    return Job(world_size, str(folder), arguments, config, sequences=str(sequences))
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -93,16 +87,8 @@ def main(folder: Path) -> None:
                     run = titan.run(job(model, layout, ns_dtype, Path(scratch, name)))
                     runs[name] = summary(run)
                     print(name, runs[name]["losses"][-1], flush=True)
-                    if (layout, ns_dtype) == ("fsdp2", "bfloat16"):
-                        _keep(run, model, folder)
     lines = [f"{json.dumps(name)}: {json.dumps(run)}" for name, run in runs.items()]
     (folder / "runs.json").write_text("{\n" + ",\n".join(lines) + "\n}\n")
-
-
-def _keep(run: Run, model: str, folder: Path) -> None:
-    for step in SAVED[model]:
-        archive = str(folder / f"{model}-step-{step}")
-        shutil.make_archive(archive, "xztar", run.folder / "checkpoint", f"step-{step}")
 
 
 if __name__ == "__main__":

@@ -202,16 +202,16 @@ def server() -> Iterator[Server]:
 
 def serve() -> None:
     """Answer requests until the input ends."""
-    from torchtitan_ext.plugin import machine
+    from torchtitan_ext.plugin import patches
 
-    machine.install()
+    patches.install()
     from torchtitan_ext.plugin import trainer  # noqa: F401
 
     _cut_debug_models()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     with tempfile.TemporaryDirectory() as tokens:
-        _tokens.append(f"--data.tokens={tokens}")  # all runs read the same text
+        _tokens.append(f"--dataloader.tokens={tokens}")  # all runs read the same text
         _serve(answers)
 
 
@@ -359,7 +359,7 @@ def _train(job: Job, rank: int) -> int:
         return 0
     if job.sequences:
         _replay(job.sequences)
-    options = [f"--job.config_file={job.config}", *OPTIONS, f"--job.dump_folder={folder}", *_tokens]
+    options = [f"--job.config_file={job.config}", *OPTIONS, f"--dump_folder={folder}", *_tokens]
     return train.main([*options, *job.arguments])
 
 
@@ -444,9 +444,9 @@ def _fill_disk(step: int) -> None:
 
 def serve_torchrun(path: str) -> int:
     """One rank under torchrun: reads one job for each restart from a file."""
-    from torchtitan_ext.plugin import machine
+    from torchtitan_ext.plugin import patches
 
-    machine.install()
+    patches.install()
     jobs = json.loads(Path(path).read_text())
     job = Job(**jobs[int(os.environ["TORCHELASTIC_RESTART_COUNT"])])
     return _train(job, int(os.environ["RANK"]))

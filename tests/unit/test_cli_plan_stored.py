@@ -197,5 +197,3 @@ def test_mistakes_are_one_line(
     assert len(found.err.splitlines()) == 1
     assert found.err.startswith("error: ")
     assert message in found.err
-
-

@@ -27,9 +27,11 @@ from torchtitan.components.optimizer import LRSchedulersContainer
 from amo_dist.config import AMOConfig
 from amo_dist.kernels.geometry import SPECTRAL_METRICS
 from amo_dist.tools.tracker import WHAT
+from torchtitan_ext.config import files, settings
 from torchtitan_ext.learning_rate import scaling_law_lr
-from torchtitan_ext.plugin import models, settings
+from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.geometry import Geometry
+from torchtitan_ext.tools.preflight_memory import EAGER_LOGIT_BYTES
 
 ROOT = Path(__file__).parents[2]
 CONFIGS = ROOT / "configs"
@@ -48,7 +50,7 @@ RUN_TABLE = [(model, family) for model in SPECS for family in ("muon", "adamw")]
 
 def stem(model: str, family: str) -> str:
     name = model.lower().replace("llama-", "llama").replace("-", "_")
-    return name + ("_adamw" if family == "adamw" else "")
+    return name + ("_adamw_paper" if family == "adamw" else "")
 
 
 @functools.cache
@@ -58,8 +60,13 @@ def parsed(name: str) -> Any:
         return settings.parse([f"--job.config_file={CONFIGS / f'{name}.toml'}"])
 
 
-def text(name: str) -> str:
+def own(name: str) -> str:
     return (CONFIGS / f"{name}.toml").read_text()
+
+
+def text(name: str) -> str:
+    """With that of the files that it extends."""
+    return "\n".join(path.read_text() for path, _ in files.chain(CONFIGS / f"{name}.toml"))
 
 
 def round_half_up(value: Fraction) -> int:
@@ -94,7 +101,7 @@ def test_no_config_is_without_a_test() -> None:
     assert {path.stem for path in CONFIGS.glob("*.toml")} >= small | ours
 
 
-AMO_CONFIGS = sorted(p.stem for p in CONFIGS.glob("*.toml") if "[optimizer.amo]" in p.read_text())
+AMO_CONFIGS = sorted(p.stem for p in CONFIGS.glob("*.toml") if "_adamw_" not in p.stem)
 
 
 @pytest.mark.parametrize("name", AMO_CONFIGS)
@@ -102,9 +109,11 @@ def test_plans_are_the_papers_but_in_small_configs(name: str) -> None:
     is_small = name == "quickstart" or name.startswith("debug_")
     amo, expected = parsed(name).optimizer.amo, AMOConfig() if is_small else AMOConfig.paper()
     assert amo.planner == expected.planner
+    assert amo.update_norm == expected.update_norm
     assert amo.granularity == "operator_type"
     # A change of the default leaves the paper's configs as they are.
-    assert ('\nplanner = "' in text(name)) == (not is_small)
+    for pin in ('\nplanner = "paper"', '\nupdate_norm = "as_is"'):
+        assert (pin in text(name)) == (not is_small)
 
 
 def test_every_config_of_amo_is_of_the_paper_or_small() -> None:
@@ -166,7 +175,7 @@ def test_the_rate_is_that_of_the_law(model: str, family: str) -> None:
     assert optimizer.lr == scaling_law_lr(
         optimizer.scaling_law.params_b, optimizer.scaling_law.tokens_b
     )
-    assert f'lr_from = "scaling_law"  # {optimizer.lr:.3e}\n' in text(name)
+    assert f"[optimizer.scaling_law]  # {optimizer.lr:.3e}\n" in text(name)
 
 
 @pytest.mark.parametrize(("model", "family"), RUN_TABLE)
@@ -210,23 +219,23 @@ def test_comments_state_the_numbers_of_the_file(model: str, family: str) -> None
     product = f"{run['gpus']} ranks x {run['micro_batch']} x {run['grad_accum']} accumulated"
     assert f"global_batch_size = {training.global_batch_size}  # {product}\n" in found
     assert f"run of {run['tokens_b']:.2f} billion tokens on {run['gpus']} H100s" in found
-    assert f"preflight --job.config_file configs/{name}.toml --world {run['gpus']}\n" in found
+    assert f"preflight configs/{name}.toml --world {run['gpus']}\n" in found
     if family == "muon":
         assert f"# locked at step {config.optimizer.amo.lock_step}\n" in found
     # A contradiction of the table is told where it was resolved, and nowhere else.
     contradicts = run["product"] != run["global_batch"] or steps_of(run) != run["steps"]
-    assert ("The paper's table says" in found) == contradicts
+    assert ("The paper's table says" in own(name)) == contradicts
 
 
 def test_the_table_contradicts_itself_twice() -> None:
     rows = [
         (model, family)
         for model, family in RUN_TABLE
-        if "The paper's table says" in text(stem(model, family))
+        if "The paper's table says" in own(stem(model, family))
     ]
     assert rows == [("Qwen3-70M", "muon"), ("Qwen3-1.7B", "adamw")]
     assert parsed("qwen3_70m").training.steps == 398
-    assert parsed("qwen3_1.7b_adamw").training.global_batch_size == 2400
+    assert parsed("qwen3_1.7b_adamw_paper").training.global_batch_size == 2400
 
 
 def test_checkpoints_bound_what_a_killed_run_loses() -> None:
@@ -247,7 +256,7 @@ def test_continual_pretraining() -> None:
     assert f"# {tokens_b:.2f} billion tokens\n" in text("cpt_qwen3_0.6b")
     assert config.dataloader.dataset_path == "data/slimpajama_qwen3"
     assert config.optimizer.lr == scaling_law_lr(0.6, 36.0)
-    assert f'"scaling_law"  # {config.optimizer.lr:.3e}\n' in text("cpt_qwen3_0.6b")
+    assert f"[optimizer.scaling_law]  # {config.optimizer.lr:.3e}\n" in text("cpt_qwen3_0.6b")
     assert config.optimizer.amo == base.optimizer.amo
     assert config.lr_scheduler.warmup_steps == training.steps // 20
     assert config.checkpoint.initial_load_model_only
@@ -276,12 +285,16 @@ def test_prolonged_runs_of_the_readme() -> None:
 # ------------------------------------------------------------------ learning rate schedules
 
 
-def toml_block(heading: str) -> dict[str, Any]:
+def toml_text(heading: str) -> str:
     """The TOML below a heading of the README."""
     readme = (CONFIGS / "README.md").read_text()
     block = re.search(rf"^##+ {heading}\n.*?```toml\n(.*?)```", readme, re.DOTALL | re.MULTILINE)
     assert block is not None, heading
-    return tomllib.loads(block[1])
+    return block[1]
+
+
+def toml_block(heading: str) -> dict[str, Any]:
+    return tomllib.loads(toml_text(heading))
 
 
 def factors(heading: str, steps: int, **changes: Any) -> list[float]:
@@ -346,23 +359,98 @@ def test_constant() -> None:
     assert optimizer["lr"] == pytest.approx(scaling_law_lr(0.6, 12.0), abs=0.5e-4)
 
 
-@pytest.mark.parametrize("heading", ["WS", "WSD", "Cosine", "Constant"])
-def test_every_schedule_can_be_pasted_into_a_config(heading: str, tmp_path: Path) -> None:
-    kept = re.sub(r"\[lr_scheduler\].*?(?=\n\[)", "", text("qwen3_0.6b"), flags=re.DOTALL)
-    block = toml_block(heading)
-    if "optimizer" in block:
-        kept = re.sub(
-            r'lr_from = "scaling_law".*\n',
-            f'lr_from = "value"\nlr = {block["optimizer"]["lr"]}\n',
-            kept,
-        )
-    lines = [f"{key} = {json.dumps(value)}" for key, value in block["lr_scheduler"].items()]
-    path = tmp_path / "config.toml"
-    path.write_text("\n".join([kept, "[lr_scheduler]", *lines, ""]))
+def with_block(block: str, folder: Path) -> Any:
+    """The config of Qwen3-0.6B with a block of TOML laid over it."""
+    path = folder / "config.toml"
+    path.write_text(f"extends = '{CONFIGS / 'qwen3_0.6b.toml'}'\n{block}")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        config = settings.parse([f"--job.config_file={path}"])
-    assert config.lr_scheduler.warmup_steps == block["lr_scheduler"]["warmup_steps"]
+        return settings.parse([f"--job.config_file={path}"])
+
+
+@pytest.mark.parametrize("heading", ["WS", "WSD", "Cosine", "Constant"])
+def test_every_schedule_can_be_pasted_into_a_config(heading: str, tmp_path: Path) -> None:
+    config = with_block(toml_text(heading), tmp_path)
+    for name, value in toml_block(heading)["lr_scheduler"].items():
+        assert getattr(config.lr_scheduler, name) == value
+
+
+# ------------------------------------------------------------------ on H100s
+
+PAPERS = sorted({stem(*row) for row in RUN_TABLE} | {"cpt_qwen3_0.6b"})
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_a_run_on_h100s_uses_what_torchtitan_has(name: str) -> None:
+    config = parsed(name)
+    assert config.compile.enable
+    assert config.compile.components == ["model", "loss"]
+    assert config.validator.enable
+    assert config.validator.dataloader.dataset == "packed"
+    assert config.validator.freq <= config.training.steps / 6
+    assert config.checkpoint.async_mode == "async"
+
+
+@pytest.mark.parametrize("name", ["quickstart", "debug_llama3", "debug_qwen3"])
+def test_a_small_run_waits_for_no_compiler(name: str) -> None:
+    assert not parsed(name).compile.enable
+
+
+def activation_bytes(model: str, tokens: int) -> int:
+    """Bytes that a rank keeps of a forward pass without recomputation, from above.
+
+    In bfloat16, of each block: the inputs of its two norms and their results, queries and what
+    attention gives in four forms each, keys and values in three, and four of the feed-forward; and
+    the logits as an eager loss holds them.
+    """
+    spec = SPECS[model]
+    queries = int(spec["dim"] * spec["q_ratio"])
+    keys = queries // spec["heads"] * spec["kv_heads"]
+    block = 4 * spec["dim"] + 4 * queries + 6 * keys + 4 * spec["ffn_dim"]
+    family = "qwen3" if model.startswith("Qwen") else "llama3"
+    vocab_size = models.FLAVORS[family][model][1]
+    return tokens * (2 * spec["layers"] * block + EAGER_LOGIT_BYTES * vocab_size)
+
+
+@pytest.mark.parametrize(("model", "family"), RUN_TABLE)
+def test_nothing_is_computed_again_where_80_gb_hold_it(model: str, family: str) -> None:
+    config = parsed(stem(model, family))
+    assert config.activation_checkpoint.mode == "none"
+    tokens = config.training.local_batch_size * SEQ_LEN
+    # Beside it 16 bytes a parameter, over all ranks, and gathered blocks: under 5 GB.
+    assert activation_bytes(model, tokens) < 0.8 * 80e9
+
+
+@pytest.mark.parametrize("model", SPECS)
+def test_one_option_trains_the_same_with_adamw(model: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        file = CONFIGS / f"{stem(model, 'muon')}.toml"
+        config = settings.parse([f"--job.config_file={file}", "--optimizer.name", "AdamW"])
+    with_amo = parsed(stem(model, "muon"))
+    assert config.optimizer.name == "AdamW"
+    assert config.optimizer.lr == with_amo.optimizer.lr
+    for section in ("training", "lr_scheduler", "dataloader", "model", "compile"):
+        assert getattr(config, section) == getattr(with_amo, section)
+
+
+def commented(section: str) -> str:
+    """A section that stands in a comment of the base, as one has it without the marks."""
+    base = (CONFIGS / "base" / "h100.toml").read_text()
+    block = re.search(
+        rf"(?:^# .*\n)?((?:^# .*\n)*^# \[{section}\]\n(?:^# .*\n)+)", base, re.MULTILINE
+    )
+    assert block is not None
+    lines = [line.removeprefix("# ") for line in block[1].splitlines()]
+    return "\n".join(lines[lines.index(f"[{section}]") :]) + "\n"
+
+
+def test_the_lines_of_the_base_that_stand_in_comments_are_good(tmp_path: Path) -> None:
+    profiler = with_block(commented("profiler"), tmp_path).profiler
+    assert profiler.enable_profiling
+    assert (profiler.profiler_active, profiler.profiler_repeat) == (10, 1)
+    override = with_block(commented("override"), tmp_path).override
+    assert override.imports == ["torchtitan_ext.override.float8"]
 
 
 # ------------------------------------------------------------------ geometry

@@ -10,7 +10,8 @@ import torch
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import machine, settings
+    from torchtitan_ext.config import settings
+    from torchtitan_ext.plugin import patches
 
 from torchtitan_ext.data.loader import document_positions
 from torchtitan_ext.data.tokenizers import BYTE_VOCAB_SIZE
@@ -25,7 +26,7 @@ def test_a_document_sees_others_with_sdpa_alone(
     name: str, attention: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AMO_DEVICE", "cpu")
-    machine.install()
+    patches.install()
     arguments = [f"--model.name={name}", "--model.flavor=tiny", f"--model.attention={attention}"]
     data = ["--dataloader.dataset=stdlib", "--tokenizer.kind=byte", "--training.seq_len=128"]
     config = settings.parse([*arguments, *data, "--optimizer.name=Muon"])

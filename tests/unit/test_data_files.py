@@ -79,7 +79,7 @@ def test_a_share_of_bad_rows_is_left_out_and_more_are_an_error() -> None:
         bad.add(f"a.jsonl, row {row + 1}", "empty")
         bad.num_rows += 1
         bad.check()  # ten of the first thousand are a hundredth
-    with pytest.raises(ValueError, match=r"data\.max_bad_rows: found 10 bad rows among 10 "):
+    with pytest.raises(ValueError, match=r"dataloader\.max_bad_rows: found 10 bad rows among 10 "):
         bad.check(at_end=True)
     bad.num_rows = 1000
     bad.check(at_end=True)

@@ -80,7 +80,7 @@ def test_an_order_sorts_documents_by_score(order: str, corpus: Path, tmp_path: P
     assert read(Corpus(output, order)) == tokens_of([TEXTS[i] for i in places])[:-1]
     assert read(Corpus(output)) == tokens_of(TEXTS)[:-1]
     assert run(corpus, tmp_path / "unscored") == 0
-    with pytest.raises(ValueError, match=r"data\.order: found 'ascend'.*--score-field"):
+    with pytest.raises(ValueError, match=r"dataloader\.order: found 'ascend'.*--score-field"):
         Corpus(tmp_path / "unscored", "ascend")
 
 

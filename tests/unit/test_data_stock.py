@@ -38,10 +38,15 @@ def test_documents_follow_without_begin_tokens(
 @pytest.mark.parametrize(
     ("training", "validation", "freq", "message"),
     [
-        ("fineweb-edu", "stdlib", 1, r"^training\.dataset: found 'fineweb-edu', expected one of"),
-        ("stdlib", "c4-val", 1, r"^validation\.dataset: found 'c4-val', expected one of"),
-        ("stdlib", "packed", 1, r"^validation\.dataset_path: found none"),
-        ("stdlib", "stdlib", 0, r"^validation\.freq: found 0"),
+        ("fineweb-edu", "stdlib", 1, r"^dataloader\.dataset: found 'fineweb-edu', expected one of"),
+        (
+            "stdlib",
+            "c4-val",
+            1,
+            r"^validator\.dataloader\.dataset: found 'c4-val', expected one of",
+        ),
+        ("stdlib", "packed", 1, r"^validator\.dataloader\.dataset_path: found none"),
+        ("stdlib", "stdlib", 0, r"^validator\.freq: found 0"),
     ],
 )
 def test_what_cannot_be_read_is_named(

@@ -143,7 +143,7 @@ def test_the_end_token_is_that_of_the_config_or_the_one_asked_for() -> None:
         assert other.eos_id == NUM_RANKS + 2
         assert other.encode("a", add_eos=True)[-1] == NUM_RANKS + 2
         assert identity(other) != identity(cls(folder))
-        with pytest.raises(ValueError, match=r"data\.eos_token: found '<eos>'"):
+        with pytest.raises(ValueError, match=r"tokenizer\.eos_token: found '<eos>'"):
             cls(folder, eos_token="<eos>")
         # torchtitan's own loaders ask for a begin token, and documents here have none.
         assert other.encode("a", add_bos=True) == other.encode("a")
@@ -151,15 +151,15 @@ def test_the_end_token_is_that_of_the_config_or_the_one_asked_for() -> None:
 
 def test_a_folder_without_an_end_token_is_refused(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(trained("qwen.tiktoken"))
-    with pytest.raises(ValueError, match=r"data\.eos_token: found None"):
+    with pytest.raises(ValueError, match=r"tokenizer\.eos_token: found None"):
         HFTokenizer(str(tmp_path))
     assert HFTokenizer(str(tmp_path / "tokenizer.json"), "<|endoftext|>").eos_id == NUM_RANKS
 
 
 def test_files_that_make_no_tokenizer_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"data\.tokenizer_path: found none"):
+    with pytest.raises(ValueError, match=r"tokenizer\.path: found none"):
         TiktokenTokenizer(str(tmp_path))
-    with pytest.raises(ValueError, match=r"data\.tokenizer_path:"):
+    with pytest.raises(ValueError, match=r"tokenizer\.path:"):
         HFTokenizer(str(tmp_path / "nowhere"))
     file = tmp_path / "tokenizer.model"
     file.write_bytes(b"\x0a\x0b sentence\xff")

@@ -16,6 +16,7 @@ with warnings.catch_warnings():
 
 from amo_dist.schedule.planning import plan_allocation, targets
 from torchtitan_ext import cli
+from torchtitan_ext.config import settings
 from torchtitan_ext.paper.catalog import (
     ALL_RUNS,
     EXPERIMENTS,
@@ -31,11 +32,12 @@ from torchtitan_ext.paper.resolve import (
     Place,
     resolve,
 )
-from torchtitan_ext.plugin import geometry, optimizers, settings
+from torchtitan_ext.plugin import geometry, optimizers
 
 PAPER = Place()
 SMALL = Place(base=QUICKSTART, small=True)
 GOLDEN = ROOT / "tests" / "golden"
+PINS = {"planner": "paper"}
 
 MADE_BY_OTHER_RUNS = {"optimizer.muon.schedule_file"}
 """Options that name files which are not here before other runs have made them."""

@@ -181,7 +181,7 @@ def test_another_tokenizer_is_refused(corpus: Path) -> None:
     index = json.loads((folder / "index.json").read_text())
     index["settings"]["tokenizer"] = "Other-3"
     (folder / "index.json").write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"data\.tokenizer: found ByteTokenizer.*expected Other-3"):
+    with pytest.raises(ValueError, match=r"tokenizer\.kind: found ByteTokenizer.*expected Other-3"):
         build(dataset(folder, "packed"))
 
 

@@ -28,10 +28,8 @@ FACTORS = [0.25, 0.5, 0.75, 1.0]  # of a warmup over four steps
 class Run:
     """A model, its optimizers and schedulers, as torchtitan builds them, in the midst of warmup."""
 
-    def __init__(self, name: str, steps: int = 0, amo: str = "error", **fields: Any) -> None:
-        section = AMOConfig(
-            observe_until=8, observe_every=4, ns_dtype="float32", on_config_change=amo
-        )
+    def __init__(self, name: str, steps: int = 0, **fields: Any) -> None:
+        section = AMOConfig(observe_until=8, observe_every=4)
         values = {"implementation": "foreach", "amo": section, **OLD, **fields}
         config = OptimizersContainer.Config(name=name, **values)
         schedule = LRSchedulersContainer.Config(warmup_steps=4)
@@ -93,12 +91,12 @@ def test_a_changed_value_is_refused_and_named(name: str, field: str) -> None:
         ("AdamW", {"on_config_change": "use_config"}),
         ("Muon", {"on_config_change": "use_config"}),
         ("AMO", {"on_config_change": "use_config"}),
-        ("AMO", {"amo": "replan"}),
+        ("AMO", {"muon": MuonSection(on_config_change="replan")}),
         ("Muon", {"muon": MuonSection(on_config_change="replan")}),
     ],
 )
 def test_the_config_is_taken_over_where_that_is_asked_for(
-    name: str, rules: dict[str, str], caplog: pytest.LogCaptureFixture
+    name: str, rules: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     run = Run(name, **NEW, **rules)
     run.resume(Run(name, steps=2))
@@ -116,13 +114,16 @@ def test_the_config_is_taken_over_where_that_is_asked_for(
     ("name", "rules"),
     [
         ("AdamW", {"on_config_change": "keep_checkpoint"}),
-        ("AMO", {"amo": "keep_checkpoint"}),
+        ("AMO", {"muon": MuonSection(on_config_change="keep_checkpoint")}),
         ("Muon", {"muon": MuonSection(on_config_change="keep_checkpoint")}),
-        ("AMO", {"amo": "replan", "on_config_change": "keep_checkpoint"}),
+        (
+            "AMO",
+            {"muon": MuonSection(on_config_change="replan"), "on_config_change": "keep_checkpoint"},
+        ),
     ],
 )
 def test_the_checkpoint_is_kept_where_that_is_asked_for(
-    name: str, rules: dict[str, str], caplog: pytest.LogCaptureFixture
+    name: str, rules: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     run, saved = Run(name, **NEW, **rules), Run(name, steps=2)
     run.resume(saved)

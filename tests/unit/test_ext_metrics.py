@@ -12,7 +12,8 @@ import pytest
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import machine, metrics, settings, validation
+    from torchtitan_ext.config import settings
+    from torchtitan_ext.plugin import metrics, patches, validation
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
@@ -53,7 +54,7 @@ def processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     options = [f"--dump_folder={tmp_path}", "--tokenizer.kind=byte", "--training.steps=99"]
     options += ["--training.global_batch_size=4", "--training.seq_len=64", "--metrics.log_freq=2"]
-    machine.install()
+    patches.install()
     config = settings.parse(options)
     made: Any = config.metrics.build(
         parallel_dims=dims(shard=4, cp=2),

@@ -12,7 +12,7 @@ from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.tools import run_log
 from tests.distributed import models
-from torchtitan_ext.plugin import settings
+from torchtitan_ext.config import settings
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 
@@ -48,7 +48,7 @@ def test_a_name_selects_its_table(name: str, table: str) -> None:
 
 def test_a_name_in_toml(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text(CONFIG.read_text().replace('name = "AMO"', 'name = "AdaMuon"'))
+    file.write_text(f"extends = '{CONFIG}'\n[optimizer]\nname = 'AdaMuon'\n")
     config = settings.parse([f"--job.config_file={file}"])
     assert config.optimizer.name == "AdaMuon"
 

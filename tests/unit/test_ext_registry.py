@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import warnings
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     from torchtitan.config import ConfigManager
 
-    import torchtitan_ext.plugin.toml_config  # noqa: F401
+    import torchtitan_ext.config.settings  # noqa: F401
 
 CONFIGS = Path(__file__).resolve().parents[2] / "configs"
 
@@ -29,10 +28,21 @@ def test_a_config_is_found_by_name_and_by_path(
 ) -> None:
     file = CONFIGS / "debug_llama3.toml"
     (tmp_path / "configs").mkdir()
-    shutil.copy(file, tmp_path / "configs" / "mine.toml")
+    (tmp_path / "configs" / "mine.toml").write_text(f"extends = '{file}'\n")
     monkeypatch.chdir(tmp_path)
     for name in ("debug_llama3", file, "mine", "configs/mine.toml"):
         assert parse(name).description == "debug llama3"
+
+
+def test_torchtitans_options_are_laid_over_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    options = ("--training.steps", "5", "--dataloader.seed=3", "--optimizer.muon.momentum=0.5")
+    monkeypatch.setattr("sys.argv", ["train", *options])
+    config = parse("debug_llama3", *options)
+    assert (config.training.steps, config.training.seq_len, config.dataloader.seed) == (5, 128, 3)
+    assert config.optimizer.muon.momentum == 0.5
+    monkeypatch.setattr("sys.argv", ["train", "--optimizer.amo.momentum=0.5"])
+    with pytest.raises(ValueError, match=r"amo\.momentum: .* expected optimizer\.muon\.momentum"):
+        parse("debug_llama3", *options)
 
 
 @pytest.mark.parametrize(
@@ -51,5 +61,5 @@ def test_a_config_that_is_not_there_is_named(name: str, message: str) -> None:
 def test_a_mistake_in_the_file_is_named(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text("[training]\nstepz = 3\n")
-    with pytest.raises(ValueError, match=r"training.stepz: .* did you mean 'training.steps'\?"):
+    with pytest.raises(ValueError, match=r"training.stepz=3; did you mean 'training.steps'\?"):
         parse(path)

@@ -231,7 +231,7 @@ def test_the_quickstart_tells_how_training_ended(
 
     monkeypatch.setattr(quickstart.train, "start", train)
     monkeypatch.setattr(quickstart.time, "monotonic", lambda: 0.0)
-    arguments = ["quickstart", "--ranks", "2", "--job.dump_folder", str(tmp_path / "run")]
+    arguments = ["quickstart", "--ranks", "2", "--dump_folder", str(tmp_path / "run")]
     is_trained = told.startswith("Trained")
     assert cli.main([*arguments, *options]) == (0 if is_trained else 130)
     lines = capsys.readouterr().out.splitlines()

@@ -1,4 +1,4 @@
-"""What an optimizer takes from the section of another, and from torchtitan's fields."""
+"""What the sections of an optimizer say about one another."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 
 import pytest
 
+from amo_dist import AMOConfig
 from tests.distributed import models
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     from torchtitan.config import ConfigManager
 
-    from torchtitan_ext.plugin import sections, settings, toml_config
+    from torchtitan_ext.config import settings
+    from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
     from torchtitan_ext.plugin.trainer import Trainer
 
 from torchtitan_ext.tools import preflight_checks
@@ -34,25 +36,73 @@ def built(config: Any) -> Any:
     return config.optimizer.build(model_parts=[root]).optimizer.config
 
 
-@pytest.mark.parametrize("name", ["Muon", "AdaMuon"])
+@pytest.mark.parametrize("name", ["AMO", "Muon", "AdaMuon"])
 def test_a_name_alone_keeps_the_numerics_of_the_config(name: str) -> None:
-    options = ("--optimizer.amo.momentum=0.5", "--optimizer.amo.no-nesterov")
-    found = built(parse(name, *options))
-    assert (found.ns_dtype, found.momentum, found.nesterov) == ("float32", 0.5, False)
-
-
-def test_what_the_own_section_names_holds_though_it_be_the_default() -> None:
-    own = ("--optimizer.muon.ns_dtype=bfloat16", "--optimizer.muon.nesterov")
-    config = parse("Muon", *own, "--optimizer.amo.no-nesterov")
-    assert (config.optimizer.muon.ns_dtype, config.optimizer.muon.nesterov) == ("bfloat16", True)
+    config = parse(name, "--optimizer.muon.momentum=0.5", "--optimizer.muon.no-nesterov")
     found = built(config)
-    assert (found.ns_dtype, found.nesterov) == ("bfloat16", True)
+    assert (found.ns_dtype, found.momentum, found.nesterov) == ("float32", 0.5, False)
+    # What is logged and compared at a resume is what is in force.
+    assert config.optimizer.amo.momentum == config.optimizer.muon.momentum == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "expected"),
+    [
+        ("AMO", "", "exact"),
+        ("Muon", "", "as_is"),
+        ("AMO", "as_is", "as_is"),
+        ("Muon", "exact", "exact"),
+        ("AMO", "exact", "exact"),
+    ],
+)
+def test_the_size_of_updates_is_the_optimizers_own_where_it_is_left_open(
+    name: str, given: str, expected: str
+) -> None:
+    found = built(parse(name, *([f"--optimizer.muon.update_norm={given}"] if given else [])))
+    assert found.update_norm == expected
+
+
+def test_a_shared_field_that_a_program_sets_for_amo_alone_is_an_error() -> None:
+    section = OptimizersContainer.Config(name="AMO", amo=AMOConfig(momentum=0.5))
+    with pytest.raises(ValueError, match=r"\[optimizer.amo\] momentum: found 0.5, expected it in"):
+        built_of(section)
+    section = OptimizersContainer.Config(
+        name="AMO", amo=AMOConfig(momentum=0.5), muon=MuonSection(momentum=0.5)
+    )
+    assert built_of(section).momentum == 0.5
+
+
+def built_of(section: OptimizersContainer.Config) -> Any:
+    return section.build(model_parts=[models.plain_model(models.shapes())]).optimizer.config  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["AMO", "Muon"])
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ((), ("error", "error")),
+        (("--optimizer.on_config_change=use_config",), ("use_config", "replan")),
+        (("own=keep_checkpoint",), ("keep_checkpoint", "keep_checkpoint")),
+        (("own=replan",), ("use_config", "replan")),
+        # Each its own: a new learning rate, and the settings of the checkpoint.
+        (
+            ("--optimizer.on_config_change=use_config", "own=keep_checkpoint"),
+            ("use_config", "keep_checkpoint"),
+        ),
+    ],
+)
+def test_one_word_about_changes_is_enough(
+    name: str, options: tuple[str, ...], expected: tuple[str, str]
+) -> None:
+    own = "--optimizer.muon.on_config_change="
+    config = parse(name, *(option.replace("own=", own) for option in options))
+    assert (config.optimizer.on_config_change, built(config).on_config_change) == expected
 
 
 def test_torchtitans_own_entry_point_and_the_preflight_do_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    options = ["--optimizer.name=Muon", "--optimizer.amo.momentum=0.5"]
+    options = ["--optimizer.name=Muon", "--optimizer.muon.momentum=0.5"]
     arguments = ["--module=torchtitan_ext", "--config=quickstart", *options]
     monkeypatch.setattr("sys.argv", ["train", *arguments])
     config = ConfigManager().parse_args()
@@ -65,22 +115,11 @@ def test_torchtitans_own_entry_point_and_the_preflight_do_the_same(
     assert (config.optimizer.muon.ns_dtype, config.optimizer.muon.momentum) == ("float32", 0.5)
 
 
-def test_fields_are_found_in_either_spelling() -> None:
-    arguments = ["--optimizer.amo.ns-dtype", "float32", "--optimizer.muon.no-nesterov", "--x=1"]
-    values = {"optimizer": {"lr": 1.0, "amo": {"nonfinite": "error"}}, "data": {"seed": 1}}
-    found = toml_config.given_fields(values, [*arguments, "--optimizer.amo.nonfinite=error"])
-    assert found == {
-        *("optimizer.amo.ns_dtype", "optimizer.muon.nesterov", "x", "optimizer.lr"),
-        *("optimizer.amo.nonfinite", "dataloader.seed"),
-    }
-    assert sections.given_here(found) == {"amo.ns_dtype", "muon.nesterov", "lr", "amo.nonfinite"}
-
-
 # ------------------------------------------------------------------ defaults that somebody gives
 
 
-def defaults() -> dict[str, Any]:
-    """The default of every field that a file can hold, by its name in the config."""
+def fields() -> dict[str, Any]:
+    """The default of every field that a file can hold, by its name."""
     found: dict[str, Any] = {}
 
     def walk(section: Any, prefix: str) -> None:
@@ -92,85 +131,44 @@ def defaults() -> dict[str, Any]:
                 found[name] = value
 
     walk(Trainer.Config(), "")
-    return found
-
-
-def settled(values: dict[str, Any], name: str, value: Any) -> Any:
-    """The config of a file with one more field."""
-    values = copy.deepcopy(values)
-    *path, last = name.split(".")
-    branch = values
-    for one in path:
-        branch = branch.setdefault(one, {})
-    branch[last] = value
-    config, problems = toml_config.read(values)
-    if problems:
-        raise ValueError(problems[0])
-    settings.settle(config)
-    settings.validate(config)
-    return config
+    found = {name: value for name, value in found.items() if value != []}
+    hidden = ("dataloader.positions", "validator.dataloader.positions")
+    shared = [f"optimizer.amo.{field.name}" for field in dataclasses.fields(MuonSection)]
+    return {name: value for name, value in found.items() if name not in {*hidden, *shared}}
 
 
 BASES: dict[str, dict[str, Any]] = {
-    # Each with every rule by which one field says another: the law, the section of another name.
+    # Each with every rule by which one field says another.
     "AMO": {"optimizer": {"name": "AMO"}},
-    "law": {"optimizer": {"lr_from": "scaling_law", "scaling_law": {"params_b": 1, "tokens_b": 1}}},
-    "Muon": {
-        "optimizer": {
-            "name": "Muon",
-            "amo": {"momentum": 0.5, "nesterov": False, "ns_dtype": "float32"},
-        }
-    },
-    "Muon-PE": {"optimizer": {"name": "Muon-PE"}},
+    "Muon": {"optimizer": {"name": "Muon", "muon": {"momentum": 0.5, "ns_dtype": "float32"}}},
 }
 
 
 @pytest.mark.parametrize("base", BASES)
-def test_no_default_that_a_file_gives_is_lost(base: str) -> None:
-    """It holds, or is an error that names it: another value would be lost as silently."""
-    values = {"model": {"name": "llama3", "flavor": "tiny"}, "training": {"steps": 9999}}
-    values |= BASES[base]
-    refused = set()
-    for name, value in defaults().items():
-        section, _, last = name.rpartition(".")
-        in_base: Any = values
-        for one in name.split("."):
-            in_base = in_base.get(one, {})
-        if in_base != {}:  # given another value by the base
-            continue
-        try:
-            config = settled(values, name, value)
-        except ValueError as error:
-            refused.add(name if last in str(error) else f"{name}: {error}")
-            continue
-        assert name in config.given
-        for one in section.split(".") if section else ():
-            config = getattr(config, one)
-        assert getattr(config, last) == value, name
-    muon = {name for name in defaults() if name.startswith("optimizer.muon.")}
-    assert (
-        refused
-        == {
-            "AMO": muon - {"optimizer.muon.per_head"},  # of the groups, whatever takes them
-            "law": {"optimizer.lr"},
-            "Muon": set(),
-            "Muon-PE": {"optimizer.muon.schedule"},
-        }[base]
-    )
+def test_every_field_of_every_section_is_read_from_a_file(base: str, tmp_path: Path) -> None:
+    values = copy.deepcopy(BASES[base])
+    values |= {"model": {"name": "llama3", "flavor": "tiny"}, "training": {"steps": 9999}}
+    written = [*_lines(values)]
+    given = {line.partition(" = ")[0] for line in written}
+    written += [f"{name} = {_toml(v)}" for name, v in fields().items() if name not in given]
+    path = tmp_path / "all.toml"
+    path.write_text("\n".join(written))
+    config = settings.parse([f"--job.config_file={path}"])
+    for name, expected in fields().items():
+        found: Any = config
+        for part in name.split("."):
+            found = getattr(found, part)
+        if name not in given and name != "optimizer.muon.update_norm":
+            assert found == expected, name
 
 
-def test_no_default_that_an_argument_gives_is_lost() -> None:
-    law = Path(__file__).parents[2] / "configs" / "qwen3_70m.toml"
-    with pytest.raises(ValueError, match=r"optimizer\.lr: found 0\.0008, expected none"):
-        settings.parse([f"--job.config_file={law}", "--optimizer.lr", "8e-4"])
-    names = set(defaults())
-    arguments = [f"--{name}={value}" for name, value in defaults().items()]
-    assert names <= toml_config.given_fields({}, arguments)
+def _lines(values: dict[str, Any], prefix: str = "") -> Any:
+    for name, value in values.items():
+        if isinstance(value, dict):
+            yield from _lines(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name} = {_toml(value)}"
 
 
-def test_a_field_under_both_of_its_names_is_an_error() -> None:
-    values = {"data": {"seed": 1}, "dataloader": {"seed": 2}}
-    _, problems = toml_config.read(values)
-    assert problems == [
-        "dataloader.seed: found this field under another name, too; expected it once"
-    ]
+def _toml(value: Any) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)

@@ -6,14 +6,14 @@ import warnings
 import pytest
 import torch
 
-from torchtitan_ext.learning_rate import TITAN_DEFAULT, resolve, scaling_law_lr
+from torchtitan_ext.learning_rate import resolve, scaling_law_lr
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     from torchtitan_ext.plugin import models, optimizers
 
 
-def section(lr: float = TITAN_DEFAULT, lr_from: str = "scaling_law", **law: float) -> object:
+def section(lr: float | None = None, lr_from: str = "scaling_law", **law: float) -> object:
     scaling_law = types.SimpleNamespace(**{"params_b": 0.6, "tokens_b": 12.0, **law})
     return types.SimpleNamespace(lr=lr, lr_from=lr_from, scaling_law=scaling_law)
 

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.util
+import sys
+import types
 import warnings
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
+
+from amo_dist import param_groups
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    import torchtitan.components.quantization.float8 as quantization
     from torchtitan.components.optimizer import default_adamw
     from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
+    from torchtitan.models.common.linear import Linear
     from torchtitan.models.llama3.config_registry import llama3_debugmodel
     from torchtitan.models.qwen3.config_registry import qwen3_debugmodel_moe_param_groups
+    from torchtitan.protocols.module import Module
 
+    from torchtitan_ext.config import settings
     from torchtitan_ext.plugin.checkpoints import CheckpointManager
     from torchtitan_ext.plugin.metrics import MetricsProcessor
     from torchtitan_ext.plugin.optimizers import OptimizersContainer
+
+CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 def applied(config: Any, *tokens: str) -> Any:
@@ -60,3 +76,45 @@ def test_what_cannot_be_told_is_an_error() -> None:
         applied(llama3_debugmodel(), 'torchtitan_ext.override.amo={"observe_til": 1}')
     with pytest.raises(ValueError, match=r"found lr = 0.0001 and 0.0008 in the config's param_g"):
         applied(qwen3_debugmodel_moe_param_groups(), "torchtitan_ext.override.amo")
+
+
+class _Float8Linear(nn.Linear, Module):
+    """In the place of torchao's, which is not installed with the project."""
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(Linear.Config):
+        _torchao_config: object = None
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config.in_features, config.out_features, bias=config.bias)
+
+
+def test_float8_takes_the_blocks_and_leaves_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    recipes = SimpleNamespace(from_recipe_name=lambda name: name)
+    torchao = types.ModuleType("torchao.float8")
+    torchao.Float8LinearConfig = recipes  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "torchao", types.ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
+    monkeypatch.setattr(quantization, "Float8Linear", _Float8Linear)
+    monkeypatch.setattr(quantization, "has_cuda_capability", lambda *_: True)
+    monkeypatch.setattr("torch._inductor.config.emulate_precision_casts", False)
+    config = settings.parse([f"--job.config_file={CONFIGS / 'quickstart.toml'}"])
+    config.override.imports = ["torchtitan_ext.override.float8"]
+    assert config.model_spec is not None
+    with torch.device("meta"):
+        plain = config.model_spec.model.build()
+        apply_overrides(config.override, config)
+        model = config.model_spec.model.build()
+    found = {name for name, one in model.named_modules() if isinstance(one, _Float8Linear)}
+    expected = {name for name, one in plain.named_modules() if isinstance(one, nn.Linear)}
+    assert found == expected - {"lm_head"}
+    shapes = [[(n, p.shape) for n, p in one.named_parameters()] for one in (plain, model)]
+    assert shapes[0] == shapes[1]
+    assert len(param_groups(model)) == len(param_groups(plain))
+
+
+def test_float8_without_torchao_says_so() -> None:
+    if importlib.util.find_spec("torchao") is not None:
+        pytest.skip("torchao is installed")
+    with pytest.raises(ImportError, match="torchao is not installed"):
+        applied(llama3_debugmodel(), "torchtitan_ext.override.float8")

@@ -25,9 +25,11 @@ from torchtitan_ext.data.pack import tokenize
 from torchtitan_ext.data.tokenizers import HFTokenizer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-WORLDS = {"qwen3_70m": 6, "llama3.1_75m": 6, "qwen3_70m_adamw": 8, "llama3.1_75m_adamw": 8}
-WORLDS |= {"qwen3_1.7b": 32, "qwen3_1.7b_adamw": 32, "llama3.1_1.4b": 32, "llama3.1_1.4b_adamw": 32}
-WORLDS |= {"quickstart": 2, "debug_llama3": 2, "debug_qwen3": 2}
+WORLDS = {"qwen3_70m": 6, "llama3.1_75m": 6, "debug_qwen3": 2}
+WORLDS |= {"qwen3_70m_adamw_paper": 8, "llama3.1_75m_adamw_paper": 8}
+LARGE = ("qwen3_1.7b", "llama3.1_1.4b")
+WORLDS |= {f"{name}{end}": 32 for name in LARGE for end in ("", "_adamw_paper")}
+WORLDS |= {"quickstart": 2, "debug_llama3": 2}
 
 
 def preflight(
@@ -79,6 +81,8 @@ PACKED = (
     ("fineweb_edu_llama3", "Llama-3.1-8B", ""),
     ("fineweb_edu_qwen3", "Qwen3-0.6B", "<|endoftext|>"),
     ("slimpajama_qwen3", "Qwen3-0.6B", "<|endoftext|>"),
+    ("c4_validation_llama3", "Llama-3.1-8B", ""),
+    ("c4_validation_qwen3", "Qwen3-0.6B", "<|endoftext|>"),
 )
 """Folders of tokens that configs name, the tokenizer of each, and its end token."""
 
@@ -118,7 +122,7 @@ SMALL = ("quickstart", "--training.steps=80")
                 *("qwen3_70m", "--memory-gb=80", "--training.local_batch_size=75"),
                 "--training.global_batch_size=900",
             ),
-            "training.local_batch_size: found 75, whose logits take 280.0 GB a rank with",
+            "training.local_batch_size: found 75, whose logits take 93.3 GB a rank with",
         ),
         (
             (
@@ -143,18 +147,18 @@ SMALL = ("quickstart", "--training.steps=80")
         ((*SMALL, "--tokenizer.kind=hf", "--hf_assets_path=broken"), "hf_assets_path: the tokeni"),
         (
             (*SMALL, "--dataloader.dataset=text", "--dataloader.dataset_path=gone"),
-            "training.dataset_path: no such file or folder: 'gone'",
+            "dataloader.dataset_path: no such file or folder: 'gone'",
         ),
         (
             (*SMALL, "--dataloader.dataset=packed", "--dataloader.dataset_path=gone"),
-            "training.dataset_path: no index.json in 'gone'",
+            "dataloader.dataset_path: no index.json in 'gone'",
         ),
         (
             (
                 *(*SMALL, "--validator.enable", "--validator.dataloader.dataset=text"),
                 "--validator.dataloader.dataset_path=gone",
             ),
-            "validation.dataset_path: no such file or folder: 'gone'",
+            "validator.dataloader.dataset_path: no such file or folder: 'gone'",
         ),
         (
             ("cpt_qwen3_0.6b", "--checkpoint.initial_load_path=gone"),
@@ -220,7 +224,7 @@ def test_a_dataset_of_the_hub_needs_the_network(
     reason = {"offline": "HF_HUB_OFFLINE = 1 forbids", "unreachable": "cannot be reached at"}[why]
     assert status == 2
     assert len(found) == 1
-    dataset = "training.dataset_path: found the dataset 'allenai/c4' on the hub, "
+    dataset = "dataloader.dataset_path: found the dataset 'allenai/c4' on the hub, "
     assert found[0].startswith(f"{dataset}which {reason}")
     assert preflight(capsys, "qwen3_0.6b") == (0, [])  # which reads nothing from there
 

@@ -66,24 +66,3 @@ def test_a_run_goes_on_with_the_config_that_it_had() -> None:
     assert runs.changes(config, moved) == []
     longer = {**config, "training": {"steps": 6}}
     assert runs.changes(config, longer) == ["training.steps: was 5, is 6"]
-
-
-def test_a_run_of_torchtitan_0_2_2_goes_on() -> None:
-    saved = {
-        "job": {"dump_folder": "a", "config_file": "x.toml"},
-        "experimental": {"custom_import": "torchtitan_ext"},
-        "model": {"name": "llama3", "hf_assets_path": "assets"},
-        "training": {"dataset": "stdlib", "steps": 5},
-        "data": {"tokenizer": "byte", "seed": 42},
-    }
-    config = {
-        "dump_folder": "a",
-        "hf_assets_path": "assets",
-        "model": {"name": "llama3", "fuse_qkv": False},
-        "training": {"steps": 5},
-        "tokenizer": {"kind": "byte"},
-        "dataloader": {"dataset": "stdlib", "seed": 42},
-    }
-    assert runs.changes(saved, config) == []
-    saved["data"]["seed"] = 43
-    assert runs.changes(saved, config) == ["dataloader.seed: was 43, is 42"]

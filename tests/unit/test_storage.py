@@ -72,20 +72,20 @@ def plain_recipe(folder: Path) -> dict[str, Any]:
 
 
 def torchtitan(folder: Path) -> dict[str, Any]:
-    from torchtitan_ext.plugin import old_checkpoints
+    from torchtitan_ext.plugin import loading
 
     found = state()
     with warnings.catch_warnings(), told():
         warnings.filterwarnings("ignore", message="torch.distributed is")
-        old_checkpoints.load(found, str(folder))
+        loading.load(found, str(folder))
     return found
 
 
 def export(folder: Path) -> None:
-    from torchtitan_ext.tools.export import _saved
+    from torchtitan_ext.tools.export import _check_saved
 
     with told():
-        _saved(folder, {"model.w": state()["model"]["w"]})
+        _check_saved(folder, {"model.w": state()["model"]["w"]})
 
 
 Door = Callable[[Path], Any]

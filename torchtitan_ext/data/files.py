@@ -84,7 +84,7 @@ def find_files(where: str, pattern: str = "", hub: Hub | None = None) -> Files:
         root = Path(str(path).split("*", 1)[0] + "_").parent
         return _local([Path(name) for name in glob.glob(str(path), recursive=True)], root)
     if hub is None or where.startswith((".", "/", "~")) or where.count("/") > 1:
-        raise ValueError(f"training.dataset_path: no such file or folder: {where!r}")
+        raise ValueError(f"dataloader.dataset_path: no such file or folder: {where!r}")
     return hub_files(where, hub)
 
 
@@ -114,9 +114,9 @@ def _local(paths: Iterable[Path], root: Path) -> Files:
     ]
     if not kept:
         raise ValueError(
-            f"training.dataset_path: found no file in {str(root)!r} that can be read, expected "
+            f"dataloader.dataset_path: found no file in {str(root)!r} that can be read, expected "
             f"{', '.join(ROWS)} (JSON lines also with {', '.join(COMPRESSIONS)}), .txt, or those "
-            "of data.pattern"
+            "of dataloader.pattern"
         )
     marks = [(os.path.relpath(path, root), path.stat()) for path in kept]
     names = [f"{name}\0{stat.st_size}\0{stat.st_mtime_ns}" for name, stat in marks]
@@ -161,8 +161,8 @@ def hub_files(name: str, hub: Hub) -> Files:
         if not isinstance(error, (OSError, RuntimeError, ValueError)):
             raise
         raise ValueError(
-            f"training.dataset_path: found {name!r}, neither a folder here nor a dataset that the "
-            f"hub gives: {error}"
+            f"dataloader.dataset_path: found {name!r}, neither a folder here nor a dataset "
+            f"that the hub gives: {error}"
         ) from error
     splits = builder.config.data_files or {}
     if hub.split not in splits:
@@ -170,7 +170,7 @@ def hub_files(name: str, hub: Hub) -> Files:
     urls = tuple(url for url in map(str, splits[hub.split]) if format_of(url) != "text")
     if not urls:
         raise ValueError(
-            f"training.dataset_path: the files of {name!r} are none of {', '.join(ROWS)}"
+            f"dataloader.dataset_path: the files of {name!r} are none of {', '.join(ROWS)}"
         )
     commit = re.match(r"hf://datasets/[^@]+@([0-9a-f]{40})/", urls[0])
     return _readable(Files(urls, _digest(urls), commit[1] if commit else ""))

@@ -33,7 +33,7 @@ from torchtitan_ext.runs.differences import differences
 logger = logging.getLogger(__name__)
 
 DATASETS = ("packed", "text", "stdlib")
-"""Values of ``training.dataset`` read here; torchtitan's own loader reads those that it knows.
+"""Values of ``dataloader.dataset`` read here; torchtitan's own loader reads those that it knows.
 
 What it reads is tokenized as here, without begin tokens, and packed as there: documents follow in
 the order of the files, the end token of each is a label alone, and a resume needs the same number
@@ -72,7 +72,7 @@ class PackedLoader(BaseDataLoader):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(titan.HuggingFaceTextDataLoader.Config):
-        """``[data]``, and the dataset of ``[training]``."""
+        """``[dataloader]``."""
 
         dataset: str = "c4_test"
         """
@@ -136,7 +136,7 @@ class PackedLoader(BaseDataLoader):
         """How long ranks wait for the first one to tokenize."""
 
         _validates: Annotated[bool, tyro.conf.Suppress] = False
-        """Whether this is ``[validation]``, for names in errors."""
+        """Whether this is ``[validator]``, for names in errors."""
 
         def build(self, **options: Any) -> BaseDataLoader:
             """The loader, see :func:`build`."""
@@ -167,8 +167,8 @@ class PackedLoader(BaseDataLoader):
         self._mixture = Mixture([weight for _, weight in corpora], seed)
         if not infinite and len(corpora) > 1:
             raise ValueError(
-                "training.dataset_path: found several with weights, expected one where all is read "
-                "once: a mixture has no end (validation.steps)"
+                "dataloader.dataset_path: found several with weights, expected one where all is "
+                "read once: a mixture has no end (validator.steps)"
             )
         self._end = None if infinite else self._sizes[0]
         self._batch_size, self._seq_len = batch_size, seq_len
@@ -330,7 +330,7 @@ def open_packed(where: str, tokenizer: BaseTokenizer, order: str = "uniform") ->
     found = identity(tokenizer)
     if found != (expected := corpus.settings["tokenizer"]):
         raise ValueError(
-            f"data.tokenizer: found {found}, expected {expected}, which made the tokens in {where}"
+            f"tokenizer.kind: found {found}, expected {expected}, which made the tokens in {where}"
         )
     return corpus
 
@@ -353,8 +353,8 @@ def paths(config: PackedLoader.Config) -> list[tuple[str, float]]:
             path = ""
         if not path:
             raise ValueError(
-                f"training.dataset_path: found {one.strip()!r}, expected such as data/web=0.7, or "
-                "a path without '='"
+                f"dataloader.dataset_path: found {one.strip()!r}, expected such as data/web=0.7, "
+                "or a path without '='"
             )
     return found
 
@@ -391,9 +391,9 @@ def _wait_for(folder: Path, seconds: float) -> None:
     while (index := read_index(folder)) is None or not index.complete:
         if time.monotonic() - start > seconds:
             raise ValueError(
-                f"comm.init_timeout_seconds: found {seconds:g}, and the first rank has not "
-                f"tokenized all text into {folder} by then; expected more, a data.tokens that all "
-                "nodes share, or text that `amo tokenize` or `amo train` tokenized before"
+                f"comm.init_timeout_seconds: found {seconds:g}, and the first rank has "
+                f"not tokenized all text into {folder} by then; expected more, a dataloader.tokens "
+                "that all nodes share, or text that `amo tokenize` or `amo train` tokenized before"
             )
         time.sleep(0.1)
 
@@ -423,23 +423,25 @@ def check(config: PackedLoader.Config) -> None:
         # Without this a typo is told by torchtitan, which knows its own datasets alone.
         if config.dataset.lower() not in titan.DATASETS:
             known = ", ".join(map(repr, (*DATASETS, *titan.DATASETS)))
-            raise ValueError(f"training.dataset: found {config.dataset!r}, expected one of {known}")
+            raise ValueError(
+                f"dataloader.dataset: found {config.dataset!r}, expected one of {known}"
+            )
         return
     if config.dataset != "stdlib" and not config.dataset_path:
         what = "what `amo tokenize` made" if config.dataset == "packed" else "file or glob"
         raise ValueError(
-            f"training.dataset_path: found none, expected a folder, {what} for dataset "
+            f"dataloader.dataset_path: found none, expected a folder, {what} for dataset "
             f"{config.dataset!r}"
         )
     Mixture([weight for _, weight in paths(config)], config.seed)
     if config.order != "uniform" and config.dataset != "packed" and not config.score_field:
         raise ValueError(
-            f"data.score_field: found none, expected the field of a row that data.order = "
-            f"{config.order!r} goes by"
+            f"dataloader.score_field: found none, expected the field of a row that "
+            f"dataloader.order = {config.order!r} goes by"
         )
     if not 0 <= config.max_bad_rows <= 1:
         raise ValueError(
-            f"data.max_bad_rows: found {config.max_bad_rows}, expected a share, from 0 to 1"
+            f"dataloader.max_bad_rows: found {config.max_bad_rows}, expected a share, from 0 to 1"
         )
 
 
@@ -463,7 +465,7 @@ def validate(config: Any) -> None:
     if config.validator.enable:
         if config.validator.freq < 1:
             raise ValueError(
-                f"validation.freq: found {config.validator.freq}, expected an integer >= 1"
+                f"validator.freq: found {config.validator.freq}, expected an integer >= 1"
             )
         with named_for(validation=True):
             check(config.validator.dataloader)
@@ -471,15 +473,14 @@ def validate(config: Any) -> None:
 
 @contextlib.contextmanager
 def named_for(validation: bool) -> Iterator[None]:
-    """Name the fields in errors as a file names those of ``[validation]``, where it is meant."""
+    """Name the fields in errors as a file names those of ``[validator]``, where it is meant."""
     try:
         yield
     except ValueError as error:
         if not validation:
             raise
         # The tokenizer and the length of sequences are those of training.
-        message = re.sub(r"^data(?!\.tokenizer|loader)", "validation.dataloader", str(error))
-        raise ValueError(re.sub(r"^training(?=\.data)", "validation", message)) from None
+        raise ValueError(re.sub(r"^dataloader\b", "validator.dataloader", str(error))) from None
 
 
 def _warn_of_length(held: int, drawn: int) -> None:

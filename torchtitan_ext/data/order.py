@@ -65,7 +65,7 @@ class Mixture:
             counts[i] += 1
         if min(counts) < 1:
             raise ValueError(
-                f"training.dataset_path: found weights {list(weights)}, expected each to be at "
+                f"dataloader.dataset_path: found weights {list(weights)}, expected each to be at "
                 f"least {1 / CYCLE:g} of their sum"
             )
         self._counts = counts

@@ -218,6 +218,6 @@ class BadRows:
         if total > self._most * (self.num_rows if at_end else max(self.num_rows, 1000)):
             reasons = ", ".join(f"{count} {reason}" for reason, count in self.counts.items())
             raise ValueError(
-                f"data.max_bad_rows: found {total} bad rows among {self.num_rows} ({reasons}), "
-                f"expected a share of at most {self._most:g}; the last: {self._last}"
+                f"dataloader.max_bad_rows: found {total} bad rows among {self.num_rows} "
+                f"({reasons}), expected a share of at most {self._most:g}; the last: {self._last}"
             )

@@ -124,7 +124,7 @@ class Corpus:
         folders = sorted(path.parent for path in root.glob(f"**/{INDEX}"))
         if not folders:
             raise ValueError(
-                f"training.dataset_path: no {INDEX} in {str(where)!r}, expected a folder that "
+                f"dataloader.dataset_path: no {INDEX} in {str(where)!r}, expected a folder that "
                 "`amo tokenize` made"
             )
         indices = [_complete_index(folder) for folder in folders]
@@ -145,8 +145,9 @@ class Corpus:
         if order != "uniform":
             if not self.settings["score_field"]:
                 raise ValueError(
-                    f"data.order: found {order!r}, expected 'uniform' for {str(where)!r}, which "
-                    "was tokenized without data.score_field (amo tokenize --score-field)"
+                    f"dataloader.order: found {order!r}, expected 'uniform' for {str(where)!r}, "
+                    "which was tokenized without a dataloader.score_field (`amo tokenize "
+                    "--score-field`)"
                 )
             sizes = self._sort([path for path, _ in named], order == "descend")
         self._ends = np.cumsum(sizes)

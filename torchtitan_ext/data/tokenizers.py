@@ -178,7 +178,9 @@ class TiktokenTokenizer(_TiktokenTokenizer):
         special = {token: len(ranks) + i for i, token in enumerate(family.special_tokens)}
         eos = eos_token or family.eos
         if eos not in special:
-            raise ValueError(f"data.eos_token: found {eos!r}, expected a special token of {file}")
+            raise ValueError(
+                f"tokenizer.eos_token: found {eos!r}, expected a special token of {file}"
+            )
         encoding = tiktoken.Encoding(
             name=file.name,
             pat_str=family.pattern,
@@ -237,13 +239,13 @@ class HFTokenizer(HuggingFaceTokenizer):
         try:
             super().__init__(tokenizer_path=str(folder))
         except FileNotFoundError as error:
-            raise ValueError(f"data.tokenizer_path: {error}") from None
+            raise ValueError(f"tokenizer.path: {error}") from None
         # torchtitan overlooks an end token that is the begin token too.
         named = eos_token or self._get_token_from_config(self._hf_config or {}, "eos_token")
         self.eos_token = named
         eos_id = self.tokenizer.token_to_id(named) if named else None
         if eos_id is None:
-            raise ValueError(f"data.eos_token: found {named!r}, expected a token of {folder}")
+            raise ValueError(f"tokenizer.eos_token: found {named!r}, expected a token of {folder}")
         self.eos_id: int = eos_id
         self.tokenizer.encode_special_tokens = True
         self.digest = _digest(self.tokenizer.to_str().encode(), self.eos_id)
@@ -265,7 +267,7 @@ def _find(path: Path, names: tuple[str, ...]) -> Path:
     if len(found) != 1:
         what = "none" if not found else " and ".join(file.name for file in found)
         raise ValueError(
-            f"data.tokenizer_path: found {what} in {str(path)!r}, expected {' or '.join(names)}"
+            f"tokenizer.path: found {what} in {str(path)!r}, expected {' or '.join(names)}"
         )
     return found[0]
 

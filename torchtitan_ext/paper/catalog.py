@@ -18,7 +18,7 @@ class Model:
     name: str
     """As the paper's tables call it."""
     stem: str
-    """``configs/<stem>.toml``, and ``configs/<stem>_adamw.toml`` for AdamW."""
+    """``configs/<stem>.toml``, and ``configs/<stem>_adamw_paper.toml`` for AdamW."""
     family: str
     """What its geometry logs say."""
     gpus: int

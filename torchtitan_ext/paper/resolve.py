@@ -10,9 +10,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.schedule.schedule_file import read_toml
+from amo_dist.config import AMOConfig
 from torchtitan_ext import learning_rate
+from torchtitan_ext.config import files
 from torchtitan_ext.paper import catalog
 from torchtitan_ext.paper.catalog import MODELS, Run, Value
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE
@@ -140,8 +140,12 @@ def resolve(run: Run, place: Place) -> Job:
         ValueError: A config is missing or lacks what has to be scaled.
     """
     model = MODELS[run.model]
-    names = {"muon": model.stem, "adamw": f"{model.stem}_adamw", "continual": f"cpt_{model.stem}"}
-    config = reference = Config.read(Path(f"configs/{names[run.config]}.toml"))
+    stems = {
+        "muon": model.stem,
+        "adamw": f"{model.stem}_adamw_paper",
+        "continual": f"cpt_{model.stem}",
+    }
+    config = reference = Config.read(Path(f"configs/{stems[run.config]}.toml"))
     if place.base is not None:
         config = Config.read(place.base)
         if run.config == "continual":
@@ -184,12 +188,12 @@ class Config:
 
     @staticmethod
     def read(path: Path) -> Config:
-        """Read a file.
+        """Read a file, with those that it extends.
 
         Raises:
             ValueError: It cannot be read or is not TOML.
         """
-        return Config(path, read_toml("config", ROOT / path))
+        return Config(path, files.read(ROOT / path))
 
     def field(self, name: str) -> Any:
         """The value of a field by its dotted name.
@@ -238,7 +242,7 @@ def _options(
 ) -> dict[str, Value]:
     options = dict(run.options)
     if place.base is not None:
-        options = {**_stand_in(run, config), **options, **run.small_options}
+        options = {**_stand_in(run), **options, **run.small_options}
     for name in _STEPS:
         if name in options:
             options[name] = scaled(int(options[name]), ratio)
@@ -252,15 +256,12 @@ def _options(
     return options
 
 
-def _stand_in(run: Run, config: Config) -> dict[str, Value]:
+def _stand_in(run: Run) -> dict[str, Value]:
     """What the paper's configs say and a stand-in does not."""
     name = run.options["optimizer.name"]
     if name == "AMO":
-        return {"optimizer.amo.planner": "paper", "optimizer.amo.update_norm": "as_is"}
-    if name == "AdamW":
-        return dict(_WSD)
-    shared = {field.name for field in dataclasses.fields(MuonConfig)}
-    return {f"optimizer.muon.{field}": v for field, v in config.amo.items() if field in shared}
+        return {"optimizer.amo.planner": "paper", "optimizer.muon.update_norm": "as_is"}
+    return dict(_WSD) if name == "AdamW" else {}
 
 
 def _scale_amo(options: dict[str, Value], reference: Config, config: Config) -> None:

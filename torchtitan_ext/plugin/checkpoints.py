@@ -19,7 +19,7 @@ from torchtitan.tools.utils import GarbageCollection
 
 from amo_dist import CheckpointWriter
 from amo_dist.state.storage import find_damage
-from torchtitan_ext.plugin import hyperparameters, old_checkpoints
+from torchtitan_ext.plugin import hyperparameters, loading
 from torchtitan_ext.plugin.optimizers import check_last_update
 from torchtitan_ext.runs.run_files import COMPLETE_FILES, checkpoints, complete_steps
 
@@ -107,7 +107,7 @@ class CheckpointManager(titan.CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load what a checkpoint holds, and one of torchtitan 0.2.2 by its names.
+        """Load what a checkpoint holds.
 
         Raises:
             ValueError: If it lacks something.
@@ -116,7 +116,7 @@ class CheckpointManager(titan.CheckpointManager):
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         is_verified = checkpoint_id == self._create_checkpoint_id(self._latest_step)
-        old_checkpoints.load(state_dict, checkpoint_id, verify=not is_verified)
+        loading.load(state_dict, checkpoint_id, verify=not is_verified)
         self.states[titan.MODEL].load_state_dict(state_dict)
 
     def dcp_save(

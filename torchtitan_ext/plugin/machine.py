@@ -1,25 +1,17 @@
-"""What a machine or an older PyTorch lacks of what torchtitan asks for.
-
-Without an accelerator torchtitan falls back to "cuda", and dies at start; :func:`install` names the
-CPU instead. It changes nothing where there is an accelerator and PyTorch is 2.14 or later.
-"""
+"""What a machine has to train on, and what its PyTorch allows."""
 
 from __future__ import annotations
 
-import importlib
 import os
-import platform
 import resource
 import socket
 import sys
-import types
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-import torch.distributed as dist
-from torch.distributed import distributed_c10d
 
-_IS_OLD = torch.__version__ < "2.14"
+IS_OLD = torch.__version__ < "2.14"
+"""Whether PyTorch is older than what torchtitan 0.3.0 is written for."""
 
 
 def cpu_is_needed() -> bool:
@@ -55,40 +47,7 @@ def spmd_backend() -> Literal["partial_dtensor", "spmd_types"]:
 
     Before 2.14 ``fully_shard`` takes no plain tensors that are annotated with how they are spread.
     """
-    return "partial_dtensor" if _IS_OLD else "spmd_types"
-
-
-def install() -> None:
-    """Add what is missing here; a no-op when repeated."""
-    if _IS_OLD and not hasattr(dist, "set_timeout"):
-        # torchtitan calls it by this name after the first step; its name before PyTorch 2.14.
-        dist.set_timeout = distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
-    if not cpu_is_needed():
-        return
-    importlib.import_module("torchtitan.tools.utils")
-
-    # No setting of torchtitan names the device: it is a global, which modules loaded later take
-    # from there, and those loaded before (by torchtitan's own entry point) hold as their own.
-    device = {"device_type": "cpu", "device_module": _cpu_module()}
-    for name, module in list(sys.modules.items()):
-        if name.startswith("torchtitan."):
-            vars(module).update({key: device[key] for key in device.keys() & vars(module).keys()})
-
-
-def _cpu_module() -> types.SimpleNamespace:
-    """``torch.cpu`` with what torchtitan further asks of a device module."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    extra: dict[str, Any] = {
-        "current_device": lambda: 0,
-        "empty_cache": lambda: None,
-        "get_device_name": lambda _device=None: platform.processor() or platform.machine(),
-        "get_device_properties": lambda _device=None: types.SimpleNamespace(total_memory=memory),
-        "memory_stats": lambda _device=None: dict.fromkeys(
-            ("active_bytes.all.peak", "reserved_bytes.all.peak"), resident_peak()
-        ),
-        "reset_peak_memory_stats": lambda _device=None: None,
-    }
-    return types.SimpleNamespace(**{**vars(torch.cpu), **extra})
+    return "partial_dtensor" if IS_OLD else "spmd_types"
 
 
 def resident_peak() -> int:

@@ -9,13 +9,14 @@ from __future__ import annotations
 import functools
 import hashlib
 import importlib
+import pkgutil
 from dataclasses import dataclass, replace
 from typing import Literal, cast
 
 import torch
+import torchtitan.models
 from torch import nn
 from torch.distributed.tensor import DTensor, distribute_tensor
-from torchtitan.models import _supported_models
 from torchtitan.models.common.attention import (
     BaseAttention,
     FusedQKVLinear,
@@ -35,7 +36,11 @@ from torchtitan_ext.plugin.parallelize import parallelize
 INIT_STD = 0.02
 """Standard deviation of all linear and embedding weights in the AMO paper."""
 
-NAMES = sorted(_supported_models - {"flux"})
+NAMES = sorted(
+    module.name
+    for module in pkgutil.iter_modules(torchtitan.models.__path__)
+    if module.ispkg and module.name not in ("common", "flux")
+)
 """torchtitan's language models, under any of which a ``[model]`` section may ask for a size."""
 
 _BYTE_VOCAB = 320

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -20,21 +20,27 @@ from amo_dist.operators.patterns import clean_name
 from amo_dist.operators.views import Fused
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
-from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
+from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext import learning_rate
-from torchtitan_ext.plugin import hyperparameters, sections
+from torchtitan_ext.config.names import SHARED, STOCK
+from torchtitan_ext.plugin import hyperparameters
 from torchtitan_ext.plugin.step_clock import StepClock
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonSection(MuonConfig):
-    """``[optimizer.muon]``: fields of :class:`amo_dist.config.MuonConfig`, and the schedule."""
+    """``[optimizer.muon]``: what the whole Muon family reads, AMO too, and a fixed schedule."""
 
-    schedule: str = "kj"
-    """Named table of Newton-Schulz coefficients that ``name = "Muon"`` applies to every matrix."""
+    update_norm: str = ""
+    """See :class:`amo_dist.config.MuonConfig`; where it is left open ``exact`` for AMO, and
+    ``as_is`` for all others."""
+
+    schedule: str = ""
+    """Named table of Newton-Schulz coefficients that ``name = "Muon"`` applies to every matrix;
+    ``kj`` where none is named."""
 
     schedule_file: str = ""
     """
@@ -43,9 +49,17 @@ class MuonSection(MuonConfig):
     """
 
     per_head: bool = False
-    """
-    Make a matrix of each head's queries, keys and values. ``name = "AMO"`` reads this line too.
-    """
+    """Make a matrix of each head's queries, keys and values."""
+
+    def __post_init__(self) -> None:
+        MuonConfig(**self.shared())  # which checks them
+
+    def shared(self) -> dict[str, Any]:
+        """The fields that other optimizers read, without one that is left open."""
+        found = {field: getattr(self, field) for field in SHARED}
+        if not self.update_norm:
+            del found["update_norm"]
+        return found
 
 
 @dataclass(kw_only=True, slots=True)
@@ -57,6 +71,9 @@ class ScalingLaw:
 
     tokens_b: float = 0.0
     """Tokens of the training run in billions."""
+
+
+_UNSET = AMOConfig()
 
 
 def _common(config: Any) -> dict[str, Any]:
@@ -73,10 +90,10 @@ def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
     options = _common(config)
     if config.name == "AMO":
         return AMO(groups, config=config.amo, **options)
-    muon = MuonConfig(**{field: getattr(config.muon, field) for field in sections.SHARED})
+    muon = MuonConfig(**config.muon.shared())
     if config.name != "Muon":
         return make_optimizer(config.name, groups, config=muon, **options)
-    schedule: str | Mapping[str, Schedule] = config.muon.schedule
+    schedule: str | Mapping[str, Schedule] = config.muon.schedule or MUON_SCHEDULES["Muon"]
     if config.muon.schedule_file:
         schedule = load_schedule_file(config.muon.schedule_file)
     return Muon(groups, schedule=schedule, config=muon, **options)
@@ -95,40 +112,52 @@ def _stock(config: Any) -> titan.OptimizersContainer.Config:
 OPTIMIZERS = (
     *("AMO", "Muon"),
     *(name for name in OPTIMIZER_NAMES if name not in ("AMO", "Muon", "AdamW")),
-    *reversed(sections.STOCK),
+    *reversed(STOCK),
 )
-"""Values of ``optimizer.name``; those of :data:`sections.STOCK` are torchtitan's own."""
+"""Values of ``optimizer.name``; those of :data:`STOCK` are torchtitan's own."""
 
 
-def validate(config: Any, given: Collection[str] | None = None) -> None:
+def validate(config: Any) -> None:
     """Check ``[optimizer]``.
 
-    Args:
-        config: The section.
-        given: Its fields that somebody gave; ``None`` for a config that a program made: then what
-            does not have its default value.
-
     Raises:
-        ValueError: For an unknown name, a section that the named optimizer does not read, or what
-            it does not support.
+        ValueError: For an unknown name, or a schedule that the named optimizer does not read.
     """
     if config.name not in OPTIMIZERS:
         known = ", ".join(map(repr, OPTIMIZERS))
         raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
-    if config.name in sections.STOCK:
-        return
-    if given is None:
-        unset = type(config.muon)()
-        fields = [field.name for field in dataclasses.fields(unset)]
-        given = [f"muon.{f}" for f in fields if getattr(config.muon, f) != getattr(unset, f)]
-    _check_schedule(config, given)
-    muon = [name for name in given if name.startswith("muon.") and name != "muon.per_head"]
-    if config.name == "AMO" and muon:
-        # Otherwise `[optimizer.muon] momentum = 0.9` would be ignored without a word.
-        raise ValueError(
-            f"[optimizer.muon] {min(muon).removeprefix('muon.')}: found a value, but "
-            "optimizer.name = 'AMO' reads [optimizer.amo]"
-        )
+    if config.name not in STOCK:
+        _check_schedule(config)
+
+
+def settle(config: Any) -> None:
+    """Fill in what the fields of ``[optimizer]`` say about one another; idempotent.
+
+    ``[optimizer.amo]`` gets what AMO shares with the family from ``[optimizer.muon]``. Of
+    ``[optimizer] on_config_change`` and that of ``[optimizer.muon]``, the one that is not
+    ``error`` holds for both.
+
+    Raises:
+        ValueError: For a learning rate that cannot be told, or a shared field that a program set in
+            ``[optimizer.amo]``.
+    """
+    learning_rate.resolve(config)
+    rule = config.muon.on_config_change
+    if config.on_config_change == "error":
+        config.on_config_change = "use_config" if rule == "replan" else rule
+    elif rule == "error":
+        rule = "replan" if config.on_config_change == "use_config" else config.on_config_change
+        config.muon = dataclasses.replace(config.muon, on_config_change=rule)
+    shared = config.muon.shared()
+    for name in SHARED:
+        found = getattr(config.amo, name)
+        if found not in (getattr(_UNSET, name), shared.get(name, found)):
+            raise ValueError(
+                f"[optimizer.amo] {name}: found {found!r}, expected it in [optimizer.muon]"
+            )
+    config.amo = dataclasses.replace(config.amo, **shared)
+    if config.name == "AMO":
+        config.muon = dataclasses.replace(config.muon, update_norm=config.amo.update_norm)
 
 
 def check_lock(source: Any, steps: int) -> None:
@@ -154,27 +183,24 @@ def check_lock(source: Any, steps: int) -> None:
     )
 
 
-def _check_schedule(config: Any, given: Collection[str]) -> None:
+def _check_schedule(config: Any) -> None:
     """At most one source of the schedule, and that one readable."""
-    sources = {
-        field: getattr(config.muon, field)
-        for field in ("schedule", "schedule_file")
-        if f"muon.{field}" in given and getattr(config.muon, field)
-    }
-    if config.name not in ("AMO", "Muon") and sources:
+    named = {field: getattr(config.muon, field) for field in ("schedule", "schedule_file")}
+    sources = {field: found for field, found in named.items() if found}
+    if config.name != "Muon" and sources:
         field, found = next(iter(sources.items()))
         raise ValueError(
             f"[optimizer.muon] {field}: found {found!r}, but optimizer.name = "
-            f"{config.name!r} names its schedule itself; expected optimizer.name = 'Muon' with it"
+            f"{config.name!r} has schedules of its own; expected optimizer.name = 'Muon' with it"
         )
     if len(sources) > 1:
         raise ValueError(
             f"[optimizer.muon]: found both schedule = {sources['schedule']!r} and schedule_file = "
             f"{sources['schedule_file']!r}, expected one"
         )
-    if config.name == "Muon" and config.muon.schedule_file:
+    if config.muon.schedule_file:
         load_schedule_file(config.muon.schedule_file)
-    elif config.name == "Muon":
+    elif config.muon.schedule:
         named_schedule(config.muon.schedule)
 
 
@@ -196,8 +222,8 @@ class OptimizersContainer(titan.OptimizersContainer):
         name: str = "AdamW"
         """One of :data:`OPTIMIZERS`."""
 
-        lr: float = learning_rate.TITAN_DEFAULT
-        """Peak learning rate."""
+        lr: float | None = None
+        """Peak learning rate; 8e-4 where neither this nor a law gives one."""
 
         beta1: float = 0.9
         """AdamW's decay of the first moment."""
@@ -230,21 +256,18 @@ class OptimizersContainer(titan.OptimizersContainer):
         """
         Where a checkpoint has other values than this section: stop, go on with those of the
         checkpoint, or with those of the config. One word is enough: given here it decides about
-        ``[optimizer.muon]`` and ``[optimizer.amo]`` too, whose own ``on_config_change`` says
-        ``replan`` for ``use_config``, and given there about ``lr``, ``weight_decay``, ``beta1``,
-        ``beta2`` and ``eps``; where both are given each decides about its own. Changes of
-        ``[lr_scheduler]`` and of ``training.steps`` always hold.
+        ``[optimizer.muon]`` and ``[optimizer.amo]`` too, for which ``[optimizer.muon]
+        on_config_change`` says ``replan`` for ``use_config``, and given there about ``lr``,
+        ``weight_decay``, ``beta1``, ``beta2`` and ``eps``; where both are given each decides about
+        its own. Changes of ``[lr_scheduler]`` and of ``training.steps`` always hold.
         """
 
         muon: MuonSection = field(default_factory=MuonSection)
-        """
-        Read by every ``name`` of the Muon family but ``"AMO"``, which reads ``per_head`` alone.
-        What is left open here and named in ``[optimizer.amo]`` is taken from there, so that
-        ``name`` can be changed alone.
-        """
+        """Read by every ``name`` of the Muon family."""
 
         amo: AMOConfig = field(default_factory=AMOConfig)
-        """Read by ``name = "AMO"``."""
+        """Read by ``name = "AMO"``: when to observe, and how to plan. What AMO shares with the
+        family stands in ``[optimizer.muon]``."""
 
         def build(self, *, model_parts: list[nn.Module]) -> titan.OptimizersContainer:
             """The container of the named optimizer, which is torchtitan's for its own names.
@@ -254,9 +277,8 @@ class OptimizersContainer(titan.OptimizersContainer):
             """
             # For a program that makes its own config; the trainer's is settled.
             validate(self)
-            sections.settle(self)
-            learning_rate.resolve(self)
-            if self.name in sections.STOCK:
+            settle(self)
+            if self.name in STOCK:
                 container = _stock(self).build(model_parts=model_parts)
             else:
                 container = OptimizersContainer(self, model_parts=model_parts)

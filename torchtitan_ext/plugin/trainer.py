@@ -10,19 +10,19 @@ import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torchtitan.trainer as titan
-import tyro
 from torchtitan.config.configs import DebugConfig, ParallelismConfig, TrainingConfig
 
 from amo_dist.distributed.absence import name_absent
 from torchtitan_ext import environment
+from torchtitan_ext.config import checks
 from torchtitan_ext.data.loader import PackedLoader
 from torchtitan_ext.data.tokenizers import Tokenizer
-from torchtitan_ext.plugin import checks, console, machine, models
+from torchtitan_ext.plugin import console, machine, models, patches
 from torchtitan_ext.plugin.activations import Activations
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.geometry import Geometry
@@ -155,11 +155,6 @@ class Trainer(titan.Trainer):
         debug: DebugConfig = field(
             default_factory=lambda: DebugConfig(enable_structured_logging=False)
         )
-        given: Annotated[tuple[str, ...] | None, tyro.conf.Suppress] = None
-        """
-        Fields that a file or the command line names, such as ``optimizer.lr``; ``None`` for a
-        config that a program made.
-        """
 
     config: Config
     checkpointer: CheckpointManager
@@ -167,7 +162,7 @@ class Trainer(titan.Trainer):
     def __init__(self, config: Config) -> None:
         # Here, where both come by: our own entry point, and torchtitan's with its command line.
         environment.settle(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
-        machine.install()
+        patches.install()
         checks.settle(config)
         checks.validate(config)
         if config.metrics.console == "brief":

@@ -1,4 +1,4 @@
-"""``[validation]``: the loss on held-out data, of the same sequences on any number of ranks."""
+"""``[validator]``: the loss on held-out data, of the same sequences on any number of ranks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Validator(titan.Validator):
 
     @dataclass(kw_only=True, slots=True)
     class Config(titan.Validator.Config):
-        """``[validation]``."""
+        """``[validator]``."""
 
         steps: int = -1
         """Global batches of a validation; -1 for all sequences of the data, each once."""
@@ -27,7 +27,7 @@ class Validator(titan.Validator):
         dataloader: PackedLoader.Config = field(
             default_factory=lambda: PackedLoader.Config(dataset="c4_validation", infinite=False)
         )
-        """``[validation.dataloader]``: the fields of ``[data]``."""
+        """``[validator.dataloader]``: the fields of ``[dataloader]``."""
 
     def __init__(
         self,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.tools import files
+from torchtitan_ext.config.files import fields
 from torchtitan_ext.runs.differences import differences
 from torchtitan_ext.runs.run_files import (
     LOCK_FILE,
@@ -23,7 +24,7 @@ _NOT_COMPARED = (
     *("description", "dump_folder", "metrics", "geometry", "profiler", "comm", "checkpoint"),
     *("activation_checkpoint", "validator", "debug.print_config", "debug.save_config_file"),
     # Made from other fields, with functions whose text is never the same; and by PyTorch's version.
-    *("model_spec", "given", "parallelism.spmd_backend"),
+    *("model_spec", "parallelism.spmd_backend"),
     *("dataloader.tokens", "dataloader._seconds"),  # the data itself is compared at a resume
 )
 """What may change between two starts of one run: it leaves the training as it is."""
@@ -106,31 +107,18 @@ class RunFolder:
 
 
 def changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
-    """Fields that differ between two configs and matter for training, as readable text.
-
-    Of a config that torchtitan 0.2.2 left, the fields that there still are.
-    """
-    before, now = flat(saved), flat(config)
-    if "job" in saved:
-        before = {name: before.get(name, value) for name, value in now.items()}
-    return [line for line in differences(before, now) if not _is_free(line.partition(": ")[0])]
+    """Fields that differ between two configs and matter for training, as readable text."""
+    lines = differences(flat(saved), flat(config))
+    return [line for line in lines if not _is_free(line.partition(": ")[0])]
 
 
 def _is_free(name: str) -> bool:
     return any(f"{name}.".startswith(f"{free}.") for free in _NOT_COMPARED)
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The fields of a config by dotted name, those of torchtitan 0.2.2 by today's."""
-    from torchtitan_ext.plugin.toml_config import moved
-
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{name}.")
-        else:
-            found[moved(f"{prefix}{name}")] = value
-    return found
+def flat(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a config by dotted name."""
+    return dict(fields(values))
 
 
 def with_file(arguments: Sequence[str]) -> list[str]:
@@ -151,9 +139,9 @@ def parse(arguments: Sequence[str]) -> Any:
     """The config of torchtitan's arguments, which loads torchtitan: that takes seconds.
 
     Raises:
-        ValueError: As :func:`torchtitan_ext.plugin.settings.parse`.
+        ValueError: As :func:`torchtitan_ext.config.settings.parse`.
     """
-    from torchtitan_ext.plugin import settings
+    from torchtitan_ext.config import settings
 
     return settings.parse(arguments)
 

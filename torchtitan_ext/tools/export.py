@@ -215,11 +215,11 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
     }
     if spec.model.enable_weight_tying:
         weights.pop("lm_head.weight", None)
-    saved = _saved(checkpoint, weights)
+    _check_saved(checkpoint, weights)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
         try:
-            load_checkpoint(saved, storage_reader=CheckpointReader(checkpoint), no_dist=True)
+            load_checkpoint(weights, storage_reader=CheckpointReader(checkpoint), no_dist=True)
         except CheckpointException as error:  # with the stack of each failure in its text
             reasons = dict.fromkeys(
                 " ".join(str(one).split()) for one, _ in error.failures.values()
@@ -228,27 +228,28 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
     return spec.model, spec.state_dict_adapter(spec.model, None), weights
 
 
-def _saved(checkpoint: Path, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """The weights, under the names that they have in the checkpoint."""
+def _check_saved(checkpoint: Path, weights: Mapping[str, Any]) -> None:
+    """Check that a checkpoint holds the weights of a model.
+
+    Raises:
+        ValueError: If it lacks one, or holds it in another shape.
+    """
     from amo_dist import CheckpointReader
-    from torchtitan_ext.plugin.old_checkpoints import old_name
 
     if not (checkpoint / ".metadata").is_file():
         raise ValueError(f"checkpoint: found no .metadata in {checkpoint}, expected step-<n>")
     saved = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
-    found = {name if name in saved else old_name(name): one for name, one in weights.items()}
-    if missing := sorted(set(found) - set(saved)):
+    if missing := sorted(set(weights) - set(saved)):
         raise ValueError(
             f"checkpoint: {checkpoint} lacks {len(missing)} weights of the model, such as "
             f"{missing[0]}; expected one of its config"
         )
-    for name, weight in found.items():
+    for name, weight in weights.items():
         size = getattr(saved[name], "size", None)
         if size != weight.shape:
             raise ValueError(
                 f"checkpoint: {name} has shape {size}, expected {weight.shape} of its config"
             )
-    return found
 
 
 def hf_config(name: str, config: Any) -> Any:

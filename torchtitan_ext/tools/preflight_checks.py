@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from torchtitan_ext.config import checks, settings
 from torchtitan_ext.data import loader
-from torchtitan_ext.plugin import checks, models, settings
+from torchtitan_ext.plugin import models
 from torchtitan_ext.tools.preflight_memory import (
     check_memory,
     checkpoint_sizes,
@@ -31,22 +32,20 @@ def config_file(args: Sequence[str]) -> str:
 
 
 def load(args: Sequence[str]) -> tuple[Any, list[str]]:
-    """Read a config and collect the mistakes in its fields.
-
-    A field with a mistake is left at its default, so that the rest can be looked at too.
+    """Read a config.
 
     Args:
         args: torchtitan's arguments.
 
     Returns:
-        The config, and one line for each mistake.
+        The config, and no mistakes: the first one in the file is an error.
 
     Raises:
-        ValueError: If there is no config file, or it is not TOML.
+        ValueError: If there is no config file, or for a mistake in it.
         SystemExit: For a mistake among the arguments, already explained on standard error.
     """
     config_file(args)
-    return settings.load(args)
+    return settings.load(args), []
 
 
 def check(config: Any, world_size: int, memory_gb: float | None = None) -> list[str]:

@@ -116,7 +116,7 @@ def _data(loader: Any, tokenizer: Any) -> None:
             elif tokenizer is not None:
                 open_packed(where, tokenizer, loader.order)
         if name not in DATASETS and not Path(path or titan.DATASETS[name.lower()].path).exists():
-            raise ValueError(f"training.dataset_path: no such file or folder: {path!r}")
+            raise ValueError(f"dataloader.dataset_path: no such file or folder: {path!r}")
 
 
 def _why_no_hub() -> str | None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from amo_dist.operators.groups import param_groups
-from torchtitan_ext.plugin.sections import STOCK
+from torchtitan_ext.config.names import STOCK
 
 Groups = Sequence[Mapping[str, Any]]
 

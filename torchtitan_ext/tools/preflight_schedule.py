@@ -56,7 +56,7 @@ def _fixed(optimizer: Any, registry: Sequence[MatrixInfo]) -> tuple[Steps, str]:
         path = optimizer.muon.schedule_file
         policy, origin = as_policy(load_schedule_file(path)), f"schedule file {path}"
     elif name == "Muon":
-        schedule = optimizer.muon.schedule
+        schedule = optimizer.muon.schedule or MUON_SCHEDULES[name]
         policy, origin = as_policy(schedule), f"schedule {schedule}"
     else:
         # AdaMuon orthogonalizes as Muon does where it is given no schedule.

@@ -1,4 +1,4 @@
-"""``amo tokenize``: a corpus tokenized once, for ``training.dataset = "packed"``.
+"""``amo tokenize``: a corpus tokenized once, for ``dataloader.dataset = "packed"``.
 
 Documents follow one another in the order of the files, an end token after each; training cuts them
 into sequences of any length. Several processes make the tokens, and their number changes no byte. A
@@ -42,7 +42,7 @@ def add_command(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "tokenize",
         help="tokenize a corpus once",
-        description="Tokenize a corpus once, for training.dataset = 'packed'. Run again, it goes "
+        description="Tokenize a corpus once, for dataloader.dataset = 'packed'. Run again, it goes "
         "on where it stopped.",
     )
     parser.add_argument(
@@ -95,5 +95,5 @@ def _run(args: argparse.Namespace) -> int:
     index = with_bar(shards, args.source if num_parts == 1 else f"{args.source}, part {args.part}")
     bad = "".join(f", {count} rows {reason}" for reason, count in index.bad_rows.items())
     print(f"{index.num_tokens} tokens in {len(index.shards)} shards of {index.num_rows} rows{bad}")
-    print(f'[training] dataset = "packed", dataset_path = "{args.output}"')
+    print(f'[dataloader] dataset = "packed", dataset_path = "{args.output}"')
     return 0

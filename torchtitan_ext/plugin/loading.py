@@ -1,8 +1,7 @@
-"""Checkpoints that were written under torchtitan 0.2.2, where some parameters had other names."""
+"""Loading a checkpoint, and telling why one does not fit."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,19 +12,9 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from amo_dist import CheckpointReader
 
-RENAMED = (("lm_head.", "output."), ("attention.qkv_linear.w", "attention.w"))
-"""Parts of names now, and under torchtitan 0.2.2; the others are as they were."""
-
-
-def old_name(key: str) -> str:
-    """The key of a parameter, or of its optimizer state, under torchtitan 0.2.2."""
-    for now, then in RENAMED:
-        key = key.replace(now, then)
-    return key
-
 
 def load(state_dict: dict[str, Any], checkpoint_id: str, *, verify: bool = True) -> None:
-    """Load a checkpoint in place; what it lacks is looked for under its older name.
+    """Load a checkpoint in place.
 
     Args:
         state_dict: As for ``torch.distributed.checkpoint.load``.
@@ -33,8 +22,8 @@ def load(state_dict: dict[str, Any], checkpoint_id: str, *, verify: bool = True)
         verify: Whether to compare its checksums, which reads all of it.
 
     Raises:
-        ValueError: On every rank, if the checkpoint lacks something under both names, is damaged,
-            or would run code.
+        ValueError: On every rank, if the checkpoint lacks something, is damaged, or would run
+            code.
     """
     try:
         reader = CheckpointReader(checkpoint_id, verify=verify)
@@ -53,7 +42,7 @@ class _MissingError(Exception):
 
 
 class _Planner(DefaultLoadPlanner):
-    """Renames keys in the metadata, by which the data is found; nothing is copied."""
+    """Tells all that a checkpoint lacks, and what it may be."""
 
     def set_up_planner(
         self,
@@ -64,23 +53,13 @@ class _Planner(DefaultLoadPlanner):
         super().set_up_planner(state_dict, metadata, is_coordinator)
         assert metadata is not None
         saved = metadata.state_dict_metadata
-        lacking = [key for key in self.state_dict if key not in saved]
-        names = {old_name(key): key for key in lacking if old_name(key) in saved}
-        if missing := sorted(set(lacking) - set(names.values())):
+        if missing := sorted(set(self.state_dict) - set(saved)):
             raise _MissingError(_why(missing, saved))
-        if names:
-            metadata.state_dict_metadata = {names.get(k, k): value for k, value in saved.items()}
-            metadata.storage_data = {
-                dataclasses.replace(index, fqn=names.get(index.fqn, index.fqn)): place
-                for index, place in metadata.storage_data.items()
-            }
 
 
 def _why(missing: list[str], saved: Iterable[str]) -> str:
     lacks = f"lacks {len(missing)} of the keys that this run needs, such as {missing[0]}"
-    moe, optimizer = ([key for key in missing if part in key] for part in (".moe.", "optimizer."))
-    if moe and any(".moe.experts." in key for key in saved):
-        return f"{lacks}: mixtures of experts of torchtitan 0.2.2 cannot be taken on"
+    optimizer = any(key.startswith("optimizer.") for key in missing)
     if optimizer and not any(key.startswith("optimizer.") for key in saved):
         return (
             f"{lacks}: it holds weights alone; expected a run with checkpoint.last_save_model_only "

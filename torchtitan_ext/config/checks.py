@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from torchtitan_ext import learning_rate
 from torchtitan_ext.data import loader
-from torchtitan_ext.plugin import geometry, losses, models, optimizers, sections
+from torchtitan_ext.plugin import geometry, losses, models, optimizers
 
 _MOST = 10**15
 """Of steps, and of tokens in a sequence: no run comes near."""
@@ -20,9 +19,7 @@ def settle(config: Any) -> None:
     Raises:
         ValueError: For a learning rate or a model that cannot be told.
     """
-    given = sections.given_here(config.given)
-    sections.settle(config.optimizer, given)
-    learning_rate.resolve(config.optimizer, given)
+    optimizers.settle(config.optimizer)
     if config.model_spec is None:
         config.model_spec = models.spec(config.model)
     if config.loss.global_vocab_size is None:
@@ -36,7 +33,7 @@ def validate(config: Any) -> None:
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
-    optimizers.validate(config.optimizer, sections.given_here(config.given))
+    optimizers.validate(config.optimizer)
     _check_numbers(config.optimizer)
     check_degrees(config.parallelism)
     geometry.validate(config)
@@ -64,7 +61,7 @@ def check_degrees(parallelism: Any) -> None:
 def _check_numbers(optimizer: Any) -> None:
     for field in ("lr", "weight_decay", "eps", "beta1", "beta2"):
         found, most = getattr(optimizer, field), 1.0 if field.startswith("beta") else math.inf
-        if not 0 <= found < most:  # nor is NaN
+        if found is not None and not 0 <= found < most:  # nor is NaN
             expected = "a finite number >= 0" if math.isinf(most) else "a number >= 0 and < 1"
             raise ValueError(f"optimizer.{field}: found {found!r}, expected {expected}")
 

@@ -1,0 +1,42 @@
+"""What is changed in torchtitan and PyTorch themselves, each with why it still has to be."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import warnings
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import distributed_c10d
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
+    import torchtitan.distributed.parallel_dims as loaded_before
+    from torchtitan.tools import utils
+
+    from torchtitan_ext.plugin import machine, patches
+
+
+def test_the_version_is_the_one_that_all_was_checked_on() -> None:
+    assert importlib.metadata.version("torchtitan") == "0.3.0"
+
+
+@pytest.mark.skipif(not machine.IS_OLD, reason="PyTorch has the name itself since 2.14")
+def test_set_timeout_has_its_later_name() -> None:
+    patches.install()
+    assert dist.set_timeout is distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="for machines without an accelerator")
+def test_torchtitan_is_told_of_the_cpu_where_there_is_nothing_else() -> None:
+    patches.install()
+    assert utils.device_type == loaded_before.device_type == "cpu"
+    module = utils.device_module
+    assert module.get_device_properties(None).total_memory > 0
+    assert module.memory_stats(None)["active_bytes.all.peak"] > 0
+    # What torchtitan is told is not told to anybody else.
+    assert torch._utils._get_available_device_type() is None
+    assert torch._utils._get_device_module("cpu") is torch.cpu
+    # It still asks for no device by a setting: this patch could go otherwise.
+    assert utils.get_device_info()[0] == "cuda"

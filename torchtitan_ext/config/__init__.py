@@ -1,0 +1,1 @@
+"""From TOML files and a command line to one checked config."""
