@@ -387,7 +387,7 @@ def _wait_for(folder: Path, seconds: float) -> None:
         if time.monotonic() - start > seconds:
             raise ValueError(
                 f"comm.init_timeout_seconds: found {seconds:g}, and the first rank has not "
-                f"tokenized all text into {folder} by then; expected more, a dataloader.tokens that "
+                f"tokenized all text into {folder} by then; expected more, dataloader.tokens that "
                 "all nodes share, or text that `amo tokenize` or `amo train` tokenized before"
             )
         time.sleep(0.1)

@@ -146,7 +146,7 @@ class Corpus:
             if not self.settings["score_field"]:
                 raise ValueError(
                     f"dataloader.order: found {order!r}, expected 'uniform' for {str(where)!r}, "
-                    "which was tokenized without dataloader.score_field (amo tokenize --score-field)"
+                    "tokenized without dataloader.score_field (amo tokenize --score-field)"
                 )
             sizes = self._sort([path for path, _ in named], order == "descend")
         self._ends = np.cumsum(sizes)
