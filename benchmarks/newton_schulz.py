@@ -205,7 +205,7 @@ def measure_owned(
     ]
     side = max(size for _, shape in owned for size in shape)
     square = torch.randn(side, side, generator=generator).to(device, dtype)
-    candidates = ("standard", "auto", "triton", "gram_newton_schulz")
+    candidates = ("standard", "auto", "triton")
     names = [name for name in candidates if runs(name, dtype, device)]
     by_label = contenders(batches, steps, dtype, names, options.ell)
     gemm = {"gemm": lambda: square @ square}

@@ -28,7 +28,7 @@ with warnings.catch_warnings():
 
 from torchtitan_ext import cli, environment
 from torchtitan_ext import train as rank_train
-from torchtitan_ext.plugin import machine
+from torchtitan_ext.plugin import machine, patches
 from torchtitan_ext.tools import train as command
 
 CONFIG = str(ROOT / "configs" / "debug_llama3.toml")
@@ -90,7 +90,7 @@ def test_a_rank_whose_device_is_gone_does_not_train_on_cpu(monkeypatch: pytest.M
     assert machine.device_type() == "cpu"
     monkeypatch.setenv("AMO_DEVICE", "cuda")
     with pytest.raises(ValueError, match=r"AMO_DEVICE: found no accelerator on .* expected 'cuda'"):
-        machine.install()
+        patches.install()
     with_device(monkeypatch, "cuda", 1)
     monkeypatch.setenv("AMO_DEVICE", "cuda")
     assert machine.device_type() == "cuda"

@@ -25,7 +25,7 @@ from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.simulate import StepCost, lay_out
 from tests.ledger import predict
 from torchtitan_ext.cli import main
-from torchtitan_ext.plugin import checks
+from torchtitan_ext.config import checks
 from torchtitan_ext.tools import preflight, preflight_checks
 
 ROOT = Path(__file__).parents[2]
