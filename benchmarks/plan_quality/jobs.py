@@ -74,10 +74,6 @@ def all_jobs() -> list[Job]:
         *(switch(step, name) for name in others for step in (12, 50)),
         *each(AS_IS, 0, norm="as_is"),
         Job(Start(others[1], 0, steps=2000, switch=800), CONTENDERS),
-        *each(("kj",), 1, 2),
-        *each(AS_IS, 1, 2, 3, 4, norm="as_is"),
-        Job(Start(others[0], 0, steps=2000, switch=800), CONTENDERS),
-        *(Job(job.start, CONTENDERS[:1]) for job in rates(first, "as_is")),
     ]
 
 
