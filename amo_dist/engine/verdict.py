@@ -260,6 +260,15 @@ class Verdict:
             flags = flags if bad is None else flags.masked_fill_(bad, False)
             self._updates = {(*itertools.chain(*updates),): flags}
 
+    def warn_of_updates(self) -> None:
+        """Log what `report_updates` told of bad updates on this rank; communicates nothing."""
+        for name in _flagged(self._updates):
+            logger.warning(
+                "%s: the last update of this matrix was NaN or inf and was left out: what is "
+                "saved now lacks it, and all ranks raise at their next step",
+                name,
+            )
+
     # ---------------------------------------------------------------- after a step
 
     def settle(self) -> str:

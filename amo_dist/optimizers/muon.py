@@ -475,13 +475,15 @@ class Muon(torch.optim.Optimizer):
     def control_state_dict(self) -> dict[str, Any]:
         """The state of the schedule as JSON values, the same on every rank.
 
-        Communicates nothing, and says nothing of an update that was left out in the last step: see
-        `check_last_update`.
+        Communicates nothing. A rank that left out an update in the last step logs a warning, and
+        raises nothing: see `check_last_update`.
 
         Raises:
             As `step`: on devices, of the last step, which then was not taken.
         """
         self._follow()
+        if self._engine.verdict is not None:
+            self._engine.verdict.warn_of_updates()
         return controls.control_record(self._control())
 
     def _control(self) -> Control:

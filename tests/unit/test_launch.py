@@ -141,7 +141,7 @@ def test_a_rank_of_any_launcher_finds_it(monkeypatch: pytest.MonkeyPatch) -> Non
     """Also of plain torchrun, and of torchtitan's own entry point."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     expected = environment.variables(2)
-    monkeypatch.setattr(machine, "install", mock.Mock(side_effect=InterruptedError))
+    monkeypatch.setattr(patches, "install", mock.Mock(side_effect=InterruptedError))
     with pytest.raises(InterruptedError):
         trainer.Trainer(mock.Mock())
     assert {name: os.environ[name] for name in expected} == expected

@@ -80,7 +80,7 @@ def test_every_mistake_is_told_at_once(tmp_path: Path, capsys: pytest.CaptureFix
         "training.steps: found 100, expected at least observe_until + transition_steps = 1500",
         "model.flavor: found 'Qwen3-9B'",
         "training.global_batch_size: found 10, expected a multiple of 12",
-        "dataloader.max_bad_rows: found 7, expected a share, from 0 to 1",
+        "dataloader.max_bad_rows: found 7.0, expected a share, from 0 to 1",
         "lr_scheduler.warmup_steps: found 500, expected at most the 100 steps",
     ]
     for one in expected:

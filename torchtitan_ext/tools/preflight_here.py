@@ -85,9 +85,9 @@ def _tokenizer(config: Any) -> Any:
 
 def loaders(config: Any) -> Iterator[tuple[str, Any]]:
     """The sections of data that are read, each with the name of what it serves."""
-    yield "training", config.dataloader
+    yield "dataloader", config.dataloader
     if config.validator.enable:
-        yield "validation", config.validator.dataloader
+        yield "validator.dataloader", config.validator.dataloader
 
 
 def hub_name(loader: Any) -> str | None:
