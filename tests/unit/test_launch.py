@@ -182,7 +182,13 @@ def begin(folder: Path, program: str, **options: Any) -> subprocess.Popen[str]:
 
 
 def test_a_mistake_that_ranks_see_is_told_after_the_restarts(tmp_path: Path) -> None:
-    program = "print('seen', rank); sys.exit(2) if rank == '1' else time.sleep(600)"
+    program = """
+print("seen", rank, flush=True)
+(folder / f"seen{start}-{rank}").touch()
+while rank == "0" or not (folder / f"seen{start}-0").exists():
+    time.sleep(0.1)
+sys.exit(2)
+"""
     node = begin(tmp_path, program, restarts=1)
     out, err = node.communicate(timeout=300)
     assert node.returncode == 2
