@@ -188,12 +188,14 @@ def table(record: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
     rows = [head, ["---", "---:", "---:", "---", "---", "---", "---"]]
     for release, families in record.items():
         rows.append([f"**{release}**", *[""] * (len(head) - 1)])
-        rows += [row(family, expand(lines)) for family, lines in families.items()]
+        models = {family: expand(lines) for family, lines in families.items()}
+        has_heads = any(map(heads_of, models.values()))
+        rows += [row(family, each, has_heads) for family, each in models.items()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
 
-def row(family: str, parameters: Mapping[str, Line]) -> list[str]:
-    """A line of the table."""
+def row(family: str, parameters: Mapping[str, Line], has_heads: bool) -> list[str]:
+    """A line of the table; ``has_heads`` where the record of its release tells heads."""
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     found = {
         name: find(name, shape, {}, shapes, flatten_conv=True) for name, shape in shapes.items()
@@ -216,28 +218,43 @@ def row(family: str, parameters: Mapping[str, Line]) -> list[str]:
         ", ".join(f"`{kind}`" for kind in sorted(whole)),
         ", ".join(sorted(reasons - {"embedding", "head", "outside of any block"})),
         "; ".join(asked),
-        ", ".join(heads_told(parameters, shapes)),
+        ", ".join(heads_told(parameters, shapes)) if has_heads else "not built",
     ]
 
 
 def heads_told(parameters: Mapping[str, Line], shapes: Mapping[str, Shape]) -> list[str]:
     """Each kind of attention: how many matrices its queries and its keys become, of how many rows.
 
-    Attentions whose projections lie in one module are told together.
+    Attentions whose projections lie in one module are told together. Behind them stands what
+    ``per_head=True`` refuses.
     """
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     rows: dict[str, int] = {}
-    for name, heads in heads_of(parameters).items():
+    known, refused = heads_of(parameters), set[str]()
+    for name, shape in shapes.items():
+        found = (find(name, shape, {}, shapes, flatten_conv=False) or ((), ""))[0] or ()
+        types = {view.operator_type for view in found}
+        if types == {"attn_qkv"}:
+            refused.add("in turn: a pattern")
+        if not any(map(in_heads, types)):
+            continue
+        if name not in known:
+            refused.add("not told: rows")
+            continue
         attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
-        rows[attention] = heads.query
-        views, _ = find(name, shapes[name], {}, shapes, False, heads) or ((), "")
+        rows[attention] = known[name].query
+        try:
+            views = (find(name, shape, {}, shapes, False, known[name]) or ((), ""))[0]
+        except ValueError:
+            refused.add("other rows: a pattern")
+            continue
         counts[attention] += Counter(view.operator_type[-3:] for view in views or ())
     kinds = []
-    for attention, found in counts.items():
-        queries, keys = found["n_q"] + found["q_b"], found["n_k"] + found["k_b"]
+    for attention, each in counts.items():
+        queries, keys = each["n_q"] + each["q_b"], each["n_k"] + each["k_b"]
         number = f"{queries}" if queries == keys else f"{queries}/{keys}"
         kinds.append(f"{number} x {rows[attention]}")
-    return list(dict.fromkeys(kinds))
+    return [*dict.fromkeys(kinds), *sorted(refused)] or ["none"]
 
 
 def share(names: Iterable[str], shapes: Mapping[str, Shape]) -> str:

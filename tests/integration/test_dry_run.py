@@ -66,6 +66,7 @@ OVERRIDES = (
     "--metrics.no-enable-tensorboard",
     "--metrics.log_freq=1",
     "--lr_scheduler.warmup_steps=1",
+    "--optimizer.muon.ns_dtype=float32",  # several times as fast on a CPU
     "--compile.enable",
     "--compile.backend=eager",  # traced whole, without minutes of C++ for each model
     "--validator.dataloader.dataset=stdlib",
