@@ -170,15 +170,16 @@ def heads_of(parameters: Mapping[str, Line]) -> dict[str, Heads]:
 
 def build(families: Iterable[str]) -> Iterator[tuple[str, str, nn.Module]]:
     """Release, family and model."""
-    timm, transformers = map(importlib.import_module, ("timm", "transformers"))
     for family in families:
+        library = "timm" if family in TIMM.split() else "transformers"
+        module = importlib.import_module(library)
         with torch.device("meta"):
-            if family in TIMM.split():
-                yield f"timm {timm.__version__}", family, timm.create_model(family)
+            if library == "timm":
+                yield f"timm {module.__version__}", family, module.create_model(family)
             else:
-                kind = getattr(transformers, family)
+                kind = getattr(module, family)
                 model = kind(kind.config_class())
-                yield f"transformers {transformers.__version__}", family, model
+                yield f"transformers {module.__version__}", family, model
 
 
 def table(record: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
