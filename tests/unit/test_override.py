@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._inductor import config as inductor
 
 from amo_dist import param_groups
 
@@ -89,6 +90,7 @@ class _Float8Linear(nn.Linear, Module):
         super().__init__(config.in_features, config.out_features, bias=config.bias)
 
 
+@inductor.patch(emulate_precision_casts=False)  # torchtitan's converter sets it for good
 def test_float8_takes_the_blocks_and_leaves_the_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     recipes = SimpleNamespace(from_recipe_name=lambda name: name)
     torchao = types.ModuleType("torchao.float8")
@@ -97,7 +99,6 @@ def test_float8_takes_the_blocks_and_leaves_the_weights(monkeypatch: pytest.Monk
     monkeypatch.setitem(sys.modules, "torchao.float8", torchao)
     monkeypatch.setattr(quantization, "Float8Linear", _Float8Linear)
     monkeypatch.setattr(quantization, "has_cuda_capability", lambda *_: True)
-    monkeypatch.setattr("torch._inductor.config.emulate_precision_casts", False)
     config = settings.parse([f"--job.config_file={CONFIGS / 'quickstart.toml'}"])
     config.override.imports = ["torchtitan_ext.override.float8"]
     assert config.model_spec is not None
