@@ -102,7 +102,8 @@ def dry_run(paths: list[Path], folder: Path) -> dict[str, dict[str, float]]:
     assert result.stdout.count("DONE") == len(paths)
     records = {}
     for path in paths:
-        (line,) = (folder / path.stem / "metrics.jsonl").read_text().splitlines()
+        line, *validated = (folder / path.stem / "metrics.jsonl").read_text().splitlines()
+        assert len(validated) <= 1  # of [validator], where a config has it
         records[path.stem] = json.loads(line)
     return records
 
