@@ -31,7 +31,12 @@ def replace(path: Path, content: str | bytes) -> None:
     target = Path(os.path.realpath(path))
     if target.exists() and not target.is_file():
         with _named(path):
-            target.write_bytes(data)
+            file = os.open(target, os.O_WRONLY | os.O_NONBLOCK)  # fails for a pipe without a reader
+            try:
+                os.set_blocking(file, True)
+                _write(file, data)
+            finally:
+                os.close(file)
         return
     scratch = target.with_name(target.name + SCRATCH)
     # Whoever may write to the folder may have made a link of this name, to any file.

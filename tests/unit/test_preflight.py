@@ -126,7 +126,7 @@ def test_a_malformed_plan(plan: str) -> None:
 def test_the_papers_configs_are_in_order(model: str, family: str) -> None:
     name = model.lower().replace("llama-", "llama").replace("-", "_")
     run = RUNS[family][model]
-    found = report(name + ("_adamw" if family == "adamw" else ""), run["gpus"])
+    found = report(name + ("_adamw_paper" if family == "adamw" else ""), run["gpus"])
     assert found["parameters"]["total"] == SPECS[model]["total_params"]
     assert found["run"]["accumulation"] == run["grad_accum"]
     assert found["run"]["tokens"] == pytest.approx(run["tokens_b"] * 1e9, abs=0.025e9)
