@@ -299,25 +299,17 @@ class Verdict:
         values = read()
         self.pending = ballot, lambda: values
         unlike = self._unlike(values)
-        is_error = values[_GRADIENT] and not self._skips
-        for is_so, kind, what in (
-            (unlike[0], RankMismatchError, "ranks were about to do different things"),
-            (values[_IS_FOREIGN] or any(unlike), MissingGradientError, "gradients are not alike"),
-            (
-                values[_UPDATE],
-                NonFiniteUpdateError,
-                f"the update before was NaN or inf on rank {values[_UPDATE] - 1}",
-            ),
-            (
-                is_error,
-                NonFiniteGradientError,
-                f"a gradient was NaN, inf or too large on rank {values[_GRADIENT] - 1}",
-            ),
-        ):
-            if is_so:
-                raise kind(
-                    f"{what} in step {ballot.step}, which changed nothing: see the next step"
-                )
+        later = f"in step {ballot.step}, which changed nothing: see the next step"
+        if unlike[0]:
+            raise RankMismatchError(f"ranks were about to do different things {later}")
+        if values[_IS_FOREIGN] or any(unlike):
+            raise MissingGradientError(f"gradients are not alike {later}")
+        if values[_UPDATE]:
+            where = f"the update before was NaN or inf on rank {values[_UPDATE] - 1}"
+            raise NonFiniteUpdateError(f"{where} {later}")
+        if values[_GRADIENT] and not self._skips:
+            where = f"a gradient was NaN, inf or too large on rank {values[_GRADIENT] - 1}"
+            raise NonFiniteGradientError(f"{where} {later}")
         return bool(values[_GRADIENT])
 
     # ---------------------------------------------------------------- the vector
@@ -424,9 +416,8 @@ class Verdict:
     def _gather(self, ballot: _Ballot) -> dict[int, dict[str, Any]]:
         """What each rank knows, in words; a collective over the world."""
         flags = [] if ballot.is_bad is None else ballot.is_bad.tolist()
-        pairs = list(zip(self._entries, ballot.kinds, strict=True))
         kinds: dict[str, dict[str, int]] = {}
-        for entry, kind in pairs:
+        for entry, kind in zip(self._entries, ballot.kinds, strict=True):
             ranks = str(sharing_ranks(entry.layout.ranks) or f"rank {self._world.rank} alone")
             kinds.setdefault(ranks, {})[entry.name] = kind & ~_MISPLACED
         bad = [self._entries[i].name for i in itertools.compress(ballot.held, flags)]

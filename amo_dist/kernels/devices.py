@@ -28,19 +28,13 @@ def check_backend(field: str, requested: str, dtype: torch.dtype, device: torch.
         raise ValueError(f"{field}: found {requested!r}, expected one of {NS_BACKENDS}")
     if requested != "triton":
         return
-    known = ", ".join(str(each).removeprefix("torch.") for each in TRITON_DTYPES)
-    for is_there, found, expected in (
-        (device.type == "cuda", f"matrices on {device.type}", "on cuda"),
-        (
-            dtype in TRITON_DTYPES,
-            f"{str(dtype).removeprefix('torch.')} products",
-            f"one of {known}",
-        ),
-        (
-            importlib.util.find_spec("triton") is not None,
-            "no package of this name",
-            "the one that comes with CUDA builds of torch",
-        ),
-    ):
-        if not is_there:
-            raise ValueError(f"{field}: found {requested!r} with {found}, expected {expected}")
+    if device.type != "cuda":
+        found, expected = f"matrices on {device.type}", "on cuda"
+    elif dtype not in TRITON_DTYPES:
+        known = ", ".join(str(each).removeprefix("torch.") for each in TRITON_DTYPES)
+        found, expected = f"{str(dtype).removeprefix('torch.')} products", f"one of {known}"
+    elif importlib.util.find_spec("triton") is None:
+        found, expected = "no package of this name", "the one that comes with CUDA builds of torch"
+    else:
+        return
+    raise ValueError(f"{field}: found {requested!r} with {found}, expected {expected}")

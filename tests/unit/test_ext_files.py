@@ -28,7 +28,7 @@ def test_a_file_says_only_what_differs(tmp_path: Path) -> None:
     assert files.read(top) == expected
     # Relative to the file that says it, from wherever it is read.
     assert [path.name for path, _ in files.chain(top)] == ["top.toml", "middle.toml", "low.toml"]
-    said = {name: path.stem for name, path in files.origins(top).items()}
+    said = {name: path.stem for name, path in files.origins(files.chain(top)).items()}
     assert said == {"a": "low", "b": "middle", "s.x": "middle", "s.y": "top"} | {
         "s.t.z": "low",
         "s.t.w": "top",

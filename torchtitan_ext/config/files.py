@@ -12,15 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 from amo_dist.schedule.schedule_file import read_toml
 
 EXTENDS = "extends"
 """The field that names the file below, relative to the file that says it."""
 
+Chain: TypeAlias = list[tuple[Path, dict[str, Any]]]
+"""A file and those that it extends, each with what it says itself."""
 
-def chain(path: str | Path, field: str = "config") -> list[tuple[Path, dict[str, Any]]]:
+
+def chain(path: str | Path, field: str = "config") -> Chain:
     """A file and those that it extends, each with what it says itself.
 
     Args:
@@ -33,7 +36,7 @@ def chain(path: str | Path, field: str = "config") -> list[tuple[Path, dict[str,
     Raises:
         ValueError: If one cannot be read or is not TOML, names no file, or extends itself.
     """
-    found: list[tuple[Path, dict[str, Any]]] = []
+    found: Chain = []
     file: Path | None = Path(path)
     while file is not None:
         values = read_toml(field, file)
@@ -56,19 +59,20 @@ def read(path: str | Path, field: str = "config") -> dict[str, Any]:
     Raises:
         ValueError: As :func:`chain`.
     """
+    return merged(chain(path, field))
+
+
+def merged(links: Chain) -> dict[str, Any]:
+    """What the files of a :func:`chain` say together."""
     values: dict[str, Any] = {}
-    for _, own in reversed(chain(path, field)):
+    for _, own in reversed(links):
         values = _over(values, own)
     return values
 
 
-def origins(path: str | Path, field: str = "config") -> dict[str, Path]:
-    """The fields that a file and those it extends set, by dotted name, and which file says so.
-
-    Raises:
-        ValueError: As :func:`chain`.
-    """
-    return {name: file for file, own in reversed(chain(path, field)) for name, _ in fields(own)}
+def origins(links: Chain) -> dict[str, Path]:
+    """The fields that the files of a :func:`chain` set, by dotted name, and which file says so."""
+    return {name: file for file, own in reversed(links) for name, _ in fields(own)}
 
 
 def fields(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -74,7 +74,8 @@ def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
         ValueError: For a file that cannot be read, an unknown field or a wrong value; names the
             file that says it.
     """
-    found = files.origins(path, field)
+    links = files.chain(path, field)
+    found = files.origins(links)
 
     def told(message: str) -> ValueError:
         said = re.sub(r"\W", "_", message)
@@ -83,7 +84,7 @@ def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
 
     try:
         names.require_known(found)
-        values = files.fields(files.read(path, field))
+        values = files.fields(files.merged(links))
         options = [option for name, value in values for option in _options(name, value)]
     except ValueError as error:
         raise told(str(error)) from None

@@ -73,9 +73,9 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_ext.tools import preflight_checks, preflight_here
 
     overrides = runs.with_file(args.overrides)
-    config, problems = preflight_checks.load(overrides)
+    config = preflight_checks.load(overrides)
     memory_gb = args.memory_gb or _memory_gb(args.elsewhere)
-    problems += preflight_checks.check(config, args.world, memory_gb)
+    problems = preflight_checks.check(config, args.world, memory_gb)
     report: dict[str, Any] = {}
     if not problems:
         report = build(config, args.world, args.gpus_per_node, args.plan)

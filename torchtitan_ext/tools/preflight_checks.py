@@ -31,21 +31,15 @@ def config_file(args: Sequence[str]) -> str:
     return path
 
 
-def load(args: Sequence[str]) -> tuple[Any, list[str]]:
-    """Read a config.
-
-    Args:
-        args: torchtitan's arguments.
-
-    Returns:
-        The config, and no mistakes: the first one in the file is an error.
+def load(args: Sequence[str]) -> Any:
+    """The config of torchtitan's arguments.
 
     Raises:
         ValueError: If there is no config file, or for a mistake in it.
         SystemExit: For a mistake among the arguments, already explained on standard error.
     """
     config_file(args)
-    return settings.load(args), []
+    return settings.load(args)
 
 
 def check(config: Any, world_size: int, memory_gb: float | None = None) -> list[str]:

@@ -107,10 +107,9 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.numa_binding and not _num_gpus():
         raise ValueError(f"--numa-binding: found {args.numa_binding!r}, expected none without GPUs")
-    config, problems = preflight_checks.load(arguments)
+    config = preflight_checks.load(arguments)
     ranks = _pick(args.ranks, args.nodes, config)
-    problems += find_problems(config, ranks, nodes, lacks=not problems)
-    if problems:
+    if problems := find_problems(config, ranks, nodes):
         for problem in dict.fromkeys(problems):
             print(f"error: {problem}", file=sys.stderr)
         return train.USER_ERROR
@@ -135,19 +134,18 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def find_problems(config: Any, ranks: int, nodes: int = 1, *, lacks: bool = True) -> list[str]:
-    """What is wrong with a config on this node, one line each.
+def find_problems(config: Any, ranks: int, nodes: int = 1) -> list[str]:
+    """What is wrong with a config on this node, or else what this machine lacks; a line each.
 
     Args:
         config: Parsed; what follows from other fields is filled in.
         ranks: Processes of a node.
         nodes: Of the run.
-        lacks: Ask also what this machine lacks, where nothing else is wrong.
     """
     from torchtitan_ext.tools import preflight_checks, preflight_here
 
     problems = preflight_checks.check(config, ranks * nodes, _memory_gb(ranks))
-    if lacks and not problems:
+    if not problems:
         groups = groups_of(meta_model(config), config)
         problems = preflight_here.lacks(config, checkpoint_sizes(config, groups))
     return problems
