@@ -24,5 +24,9 @@ def _on_cpu(module: str, config: str, flavor: str) -> Any:
     return found
 
 
+def llama3_debugmodel() -> Any:
+    return _on_cpu("llama3", "llama3_debugmodel", "cut")
+
+
 def qwen3_moe_debug() -> Any:
     return _on_cpu("qwen3", "qwen3_moe_debug", "cut_moe")

@@ -23,17 +23,18 @@ SHORT = (
 )
 """AMO observes until step 2, and is locked from step 4 on: a kill after step 3 is on the way."""
 
-CONFIG, MODEL, FLAVOR = "qwen3_moe_debug", "qwen3", "cut_moe"
+STOCK = {"llama3_debugmodel": ("llama3", "cut"), "qwen3_moe_debug": ("qwen3", "cut_moe")}
 
 
 def imports(name: str, **fields: object) -> tuple[str, str]:
     return ("--override.imports", f"torchtitan_ext.override.{name}={json.dumps(fields)}")
 
 
+@pytest.mark.parametrize("config", STOCK)
 def test_a_stock_config_trains_as_the_file_does_and_survives_a_kill(
-    titan: Server, tmp_path: Path
+    titan: Server, tmp_path: Path, config: str
 ) -> None:
-    stock = Job(2, str(tmp_path / "stock"), (*SHORT, *imports("amo", **AMO)), stock=CONFIG)
+    stock = Job(2, str(tmp_path / "stock"), (*SHORT, *imports("amo", **AMO)), stock=config)
     found = titan.run(stock)
     assert [record["phase"] for record in found.traces()[0]] == [
         *("observation", "observation", "transition"),
@@ -41,10 +42,11 @@ def test_a_stock_config_trains_as_the_file_does_and_survives_a_kill(
     ]
     assert read_plan(found.folder) is not None
 
+    name, flavor = STOCK[config]
     prefix = {key: "optimizer" if key == "lr" else "optimizer.amo" for key in AMO}
     options = [f"--{prefix[key]}.{key}={value}" for key, value in AMO.items()]
     file = (
-        *(*SHORT, *options, f"--model.name={MODEL}", f"--model.flavor={FLAVOR}"),
+        *(*SHORT, *options, f"--model.name={name}", f"--model.flavor={flavor}"),
         *("--loss.num_chunks=8", "--lr_scheduler.warmup_steps=2"),
         *("--lr_scheduler.decay_ratio=0.8", "--lr_scheduler.decay_type=linear"),
         *("--lr_scheduler.min_lr_factor=0", "--activation_checkpoint.mode=selective"),
