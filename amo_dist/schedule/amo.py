@@ -90,8 +90,7 @@ class AMOPolicy(Policy):
         """How far the run is on its way to the plan in force."""
         if state.plan is None:
             return self.phase(state, step)
-        planned = state.observations[-1].step
-        return planned, min(max(step - planned, 0), self.config.transition_steps)
+        return state.plan_step, self._steps_of_transition(state, step)
 
     def phase(self, state: AMOState, step: int) -> str:
         """One of ``PHASES``."""
@@ -124,9 +123,6 @@ class AMOPolicy(Policy):
 
         Of the steps up to the plan in force nothing is told.
         """
-        is_over = state.plan is not None and not self.config.replan_every
-        if is_over or step % self.config.interval:
-            return ()
         if not self._calendar(state).observes(step, state.plan_step):
             return ()
         drawn: list[str] = []
@@ -257,7 +253,9 @@ class AMOPolicy(Policy):
 
     def _check_fits(self, state: AMOState, groups: Groups | None) -> None:
         if groups is not None:
-            state.check_fits(tuple(groups.members), self._trials, "state")
+            state.check_groups(tuple(groups.members), "state")
+            if state.error_sums is not None:
+                state.error_sums.check_trials(self._trials, "state.error_sums")
 
     def _check_progress(self, state: AMOState, steps_taken: int) -> None:
         """Refuse a restored state that is not one of a run of ``steps_taken`` optimizer steps."""

@@ -303,22 +303,17 @@ def run_simulate(args: argparse.Namespace) -> int:
     Raises:
         ValueError: A shape, a number of steps or a size of the world is malformed.
     """
-    model = read_model(args)
-    steps = {**model.steps, **read_steps("--steps", args.steps, OPERATOR_TYPES)}
-    options = {
-        name: getattr(args, name)
-        for name in ("layout", "replica_size", "ranks_per_node", "max_team")
-    }
-    rows = [
-        row
-        for ranks in args.ranks
-        for row in simulate(model.shape.matrices(), steps, ranks, **options)
-    ]
+    name, shape, planned = read_model(args)
+    steps = {**planned, **read_steps("--steps", args.steps, OPERATOR_TYPES)}
+    fields = ("layout", "replica_size", "ranks_per_node", "max_team")
+    options = {field: getattr(args, field) for field in fields}
+    matrices = shape.matrices()
+    rows = [row for ranks in args.ranks for row in simulate(matrices, steps, ranks, **options)]
     if args.layout != "hsdp":
         options["replica_size"] = None
     record = {
-        "model": model.name,
-        "shape": dataclasses.asdict(model.shape),
+        "model": name,
+        "shape": dataclasses.asdict(shape),
         "steps": steps,
         **options,
         "rows": rows,

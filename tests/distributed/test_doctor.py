@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -82,13 +82,20 @@ def test_every_check_passes(run_on: Ranks, path: str, world_size: int) -> None:
 # ------------------------------------------------------------------ planted faults
 
 
+def examine_layouts(site: Site, make: Callable[[Site, str], Any]) -> Lines:
+    """Of the first two layouts, with another model."""
+    with mock.patch.object(optimizer, "make_model", make):
+        return examine(site, optimizer.layouts(site)[:2])
+
+
 def make_in_other_dtype(site: Site, layout: str) -> Any:
-    return make_model(site, layout, torch.bfloat16 if site.rank == 1 else torch.float32)
+    model = make_model(site, layout)
+    return model.to(torch.bfloat16) if site.rank == 1 else model
 
 
 def with_other_dtype(rank: int, world_size: int, path: str) -> Lines:
     site = site_of(path)
-    return examine(site, optimizer.layouts(site, make_in_other_dtype)[:2])
+    return examine_layouts(site, make_in_other_dtype)
 
 
 def test_a_rank_of_another_dtype(run_on: Ranks, path: str) -> None:
@@ -136,7 +143,7 @@ def with_wrong_bits(rank: int, world_size: int, path: str) -> Lines:
             next(model.parameters()).data[0, 0] += 1
         return model
 
-    return examine(site, optimizer.layouts(site, make)[:2])
+    return examine_layouts(site, make)
 
 
 def test_a_rank_with_other_values(run_on: Ranks, path: str) -> None:
