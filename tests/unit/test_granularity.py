@@ -55,6 +55,7 @@ def names_of_groups(registry: Sequence[MatrixInfo], granularity: str) -> dict[st
     [
         ("layers.3.attention.wq.weight", 3),
         ("layers.12.experts.7.w1.weight", 12),
+        ("model.layers.3.mlp.experts[7]", 3),
         # Whatever else has a number: a wrapper, a part of a list of models.
         ("0.layers.5.attention.wq.weight", 5),
         ("1.transformer.h.2.attn.c_attn.weight", 2),

@@ -398,7 +398,7 @@ def test_an_old_plan_weighs_matrices_and_a_new_one_updates() -> None:
         steps[great] = dict(zip(plan.operator_types, plan.allocation, strict=True))
         # What a type of small updates gives is worth it: a measured plan starves none.
         assert starved(plan) == []
-        assert starved(dataclasses.replace(plan, criterion="projected"))
+        assert starved(dataclasses.replace(plan, planner="greedy"))
         # As version 0.1.0 and those after it wrote them.
         uniform = [one.uniform_residual for one in measured.values()]
         older = dataclasses.replace(plan, criterion="measured", weights=None)

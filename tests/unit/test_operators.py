@@ -121,21 +121,6 @@ def test_short_names_mean_nothing_outside_of_blocks(name: str) -> None:
     assert classify(name, (24, 8)) is None
 
 
-@pytest.mark.parametrize(("shape", "dim"), [((24, 8), 0), ((8, 24), 1)])
-def test_fused_qkv_of_gpt2_and_nanogpt(shape: tuple[int, int], dim: int) -> None:
-    views = classify("transformer.h.2.attn.c_attn.weight", shape)
-    assert views is not None
-    assert [(v.suffix, v.operator_type, v.dim) for v in views] == [
-        ("[q]", "attn_q", dim),
-        ("[k]", "attn_k", dim),
-        ("[v]", "attn_v", dim),
-    ]
-    assert_covers(shape, views)
-    parameter = torch.arange(24.0 * 8).view(shape)
-    for view, expected in zip(views, parameter.chunk(3, dim=dim), strict=True):
-        assert torch.equal(extract(parameter, view), expected)
-
-
 def test_c_attn_in_unequal_parts_is_one_matrix() -> None:
     views = classify("transformer.h.0.attn.c_attn.weight", (12, 8))
     assert views == (MatrixView("", "attn_qkv", None),)

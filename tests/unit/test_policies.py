@@ -137,12 +137,6 @@ def test_amo_from_the_first_step_to_the_lock(config: AMOConfig) -> None:
     assert policy.schedules(5) != policy.schedules(6) != locked
 
 
-def test_the_glide_recomposes_at_every_step() -> None:
-    policy = run_to(4)
-    seen = [policy.schedules(step)["router"].coefficients for step in (4, 5, 6, 7)]
-    assert len(set(seen)) == 4
-
-
 @both
 def test_steps_of_one_key_have_the_same_schedules(config: AMOConfig) -> None:
     """What the engine holds on to while the key stays."""
