@@ -212,7 +212,7 @@ def _plan_again(found: Plan, config: AMOConfig) -> Plan:
     )
 
 
-def _measured(plan: Plan, inputs: Mapping[str, Any]) -> list[Measured] | None:
+def _measured(plan: Plan, inputs: Mapping[str, Any]) -> tuple[Measured, ...] | None:
     """What was measured, of the numbers of steps that a plan may give."""
     low, high = inputs["min_steps"], inputs["max_steps"]
     if plan.measured is None:
@@ -225,7 +225,7 @@ def _measured(plan: Plan, inputs: Mapping[str, Any]) -> list[Measured] | None:
         )
     some = slice(low - plan.min_steps, high - plan.min_steps + 1)
     names = ("ells", "residuals", "distances")
-    return [
+    return tuple(
         dataclasses.replace(one, **{name: getattr(one, name)[some] for name in names})
         for one in plan.measured
-    ]
+    )

@@ -45,9 +45,9 @@ def measured_plan(steps: range = range(3, 8), **changes: Any) -> Plan:
     return plan_measured(
         AMOConfig(min_steps=steps[0], max_steps=steps[-1], **changes),
         {name: trials.best(errors(trials, spectrum)) for name, spectrum in SPECTRA.items()},
-        num_matrices=list(NUM_MATRICES.values()),
+        num_matrices=tuple(NUM_MATRICES.values()),
         weights=WEIGHTS,
-        ell_robust=list(ELLS.values()),
+        ell_robust=tuple(ELLS.values()),
         costs=COSTS,
     )
 
@@ -59,8 +59,8 @@ def projected_plan(**changes: Any) -> Plan:
         AMOConfig.paper(**changes),
         ELLS,
         costs=COSTS,
-        num_matrices=list(NUM_MATRICES.values()),
-        measured=[trials.at(errors(trials, SPECTRA[name]), ELLS[name]) for name in SPECTRA],
+        num_matrices=tuple(NUM_MATRICES.values()),
+        measured=tuple(trials.at(errors(trials, SPECTRA[name]), ELLS[name]) for name in SPECTRA),
     )
 
 

@@ -178,12 +178,6 @@ def test_observe_only_records_what_planning_would_have_used(config: AMOConfig) -
         observed.adopt_plan(planned.plan.to_json())
 
 
-def test_switches_are_off_by_default_and_checked() -> None:
-    assert (AMOConfig().granularity, AMOConfig().observe_only) == ("operator_type", False)
-    with pytest.raises(ValueError, match="observe_only: found 1, expected true or false"):
-        AMOConfig(observe_only=1)  # type: ignore[arg-type]
-
-
 @both
 def test_an_infeasible_budget_is_told_at_the_first_step(config: AMOConfig) -> None:
     config = dataclasses.replace(config, budget_ratio=0.1)

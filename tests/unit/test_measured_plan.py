@@ -327,7 +327,7 @@ def plan_of(config: AMOConfig, ells: Mapping[str, float], costs: Mapping[str, in
     return plan_measured(
         config,
         measured,
-        num_matrices=[1] * len(ells),
+        num_matrices=(1,) * len(ells),
         weights=[1 / len(ells)] * len(ells),
         ell_robust=tuple(sorted(ells.values())),
         costs=costs,
@@ -390,7 +390,7 @@ def test_an_old_plan_weighs_matrices_and_a_new_one_updates() -> None:
         plan = plan_measured(
             AMOConfig(),
             measured,
-            num_matrices=[3, 4],
+            num_matrices=(3, 4),
             weights=[0.98 if name == great else 0.02 for name in measured],
             ell_robust=(1e-4, 1e-4),
             costs=ALIKE,

@@ -48,6 +48,8 @@ def assert_covers(shape: tuple[int, ...], views: tuple[MatrixView, ...]) -> None
         ("vision_encoder.layers.0.attn.proj.weight", (8, 8), "attn_o"),
         ("vision_encoder.layers.0.mlp.linear_fc1.weight", (24, 8), "mlp_up"),
         ("mtp_layers.0.eh_proj.weight", (8, 16), "mtp_proj"),
+        ("layers.0.attention.wq_a.weight", (4, 8), "mla_q_a"),
+        ("layers.0.attention.wkv_b.weight", (16, 4), "mla_kv_b"),
         # AdamW
         ("model.layers.61.embed_tokens.weight", (100, 8), None),
         ("output.weight", (100, 8), None),

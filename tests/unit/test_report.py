@@ -264,9 +264,9 @@ def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
     measured = plan_measured(
         AMOConfig(),
         {"attn_q": hard, "attn_k": easy},
-        num_matrices=[2, 1],
+        num_matrices=(2, 1),
         weights=[0.75, 0.25],
-        ell_robust=[1e-5, 1e-3],
+        ell_robust=(1e-5, 1e-3),
         costs={"attn_q": 1, "attn_k": 1},
     )
     assert measured.allocation == (7, 3)

@@ -15,10 +15,9 @@ import pytest
 
 from amo_dist.schedule import fields
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.coefficients import SCHEDULE_NAMES, named_schedule
+from amo_dist.schedule.coefficients import SCHEDULE_NAMES
 from amo_dist.schedule.polar_express import composed, simulate
 from amo_dist.schedule.trials import GRID, REFERENCES, ErrorSums, Trials
-from amo_dist.schedule.types import MatrixInfo
 from tests import spectra
 from tests.held import Held
 from tests.unit.controller_runs import MEASURED, REGISTRY, TYPES, controller, observe
@@ -72,34 +71,7 @@ def test_every_number_of_steps_is_tried_with_every_ell(
     # You, PE, CANS, and Jordan's at 4 to 7 steps, of which the tables are made.
     assert len(fixed) == len(set(fixed)) == 7
     assert {schedule.norm_scale for schedule in schedules} == {1.01}
-
-
-def test_fixed_schedules_are_tried_as_they_run() -> None:
-    """Each on the scale of its own, from the same singular values."""
-    trials = TRIALS.schedules()
     assert set(REFERENCES) == set(SCHEDULE_NAMES) - {"turbo", "deepseek_v4"}
-    for kind in ("attn_q", "attn_k", "router"):
-        matrix = MatrixInfo("m", (6, 9), kind)
-        for ell in (1e-4, 0.01, 0.2):
-            sigmas = spectra.spectrum(ell)
-            kept = TRIALS.errors_of(matrix, spectra.errors_left(trials, sigmas))
-            for name, found in zip(REFERENCES, kept[-len(REFERENCES) :], strict=True):
-                named = named_schedule(name)
-                schedule = named.by_type.get(kind, named.schedule)
-                norm = schedule.norm_scale * math.hypot(*sigmas)
-                left = [(schedule.image(sigma / norm) - 1) ** 2 for sigma in sigmas]
-                assert found == pytest.approx(sum(left) / len(left), rel=1e-9)
-
-
-def test_what_is_kept_of_a_matrix() -> None:
-    count = TRIALS.num_composed
-    found = [float(i) for i in range(2 * (count + 7))]
-    kept = TRIALS.errors_of(MatrixInfo("m", (2, 2), "attn_k"), found)
-    assert kept[:count] == found[:count]
-    assert kept[count : 2 * count] == found[count + 7 : 2 * count + 7]
-    assert set(kept[2 * count :]) <= set(found[2 * count + 7 :])
-    by_name = dict(zip(REFERENCES, kept[2 * count :], strict=True))
-    assert by_name["a1"] == by_name["a2"] != by_name["kj"]  # four steps of a key
 
 
 def test_the_best_ell_of_each_number_of_steps() -> None:
