@@ -9,7 +9,6 @@ from amo_dist.schedule.plan import Plan
 
 OBJECTIVES = {
     "update": "squared error of the update",
-    "measured": "measured objective",
     "projected": "projected error",
 }
 
@@ -46,11 +45,10 @@ def errors_beside_uniform(plan: Plan) -> tuple[list[float], list[float]]:
 
     Root mean squares over the sampled matrices, where there are any; else projected errors.
     """
+    before, after = plan.uniform_errors, plan.errors
     if plan.measured is None:
-        return list(plan.uniform_errors), list(plan.errors)
-    if plan.criterion == "update":
-        before, after = plan.uniform_errors, plan.errors
-    else:
+        return list(before), list(after)
+    if plan.criterion == "projected":
         chosen = zip(plan.measured, plan.allocation, strict=True)
         before = tuple(one.uniform_residual for one in plan.measured)
         after = tuple(one.residuals[steps - plan.min_steps] for one, steps in chosen)

@@ -196,12 +196,9 @@ def _plan_again(found: Plan, config: AMOConfig) -> Plan:
             num_matrices=found.num_matrices,
             measured=measured,
         )
-    if found.weights is None or found.num_matrices is None or costs is None:
-        raise ValueError(
-            "--plan: found a plan of an older version, without the weights of its types, "
-            "expected one by the error of the update: observe anew to plan again"
-        )
     assert measured is not None
+    assert costs is not None
+    assert found.weights is not None
     return plan_measured(
         config,
         dict(zip(names, measured, strict=True)),

@@ -154,7 +154,6 @@ def test_what_a_plan_does_not_hold_is_told(
     made = measured_plan()
     assert made.measured is not None
     before = tuple(dataclasses.replace(one, references={}) for one in made.measured)
-    older = dataclasses.replace(made, criterion="measured", weights=None)
     for plan, option, message in (
         (
             projected_plan(),
@@ -166,12 +165,6 @@ def test_what_a_plan_does_not_hold_is_told(
             "--as-good-as=kj",
             "found 'kj', expected a sc",
         ),
-        (
-            older,
-            "--as-good-as=kj",
-            "without the weights of its types, expected one by the error of",
-        ),
-        (older, "--budget-ratio=0.9", "without the weights of its types, expected one by the err"),
     ):
         assert main(["plan", "--plan", write(tmp_path, plan), option]) == 2
         assert message in capsys.readouterr().err

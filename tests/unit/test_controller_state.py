@@ -220,7 +220,7 @@ def changed(**changes: Any) -> dict[str, Any]:
             {"plan__allocation__2": 8},
             r"plan\.allocation\[2\]: found 8, expected an integer >= 3 and <= 7",
         ),
-        ({"plan__measured": None, "plan__criterion": "measured"}, r"plan\.criterion: found 'meas"),
+        ({"plan__measured": None, "plan__criterion": "update"}, r"plan\.criterion: found 'update"),
         (
             {"plan__measured__1__ells": [(0.5).hex()]},
             r"plan\.measured\[1\]\.residuals: found .*, expected a list of 1",
