@@ -90,12 +90,9 @@ class Plan(fields.Stored):
         """The objective of the uniform schedule."""
         return self._weighted(self.uniform_errors)
 
-    def objective_of(self, name: str) -> float | None:
-        """The objective of a fixed schedule, or ``uniform``; None where it was not measured."""
-        errors = [one.distance_of(name) for one in self.measured or ()]
-        if self.criterion != "update" or None in errors:
-            return None
-        return self._weighted([error for error in errors if error is not None])
+    def objective_of(self, name: str) -> float:
+        """The objective of a fixed schedule, or ``uniform``, by the error of the update."""
+        return self._weighted([one.distance_of(name) for one in self.measured or ()])
 
     @property
     def error_name(self) -> str:

@@ -89,8 +89,7 @@ def _summary(plan: Plan) -> list[str]:
     limit, limits = plan.as_good_as, f"{plan.min_steps} to {plan.max_steps} steps a type"
     asked = f"budget {plan.budget} {plan.budget_unit}"
     if limit is not None:
-        found = plan.objective_of(limit)
-        asked = f"as good as {limit}" + ("" if found is None else f", {found:.5f}")
+        asked = f"as good as {limit}, {plan.objective_of(limit):.5f}"
     return [
         f"{kind} {plan.objective:.5f}, of uniform {plan.uniform_objective:.5f}{flops}",
         f"{asked}, {limits}, {plan.planner} planner",

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -161,12 +160,11 @@ def plan_measured(
     ]
     allocation, reference = None, config.as_good_as
     if reference is not None:
-        limits = [one.distance_of(reference) for one in measured]
-        if None in limits:
-            known = ", ".join(["uniform", *measured[0].references])
-            fields.fail("as_good_as", reference, f"a schedule that was measured: {known}")
-        weighted = map(operator.mul, weights, limits)
-        allocation = least_flops(curves, list(weighted), inputs["costs"])
+        limits = [
+            weight * one.distance_of(reference)
+            for one, weight in zip(measured, weights, strict=True)
+        ]
+        allocation = least_flops(curves, limits, inputs["costs"])
         if allocation is None:
             logger.warning(
                 "no plan of %d to %d steps is as good as %s: this is the best",

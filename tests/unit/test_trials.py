@@ -85,7 +85,6 @@ def test_the_best_ell_of_each_number_of_steps() -> None:
     assert found.uniform_distance == distance(errors, 5, 1e-3)
     assert [found.distance_of(name) for name in REFERENCES] == errors[-len(REFERENCES) :]
     assert found.distance_of("uniform") == found.uniform_distance
-    assert found.distance_of("turbo") is None
 
 
 def test_ties_go_to_the_greater_ell() -> None:
@@ -242,26 +241,6 @@ def test_the_sums_of_other_trials_are_refused(other: Trials, bind_first: bool) -
         refused = partial(restored.bind, REGISTRY)
     with pytest.raises(ValueError, match=rf"state\.error_sums\.totals\.attn_q: {found}"):
         refused()
-
-
-def test_the_sums_of_a_version_that_tried_no_fixed_schedules_go_on_without_them() -> None:
-    state = observed()
-    count = TRIALS.num_composed
-    for kind, text in state["error_sums"]["totals"].items():
-        both = fields.read_packed("p", text)[: 2 * count]
-        state["error_sums"]["totals"][kind] = fields.Packed(both).to_text()
-    older, target = controller(MEASURED), controller(MEASURED)
-    older.load_state_dict(state)
-    target.load_state_dict(observed())
-    for one in (older, target):
-        observe(one, 6)
-        one.adopt_plan(one.make_plan())
-    assert older.plan is not None
-    assert target.plan is not None
-    assert older.plan.allocation == target.plan.allocation
-    assert older.plan.objective == target.plan.objective
-    assert older.plan.objective_of("kj") is None
-    assert target.plan.objective_of("kj") is not None
 
 
 def packed(*values: float) -> str:
