@@ -84,7 +84,7 @@ def plan_inputs(
         total = high * sum(known)
         if config.as_good_as is None:
             total = budgets.flop_budget(config.budget_ratio, known, config.base_steps)
-        budgets.relax_range(total, len(names), low, high, costs=known)  # whether it is feasible
+        budgets.check_affordable(total, sum(known))
         inputs |= {"planner": "exact", "budget_unit": "flops", "criterion": "update"}
         inputs["as_good_as"] = config.as_good_as
     return inputs | {"budget": total, "min_steps": low, "max_steps": high}
