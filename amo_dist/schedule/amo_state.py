@@ -46,6 +46,11 @@ class AMOState(fields.Stored):
         return self.observations if self.plan is None else self.observations_since_plan
 
     @property
+    def latest_pending(self) -> int:
+        """The step of the last observation toward the next plan; 0 before the first."""
+        return self.pending[-1].step if self.pending else 0
+
+    @property
     def latest_step(self) -> int:
         """The last step of which this knows; 0 for none."""
         made = [observation.step for observation in self.all_observations]

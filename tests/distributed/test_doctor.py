@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -76,33 +76,6 @@ def test_every_check_passes(run_on: Ranks, path: str) -> None:
 # ------------------------------------------------------------------ planted faults
 
 
-def examine_layouts(site: Site, make: Callable[[Site, str], Any]) -> Lines:
-    """Of the first two layouts, with another model."""
-    with mock.patch.object(optimizer, "make_model", make):
-        return examine(site, optimizer.layouts(site)[:2])
-
-
-def make_in_other_dtype(site: Site, layout: str) -> Any:
-    model = make_model(site, layout)
-    return model.to(torch.bfloat16) if site.rank == 1 else model
-
-
-def with_other_dtype(rank: int, world_size: int, path: str) -> Lines:
-    site = site_of(path)
-    return examine_layouts(site, make_in_other_dtype)
-
-
-def test_a_rank_of_another_dtype(run_on: Ranks, path: str) -> None:
-    found = run_on(2)(with_other_dtype, path)
-    assert found[0] == found[1]
-    told = failures(found[0])
-    # Alone each trains in its own dtype, and the twins differ; together they do not begin.
-    assert told.keys() == {"layout one", "layout replicate"}
-    assert told["layout one"].startswith("twin: rank 0 has")
-    assert "all ranks: RankMismatchError: parameters: rank(s) 1 differ" in told["layout replicate"]
-    assert "torch.float32" in told["layout replicate"]
-
-
 def deal_otherwise(*args: Any, **options: Any) -> tuple[Job, ...]:
     """As `assign`, but the first matrix goes to the other of two ranks."""
     first, *rest = assign(*args, **options)
@@ -137,7 +110,8 @@ def with_wrong_bits(rank: int, world_size: int, path: str) -> Lines:
             next(model.parameters()).data[0, 0] += 1
         return model
 
-    return examine_layouts(site, make)
+    with mock.patch.object(optimizer, "make_model", make):
+        return examine(site, optimizer.layouts(site)[:2])
 
 
 def test_a_rank_with_other_values(run_on: Ranks, path: str) -> None:
@@ -166,26 +140,6 @@ def test_bytes_that_are_lost_on_the_way(run_on: Ranks, path: str) -> None:
     found = run_on(2)(with_lost_bytes, path)
     assert found[0] == found[1]
     assert failures(found[0])["all-to-all"].startswith("rank 1: from rank 0: found other bytes")
-
-
-def with_wrong_team(rank: int, world_size: int, path: str) -> Lines:
-    site = site_of(path)
-
-    def make(*args: Any, **options: Any) -> Any:
-        model = make_model(*args, **options)
-        if args[1] == "fsdp" and rank == 1:
-            next(model.parameters()).data.mul_(2)
-        return model
-
-    (check,) = (c for c in optimizer.checks(site) if c.name == "team")
-    with mock.patch.object(optimizer, "make_model", make):
-        return examine(site, [check])
-
-
-def test_a_team_with_another_result(run_on: Ranks, path: str) -> None:
-    found = run_on(2)(with_wrong_team, path)
-    assert found[0] == found[1]
-    assert failures(found[0])["team"].startswith("parameters differ from one process's by")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 64])
