@@ -22,7 +22,7 @@ import math
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -219,22 +219,24 @@ def row(family: str, parameters: Mapping[str, Line], has_heads: bool) -> list[st
         ", ".join(f"`{kind}`" for kind in sorted(whole)),
         ", ".join(sorted(reasons - {"embedding", "head", "outside of any block"})),
         "; ".join(asked),
-        ", ".join(heads_told(parameters, shapes)) if has_heads else "not built",
+        ", ".join(heads_told(parameters, held)) if has_heads else "not built",
     ]
 
 
-def heads_told(parameters: Mapping[str, Line], shapes: Mapping[str, Shape]) -> list[str]:
+def heads_told(
+    parameters: Mapping[str, Line], held: Mapping[str, Sequence[MatrixView]]
+) -> list[str]:
     """Each kind of attention: how many matrices its queries and its keys become, of how many rows.
 
     Attentions whose projections lie in one module are told together. Behind them stands what
     ``per_head=True`` refuses.
     """
+    shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     rows: dict[str, int] = {}
     known, refused = heads_of(parameters), set[str]()
-    for name, shape in shapes.items():
-        found = (find(name, shape, {}, shapes, flatten_conv=False) or ((), ""))[0] or ()
-        types = {view.operator_type for view in found}
+    for name, matrices in held.items():
+        types = {view.operator_type for view in matrices}
         if types == {"attn_qkv"}:
             refused.add("in turn: a pattern")
         if not any(map(in_heads, types)):
@@ -245,7 +247,7 @@ def heads_told(parameters: Mapping[str, Line], shapes: Mapping[str, Shape]) -> l
         attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
         rows[attention] = known[name].query
         try:
-            views = (find(name, shape, {}, shapes, False, known[name]) or ((), ""))[0]
+            views = (find(name, shapes[name], {}, shapes, False, known[name]) or ((), ""))[0]
         except ValueError:
             refused.add("other rows: a pattern")
             continue

@@ -11,7 +11,6 @@ from typing import Any
 
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.schedule.amo_state import AMOState
-from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.fields import fail
 from amo_dist.schedule.grouping import Groups, group_matrices
 from amo_dist.schedule.observation import Observation, draw, effective_ell, robust_ells
@@ -90,8 +89,7 @@ class AMOPolicy(Policy):
         """How far the run is on its way to the plan in force."""
         if state.plan is None:
             return self.phase(state, step)
-        planned = state.observations[-1].step
-        return planned, min(max(step - planned, 0), self.config.transition_steps)
+        return state.plan_step, self._steps_of_transition(state, step)
 
     def phase(self, state: AMOState, step: int) -> str:
         """One of ``PHASES``."""
@@ -124,10 +122,7 @@ class AMOPolicy(Policy):
 
         Of the steps up to the plan in force nothing is told.
         """
-        is_over = state.plan is not None and not self.config.replan_every
-        if is_over or step % self.config.interval:
-            return ()
-        if not self._calendar(state).observes(step, state.plan_step):
+        if step != self._next_observation(state, step - 1):
             return ()
         drawn: list[str] = []
         for group, members in groups.members.items():
@@ -148,7 +143,7 @@ class AMOPolicy(Policy):
         errors_by_name: Mapping[str, Errors],
     ) -> AMOState:
         """Keep the medians of one observation, and add up the errors; see `Policy.record`."""
-        due = self._next_observation(state)
+        due = self._next_observation(state, state.latest_pending)
         if step != due:
             fail("step", step, f"{due}, the next observation")
         sample = self.sample(state, groups, step)
@@ -257,14 +252,16 @@ class AMOPolicy(Policy):
 
     def _check_fits(self, state: AMOState, groups: Groups | None) -> None:
         if groups is not None:
-            state.check_fits(tuple(groups.members), self._trials, "state")
+            state.check_groups(tuple(groups.members), "state")
+            if state.error_sums is not None:
+                state.error_sums.check_trials(self._trials, "state.error_sums")
 
     def _check_progress(self, state: AMOState, steps_taken: int) -> None:
         """Refuse a restored state that is not one of a run of ``steps_taken`` optimizer steps."""
         latest = state.latest_step
         if latest > steps_taken:
             fail("steps_taken", steps_taken, f"at least {latest}, as in the observations")
-        due = self._next_observation(state)
+        due = self._next_observation(state, state.latest_pending)
         if due is not None and due <= steps_taken:
             made = [observation.step for observation in state.all_observations]
             fail("observations", made, f"the one of step {due} too, after {steps_taken} steps")
@@ -300,31 +297,50 @@ class AMOPolicy(Policy):
         config = self.config
         return Trials(steps_to_try(config), config.base_steps, config.base_ell)
 
-    def _calendar(self, state: AMOState) -> Calendar:
-        return Calendar(self.config, state.replanned_at or 0)
+    def _following(self, step: int) -> int:
+        """The first multiple of ``observe_every`` after a step."""
+        return (step // self.config.interval + 1) * self.config.interval
 
     def _horizon(self, state: AMOState) -> int:
-        """The step after which the plan in force, or the first to come, begins to count."""
-        planned = state.plan_step
-        return self._calendar(state).first_plan if planned is None else planned
+        """The step of the plan in force, or of the first to come: it begins to count after it."""
+        if state.plan_step is not None:
+            return state.plan_step
+        # Where a changed configuration dropped a plan, at least one observation is made after that.
+        return max(self.config.observe_until, self._following(state.replanned_at or 0))
+
+    def _next_plan(self, state: AMOState) -> int | None:
+        """The step within which the next plan is made; None for never."""
+        if state.plan_step is None:
+            return self._horizon(state)
+        again = self.config.replan_every
+        return self._following(state.plan_step + again - 1) if again else None
 
     def _steps_of_transition(self, state: AMOState, step: int) -> int:
         """How many of its steps the transition has taken at ``step``."""
         return min(max(step - self._horizon(state), 0), self.config.transition_steps)
 
-    def _next_observation(self, state: AMOState) -> int | None:
-        last = state.pending[-1].step if state.pending else None
-        return self._calendar(state).next_observation(state.plan_step, last)
+    def _next_observation(self, state: AMOState, last: int) -> int | None:
+        """The step of the first observation after a step; None where none is due before a plan.
+
+        Those toward a later plan begin at the lock of the plan before.
+        """
+        until, done = self._next_plan(state), state.replanned_at or 0
+        if until is None:
+            return None
+        if state.plan_step is not None:
+            done = state.plan_step + self.config.transition_steps - 1
+        due = self._following(max(done, last))
+        return due if due <= until else None
 
     def _is_complete(self, state: AMOState) -> bool:
         """Whether every observation toward the next plan is made."""
-        until = self._calendar(state).next_plan(state.plan_step)
-        return bool(state.pending) and until is not None and state.pending[-1].step >= until
+        until = self._next_plan(state)
+        return until is not None and state.latest_pending >= until
 
     def _evidence(self, state: AMOState, groups: Groups) -> dict[str, Any]:
         """What the observations say: fields of the plan that is to be made of them."""
         if not self._is_complete(state):
-            until = self._calendar(state).next_plan(state.plan_step)
+            until = self._next_plan(state)
             found = [observation.step for observation in state.pending]
             fail("observations", found, f"observations up to step {until}")
         robust, base = robust_ells(state.pending), self.config.base_ell

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from amo_dist.schedule import fields
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.trials import ErrorSums, Trials
+from amo_dist.schedule.trials import ErrorSums
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -46,6 +46,11 @@ class AMOState(fields.Stored):
         return self.observations if self.plan is None else self.observations_since_plan
 
     @property
+    def latest_pending(self) -> int:
+        """The step of the last observation toward the next plan; 0 before the first."""
+        return self.pending[-1].step if self.pending else 0
+
+    @property
     def latest_step(self) -> int:
         """The last step of which this knows; 0 for none."""
         made = [observation.step for observation in self.all_observations]
@@ -62,16 +67,6 @@ class AMOState(fields.Stored):
         if self.plan is None:
             return dataclasses.replace(self, observations=pending, error_sums=error_sums)
         return dataclasses.replace(self, observations_since_plan=pending, error_sums=error_sums)
-
-    def check_fits(self, groups: tuple[str, ...], trials: Trials, field: str) -> None:
-        """Refuse a state of other groups of matrices than these, or of other trials.
-
-        Raises:
-            ValueError: Names the part of the state.
-        """
-        self.check_groups(groups, field)
-        if self.error_sums is not None:
-            self.error_sums.check_trials(trials, f"{field}.error_sums")
 
     def check_groups(self, groups: tuple[str, ...], field: str) -> None:
         """Refuse a state of other groups of matrices than these.

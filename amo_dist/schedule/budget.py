@@ -68,22 +68,14 @@ def flop_budget(ratio: float, costs: Sequence[int], base_steps: int) -> int:
     return math.floor(exact_ratio(ratio) * base_steps * sum(costs))
 
 
-def relax_range(
-    budget: int,
-    num_types: int,
-    min_steps: int,
-    max_steps: int,
-    *,
-    costs: Sequence[int] | None = None,
-) -> tuple[int, int]:
+def relax_range(budget: int, num_types: int, min_steps: int, max_steps: int) -> tuple[int, int]:
     """Widen the range of steps a type may get, as far as the budget needs it and no farther.
 
     Args:
-        budget: Total of steps, or with ``costs`` the most flops.
+        budget: Total of steps.
         num_types: Number of operator types.
         min_steps: Fewest steps asked for.
         max_steps: Most steps asked for.
-        costs: Flops of one step of each type, for a budget of flops.
 
     Returns:
         The range ``(min_steps, max_steps)`` within which the budget can be met.
@@ -91,15 +83,16 @@ def relax_range(
     Raises:
         ValueError: Even one step of every type is over the budget, or it takes more than 100.
     """
-    one_step_each = num_types if costs is None else sum(costs)
+    check_affordable(budget, num_types)
+    if budget > max(max_steps, MOST_STEPS) * num_types:
+        fail("budget", budget, f"at most {MOST_STEPS} steps of each of {num_types} operator types")
+    return min(min_steps, budget // num_types), max(max_steps, -(-budget // num_types))
+
+
+def check_affordable(budget: int, one_step_each: int) -> None:
+    """Refuse a budget that is below one step of every type, in steps or in flops."""
     if budget < one_step_each:
         fail("budget", budget, f"at least {one_step_each}, one step of every operator type")
-    if costs is None and budget > max(max_steps, MOST_STEPS) * num_types:
-        fail("budget", budget, f"at most {MOST_STEPS} steps of each of {num_types} operator types")
-    low = min(min_steps, budget // one_step_each)
-    # A budget of flops is a ceiling, so only the fewest steps can be infeasible.
-    high = max(max_steps, -(-budget // num_types)) if costs is None else max_steps
-    return low, high
 
 
 def objective(curves: Sequence[Curve], allocation: Sequence[int]) -> float:

@@ -55,17 +55,17 @@ class Plan(fields.Stored):
     """Planned steps of each group."""
     objective: fields.Float
     """The errors of the allocation, summed over groups, each times its weight."""
-    criterion: Annotated[str, fields.choice("update", "measured", "projected")] = "projected"
+    criterion: Annotated[str, fields.choice("update", "projected")] = "projected"
     """What was minimised: the squared error of the ``update``, relative to its squared norm, by the
-    distances of the sampled matrices of a group; in an older version their ``measured`` mean
-    squared residual; or the ``projected`` error, that of a singular value at ``ell_target``."""
+    distances of the sampled matrices of a group; or the ``projected`` error, that of a singular
+    value at ``ell_target``."""
     num_matrices: tuple[fields.Count, ...] | None = None
     """Matrices of each group; None in the plan of an older version."""
     measured: tuple[Measured, ...] | None = None
     """What the spectra of each group say of its schedules; None where there are none."""
     weights: tuple[fields.Float, ...] | None = None
     """Of each group, its share of the whole update's squared norm, which its error counts; None
-    where it counts its number of matrices (``measured``), or one."""
+    where it counts one."""
     as_good_as: fields.Name | None = None
     """The schedule whose objective was the limit, and flops what was minimised; None where flops
     were the limit."""
@@ -79,11 +79,8 @@ class Plan(fields.Stored):
     @property
     def uniform_errors(self) -> tuple[float, ...]:
         """The error of each group under the uniform schedule."""
-        if self.criterion != "projected" and self.measured is not None:
-            by_update = self.criterion == "update"
-            return tuple(
-                one.uniform_distance if by_update else one.uniform_residual for one in self.measured
-            )
+        if self.criterion == "update" and self.measured is not None:
+            return tuple(one.uniform_distance for one in self.measured)
         uniform = composed(self.base_ell, self.base_steps)
         lowest = (scaled(min(ell, self.base_ell)) for ell in self.ell_target)
         return tuple(1.0 - uniform.image(ell) for ell in lowest)
@@ -93,12 +90,9 @@ class Plan(fields.Stored):
         """The objective of the uniform schedule."""
         return self._weighted(self.uniform_errors)
 
-    def objective_of(self, name: str) -> float | None:
-        """The objective of a fixed schedule, or ``uniform``; None where it was not measured."""
-        errors = [one.distance_of(name) for one in self.measured or ()]
-        if self.criterion != "update" or None in errors:
-            return None
-        return self._weighted([error for error in errors if error is not None])
+    def objective_of(self, name: str) -> float:
+        """The objective of a fixed schedule, or ``uniform``, by the error of the update."""
+        return self._weighted([one.distance_of(name) for one in self.measured or ()])
 
     @property
     def error_name(self) -> str:
@@ -109,8 +103,7 @@ class Plan(fields.Stored):
 
     def _weighted(self, errors: Sequence[float]) -> float:
         """The objective of some errors of the groups."""
-        counts = self.num_matrices if self.criterion == "measured" else None
-        return budgets.weighted_sum(errors, self.weights or counts or (1,) * len(errors))
+        return budgets.weighted_sum(errors, self.weights or (1,) * len(errors))
 
     @property
     def flops_ratio(self) -> float | None:
@@ -171,9 +164,8 @@ class Plan(fields.Stored):
             found = getattr(self, key)
             if found is not None and len(found) != num_groups:
                 fields.fail(f"{field}.{key}", found, f"one entry for each of {num_groups} groups")
-        needed = {"measured": self.num_matrices, "update": self.weights, "projected": ()}
-        is_measured = self.measured is not None or self.criterion == "projected"
-        if not is_measured or needed[self.criterion] is None:
+        needed = (self.measured, self.weights, self.num_matrices, self.costs)
+        if self.criterion == "update" and None in needed:
             fields.fail(f"{field}.criterion", self.criterion, "'projected' without measurements")
         num_steps = self.max_steps - self.min_steps + 1
         for i, (curve, steps) in enumerate(zip(self.curves, self.allocation, strict=True)):

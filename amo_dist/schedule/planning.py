@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
@@ -85,7 +84,7 @@ def plan_inputs(
         total = high * sum(known)
         if config.as_good_as is None:
             total = budgets.flop_budget(config.budget_ratio, known, config.base_steps)
-        budgets.relax_range(total, len(names), low, high, costs=known)  # whether it is feasible
+        budgets.check_affordable(total, sum(known))
         inputs |= {"planner": "exact", "budget_unit": "flops", "criterion": "update"}
         inputs["as_good_as"] = config.as_good_as
     return inputs | {"budget": total, "min_steps": low, "max_steps": high}
@@ -95,20 +94,17 @@ def plan_allocation(
     config: AMOConfig,
     ell_target_by_type: Mapping[str, float],
     *,
-    ell_robust: Sequence[float] | None = None,
     costs: Mapping[str, int] | None = None,
-    num_matrices: Sequence[int] | None = None,
-    measured: Sequence[Measured] | None = None,
+    **kept: Any,
 ) -> Plan:
     """Plan as the paper does; a pure function of its arguments, the same bits on every machine.
 
     Args:
         config: The budget and the range of steps.
         ell_target_by_type: Target of each group, in (0, 1].
-        ell_robust: What was observed, in the order of the plan's groups; the targets by default.
         costs: Flops of one Newton-Schulz step of each group; kept for reports.
-        num_matrices: Of each group, in the order of the plan's; kept for reports.
-        measured: Of schedules composed for the targets; kept for reports.
+        kept: Fields of the plan for reports: ``ell_robust``, the targets by default;
+            ``num_matrices``; and ``measured``, of schedules composed for the targets.
 
     Raises:
         ValueError: A target is out of range, or the budget is infeasible.
@@ -121,14 +117,11 @@ def plan_allocation(
     curves = [error_curve(scaled(ell), ks) for ell in ells]
     allocation = budgets.greedy(curves, inputs["budget"], config.base_steps)
     return Plan(
-        **inputs,
-        ell_robust=ells if ell_robust is None else tuple(ell_robust),
+        **{"ell_robust": ells, **inputs, **kept},
         ell_target=ells,
         curves=tuple(tuple(curve[k] for k in ks) for curve in curves),
         allocation=allocation,
         objective=budgets.objective(curves, allocation),
-        num_matrices=None if num_matrices is None else tuple(num_matrices),
-        measured=None if measured is None else tuple(measured),
     )
 
 
@@ -137,9 +130,8 @@ def plan_measured(
     measured_by_group: Mapping[str, Measured],
     *,
     weights: Sequence[float],
-    num_matrices: Sequence[int],
-    ell_robust: Sequence[float],
     costs: Mapping[str, int],
+    **kept: Any,
 ) -> Plan:
     """Plan by the error of the update: measured distances, weighted by what they stand for.
 
@@ -151,9 +143,8 @@ def plan_measured(
         measured_by_group: The best schedule of each number of steps that a group may get.
         weights: The share of each group in the whole update's squared norm, in the order of the
             plan's groups.
-        num_matrices: In this order; for reports.
-        ell_robust: What was observed, in this order; for reports.
         costs: Flops of one Newton-Schulz step of each group.
+        kept: Fields of the plan for reports: ``ell_robust`` and ``num_matrices``.
 
     Raises:
         ValueError: The budget is infeasible, or the schedule to compare with was not measured.
@@ -169,12 +160,11 @@ def plan_measured(
     ]
     allocation, reference = None, config.as_good_as
     if reference is not None:
-        limits = [one.distance_of(reference) for one in measured]
-        if None in limits:
-            known = ", ".join(["uniform", *measured[0].references])
-            fields.fail("as_good_as", reference, f"a schedule that was measured: {known}")
-        weighted = map(operator.mul, weights, limits)
-        allocation = least_flops(curves, list(weighted), inputs["costs"])
+        limits = [
+            weight * one.distance_of(reference)
+            for one, weight in zip(measured, weights, strict=True)
+        ]
+        allocation = least_flops(curves, limits, inputs["costs"])
         if allocation is None:
             logger.warning(
                 "no plan of %d to %d steps is as good as %s: this is the best",
@@ -184,14 +174,13 @@ def plan_measured(
         allocation = least_error(curves, inputs["budget"], inputs["costs"])
     plan = Plan(
         **inputs,
-        ell_robust=tuple(ell_robust),
+        **kept,
         ell_target=tuple(
             one.ells[steps - low] for one, steps in zip(measured, allocation, strict=True)
         ),
         curves=tuple(one.distances for one in measured),
         allocation=allocation,
         objective=budgets.objective(curves, allocation),
-        num_matrices=tuple(num_matrices),
         weights=tuple(weights),
         measured=tuple(measured),
     )

@@ -229,13 +229,11 @@ class TablePolicy(Policy):
         changed: Collection[str] = (),
     ) -> tuple[Policy, State]:
         """As `Policy.resumed`; ``on_config_change = "replan"`` lets the table change, too."""
-        try:
-            return self, self.from_dict(found, groups)
-        except _OtherTable:
-            if config.on_config_change != "replan":
-                raise
-        logger.warning("the coefficients have changed, and those of this run are in force")
-        return self, None
+        mine, may_change = self._fields(None)["schedules"], config.on_config_change == "replan"
+        if may_change and isinstance(found, Mapping) and found.get("schedules", mine) != mine:
+            logger.warning("the coefficients have changed, and those of this run are in force")
+            found = {**found, "schedules": mine}
+        return self, self.from_dict(found, groups)
 
     def _schedule(self, operator_type: str) -> Schedule:
         schedule = self.by_type.get(operator_type, self.default)
@@ -255,14 +253,10 @@ class TablePolicy(Policy):
         saved = fields.read_record("state", found, ["schedules"])["schedules"]
         mine = self._fields(None)["schedules"]
         if saved != mine:
-            raise _OtherTable(
+            raise ValueError(
                 f"state.schedules: found {fields.show(saved)}, expected {mine}: the coefficients "
                 "have changed; set on_config_change to 'replan' to go on with those of this run"
             )
-
-
-class _OtherTable(ValueError):
-    """A state is well formed and was made by other coefficients."""
 
 
 def as_policy(schedule: str | Schedule | Mapping[str, Schedule] | Policy) -> Policy:

@@ -42,12 +42,19 @@ class Measured(fields.Stored):
     distances: tuple[fields.Float, ...]
     uniform_residual: fields.Float
     uniform_distance: fields.Float
-    references: Mapping[str, fields.Float] = dataclasses.field(default_factory=dict)
-    """The distance that each fixed schedule leaves, by its name; empty in an older version."""
+    references: Mapping[str, fields.Float]
+    """The distance that each fixed schedule leaves, by its name."""
 
-    def distance_of(self, name: str) -> float | None:
-        """What a fixed schedule, or ``uniform``, leaves; None where it was not measured."""
-        return self.uniform_distance if name == "uniform" else self.references.get(name)
+    def distance_of(self, name: str) -> float:
+        """What a fixed schedule, or ``uniform``, leaves.
+
+        Raises:
+            ValueError: It is not one of those that are measured.
+        """
+        found = {"uniform": self.uniform_distance, **self.references}
+        if name not in found:
+            fields.fail("as_good_as", name, f"one of {', '.join(found)}")
+        return found[name]
 
     def _check(self, field: str) -> None:
         for key in ("residuals", "distances"):
@@ -180,8 +187,7 @@ class Trials:
     ) -> Measured:
         residuals, distances = zip(*found, strict=True)
         uniform = self._row(errors, self.base_steps)[self._ells.index(self.base_ell)]
-        left = errors[2 * self.num_composed :]
-        references = dict(zip(REFERENCES, left, strict=True)) if left else {}
+        references = dict(zip(REFERENCES, errors[2 * self.num_composed :], strict=True))
         return Measured(tuple(ells), residuals, distances, *uniform, references)
 
 
@@ -218,9 +224,7 @@ class ErrorSums(fields.Stored):
                     math.fsum(map(operator.mul, shares, errors)) / whole
                     for errors in zip(*(errors for _, errors in found), strict=True)
                 ]
-                # The sums of an older version lack the fixed schedules, and go on without.
-                pairs = zip(totals[group], means, strict=False)
-                totals[group] = fields.Packed(total + mean for total, mean in pairs)
+                totals[group] = fields.Packed(map(operator.add, totals[group], means))
                 counts[group] += 1
         return ErrorSums(totals, counts)
 
@@ -235,10 +239,9 @@ class ErrorSums(fields.Stored):
         Raises:
             ValueError: Names the part.
         """
-        before = 2 * trials.num_composed
-        expected = before + len(REFERENCES)
+        expected = 2 * trials.num_composed + len(REFERENCES)
         for group, total in self.totals.items():
-            if len(total) not in (before, expected):
+            if len(total) != expected:
                 text = f"{expected}: other schedules were tried, under other settings"
                 fields.fail(f"{field}.totals.{group}", f"{len(total)} errors", text)
 

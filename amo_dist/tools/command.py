@@ -7,7 +7,6 @@ import contextlib
 import errno
 import io
 import json
-import math
 import os
 import sys
 from collections.abc import Callable, Iterable, Sequence
@@ -65,34 +64,27 @@ def one_line(text: str) -> str:
 
 def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
     """An ``argparse`` type: integers from ``least`` to ``most``."""
+    expected = f"an integer >= {least} and <= {most}"
+    return _reader(int, lambda found: least <= found <= most, expected)
 
-    def read(text: str) -> int:
-        found: int | str = text
+
+def positive(most: float) -> Callable[[str], float]:
+    """An ``argparse`` type: numbers above 0, up to ``most``."""
+    return _reader(float, lambda found: 0 < found <= most, f"a number > 0 and <= {most:g}")
+
+
+def _reader(
+    kind: Callable[[str], _T], is_valid: Callable[[_T], bool], expected: str
+) -> Callable[[str], _T]:
+    def read(text: str) -> _T:
+        found: _T | str = text
         with contextlib.suppress(ValueError):
-            found = int(text)
-        if not isinstance(found, int) or not least <= found <= most:
-            _refuse(found, f"an integer >= {least} and <= {most}")
-        return found
+            found = value = kind(text)
+            if is_valid(value):
+                return value
+        raise argparse.ArgumentTypeError(f"found {found!r}, expected {expected}")
 
     return read
-
-
-def positive(most: float = math.inf) -> Callable[[str], float]:
-    """An ``argparse`` type: finite numbers above 0."""
-
-    def read(text: str) -> float:
-        found: float | str = text
-        with contextlib.suppress(ValueError):
-            found = float(text)
-        if not isinstance(found, float) or not 0 < found <= most or math.isinf(found):
-            _refuse(found, f"a number > 0{'' if math.isinf(most) else f' and <= {most:g}'}")
-        return found
-
-    return read
-
-
-def _refuse(found: object, expected: str) -> NoReturn:
-    raise argparse.ArgumentTypeError(f"found {found!r}, expected {expected}")
 
 
 def read_json_file(path: Path) -> Any:

@@ -196,12 +196,9 @@ def _plan_again(found: Plan, config: AMOConfig) -> Plan:
             num_matrices=found.num_matrices,
             measured=measured,
         )
-    if found.weights is None or found.num_matrices is None or costs is None:
-        raise ValueError(
-            "--plan: found a plan of an older version, without the weights of its types, "
-            "expected one by the error of the update: observe anew to plan again"
-        )
     assert measured is not None
+    assert costs is not None
+    assert found.weights is not None
     return plan_measured(
         config,
         dict(zip(names, measured, strict=True)),
@@ -212,7 +209,7 @@ def _plan_again(found: Plan, config: AMOConfig) -> Plan:
     )
 
 
-def _measured(plan: Plan, inputs: Mapping[str, Any]) -> list[Measured] | None:
+def _measured(plan: Plan, inputs: Mapping[str, Any]) -> tuple[Measured, ...] | None:
     """What was measured, of the numbers of steps that a plan may give."""
     low, high = inputs["min_steps"], inputs["max_steps"]
     if plan.measured is None:
@@ -225,7 +222,7 @@ def _measured(plan: Plan, inputs: Mapping[str, Any]) -> list[Measured] | None:
         )
     some = slice(low - plan.min_steps, high - plan.min_steps + 1)
     names = ("ells", "residuals", "distances")
-    return [
+    return tuple(
         dataclasses.replace(one, **{name: getattr(one, name)[some] for name in names})
         for one in plan.measured
-    ]
+    )

@@ -103,29 +103,6 @@ Of the models whose plan the AMO paper prints (table of locked schedules).
 """
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Model:
-    """A decoder that a command speaks of.
-
-    Attributes:
-        name: In tables.
-        shape: Its sizes.
-        steps: Newton-Schulz steps after the lock, by operator type.
-    """
-
-    name: str
-    shape: DecoderShape
-    steps: Mapping[str, int]
-
-    @classmethod
-    def named(cls, name: str) -> Model:
-        """One of `MODELS`; where the paper prints no plan of it, with uniform steps."""
-        # Of Llama-3.1-1.4B the plan of its smaller sister stands in.
-        known = PLANS.get("Llama-3.1-760M" if name == "Llama-3.1-1.4B" else name)
-        steps = known or (BASE_STEPS,) * len(OPERATOR_TYPES)
-        return cls(name, MODELS[name], dict(zip(OPERATOR_TYPES, steps, strict=True)))
-
-
 def add_model_options(group: Any) -> None:
     """Add ``--model`` and ``--shapes`` to a group of options that exclude one another."""
     group.add_argument(
@@ -142,14 +119,22 @@ def add_model_options(group: Any) -> None:
     )
 
 
-def read_model(args: argparse.Namespace) -> Model:
+def read_model(args: argparse.Namespace) -> tuple[str, DecoderShape, dict[str, int]]:
     """The model that parsed options name.
+
+    Returns:
+        Its name, its sizes, and Newton-Schulz steps after the lock by operator type: the uniform
+        ones where the paper prints no plan of it.
 
     Raises:
         ValueError: The file cannot be read, or holds no shape.
     """
     if args.model:
-        return Model.named(next(name for name in MODELS if name.lower() == args.model))
+        name = next(name for name in MODELS if name.lower() == args.model)
+        # Of Llama-3.1-1.4B the plan of its smaller sister stands in.
+        known = PLANS.get("Llama-3.1-760M" if name == "Llama-3.1-1.4B" else name)
+        steps = known or (BASE_STEPS,) * len(OPERATOR_TYPES)
+        return name, MODELS[name], dict(zip(OPERATOR_TYPES, steps, strict=True))
     try:
         shape = DecoderShape(**read_json_file(args.shapes))
     except TypeError as error:
@@ -159,4 +144,4 @@ def read_model(args: argparse.Namespace) -> Model:
         ) from None
     except ValueError as error:
         raise ValueError(f"--shapes: found {error}") from None
-    return Model(str(args.shapes), shape, dict.fromkeys(OPERATOR_TYPES, BASE_STEPS))
+    return str(args.shapes), shape, dict.fromkeys(OPERATOR_TYPES, BASE_STEPS)

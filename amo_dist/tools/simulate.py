@@ -21,9 +21,8 @@ from amo_dist.config import OPERATOR_TYPES, MuonConfig
 from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
 from amo_dist.distributed.ownership import Job, Teams, assign
-from amo_dist.distributed.plan import Bucket, count_elements, plan_exchange
+from amo_dist.distributed.plan import count_elements, plan_exchange
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.fields import read_int
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import (
     MOST_WORLD,
@@ -155,7 +154,16 @@ class StepCost:
         Each transfer of a bucket has a buffer in every second bucket; the matrices of the bucket
         at hand are held once, and Newton-Schulz on its largest batch comes on top.
         """
-        buckets = self._buckets()
+        # Of the rank with the most work; buckets of one rank need no exchange.
+        plan = plan_exchange(
+            self._matrices,
+            self.jobs,
+            rank=int(self.flops.argmax()),
+            peers=range(self._num_ranks),
+            itemsize=self._wire,
+            bucket_bytes=self._config.bucket_bytes,
+        )
+        buckets = plan.buckets or plan.local
         elements = max((sum(math.prod(j.shape) for j in each.jobs) for each in buckets), default=0)
         for side in ("to_owners", "from_holders", "to_holders", "from_owners"):
             sizes = [sum(map(count_elements, getattr(bucket, side))) for bucket in buckets]
@@ -169,18 +177,6 @@ class StepCost:
             for shape, count in Counter(job.shape for job in bucket.jobs).items()
         ]
         return int(self._wire * elements + max(batches, default=0))
-
-    def _buckets(self) -> tuple[Bucket, ...]:
-        """Buckets of the rank with the most work; those of one rank need no exchange."""
-        plan = plan_exchange(
-            self._matrices,
-            self.jobs,
-            rank=int(self.flops.argmax()),
-            peers=range(self._num_ranks),
-            itemsize=self._wire,
-            bucket_bytes=self._config.bucket_bytes,
-        )
-        return plan.buckets or plan.local
 
 
 def _spread(by_rank: torch.Tensor) -> dict[str, float]:
@@ -242,11 +238,8 @@ def simulate(
         A uniform and a locked row for each ownership; with teams after those without.
 
     Raises:
-        ValueError: A size is not positive or does not divide.
+        ValueError: ``replica_size`` does not divide ``ranks``.
     """
-    read_int("ranks", ranks, 1)
-    read_int("ranks_per_node", ranks_per_node, 1)
-    read_int("max_team", max_team, 1)
     matrices = lay_out(registry, ranks, layout=layout, replica_size=replica_size)
     rows: list[Row] = []
     schedules = (("uniform", dict.fromkeys(steps, BASE_STEPS)), ("locked", steps))
@@ -303,22 +296,17 @@ def run_simulate(args: argparse.Namespace) -> int:
     Raises:
         ValueError: A shape, a number of steps or a size of the world is malformed.
     """
-    model = read_model(args)
-    steps = {**model.steps, **read_steps("--steps", args.steps, OPERATOR_TYPES)}
-    options = {
-        name: getattr(args, name)
-        for name in ("layout", "replica_size", "ranks_per_node", "max_team")
-    }
-    rows = [
-        row
-        for ranks in args.ranks
-        for row in simulate(model.shape.matrices(), steps, ranks, **options)
-    ]
+    name, shape, planned = read_model(args)
+    steps = {**planned, **read_steps("--steps", args.steps, OPERATOR_TYPES)}
+    fields = ("layout", "replica_size", "ranks_per_node", "max_team")
+    options = {field: getattr(args, field) for field in fields}
+    matrices = shape.matrices()
+    rows = [row for ranks in args.ranks for row in simulate(matrices, steps, ranks, **options)]
     if args.layout != "hsdp":
         options["replica_size"] = None
     record = {
-        "model": model.name,
-        "shape": dataclasses.asdict(model.shape),
+        "model": name,
+        "shape": dataclasses.asdict(shape),
         "steps": steps,
         **options,
         "rows": rows,

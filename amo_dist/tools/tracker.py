@@ -84,7 +84,9 @@ class GeometryTracker:
             found = _named_metrics(momentum)  # each waits for the device: timed in full
             if self._what != "momentum":
                 found["ns_residual"] = ns_residual(result).item()
-                found["update_norm"] = _relative_norm(result)
+                # Over that of an exact polar factor.
+                norm = torch.linalg.vector_norm(result, dtype=torch.float64).item()
+                found["update_norm"] = norm / math.sqrt(min(result.shape))
             if self._what == "both":
                 found["orthogonalized"] = _named_metrics(result)
             self._measured[name] = found
@@ -125,10 +127,3 @@ class GeometryTracker:
 
 def _named_metrics(x: Tensor) -> Record:
     return dict(zip(SPECTRAL_METRICS, spectral_metrics(x).tolist(), strict=True))
-
-
-def _relative_norm(result: Tensor) -> float:
-    """The Frobenius norm over that of an exact polar factor, ``sqrt(min(m, n))``."""
-    return float(torch.linalg.vector_norm(result, dtype=torch.float64)) / math.sqrt(
-        min(result.shape)
-    )

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from amo_dist import Schedule
-from amo_dist.schedule.budget import flop_budget, ns_step_flops, relax_range
+from amo_dist.schedule.budget import flop_budget, ns_step_flops
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.exact import least_error
 from amo_dist.schedule.polar_express import composed
@@ -133,7 +133,7 @@ class Planner:
             groups.setdefault(self._group(name, row), []).append(name)
         costs = [sum(ns_step_flops(*self._shapes[n]) for n in some) for some in groups.values()]
         budget = flop_budget(row.ratio, costs, BASE_STEPS)
-        low, high = relax_range(budget, len(groups), row.least, MOST, costs=costs)
+        low, high = min(row.least, budget // sum(costs)), MOST
         curves, ells = [], []
         for some in groups.values():
             table = torch.stack(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from amo_dist.config import Triple
 from amo_dist.kernels.newton_schulz import orthogonalize
-from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.schedule.coefficients import CANS_GUARD, named_schedule
 from amo_dist.schedule.types import evaluate
 
 PRINTED: tuple[Triple, ...] = (
@@ -80,7 +80,7 @@ def test_the_worst_that_was_found() -> None:
 
 
 def test_each_step_after_the_first_bears_a_larger_input() -> None:
-    guard = named_schedule("cans").parameters["guard"]
+    guard = CANS_GUARD
     assert GUARDED.coefficients[0] == PRINTED[0]
     greatest, lifted = 1 / GUARDED.norm_scale, 1 / GUARDED.norm_scale
     for step, (triple, printed) in enumerate(zip(GUARDED.coefficients, PRINTED, strict=True)):

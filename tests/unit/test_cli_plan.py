@@ -28,20 +28,10 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> Plan:
 @pytest.mark.parametrize("model", TABLE)
 def test_the_papers_rows_come_out(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, *ell_options(model)[::-1])
-    assert found.budget == 35
     assert found.operator_types == OPERATOR_TYPES
     assert (found.criterion, found.planner) == ("projected", "greedy")
-    for (name, schedule), row in zip(found.schedules().items(), TABLE[model].values(), strict=True):
-        assert schedule.num_steps == TABLE[model][name]["steps"] == row["steps"]
-        # The paper prints five significant digits.
-        rounded = [[float(f"{x:.5g}") for x in triple] for triple in schedule.coefficients]
-        assert rounded == row["coefficients"]
-
-
-@pytest.mark.parametrize(("ratio", "budget"), [("0.8", 28), ("0.9", 32), ("1.1", 39), ("1.2", 42)])
-def test_budgets(ratio: str, budget: int, capsys: pytest.CaptureFixture[str]) -> None:
-    found = planned(capsys, *ell_options("Llama-3.1-760M"), "--budget-ratio", ratio)
-    assert found.budget == sum(found.allocation) == budget
+    # The plan itself: see tests/golden.
+    assert found.allocation == tuple(row["steps"] for row in TABLE[model].values())
 
 
 def test_table(capsys: pytest.CaptureFixture[str]) -> None:

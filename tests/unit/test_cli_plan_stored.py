@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -45,9 +44,9 @@ def measured_plan(steps: range = range(3, 8), **changes: Any) -> Plan:
     return plan_measured(
         AMOConfig(min_steps=steps[0], max_steps=steps[-1], **changes),
         {name: trials.best(errors(trials, spectrum)) for name, spectrum in SPECTRA.items()},
-        num_matrices=list(NUM_MATRICES.values()),
+        num_matrices=tuple(NUM_MATRICES.values()),
         weights=WEIGHTS,
-        ell_robust=list(ELLS.values()),
+        ell_robust=tuple(ELLS.values()),
         costs=COSTS,
     )
 
@@ -59,8 +58,8 @@ def projected_plan(**changes: Any) -> Plan:
         AMOConfig.paper(**changes),
         ELLS,
         costs=COSTS,
-        num_matrices=list(NUM_MATRICES.values()),
-        measured=[trials.at(errors(trials, SPECTRA[name]), ELLS[name]) for name in SPECTRA],
+        num_matrices=tuple(NUM_MATRICES.values()),
+        measured=tuple(trials.at(errors(trials, SPECTRA[name]), ELLS[name]) for name in SPECTRA),
     )
 
 
@@ -139,7 +138,6 @@ def test_as_good_as_another_schedule_is_the_plan_that_the_run_would_have_made(
 ) -> None:
     expected = measured_plan(as_good_as=name)
     limit = expected.objective_of(name)
-    assert limit is not None
     assert expected.objective <= limit
     for made in (measured_plan(), measured_plan(budget_ratio=0.8)):
         folder = write(tmp_path, made)
@@ -148,33 +146,11 @@ def test_as_good_as_another_schedule_is_the_plan_that_the_run_would_have_made(
     assert f"as good as {name}, {limit:.5f}, 3 to 7 steps a type" in found
 
 
-def test_what_a_plan_does_not_hold_is_told(
+def test_a_plan_without_distances_is_told(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = measured_plan()
-    assert made.measured is not None
-    before = tuple(dataclasses.replace(one, references={}) for one in made.measured)
-    older = dataclasses.replace(made, criterion="measured", weights=None)
-    for plan, option, message in (
-        (
-            projected_plan(),
-            "--as-good-as=kj",
-            "found a plan by projected errors, expected one by m",
-        ),
-        (
-            dataclasses.replace(made, measured=before),
-            "--as-good-as=kj",
-            "found 'kj', expected a sc",
-        ),
-        (
-            older,
-            "--as-good-as=kj",
-            "without the weights of its types, expected one by the error of",
-        ),
-        (older, "--budget-ratio=0.9", "without the weights of its types, expected one by the err"),
-    ):
-        assert main(["plan", "--plan", write(tmp_path, plan), option]) == 2
-        assert message in capsys.readouterr().err
+    assert main(["plan", "--plan", write(tmp_path, projected_plan()), "--as-good-as=kj"]) == 2
+    assert "found a plan by projected errors, expected one by m" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -183,7 +159,7 @@ def test_what_a_plan_does_not_hold_is_told(
         (["--budget-ratio=0.5"], "found measurements of 3 to 7 steps, expected 2 to 7, which"),
         (["--max-steps=8"], "found measurements of 3 to 7 steps, expected 3 to 8, which"),
         (["--budget-ratio=0.1"], "budget: found"),
-        (["--as-good-as=muon"], "as_good_as: found 'muon', expected a schedule that was measured"),
+        (["--as-good-as=muon"], "as_good_as: found 'muon', expected one of uniform, a1, a2, a3"),
         (["--as-good-as=kj", "--budget-ratio=1"], "--budget-ratio: found 1.0, expected none with"),
         (["--base-steps=4"], "--base-steps: found 4, expected none with --plan: the uniform"),
     ],

@@ -16,27 +16,11 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
     import torchtitan_ext.plugin.trainer  # noqa: F401
 
-import amo_dist.tools.cli
 from amo_dist import CheckpointWriter
 from torchtitan_ext import cli
 from torchtitan_ext.plugin import models
 from torchtitan_ext.runs.run_files import find_checkpoint, save_config
 from torchtitan_ext.tools import evaluate, export
-
-
-@pytest.mark.parametrize(
-    ("main", "program"),
-    [(cli.main, "amo"), (amo_dist.tools.cli.main, "python -m amo_dist")],
-)
-def test_examples_of_plan_name_the_program_that_runs(
-    main: Any, program: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "--help"]) == 0
-    text = " ".join(capsys.readouterr().out.split())
-    assert f"usage: {program} plan" in text
-    assert f"examples: {program} plan --ell" in text
-    assert f"; {program} plan --plan outputs/quickstart" in text
-
 
 # ------------------------------------------------------------------ export, evaluate
 
@@ -129,6 +113,3 @@ def test_an_evaluation_without_network_ends_in_one_line(
     told = capsys.readouterr().err
     assert told.startswith("error: --tasks: the data of sciq is not on this machine")
     assert told.count("\n") == 1
-
-
-# ------------------------------------------------------------------ tokenize

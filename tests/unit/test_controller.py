@@ -13,10 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.observation import draw
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.planning import plan_allocation
 from amo_dist.schedule.polar_express import SAFETY, compose, composed
 from tests import spectra
@@ -91,11 +89,7 @@ def test_samples_come_at_the_interval_up_to_the_horizon() -> None:
 # --- observing
 
 
-@pytest.mark.parametrize("config", BOTH)
-def test_phases(config: AMOConfig) -> None:
-    target = controller(config)
-    phases = [target.phase(step) for step in range(1, 13)]
-    assert phases == ["observation"] * 6 + ["transition"] * 3 + ["locked"] * 3
+def test_a_transition_of_one_step_is_the_lock() -> None:
     one = controller(AMOConfig(observe_until=2, observe_every=1, transition_steps=1))
     assert [one.phase(step) for step in (1, 2, 3, 4)] == ["observation"] * 2 + ["locked"] * 2
 
@@ -252,12 +246,6 @@ def test_the_glide_starts_at_the_uniform_schedule_and_ends_at_the_plan(config: A
         for name, steps, ell in zip(TYPES, plan.allocation, plan.ell_target, strict=True)
     }
     assert target.state_at(10) == target.state_at(11) == target.state_at(10**9) == end
-    for done in (1, 2, 3):
-        for name, (steps, ell) in target.state_at(6 + done).items():
-            p, (last_steps, last_ell) = Fraction(done, 4), end[name]
-            exact = 5 + p * (last_steps - 5)
-            assert math.floor(exact) <= steps <= math.ceil(exact)
-            assert ell == float(Fraction(1e-3) + p * (Fraction(last_ell) - Fraction(1e-3)))
 
 
 @settings(deadline=None, max_examples=30)
@@ -321,30 +309,3 @@ def test_the_range_is_relaxed_and_logged(caplog: pytest.LogCaptureFixture) -> No
     assert (plan.min_steps, plan.max_steps, plan.budget) == (2, 7, 4)
     assert "infeasible within 3 to 7 steps a type; the range becomes 2 to 7" in caplog.text
     assert [len(curve) for curve in plan.curves] == [6, 6]
-
-
-def test_a_budget_of_flops_weighs_types_by_their_matrices() -> None:
-    plan = planned(MEASURED).plan
-    assert plan is not None
-    costs = tuple(5 * ns_step_flops(*shape) for shape in [(8, 8), (4, 12), (6, 1)])
-    assert plan.costs == costs
-    assert plan.budget == 5 * sum(costs)
-    assert sum(k * c for k, c in zip(plan.allocation, costs, strict=True)) <= plan.budget
-    # Its own sum need not be that of the uniform schedule; the glide ends there all the same.
-    end = plan.state_at(Fraction(1))
-    assert [steps for steps, _ in end.values()] == list(plan.allocation)
-
-
-@pytest.mark.parametrize("config", BOTH)
-def test_a_plan_reads_back_bit_for_bit_and_prints(config: AMOConfig) -> None:
-    plan = planned(config).plan
-    assert plan is not None
-    assert Plan.from_json(plan.to_json()) == plan
-    lines = plan_table(plan).splitlines()
-    assert lines[0].split()[:2] == ["operator", "type"]
-    assert [line.split()[0] for line in lines[1:]] == [
-        *(*TYPES, "total", "squared" if config is MEASURED else "projected", "budget")
-    ]
-    bare = plan_allocation(CONFIG, {"a": 1e-3})
-    assert "flop" not in plan_table(bare)
-    assert Plan.from_json(bare.to_json()) == bare

@@ -161,8 +161,6 @@ def test_corrupted_state_raises_only_value_errors(
         whole = {**Held(AMOPolicy(config)).state_dict(), **state}
         if whole["plan"] is not None:
             whole["plan"] = {**PLAN_DEFAULTS, **whole["plan"]}
-            for one in whole["plan"]["measured"] or ():
-                one.setdefault("references", {})
         assert target.state_dict() == whole
         if bound and target.plan is not None:
             assert all(map(target.state_at, range(1, 30)))
@@ -198,18 +196,10 @@ def changed(**changes: Any) -> dict[str, Any]:
             {"observations__1__ell__expert": (3.0).hex()},
             r"observations\[1\]\.ell\.expert: found .*, expected a float in \(0, 1\]",
         ),
-        (
-            {"observations__1__ell__expert": 0.5},
-            r"observations\[1\]\.ell\.expert: found 0\.5, expected a finite float in the form",
-        ),
         ({"observations__0__ell": []}, r"observations\[0\]\.ell: found \[\], expected a mapping"),
         (
             {"observations__0__ell": {"attn_q": None, "": None}},
             r"observations\[0\]\.ell: found '', expected a non-empty string",
-        ),
-        (
-            {"observations__0__ell__expert": "one"},
-            r"observations\[0\]\.ell\.expert: found 'one', expected a finite float",
         ),
         ({"plan__allocation": [6, 5]}, r"plan\.allocation: found \(6, 5\), expected one entry"),
         (
@@ -222,19 +212,13 @@ def changed(**changes: Any) -> dict[str, Any]:
             {"plan__operator_types": ["mlp_down", "attn_q", "expert"]},
             r"plan\.operator_types: found .*, expected the operator types \['attn_q'",
         ),
-        (
-            {"plan__operator_types": ["attn_q", "mlp_down", "other"]},
-            r"plan\.operator_types: found .*, expected the operator types \['attn_q'",
-        ),
-        ({"plan__curves": [["0x1.0p+1000"]] * 3}, r"plan\.curves\[0\]\[0\]: found .*, expected a"),
         ({"plan": "{}"}, "plan: found '{}', expected a mapping"),
         ({"plan__max_steps": 2}, r"plan\.curves\[0\]: found .*, expected a list of 0"),
         (
             {"plan__allocation__2": 8},
             r"plan\.allocation\[2\]: found 8, expected an integer >= 3 and <= 7",
         ),
-        ({"plan__num_matrices": [5, 5]}, r"plan\.num_matrices: found \(5, 5\), expected one entry"),
-        ({"plan__measured": None, "plan__criterion": "measured"}, r"plan\.criterion: found 'meas"),
+        ({"plan__measured": None, "plan__criterion": "update"}, r"plan\.criterion: found 'update"),
         (
             {"plan__measured__1__ells": [(0.5).hex()]},
             r"plan\.measured\[1\]\.residuals: found .*, expected a list of 1",

@@ -55,6 +55,7 @@ def names_of_groups(registry: Sequence[MatrixInfo], granularity: str) -> dict[st
     [
         ("layers.3.attention.wq.weight", 3),
         ("layers.12.experts.7.w1.weight", 12),
+        ("model.layers.3.mlp.experts[7]", 3),
         # Whatever else has a number: a wrapper, a part of a list of models.
         ("0.layers.5.attention.wq.weight", 5),
         ("1.transformer.h.2.attn.c_attn.weight", 2),
@@ -175,12 +176,6 @@ def test_observe_only_records_what_planning_would_have_used(config: AMOConfig) -
     assert planned.plan is not None
     with pytest.raises(ValueError, match="observe_only never commits"):
         observed.adopt_plan(planned.plan.to_json())
-
-
-def test_switches_are_off_by_default_and_checked() -> None:
-    assert (AMOConfig().granularity, AMOConfig().observe_only) == ("operator_type", False)
-    with pytest.raises(ValueError, match="observe_only: found 1, expected true or false"):
-        AMOConfig(observe_only=1)  # type: ignore[arg-type]
 
 
 @both

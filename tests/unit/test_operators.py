@@ -48,6 +48,8 @@ def assert_covers(shape: tuple[int, ...], views: tuple[MatrixView, ...]) -> None
         ("vision_encoder.layers.0.attn.proj.weight", (8, 8), "attn_o"),
         ("vision_encoder.layers.0.mlp.linear_fc1.weight", (24, 8), "mlp_up"),
         ("mtp_layers.0.eh_proj.weight", (8, 16), "mtp_proj"),
+        ("layers.0.attention.wq_a.weight", (4, 8), "mla_q_a"),
+        ("layers.0.attention.wkv_b.weight", (16, 4), "mla_kv_b"),
         # AdamW
         ("model.layers.61.embed_tokens.weight", (100, 8), None),
         ("output.weight", (100, 8), None),
@@ -119,21 +121,6 @@ def test_an_unknown_matrix_in_a_block_is_an_error(name: str, shape: tuple[int, .
 )
 def test_short_names_mean_nothing_outside_of_blocks(name: str) -> None:
     assert classify(name, (24, 8)) is None
-
-
-@pytest.mark.parametrize(("shape", "dim"), [((24, 8), 0), ((8, 24), 1)])
-def test_fused_qkv_of_gpt2_and_nanogpt(shape: tuple[int, int], dim: int) -> None:
-    views = classify("transformer.h.2.attn.c_attn.weight", shape)
-    assert views is not None
-    assert [(v.suffix, v.operator_type, v.dim) for v in views] == [
-        ("[q]", "attn_q", dim),
-        ("[k]", "attn_k", dim),
-        ("[v]", "attn_v", dim),
-    ]
-    assert_covers(shape, views)
-    parameter = torch.arange(24.0 * 8).view(shape)
-    for view, expected in zip(views, parameter.chunk(3, dim=dim), strict=True):
-        assert torch.equal(extract(parameter, view), expected)
 
 
 def test_c_attn_in_unequal_parts_is_one_matrix() -> None:

@@ -75,12 +75,6 @@ def test_each_expert_is_a_matrix(name: str) -> None:
     assert views[1].boxes == (((1, 2), (0, 4), (0, 8)),)
 
 
-def test_latent_attention() -> None:
-    types = {"wq_a": "mla_q_a", "wq_b": "mla_q_b", "wkv_a": "mla_kv_a", "wkv_b": "mla_kv_b"}
-    expected = {f"layers.0.attention.{name}.weight": kind for name, kind in types.items()}
-    assert types_by_name(param_groups(module_of(dict.fromkeys(expected, (4, 4))))) == expected
-
-
 BLOCK = {
     "tok_embeddings.weight": (10, 4),
     "layers.0.attention.wq.weight": (4, 4),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 
@@ -12,7 +11,6 @@ from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table, starved
-from amo_dist.schedule.planning import plan_allocation
 from amo_dist.schedule.types import MatrixInfo
 from tests import spectra
 from tests.held import Held
@@ -67,20 +65,3 @@ def test_a_projected_plan_that_starves_warns_and_names_the_type(
     (line,) = lines["projected"]
     assert line.startswith("the plan starves attn_v: 3 Newton-Schulz steps, where the easier mlp_")
     assert "; residual " in line
-
-
-def test_starving_without_spectra_is_told_by_projected_errors() -> None:
-    config = AMOConfig.paper()
-    (line,) = starved(plan_allocation(config, STARVING))
-    assert line.startswith("the plan starves attn_v: 3 Newton-Schulz steps, where the easier mlp_")
-    assert "; projected error " in line
-    assert not starved(plan_allocation(config, dict.fromkeys(STARVING, 1e-3)))
-    # That a harder type has more starves none.
-    plan = plan_allocation(config, {"attn_q": 5e-3, "mlp_up": 5e-2})
-    assert plan.allocation[0] > plan.allocation[1]
-    assert not starved(plan)
-    # Of unlike cost, under flops, no type is called easier; its error is told all the same.
-    costs = {"attn_v": 100, "mlp_up": 10, "mlp_down": 10}
-    dear = plan_allocation(config, STARVING, costs=costs)
-    dear = dataclasses.replace(dear, budget_unit="flops")  # as an older version had it
-    assert not any("easier" in line for line in starved(dear))

@@ -84,19 +84,6 @@ def test_extreme_bounds(ell: float) -> None:
         assert 0 < simulate(ell, steps) <= 1 + 1e-15  # one rounding above
 
 
-def test_merged_interval_uses_the_osculating_quintic() -> None:
-    assert compose(1.0, 1) == ((1.875, -1.25, 0.375),)
-
-
-def test_the_cushion_centres_the_range_on_the_true_interval() -> None:
-    (triple,) = compose(1e-3, 1)
-    # p(l) + p(u) = 2 up to rounding of numbers near one.
-    assert evaluate(triple, 1e-3) + evaluate(triple, 1.0) == pytest.approx(2.0, abs=1e-13)
-    # Up to that scale it is the quintic of the cushioned interval, which does not depend on l.
-    (other,) = compose(1e-5, 1)
-    assert triple[1] / triple[0] == pytest.approx(other[1] / other[0], rel=1e-14)
-
-
 def test_bits_are_pinned() -> None:
     """A change of one bit would part ranks of unlike versions, and old runs from resumed ones."""
     bits = " ".join(

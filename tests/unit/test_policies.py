@@ -12,7 +12,6 @@ import pytest
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.coefficients import SCHEDULE_NAMES, named_schedule
-from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.polar_express import SAFETY, compose
 from amo_dist.schedule.policies import Policy, TablePolicy, as_policy
 from amo_dist.schedule.types import MatrixInfo, Schedule
@@ -57,13 +56,6 @@ def run_to(step: int, config: AMOConfig = CONFIG) -> Held:
 POLICIES: list[Policy] = [*map(as_policy, SCHEDULE_NAMES)]
 POLICIES += [AMOPolicy(CONFIG), AMOPolicy(MEASURED), as_policy(KJ)]
 each = pytest.mark.parametrize("policy", POLICIES)
-
-
-@each
-def test_the_order_of_the_registry_is_of_no_consequence(policy: Policy) -> None:
-    one, other = Held(policy, REGISTRY), Held(policy, REGISTRY[::-1])
-    assert one.groups == other.groups
-    assert one.sample(2) == other.sample(2)
 
 
 @each
@@ -137,12 +129,6 @@ def test_amo_from_the_first_step_to_the_lock(config: AMOConfig) -> None:
     assert policy.schedules(5) != policy.schedules(6) != locked
 
 
-def test_the_glide_recomposes_at_every_step() -> None:
-    policy = run_to(4)
-    seen = [policy.schedules(step)["router"].coefficients for step in (4, 5, 6, 7)]
-    assert len(set(seen)) == 4
-
-
 @both
 def test_steps_of_one_key_have_the_same_schedules(config: AMOConfig) -> None:
     """What the engine holds on to while the key stays."""
@@ -153,28 +139,6 @@ def test_steps_of_one_key_have_the_same_schedules(config: AMOConfig) -> None:
             schedules = policy.schedules(step)
             assert found.setdefault(policy.key(step), schedules) == schedules
         assert len(found) < 9
-
-
-def test_a_state_restored_over_another_replaces_it() -> None:
-    policy, other = run_to(8), run_to(2)
-    assert policy.schedules(8) != other.schedules(2)
-    policy.load_state_dict(other.state_dict())
-    assert policy.plan is None
-    assert policy.schedules(2) == other.schedules(2)
-
-
-@both
-def test_every_rank_adopts_the_plan_of_one(config: AMOConfig) -> None:
-    ranks = [Held(AMOPolicy(config)) for _ in range(3)]
-    for policy in ranks:
-        policy.bind(REGISTRY)
-        for now in (2, 4):
-            observe(policy, now)
-    payload = ranks[1].make_plan()
-    for policy in ranks:
-        policy.adopt_plan(payload)
-    assert len({policy.digest(5) for policy in ranks}) == 1
-    assert ranks[0].plan == Plan.from_json(payload)
 
 
 def test_digests_tell_states_apart() -> None:

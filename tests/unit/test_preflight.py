@@ -19,8 +19,8 @@ with warnings.catch_warnings():
     import torchtitan_ext.plugin.trainer  # noqa: F401
 
 from amo_dist.config import AMOConfig
+from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.calendar import Calendar
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.simulate import StepCost, lay_out
 from tests.ledger import predict
@@ -325,10 +325,11 @@ def test_observations_are_counted_as_a_run_makes_them(
         replan_every=0 if only else again * every,
         observe_only=only,
     )
-    calendar, plan, expected = Calendar(amo), None, 0
+    policy, plan, expected = AMOPolicy(amo), None, 0
     for step in range(1, steps + 1):
-        expected += calendar.observes(step, plan)
-        if step == calendar.next_plan(plan) and not only:
+        state: Any = SimpleNamespace(plan_step=plan, replanned_at=0)
+        expected += policy._next_observation(state, step - 1) == step
+        if step == policy._next_plan(state) and not only:
             plan = step
     config = SimpleNamespace(
         optimizer=SimpleNamespace(amo=amo), training=SimpleNamespace(steps=steps)

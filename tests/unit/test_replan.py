@@ -12,9 +12,8 @@ import pytest
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.calendar import Calendar
 from tests.held import Held
-from tests.unit.controller_runs import ELL, REGISTRY, TYPES, controller, observe
+from tests.unit.controller_runs import ELL, REGISTRY, TYPES, controller, observe, planned
 
 TIMES: dict[str, Any] = {
     "observe_until": 6,
@@ -67,8 +66,8 @@ def test_observations_and_plans_come_when_the_calendar_says(config: AMOConfig) -
 
 def test_a_lock_that_is_itself_a_step_of_observation_is_observed() -> None:
     config = AMOConfig(observe_until=4, observe_every=2, transition_steps=4, replan_every=4)
-    assert Calendar(config).next_observation(4, None) == 8
-    assert [step for step in range(5, 9) if Calendar(config).observes(step, 4)] == [8]
+    target = planned(config)
+    assert [step for step in range(5, 9) if target.sample(step)] == [8]
 
 
 @both

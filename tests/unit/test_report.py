@@ -259,14 +259,14 @@ def with_plan(run: Path, plan: Plan, without: Sequence[str] = ()) -> Path:
 @pytest.mark.slow
 def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
     # Little is left of the directions of attn_q in 6 and 7 steps, and of attn_k in any.
-    hard = Measured((1e-4,) * 5, (0.5,) * 5, (1.0, 0.81, 0.49, 0.04, 0.01), 0.5, 0.64)
-    easy = Measured((1e-3,) * 5, (0.0,) * 5, (0.04, 0.01, 0.0, 0.0, 0.0), 0.0, 0.01)
+    hard = Measured((1e-4,) * 5, (0.5,) * 5, (1.0, 0.81, 0.49, 0.04, 0.01), 0.5, 0.64, {})
+    easy = Measured((1e-3,) * 5, (0.0,) * 5, (0.04, 0.01, 0.0, 0.0, 0.0), 0.0, 0.01, {})
     measured = plan_measured(
         AMOConfig(),
         {"attn_q": hard, "attn_k": easy},
-        num_matrices=[2, 1],
+        num_matrices=(2, 1),
         weights=[0.75, 0.25],
-        ell_robust=[1e-5, 1e-3],
+        ell_robust=(1e-5, 1e-3),
         costs={"attn_q": 1, "attn_k": 1},
     )
     assert measured.allocation == (7, 3)

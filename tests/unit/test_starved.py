@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ import pytest
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import starved
-from amo_dist.schedule.planning import plan_allocation, plan_measured
-from amo_dist.schedule.trials import Measured
+from amo_dist.schedule.planning import plan_allocation
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 TABLE: dict[str, dict[str, Any]] = json.loads((GOLDEN / "locked_schedules.json").read_text())
@@ -65,44 +63,3 @@ def test_the_worst_comes_first() -> None:
     ]
     (rising,) = lines[3:]
     assert rising.index("mlp_up") < rising.index("mlp_gate") < rising.index("attn_k")
-
-
-def test_types_of_other_cost_do_not_compare_under_flops() -> None:
-    """Plans of an older version, by projected errors within a budget of flops."""
-    ells = {"attn_q": 3e-4, "mlp_up": 1e-3}
-    plan = plan_allocation(AMOConfig.paper(budget_ratio=0.8), ells)
-    older = dataclasses.replace(plan, budget_unit="flops", allocation=(3, 5))
-    dear, alike = (dataclasses.replace(older, costs=(cost, 4)) for cost in (40, 5))
-    assert dear.allocation[0] < dear.allocation[1]
-    assert not any("starves" in line for line in starved(dear))
-    assert alike.allocation[0] < alike.allocation[1]
-    assert [line.partition(":")[0] for line in starved(alike)] == ["the plan starves attn_q"]
-
-
-def test_of_hundreds_of_groups_a_few_are_named() -> None:
-    hard = {f"layers.{i}": 3e-4 * 1.01**i for i in range(60)}
-    lines = starved(plan_allocation(AMOConfig.paper(budget_ratio=0.7), hard))
-    assert len(lines) == 8
-    assert all(line.startswith("the plan starves layers.") for line in lines[:7])
-    count = lines[7].removeprefix("the plan starves ").removesuffix(" more")
-    assert 0 < int(count) <= 60 - 7
-    easy = {f"layers.{i}": 2e-3 * 1.01**i for i in range(60)}
-    (line,) = starved(plan_allocation(AMOConfig.paper(budget_ratio=0.9), easy))
-    assert line.startswith("the plan raises the projected error of layers.")
-    assert line.count(" from ") == 7
-    assert line.endswith(" more")
-
-
-def test_a_measured_plan_starves_none() -> None:
-    worse = Measured((1e-3,) * 5, (0.5,) * 5, (0.9, 0.5, 0.4, 0.3, 0.2), 0.5, 0.4)
-    better = Measured((1e-3,) * 5, (0.5,) * 5, (0.9, 0.9, 0.9, 0.0, 0.0), 0.5, 0.9)
-    plan = plan_measured(
-        AMOConfig(),
-        {"attn_q": worse, "attn_k": better},
-        num_matrices=[1, 1],
-        weights=[0.5, 0.5],
-        ell_robust=[1e-4, 1e-3],
-        costs={"attn_q": 1, "attn_k": 1},
-    )
-    assert plan.allocation == (4, 6)  # the harder type has fewer, which was measured to be best
-    assert starved(plan) == []

@@ -17,7 +17,7 @@ from amo_dist.schedule.polar_express import compose, simulate
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext.paper import static_schedule
-from torchtitan_ext.paper.static_schedule import ScheduleTable, make_table, percentile, read_pool
+from torchtitan_ext.paper.static_schedule import ScheduleTable, make_table, read_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "tests" / "golden" / "geometry_log.jsonl"
@@ -117,15 +117,6 @@ def test_invalid_records_are_counted_and_left_out() -> None:
     assert sum(map(len, pool.ell_by_type.values())) == len(make_log()) - 2
     assert pool.models == ("Llama-3.1-75M", "Qwen3-0.6B", "Qwen3-70M")
     assert read_pool([LOG], "Llama-3.1").num_invalid == 0
-
-
-@pytest.mark.parametrize("values", [[3.0], [2.0, 1.0], [5.0, 1.0, 4.0, 2.0], list(range(37))])
-@pytest.mark.parametrize("percent", [1, 10, 25, 50, 99])
-def test_percentile_is_its_definition(values: list[float], percent: int) -> None:
-    # Rounding of one interpolation.
-    assert percentile(values, percent) == pytest.approx(
-        brute_percentile(values, percent), rel=1e-14
-    )
 
 
 @pytest.mark.parametrize(

@@ -104,19 +104,6 @@ def test_the_norm_of_an_update_is_that_of_a_polar_factor_times_a_factor() -> Non
     assert found["wide"] == pytest.approx(1.1, rel=2**-8)  # a rounding of bfloat16
 
 
-@pytest.mark.parametrize(
-    ("name", "layer"),
-    [
-        ("layers.10.attention.wq.weight", 10),
-        ("model.layers.3.mlp.experts[7]", 3),
-        ("transformer.h.2.attn.c_attn.weight[q]", 2),
-        ("output.weight", None),
-    ],
-)
-def test_the_layer_of_a_name(name: str, layer: int | None) -> None:
-    assert layer_index(name) == layer
-
-
 def test_a_skipped_step_leaves_no_records() -> None:
     model = models.plain_model(SHAPES)
     config = AMOConfig(**AMO_FIELDS, nonfinite="skip_step")

@@ -15,10 +15,9 @@ import pytest
 
 from amo_dist.schedule import fields
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.coefficients import SCHEDULE_NAMES, named_schedule
+from amo_dist.schedule.coefficients import SCHEDULE_NAMES
 from amo_dist.schedule.polar_express import composed, simulate
 from amo_dist.schedule.trials import GRID, REFERENCES, ErrorSums, Trials
-from amo_dist.schedule.types import MatrixInfo
 from tests import spectra
 from tests.held import Held
 from tests.unit.controller_runs import MEASURED, REGISTRY, TYPES, controller, observe
@@ -72,34 +71,7 @@ def test_every_number_of_steps_is_tried_with_every_ell(
     # You, PE, CANS, and Jordan's at 4 to 7 steps, of which the tables are made.
     assert len(fixed) == len(set(fixed)) == 7
     assert {schedule.norm_scale for schedule in schedules} == {1.01}
-
-
-def test_fixed_schedules_are_tried_as_they_run() -> None:
-    """Each on the scale of its own, from the same singular values."""
-    trials = TRIALS.schedules()
     assert set(REFERENCES) == set(SCHEDULE_NAMES) - {"turbo", "deepseek_v4"}
-    for kind in ("attn_q", "attn_k", "router"):
-        matrix = MatrixInfo("m", (6, 9), kind)
-        for ell in (1e-4, 0.01, 0.2):
-            sigmas = spectra.spectrum(ell)
-            kept = TRIALS.errors_of(matrix, spectra.errors_left(trials, sigmas))
-            for name, found in zip(REFERENCES, kept[-len(REFERENCES) :], strict=True):
-                named = named_schedule(name)
-                schedule = named.by_type.get(kind, named.schedule)
-                norm = schedule.norm_scale * math.hypot(*sigmas)
-                left = [(schedule.image(sigma / norm) - 1) ** 2 for sigma in sigmas]
-                assert found == pytest.approx(sum(left) / len(left), rel=1e-9)
-
-
-def test_what_is_kept_of_a_matrix() -> None:
-    count = TRIALS.num_composed
-    found = [float(i) for i in range(2 * (count + 7))]
-    kept = TRIALS.errors_of(MatrixInfo("m", (2, 2), "attn_k"), found)
-    assert kept[:count] == found[:count]
-    assert kept[count : 2 * count] == found[count + 7 : 2 * count + 7]
-    assert set(kept[2 * count :]) <= set(found[2 * count + 7 :])
-    by_name = dict(zip(REFERENCES, kept[2 * count :], strict=True))
-    assert by_name["a1"] == by_name["a2"] != by_name["kj"]  # four steps of a key
 
 
 def test_the_best_ell_of_each_number_of_steps() -> None:
@@ -113,7 +85,6 @@ def test_the_best_ell_of_each_number_of_steps() -> None:
     assert found.uniform_distance == distance(errors, 5, 1e-3)
     assert [found.distance_of(name) for name in REFERENCES] == errors[-len(REFERENCES) :]
     assert found.distance_of("uniform") == found.uniform_distance
-    assert found.distance_of("turbo") is None
 
 
 def test_ties_go_to_the_greater_ell() -> None:
@@ -270,26 +241,6 @@ def test_the_sums_of_other_trials_are_refused(other: Trials, bind_first: bool) -
         refused = partial(restored.bind, REGISTRY)
     with pytest.raises(ValueError, match=rf"state\.error_sums\.totals\.attn_q: {found}"):
         refused()
-
-
-def test_the_sums_of_a_version_that_tried_no_fixed_schedules_go_on_without_them() -> None:
-    state = observed()
-    count = TRIALS.num_composed
-    for kind, text in state["error_sums"]["totals"].items():
-        both = fields.read_packed("p", text)[: 2 * count]
-        state["error_sums"]["totals"][kind] = fields.Packed(both).to_text()
-    older, target = controller(MEASURED), controller(MEASURED)
-    older.load_state_dict(state)
-    target.load_state_dict(observed())
-    for one in (older, target):
-        observe(one, 6)
-        one.adopt_plan(one.make_plan())
-    assert older.plan is not None
-    assert target.plan is not None
-    assert older.plan.allocation == target.plan.allocation
-    assert older.plan.objective == target.plan.objective
-    assert older.plan.objective_of("kj") is None
-    assert target.plan.objective_of("kj") is not None
 
 
 def packed(*values: float) -> str:

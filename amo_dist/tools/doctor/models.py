@@ -86,21 +86,18 @@ def place_like(tensor: Tensor, param: Tensor) -> Tensor:
     )
 
 
-def make_model(
-    site: Site, layout: str, dtype: torch.dtype = torch.float32, shapes: Shapes | None = None
-) -> nn.Module:
+def make_model(site: Site, layout: str, shapes: Shapes | None = None) -> nn.Module:
     """A model, laid out over the world.
 
     Args:
         site: Where.
         layout: ``one``, ``replicate``, ``fsdp``, ``hsdp`` or ``tp x fsdp``.
-        dtype: Of the parameters.
         shapes: Of the parameters; those of a small decoder where None.
     """
     shapes = shapes_of(SMALL) if shapes is None else shapes
 
     def initial(name: str) -> Tensor:
-        return (0.1 * normal(name, shapes[name])).to(site.device, dtype)
+        return (0.1 * normal(name, shapes[name])).to(site.device)
 
     kind, size = site.device.type, site.world_size
     if layout in ("one", "replicate"):

@@ -8,7 +8,7 @@ import functools
 import io
 import math
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -85,19 +85,10 @@ def _run(site: Site, config: AMOConfig = CONFIG) -> tuple[nn.Module, AMO]:
 # ------------------------------------------------------------------ layouts
 
 
-def layouts(
-    site: Site,
-    make: Callable[[Site, str], nn.Module] = make_model,
-    config: AMOConfig = CONFIG,
-) -> list[Check]:
+def layouts(site: Site) -> list[Check]:
     """A check for each layout: a whole run to the lock, against one process.
 
     The first trains on each rank alone; the others are compared with it.
-
-    Args:
-        site: Where.
-        make: The model of a layout.
-        config: Of all runs.
     """
     twin: dict[str, Any] = {}
     size = site.world_size
@@ -107,29 +98,23 @@ def layouts(
         skip = f"needs {least} ranks" if size < least else ""
         if size > least == 4 and size % 2:
             skip = "needs an even number of ranks"
-        run = functools.partial(against_twin, site, layout, make, config, twin)
+        run = functools.partial(against_twin, site, layout, twin)
         tell = functools.partial(tell_layout, exact=not site.is_cuda)
         found.append(Check(f"layout {layout}", run, tell, skip=skip))
     return found
 
 
-def against_twin(
-    site: Site,
-    layout: str,
-    make: Callable[[Site, str], nn.Module],
-    config: AMOConfig,
-    twin: dict[str, Any],
-) -> dict[str, Any]:
+def against_twin(site: Site, layout: str, twin: dict[str, Any]) -> dict[str, Any]:
     """Train in a layout; ``twin`` is filled by ``one``, and read by the others.
 
     Returns:
         What was planned, ``twin`` (which tells its parameters apart), and ``difference`` from
         it, relative to how far it has moved; 0 for the same bits.
     """
-    model = make(site, layout)
+    model = make_model(site, layout)
     group = dist.group.WORLD if layout == "replicate" else None
     start = parts(model)
-    optimizer = AMO(param_groups(model), lr=3e-3, config=config, process_group=group)
+    optimizer = AMO(param_groups(model), lr=3e-3, config=CONFIG, process_group=group)
     train(model, optimizer, range(1, STEPS + 1))
     plan = optimizer.control_state_dict()["policy"]["plan"]
     if layout == "one":
