@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
+import typing
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,6 +20,9 @@ from torchtitan_ext.config.checks import settle, validate
 from torchtitan_ext.plugin.trainer import Trainer
 
 __all__ = ["argument", "from_file", "load", "parse", "settle", "validate"]
+
+# torchtitan's rules for the types of arguments; each call would add them again.
+ConfigManager.register_tyro_rules(custom_registry)
 
 FILE = "job.config_file"
 """The option that names a TOML file."""
@@ -82,33 +87,40 @@ def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
         file = next((at for name, at in found.items() if re.sub(r"\W", "_", name) in said), path)
         return ValueError(f"{file}: {message}")
 
+    errors = io.StringIO()
     try:
         names.require_known(found)
         values = files.fields(files.merged(links))
         options = [option for name, value in values for option in _options(name, value)]
-    except ValueError as error:
-        raise told(str(error)) from None
-    errors = io.StringIO()
-    try:
         with contextlib.redirect_stderr(errors):
             # A flag takes a value then, and may so be off in a file and on in one that extends it.
             return _over(Trainer.Config(), options, config=(tyro.conf.FlagConversionOff,))
+    except ValueError as error:
+        raise told(str(error)) from None
     except SystemExit:
         raise told(_one_line(errors.getvalue())) from None
 
 
 def _over(default: Trainer.Config, options: list[str], /, **settings: Any) -> Trainer.Config:
-    ConfigManager()  # which makes torchtitan's rules for the types of arguments known
-    made: Trainer.Config = tyro.cli(
-        type(default),
+    """A config with options laid over it."""
+    if not options:
+        return default
+    known = {field.name for field in dataclasses.fields(default)}
+    named = {name.partition(".")[0] for name in names.of_options(options)}
+    # tyro takes its time for each section that it is shown, and gives advice about those alone.
+    shown = named if named and named <= known else known
+    kinds = typing.get_type_hints(type(default), include_extras=True)
+    sections = dataclasses.make_dataclass("Sections", [(name, kinds[name]) for name in shown])
+    made = tyro.cli(
+        sections,
         prog="amo train",
         args=options,
-        default=default,
+        default=sections(**{name: getattr(default, name) for name in shown}),
         registry=custom_registry,
         use_underscores=True,
         **settings,
     )
-    return made
+    return dataclasses.replace(default, **vars(made))
 
 
 def _options(name: str, value: object) -> list[str]:
