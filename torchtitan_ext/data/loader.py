@@ -126,9 +126,6 @@ class PackedLoader(BaseDataLoader):
         other, and leave the first token of each out of the loss. Follows from ``model.attention``.
         """
 
-        _beside_runs: Annotated[str, tyro.conf.Suppress] = "tokens"
-        """Folder for tokens, where ``tokens`` names none."""
-
         _drawn: Annotated[Any, tyro.conf.Suppress] = None
         """``[training]``, whose tokens a corpus is compared with, see :func:`settle`."""
 
@@ -373,9 +370,7 @@ def tokenized(config: PackedLoader.Config, where: str, tokenizer: BaseTokenizer)
     files = find_files(where, config.pattern)
     options = Options(config.text_field, config.score_field, config.max_bad_rows)
     mark = json.dumps([files.digest, identity(tokenizer), dataclasses.astuple(options)])
-    folder = (
-        Path(config.tokens or config._beside_runs) / hashlib.sha256(mark.encode()).hexdigest()[:16]
-    )
+    folder = Path(config.tokens or "tokens") / hashlib.sha256(mark.encode()).hexdigest()[:16]
     if dist.is_initialized() and dist.get_rank() > 0:
         _wait_for(folder, config._seconds)
         return folder
@@ -451,7 +446,7 @@ def settle(config: Any) -> None:
     config.validator.dataloader._validates = True
     for one in (config.dataloader, config.validator.dataloader):
         one.positions = config.model.attention != "sdpa"
-        one._beside_runs = str(Path(config.dump_folder).parent / "tokens")
+        one.tokens = one.tokens or str(Path(config.dump_folder).parent / "tokens")
         one._seconds = float(config.comm.init_timeout_seconds)
 
 
