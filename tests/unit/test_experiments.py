@@ -6,15 +6,10 @@ import argparse
 import itertools
 import json
 import subprocess
-import warnings
 from pathlib import Path
 from unittest import mock
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    import torchtitan_ext.plugin.trainer  # noqa: F401
 
 from amo_dist.config import OPERATOR_TYPES, AMOConfig
 from amo_dist.schedule.planning import plan_allocation

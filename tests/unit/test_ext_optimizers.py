@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,18 +11,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import models, optimizers
-
 import torchtitan.components.optimizer as titan
+from torch import nn
 from torchtitan.models.common.attention import FusedQKVLinear
 from torchtitan.models.common.linear import Linear
 
 from amo_dist import AMOConfig
 from amo_dist.tools import run_log
+from torchtitan_ext.plugin import models, optimizers
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
 
 AMO_FIELDS = AMOConfig(observe_every=1, observe_until=2, transition_steps=2)

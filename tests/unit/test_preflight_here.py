@@ -7,16 +7,10 @@ import json
 import shutil
 import threading
 import types
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    import torchtitan_ext.plugin.trainer  # noqa: F401
-
 import tokenizers
 
 from torchtitan_ext.cli import main
