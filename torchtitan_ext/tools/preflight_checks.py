@@ -8,12 +8,7 @@ from typing import Any
 from torchtitan_ext.config import checks, settings
 from torchtitan_ext.data import loader
 from torchtitan_ext.plugin import models
-from torchtitan_ext.tools.preflight_memory import (
-    check_memory,
-    checkpoint_sizes,
-    groups_of,
-    meta_model,
-)
+from torchtitan_ext.tools.preflight_memory import check_memory, checkpoint_sizes
 
 DISK_GB_PER_S = 1.0
 """What all ranks together are taken to write to a file system that they share."""
@@ -76,14 +71,7 @@ def check(config: Any, world_size: int, memory_gb: float | None = None) -> list[
     run(each)
     if memory_gb is not None and not problems:  # for what fits together otherwise
         found = degrees(config, world_size)
-        groups = groups_of(meta_model(config), config)
-        size = checkpoint_sizes(config, groups)["checkpoint_bytes"]
-        run(
-            [
-                lambda: check_memory(config, groups, found, memory_gb),
-                lambda: _check_timeouts(config, size),
-            ]
-        )
+        run([lambda: check_memory(config, found, memory_gb), lambda: _check_timeouts(config)])
     return list(dict.fromkeys(problems))
 
 
@@ -133,10 +121,11 @@ def _check_batch(config: Any, num_data_ranks: int) -> None:
         )
 
 
-def _check_timeouts(config: Any, size: int) -> None:
+def _check_timeouts(config: Any) -> None:
     """What ranks wait for one another through must end before they give one another up."""
     if not config.checkpoint.enable:
         return
+    size = checkpoint_sizes(config)["checkpoint_bytes"]
     seconds = size / (DISK_GB_PER_S * 1e9)
     written = (
         f"expected more than the {seconds:.0f} s in which a checkpoint of {size / 1e9:.1f} GB is "
