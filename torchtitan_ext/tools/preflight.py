@@ -195,17 +195,6 @@ def _operator_types(
 # ------------------------------------------------------------------ the schedule
 
 
-def _samples(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, ...]]:
-    """What AMO will draw at each observation of the first plan; those of later ones are alike."""
-    if config.optimizer.name != "AMO":
-        return []
-    amo = config.optimizer.amo
-    policy = AMOPolicy(amo)
-    state, groups = policy.start(), policy.groups(registry)
-    steps = range(amo.interval, amo.observe_until + 1, amo.interval)
-    return [policy.sample(state, groups, step) for step in steps]
-
-
 def _timeline(config: Any) -> list[dict[str, Any]]:
     steps, schedule = config.training.steps, config.lr_scheduler
     total = schedule.total_steps or steps
@@ -297,9 +286,11 @@ def _add_costs(
             for one, other in others.items()
         },
     }
-    samples = _samples(config, registry)
-    if samples:
-        report["observation"] = {"matrices": max(map(len, samples))}
+    if config.optimizer.name == "AMO":
+        amo = config.optimizer.amo
+        policy = AMOPolicy(amo)
+        drawn = policy.sample(policy.start(), policy.groups(registry), amo.interval)
+        report["observation"] = {"matrices": len(drawn)}
 
 
 def _layouts(
