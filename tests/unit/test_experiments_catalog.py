@@ -11,7 +11,7 @@ import pytest
 
 from amo_dist.schedule.planning import plan_allocation, targets
 from torchtitan_ext import cli
-from torchtitan_ext.config import settings
+from torchtitan_ext.config import files, settings
 from torchtitan_ext.paper.catalog import (
     ALL_RUNS,
     EXPERIMENTS,
@@ -22,7 +22,6 @@ from torchtitan_ext.paper.catalog import (
 from torchtitan_ext.paper.resolve import (
     QUICKSTART,
     ROOT,
-    Config,
     Job,
     Place,
     resolve,
@@ -219,7 +218,7 @@ def test_static_runs_make_their_schedule_from_the_pilots_logs() -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_small_runs_are_consistent(name: str) -> None:
-    base = Config.read(QUICKSTART).values
+    base = files.read(ROOT / QUICKSTART)
     experiment = experiment_named(name)
     one = experiment.for_model(experiment.rows[0].run.model)
     jobs = [resolve(run, SMALL) for run in one.runs()]

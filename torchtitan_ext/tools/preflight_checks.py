@@ -20,7 +20,7 @@ def config_file(args: Sequence[str]) -> str:
     Raises:
         ValueError: If they name none.
     """
-    path = settings.argument(args, "job.config_file")
+    path, _ = settings.split_file(args)
     if path is None:
         raise ValueError("FILE: found none, expected a TOML file")
     return path
