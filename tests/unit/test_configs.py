@@ -212,6 +212,17 @@ def test_comments_state_the_numbers_of_the_file(model: str, family: str) -> None
     assert ("The paper's table says" in own(name)) == contradicts
 
 
+def test_the_table_contradicts_itself_twice() -> None:
+    rows = [
+        (model, family)
+        for model, family in RUN_TABLE
+        if "The paper's table says" in own(stem(model, family))
+    ]
+    assert rows == [("Qwen3-70M", "muon"), ("Qwen3-1.7B", "adamw")]
+    assert parsed("qwen3_70m").training.steps == 398
+    assert parsed("qwen3_1.7b_adamw_paper").training.global_batch_size == 2400
+
+
 def test_checkpoints_bound_what_a_killed_run_loses() -> None:
     for model, family in RUN_TABLE:
         config = parsed(stem(model, family))
