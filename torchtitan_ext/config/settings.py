@@ -107,14 +107,14 @@ def _over(
     if not options:
         return default
     known = {field.name for field in dataclasses.fields(default)}
-    named = {name.partition(".")[0] for name in names.of_options(options)}
+    named = {name.partition(".")[0].replace("-", "_") for name in names.of_options(options)}
     shown: Any = default
     if named and named <= known:
         # tyro takes its time for each section that it is shown, and gives advice about those alone.
         kinds = typing.get_type_hints(type(default), include_extras=True)
         sections = dataclasses.make_dataclass("Sections", [(name, kinds[name]) for name in named])
         shown = sections(**{name: getattr(default, name) for name in named})
-    made = tyro.cli(
+    made: Any = tyro.cli(
         type(shown),
         prog="amo train",
         args=options,
@@ -125,7 +125,8 @@ def _over(
         config=(tyro.conf.HelptextFromCommentsOff, *markers),
         console_outputs=console_outputs,
     )
-    return dataclasses.replace(default, **{name: getattr(made, name) for name in named & known})
+    changes = {name: getattr(made, name) for name in (known if shown is default else named)}
+    return dataclasses.replace(default, **changes)
 
 
 def _options(name: str, value: object) -> list[str]:
