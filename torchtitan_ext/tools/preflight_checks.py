@@ -49,30 +49,32 @@ def check(config: Any, world_size: int, memory_gb: float | None = None) -> list[
     Returns:
         One line for each mistake.
     """
+    problems: list[str] = []
     each: list[Callable[[], object]] = [
         lambda: checks.settle(config),
         lambda: checks.validate(config),
         # What follows from the model alone: a rate that cannot be told hides no unknown flavor.
         lambda: models.spec(config.model),
         # Where the degrees do not fit, each of these two tells so: once is enough.
-        lambda: _check_batch(config, num_data_ranks(degrees(config, world_size))),
+        lambda: _check_batch(config, degrees(config, world_size)),
         lambda: loader.validate(config),
         lambda: _check_schedule(config),
     ]
-    problems: list[str] = []
-
-    def run(checks: list[Callable[[], object]]) -> None:
-        for one in checks:
-            try:
-                one()
-            except ValueError as error:
-                problems.append(str(error))
-
-    run(each)
+    for one in each:
+        collect(problems, one)
     if memory_gb is not None and not problems:  # for what fits together otherwise
-        found = degrees(config, world_size)
-        run([lambda: check_memory(config, found, memory_gb), lambda: _check_timeouts(config)])
+        collect(problems, lambda: check_memory(config, degrees(config, world_size), memory_gb))
+        collect(problems, lambda: _check_timeouts(config))
     return list(dict.fromkeys(problems))
+
+
+def collect(problems: list[str], check: Callable[[], Any]) -> Any:
+    """What a check gives; where it finds a mistake ``None``, and the mistake is noted."""
+    try:
+        return check()
+    except ValueError as error:
+        problems.append(str(error))
+    return None
 
 
 def degrees(config: Any, world_size: int) -> dict[str, int]:
@@ -102,16 +104,11 @@ def degrees(config: Any, world_size: int) -> dict[str, int]:
     return found
 
 
-def num_data_ranks(found: Mapping[str, int]) -> int:
-    """Ranks that read data of their own, for degrees by name."""
-    return found["replicate"] * found["shard"]
-
-
 # ------------------------------------------------------------------ how fields fit together
 
 
-def _check_batch(config: Any, num_data_ranks: int) -> None:
-    training = config.training
+def _check_batch(config: Any, found: Mapping[str, int]) -> None:
+    training, num_data_ranks = config.training, found["replicate"] * found["shard"]
     one = training.local_batch_size * num_data_ranks
     if training.global_batch_size >= 0 and training.global_batch_size % one:
         raise ValueError(
