@@ -6,8 +6,14 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.distributed.harness import Ranks
+
+# No test depends on how long something takes.
+SLOW = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("unhurried", settings(), **SLOW)
+settings.load_profile("unhurried")
 
 
 @pytest.fixture(scope="session")

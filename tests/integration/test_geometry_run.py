@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    import torchtitan_ext.plugin.trainer  # noqa: F401
 
 from tests.integration.titan_ranks import Job, Run, Server, assert_same_end
 from torchtitan_ext.paper.static_schedule import read_pool

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
 import time
-import warnings
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from tests.integration.titan_ranks import flat
+from tests.integration.titan_ranks import Run, assert_same_end
 from torchtitan_ext.tools.report.data import load_one
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -50,31 +45,6 @@ def quickstart(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
-def losses(folder: Path) -> dict[int, float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    return {record["step"]: record["loss"] for record in map(json.loads, lines)}
-
-
-def final_state(folder: Path) -> dict[str, Any]:
-    """Everything in the last checkpoint, flat, whole tensors."""
-    path = folder / "whole.pt"
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of a checkpoint read outside a process group
-        dcp_to_torch_save(str(folder / "checkpoint" / f"step-{NUM_STEPS}"), str(path))
-    return flat(torch.load(path, weights_only=False))
-
-
-def assert_same_end(folder: Path, reference: Path) -> None:
-    assert losses(folder) == losses(reference)  # JSON keeps every bit of a float
-    assert load_one(folder).spans("phase") == load_one(reference).spans("phase")
-    found, expected = final_state(folder), final_state(reference)
-    assert found.keys() == expected.keys()
-    assert any(key.endswith("control") for key in found)
-    for key, value in expected.items():
-        same = torch.equal(found[key], value) if torch.is_tensor(value) else found[key] == value
-        assert same, key
-
-
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was never stopped, with a checkpoint of each step."""
@@ -90,8 +60,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_run_goes_through_all_phases_and_learns(reference: Path) -> None:
-    lines = (reference / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
+    records = Run(reference, 2).records()
     phases = [record["phase"] for record in records]
     assert phases == ["observation"] * 4 + ["transition"] * 3 + ["locked"] * 5
     assert records[-1]["loss"] < records[0]["loss"] - 0.5  # from ln(320), which says nothing
@@ -105,7 +74,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(reference: Path, tmp_pa
     os.kill(first_rank(folder), signal.SIGKILL)
     assert process.wait() == 1
     assert "Resuming from the checkpoint of step" in quickstart(folder).stdout
-    assert_same_end(folder, reference)
+    assert load_one(folder).spans("phase") == load_one(reference).spans("phase")
+    assert_same_end(Run(folder, 2), Run(reference, 2), NUM_STEPS)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -18,6 +17,7 @@ from unittest import mock
 
 import pytest
 
+from tests.integration.titan_ranks import Run
 from torchtitan_ext import environment as ranks
 
 ROOT = Path(__file__).parents[2]
@@ -113,9 +113,7 @@ def nodes(folder: Path, *options: str) -> Iterator[Nodes]:
 
 
 def losses(folder: Path) -> dict[int, float]:
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
-    records = [json.loads(line) for line in lines]
-    return {record["step"]: record["loss"] for record in records}
+    return Run(folder, 2).losses()
 
 
 def wait_for(path: Path, run: Nodes) -> None:

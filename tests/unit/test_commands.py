@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import socket
 import types
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    import torchtitan_ext.plugin.trainer  # noqa: F401
 
 from amo_dist import CheckpointWriter
 from torchtitan_ext import cli
@@ -65,7 +60,7 @@ def test_a_damaged_checkpoint_is_told_in_a_line(tmp_path: Path) -> None:
     dcp.save(weights, storage_writer=CheckpointWriter(folder), no_dist=True)
     (data,) = folder.glob("*.distcp")
     data.write_bytes(b"\x80\x04" + bytes(data.stat().st_size - 2))
-    with pytest.raises(ValueError, match=f"checkpoint: {folder}: ") as caught:
+    with pytest.raises(ValueError, match=f"checkpoint {folder}") as caught:
         export.load(folder, SOURCE)
     assert len(str(caught.value).splitlines()) == 1
     assert "Traceback" not in str(caught.value)

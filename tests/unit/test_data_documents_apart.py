@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 import torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.config import settings
-    from torchtitan_ext.plugin import patches
-
+from torchtitan_ext.config import settings
 from torchtitan_ext.data.loader import document_positions
 from torchtitan_ext.data.tokenizers import BYTE_VOCAB_SIZE
+from torchtitan_ext.plugin import patches
 
 EOS = BYTE_VOCAB_SIZE - 1
 

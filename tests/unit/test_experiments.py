@@ -6,15 +6,10 @@ import argparse
 import itertools
 import json
 import subprocess
-import warnings
 from pathlib import Path
 from unittest import mock
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    import torchtitan_ext.plugin.trainer  # noqa: F401
 
 from amo_dist.config import OPERATOR_TYPES, AMOConfig
 from amo_dist.schedule.planning import plan_allocation
@@ -96,6 +91,11 @@ def small(name: str, tmp_path: Path) -> tuple[Experiment, Place]:
     return experiments.selection(parser.parse_args(arguments))
 
 
+def cells(line: str) -> str:
+    """What stands in a row of a table."""
+    return " ".join(line.replace("|", " ").split())
+
+
 def test_gathering_of_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     experiment, place = small("budget-control", tmp_path)
     jobs = experiments.jobs_of(experiment, place)
@@ -114,24 +114,8 @@ def test_gathering_of_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert [row.average for row in found] == [70.0, None, None, None, None]
     assert [runner.is_done(job) for job in jobs] == [True, False, False, False, False]
     lines = gather.table(experiment, found).splitlines()
-    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
-        "",
-        "step",
-        "loss",
-        "NS steps",
-        "AE",
-        "SciQ",
-        "Avg",
-    ]
-    assert [cell.strip() for cell in lines[4].split("|")[1:-1]] == [
-        "0.8",
-        "120",
-        "2.5000",
-        "28",
-        "60.00",
-        "80.00",
-        "70.00",
-    ]
+    assert cells(lines[2]) == "step loss NS steps AE SciQ Avg"
+    assert cells(lines[4]) == "0.8 120 2.5000 28 60.00 80.00 70.00"
     output = tmp_path / "r.json"
     arguments = ("--small", "--out", str(tmp_path), "--results", str(output), "--json")
     assert amo("gather", "budget-control", *arguments) == 0
@@ -179,15 +163,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
         *(None, None, None, None),  # a record of ten steps, and one of two phases
     ]
     lines = gather.table(experiment, found).splitlines()
-    assert [cell.strip() for cell in lines[2].split("|")[1:-1]] == [
-        "AdamW",
-        "1.75",
-        "250",
-        "0.5714",
-        "1.5",
-        "0.5",
-        *("-", "-", "-", "-"),
-    ]
+    assert cells(lines[2]) == "AdamW 1.75 250 0.5714 1.5 0.5 - - - -"
     assert set(found[1].cost.values()) == {None}
 
 

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    import torchtitan_ext.plugin.trainer  # noqa: F401
-
 from amo_dist.schedule.planning import plan_allocation, targets
 from torchtitan_ext import cli
-from torchtitan_ext.config import settings
+from torchtitan_ext.config import files, settings
 from torchtitan_ext.paper.catalog import (
     ALL_RUNS,
     EXPERIMENTS,
@@ -27,7 +22,6 @@ from torchtitan_ext.paper.catalog import (
 from torchtitan_ext.paper.resolve import (
     QUICKSTART,
     ROOT,
-    Config,
     Job,
     Place,
     resolve,
@@ -224,7 +218,7 @@ def test_static_runs_make_their_schedule_from_the_pilots_logs() -> None:
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_small_runs_are_consistent(name: str) -> None:
-    base = Config.read(QUICKSTART).values
+    base = files.read(ROOT / QUICKSTART)
     experiment = experiment_named(name)
     one = experiment.for_model(experiment.rows[0].run.model)
     jobs = [resolve(run, SMALL) for run in one.runs()]

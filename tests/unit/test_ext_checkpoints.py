@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import errno
 import queue
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from amo_dist import Muon, Schedule, param_groups
 from amo_dist.engine.verdict import NonFiniteUpdateError
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import checkpoints
+from torchtitan_ext.plugin import checkpoints
 
 MODES = checkpoints.titan.AsyncMode
 

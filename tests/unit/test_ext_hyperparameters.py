@@ -9,15 +9,11 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
-
 from torchtitan.components.optimizer import LRSchedulersContainer
 
 from amo_dist import AMOConfig
 from torchtitan_ext.plugin import hyperparameters
+from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
 
 NAMES = ["AMO", "Muon", "AdamW"]
 OLD = {"lr": 4e-3}

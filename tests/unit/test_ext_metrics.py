@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import logging
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.config import settings
-    from torchtitan_ext.plugin import metrics, patches, validation
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
@@ -23,7 +17,8 @@ from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools import run_log
 from amo_dist.tools.records import read_records
 from tests.held import Held
-from torchtitan_ext.plugin import console
+from torchtitan_ext.config import settings
+from torchtitan_ext.plugin import console, metrics, patches, validation
 from torchtitan_ext.runs import run_files
 
 

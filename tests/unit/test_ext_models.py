@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import warnings
 from typing import Literal, cast
 
 import pytest
 import torch
+from torchtitan.models.common.attention import ScaledDotProductAttention
+from torchtitan.models.common.decoder import Decoder
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan.models.common.attention import ScaledDotProductAttention
-    from torchtitan.models.common.decoder import Decoder
-
-    from torchtitan_ext.plugin import models, patches
-    from torchtitan_ext.plugin.activations import Activations
-    from torchtitan_ext.plugin.parallelize import parallelize
+from torchtitan_ext.plugin import models, patches
+from torchtitan_ext.plugin.activations import Activations
+from torchtitan_ext.plugin.parallelize import parallelize
 
 
 def build(name: str, flavor: str, *, fuse_qkv: bool = False) -> Decoder:

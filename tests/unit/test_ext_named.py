@@ -46,36 +46,6 @@ def test_a_name_selects_its_table(name: str, table: str) -> None:
     assert schedules == {named_schedule(table).schedule}
 
 
-def test_a_name_in_toml(tmp_path: Path) -> None:
-    file = tmp_path / "run.toml"
-    file.write_text(f"extends = '{CONFIG}'\n[optimizer]\nname = 'AdaMuon'\n")
-    config = settings.parse([f"--job.config_file={file}"])
-    assert config.optimizer.name == "AdaMuon"
-
-
-def test_muon_still_takes_its_schedule_by_field() -> None:
-    config = parse("--optimizer.name=Muon", "--optimizer.muon.schedule=pe")
-    root = models.plain_model(models.shapes())
-    container = build(config, root)
-    models.set_gradients(root, 0, 1)
-    container.step()
-    assert set(container.optimizer.schedules_by_group(1).values()) == {
-        named_schedule("pe").schedule
-    }
-
-
-@pytest.mark.parametrize("name", ["Muon-KJ", "Muon-PE", "AdaMuon", "ROOT"])
-def test_a_name_and_a_schedule_contradict_each_other(name: str) -> None:
-    with pytest.raises(ValueError, match=rf"schedule: found 'you', but optimizer.name = '{name}'"):
-        parse(f"--optimizer.name={name}", "--optimizer.muon.schedule=you")
-
-
-def test_numerics_of_the_muon_section_reach_the_named_optimizers() -> None:
-    config = parse("--optimizer.name=AdaMuon", "--optimizer.muon.momentum=0.8")
-    container = build(config, models.plain_model(models.shapes()))
-    assert container.optimizer.config.momentum == 0.8
-
-
 def test_observation_alone_needs_no_lock() -> None:
     short = "--training.steps=50"
     with pytest.raises(ValueError, match="where the plan locks"):

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import metrics
-
 from amo_dist import AMO, AMOConfig, Muon, param_groups
+from torchtitan_ext.plugin import metrics
 
 
 def groups() -> Any:

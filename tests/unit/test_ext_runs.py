@@ -9,18 +9,14 @@ import re
 import signal
 import socket
 import time
-import warnings
 from pathlib import Path
 from typing import Any, TextIO
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin.metrics import line_tail
-
 from amo_dist.tools.records import read_records
 from torchtitan_ext import cli
+from torchtitan_ext.plugin.metrics import line_tail
 from torchtitan_ext.runs.folder import RunFolder, changes
 from torchtitan_ext.runs.run_files import RunFiles, lock, require_unlocked
 from torchtitan_ext.tools import quickstart

@@ -4,23 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+from torchtitan.config import ConfigManager
 
 from amo_dist import AMOConfig
 from tests.distributed import models
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan.config import ConfigManager
-
-    from torchtitan_ext.config import settings
-    from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
-    from torchtitan_ext.plugin.trainer import Trainer
-
+from torchtitan_ext.config import settings
+from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
+from torchtitan_ext.plugin.trainer import Trainer
 from torchtitan_ext.tools import preflight_checks
 
 CONFIG = f"--job.config_file={Path(__file__).parents[2] / 'configs' / 'quickstart.toml'}"
@@ -157,7 +151,7 @@ def test_every_field_of_every_section_is_read_from_a_file(base: str, tmp_path: P
         found: Any = config
         for part in name.split("."):
             found = getattr(found, part)
-        if name not in given and name != "optimizer.muon.update_norm":
+        if name not in given and name.rpartition(".")[2] not in ("update_norm", "tokens"):
             assert found == expected, name
 
 

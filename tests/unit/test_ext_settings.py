@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import json
 import re
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.config import settings
-
 from torchtitan_ext import train
+from torchtitan_ext.config import settings
 
 ROOT = Path(__file__).resolve().parents[2]
 AMO = "[optimizer]\nname = 'AMO'\n[optimizer.amo]\nobserve_until = 8\nobserve_every = 4\n"
@@ -28,7 +24,9 @@ def parse(tmp_path: Path, toml: str, *args: str) -> Any:
 
 
 def test_fields_of_the_project_come_from_file_and_command_line(tmp_path: Path) -> None:
-    config = parse(tmp_path, AMO + BYTE, "--optimizer.amo.budget_ratio", "0.9")
+    options = ("--optimizer.amo.budget_ratio", "0.9", "--activation-checkpoint.mode=full")
+    config = parse(tmp_path, AMO + BYTE, *options, "--dump-folder", "there")
+    assert (config.activation_checkpoint.mode, config.dump_folder) == ("full", "there")
     assert config.optimizer.amo.observe_until == 8
     assert config.optimizer.amo.budget_ratio == 0.9
     assert config.optimizer.amo.shrinkage == 0.7  # default of the dataclass

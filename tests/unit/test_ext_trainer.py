@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import trainer
+from torchtitan_ext.plugin import trainer
 
 
 @pytest.mark.parametrize("stops", [False, True])

@@ -4,23 +4,18 @@ from __future__ import annotations
 
 import functools
 import json
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torchtitan.models.llama3 import llama3_configs
+from torchtitan.models.qwen3 import qwen3_configs
 
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.operators.groups import param_groups
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan.models.llama3 import llama3_configs
-    from torchtitan.models.qwen3 import qwen3_configs
-
-    from torchtitan_ext.plugin import models
+from torchtitan_ext.plugin import models
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "golden" / "model_specs.json").read_text())
 

@@ -9,14 +9,9 @@ import random
 import shlex
 import subprocess
 import sys
-import warnings
 from pathlib import Path
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    import torchtitan_ext.plugin.trainer  # noqa: F401
 
 from amo_dist.tools.command import one_line
 from tests import hostile

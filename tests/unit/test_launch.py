@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,14 +20,9 @@ from torch.distributed.elastic.multiprocessing import SignalException
 from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
 from tests.examples import ROOT
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import trainer
-
 from torchtitan_ext import cli, environment
 from torchtitan_ext import train as rank_train
-from torchtitan_ext.plugin import machine, patches
+from torchtitan_ext.plugin import machine, patches, trainer
 from torchtitan_ext.tools import train as command
 
 CONFIG = str(ROOT / "configs" / "debug_llama3.toml")

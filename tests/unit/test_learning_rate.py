@@ -1,16 +1,12 @@
 from __future__ import annotations
 
 import types
-import warnings
 
 import pytest
 import torch
 
 from torchtitan_ext.learning_rate import resolve, scaling_law_lr
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import models, optimizers
+from torchtitan_ext.plugin import models, optimizers
 
 
 def section(lr: float | None = None, lr_from: str = "scaling_law", **law: float) -> object:

@@ -6,32 +6,27 @@ import dataclasses
 import importlib.util
 import sys
 import types
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+import torchtitan.components.quantization.float8 as quantization
 from torch import nn
 from torch._inductor import config as inductor
+from torchtitan.components.optimizer import default_adamw
+from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
+from torchtitan.models.common.linear import Linear
+from torchtitan.models.llama3.config_registry import llama3_debugmodel
+from torchtitan.models.qwen3.config_registry import qwen3_debugmodel_moe_param_groups
+from torchtitan.protocols.module import Module
 
 from amo_dist import param_groups
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    import torchtitan.components.quantization.float8 as quantization
-    from torchtitan.components.optimizer import default_adamw
-    from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
-    from torchtitan.models.common.linear import Linear
-    from torchtitan.models.llama3.config_registry import llama3_debugmodel
-    from torchtitan.models.qwen3.config_registry import qwen3_debugmodel_moe_param_groups
-    from torchtitan.protocols.module import Module
-
-    from torchtitan_ext.config import settings
-    from torchtitan_ext.plugin.checkpoints import CheckpointManager
-    from torchtitan_ext.plugin.metrics import MetricsProcessor
-    from torchtitan_ext.plugin.optimizers import OptimizersContainer
+from torchtitan_ext.config import settings
+from torchtitan_ext.plugin.checkpoints import CheckpointManager
+from torchtitan_ext.plugin.metrics import MetricsProcessor
+from torchtitan_ext.plugin.optimizers import OptimizersContainer
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

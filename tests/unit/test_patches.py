@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import importlib.metadata
-import warnings
 
 import pytest
 import torch
 import torch.distributed as dist
+import torchtitan.distributed.parallel_dims as loaded_before
 from torch.distributed import distributed_c10d
+from torchtitan.tools import utils
 
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    import torchtitan.distributed.parallel_dims as loaded_before
-    from torchtitan.tools import utils
-
-    from torchtitan_ext.plugin import machine, patches
+from torchtitan_ext.plugin import machine, patches
 
 
 def test_the_version_is_the_one_that_all_was_checked_on() -> None:

@@ -7,16 +7,10 @@ import json
 import shutil
 import threading
 import types
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    import torchtitan_ext.plugin.trainer  # noqa: F401
-
 import tokenizers
 
 from torchtitan_ext.cli import main
@@ -51,16 +45,13 @@ class _Hub(http.server.BaseHTTPRequestHandler):
         pass
 
 
-@pytest.fixture
-def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A hub that can be reached."""
+@pytest.fixture(scope="module")
+def server() -> Iterator[str]:
+    """The address of a hub that answers."""
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Hub)
     thread = threading.Thread(target=server.serve_forever)
     thread.start()
-    monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
-    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "http_proxy", "HTTP_PROXY"):
-        monkeypatch.delenv(name, raising=False)
-    yield
+    yield f"http://127.0.0.1:{server.server_port}"
     server.shutdown()
     server.server_close()
     thread.join()
@@ -87,20 +78,34 @@ PACKED = (
 """Folders of tokens that configs name, the tokenizer of each, and its end token."""
 
 
-@pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hub: None) -> Path:
-    """A machine that lacks nothing; the folder where it starts runs."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(scope="module")
+def machine(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that lacks nothing which runs need, and holds some that is broken."""
+    folder = tmp_path_factory.mktemp("machine")
     for name in ("Qwen3-0.6B", "Llama-3.1-8B"):
-        make_tokenizer(tmp_path / "assets" / "hf" / name)
-    (tmp_path / "a.txt").write_text("w0 w1")
+        make_tokenizer(folder / "assets" / "hf" / name)
+    (folder / "a.txt").write_text("w0 w1")
     for name, path, eos in PACKED:
-        tokenizer = HFTokenizer(str(tmp_path / "assets" / "hf" / path), eos)
-        for _ in tokenize(find_files("a.txt"), tokenizer, tmp_path / "data" / name):
+        tokenizer = HFTokenizer(str(folder / "assets" / "hf" / path), eos)
+        for _ in tokenize(find_files(str(folder / "a.txt")), tokenizer, folder / "data" / name):
             pass
-    (tmp_path / "outputs/qwen3_0.6b_60b/checkpoint/step-14300").mkdir(parents=True)
+    (folder / "outputs/qwen3_0.6b_60b/checkpoint/step-14300").mkdir(parents=True)
+    make_tokenizer(folder / "large", 321)  # one more than the model knows
+    (folder / "broken").mkdir()
+    (folder / "broken" / "tokenizer.json").write_text("{")
+    (folder / "a_file").touch()
+    return folder
+
+
+@pytest.fixture
+def place(machine: Path, server: str, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where a machine starts runs that lacks nothing."""
+    monkeypatch.chdir(machine)
+    monkeypatch.setenv("HF_ENDPOINT", server)
+    for name in ("HF_HUB_OFFLINE", "HF_DATASETS_OFFLINE", "http_proxy", "HTTP_PROXY"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: types.SimpleNamespace(free=10**12))
-    return tmp_path
+    return machine
 
 
 @pytest.mark.slow
@@ -189,10 +194,6 @@ def test_what_would_fail_is_an_error(
     place: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    make_tokenizer(place / "large", 321)  # one more than the model knows
-    (place / "broken").mkdir()
-    (place / "broken" / "tokenizer.json").write_text("{")
-    (place / "a_file").touch()
     status, found = preflight(capsys, *arguments)
     if told is None:
         assert (status, found) == (0, [])

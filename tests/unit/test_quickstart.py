@@ -1,15 +1,10 @@
 from __future__ import annotations
 
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    import torchtitan_ext.plugin.trainer  # noqa: F401
 
 from amo_dist import AMOConfig
 from amo_dist.schedule.plan_table import plan_table

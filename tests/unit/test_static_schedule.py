@@ -163,14 +163,10 @@ def test_the_command_writes_what_the_loader_reads(
         ("[]", "expected an object"),
         ('{"model": "m"}', "family: found None"),
         ('{"family": "f"}', "model: found None"),
-        ('{"family": "f", "model": "m"}', "sigma_min: found 'nothing'"),
+        ('{"family": "f", "model": "m"}', "operator_type: found None"),
         (
-            '{"family": "f", "model": "m", "sigma_min": -1, "sigma_max": 1, "frobenius": 1}',
-            "sigma_min: found -1, expected a number >= 0 or null",
-        ),
-        (
-            '{"family": "f", "model": "m", "sigma_min": 1, "sigma_max": 1, "frobenius": 1}',
-            "operator_type: found None",
+            '{"family": "f", "model": "m", "operator_type": "t", "sigma_min": "1"}',
+            "sigma_min: found '1', expected int or float",
         ),
         ("", "found no valid record"),
     ],

@@ -81,13 +81,6 @@ def torchtitan(folder: Path) -> dict[str, Any]:
     return found
 
 
-def export(folder: Path) -> None:
-    from torchtitan_ext.tools.export import _check_saved
-
-    with told():
-        _check_saved(folder, {"model.w": state()["model"]["w"]})
-
-
 Door = Callable[[Path], Any]
 LOADS: list[Door] = [plain_recipe, torchtitan]
 
@@ -102,7 +95,7 @@ def test_what_was_saved_is_read(tmp_path: Path, door: Door, sums: bool) -> None:
     assert found["train"] == {"step": 3, "names": ["a", "b"]}
 
 
-@pytest.mark.parametrize("door", [*LOADS, export])
+@pytest.mark.parametrize("door", LOADS)
 def test_crafted_metadata_runs_nothing(tmp_path: Path, door: Door) -> None:
     folder, trace = save(tmp_path / "crafted", state(1.0)), tmp_path / "trace"
     (folder / ".metadata").write_bytes(pickle.dumps({"x": Crafted(trace)}))

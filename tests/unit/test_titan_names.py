@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import warnings
 from collections import Counter
 from collections.abc import Sequence
 from types import ModuleType
@@ -17,10 +16,7 @@ pytest.importorskip("torchtitan")
 
 from amo_dist.operators.groups import param_groups
 from amo_dist.operators.views import MatrixView, in_heads
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # torch's own modules warn while torchtitan imports them
-    from torchtitan_ext.plugin import models, optimizers
+from torchtitan_ext.plugin import models, optimizers
 
 ATTENTION = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_o"), 1)
 DENSE = dict.fromkeys(("mlp_gate", "mlp_up", "mlp_down"), 1)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import os
 import re
-from collections.abc import Iterator, Sequence
+import typing
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,10 @@ from torchtitan_ext.config import files, names
 from torchtitan_ext.config.checks import settle, validate
 from torchtitan_ext.plugin.trainer import Trainer
 
-__all__ = ["argument", "from_file", "load", "parse", "settle", "validate"]
+__all__ = ["from_file", "load", "parse", "settle", "split_file", "validate"]
+
+# torchtitan's rules for the types of arguments; each call would add them again.
+ConfigManager.register_tyro_rules(custom_registry)
 
 FILE = "job.config_file"
 """The option that names a TOML file."""
@@ -50,14 +55,13 @@ def load(args: Sequence[str]) -> Trainer.Config:
         ValueError: For a mistake in the file, or a field that has another name.
         SystemExit: For another mistake among the arguments, already explained on standard error.
     """
-    path = argument(args, FILE)
+    path, options = split_file(args)
     if path is not None and not path.endswith(".toml") and not Path(path).exists():
         raise ValueError(
             f"{FILE}: found {path!r}, expected a TOML file; those of the project lie in the folder "
             "configs of its sources, and the installed package has none"
         )
     config = Trainer.Config() if path is None else from_file(path)
-    options = [*_without_file(args)]
     names.require_known(names.of_options(options))
     # All ranks read the same command line: the first one tells.
     return _over(config, options, console_outputs=os.environ.get("RANK", "0") == "0")
@@ -82,33 +86,47 @@ def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
         file = next((at for name, at in found.items() if re.sub(r"\W", "_", name) in said), path)
         return ValueError(f"{file}: {message}")
 
+    errors = io.StringIO()
     try:
         names.require_known(found)
         values = files.fields(files.merged(links))
         options = [option for name, value in values for option in _options(name, value)]
-    except ValueError as error:
-        raise told(str(error)) from None
-    errors = io.StringIO()
-    try:
         with contextlib.redirect_stderr(errors):
             # A flag takes a value then, and may so be off in a file and on in one that extends it.
-            return _over(Trainer.Config(), options, config=(tyro.conf.FlagConversionOff,))
+            return _over(Trainer.Config(), options, tyro.conf.FlagConversionOff)
+    except ValueError as error:
+        raise told(str(error)) from None
     except SystemExit:
         raise told(_one_line(errors.getvalue())) from None
 
 
-def _over(default: Trainer.Config, options: list[str], /, **settings: Any) -> Trainer.Config:
-    ConfigManager()  # which makes torchtitan's rules for the types of arguments known
-    made: Trainer.Config = tyro.cli(
-        type(default),
+def _over(
+    default: Trainer.Config, options: list[str], *markers: Any, console_outputs: bool = True
+) -> Trainer.Config:
+    """A config with options laid over it."""
+    if not options:
+        return default
+    known = {field.name for field in dataclasses.fields(default)}
+    named = {name.partition(".")[0].replace("-", "_") for name in names.of_options(options)}
+    shown: Any = default
+    if named and named <= known:
+        # tyro takes its time for each section that it is shown, and gives advice about those alone.
+        kinds = typing.get_type_hints(type(default), include_extras=True)
+        sections = dataclasses.make_dataclass("Sections", [(name, kinds[name]) for name in named])
+        shown = sections(**{name: getattr(default, name) for name in named})
+    made: Any = tyro.cli(
+        type(shown),
         prog="amo train",
         args=options,
-        default=default,
+        default=shown,
         registry=custom_registry,
         use_underscores=True,
-        **settings,
+        # Comments are no help, and the search for them takes half of the time.
+        config=(tyro.conf.HelptextFromCommentsOff, *markers),
+        console_outputs=console_outputs,
     )
-    return made
+    changes = {name: getattr(made, name) for name in (known if shown is default else named)}
+    return dataclasses.replace(default, **changes)
 
 
 def _options(name: str, value: object) -> list[str]:
@@ -131,20 +149,13 @@ def _one_line(told: str) -> str:
     return " ".join(found.split()) + hint
 
 
-def argument(args: Sequence[str], name: str) -> str | None:
-    """The value of ``--name value`` or ``--name=value``, with either ``_`` or ``-``."""
-    for index, arg in enumerate(args):
-        key, equals, value = arg.partition("=")
-        if key.replace("-", "_") == f"__{name}":
-            return value if equals else (args[index + 1] if index + 1 < len(args) else None)
-    return None
-
-
-def _without_file(args: Sequence[str]) -> Iterator[str]:
-    rest = iter(args)
-    for arg in rest:
-        key, equals, _ = arg.partition("=")
-        if key.replace("-", "_") != f"__{FILE}":
-            yield arg
-        elif not equals:
-            next(rest, None)
+def split_file(args: Sequence[str]) -> tuple[str | None, list[str]]:
+    """The TOML file that arguments name, if any, and the other arguments."""
+    path, rest, words = None, [], iter(args)
+    for word in words:
+        key, equals, value = word.partition("=")
+        if key.replace("-", "_") == f"__{FILE}":
+            path = value if equals else next(words, None)
+        else:
+            rest.append(word)
+    return path, rest

@@ -9,7 +9,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -54,20 +54,15 @@ class PackedLoader(BaseDataLoader):
     sequences follow where a run goes on with another number.
 
     Args:
-        corpora: Where the tokens are, each with its weight.
-        batch_size: Sequences of a batch.
+        config: What to read.
+        dp_world_size: Data-parallel ranks.
+        dp_rank: This one of them.
+        tokenizer: Turns text into tokens, or made those that there are.
         seq_len: Tokens of a sequence.
-        dp_rank: Of the data-parallel ranks, this one.
-        dp_world_size: How many there are.
-        seed: Seeds the order.
-        order: See :attr:`Config.order`.
-        eos_id: The token that ends a document, to tell documents apart; ``None`` lets them see
-            each other.
-        infinite: Whether to begin anew after the last sequence.
-        fill: Whether a finite loader fills the last batch, with sequences that no loss counts.
+        local_batch_size: Sequences of a batch.
 
     Raises:
-        ValueError: For a corpus of less than a sequence, or weights that cannot be drawn.
+        ValueError: For data that is not there, or less than a sequence.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -126,9 +121,6 @@ class PackedLoader(BaseDataLoader):
         other, and leave the first token of each out of the loss. Follows from ``model.attention``.
         """
 
-        _beside_runs: Annotated[str, tyro.conf.Suppress] = "tokens"
-        """Folder for tokens, where ``tokens`` names none."""
-
         _drawn: Annotated[Any, tyro.conf.Suppress] = None
         """``[training]``, whose tokens a corpus is compared with, see :func:`settle`."""
 
@@ -139,60 +131,74 @@ class PackedLoader(BaseDataLoader):
         """Whether this is ``[validator]``, for names in errors."""
 
         def build(self, **options: Any) -> BaseDataLoader:
-            """The loader, see :func:`build`."""
+            """The loader, torchtitan's own for its datasets.
+
+            Raises:
+                ValueError: For an unknown dataset, or as :class:`PackedLoader`.
+            """
             with named_for(self._validates):
-                return build(self, **options)
+                check(self)
+                return (PackedLoader if self.dataset in DATASETS else _Stock)(self, **options)
 
     def __init__(
         self,
-        corpora: Sequence[tuple[Corpus, float]],
-        batch_size: int,
-        seq_len: int,
-        dp_rank: int = 0,
-        dp_world_size: int = 1,
+        config: Config,
         *,
-        seed: int = 42,
-        order: str = "uniform",
-        eos_id: int | None = None,
-        infinite: bool = True,
-        fill: bool = False,
+        dp_world_size: int,
+        dp_rank: int,
+        tokenizer: BaseTokenizer,
+        seq_len: int,
+        local_batch_size: int,
+        **others: Any,
     ) -> None:
-        self._corpora = [corpus for corpus, _ in corpora]
-        self._sizes = [corpus.num_sequences(seq_len) for corpus in self._corpora]
-        if min(self._sizes) < 1:
-            raise ValueError(
-                f"training.seq_len: found {seq_len}, expected less than the tokens of the corpus, "
-                f"{min(corpus.num_tokens for corpus in self._corpora)}"
-            )
-        self._mixture = Mixture([weight for _, weight in corpora], seed)
-        if not infinite and len(corpora) > 1:
+        weights = [weight for _, weight in paths(config)]
+        if not config.infinite and len(weights) > 1:
             raise ValueError(
                 "dataloader.dataset_path: found several with weights, expected one where all is "
                 "read once: a mixture has no end (validator.steps)"
             )
-        self._end = None if infinite else self._sizes[0]
-        self._batch_size, self._seq_len = batch_size, seq_len
+        self._mixture = Mixture(weights, config.seed)
+        self._corpora = []
+        for where, _ in paths(config):
+            if config.dataset != "packed":
+                where = str(tokenized(config, where, tokenizer))
+            self._corpora.append(open_packed(where, tokenizer, config.order))
+        held = [corpus.num_tokens for corpus in self._corpora]
+        self._sizes = [corpus.num_sequences(seq_len) for corpus in self._corpora]
+        if min(self._sizes) < 1:
+            raise ValueError(
+                f"training.seq_len: found {seq_len}, expected less than the tokens of the corpus, "
+                f"{min(held)}"
+            )
+        if config._drawn is not None and dp_rank == 0 and config.order != "uniform":
+            training = config._drawn
+            num_drawn = training.steps * sequences_per_step(training, dp_world_size) * seq_len
+            _warn_of_length(sum(held), num_drawn)
+        self._config = config
+        self._end = None if config.infinite else self._sizes[0]
+        self._batch_size, self._seq_len = local_batch_size, seq_len
         self._rank, self._world = dp_rank, dp_world_size
-        self._seed, self._order = seed, order
-        self._eos_id, self._fill = eos_id, fill
+        self._eos_id = tokenizer.eos_id if config.positions else None
         self._next = 0
         self._source = {
-            "tokens": [[corpus.digest, weight] for corpus, weight in corpora],
+            "tokens": [[one.digest, w] for one, w in zip(self._corpora, weights, strict=True)],
             "seq_len": seq_len,
-            "seed": seed,
-            "order": order,
+            "seed": config.seed,
+            "order": config.order,
         }
 
     def __iter__(self) -> Iterator[Batch]:
         """Batches ``({"input": (B, S) int64}, labels (B, S) int64)``, until the data ends.
 
-        With ``eos_id`` the inputs have ``positions`` too, (B, S) int64 that restart after it, and
-        the label of an end token is ignored.
+        Where the config asks for ``positions`` the inputs have them too, (B, S) int64 that restart
+        after an end token, whose label is ignored. A validation fills the last batch with sequences
+        that no loss counts.
         """
         while True:
             first = self._next + self._rank * self._batch_size
             stop = self._next + self._world * self._batch_size
-            if self._end is not None and (self._next if self._fill else stop - 1) >= self._end:
+            last = self._next if self._config._validates else stop - 1
+            if self._end is not None and last >= self._end:
                 return
             numbers = range(first, first + self._batch_size)
             end = self._end or stop
@@ -210,8 +216,8 @@ class PackedLoader(BaseDataLoader):
         """The tokens of a sequence of the run, and the one after them."""
         source, place = self._mixture(number)
         epoch, place = divmod(place, self._sizes[source])
-        if self._order == "uniform":
-            place = shuffled(place, self._sizes[source], self._seed, source, epoch)
+        if self._config.order == "uniform":
+            place = shuffled(place, self._sizes[source], self._config.seed, source, epoch)
         return self._corpora[source].sequence(place, self._seq_len)
 
     def state_dict(self) -> dict[str, Any]:
@@ -271,55 +277,6 @@ class _Stock(titan.HuggingFaceTextDataLoader):
             yield inputs, labels
 
 
-def build(
-    config: PackedLoader.Config,
-    *,
-    dp_world_size: int,
-    dp_rank: int,
-    tokenizer: BaseTokenizer,
-    seq_len: int,
-    local_batch_size: int,
-    **others: Any,
-) -> BaseDataLoader:
-    """The loader of a data-parallel rank: :class:`PackedLoader`, or torchtitan's for its datasets.
-
-    Raises:
-        ValueError: For an unknown dataset, data that is not there, or that does not fit.
-    """
-    check(config)
-    if config.dataset not in DATASETS:
-        return _Stock(
-            config,
-            dp_world_size=dp_world_size,
-            dp_rank=dp_rank,
-            tokenizer=tokenizer,
-            seq_len=seq_len,
-            local_batch_size=local_batch_size,
-            **others,
-        )
-    corpora = []
-    for where, weight in paths(config):
-        if config.dataset != "packed":
-            where = str(tokenized(config, where, tokenizer))
-        corpora.append((open_packed(where, tokenizer, config.order), weight))
-    if config._drawn is not None and dp_rank == 0 and config.order != "uniform":
-        training = config._drawn
-        num_drawn = training.steps * sequences_per_step(training, dp_world_size) * seq_len
-        _warn_of_length(sum(corpus.num_tokens for corpus, _ in corpora), num_drawn)
-    return PackedLoader(
-        corpora,
-        local_batch_size,
-        seq_len,
-        dp_rank,
-        dp_world_size,
-        seed=config.seed,
-        order=config.order,
-        eos_id=tokenizer.eos_id if config.positions else None,
-        infinite=config.infinite,
-        fill=config._validates,
-    )
-
-
 def open_packed(where: str, tokenizer: BaseTokenizer, order: str = "uniform") -> Corpus:
     """The tokens in a folder.
 
@@ -373,9 +330,7 @@ def tokenized(config: PackedLoader.Config, where: str, tokenizer: BaseTokenizer)
     files = find_files(where, config.pattern)
     options = Options(config.text_field, config.score_field, config.max_bad_rows)
     mark = json.dumps([files.digest, identity(tokenizer), dataclasses.astuple(options)])
-    folder = (
-        Path(config.tokens or config._beside_runs) / hashlib.sha256(mark.encode()).hexdigest()[:16]
-    )
+    folder = Path(config.tokens or "tokens") / hashlib.sha256(mark.encode()).hexdigest()[:16]
     if dist.is_initialized() and dist.get_rank() > 0:
         _wait_for(folder, config._seconds)
         return folder
@@ -451,7 +406,7 @@ def settle(config: Any) -> None:
     config.validator.dataloader._validates = True
     for one in (config.dataloader, config.validator.dataloader):
         one.positions = config.model.attention != "sdpa"
-        one._beside_runs = str(Path(config.dump_folder).parent / "tokens")
+        one.tokens = one.tokens or str(Path(config.dump_folder).parent / "tokens")
         one._seconds = float(config.comm.init_timeout_seconds)
 
 

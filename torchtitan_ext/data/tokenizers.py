@@ -51,37 +51,7 @@ class Tokenizer(BaseTokenizer):
             return make_tokenizer(self.kind, self.path or tokenizer_path, self.eos_token)
 
 
-class _TiktokenTokenizer(BaseTokenizer):
-    """Text by a tiktoken encoding: special tokens have no meaning within a document."""
-
-    def __init__(
-        self, encoding: tiktoken.Encoding, eos_id: int, normalize: Callable[[str], str] = str
-    ) -> None:
-        super().__init__()
-        self._normalize = normalize
-        self._encoding = encoding
-        self.bos_id: int | None = None
-        self.eos_id: int = eos_id
-
-    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
-        """The tokens of ``text``, followed by the end token where ``add_eos``.
-
-        ``add_bos``, with which torchtitan's own loaders call, adds nothing: here documents are
-        packed without a begin token, whoever packs them.
-        """
-        tokens = self._encoding.encode_ordinary(self._normalize(text))
-        return [*tokens, self.eos_id] if add_eos else tokens
-
-    def decode(self, tokens: list[int]) -> str:
-        """The text of ``tokens``; bytes that are not UTF-8 become U+FFFD."""
-        return self._encoding.decode(tokens)
-
-    def get_vocab_size(self) -> int:
-        """Number of tokens."""
-        return self._encoding.n_vocab
-
-
-class ByteTokenizer(_TiktokenTokenizer):
+class ByteTokenizer(BaseTokenizer):
     """One token for each byte of the UTF-8 text, and one for the end of a document.
 
     Needs no files. Token ``i < 256`` is byte ``i``, token 256 is :attr:`eos_id`; the text of the
@@ -89,20 +59,23 @@ class ByteTokenizer(_TiktokenTokenizer):
     """
 
     def __init__(self) -> None:
-        encoding = tiktoken.Encoding(
-            name="bytes",
-            # Single characters: longer pieces would be searched for merges, and there are none.
-            pat_str=r"[\s\S]",
-            mergeable_ranks={bytes([byte]): byte for byte in range(256)},
-            special_tokens={EOS: BYTE_VOCAB_SIZE - 1},
-            explicit_n_vocab=BYTE_VOCAB_SIZE,
-        )
-        super().__init__(encoding, BYTE_VOCAB_SIZE - 1)
+        super().__init__()
+        self.bos_id: int | None = None
+        self.eos_id: int = BYTE_VOCAB_SIZE - 1
 
     def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
         """The bytes of ``text``, followed by the end token where ``add_eos``."""
         tokens = [*text.encode()]
         return [*tokens, self.eos_id] if add_eos else tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of ``tokens``; bytes that are not UTF-8 become U+FFFD."""
+        parts = (EOS.encode() if token == self.eos_id else bytes([token]) for token in tokens)
+        return b"".join(parts).decode(errors="replace")
+
+    def get_vocab_size(self) -> int:
+        """Number of tokens."""
+        return BYTE_VOCAB_SIZE
 
 
 # How text is cut before merging: as published with the two families' tokenizers. They differ in
@@ -156,7 +129,7 @@ FAMILIES = {
 """By the name of the file: Llama-3.1, and Qwen."""
 
 
-class TiktokenTokenizer(_TiktokenTokenizer):
+class TiktokenTokenizer(BaseTokenizer):
     """Llama-3.1's ``tokenizer.model`` or Qwen's ``qwen.tiktoken``.
 
     Args:
@@ -181,15 +154,35 @@ class TiktokenTokenizer(_TiktokenTokenizer):
             raise ValueError(
                 f"tokenizer.eos_token: found {eos!r}, expected a special token of {file}"
             )
-        encoding = tiktoken.Encoding(
+        super().__init__()
+        self.bos_id: int | None = None
+        self.eos_id: int = special[eos]
+        self.digest = _digest(content, self.eos_id)
+        self._normalize = family.normalize
+        self._encoding = tiktoken.Encoding(
             name=file.name,
             pat_str=family.pattern,
             mergeable_ranks=ranks,
             special_tokens=special,
             explicit_n_vocab=len(ranks) + len(special),
         )
-        super().__init__(encoding, special[eos], family.normalize)
-        self.digest = _digest(content, self.eos_id)
+
+    def encode(self, text: str, add_bos: bool = False, add_eos: bool = False) -> list[int]:
+        """The tokens of ``text``, followed by the end token where ``add_eos``.
+
+        ``add_bos``, with which torchtitan's own loaders call, adds nothing: here documents are
+        packed without a begin token, whoever packs them.
+        """
+        tokens = self._encoding.encode_ordinary(self._normalize(text))
+        return [*tokens, self.eos_id] if add_eos else tokens
+
+    def decode(self, tokens: list[int]) -> str:
+        """The text of ``tokens``; bytes that are not UTF-8 become U+FFFD."""
+        return self._encoding.decode(tokens)
+
+    def get_vocab_size(self) -> int:
+        """Number of tokens."""
+        return self._encoding.n_vocab
 
 
 def read_ranks(content: bytes, file: Path) -> dict[bytes, int]:

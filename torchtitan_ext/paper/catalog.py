@@ -289,25 +289,22 @@ def _ns_steps() -> Experiment:
 _WARMUP = "lr_scheduler.warmup_steps"
 _DECAY = "lr_scheduler.decay_ratio"
 
+
+def _schedulers(lr: float, warmup: int, **cosine: Value) -> Mapping[str, Mapping[str, Value]]:
+    """Learning rate schedules by name; ``cosine`` is what differs there."""
+    own = {f"lr_scheduler.{name}": value for name, value in cosine.items()}
+    return {
+        "Const": {"optimizer.lr_from": "value", "optimizer.lr": lr, _WARMUP: 0, _DECAY: 0.0},
+        "WS": {_WARMUP: warmup, _DECAY: 0.0},
+        "WSD": {_WARMUP: warmup, _DECAY: 0.1, "lr_scheduler.decay_type": "linear"},
+        "Cosine": {_WARMUP: warmup, _DECAY: "None", "lr_scheduler.decay_type": "cosine", **own},
+    }
+
+
 SCHEDULERS: Mapping[str, Mapping[str, Mapping[str, Value]]] = {
-    "Qwen3-0.6B": {
-        "Const": {"optimizer.lr_from": "value", "optimizer.lr": 1.8e-3, _WARMUP: 0, _DECAY: 0.0},
-        "WS": {_WARMUP: 143, _DECAY: 0.0},
-        "WSD": {_WARMUP: 143, _DECAY: 0.1, "lr_scheduler.decay_type": "linear"},
-        "Cosine": {_WARMUP: 143, _DECAY: "None", "lr_scheduler.decay_type": "cosine"},
-    },
-    "Llama-3.1-760M": {
-        "Const": {"optimizer.lr_from": "value", "optimizer.lr": 3.0e-4, _WARMUP: 0, _DECAY: 0.0},
-        "WS": {_WARMUP: 181, _DECAY: 0.0},
-        "WSD": {_WARMUP: 181, _DECAY: 0.1, "lr_scheduler.decay_type": "linear"},
-        # The paper's grid ends at step 3622 of a decay over 3866.
-        "Cosine": {
-            _WARMUP: 193,
-            _DECAY: "None",
-            "lr_scheduler.decay_type": "cosine",
-            "lr_scheduler.total_steps": 3866,
-        },
-    },
+    "Qwen3-0.6B": _schedulers(1.8e-3, 143),
+    # The paper's grid ends at step 3622 of a decay over 3866.
+    "Llama-3.1-760M": _schedulers(3.0e-4, 181, warmup_steps=193, total_steps=3866),
 }
 """Learning rate schedules of the data curriculum by model and name; the floor is the config's."""
 

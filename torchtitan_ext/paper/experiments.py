@@ -170,8 +170,9 @@ def _evaluate(args: argparse.Namespace) -> int:
             continue
         print(f"amo evaluate {checkpoint} --tasks {args.tasks} --output {output}", flush=True)
         if not args.dry_run:
-            request = evaluate.Request(checkpoint=checkpoint, tasks=args.tasks)
             # Not the row's: a run that belongs to several tables has one results file.
             optimizer = str(job.run.options["optimizer.name"])
-            evaluate.write(evaluate.evaluate(request, job.run.model, optimizer), output)
+            model = job.run.model
+            record = evaluate.evaluate(checkpoint, model, optimizer, tasks=args.tasks)
+            evaluate.write(record, output)
     return 0

@@ -183,8 +183,8 @@ class Config:
 
     path: Path
     """Relative to the repository, or absolute."""
-    values: Mapping[str, Any]
-    """Its sections."""
+    fields: Mapping[str, Any]
+    """What it and those that it extends say, by dotted name."""
 
     @staticmethod
     def read(path: Path) -> Config:
@@ -193,20 +193,17 @@ class Config:
         Raises:
             ValueError: It cannot be read or is not TOML.
         """
-        return Config(path, files.read(ROOT / path))
+        return Config(path, dict(files.fields(files.read(ROOT / path))))
 
     def field(self, name: str) -> Any:
-        """The value of a field by its dotted name.
+        """The value of a field.
 
         Raises:
             ValueError: It is not there.
         """
-        found: Any = self.values
-        for part in name.split("."):
-            found = found.get(part) if isinstance(found, Mapping) else None
-        if found is None:
+        if name not in self.fields:
             raise ValueError(f"{self.path}: {name}: found nothing, expected this field")
-        return found
+        return self.fields[name]
 
     @property
     def steps(self) -> int:
@@ -216,25 +213,21 @@ class Config:
     @property
     def is_by_law(self) -> bool:
         """Whether the scaling law sets the learning rate."""
-        return bool(self.field("optimizer").get("lr_from") == "scaling_law")
+        return bool(self.fields.get("optimizer.lr_from") == "scaling_law")
 
     @property
     def peak_rate(self) -> float:
         """Peak learning rate."""
         if not self.is_by_law:
             return float(self.field("optimizer.lr"))
-        law = self.field("optimizer.scaling_law")
-        return learning_rate.scaling_law_lr(law["params_b"], law["tokens_b"])
-
-    @property
-    def amo(self) -> Mapping[str, Any]:
-        """What it says in ``[optimizer.amo]``."""
-        found: Mapping[str, Any] = self.values.get("optimizer", {}).get("amo", {})
-        return found
+        law = (self.field(f"optimizer.scaling_law.{name}") for name in ("params_b", "tokens_b"))
+        return learning_rate.scaling_law_lr(*law)
 
     def horizon(self, name: str) -> int:
         """A number of steps of ``[optimizer.amo]``, or its default."""
-        return int(AMOConfig(**self.amo).to_dict()[name])
+        prefix, found = "optimizer.amo.", self.fields.items()
+        amo = {key.removeprefix(prefix): v for key, v in found if key.startswith(prefix)}
+        return int(AMOConfig(**amo).to_dict()[name])
 
 
 def _options(

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from torchtitan_ext.config import files
 from torchtitan_ext.paper.resolve import GPUS_PER_NODE, ROOT, Config, Job
 from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs import run_files
@@ -36,9 +37,9 @@ def is_done(job: Job) -> bool:
 
 def _saves(job: Job) -> bool:
     """Whether a run writes checkpoints: as it was last started, or as its config says."""
-    values = run_files.read_config(ROOT / job.folder) or Config.read(job.config).values
-    section = values.get("checkpoint", {})
-    return bool(section.get("enable")) and not section.get("load_only")
+    saved = run_files.read_config(ROOT / job.folder)
+    fields = dict(files.fields(saved)) if saved else Config.read(job.config).fields
+    return bool(fields.get("checkpoint.enable")) and not fields.get("checkpoint.load_only")
 
 
 def check(jobs: Sequence[Job], extra: Sequence[str], *, marks: bool = True) -> None:

@@ -34,6 +34,7 @@ from amo_dist.schedule.types import Schedule
 from amo_dist.tools import files
 from amo_dist.tools.command import Subparsers
 from amo_dist.tools.records import read_records
+from torchtitan_ext.runs.run_files import NUMBER, check_fields
 
 RULES: Mapping[str, int] = {"typical": 50, "conservative": 25, "floor": 10}
 """Percentile of ``ell`` by the name of the rule."""
@@ -73,19 +74,22 @@ def read_pool(paths: Iterable[str | Path], family: str | None = None) -> Pool:
     models: set[str] = set()
     families: set[str] = set()
     num_invalid = 0
-    for path in paths:
-        for where, record in _records(Path(path)):
+    for path in map(Path, paths):
+        if not path.exists():
+            raise ValueError(f"{path}: found no such file, expected a geometry log")
+        for number, record in enumerate(read_records(path), start=1):
+            check_fields(f"{path}, line {number}", record, _KINDS)
             # Logs of earlier versions spell this family as one word.
-            found = _name(where, record, "family").replace("Llama3.1", "Llama-3.1")
+            found = record["family"].replace("Llama3.1", "Llama-3.1")
             families.add(found)
             if family is not None and found != family:
                 continue
-            models.add(_name(where, record, "model"))
-            ell = static_ell(*(_size(where, record, key) for key in _SIZES))
+            models.add(record["model"])
+            ell = static_ell(*(record[key] for key in _SIZES))
             if ell is None:
                 num_invalid += 1
             else:
-                ell_by_type.setdefault(_name(where, record, "operator_type"), []).append(ell)
+                ell_by_type.setdefault(record["operator_type"], []).append(ell)
     if not ell_by_type:
         wanted = "" if family is None else f" of family {family!r}"
         known = ", ".join(sorted(families)) or "none"
@@ -96,9 +100,12 @@ def read_pool(paths: Iterable[str | Path], family: str | None = None) -> Pool:
 
 
 _SIZES = ("sigma_min", "sigma_max", "frobenius")
+_KINDS = dict.fromkeys(("family", "model", "operator_type"), str) | dict.fromkeys(_SIZES, NUMBER)
 
 
-def static_ell(sigma_min: float, sigma_max: float, frobenius: float) -> float | None:
+def static_ell(
+    sigma_min: float | None, sigma_max: float | None, frobenius: float | None
+) -> float | None:
     """``max(sigma_min, tau * sigma_max) / frobenius``, the reading of offline schedules.
 
     (The controller clamps ``sigma_min`` at ``tau`` itself; the geometry metrics take the smallest
@@ -107,35 +114,13 @@ def static_ell(sigma_min: float, sigma_max: float, frobenius: float) -> float | 
     Returns:
         A number in (0, 1]; ``None`` for a matrix that is all zero or not finite.
     """
-    if not all(map(math.isfinite, (sigma_min, sigma_max, frobenius))) or frobenius <= 0:
+    sizes = (sigma_min, sigma_max, frobenius)
+    low, high, norm = (math.nan if one is None else one for one in sizes)
+    if not all(map(math.isfinite, (low, high, norm))) or norm <= 0:
         return None
     # A matrix of rank one has sigma_max = frobenius, up to rounding.
-    ell = min(max(sigma_min, TAU * sigma_max) / frobenius, 1.0)
+    ell = min(max(low, TAU * high) / norm, 1.0)
     return ell if ell > 0 else None
-
-
-def _records(path: Path) -> Iterable[tuple[str, Mapping[str, Any]]]:
-    if not path.exists():
-        raise ValueError(f"{path}: found no such file, expected a geometry log")
-    for number, record in enumerate(read_records(path), start=1):
-        yield f"{path}, line {number}", record
-
-
-def _name(where: str, record: Mapping[str, Any], key: str) -> str:
-    found = record.get(key)
-    if not isinstance(found, str) or not found:
-        raise ValueError(f"{where}: {key}: found {found!r}, expected a name")
-    return found
-
-
-def _size(where: str, record: Mapping[str, Any], key: str) -> float:
-    """A singular value or norm; NaN for ``null``."""
-    found = record.get(key, "nothing")
-    if found is None:
-        return math.nan
-    if isinstance(found, bool) or not isinstance(found, (int, float)) or found < 0:
-        raise ValueError(f"{where}: {key}: found {found!r}, expected a number >= 0 or null")
-    return float(found)
 
 
 def percentile(values: Sequence[float], percent: int) -> float:

@@ -157,7 +157,7 @@ class CheckpointManager(titan.CheckpointManager):
         Raises:
             ValueError: On every rank, if all are damaged, or one is and ``damaged`` says so.
         """
-        found = [self._complete_steps()]
+        found = [complete_steps(Path(self.folder))]
         dist.broadcast_object_list(found, src=0)
         incomplete = checkpoints(Path(self.folder))
         if not found[0] and incomplete and dist.get_rank() == 0:
@@ -251,21 +251,20 @@ class CheckpointManager(titan.CheckpointManager):
             raise self._explained(error) from error
 
     def _explained(self, error: BaseException) -> CheckpointError:
-        complete = [step for step in self._complete_steps() if step != self._step_under_way]
+        complete = [
+            step for step in complete_steps(Path(self.folder)) if step != self._step_under_way
+        ]
         newest = f"step {max(complete)} is the newest complete one" if complete else "there is none"
         return CheckpointError(
             f"the checkpoint of step {self._step_under_way} could not be written to {self.folder}: "
             f"{_reason(error)}; {newest}"
         )
 
-    def _complete_steps(self) -> list[int]:
-        return complete_steps(Path(self.folder))
-
     def _purge_stale_checkpoints(self) -> None:
         if not self._should_purge():
             return
         current = self._step_under_way
-        older = [step for step in self._complete_steps() if step < current]
+        older = [step for step in complete_steps(Path(self.folder)) if step < current]
         kept = {current, *older[-(self.keep_latest_k - 1) :]}
         for step, folder in checkpoints(Path(self.folder)).items():
             if step < current and step not in kept:

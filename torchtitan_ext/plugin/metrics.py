@@ -59,26 +59,15 @@ class MetricsProcessor(titan.MetricsProcessor):
     _optimizers: Any = None
     _tracker: GeometryTracker | None = None
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        parallel_dims: Any,
-        dump_folder: str,
-        pp_schedule: str,
-        config_dict: dict[str, Any],
-        **options: Any,
-    ) -> None:
-        shared = {"parallel_dims": parallel_dims, "pp_schedule": pp_schedule}
-        super().__init__(
-            config, dump_folder=dump_folder, config_dict=config_dict, **shared, **options
-        )
+    def __init__(self, config: Config, **options: Any) -> None:
+        super().__init__(config, **options)
         # torchtitan would hold any CPU against an A100; so it tells no share of peak flops.
         self.has_quantization |= cpu_is_needed()
         self._logged: dict[str, Any] = {}  # by torchtitan, of the latest step
         self.logger: Any = _Both(self.logger, self._logged)
         self._tail = ""
         titan.logger.addFilter(self._extend_line)
+        config_dict, dump_folder = options["config_dict"], options["dump_folder"]
         # The section says which model it is; all of its modules would take thousands of lines.
         self._config_dict = {k: v for k, v in config_dict.items() if k != "model_spec"}
         # Sections as attributes again.
@@ -86,10 +75,11 @@ class MetricsProcessor(titan.MetricsProcessor):
             **{k: SimpleNamespace(**v) for k, v in config_dict.items() if isinstance(v, dict)},
             dump_folder=dump_folder,
         )
-        writes = torch.distributed.get_rank() == titan._get_metrics_rank(**shared)
+        where = {name: options[name] for name in ("parallel_dims", "pp_schedule")}
+        writes = torch.distributed.get_rank() == titan._get_metrics_rank(**where)
         self._files = RunFiles(Path(dump_folder)) if writes else None
         self._num_steps = int(self._config.training.steps)
-        self.tokens_per_step = tokens_per_step(self._config.training, parallel_dims)
+        self.tokens_per_step = tokens_per_step(self._config.training, options["parallel_dims"])
         self._first_step: int | None = None
         self._logged_step = 0
         self._step_ended = self.time_last_log

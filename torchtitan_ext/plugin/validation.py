@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,25 +30,10 @@ class Validator(titan.Validator):
         )
         """``[validator.dataloader]``: the fields of ``[dataloader]``."""
 
-    def __init__(
-        self,
-        config: Config,
-        *,
-        metrics_processor: Any,
-        dp_world_size: int,
-        local_batch_size: int,
-        seq_len: int,
-        **options: Any,
-    ) -> None:
+    def __init__(self, config: Config, **options: Any) -> None:
         if config.steps > 0:
-            batch = dp_world_size * local_batch_size * seq_len
-            steps = config.steps * metrics_processor.tokens_per_step // batch
+            sizes = ("dp_world_size", "local_batch_size", "seq_len")
+            batch = math.prod(options[name] for name in sizes)
+            steps = config.steps * options["metrics_processor"].tokens_per_step // batch
             config = dataclasses.replace(config, steps=steps)
-        super().__init__(
-            config,
-            metrics_processor=metrics_processor,
-            dp_world_size=dp_world_size,
-            local_batch_size=local_batch_size,
-            seq_len=seq_len,
-            **options,
-        )
+        super().__init__(config, **options)

@@ -108,17 +108,12 @@ class RunFolder:
 
 def changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Fields that differ between two configs and matter for training, as readable text."""
-    lines = differences(flat(saved), flat(config))
+    lines = differences(dict(fields(saved)), dict(fields(config)))
     return [line for line in lines if not _is_free(line.partition(": ")[0])]
 
 
 def _is_free(name: str) -> bool:
     return any(f"{name}.".startswith(f"{free}.") for free in _NOT_COMPARED)
-
-
-def flat(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config by dotted name."""
-    return dict(fields(values))
 
 
 def with_file(arguments: Sequence[str]) -> list[str]:

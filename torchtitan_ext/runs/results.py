@@ -93,20 +93,26 @@ def read_results(paths: Iterable[str | Path]) -> list[Result]:
         ValueError: A file cannot be read or is malformed, a pair of model and optimizer comes
             twice, or the results have not all the same tasks.
     """
-    found: list[Result] = []
+    found: dict[tuple[str, str], Result] = {}
     for path in paths:
-        for index, record in enumerate(_records(Path(path))):
-            found.append(_result(f"{path}[{index}]", record))
+        content = read_json_file(Path(path))
+        for index, record in enumerate(content if isinstance(content, list) else [content]):
+            result = _result(f"{path}[{index}]", record)
+            name = (result.model, result.optimizer)
+            if name in found:
+                raise ValueError(f"results: found {' with '.join(name)} twice, expected it once")
+            found[name] = result
     if not found:
         raise ValueError("results: found none, expected at least one")
-    _require_unique(found)
-    _require_same_tasks(found)
-    return found
-
-
-def _records(path: Path) -> list[Any]:
-    content = read_json_file(path)
-    return content if isinstance(content, list) else [content]
+    # An average over other tasks is another quantity, and nobody would see it in the table.
+    expected = next(iter(found.values())).tasks.keys()
+    for result in found.values():
+        if differs := sorted(expected ^ result.tasks.keys()):
+            raise ValueError(
+                f"{result.model} with {result.optimizer}: tasks differ from those of the first "
+                f"result: {', '.join(differs)}; expected the same tasks everywhere"
+            )
+    return [*found.values()]
 
 
 def _result(where: str, record: Any) -> Result:
@@ -123,26 +129,6 @@ def _result(where: str, record: Any) -> Result:
         if not is_number or not math.isfinite(score) or not 0 <= score <= 100:
             raise ValueError(f"{where}.tasks.{name}: found {score!r}, expected 0 to 100")
     return Result(record["model"], record["optimizer"], {n: float(s) for n, s in tasks.items()})
-
-
-def _require_unique(results: Sequence[Result]) -> None:
-    seen: set[tuple[str, str]] = set()
-    for result in results:
-        key = (result.model, result.optimizer)
-        if key in seen:
-            raise ValueError(f"results: found {' with '.join(key)} twice, expected it once")
-        seen.add(key)
-
-
-def _require_same_tasks(results: Sequence[Result]) -> None:
-    # An average over other tasks is another quantity, and nobody would see it in the table.
-    expected = set(results[0].tasks)
-    for result in results:
-        if differs := sorted(expected.symmetric_difference(result.tasks)):
-            raise ValueError(
-                f"{result.model} with {result.optimizer}: tasks differ from those of the first "
-                f"result: {', '.join(differs)}; expected the same tasks everywhere"
-            )
 
 
 def score_table(results: Sequence[Result]) -> str:

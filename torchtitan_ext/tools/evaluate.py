@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import importlib.metadata
 import json
 import re
@@ -18,6 +17,7 @@ import statistics
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from amo_dist.tools import files
@@ -30,52 +30,28 @@ _FALLBACK_METRICS = ("acc,none", "exact_match,none")
 """Metrics of tasks that the paper does not use, the first that a task has."""
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Request:
-    """What to evaluate, and how."""
-
-    checkpoint: Path
-    """A distributed checkpoint, or a folder with a Hugging Face model."""
-    tasks: str = "paper"
-    """``paper``, or the harness's names with commas."""
-    config: str | None = None
-    """TOML of the run; by default what its folder says."""
-    include_path: str | None = None
-    """Folder with tasks of one's own."""
-    limit: int | None = None
-    """Only so many questions of each task: for trying out, not for results."""
-    batch_size: str = "auto"
-    """A number, or ``auto``."""
-    device: str | None = None
-    """By default the accelerator, where there is one."""
-    dtype: str | None = None
-    """By default bfloat16 on an accelerator, else float32."""
-    max_length: int = 4096
-    """The most tokens the model sees."""
-    hf_folder: Path | None = None
-    """Where the exported model stays; by default it is deleted."""
-
-    def task_names(self) -> list[str]:
-        """The harness's names.
-
-        Raises:
-            ValueError: There are none.
-        """
-        if self.tasks == "paper":
-            return [task.name for task in PAPER_TASKS]
-        names = [name.strip() for name in self.tasks.split(",") if name.strip()]
-        if not names:
-            raise ValueError(f"--tasks: found {self.tasks!r}, expected 'paper' or names of tasks")
-        return names
+_OPTIONS: Mapping[str, tuple[Callable[[str], Any], Any, str]] = {
+    "tasks": (str, "paper", "'paper', or the harness's names with commas (default paper)"),
+    "config": (str, None, "TOML of the run (default: what its folder says)"),
+    "include_path": (str, None, "folder with tasks of your own"),
+    "limit": (whole(1), None, "only so many questions of each task, to try out"),
+    "batch_size": (str, "auto", "a number or 'auto' (default auto)"),
+    "device": (str, None, "default: the accelerator, where there is one"),
+    "dtype": (str, None, "default: bfloat16 on an accelerator, else float32"),
+    "max_length": (whole(1), 4096, "the most tokens the model sees (default 4096)"),
+    "hf_folder": (Path, None, "keep the exported Hugging Face model here"),
+}
+"""What to evaluate, and how: type, default and help of each option."""
 
 
-def evaluate(request: Request, model: str, optimizer: str) -> dict[str, Any]:
+def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> dict[str, Any]:
     """Evaluate a checkpoint.
 
     Args:
-        request: What to evaluate, and how.
+        checkpoint: A distributed checkpoint, or a folder with a Hugging Face model.
         model: Name of the model in tables.
         optimizer: Name of the row in tables.
+        **options: As on the command line, ``max_length=4096``.
 
     Returns:
         A results record as in :mod:`torchtitan_ext.runs.results`, with further keys.
@@ -84,17 +60,27 @@ def evaluate(request: Request, model: str, optimizer: str) -> dict[str, Any]:
         ValueError: The harness is not installed, a task is unknown or gives no score, or as
             :func:`torchtitan_ext.tools.export.export`.
     """
+    import torch
+
+    asked = SimpleNamespace(**{name: default for name, (_, default, _) in _OPTIONS.items()})
+    vars(asked).update(options)
     harness = _harness()
-    names, batch_size = request.task_names(), _batch_size(request.batch_size)
-    manager = _task_manager(harness, names, request.include_path)
-    with _hf_model(request) as folder, _readable(names):
+    names, batch_size = task_names(asked.tasks), _batch_size(asked.batch_size)
+    manager = _task_manager(harness, names, asked.include_path)
+    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    with _hf_model(checkpoint, asked.config, asked.hf_folder) as folder, _readable(names):
         found = harness.simple_evaluate(
             model="hf",
-            model_args=_model_args(request, folder),
+            model_args={
+                "pretrained": str(folder),
+                "dtype": asked.dtype or ("float32" if device == "cpu" else "bfloat16"),
+                "max_length": asked.max_length,
+                "add_bos_token": False,
+            },
             tasks=names,
             batch_size=batch_size,
-            device=_device(request),
-            limit=request.limit,
+            device=device,
+            limit=asked.limit,
             task_manager=manager,
             log_samples=False,
             bootstrap_iters=0,
@@ -102,20 +88,39 @@ def evaluate(request: Request, model: str, optimizer: str) -> dict[str, Any]:
     metrics = {name: _metric(name, found["results"].get(name, {})) for name in names}
     scores = {name: 100.0 * found["results"][name][metrics[name]] for name in sort_tasks(names)}
     num_fewshot = {name: _num_fewshot(found, name) for name in scores}
-    _require_paper_fewshot(num_fewshot)
+    for task in PAPER_TASKS:  # a version of the harness may have other defaults
+        if task.name in scores and num_fewshot[task.name] != task.num_fewshot:
+            print(
+                f"warning: {task.name} was evaluated with {num_fewshot[task.name]} examples by "
+                f"this version of the harness, with {task.num_fewshot} in the paper"
+            )
     return {
         "model": model,
         "optimizer": optimizer,
         "tasks": scores,
         "average": statistics.fmean(scores.values()),
-        "checkpoint": str(request.checkpoint),
-        "step": checkpoint_step(request.checkpoint),
+        "checkpoint": str(checkpoint),
+        "step": checkpoint_step(checkpoint),
         "metrics": metrics,
         "num_fewshot": num_fewshot,
-        "limit": request.limit,
-        "max_length": request.max_length,
+        "limit": asked.limit,
+        "max_length": asked.max_length,
         "harness": f"lm_eval {importlib.metadata.version('lm_eval')}",
     }
+
+
+def task_names(text: str) -> list[str]:
+    """The harness's names of ``paper``, or of names with commas.
+
+    Raises:
+        ValueError: There are none.
+    """
+    if text == "paper":
+        return [task.name for task in PAPER_TASKS]
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    if not names:
+        raise ValueError(f"--tasks: found {text!r}, expected 'paper' or names of tasks")
+    return names
 
 
 def _harness() -> Any:
@@ -174,34 +179,15 @@ def _line(error: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _hf_model(request: Request) -> Iterator[Path]:
-    """A folder with the checkpoint as a Hugging Face model."""
-    if (request.checkpoint / "config.json").is_file():
-        yield request.checkpoint
+def _hf_model(checkpoint: Path, config: str | None, kept: Path | None) -> Iterator[Path]:
+    """A folder with the checkpoint as a Hugging Face model, deleted where none is to be kept."""
+    if (checkpoint / "config.json").is_file():
+        yield checkpoint
         return
-    source = export.find_source(request.checkpoint, request.config)
-    with contextlib.ExitStack() as stack:
-        folder = request.hf_folder
-        if folder is None:
-            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="amo-hf-")))
-        export.export(request.checkpoint, folder, source)
+    with tempfile.TemporaryDirectory(prefix="amo-hf-") as scratch:
+        folder = kept or Path(scratch)
+        export.export(checkpoint, folder, export.find_source(checkpoint, config))
         yield folder
-
-
-def _device(request: Request) -> str:
-    import torch
-
-    return request.device or ("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def _model_args(request: Request, folder: Path) -> dict[str, Any]:
-    dtype = request.dtype or ("float32" if _device(request) == "cpu" else "bfloat16")
-    return {
-        "pretrained": str(folder),
-        "dtype": dtype,
-        "max_length": request.max_length,
-        "add_bos_token": False,
-    }
 
 
 def _batch_size(text: str) -> int | str:
@@ -235,16 +221,6 @@ def _num_fewshot(found: Mapping[str, Any], name: str) -> int | None:
     return counts.pop() if len(counts) == 1 else None
 
 
-def _require_paper_fewshot(num_fewshot: Mapping[str, int | None]) -> None:
-    """Warn where a version of the harness differs from the paper in its defaults."""
-    for task in PAPER_TASKS:
-        if task.name in num_fewshot and num_fewshot[task.name] != task.num_fewshot:
-            print(
-                f"warning: {task.name} was evaluated with {num_fewshot[task.name]} examples by "
-                f"this version of the harness, with {task.num_fewshot} in the paper"
-            )
-
-
 def write(record: Mapping[str, Any], output: Path) -> None:
     """Write a results file."""
     output.parent.mkdir(parents=True, exist_ok=True)
@@ -260,21 +236,9 @@ def add_command(subparsers: Subparsers) -> None:
         "of the AMO paper, and write a results file for `amo paper compare`.",
     )
     parser.add_argument("checkpoint", type=Path, help=export.CHECKPOINT_HELP)
-    default = Request(Path())
-    options: Sequence[tuple[str, Callable[[str], Any], str]] = (
-        ("--tasks", str, "'paper', or the harness's names with commas (default paper)"),
-        ("--config", str, "TOML of the run (default: what its folder says)"),
-        ("--include-path", str, "folder with tasks of your own"),
-        ("--limit", whole(1), "only so many questions of each task, to try out"),
-        ("--batch-size", str, "a number or 'auto' (default auto)"),
-        ("--device", str, "default: the accelerator, where there is one"),
-        ("--dtype", str, "default: bfloat16 on an accelerator, else float32"),
-        ("--max-length", whole(1), "the most tokens the model sees (default 4096)"),
-        ("--hf-folder", Path, "keep the exported Hugging Face model here"),
-    )
-    for flag, kind, text in options:
-        name = flag.removeprefix("--").replace("-", "_")
-        parser.add_argument(flag, type=kind, default=getattr(default, name), help=text)
+    for name, (kind, default, text) in _OPTIONS.items():
+        flag = f"--{name.replace('_', '-')}"
+        parser.add_argument(flag, type=kind, default=default, help=text)
     parser.add_argument("--model", help="name of the model in tables (default: its flavor)")
     parser.add_argument("--optimizer", help="name of the row in tables (default: the run's)")
     parser.add_argument("--output", type=Path, help="results file (default: results-step-<n>.json)")
@@ -289,13 +253,12 @@ def run(args: argparse.Namespace) -> int:
     """
     if not (args.checkpoint / "config.json").is_file():
         args.checkpoint = find_checkpoint(args.checkpoint)
-    names = [field.name for field in dataclasses.fields(Request)]
-    request = Request(**{name: getattr(args, name) for name in names})
     model, optimizer = args.model, args.optimizer
     if model is None or optimizer is None:
         source = export.find_source(args.checkpoint, args.config)
         model, optimizer = model or source.flavor, optimizer or source.optimizer
-    record = evaluate(request, model, optimizer)
+    options = {name: getattr(args, name) for name in _OPTIONS}
+    record = evaluate(args.checkpoint, model, optimizer, **options)
     output = args.output
     if output is None:
         step = record["step"]

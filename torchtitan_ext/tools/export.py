@@ -19,6 +19,7 @@ from typing import Any
 
 from amo_dist.schedule.fields import fail
 from amo_dist.tools.command import Subparsers
+from torchtitan_ext.config import files
 from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs.run_files import RUN_FILE, find_checkpoint, read_config
 
@@ -76,7 +77,7 @@ def find_source(checkpoint: Path, config: str | None = None) -> Source:
 
 
 def _source(config: Mapping[str, Any]) -> Source:
-    fields = runs.flat(config)
+    fields = dict(files.fields(config))
     needed = ("model.name", "model.flavor", "tokenizer.kind", "hf_assets_path", "optimizer.name")
     for name in needed:
         if not isinstance(fields.get(name), str):
@@ -199,10 +200,8 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
     """Model config, state-dict adapter and the weights, under torchtitan's names."""
     import torch
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict_loader import load as load_checkpoint
 
-    from amo_dist import CheckpointReader
-    from torchtitan_ext.plugin import models
+    from torchtitan_ext.plugin import loading, models
 
     if source.name not in ("llama3", "qwen3"):
         raise ValueError(f"model.name: found {source.name!r}, expected 'llama3' or 'qwen3'")
@@ -215,41 +214,18 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
     }
     if spec.model.enable_weight_tying:
         weights.pop("lm_head.weight", None)
-    _check_saved(checkpoint, weights)
+    if not (checkpoint / ".metadata").is_file():
+        raise ValueError(f"checkpoint: found no .metadata in {checkpoint}, expected step-<n>")
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as intended
         try:
-            load_checkpoint(weights, storage_reader=CheckpointReader(checkpoint), no_dist=True)
+            loading.load(weights, str(checkpoint))
         except CheckpointException as error:  # with the stack of each failure in its text
             reasons = dict.fromkeys(
                 " ".join(str(one).split()) for one, _ in error.failures.values()
             )
-            raise ValueError(f"checkpoint: {checkpoint}: {'; '.join(reasons)}") from None
+            raise ValueError(f"checkpoint {checkpoint}: {'; '.join(reasons)}") from None
     return spec.model, spec.state_dict_adapter(spec.model, None), weights
-
-
-def _check_saved(checkpoint: Path, weights: Mapping[str, Any]) -> None:
-    """Check that a checkpoint holds the weights of a model.
-
-    Raises:
-        ValueError: If it lacks one, or holds it in another shape.
-    """
-    from amo_dist import CheckpointReader
-
-    if not (checkpoint / ".metadata").is_file():
-        raise ValueError(f"checkpoint: found no .metadata in {checkpoint}, expected step-<n>")
-    saved = CheckpointReader(checkpoint).read_metadata().state_dict_metadata
-    if missing := sorted(set(weights) - set(saved)):
-        raise ValueError(
-            f"checkpoint: {checkpoint} lacks {len(missing)} weights of the model, such as "
-            f"{missing[0]}; expected one of its config"
-        )
-    for name, weight in weights.items():
-        size = getattr(saved[name], "size", None)
-        if size != weight.shape:
-            raise ValueError(
-                f"checkpoint: {name} has shape {size}, expected {weight.shape} of its config"
-            )
 
 
 def hf_config(name: str, config: Any) -> Any:

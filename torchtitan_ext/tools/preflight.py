@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from amo_dist import AMOConfig
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_layout
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.types import MatrixInfo
@@ -79,7 +78,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {}
     if not problems:
         report = build(config, args.world, args.gpus_per_node, args.plan)
-        lacks = preflight_here.lacks(config, report["run"])
+        lacks = preflight_here.lacks(config)
         if args.elsewhere:
             report["notes"] += [f"on this machine: {one}" for one in lacks]
         else:
@@ -122,8 +121,7 @@ def build(config: Any, world_size: int, ranks_per_node: int, plan: str) -> dict[
     from torchtitan_ext.tools import preflight_checks
 
     degrees = preflight_checks.degrees(config, world_size)
-    model = preflight_memory.meta_model(config)
-    groups = preflight_memory.groups_of(model, config)
+    groups = preflight_memory.groups_of(config)
     registry = _registry(groups)
     before, after, origin = preflight_schedule.steps(config, registry, plan)
     report: dict[str, Any] = {
@@ -142,10 +140,10 @@ def build(config: Any, world_size: int, ranks_per_node: int, plan: str) -> dict[
         "parameters": {**_parameters(groups), "num_matrices": len(registry)},
         "operator_types": _operator_types(registry, before, after),
         "plan_origin": origin,
-        "run": _run(config, degrees, groups),
+        "run": _run(config, degrees),
         "timeline": _timeline(config),
     }
-    _add_costs(report, config, degrees, groups, (before, after))
+    _add_costs(report, config, degrees, registry, (before, after))
     return report
 
 
@@ -197,17 +195,6 @@ def _operator_types(
 # ------------------------------------------------------------------ the schedule
 
 
-def _samples(config: Any, registry: Sequence[MatrixInfo]) -> list[tuple[str, ...]]:
-    """What AMO will draw at each observation of the first plan; those of later ones are alike."""
-    if config.optimizer.name != "AMO":
-        return []
-    amo = config.optimizer.amo
-    policy = AMOPolicy(amo)
-    state, groups = policy.start(), policy.groups(registry)
-    steps = range(amo.interval, amo.observe_until + 1, amo.interval)
-    return [policy.sample(state, groups, step) for step in steps]
-
-
 def _timeline(config: Any) -> list[dict[str, Any]]:
     steps, schedule = config.training.steps, config.lr_scheduler
     total = schedule.total_steps or steps
@@ -242,29 +229,10 @@ def _plans(amo: Any) -> list[tuple[int, str]]:
     return events
 
 
-def _num_observations(config: Any) -> int:
-    """In the whole run, later plans' included."""
-    amo: AMOConfig = config.optimizer.amo
-    steps: int = config.training.steps
-    every, first, period = amo.interval, amo.observe_until, amo.replan_every
-
-    def between(done: int, until: int) -> int:
-        return max(until // every - done // every, 0)
-
-    count = between(0, min(first, steps))
-    if amo.observe_only or not period or steps <= first:
-        return count
-    # Toward each further plan from the lock of the one before; `period` is a multiple of `every`.
-    lock = amo.transition_steps - 1
-    periods = (steps - first) // period
-    last = first + periods * period
-    return count + periods * between(first + lock, first + period) + between(last + lock, steps)
-
-
 # ------------------------------------------------------------------ the run
 
 
-def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]:
+def _run(config: Any, degrees: Mapping[str, int]) -> dict[str, Any]:
     training = config.training
     ranks = degrees["replicate"] * degrees["shard"]
     batch = sequences_per_step(training, ranks)
@@ -276,7 +244,7 @@ def _run(config: Any, degrees: Mapping[str, int], groups: Any) -> dict[str, Any]
         "accumulation": batch // (training.local_batch_size * ranks),
         "tokens_per_step": tokens,
         "tokens": tokens * training.steps,
-        **preflight_memory.checkpoint_sizes(config, groups),
+        **preflight_memory.checkpoint_sizes(config),
     }
 
 
@@ -287,7 +255,7 @@ def _add_costs(
     report: dict[str, Any],
     config: Any,
     degrees: Mapping[str, int],
-    groups: Sequence[Mapping[str, Any]],
+    registry: Sequence[MatrixInfo],
     steps: tuple[dict[str, int], dict[str, int]],
 ) -> None:
     if degrees["tp"] > 1 or degrees["pp"] > 1:
@@ -296,8 +264,7 @@ def _add_costs(
             "are left out"
         )
         return
-    memory = report["memory"] = preflight_memory.memory_of(config, groups, degrees)
-    registry = _registry(groups)
+    memory = report["memory"] = preflight_memory.memory_of(config, degrees)
     if not registry:
         return
     shards = degrees["shard"] * degrees["cp"]
@@ -319,12 +286,11 @@ def _add_costs(
             for one, other in others.items()
         },
     }
-    samples = _samples(config, registry)
-    if samples:
-        report["observation"] = {
-            "count": _num_observations(config),
-            "matrices": max(map(len, samples)),
-        }
+    if config.optimizer.name == "AMO":
+        amo = config.optimizer.amo
+        policy = AMOPolicy(amo)
+        drawn = policy.sample(policy.start(), policy.groups(registry), amo.interval)
+        report["observation"] = {"matrices": len(drawn)}
 
 
 def _layouts(

@@ -8,12 +8,7 @@ from typing import Any
 from torchtitan_ext.config import checks, settings
 from torchtitan_ext.data import loader
 from torchtitan_ext.plugin import models
-from torchtitan_ext.tools.preflight_memory import (
-    check_memory,
-    checkpoint_sizes,
-    groups_of,
-    meta_model,
-)
+from torchtitan_ext.tools.preflight_memory import check_memory, checkpoint_sizes
 
 DISK_GB_PER_S = 1.0
 """What all ranks together are taken to write to a file system that they share."""
@@ -25,7 +20,7 @@ def config_file(args: Sequence[str]) -> str:
     Raises:
         ValueError: If they name none.
     """
-    path = settings.argument(args, "job.config_file")
+    path, _ = settings.split_file(args)
     if path is None:
         raise ValueError("FILE: found none, expected a TOML file")
     return path
@@ -54,37 +49,32 @@ def check(config: Any, world_size: int, memory_gb: float | None = None) -> list[
     Returns:
         One line for each mistake.
     """
+    problems: list[str] = []
     each: list[Callable[[], object]] = [
         lambda: checks.settle(config),
         lambda: checks.validate(config),
         # What follows from the model alone: a rate that cannot be told hides no unknown flavor.
         lambda: models.spec(config.model),
         # Where the degrees do not fit, each of these two tells so: once is enough.
-        lambda: _check_batch(config, num_data_ranks(degrees(config, world_size))),
+        lambda: _check_batch(config, degrees(config, world_size)),
         lambda: loader.validate(config),
         lambda: _check_schedule(config),
     ]
-    problems: list[str] = []
-
-    def run(checks: list[Callable[[], object]]) -> None:
-        for one in checks:
-            try:
-                one()
-            except ValueError as error:
-                problems.append(str(error))
-
-    run(each)
+    for one in each:
+        collect(problems, one)
     if memory_gb is not None and not problems:  # for what fits together otherwise
-        found = degrees(config, world_size)
-        groups = groups_of(meta_model(config), config)
-        size = checkpoint_sizes(config, groups)["checkpoint_bytes"]
-        run(
-            [
-                lambda: check_memory(config, groups, found, memory_gb),
-                lambda: _check_timeouts(config, size),
-            ]
-        )
+        collect(problems, lambda: check_memory(config, degrees(config, world_size), memory_gb))
+        collect(problems, lambda: _check_timeouts(config))
     return list(dict.fromkeys(problems))
+
+
+def collect(problems: list[str], check: Callable[[], Any]) -> Any:
+    """What a check gives; where it finds a mistake ``None``, and the mistake is noted."""
+    try:
+        return check()
+    except ValueError as error:
+        problems.append(str(error))
+    return None
 
 
 def degrees(config: Any, world_size: int) -> dict[str, int]:
@@ -114,16 +104,11 @@ def degrees(config: Any, world_size: int) -> dict[str, int]:
     return found
 
 
-def num_data_ranks(found: Mapping[str, int]) -> int:
-    """Ranks that read data of their own, for degrees by name."""
-    return found["replicate"] * found["shard"]
-
-
 # ------------------------------------------------------------------ how fields fit together
 
 
-def _check_batch(config: Any, num_data_ranks: int) -> None:
-    training = config.training
+def _check_batch(config: Any, found: Mapping[str, int]) -> None:
+    training, num_data_ranks = config.training, found["replicate"] * found["shard"]
     one = training.local_batch_size * num_data_ranks
     if training.global_batch_size >= 0 and training.global_batch_size % one:
         raise ValueError(
@@ -133,10 +118,11 @@ def _check_batch(config: Any, num_data_ranks: int) -> None:
         )
 
 
-def _check_timeouts(config: Any, size: int) -> None:
+def _check_timeouts(config: Any) -> None:
     """What ranks wait for one another through must end before they give one another up."""
     if not config.checkpoint.enable:
         return
+    size = checkpoint_sizes(config)["checkpoint_bytes"]
     seconds = size / (DISK_GB_PER_S * 1e9)
     written = (
         f"expected more than the {seconds:.0f} s in which a checkpoint of {size / 1e9:.1f} GB is "

@@ -8,7 +8,7 @@ import os
 import shutil
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,43 +17,37 @@ from torchtitan.hf_datasets import text_datasets as titan
 from torchtitan_ext.data.files import find_files
 from torchtitan_ext.data.loader import DATASETS, named_for, open_packed, paths
 from torchtitan_ext.runs.run_files import checkpoints
+from torchtitan_ext.tools.preflight_checks import collect
+from torchtitan_ext.tools.preflight_memory import checkpoint_sizes
 
 HUB = "https://huggingface.co"
 HUB_SECONDS = 5.0
 """After which the hub counts as out of reach."""
 
 
-def lacks(config: Any, run: dict[str, Any]) -> list[str]:
+def lacks(config: Any) -> list[str]:
     """What a config needs of this machine and does not find, one line each.
 
     Args:
         config: A checked config.
-        run: ``checkpoint_bytes``, ``checkpoints_saved`` and ``checkpoints_kept`` of it.
     """
     found: list[str] = []
 
-    def collect(check: Callable[[], Any]) -> Any:
-        try:
-            return check()
-        except ValueError as error:
-            found.append(str(error))
-        return None
-
-    tokenizer = collect(lambda: _tokenizer(config))
+    tokenizer = collect(found, lambda: _tokenizer(config))
     needs_hub = []
     for section, loader in loaders(config):
         if where := hub_name(loader):
             needs_hub.append((section, where))
         else:
-            collect(functools.partial(_data, loader, tokenizer))
+            collect(found, functools.partial(_data, loader, tokenizer))
     if needs_hub and (reason := _why_no_hub()):
         found += [
             f"{section}.dataset_path: found the dataset {where!r} on the hub, which {reason}; "
             "expected a network, or the path of a copy on disk"
             for section, where in needs_hub
         ]
-    collect(lambda: _initial(config.checkpoint))
-    collect(lambda: _disk(config, run))
+    collect(found, lambda: _initial(config.checkpoint))
+    collect(found, lambda: _disk(config))
     return found
 
 
@@ -145,12 +139,13 @@ def _initial(section: Any) -> None:
         )
 
 
-def _disk(config: Any, run: dict[str, Any]) -> None:
+def _disk(config: Any) -> None:
     """Check that the dump folder and that of checkpoints can be written, and hold what comes."""
     folder = Path(config.dump_folder)
     at = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
     if not at.is_dir() or not os.access(at, os.W_OK):
         raise ValueError(f"dump_folder: found {folder}, which cannot be written; expected a folder")
+    run = checkpoint_sizes(config)
     if not run["checkpoints_saved"]:
         return
     saves = folder / config.checkpoint.folder

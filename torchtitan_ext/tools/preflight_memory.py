@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -20,26 +22,15 @@ its gradient and that of the logit, each in fp32 (as PyTorch 2.13 allocates).
 """
 
 
-def meta_model(config: Any) -> Any:
-    """The model of a config, without memory for its parameters.
+def groups_of(config: Any) -> Groups:
+    """Parameter groups as the run makes them, without memory; all of them AdamW's under AdamW.
 
     Raises:
-        ValueError: For a model that there is not.
-    """
-    from torchtitan_ext.plugin import models
-
-    with torch.device("meta"):
-        return models.spec(config.model).model.build()
-
-
-def groups_of(model: Any, config: Any) -> Groups:
-    """Parameter groups as the run makes them; all of them AdamW's under AdamW.
-
-    Raises:
-        ValueError: For an unknown matrix inside a block.
+        ValueError: For a model that there is not, or an unknown matrix inside a block.
     """
     from torchtitan_ext.plugin import optimizers
 
+    model = _built(*dataclasses.asdict(config.model).items())
     if config.optimizer.name in STOCK:
         groups = param_groups(model)
         params = [pair for group in groups for pair in group["params"]]
@@ -47,7 +38,15 @@ def groups_of(model: Any, config: Any) -> Groups:
     return optimizers.groups_of([model], config.optimizer)
 
 
-def held_bytes(config: Any, groups: Groups, shards: int) -> tuple[int, int]:
+@functools.lru_cache(maxsize=1)  # a large one takes a second
+def _built(*fields: tuple[str, Any]) -> Any:
+    from torchtitan_ext.plugin import models
+
+    with torch.device("meta"):
+        return models.spec(models.Model(**dict(fields))).model.build()
+
+
+def held_bytes(config: Any, shards: int) -> tuple[int, int]:
     """Bytes of the fullest rank: of parameters, and of optimizer state.
 
     FSDP cuts dim 0 as ``torch.chunk`` does: the first rank holds the ceiling.
@@ -55,7 +54,7 @@ def held_bytes(config: Any, groups: Groups, shards: int) -> tuple[int, int]:
     optimizer = config.optimizer
     itemsize = getattr(torch, config.training.dtype).itemsize
     params = state = 0
-    for group in groups:
+    for group in groups_of(config):
         each = 2 * itemsize  # of AdamW
         if group["algorithm"] == "muon":
             each = torch.float32.itemsize * (2 if optimizer.name == "AdaMuon" else 1)
@@ -66,13 +65,13 @@ def held_bytes(config: Any, groups: Groups, shards: int) -> tuple[int, int]:
     return params, state
 
 
-def checkpoint_sizes(config: Any, groups: Groups) -> dict[str, int]:
+def checkpoint_sizes(config: Any) -> dict[str, int]:
     """Bytes of a checkpoint (``checkpoint_bytes``), and how many are saved, and kept at the end."""
     section, steps = config.checkpoint, config.training.steps
     saved = 0
     if section.enable:
         saved = steps // section.interval + (steps % section.interval != 0)
-    params, state = held_bytes(config, groups, 1)
+    params, state = held_bytes(config, 1)
     kept = min(saved, section.keep_latest_k) if section.keep_latest_k else saved
     return {
         "checkpoint_bytes": params + state,
@@ -102,18 +101,15 @@ def logit_bytes(config: Any, degrees: Mapping[str, int]) -> int:
     return num_logits * each // shares
 
 
-def memory_of(
-    config: Any, groups: Groups, degrees: Mapping[str, int], exchange: int = 0
-) -> dict[str, int]:
+def memory_of(config: Any, degrees: Mapping[str, int], exchange: int = 0) -> dict[str, int]:
     """Bytes of the fullest rank by what they are for; no activations, no gathered parameters.
 
     Args:
         config: A settled config.
-        groups: From :func:`groups_of`.
         degrees: Parallel degrees by name, without tensor or pipeline parallelism.
         exchange: What the optimizer's exchange takes.
     """
-    params, state = held_bytes(config, groups, degrees["shard"] * degrees["cp"])
+    params, state = held_bytes(config, degrees["shard"] * degrees["cp"])
     return {
         "parameters": params,
         "gradients": params,
@@ -129,12 +125,11 @@ def peak(memory: Mapping[str, int]) -> int:
     return lasting + max(memory["exchange"], memory["logits"])
 
 
-def check_memory(config: Any, groups: Groups, degrees: Mapping[str, int], memory_gb: float) -> None:
+def check_memory(config: Any, degrees: Mapping[str, int], memory_gb: float) -> None:
     """Check that a rank can hold what it must, activations aside.
 
     Args:
         config: A settled config.
-        groups: From :func:`groups_of`.
         degrees: Parallel degrees by name.
         memory_gb: Of a rank's device, in 1e9 bytes.
 
@@ -143,7 +138,7 @@ def check_memory(config: Any, groups: Groups, degrees: Mapping[str, int], memory
     """
     logits, lasting = logit_bytes(config, degrees), 0
     if degrees["tp"] == degrees["pp"] == 1:
-        lasting = peak(memory_of(config, groups, degrees)) - logits
+        lasting = peak(memory_of(config, degrees)) - logits
     if logits + lasting <= memory_gb * 1e9:
         return
     if lasting > memory_gb * 1e9:

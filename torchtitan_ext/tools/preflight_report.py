@@ -104,7 +104,7 @@ def _step(report: Mapping[str, Any]) -> list[str]:
     owners = " and ".join(str(step[phase]["owners"]) for phase in ("before", "after"))
     told = (f"{ratio:.3f} by {name}" for name, ratio in step["imbalance"].items())
     if found := report.get("observation"):
-        lines.append(f"  an observation: {found['matrices']} matrices, {found['count']} times")
+        lines.append(f"  an observation: {found['matrices']} matrices")
     return [
         *lines,
         f"  ranks that own a matrix, before and after: {owners}",

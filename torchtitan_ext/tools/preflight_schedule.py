@@ -8,7 +8,7 @@ from typing import Any
 from amo_dist.config import sort_operator_types
 from amo_dist.optimizers import root
 from amo_dist.optimizers.named import MUON_SCHEDULES
-from amo_dist.schedule.policies import Policy, as_policy
+from amo_dist.schedule.policies import as_policy
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import read_steps
@@ -51,16 +51,11 @@ def _fixed(optimizer: Any, registry: Sequence[MatrixInfo]) -> tuple[Steps, str]:
         # Its triples are fitted before the first step; how often they are repeated is known now.
         types = sort_operator_types(info.operator_type for info in registry)
         return dict.fromkeys(types, root.NUM_STEPS), "ROOT's triples, fitted to each shape"
-    policy: Policy
-    if name == "Muon" and optimizer.muon.schedule_file:
-        path = optimizer.muon.schedule_file
-        policy, origin = as_policy(load_schedule_file(path)), f"schedule file {path}"
-    elif name == "Muon":
-        schedule = optimizer.muon.schedule or MUON_SCHEDULES[name]
-        policy, origin = as_policy(schedule), f"schedule {schedule}"
-    else:
-        # AdaMuon orthogonalizes as Muon does where it is given no schedule.
-        schedule = MUON_SCHEDULES.get(name, MUON_SCHEDULES["Muon"])
-        policy, origin = as_policy(schedule), f"schedule {schedule} of {name}"
+    # Only Muon is given a schedule; AdaMuon orthogonalizes as Muon does where it is given none.
+    path, schedule = optimizer.muon.schedule_file, optimizer.muon.schedule
+    schedule = schedule or MUON_SCHEDULES.get(name, MUON_SCHEDULES["Muon"])
+    policy = as_policy(load_schedule_file(path) if path else schedule)
+    origin = f"schedule file {path}" if path else f"schedule {schedule}"
+    origin += "" if name == "Muon" else f" of {name}"
     schedules = policy.schedules(policy.start(), policy.groups(registry), 1)
     return {one: found.num_steps for one, found in schedules.items()}, origin

@@ -83,14 +83,9 @@ def _run(args: argparse.Namespace) -> int:
     if part >= len(files.urls):
         raise ValueError(f"--part: found {args.part}, expected at most {len(files.urls)} parts")
     tokenizer = make_tokenizer(args.tokenizer, args.tokenizer_path, args.eos_token)
-    options = Options(
-        text_field=args.text_field,
-        score_field=args.score_field,
-        max_bad_rows=args.max_bad_rows,
-        shard_tokens=args.shard_tokens,
-        part=part,
-        num_parts=num_parts,
-    )
+    names = ("text_field", "score_field", "max_bad_rows", "shard_tokens")
+    given = {name: getattr(args, name) for name in names}
+    options = Options(**given, part=part, num_parts=num_parts)
     shards = tokenize(files, tokenizer, args.output, options, args.processes or 0)
     index = with_bar(shards, args.source if num_parts == 1 else f"{args.source}, part {args.part}")
     bad = "".join(f", {count} rows {reason}" for reason, count in index.bad_rows.items())

@@ -28,7 +28,6 @@ from torchtitan_ext import environment, train
 from torchtitan_ext.plugin import machine
 from torchtitan_ext.runs.folder import LOGS
 from torchtitan_ext.runs.run_files import require_unlocked
-from torchtitan_ext.tools.preflight_memory import checkpoint_sizes, groups_of, meta_model
 
 ALONE = {
     "RANK": "0",
@@ -145,10 +144,7 @@ def find_problems(config: Any, ranks: int, nodes: int = 1) -> list[str]:
     from torchtitan_ext.tools import preflight_checks, preflight_here
 
     problems = preflight_checks.check(config, ranks * nodes, _memory_gb(ranks))
-    if not problems:
-        groups = groups_of(meta_model(config), config)
-        problems = preflight_here.lacks(config, checkpoint_sizes(config, groups))
-    return problems
+    return problems or preflight_here.lacks(config)
 
 
 def start(

@@ -11,7 +11,6 @@ from typing import Any
 from amo_dist.schedule.plan_table import OBJECTIVES, starved
 from amo_dist.tools import files
 from amo_dist.tools.command import Subparsers
-from torchtitan_ext.runs import costs
 from torchtitan_ext.tools.report import data, figures, page, style
 from torchtitan_ext.tools.report.data import Run
 from torchtitan_ext.tools.report.page import Headline, Picture, Section, Table
@@ -331,19 +330,6 @@ def _plan_table(runs: Sequence[Run]) -> Table | None:
     return _table(found, [(name, [one[name] for one in columns]) for name in columns[0]])
 
 
-_COSTS: dict[str, tuple[str, float]] = {
-    "step (ms)": ("seconds_per_step", 1e3),
-    "optimizer in a step (ms)": (costs.OPTIMIZER_SECONDS, 1e3),
-    "waits for data in a step (ms)": ("data_seconds_per_step", 1e3),
-    "tokens a second": ("tokens_per_second", 1),
-    "TFLOP/s of a device": ("tflops", 1),
-    "share of its peak, MFU (%)": ("mfu_percent", 1),
-    "peak memory (MiB)": ("peak_memory_bytes", 2**-20),
-    "an observation (ms)": ("observe_seconds", 1e3),
-    "a tracked step (ms)": ("geometry_seconds", 1e3),
-}
-
-
 def _facts(runs: Sequence[Run]) -> Table:
     rows: list[tuple[str, Sequence[str | None]]] = [
         ("model", [_model(one) for one in runs]),
@@ -361,8 +347,8 @@ def _facts(runs: Sequence[Run]) -> Table:
     rows.append(("Newton-Schulz work over uniform's, mean", mean))
     rows.append(("Newton-Schulz work over uniform's, at the end", last))
     taken = [data.cost(one) for one in runs]
-    for name, (field, factor) in _COSTS.items():
-        rows.append((name, [_number(one[field], factor) for one in taken]))
+    for field, (title, factor) in data.COSTS.items():
+        rows.append((title, [_number(one[field], factor) for one in taken]))
     by_phase = [data.optimizer_seconds_by_phase(one) for one in runs]
     for phase in style.PHASES:
         cells = [_number(one.get(phase), 1e3) for one in by_phase]

@@ -309,24 +309,26 @@ def _registry(run: Run) -> list[MatrixInfo]:
     ]
 
 
-COSTS = (
-    "seconds_per_step",
-    costs.OPTIMIZER_SECONDS,
-    "tokens_per_second",
-    "tflops",
-    "mfu_percent",
-    "observe_seconds",
-    "geometry_seconds",
-)
-"""Fields whose medians tell what a run costs."""
+COSTS: dict[str, tuple[str, float]] = {
+    "seconds_per_step": ("step (ms)", 1e3),
+    costs.OPTIMIZER_SECONDS: ("optimizer in a step (ms)", 1e3),
+    "data_seconds_per_step": ("waits for data in a step (ms)", 1e3),
+    "tokens_per_second": ("tokens a second", 1),
+    "tflops": ("TFLOP/s of a device", 1),
+    "mfu_percent": ("share of its peak, MFU (%)", 1),
+    "peak_memory_bytes": ("peak memory (MiB)", 2**-20),
+    "observe_seconds": ("an observation (ms)", 1e3),
+    "geometry_seconds": ("a tracked step (ms)", 1e3),
+}
+"""Fields that tell what a run costs, each with its title, and the factor to the title's unit."""
 
 
 def cost(run: Run) -> dict[str, float | None]:
-    """What a run took, by field; ``None`` where nothing was recorded.
+    """What a run took, by field of :data:`COSTS`; ``None`` where nothing was recorded.
 
-    Medians of :data:`COSTS`, the most of ``peak_memory_bytes``, and of ``data_seconds_per_step``
-    the mean: steps have long waits and none. The first record is left out where there are more: it
-    pays for start-up.
+    Medians, but the most of ``peak_memory_bytes``, and of ``data_seconds_per_step`` the mean: steps
+    have long waits and none. The first record is left out where there are more: it pays for
+    start-up.
     """
     records = costs.without_start(run.metrics)
     medians = {f: costs.median(v for v in costs.values(records, f) if v > 0) for f in COSTS}

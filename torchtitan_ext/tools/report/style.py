@@ -8,28 +8,18 @@ from typing import Any
 
 from amo_dist.config import sort_operator_types
 
-# Okabe and Ito's palette, made to be told apart with any colour vision.
-_COLORS = {
-    "attn_q": "#0072B2",
-    "attn_k": "#56B4E9",
-    "attn_v": "#009E73",
-    "attn_o": "#E69F00",
-    "mlp_gate": "#D55E00",
-    "mlp_up": "#CC79A7",
-    "mlp_down": "#333333",
+# Okabe and Ito's palette, made to be told apart with any colour vision; markers; dashes, by which
+# lines that lie on one another, as those of gate and up do, show by turns.
+_LOOKS: dict[str, tuple[str, str, Any]] = {
+    "attn_q": ("#0072B2", "o", "-"),
+    "attn_k": ("#56B4E9", "s", "-"),
+    "attn_v": ("#009E73", "^", "-"),
+    "attn_o": ("#E69F00", "D", "-"),
+    "mlp_gate": ("#D55E00", "o", (0, (5, 5))),
+    "mlp_up": ("#CC79A7", "s", (5, (5, 5))),
+    "mlp_down": ("#333333", "^", (0, (1.5, 1))),
 }
 _OTHERS = ("#8C6D31", "#7F7F7F", "#4B3F72", "#A6761D")
-_MARKERS = {
-    "attn_q": "o",
-    "attn_k": "s",
-    "attn_v": "^",
-    "attn_o": "D",
-    "mlp_gate": "o",
-    "mlp_up": "s",
-    "mlp_down": "^",
-}
-# Lines that lie on one another, as those of gate and up do, show by turns.
-_DASHES = {"mlp_gate": (0, (5, 5)), "mlp_up": (5, (5, 5)), "mlp_down": (0, (1.5, 1))}
 _RUN_COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#333333")
 _RUN_LINES = ("-", "--", "-.", ":")
 SHALLOW, DEEP = "#0072B2", "#D55E00"
@@ -78,19 +68,20 @@ def applied() -> Iterator[None]:
 
 def color(operator_type: str, operator_types: tuple[str, ...] = ()) -> str:
     """The colour of an operator type, the same in all figures."""
-    if operator_type in _COLORS:
-        return _COLORS[operator_type]
-    others = [name for name in sort_operator_types(operator_types) if name not in _COLORS]
+    if operator_type in _LOOKS:
+        return _LOOKS[operator_type][0]
+    others = [name for name in sort_operator_types(operator_types) if name not in _LOOKS]
     index = others.index(operator_type) if operator_type in others else 0
     return _OTHERS[index % len(_OTHERS)]
 
 
 def line(operator_type: str, operator_types: tuple[str, ...] = ()) -> dict[str, Any]:
     """How a line of an operator type is drawn: attention solid, the feed-forward part dashed."""
+    _, marker, dashes = _LOOKS.get(operator_type, ("", "x", "-"))
     return {
         "color": color(operator_type, operator_types),
-        "linestyle": _DASHES.get(operator_type, "-"),
-        "marker": _MARKERS.get(operator_type, "x"),
+        "linestyle": dashes,
+        "marker": marker,
         "markersize": 3.6,
         "label": operator_type,
     }
