@@ -7,8 +7,7 @@ import dataclasses
 import itertools
 import logging
 import math
-import operator
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -25,7 +24,7 @@ from amo_dist.distributed.layout import as_matrix, cut, flattened
 from amo_dist.distributed.ownership import Teams, assign
 from amo_dist.distributed.plan import Part, plan_exchange
 from amo_dist.distributed.teams import TeamGroup
-from amo_dist.engine.adamw import AdamW, make_state
+from amo_dist.engine.adamw import adamw_step, make_state
 from amo_dist.engine.parameters import (
     Locals,
     Parameters,
@@ -179,23 +178,27 @@ class Engine:
                 f"max_team: found {config.max_team} with {type(rule).__name__}, which works on "
                 "pieces of matrices that slabs cut otherwise, expected 1"
             )
-        self._rounding = Rounding(parameters, config)
-        self._adamw = AdamW(parameters, state, groups, self._rounding)
+        self._local = local = Locals(parameters, state)
+        self._rounding = Rounding(parameters, local, config)
         looks = rule.prepares or rule.finishes
-        self._sums = Sums(parameters, groups, state, rule, self.device) if looks else None
-        self._scales = [self._scale(index) for index in range(len(parameters.matrices))]
-        self._local_params = Locals(parameters.convolutions)
-        self._local_momenta = Locals(parameters.convolutions)
+        self._sums = Sums(parameters, local, groups, rule, self.device) if looks else None
+        # Of outputs and inputs.
+        dims = (parameters.entries[matrix.tensor].views[0].dim for matrix in parameters.matrices)
+        shapes = [
+            matrix.shape if dim == 0 else matrix.shape[::-1]
+            for matrix, dim in zip(parameters.matrices, dims, strict=True)
+        ]
+        self._scales = [rule.scale(shape) for shape in shapes]
+        self.sizes = [UpdateRule.scale(rule, shape) for shape in shapes]
+        """Of each matrix, what its update is multiplied by beside the learning rate; rules that
+        scale updates themselves give them the same norm."""
         self._exchanges: list[Exchange] = []
         self._deal: Hashable = None
         self._laid: list[_Laid] = []
-        self._laid_for: list[object] = []
+        self._laid_for: Sequence[Schedule] = ()
         self._sent: list[Mapping[tuple[int, int], int]] = []
         """Of each exchange of the last step, elements sent by peer and bytes of one."""
         # Of the step at hand.
-        self._step = 0
-        self._params: list[Tensor] = []
-        self._buffers: list[Tensor] = []
         self._grads: Sequence[Tensor | None] = ()
         self._bad: Tensor | None = None
         self._momenta: list[tuple[float, bool]] = []
@@ -255,17 +258,17 @@ class Engine:
         """
         assert self.world is not None
         assert self.verdict is not None
-        self._step, self._bad = orders.step, agreed.bad
+        self._rounding.step, self._bad = orders.step, agreed.bad
         deals = orders.deal != self._deal
         measuring = self._plan(orders) if deals or orders.probes else []
         self._sent = [exchange.sent for exchange in (*self._exchanges, *measuring)]
         nonfinite: dict[tuple[str, ...], Tensor] = {}
         try:
-            self._begin(agreed.grads)
             # All views and batches, where local tensors have moved or schedules have changed.
-            key = [self._exchanges, self._params, self._buffers, orders.schedules]
-            if not (self._laid and all(map(operator.is_, key, self._laid_for))):
-                self._laid_for = key
+            has_moved = self._local.refresh()
+            self._begin(agreed.grads)
+            if has_moved or not self._laid or self._laid_for is not orders.schedules:
+                self._laid_for = orders.schedules
                 self._laid = [
                     self._lay(exchange, lane, orders.schedules)
                     for exchange in self._exchanges
@@ -287,18 +290,10 @@ class Engine:
 
     def _begin(self, grads: Sequence[Tensor | None]) -> None:
         """Take this rank's gradients into the momentum."""
-        assert self.world is not None
-        entries, state = self.parameters.entries, self.state
-        self._params = self._local_params.take([entry.param for entry in entries])
-        # Of a parameter without momentum, which nobody asks for, the parameter.
-        self._buffers = self._local_momenta.take(
-            [state[e.param]["momentum_buffer"] if e.views else e.param for e in entries]
-        )
+        entries = self.parameters.entries
         self._grads = found = list(grads)
-        if self._rounding.is_wanted:
-            self._rounding.begin(self._step, self.world.rank, state)
         if self._sums is not None:
-            self._sums.begin(self._params, self._bad)
+            self._sums.begin(self._bad)
         with record_function("amo::momentum"), self._deferring("updating momentum"):
             for index in self.parameters.convolutions:
                 if (grad := found[index]) is not None:
@@ -308,35 +303,32 @@ class Engine:
                 if entry.views and found[index] is not None:
                     moving[self._momenta[entry.group][0]].append(index)
             for momentum, some in moving.items():
-                buffers, of_some = [self._buffers[i] for i in some], [found[i] for i in some]
-                update_momentum(buffers, of_some, momentum, bad=self._bad)  # type: ignore[arg-type]
+                buffers = [self._local.state[index]["momentum_buffer"] for index in some]
+                of_some: Any = [found[index] for index in some]
+                update_momentum(buffers, of_some, momentum, bad=self._bad)
 
     def _pipeline(self, nonfinite: dict[tuple[str, ...], Tensor]) -> None:
         """Run buckets to their end, some on their way while others are computed.
 
         AdamW and the buckets that need no exchange run while the first gathers are under way.
         """
-        moving = (self._bucket(laid, nonfinite) for laid in self._laid if laid.lane.moves)
-        gathering = deque(itertools.islice(moving, BUCKETS_IN_FLIGHT))
-        for bucket in gathering:
+        local, moving = list[Iterator[None]](), list[Iterator[None]]()
+        for laid in self._laid:
+            (moving if laid.lane.moves else local).append(self._bucket(laid, nonfinite))
+        for bucket in moving[:BUCKETS_IN_FLIGHT]:
             next(bucket)
         with record_function("amo::adamw"), self._deferring("AdamW"):
-            self._adamw.step(self._params, self._grads, self._bad)
-        for laid in self._laid:
-            if not laid.lane.moves:
-                deque(self._bucket(laid, nonfinite), maxlen=0)
-        delivering: Iterator[None] | None = None
-        while gathering:
-            bucket = gathering.popleft()
-            next(bucket)
-            for following in itertools.islice(moving, 1):
-                next(following)
-                gathering.append(following)
-            if delivering is not None:
-                next(delivering, None)
-            delivering = bucket
-        if delivering is not None:
-            next(delivering, None)
+            adamw_step(
+                self.parameters, self._local, self.groups, self._rounding, self._grads, self._bad
+            )
+        for bucket in local:
+            for _ in bucket:
+                pass
+        # One is computed, one gathered, and the results of the one before are taken.
+        stages = itertools.zip_longest(moving, moving[BUCKETS_IN_FLIGHT:], [None, *moving])
+        for bucket in itertools.chain(*stages):
+            if bucket is not None:
+                next(bucket, None)
 
     def _bucket(self, laid: _Laid, nonfinite: dict[tuple[str, ...], Tensor]) -> Iterator[None]:
         """One bucket, from momentum to updated parameters."""
@@ -490,7 +482,9 @@ class Engine:
             if self._grads[tensor] is not None:
                 by_group[entries[tensor].group].append(position)
         if not params:
-            params = [cut(self._params[self._tensor(part)], part.piece.source) for part in parts]
+            params = [
+                cut(self._local.params[self._tensor(part)], part.piece.source) for part in parts
+            ]
         with record_function("amo::update"):
             for index, positions in by_group.items():
                 group = self.groups[index]
@@ -517,12 +511,6 @@ class Engine:
         wide = self._rounding.widened(self._tensor(part), place, part.piece.source)
         return stack.enter_context(wide)
 
-    def _scale(self, index: int) -> float:
-        matrix = self.parameters.matrices[index]
-        rows, columns = matrix.shape
-        outputs_are_columns = self.parameters.entries[matrix.tensor].views[0].dim == 1
-        return self.rule.scale((columns, rows) if outputs_are_columns else (rows, columns))
-
     @contextlib.contextmanager
     def _deferring(self, what: str) -> Iterator[None]:
         """Go on where the body, which must not communicate, fails here alone: others wait."""
@@ -533,7 +521,7 @@ class Engine:
 
     def _tell(self, what: str, error: Exception) -> None:
         assert self.verdict is not None
-        self.verdict.report_failure(f"step {self._step}: {what}", error)
+        self.verdict.report_failure(f"step {self._rounding.step}: {what}", error)
 
     # ---------------------------------------------------------------- exchange
 
@@ -646,19 +634,14 @@ class Engine:
         return _Laid(exchange, lane, batches, kept, sent, returned)
 
     def _pieces(self, parts: Sequence[Part], places: Sequence[Tensor]) -> _Pieces:
-        matrices, entries = self.parameters.matrices, self.parameters.entries
-        tensors = [matrices[part.matrix].tensor for part in parts]
+        params, momenta = list[Tensor](), list[Tensor]()
         by_group: dict[int, list[int]] = defaultdict(list)
-        for position, tensor in enumerate(tensors):
-            by_group[entries[tensor].group].append(position)
-        pairs = list(zip(tensors, parts, strict=True))
-        return _Pieces(
-            parts,
-            [as_matrix(place) for place in places],
-            [cut(self._buffers[tensor], part.piece.source) for tensor, part in pairs],
-            [cut(self._params[tensor], part.piece.source) for tensor, part in pairs],
-            by_group,
-        )
+        for position, part in enumerate(parts):
+            tensor, box = self._tensor(part), part.piece.source
+            by_group[self.parameters.entries[tensor].group].append(position)
+            params.append(cut(self._local.params[tensor], box))
+            momenta.append(cut(self._local.state[tensor]["momentum_buffer"], box))
+        return _Pieces(parts, list(map(as_matrix, places)), momenta, params, by_group)
 
     # ---------------------------------------------------------------- measurements
 

@@ -33,7 +33,6 @@ from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.step import Engine, Probe
 from amo_dist.engine.verdict import raise_together
 from amo_dist.engine.world import World, agree_on_world
-from amo_dist.kernels.elementwise import update_scale
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
@@ -281,12 +280,14 @@ class Muon(torch.optim.Optimizer):
         }
         own = self.rule_class.defaults
         groups = [describe_group(group, own) for group in self.param_groups]
+        parameters = self._engine.parameters
+        scales = [float(self.param_groups[each.group]["lr_scale"]) for each in parameters.entries]
+        sizes = zip(parameters.matrices, self._engine.sizes, strict=True)
+        rates = [scales[matrix.tensor] * size for matrix, size in sizes]
         with membership.patience():
-            group, parameters = membership.join(), self._engine.parameters
+            group = membership.join()
             take_device(group, self._engine.device)
-            world = agree_on_world(
-                parameters, self._rates(), groups, configuration, membership, group
-            )
+            world = agree_on_world(parameters, rates, groups, configuration, membership, group)
         self._check_matrices(len(world.registry))
         if self._process_group is None and len(world.ranks) > 1 and not any(world.rank_sets):
             logger.warning(
@@ -298,19 +299,6 @@ class Muon(torch.optim.Optimizer):
         self._controller.connect(world, is_new=True)
         # Only now: after an error above all of it is done again.
         self._engine.connect(world)
-
-    def _rates(self) -> list[float]:
-        """Of each matrix, what its update is multiplied by beside the learning rate.
-
-        Rules that scale updates themselves give them the norm of ``match_rms_adamw``.
-        """
-        rates, parameters = [], self._engine.parameters
-        for matrix in parameters.matrices:
-            entry = parameters.entries[matrix.tensor]
-            m, n = matrix.shape if entry.views[0].dim == 0 else matrix.shape[::-1]
-            scale = update_scale((m, n), self.config.update_factor, self.config.adjust_lr)
-            rates.append(float(self.param_groups[entry.group]["lr_scale"]) * scale)
-        return rates
 
     def _tracked(self, tracker: Tracker) -> Probe:
         """The measurements of the tracker: of every matrix."""
