@@ -45,9 +45,8 @@ MOST_STEPS = 100
 PRECONDITIONERS = ("frobenius", "aol")
 """How a matrix is scaled before the first step."""
 
-NS_BACKENDS = ("auto", "standard", "gram", "triton")
-"""How Newton-Schulz may be run; see `amo_dist.kernels.newton_schulz`. On CUDA alone: ``triton``,
-which computes half of each symmetric product."""
+NS_BACKENDS = ("auto", "standard", "gram")
+"""How Newton-Schulz may be run; see `amo_dist.kernels.newton_schulz`."""
 
 _ADJUST_LR = ("match_rms_adamw", "original", "spectral")
 _UPDATE_NORMS = ("as_is", "exact")
@@ -113,8 +112,7 @@ class MuonConfig:
     ``float16``, whose range momentum leaves, ``bfloat16``."""
     ns_backend: str = "auto"
     """How Newton-Schulz is run: ``auto`` (on CPU ``gram`` for elongated matrices in float32, else
-    ``standard``), ``standard``, ``gram`` (in float32 and float64, else ``standard``) or ``triton``
-    (on CUDA)."""
+    ``standard``), ``standard`` or ``gram`` (in float32 and float64, else ``standard``)."""
     ownership: str = "round_robin"
     """How matrices are dealt to ranks: ``round_robin`` or ``balanced`` (longest job first)."""
     max_team: int = 1

@@ -38,7 +38,6 @@ from amo_dist.engine.staging import bring_down, device_of_matrices, on_host, sen
 from amo_dist.engine.sums import Sums
 from amo_dist.engine.verdict import Agreement, Verdict
 from amo_dist.engine.world import World
-from amo_dist.kernels.devices import check_backend
 from amo_dist.kernels.elementwise import (
     apply_update,
     drop_nonfinite,
@@ -148,8 +147,8 @@ class Engine:
         process_group: Of the user, for `Membership`.
 
     Raises:
-        ValueError: The settings cannot run on the parameters' device or with this rule, or the
-            process group is not one for these parameters.
+        ValueError: The settings cannot run with this rule, or the process group is not one for
+            these parameters.
     """
 
     def __init__(
@@ -172,7 +171,6 @@ class Engine:
         self.device = device_of_matrices(parameters.params, parameters.device)
         """Where matrices are gathered and orthogonalized."""
         self._is_staged = self.device != parameters.device
-        check_backend("ns_backend", config.ns_backend, self._dtype, self.device)
         if config.max_team > 1 and (rule.prepares or rule.finishes):
             raise ValueError(
                 f"max_team: found {config.max_team} with {type(rule).__name__}, which works on "

@@ -12,14 +12,12 @@ polynomials of one A: they commute, and every product of them is symmetric.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-from amo_dist.config import PRECONDITIONERS, Triple
-from amo_dist.kernels.devices import check_backend
+from amo_dist.config import NS_BACKENDS, PRECONDITIONERS, Triple
 from amo_dist.kernels.elementwise import largest_entry, on_cpu, wide_dtype
 
 Product = Callable[..., Tensor]
@@ -67,8 +65,7 @@ def orthogonalize(
         dtype: Floating dtype of the products and of the result.
         eps: Added to the norm in units of the largest entry, hence relative; none where ``dtype``
             would not show it.
-        backend: How the steps are run: ``auto``, ``standard``, ``gram`` or ``triton``; see
-            `resolve_backend`.
+        backend: How the steps are run: ``auto``, ``standard`` or ``gram``; see `resolve_backend`.
 
     Returns:
         New contiguous tensor of the shape of ``x`` in ``dtype``. An all-zero matrix gives zeros;
@@ -76,8 +73,7 @@ def orthogonalize(
 
     Raises:
         ValueError: fewer than two dims, a dtype that is not floating, no coefficients, an unknown
-            preconditioner or backend, a backend that cannot run here, or ``norm_scale`` that is
-            not positive.
+            preconditioner or backend, or ``norm_scale`` that is not positive.
 
     On CPU a batch equals the loop over its matrices bit for bit. Elsewhere it runs as batched
     products.
@@ -93,11 +89,11 @@ def orthogonalize(
             repr(preconditioner),
             f"one of {PRECONDITIONERS}",
         ),
+        "backend": (backend in NS_BACKENDS, repr(backend), f"one of {NS_BACKENDS}"),
     }
     for field, (is_good, found, expected) in checks.items():
         if not is_good:
             raise ValueError(f"{field}: found {found}, expected {expected}")
-    check_backend("backend", backend, dtype, x.device)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
     m, n = x.shape[-2:]
@@ -140,15 +136,7 @@ def newton_schulz(
 
     def run(x: Tensor) -> Tensor:
         first, known = first_iterate(x, norm_scale, preconditioner, dtype, eps)
-        if backend in ("standard", "gram"):
-            return (gram if backend == "gram" else standard)(first, coefficients, known)
-        # By name, and only now: mathematics comes first, and Triton is not everywhere.
-        cuda = importlib.import_module("amo_dist.kernels.cuda.triton_symmetric")
-        # The kernel reads rows of the short side; products of PyTorch take tall ones as they are.
-        is_tall = first.shape[-2] > first.shape[-1]
-        first = first.mT.contiguous() if is_tall else first
-        found = standard(first, coefficients, known, product=cuda.symmetric_product)
-        return found.mT.contiguous() if is_tall else found
+        return (gram if backend == "gram" else standard)(first, coefficients, known)
 
     if x.dim() == 2 or not on_cpu(x):
         return run(x)
@@ -171,7 +159,7 @@ def resolve_backend(
     it may diverge, for a short side below 128, and for a single step.
 
     Args:
-        requested: One of `amo_dist.config.NS_BACKENDS`, which can run here.
+        requested: One of `amo_dist.config.NS_BACKENDS`.
         shape: ``(m, n)``, either side short.
         coefficients: One triple a step.
         dtype: Of the products.
