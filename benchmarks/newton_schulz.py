@@ -23,10 +23,10 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from amo_dist.config import NS_BACKENDS, MuonConfig
+from amo_dist.config import MuonConfig
 from amo_dist.distributed.ownership import assign, load_by_rank
 from amo_dist.distributed.plan import plan_exchange
-from amo_dist.kernels.newton_schulz import orthogonalize, resolve_backend
+from amo_dist.kernels.newton_schulz import NS_BACKENDS, orthogonalize, resolve_backend
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import compose
 from amo_dist.tools.simulate import OWNERSHIPS, lay_out

@@ -46,7 +46,7 @@ from amo_dist.kernels.elementwise import (
     wide_dtype,
 )
 from amo_dist.kernels.exact_norm import scale_to_exact_norm
-from amo_dist.kernels.newton_schulz import newton_schulz, resolve_backend
+from amo_dist.kernels.newton_schulz import newton_schulz
 from amo_dist.kernels.team import drop_nonfinite_slabs, orthogonalize_slabs
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
@@ -117,7 +117,6 @@ class _Batch:
     shape: tuple[int, int]
     """Of each whole matrix."""
     schedule: Schedule
-    backend: str
     team: TeamGroup | None
 
 
@@ -412,7 +411,7 @@ class Engine:
         try:
             for wholes in together:
                 x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
-                found = self._newton_schulz(x, batch)
+                found = self._newton_schulz(x, batch.shape, batch.schedule, team)
                 found = found if found.dim() == 3 else found.unsqueeze(0)
                 flags.append(drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found))
                 if self.config.update_norm == "exact":
@@ -426,27 +425,19 @@ class Engine:
             for whole in batch.wholes:
                 whole.zero_()
 
-    def _newton_schulz(self, x: Tensor, batch: _Batch) -> Tensor:
+    def _newton_schulz(
+        self, x: Tensor, shape: tuple[int, int], schedule: Schedule, team: TeamGroup | None = None
+    ) -> Tensor:
         """Of matrices ``(m, n)`` or ``(b, m, n)``, or of slabs of them."""
-        steps = batch.schedule.coefficients
+        steps = schedule.coefficients
         how: dict[str, Any] = {
-            "norm_scale": batch.schedule.norm_scale,
-            "preconditioner": batch.schedule.preconditioner,
+            "norm_scale": schedule.norm_scale,
+            "preconditioner": schedule.preconditioner,
             "dtype": self._dtype,
         }
-        if batch.team is None:
-            return newton_schulz(x, steps, backend=batch.backend, **how)
-        is_tall = batch.shape[0] > batch.shape[1]
-        return orthogonalize_slabs(x, steps, team=batch.team, is_tall=is_tall, **how)
-
-    def _backend(self, shape: tuple[int, int], schedule: Schedule) -> str:
-        return resolve_backend(
-            self.config.ns_backend,
-            shape,
-            schedule.coefficients,
-            self._dtype,
-            self.device,
-        )
+        if team is None:
+            return newton_schulz(x, steps, **how)
+        return orthogonalize_slabs(x, steps, team=team, is_tall=shape[0] > shape[1], **how)
 
     def _update(self, pieces: _Pieces) -> None:
         """Take results into parameters, at once or when their sums are known."""
@@ -616,7 +607,6 @@ class Engine:
                 tuple(matrices[lane.jobs[position].matrix].name for position in positions),
                 shape,
                 schedule,
-                self._backend(shape, schedule),
                 self.world.teams[team] if team else None,
             )
             for (team, shape, schedule), positions in alike.items()
@@ -662,10 +652,9 @@ class Engine:
     def _probe(self, orders: Orders, index: int, name: str, momentum: Tensor) -> None:
         """Measure one whole matrix."""
         shape, schedule = self.parameters.matrices[index].shape, orders.schedules[index]
-        alone = _Batch([], (name,), shape, schedule, self._backend(shape, schedule), None)
 
         def result() -> Tensor:
-            return self._newton_schulz(momentum.to(self._wire), alone)
+            return self._newton_schulz(momentum.to(self._wire), shape, schedule)
 
         for probe in orders.probes:
             if name in probe.names:

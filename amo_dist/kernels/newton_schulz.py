@@ -17,11 +17,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from amo_dist.config import NS_BACKENDS, PRECONDITIONERS, Triple
+from amo_dist.config import PRECONDITIONERS, Triple
 from amo_dist.kernels.elementwise import largest_entry, on_cpu, wide_dtype
 
 Product = Callable[..., Tensor]
 """`symmetric_product`, or what takes its place."""
+
+NS_BACKENDS = ("auto", "standard", "gram")
+"""How Newton-Schulz may be run; see `resolve_backend`."""
 
 _MIN_ASPECT = 2
 """Long side over short side from which `gram` saves more than its small products take."""
@@ -97,14 +100,13 @@ def orthogonalize(
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
     m, n = x.shape[-2:]
-    steps = tuple(coefficients)
     return newton_schulz(
         x.reshape(-1, m, n),
-        steps,
+        tuple(coefficients),
         norm_scale=norm_scale,
         preconditioner=preconditioner,
         dtype=dtype,
-        backend=resolve_backend(backend, (m, n), steps, dtype, x.device),
+        backend=backend,
         eps=eps,
     ).view(x.shape)
 
@@ -116,7 +118,7 @@ def newton_schulz(
     norm_scale: float,
     preconditioner: str,
     dtype: torch.dtype,
-    backend: str,
+    backend: str = "auto",
     eps: float = 1e-7,
 ) -> Tensor:
     """`orthogonalize`, without checks.
@@ -127,16 +129,17 @@ def newton_schulz(
         norm_scale: Safety factor.
         preconditioner: ``"frobenius"`` or ``"aol"``.
         dtype: Of the products and of the result.
-        backend: What `resolve_backend` returned.
+        backend: For `resolve_backend`.
         eps: Added to the norm, in units of the largest entry.
 
     Returns:
         New contiguous tensor of the shape of ``x`` in ``dtype``.
     """
+    form = resolve_backend(backend, x.shape[-2:], coefficients, dtype, x.device)
 
     def run(x: Tensor) -> Tensor:
         first, known = first_iterate(x, norm_scale, preconditioner, dtype, eps)
-        return (gram if backend == "gram" else standard)(first, coefficients, known)
+        return (gram if form == "gram" else standard)(first, coefficients, known)
 
     if x.dim() == 2 or not on_cpu(x):
         return run(x)
@@ -147,7 +150,7 @@ def newton_schulz(
 
 def resolve_backend(
     requested: str,
-    shape: tuple[int, int],
+    shape: Sequence[int],
     coefficients: tuple[Triple, ...],
     dtype: torch.dtype,
     device: torch.device,
@@ -159,7 +162,7 @@ def resolve_backend(
     it may diverge, for a short side below 128, and for a single step.
 
     Args:
-        requested: One of `amo_dist.config.NS_BACKENDS`.
+        requested: One of `NS_BACKENDS`.
         shape: ``(m, n)``, either side short.
         coefficients: One triple a step.
         dtype: Of the products.

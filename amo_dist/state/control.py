@@ -29,7 +29,6 @@ _FREE_FIELDS = frozenset(
         "bucket_bytes",
         "nonfinite",
         "ns_guard_every",
-        "ns_backend",
         "on_config_change",
     }
 )
@@ -40,7 +39,7 @@ _GONE = frozenset(
     {
         *("objective", "budget_unit", "observe_in_background", "ns_guard_fallback"),
         *("adamw_implementation", "buckets_in_flight", "cuda_graphs", "momentum_dtype"),
-        *("ns_guard_bound", "owners", "update_scale"),
+        *("ns_backend", "ns_guard_bound", "owners", "update_scale"),
     }
 )
 """Configuration of earlier versions, which says nothing any more; but see `_as_today`."""

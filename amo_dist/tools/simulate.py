@@ -162,9 +162,7 @@ class StepCost:
             for turn in range(BUCKETS_IN_FLIGHT):
                 elements += max(sizes[turn::BUCKETS_IN_FLIGHT], default=0)
         batches = [
-            newton_schulz_bytes(
-                count, shape, self._itemsize, self._config.ns_backend, wire=self._wire
-            )
+            newton_schulz_bytes(count, shape, self._itemsize, wire=self._wire)
             for bucket in buckets
             for shape, count in Counter(job.shape for job in bucket.jobs).items()
         ]

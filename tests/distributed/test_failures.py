@@ -139,7 +139,7 @@ def fail_on_a_device(rank: int, world_size: int) -> list[Any]:
     found: list[Any] = []
     with simulated_device() as device, nccl():
         model = models.make_model("fsdp", models.shapes(), "cuda")
-        config = MuonConfig(bucket_bytes=256, ns_backend="standard")
+        config = MuonConfig(bucket_bytes=256)
         optimizer = Muon(param_groups(model), lr=1e-2, config=config)
         for step in (1, 2, 3, 4, 5, 6):
             before = everything(model, optimizer)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amo_dist.config import NS_BACKENDS
-from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.kernels.newton_schulz import NS_BACKENDS, orthogonalize
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.polar_express import compose
 

@@ -168,7 +168,7 @@ def test_gram_matrices_are_part_of_the_traffic() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"max_team": 0}, {"max_team": 2.0}, {"max_team": 2, "ns_backend": "gram"}],
+    [{"max_team": 0}, {"max_team": 2.0}],
 )
 def test_settings_under_which_nothing_is_shared_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"max_team: found {fields['max_team']}, expected"):
