@@ -274,8 +274,8 @@ class Engine:
             if measuring:
                 self._measure(orders, measuring)
             self._pipeline(nonfinite)
-            if self._sums is not None:
-                self._sums.finish(self.world, self._write, self._deferring)
+            for number in range(self._sums.num_rounds if self._sums else 0):
+                self._finish(number)
         except BaseException:
             # What is still under way must not arrive in the buffers of a later step.
             self._deal, self._exchanges, self._laid = None, [], []
@@ -450,6 +450,15 @@ class Engine:
             found = zip(pieces.parts, places, strict=True)
             some = [each for each in found if self._grads[self._tensor(each[0])] is not None]
             self._write(*self._sums.take(some))
+
+    def _finish(self, number: int) -> None:
+        """Add up the sums that a rule waits for, and write what waits for no other."""
+        assert self.world is not None
+        assert self._sums is not None
+        with record_function("amo::sums"):
+            totals = self._sums.add_up(number, self.world)
+        with self._deferring("finishing updates"):
+            self._write(*self._sums.go_on(totals))
 
     def _tensor(self, part: Part) -> int:
         return self.parameters.matrices[part.matrix].tensor

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -78,28 +78,20 @@ class Sums:
                 for part, value in results
             )
 
-    def finish(
-        self,
-        world: World,
-        write: Callable[[Sequence[Part], Sequence[Tensor]], None],
-        deferring: Callable[[str], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        """Add up the sums that rules wait for, and write the rest; a collective if there are any.
+    @property
+    def num_rounds(self) -> int:
+        """How often a step must `add_up`, each time for `go_on`; alike on all ranks of a matrix."""
+        return max(map(len, self._sizes), default=0)
 
-        One all-reduce for each set of ranks that shares matrices, and for each sum of the rule.
+    def go_on(self, totals: Mapping[int, Tensor]) -> Done:
+        """Give the rule the sums that `add_up` found; returns the updates that wait for no other.
 
         Args:
-            world: Process groups.
-            write: Takes pieces with their updates.
-            deferring: Goes around what communicates nothing, and keeps its error for later.
+            totals: By matrix.
         """
-        for number in range(max(map(len, self._sizes), default=0)):
-            with record_function("amo::sums"):
-                totals = self._add_up(number, world)
-            waiting, self._waiting = self._waiting, []
-            with deferring("finishing updates"), record_function("amo::finish"):
-                sent = ((part, finish, totals[part.matrix]) for part, finish, _ in waiting)
-                write(*self._advance(sent))
+        waiting, self._waiting = self._waiting, []
+        with record_function("amo::finish"):
+            return self._advance((part, each, totals[part.matrix]) for part, each, _ in waiting)
 
     def _advance(self, waiting: Iterable[tuple[Part, Finish, Tensor | None]]) -> Done:
         """Send each generator its sum; those that return are done, the others wait for the next."""
@@ -128,8 +120,11 @@ class Sums:
         for value, old in zip(own, before, strict=True):
             value.copy_(torch.where(self._bad, old, value))
 
-    def _add_up(self, number: int, world: World) -> dict[int, Tensor]:
-        """The totals of the ``number``-th sum, by matrix, over all of its ranks."""
+    def add_up(self, number: int, world: World) -> dict[int, Tensor]:
+        """The totals of the ``number``-th sum, by matrix, over all of its ranks.
+
+        One all-reduce for each set of ranks that shares matrices.
+        """
         matrices = self._parameters.matrices
         dtype, device = self._rule.sum_dtype, self._parameters.device
         totals = {

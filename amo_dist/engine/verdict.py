@@ -32,7 +32,6 @@ from amo_dist.distributed.agreement import (
     max_over,
     text_mark,
 )
-from amo_dist.distributed.groups import Membership
 from amo_dist.engine.parameters import Parameters, raw_gradient
 from amo_dist.engine.world import World, sharing_ranks
 from amo_dist.kernels.elementwise import exceed
@@ -86,31 +85,31 @@ class Agreement:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Pattern:
+    """What follows from which gradients exist, on the device for as long as that is so."""
+
+    kinds: bytes
+    """Of each parameter's gradient."""
+    told: Tensor
+    """The vector without the mark of the text."""
+    held: tuple[int, ...]
+    """Parameters with a gradient that has entries here."""
+    bounds: Tensor
+    """Largest entry that each of ``held`` may have."""
+    is_misplaced: bool
+    """Whether a gradient is in placements of its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Ballot:
     """What this rank told before a step, in words where somebody asks."""
 
     step: int
     text: str
-    kinds: bytes
-    """Of each parameter's gradient."""
-    held: tuple[int, ...] = ()
-    """Parameters with a gradient that has entries here."""
+    pattern: _Pattern
     is_bad: Tensor | None = None
-    """Whether each of these is unusable."""
+    """Whether each of the gradients that are held is unusable."""
     updates: Updates = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Pattern:
-    """What follows from which gradients exist, on the device for as long as that is so."""
-
-    told: Tensor
-    """The vector without the mark of the text."""
-    held: tuple[int, ...]
-    bounds: Tensor
-    """Largest entry that each of ``held`` may have."""
-    is_misplaced: bool
-    """Whether a gradient is in placements of its own."""
 
 
 class Verdict:
@@ -182,8 +181,8 @@ class Verdict:
             is_bad = exceed([grads[i] for i in pattern.held], pattern.bounds)  # type: ignore[misc]
         updates, self._updates = self._updates, {}
         text, self._failure = self._failure or intent, ""
-        ballot = _Ballot(step, text, bytes(kinds), pattern.held, is_bad, updates)
-        vector = self._cast(ballot, pattern.told)
+        ballot = _Ballot(step, text, pattern, is_bad, updates)
+        vector = self._cast(ballot)
         if waits:
             is_first = self._had_gradient is None
             fault = self._judge(ballot, vector.tolist())
@@ -197,9 +196,10 @@ class Verdict:
             # To bring a gradient to its placements is a collective that hangs where a rank has
             # none: this waits, for the backward pass too, until it is known that all have one.
             grads = self._placed(grads)
-        return Agreement("", grads, self._is_bad())
+        flags, marks, negated = self._parts
+        return Agreement("", grads, torch.cat([flags, marks + negated]).any())
 
-    def agree_on_text(self, text: str) -> None:
+    def agree_on_text(self, text: str, *, with_updates: bool = False) -> None:
         """Compare a text in place of a coming step; a collective over the world.
 
         It has the form of `agree`: a rank that is at its next step meanwhile, as where a load
@@ -207,26 +207,18 @@ class Verdict:
 
         Args:
             text: What must be alike on all ranks.
+            with_updates: Whether to agree on what `report_updates` told, too; the next `agree` does
+                so again.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
+            NonFiniteUpdateError: As `agree`.
             RuntimeError: On every rank, for what `report_failure` was told on one.
         """
         text, self._failure = self._failure or text, ""
-        ballot = _Ballot(0, text, bytes(len(self._entries)))
-        self._compare(ballot, self._cast(ballot, self._pattern(True, ballot.kinds).told).tolist())
-
-    def agree_on_updates(self) -> None:
-        """Agree on what `report_updates` told on all ranks; a collective over the world.
-
-        Raises:
-            NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
-                or inf. The next `agree` raises it again.
-            RuntimeError: As `agree_on_text`.
-        """
-        text, self._failure = self._failure or "the last update", ""
-        ballot = _Ballot(0, text, bytes(len(self._entries)), updates=self._updates)
-        values = self._cast(ballot, self._pattern(True, ballot.kinds).told).tolist()
+        pattern = self._pattern(True, bytes(len(self._entries)))
+        ballot = _Ballot(0, text, pattern, updates=self._updates if with_updates else {})
+        values = self._cast(ballot).tolist()
         self._compare(ballot, values)
         if values[_UPDATE]:
             self._raise_for_updates(self._gather(ballot))
@@ -314,10 +306,10 @@ class Verdict:
 
     # ---------------------------------------------------------------- the vector
 
-    def _cast(self, ballot: _Ballot, told: Tensor) -> Tensor:
+    def _cast(self, ballot: _Ballot) -> Tensor:
         """Tell all ranks; the maximum over them."""
         mark = text_mark(ballot.text)
-        self._vector.copy_(told)
+        self._vector.copy_(ballot.pattern.told)
         self._slots[_MARKS].fill_(mark)
         self._slots[_MARKS + self._num_marks].fill_(-mark)
         if ballot.is_bad is not None:
@@ -325,11 +317,6 @@ class Verdict:
         for flags in ballot.updates.values():
             self._slots[_UPDATE].masked_fill_(flags.any().to(self._device), self._mark)
         return max_over(self._vector, self._world.group)
-
-    def _is_bad(self) -> Tensor:
-        """Whether the step must change nothing: 0-dim, boolean, on the device."""
-        flags, marks, negated = self._parts
-        return torch.cat([flags, marks + negated]).any()
 
     def _pattern(self, waits: bool, kinds: bytes) -> _Pattern:
         """What follows from which gradients exist; copied to the device once, which waits."""
@@ -359,6 +346,7 @@ class Verdict:
             bounds.append(bound / (num_ranks if kinds[index] & _MISPLACED else 1))
         device = self._entries[0].param.device
         found = self._patterns[waits, kinds] = _Pattern(
+            kinds,
             torch.tensor([*head, *marks, *negated], dtype=torch.int64, device=self._device),
             held,
             torch.tensor(bounds, dtype=torch.float64, device=device),
@@ -417,10 +405,10 @@ class Verdict:
         """What each rank knows, in words; a collective over the world."""
         flags = [] if ballot.is_bad is None else ballot.is_bad.tolist()
         kinds: dict[str, dict[str, int]] = {}
-        for entry, kind in zip(self._entries, ballot.kinds, strict=True):
+        for entry, kind in zip(self._entries, ballot.pattern.kinds, strict=True):
             ranks = str(sharing_ranks(entry.layout.ranks) or f"rank {self._world.rank} alone")
             kinds.setdefault(ranks, {})[entry.name] = kind & ~_MISPLACED
-        bad = [self._entries[i].name for i in itertools.compress(ballot.held, flags)]
+        bad = [self._entries[i].name for i in itertools.compress(ballot.pattern.held, flags)]
         mine = {"kinds": kinds, "bad": bad, "updates": _flagged(ballot.updates)}
         return dict(zip(self._world.ranks, gather_json(mine, self._world.group), strict=True))
 
@@ -509,37 +497,6 @@ def second_moment_bound(dtype: torch.dtype) -> float:
     An infinite second moment never recovers: its parameter would stand still for good.
     """
     return math.sqrt(torch.finfo(dtype).max) / 2.0
-
-
-def raise_together(
-    what: str, failure: Exception | None, membership: Membership, verdict: Verdict | None
-) -> None:
-    """Raise on every rank what failed on one; a collective over the world.
-
-    A rank that is at its next step meanwhile meets this there, and raises, too.
-
-    Args:
-        what: This rank has done, or has failed to do.
-        failure: How, if so; raised as it is where there are no other ranks.
-        membership: Of this process.
-        verdict: Once the ranks know one another.
-
-    Raises:
-        ValueError: On every rank, where the failure on one is one; names the rank and its error.
-        RuntimeError: On every rank, for any other failure.
-        RankMismatchError: On every rank, where another one does something else.
-    """
-    if len(membership.ranks) == 1:
-        if failure is not None:
-            raise failure
-        return
-    text = what if failure is None else failure_text(what, failure)
-    if verdict is not None:
-        verdict.agree_on_text(text)
-    else:
-        with membership.patience():
-            # What the first step of another rank begins with.
-            check_alike("configuration", text, membership.join())
 
 
 def _fetch(values: Tensor) -> Callable[[], list[int]]:

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.absence import name_absent
-from amo_dist.distributed.agreement import check_alike, take_device
+from amo_dist.distributed.agreement import check_alike, failure_text, take_device
 from amo_dist.distributed.groups import Given, Kept, replica_ranks
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.engine.controller import Controller
@@ -31,7 +31,6 @@ from amo_dist.engine.parameters import (
 )
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.step import Engine, Probe
-from amo_dist.engine.verdict import raise_together
 from amo_dist.engine.world import World, agree_on_world
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.observation import Observation
@@ -358,9 +357,38 @@ class Muon(torch.optim.Optimizer):
             + (f". To paste and to edit:\n{format_patterns(large, anywhere=True)}" if large else "")
         )
 
-    def raise_together(self, what: str, failure: Exception | None) -> None:
-        """Raise on every rank what failed on one; see `amo_dist.engine.verdict`."""
-        raise_together(what, failure, self._engine.membership, self._engine.verdict)
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Raise on every rank what the body raises on one; a collective over the world.
+
+        A rank that is at its next step meanwhile meets this there, and raises, too.
+
+        Args:
+            what: Names the body, which must change nothing, in the error.
+
+        Raises:
+            ValueError: On every rank, where the body raises one; names the rank and its error.
+            RuntimeError: On every rank, for any other failure.
+            RankMismatchError: On every rank, where another one does something else.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._tell_of(what, error)
+            raise
+        self._tell_of(what, None)
+
+    def _tell_of(self, what: str, failure: Exception | None) -> None:
+        membership, verdict = self._engine.membership, self._engine.verdict
+        if len(membership.ranks) == 1:
+            return
+        text = what if failure is None else failure_text(what, failure)
+        if verdict is not None:
+            verdict.agree_on_text(text)
+            return
+        with membership.patience():
+            # What the first step of another rank begins with.
+            check_alike("configuration", text, membership.join())
 
     def check_last_update(self) -> None:
         """Look now for what only the next step would tell; a collective over the world.
@@ -374,7 +402,7 @@ class Muon(torch.optim.Optimizer):
         """
         self._controller.settle(self._engine.verdict)
         if self._engine.verdict is not None:
-            self._engine.verdict.agree_on_updates()
+            self._engine.verdict.agree_on_text("the last update", with_updates=True)
 
     # ---------------------------------------------------------------- what it holds
 
@@ -532,7 +560,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: On every rank: the state of one is of another structure, optimizer or
                 configuration; names the rank.
         """
-        with load.together(self.raise_together, "load_state_dict"):
+        with self.together("load_state_dict"):
             loaded = load.read(self, self.params_by_name, state_dict)
             restore = self._restoring(loaded.control)
             # Last: state of another optimizer has been named by then.
