@@ -21,7 +21,7 @@ from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT, Exchange, Lane
 from amo_dist.distributed.groups import Given, Membership
 from amo_dist.distributed.layout import as_matrix, cut, flattened
-from amo_dist.distributed.ownership import Teams, assign
+from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import Part, plan_exchange
 from amo_dist.distributed.teams import TeamGroup
 from amo_dist.engine.adamw import adamw_step, make_state
@@ -571,17 +571,18 @@ class Engine:
             float(orders.schedules[index].num_steps * ns_step_flops(*matrices[index].shape))
             for index in some
         ]
-        teams = Teams(1 if measures else config.max_team, self._dtype.itemsize)
+        max_team = 1 if measures else config.max_team
         jobs = assign(
             chosen,
             costs,
             ownership=config.ownership,
-            teams=teams,
+            max_team=max_team,
+            itemsize=self._dtype.itemsize,
             turn=orders.turn if measures else 0,
         )
         if measures:
             jobs = tuple(dataclasses.replace(j, matrix=some[j.matrix], targets=()) for j in jobs)
-        if teams.most > 1:
+        if max_team > 1:
             own = {job.team for job in jobs if job.team and job.owner == world.rank}
             made = self.membership.groups(own - world.teams.keys(), world.group)
             world.teams.update({ranks: TeamGroup(group) for ranks, group in made.items() if group})

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from amo_dist.config import OPERATOR_TYPES, MuonConfig
 from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
-from amo_dist.distributed.ownership import Job, Teams, assign
+from amo_dist.distributed.ownership import Job, assign
 from amo_dist.distributed.plan import Bucket, count_elements, plan_exchange
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.fields import read_int
@@ -112,7 +112,8 @@ class StepCost:
             matrices,
             costs,
             ownership=config.ownership,
-            teams=Teams(config.max_team, self._itemsize),
+            max_team=config.max_team,
+            itemsize=self._itemsize,
         )
         self.flops = torch.zeros(num_ranks, dtype=torch.float64)
         for job in self.jobs:
