@@ -171,14 +171,6 @@ class Controller:
         self._last = key, state, found, digest, deal
         return found, digest, deal
 
-    def schedules(self, step: int) -> Mapping[str, Schedule]:
-        """The schedule of each group of matrices at a step.
-
-        Raises:
-            ValueError: Before the first step, or beyond what is planned.
-        """
-        return self.policy.schedules(self.state, self.known_groups, step)
-
     @property
     def known_groups(self) -> Groups:
         """The matrices that share schedules.
@@ -192,10 +184,6 @@ class Controller:
                 "learn of all matrices then"
             )
         return self.groups
-
-    def metrics(self) -> dict[str, float]:
-        """Plain numbers about the last step taken."""
-        return self.policy.metrics(self.state, self.known_groups, max(self.steps_taken, 1))
 
     # ---------------------------------------------------------------- after steps
 

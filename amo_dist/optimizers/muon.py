@@ -463,7 +463,8 @@ class Muon(torch.optim.Optimizer):
             ValueError: Before the first step, when no rank knows all matrices, or for a step whose
                 schedule is not known yet.
         """
-        return self._controller.schedules(step)
+        controller = self._controller
+        return self.policy.schedules(controller.state, controller.known_groups, step)
 
     def group_of(self, name: str) -> str:
         """The group of a matrix: matrices of one group share a schedule."""
@@ -473,7 +474,9 @@ class Muon(torch.optim.Optimizer):
         """Plain numbers for a logger, about the last step taken."""
         controller, found = self._controller, dict[str, float]()
         if self.world is not None:
-            found = {**controller.metrics(), **self._engine.metrics()}
+            step = max(self.num_steps_taken, 1)
+            found = self.policy.metrics(controller.state, controller.known_groups, step)
+            found = {**found, **self._engine.metrics()}
         return {
             **found,
             "newton_schulz/residual": controller.residual,
