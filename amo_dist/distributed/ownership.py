@@ -44,11 +44,6 @@ class Job:
     share: float
 
     @property
-    def reports(self) -> bool:
-        """True for exactly one job of each matrix: its owner reports what it observed."""
-        return not self.team or self.owner == self.team[0]
-
-    @property
     def shape(self) -> tuple[int, int]:
         """Of the box."""
         (top, bottom), (left, right) = self.box

@@ -45,8 +45,7 @@ from amo_dist.kernels.elementwise import (
     update_momentum,
     wide_dtype,
 )
-from amo_dist.kernels.exact_norm import scale_to_exact_norm
-from amo_dist.kernels.newton_schulz import newton_schulz
+from amo_dist.kernels.newton_schulz import newton_schulz, scale_to_exact_norm
 from amo_dist.kernels.team import drop_nonfinite_slabs, orthogonalize_slabs
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
@@ -150,6 +149,10 @@ class Engine:
             these parameters.
     """
 
+    # Of `world` and `verdict`, once `connect` has been called.
+    _world: World
+    _verdict: Verdict
+
     def __init__(
         self,
         parameters: Parameters,
@@ -177,8 +180,7 @@ class Engine:
             )
         self._local = local = Locals(parameters, state)
         self._rounding = Rounding(parameters, local, config)
-        looks = rule.prepares or rule.finishes
-        self._sums = Sums(parameters, local, groups, rule, self.device) if looks else None
+        self._sums = Sums(parameters, local, groups, rule, self.device)
         # Of outputs and inputs.
         dims = (parameters.entries[matrix.tensor].views[0].dim for matrix in parameters.matrices)
         shapes = [
@@ -216,8 +218,8 @@ class Engine:
 
     def connect(self, world: World) -> None:
         """Take the structure on which all ranks have agreed."""
-        self.world = world
-        self.verdict = Verdict(world, self.parameters, self.config)
+        self.world = self._world = world
+        self.verdict = self._verdict = Verdict(world, self.parameters, self.config)
 
     # ---------------------------------------------------------------- one step
 
@@ -227,21 +229,19 @@ class Engine:
         Raises:
             As `Verdict.agree`.
         """
-        assert self.world is not None
-        assert self.verdict is not None
         deals = orders.deal != self._deal
         # What is measured of a step that may be none would have to be forgotten, and dealing is a
         # collective that reads.
         waits = not self._is_far or deals or bool(orders.probes)
         # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
-        groups = self.groups if self.world.shares_all else []
+        groups = self.groups if self._world.shares_all else []
         lines = [*orders.intent, f"{'a new' if deals else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         for index, group in enumerate(groups):
             lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
         self._momenta = [momentum_of(group, self.config) for group in self.groups]
         momentum, _ = max(self._momenta)
-        return self.verdict.agree(orders.step, "\n".join(lines), momentum, waits=waits)
+        return self._verdict.agree(orders.step, "\n".join(lines), momentum, waits=waits)
 
     def run(self, orders: Orders, agreed: Agreement) -> None:
         """Update every parameter; a collective over the ranks that share parameters.
@@ -253,8 +253,6 @@ class Engine:
             orders: As all ranks have agreed on them.
             agreed: What `agree` returned.
         """
-        assert self.world is not None
-        assert self.verdict is not None
         self._rounding.step, self._bad = orders.step, agreed.bad
         deals = orders.deal != self._deal
         measuring = self._plan(orders) if deals or orders.probes else []
@@ -274,7 +272,7 @@ class Engine:
             if measuring:
                 self._measure(orders, measuring)
             self._pipeline(nonfinite)
-            for number in range(self._sums.num_rounds if self._sums else 0):
+            for number in range(self._sums.num_rounds):
                 self._finish(number)
         except BaseException:
             # What is still under way must not arrive in the buffers of a later step.
@@ -283,13 +281,13 @@ class Engine:
         finally:
             # Gradients would live on, past the user's zero_grad().
             self._grads = ()
-        self.verdict.report_updates(nonfinite, agreed.bad)
+        self._verdict.report_updates(nonfinite, agreed.bad)
 
     def _begin(self, grads: Sequence[Tensor | None]) -> None:
         """Take this rank's gradients into the momentum."""
         entries = self.parameters.entries
         self._grads = found = list(grads)
-        if self._sums is not None:
+        if self.rule.prepares or self.rule.finishes:
             self._sums.begin(self._bad)
         with record_function("amo::momentum"), self._deferring("updating momentum"):
             for index in self.parameters.convolutions:
@@ -323,9 +321,9 @@ class Engine:
                 pass
         # One is computed, one gathered, and the results of the one before are taken.
         stages = itertools.zip_longest(moving, moving[BUCKETS_IN_FLIGHT:], [None, *moving])
-        for bucket in itertools.chain(*stages):
-            if bucket is not None:
-                next(bucket, None)
+        for each in itertools.chain(*stages):
+            if each is not None:
+                next(each, None)
 
     def _bucket(self, laid: _Laid, nonfinite: dict[tuple[str, ...], Tensor]) -> Iterator[None]:
         """One bucket, from momentum to updated parameters."""
@@ -385,7 +383,6 @@ class Engine:
                 else:
                     _copy(momenta, found)
                 if rule.prepares:
-                    assert self._sums is not None
                     for part, place, each in zip(parts, out, found, strict=True):
                         place.copy_(rule.prepare(each, self._sums.piece(part)))
             if self._is_staged:
@@ -415,7 +412,7 @@ class Engine:
                 found = found if found.dim() == 3 else found.unsqueeze(0)
                 flags.append(drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found))
                 if self.config.update_norm == "exact":
-                    scale_to_exact_norm(found, batch.shape, team)
+                    scale_to_exact_norm(found, batch.shape, team.add if team else None)
                 torch._foreach_copy_(wholes, found.unbind())
             nonfinite[batch.names] = flags[0] if len(flags) == 1 else torch.cat(flags)
         except Exception as error:
@@ -446,17 +443,14 @@ class Engine:
             if not self.rule.finishes:
                 self._write(pieces.parts, places, pieces.params)
                 return
-            assert self._sums is not None
             found = zip(pieces.parts, places, strict=True)
             some = [each for each in found if self._grads[self._tensor(each[0])] is not None]
             self._write(*self._sums.take(some))
 
     def _finish(self, number: int) -> None:
         """Add up the sums that a rule waits for, and write what waits for no other."""
-        assert self.world is not None
-        assert self._sums is not None
         with record_function("amo::sums"):
-            totals = self._sums.add_up(number, self.world)
+            totals = self._sums.add_up(number, self._world)
         with self._deferring("finishing updates"):
             self._write(*self._sums.go_on(totals))
 
@@ -518,8 +512,7 @@ class Engine:
             self._tell(what, error)
 
     def _tell(self, what: str, error: Exception) -> None:
-        assert self.verdict is not None
-        self.verdict.report_failure(f"step {self._rounding.step}: {what}", error)
+        self._verdict.report_failure(f"step {self._rounding.step}: {what}", error)
 
     # ---------------------------------------------------------------- exchange
 
@@ -530,7 +523,6 @@ class Engine:
             Exchanges of the matrices that are measured, made for this step alone: what trains
             knows nothing of them. They travel in the dtype of momentum.
         """
-        assert self.verdict is not None
         matrices, planned = self.parameters.matrices, self._exchanges
         new, measuring = list[Exchange](), list[Exchange]()
         if orders.deal != self._deal:
@@ -544,7 +536,7 @@ class Engine:
         with self._deferring("allocating buffers"):
             for exchange in (*new, *measuring):
                 exchange.allocate()
-        self.verdict.agree_on_text(f"the exchange plan of step {orders.step}")
+        self._verdict.agree_on_text(f"the exchange plan of step {orders.step}")
         self._exchanges, self._deal = planned, orders.deal
         return measuring
 
@@ -564,8 +556,7 @@ class Engine:
         Raises:
             RankMismatchError: On every rank, where ranks of a set plan differently.
         """
-        assert self.world is not None
-        world, config, matrices = self.world, self.config, self.parameters.matrices
+        world, config, matrices = self._world, self.config, self.parameters.matrices
         chosen = [matrices[index] for index in some]
         costs = [
             float(orders.schedules[index].num_steps * ns_step_flops(*matrices[index].shape))
@@ -610,14 +601,13 @@ class Engine:
         alike: dict[Any, list[int]] = defaultdict(list)
         for position, job in enumerate(lane.jobs):
             alike[job.team, matrices[job.matrix].shape, schedules[job.matrix]].append(position)
-        assert self.world is not None
         batches = [
             _Batch(
                 [lane.wholes[position] for position in positions],
                 tuple(matrices[lane.jobs[position].matrix].name for position in positions),
                 shape,
                 schedule,
-                self.world.teams[team] if team else None,
+                self._world.teams[team] if team else None,
             )
             for (team, shape, schedule), positions in alike.items()
         ]
@@ -655,9 +645,8 @@ class Engine:
                     _copy(lane.arriving.views, lane.arrivals)
                 for job, whole in zip(lane.jobs, lane.wholes, strict=True):
                     name = self.parameters.matrices[job.matrix].name
-                    if job.reports:
-                        with self._deferring(f"measuring {name}"):
-                            self._probe(orders, job.matrix, name, whole)
+                    with self._deferring(f"measuring {name}"):
+                        self._probe(orders, job.matrix, name, whole)
 
     def _probe(self, orders: Orders, index: int, name: str, momentum: Tensor) -> None:
         """Measure one whole matrix."""

@@ -46,6 +46,8 @@ class Sums:
             rule.sums(matrix, parameters.entries[matrix.tensor].views[0].dim)
             for matrix in parameters.matrices
         ]
+        self.num_rounds = max(map(len, self._sizes), default=0)
+        """How often a step must `add_up`, each time for `go_on`; alike on all ranks."""
         # Results whose rule waits for a sum over the matrix, each with this rank's share of it.
         self._waiting: list[tuple[Part, Finish, Tensor]] = []
         self._bad: Tensor | None = None
@@ -77,11 +79,6 @@ class Sums:
                 (part, self._rule.finish(as_matrix(value), self.piece(part)), None)
                 for part, value in results
             )
-
-    @property
-    def num_rounds(self) -> int:
-        """How often a step must `add_up`, each time for `go_on`; alike on all ranks of a matrix."""
-        return max(map(len, self._sizes), default=0)
 
     def go_on(self, totals: Mapping[int, Tensor]) -> Done:
         """Give the rule the sums that `add_up` found; returns the updates that wait for no other.

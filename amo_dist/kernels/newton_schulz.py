@@ -12,6 +12,7 @@ polynomials of one A: they commute, and every product of them is symmetric.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -350,3 +351,34 @@ def _multiply(
         return (torch.mm if is_one else torch.bmm)(left, right, out=out)
     multiply = torch.addmm if is_one else torch.baddbmm
     return multiply(added, left, right, beta=beta, alpha=alpha, out=out)
+
+
+def scale_to_exact_norm(
+    updates: Tensor, shape: Sequence[int], add: Callable[[Tensor], None] | None = None
+) -> None:
+    """Scale each result, in place, to the Frobenius norm of an exact polar factor.
+
+    That is ``sqrt(min(m, n))``. Where Newton-Schulz stops early, small singular values stay below
+    one, and fewer steps are a lower learning rate too; of this norm, a schedule decides the
+    direction of an update alone. Norms and factors are float32, of float64 updates float64, and a
+    factor is multiplied in that dtype and rounded once. An all-zero matrix stays zero. On CPU a
+    matrix gets the same bits alone and in a batch, but for teams, whose sums depend on the number
+    of members.
+
+    Args:
+        updates: Finite, ``(b, m, n)``, not empty, any floating dtype; modified.
+        shape: ``(m, n)`` of each whole matrix.
+        add: Where these are slabs, adds up squared norms over the team, in place.
+    """
+    size, wide = math.sqrt(min(shape)), torch.promote_types(updates.dtype, torch.float32)
+    if add is None and on_cpu(updates):
+        # One by one: a reduction over a batch need not add in the order of one over a matrix.
+        for update in updates.unbind():
+            norm = torch.linalg.vector_norm(update, dtype=wide)
+            update.mul_(size / norm.masked_fill_(norm == 0, 1.0))
+        return
+    norms = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=wide)
+    if add is not None:
+        add(norms.square_())
+        norms.sqrt_()
+    updates.mul_(size / norms.masked_fill_(norms == 0, 1.0))

@@ -93,7 +93,7 @@ def test_plans_move_what_the_ledger_says(problem: tuple) -> None:
 @few
 @given(problems())
 def test_each_job_is_in_one_bucket_of_its_owner_and_no_bucket_is_too_full(problem: tuple) -> None:
-    model, jobs, plans, bucket_bytes = problem
+    _, jobs, plans, bucket_bytes = problem
     found: list[Job] = []
     for rank, plan in plans.items():
         for bucket in (*plan.buckets, *plan.local):
@@ -103,8 +103,6 @@ def test_each_job_is_in_one_bucket_of_its_owner_and_no_bucket_is_too_full(proble
             assert sum(sizes) <= bucket_bytes or len(sizes) == 1
     in_order = sorted(found, key=lambda job: (job.matrix, job.owner))
     assert in_order == sorted(jobs, key=lambda job: (job.matrix, job.owner))
-    reported = sorted(job.matrix for job in found if job.reports)
-    assert reported == list(range(len(model.matrices)))
 
 
 Shared = tuple[tuple[int, ...], int]
