@@ -521,28 +521,21 @@ class Muon(torch.optim.Optimizer):
             ValueError: Names the field, what was found and what was expected.
         """
         self._follow()
-        self._restoring(state)()
+        self._go_on_from(self._restored(state))
 
-    def _restoring(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """What restores a state of `control_state_dict`, once it is known to be good."""
-        engine, controller = self._engine, self._controller
-        running = Control(
-            controller.steps_taken,
-            controller.steps_skipped,
-            self.config,
-            self.policy,
-            controller.state,
-        )
-        control = controls.restore(state, running, controller.groups)
+    def _restored(self, state: Mapping[str, Any]) -> Control:
+        """What `control_state_dict` returned, once it is known to be good; nothing changes."""
+        groups = self._controller.groups
+        control = controls.restore(state, self.config, self.policy, groups)
         self.rule_class(control.config)  # refuses settings
+        return control
 
-        def restore() -> None:
-            self._assemble(control, engine.parameters)
-            if engine.world is not None:
-                self._controller.connect(engine.world, is_new=False)
-                self._engine.connect(engine.world)
-
-        return restore
+    def _go_on_from(self, control: Control) -> None:
+        engine = self._engine
+        self._assemble(control, engine.parameters)
+        if engine.world is not None:
+            self._controller.connect(engine.world, is_new=False)
+            self._engine.connect(engine.world)
 
     def state_dict(self) -> dict[str, Any]:
         """As for any PyTorch optimizer; ``control`` of each group is `control_state_dict`."""
@@ -565,10 +558,10 @@ class Muon(torch.optim.Optimizer):
         """
         with self.together("load_state_dict"):
             loaded = load.read(self, self.params_by_name, state_dict)
-            restore = self._restoring(loaded.control)
+            control = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
             check_groups(loaded.groups, self._engine.rule)
-        restore()
+        self._go_on_from(control)
         loaded.fill(self)
 
     # ---------------------------------------------------------------- as PyTorch's optimizers
