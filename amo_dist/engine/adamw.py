@@ -59,7 +59,7 @@ def adamw_step(
             param, grad, own = local.params[index], grads[index], local.state[index]
             if entry.views or grad is None:
                 continue
-            if rounding.is_wanted and rounding.is_for(param):
+            if rounding.is_wanted:
                 param = stack.enter_context(rounding.widened(index, param))
             grad = grad.to(param.dtype)
             members = (param, grad, own["exp_avg"], own["exp_avg_sq"], own["step"])

@@ -64,14 +64,16 @@ class Rounding:
 
     @contextlib.contextmanager
     def widened(self, tensor: int, piece: Tensor, box: Box | None = None) -> Iterator[Tensor]:
-        """Float32 values of a piece, which are written to it in the end.
+        """Float32 values of a bfloat16 piece, written to it in the end; any other piece itself.
 
         Args:
-            tensor: Index of a parameter for which `is_for` holds.
+            tensor: Index of the parameter.
             piece: Its local tensor, or a box of that, without leading dims of size 1.
             box: Which box; None for the whole.
         """
-        if self._how == "master":
+        if not self.is_for(piece):
+            yield piece
+        elif self._how == "master":
             rest = self._local.state[tensor][ROUNDED_OFF]
             rest = rest if box is None else cut(rest, box)
             wide = piece + rest
@@ -86,16 +88,14 @@ class Rounding:
     def _rounded(self, tensor: int, box: Box, wide: Tensor) -> Tensor:
         rows, columns = self._places(tensor, box)
         flat = wide.reshape(len(rows), len(columns))
-        out, key = torch.empty_like(flat, dtype=torch.bfloat16), self._key(tensor)
+        out = torch.empty_like(flat, dtype=torch.bfloat16)
+        text = f"{self._seed}/{self.step}/{self._entries[tensor].name}"
+        key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         count = max(_TOGETHER // max(len(columns), 1), 1)
         for part in zip(*(each.split(count) for each in (flat, rows, out)), strict=True):
             values, some, place = part
             round_stochastically(values, random_bits(key, some, columns), place)
         return out.view(wide.shape)
-
-    def _key(self, tensor: int) -> int:
-        text = f"{self._seed}/{self.step}/{self._entries[tensor].name}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def _places(self, tensor: int, box: Box) -> tuple[Tensor, Tensor]:
         """Where the rows and columns of a box lie in the whole parameter, however it is cut."""

@@ -201,6 +201,8 @@ class Engine:
         self._grads: Sequence[Tensor | None] = ()
         self._bad: Tensor | None = None
         self._momenta: list[tuple[float, bool]] = []
+        self._outcomes: list[tuple[tuple[str, ...], Tensor]] = []
+        """Names of matrices, and which of their results were NaN or inf."""
 
     def make_state(self) -> None:
         """State for every parameter, zero, so that all ranks have the same keys."""
@@ -257,7 +259,7 @@ class Engine:
         deals = orders.deal != self._deal
         measuring = self._plan(orders) if deals or orders.probes else []
         self._sent = [exchange.sent for exchange in (*self._exchanges, *measuring)]
-        nonfinite: dict[tuple[str, ...], Tensor] = {}
+        self._outcomes = []
         try:
             # All views and batches, where local tensors have moved or schedules have changed.
             has_moved = self._local.refresh()
@@ -271,9 +273,12 @@ class Engine:
                 ]
             if measuring:
                 self._measure(orders, measuring)
-            self._pipeline(nonfinite)
+            self._pipeline()
             for number in range(self._sums.num_rounds):
-                self._finish(number)
+                with record_function("amo::sums"):
+                    totals = self._sums.add_up(number, self._world)
+                with self._deferring("finishing updates"):
+                    self._write(*self._sums.go_on(totals))
         except BaseException:
             # What is still under way must not arrive in the buffers of a later step.
             self._deal, self._exchanges, self._laid = None, [], []
@@ -281,7 +286,7 @@ class Engine:
         finally:
             # Gradients would live on, past the user's zero_grad().
             self._grads = ()
-        self._verdict.report_updates(nonfinite, agreed.bad)
+        self._verdict.report_updates(self._outcomes, agreed.bad)
 
     def _begin(self, grads: Sequence[Tensor | None]) -> None:
         """Take this rank's gradients into the momentum."""
@@ -302,14 +307,14 @@ class Engine:
                 of_some: Any = [found[index] for index in some]
                 update_momentum(buffers, of_some, momentum, bad=self._bad)
 
-    def _pipeline(self, nonfinite: dict[tuple[str, ...], Tensor]) -> None:
+    def _pipeline(self) -> None:
         """Run buckets to their end, some on their way while others are computed.
 
         AdamW and the buckets that need no exchange run while the first gathers are under way.
         """
         local, moving = list[Iterator[None]](), list[Iterator[None]]()
         for laid in self._laid:
-            (moving if laid.lane.moves else local).append(self._bucket(laid, nonfinite))
+            (moving if laid.lane.moves else local).append(self._bucket(laid))
         for bucket in moving[:BUCKETS_IN_FLIGHT]:
             next(bucket)
         with record_function("amo::adamw"), self._deferring("AdamW"):
@@ -325,7 +330,7 @@ class Engine:
             if each is not None:
                 next(each, None)
 
-    def _bucket(self, laid: _Laid, nonfinite: dict[tuple[str, ...], Tensor]) -> Iterator[None]:
+    def _bucket(self, laid: _Laid) -> Iterator[None]:
         """One bucket, from momentum to updated parameters."""
         lane, start = laid.lane, laid.exchange.start
         with record_function("amo::gather"):
@@ -339,7 +344,7 @@ class Engine:
                 _copy(lane.arriving.views, lane.arrivals)
         with record_function("amo::orthogonalize"):
             for batch in laid.batches:
-                self._orthogonalize(batch, nonfinite)
+                self._orthogonalize(batch)
         with record_function("amo::scatter"):
             if gather is not None:
                 _copy(lane.departures, lane.leaving.views)
@@ -391,30 +396,27 @@ class Engine:
         for place in pieces.places:
             place.fill_(math.nan)
 
-    def _orthogonalize(self, batch: _Batch, nonfinite: dict[tuple[str, ...], Tensor]) -> None:
+    def _orthogonalize(self, batch: _Batch) -> None:
         """Orthogonalize matrices in place; one whose result is NaN or inf gives zeros.
 
         Where that fails the results are zeros: this rank goes on to send them. Of shared matrices
         nothing can be sent: the team waits for sums, and the error is raised here.
-
-        Args:
-            batch: The matrices.
-            nonfinite: Gets, by their names, which results were NaN or inf.
         """
-        team, flags = batch.team, list[Tensor]()
+        team = batch.team
         # On a CPU a product of two matrices takes less to call than one of two batches.
-        is_far = self.device.type != "cpu"
-        together = [batch.wholes] if is_far else [[whole] for whole in batch.wholes]
+        together = [(batch.names, batch.wholes)]
+        if self.device.type == "cpu":
+            together = [((name,), [x]) for name, x in zip(batch.names, batch.wholes, strict=True)]
         try:
-            for wholes in together:
+            for names, wholes in together:
                 x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
                 found = self._newton_schulz(x, batch.shape, batch.schedule, team)
                 found = found if found.dim() == 3 else found.unsqueeze(0)
-                flags.append(drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found))
+                bad = drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found)
+                self._outcomes.append((names, bad))
                 if self.config.update_norm == "exact":
                     scale_to_exact_norm(found, batch.shape, team.add if team else None)
                 torch._foreach_copy_(wholes, found.unbind())
-            nonfinite[batch.names] = flags[0] if len(flags) == 1 else torch.cat(flags)
         except Exception as error:
             if team is not None:
                 raise
@@ -447,13 +449,6 @@ class Engine:
             some = [each for each in found if self._grads[self._tensor(each[0])] is not None]
             self._write(*self._sums.take(some))
 
-    def _finish(self, number: int) -> None:
-        """Add up the sums that a rule waits for, and write what waits for no other."""
-        with record_function("amo::sums"):
-            totals = self._sums.add_up(number, self._world)
-        with self._deferring("finishing updates"):
-            self._write(*self._sums.go_on(totals))
-
     def _tensor(self, part: Part) -> int:
         return self.parameters.matrices[part.matrix].tensor
 
@@ -485,7 +480,9 @@ class Engine:
                     with contextlib.ExitStack() as stack:
                         targets = [params[i] for i in some]
                         if self._rounding.is_wanted:
-                            targets = [self._widened(parts[some[0]], targets[0], stack)]
+                            tensor, box = self._tensor(parts[some[0]]), parts[some[0]].piece.source
+                            wide = self._rounding.widened(tensor, targets[0], box)
+                            targets = [stack.enter_context(wide)]
                         apply_update(
                             targets,
                             [updates[i] for i in some],
@@ -495,13 +492,6 @@ class Engine:
                             cautious=self.config.cautious_decay,
                             bad=self._bad,
                         )
-
-    def _widened(self, part: Part, place: Tensor, stack: contextlib.ExitStack) -> Tensor:
-        """Float32 values that are written to a bfloat16 piece when the stack closes."""
-        if not self._rounding.is_for(place):
-            return place
-        wide = self._rounding.widened(self._tensor(part), place, part.piece.source)
-        return stack.enter_context(wide)
 
     @contextlib.contextmanager
     def _deferring(self, what: str) -> Iterator[None]:

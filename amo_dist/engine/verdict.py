@@ -51,8 +51,8 @@ _NO_MARK = -(2**60)
 """In place of a mark, and of its negative, of a set of other ranks."""
 
 
-Updates: TypeAlias = Mapping[tuple[str, ...], Tensor]
-"""By names of matrices, whether the last update of each was NaN or inf: boolean, 1-D."""
+Updates: TypeAlias = tuple[Sequence[str], Tensor]
+"""Names of matrices, and whether the last update of each was NaN or inf: boolean, 1-D."""
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -109,7 +109,7 @@ class _Ballot:
     pattern: _Pattern
     is_bad: Tensor | None = None
     """Whether each of the gradients that are held is unusable."""
-    updates: Updates = dataclasses.field(default_factory=dict)
+    updates: Updates | None = None
 
 
 class Verdict:
@@ -140,7 +140,7 @@ class Verdict:
         self._parts = self._vector.split(sizes)[1:]
         self._patterns: dict[tuple[bool, bytes], _Pattern] = {}
         self._had_gradient: bool | None = None  # None until a step has had one
-        self._updates: Updates = {}
+        self._updates: Updates | None = None
         self._failure = ""
         self.pending: tuple[_Ballot, Callable[[], list[int]]] | None = None
         """What was told, and what reads the verdict on the last step, if nobody has yet."""
@@ -179,7 +179,7 @@ class Verdict:
         is_bad = None
         if pattern.held:
             is_bad = exceed([grads[i] for i in pattern.held], pattern.bounds)  # type: ignore[misc]
-        updates, self._updates = self._updates, {}
+        updates, self._updates = self._updates, None
         text, self._failure = self._failure or intent, ""
         ballot = _Ballot(step, text, pattern, is_bad, updates)
         vector = self._cast(ballot)
@@ -217,7 +217,7 @@ class Verdict:
         """
         text, self._failure = self._failure or text, ""
         pattern = self._pattern(True, bytes(len(self._entries)))
-        ballot = _Ballot(0, text, pattern, updates=self._updates if with_updates else {})
+        ballot = _Ballot(0, text, pattern, updates=self._updates if with_updates else None)
         values = self._cast(ballot).tolist()
         self._compare(ballot, values)
         if values[_UPDATE]:
@@ -238,19 +238,23 @@ class Verdict:
         logger.error("%s failed; all ranks raise at their next agreement", what, exc_info=error)
         self._failure = self._failure or failure_text(what, error)
 
-    def report_updates(self, updates: Updates, bad: Tensor | None) -> None:
+    def report_updates(
+        self, outcomes: Sequence[tuple[Sequence[str], Tensor]], bad: Tensor | None
+    ) -> None:
         """Keep what this rank saw of the updates it computed, for the next `agree`.
 
         Args:
-            updates: Not read on the host here.
+            outcomes: Names of matrices, and whether the update of each was NaN or inf; not read on
+                the host here.
             bad: Of the `Agreement` of this step.
         """
-        self._updates = {}
-        if updates:
-            flags = torch.cat(list(updates.values())).flatten()
+        self._updates = None
+        if outcomes:
+            names, found = zip(*outcomes, strict=True)
+            flags = torch.cat(found).flatten()
             # A bad step was not taken, and its updates say nothing about momentum or schedule.
             flags = flags if bad is None else flags.masked_fill_(bad, False)
-            self._updates = {(*itertools.chain(*updates),): flags}
+            self._updates = [*itertools.chain(*names)], flags
 
     def warn_of_updates(self) -> None:
         """Log what `report_updates` told of bad updates on this rank; communicates nothing."""
@@ -314,7 +318,8 @@ class Verdict:
         self._slots[_MARKS + self._num_marks].fill_(-mark)
         if ballot.is_bad is not None:
             self._slots[_GRADIENT].masked_fill_(ballot.is_bad.any().to(self._device), self._mark)
-        for flags in ballot.updates.values():
+        if ballot.updates is not None:
+            _, flags = ballot.updates
             self._slots[_UPDATE].masked_fill_(flags.any().to(self._device), self._mark)
         return max_over(self._vector, self._world.group)
 
@@ -534,10 +539,10 @@ def _kind(param: Tensor) -> tuple[int, Tensor | None]:
     return kind + (_PRESENT if grad.numel() else _EMPTY), grad
 
 
-def _flagged(updates: Updates) -> list[str]:
+def _flagged(updates: Updates | None) -> list[str]:
     """The names whose flag is set; reads them on the host."""
-    pairs = (itertools.compress(names, flags.tolist()) for names, flags in updates.items())
-    return [*itertools.chain(*pairs)]
+    names, flags = updates or ([], torch.empty(0, device="cpu"))
+    return [*itertools.compress(names, flags.tolist())]
 
 
 def _some(names: Sequence[str]) -> str:

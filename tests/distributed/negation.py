@@ -79,7 +79,7 @@ class Negation(Engine):
         ]
         self._laid = laid
         with mock.patch.object(step, "adamw_step", self._adamw):
-            self._pipeline({})
+            self._pipeline()
 
     def check(self) -> None:
         """Each element was written once, and is the negative of what was held."""
@@ -106,7 +106,7 @@ class Negation(Engine):
             assert place.shape == value.shape
             place.copy_(value)
 
-    def _orthogonalize(self, batch: Any, nonfinite: Any) -> None:
+    def _orthogonalize(self, batch: Any) -> None:
         number, lane = batch
         self.events.append(f"compute {number}")
         for job, whole in zip(lane.jobs, lane.wholes, strict=True):
