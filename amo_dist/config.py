@@ -45,10 +45,6 @@ MOST_STEPS = 100
 PRECONDITIONERS = ("frobenius", "aol")
 """How a matrix is scaled before the first step."""
 
-NS_BACKENDS = ("auto", "standard", "gram", "triton")
-"""How Newton-Schulz may be run; see `amo_dist.kernels.newton_schulz`. On CUDA alone: ``triton``,
-which computes half of each symmetric product."""
-
 _ADJUST_LR = ("match_rms_adamw", "original", "spectral")
 _UPDATE_NORMS = ("as_is", "exact")
 _BFLOAT16_PARAMS = ("nearest", "stochastic", "master")
@@ -56,7 +52,6 @@ _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, and float16 has not the range: 1e-20 would vanish.
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
 _GRANULARITIES = ("operator_type", "layer_group", "shape")
-_TEAM_BACKENDS = ("auto", "standard")
 
 
 def _require(condition: bool, field: str, found: object, expected: str) -> None:
@@ -111,10 +106,6 @@ class MuonConfig:
     wire_dtype: str | None = None
     """Dtype of matrices on the wire, momentum and results; None: that of ``ns_dtype``, with
     ``float16``, whose range momentum leaves, ``bfloat16``."""
-    ns_backend: str = "auto"
-    """How Newton-Schulz is run: ``auto`` (on CPU ``gram`` for elongated matrices in float32, else
-    ``standard``), ``standard``, ``gram`` (in float32 and float64, else ``standard``) or ``triton``
-    (on CUDA)."""
     ownership: str = "round_robin"
     """How matrices are dealt to ranks: ``round_robin`` or ``balanced`` (longest job first)."""
     max_team: int = 1
@@ -148,15 +139,8 @@ class MuonConfig:
                 self.wire_dtype,
                 f"no wider than float32 with ns_dtype = {self.ns_dtype!r}",
             )
-        _require_choice("ns_backend", self.ns_backend, NS_BACKENDS)
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
         _require_int("max_team", self.max_team, 1)
-        _require(
-            self.max_team == 1 or self.ns_backend in _TEAM_BACKENDS,
-            "max_team",
-            self.max_team,
-            f"1 with ns_backend = {self.ns_backend!r}; teams need 'auto' or 'standard'",
-        )
         _require_int("bucket_bytes", self.bucket_bytes, 1)
         _require_int("ns_guard_every", self.ns_guard_every, 0)
         _require_choice("nonfinite", self.nonfinite, ("error", "skip_step"))

@@ -141,7 +141,7 @@ def build(options: argparse.Namespace) -> Muon:
         add(f"layers.{layer}.ffn_norm.weight", (model.dim,))
     add("norm.weight", (model.dim,))
     add("output.weight", (options.ranks * 8, model.dim))
-    config = MuonConfig(ns_guard_every=0, ns_backend="standard")
+    config = MuonConfig(ns_guard_every=0)
     return Muon(param_groups(root), lr=1e-3, config=config)
 
 

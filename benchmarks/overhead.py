@@ -2,7 +2,7 @@
 
 ``python -m benchmarks.overhead`` runs AMO on the matrices of one model through observation,
 transition and lock in one process. Overhead of a transition step is the time of its new schedules
-(composed anew at every step), their digest, the choice of backends, and a share of planning; it
+(composed anew at every step), their digest, and a share of planning; it
 is given in percent of the median locked step. Observation is the time that a step of it (8 matrices
 of each type) takes beyond one without, in turns, shared out over an interval of 150 steps. A
 step here is the optimizer's alone: beside forward and backward every share is smaller.
@@ -25,7 +25,6 @@ from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig
 from amo_dist.engine.controller import trial_tensor
-from amo_dist.kernels.newton_schulz import resolve_backend
 from amo_dist.kernels.spectra import schedule_errors
 from amo_dist.operators.groups import param_groups
 from amo_dist.schedule.amo import AMOPolicy
@@ -98,15 +97,6 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
     set_gradients(module)
     optimizer = AMO(param_groups(module), lr=1e-3, config=settings)
     optimizer.step()
-    schedules = optimizer.schedules_by_group(2)
-    dtype = getattr(torch, settings.ns_dtype)
-    device = torch.device("cpu")
-    assert optimizer.world is not None
-    start = now()
-    for info in optimizer.world.registry:
-        steps = tuple(schedules[optimizer.group_of(info.name)].coefficients)
-        resolve_backend(settings.ns_backend, info.shape, steps, dtype, device)
-    backend_seconds = now() - start
     for _ in range(2):
         optimizer.step()
     step = statistics.median(_timed(optimizer.step, now) for _ in range(options.steps))
@@ -114,14 +104,14 @@ def measure(options: argparse.Namespace) -> list[dict[str, object]]:
         profiler = cProfile.Profile()
         profiler.runcall(optimizer.step)
         pstats.Stats(profiler).sort_stats("tottime").print_stats(25)
-    transition = statistics.median(by_step) + backend_seconds
+    transition = statistics.median(by_step)
     share = plan_seconds / options.transition_steps
     observation = _observation(model, options)
     return [
         {"what": "step", "ms": 1e3 * step, "% of a step": 100.0},
         {"what": "plan, once", "ms": 1e3 * plan_seconds, "% of a step": 100 * plan_seconds / step},
         {
-            "what": "schedules, digest and backends of a transition step",
+            "what": "schedules and digest of a transition step",
             "ms": 1e3 * transition,
             "% of a step": 100 * transition / step,
         },

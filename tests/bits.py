@@ -145,7 +145,6 @@ def amo(model: str, layout: str = "one", **fields: Any) -> Run:
 
 
 FP32 = {"ns_dtype": "float32"}
-STANDARD = {"ns_backend": "standard"}
 RUNS: dict[str, Run] = {
     "llama uniform bf16": Run("llama", "kj"),
     "llama uniform fp32": Run("llama", "kj", fields=FP32, missing_at=3),
@@ -161,9 +160,8 @@ RUNS: dict[str, Run] = {
     ),
     "gpt paper bf16, a step skipped": amo("gpt", sample_size=3, nonfinite="skip_step", nan_at=5),
     "gpt paper fp32, by shape": amo("gpt", granularity="shape", **FP32),
-    "wide paper bf16": amo("wide", **STANDARD),
-    "wide paper fp32": amo("wide", **STANDARD, **FP32),
-    "wide gram bf16": Run("wide", "pe", fields={"ns_backend": "gram"}, num_steps=3),
+    "wide paper bf16": amo("wide"),
+    "wide paper fp32": amo("wide", **FP32),
     "llama uniform bf16, fsdp": Run("llama", "kj", "fsdp", {"bucket_bytes": 8192}),
     "llama paper bf16, fsdp": amo("llama", "fsdp", missing_at=7),
     "llama paper fp32, fsdp, resumed": amo("llama", "fsdp", resumes_at=6, **FP32),
@@ -172,7 +170,7 @@ RUNS: dict[str, Run] = {
     "gpt root bf16, fsdp": Run("gpt", "root", "fsdp"),
     "gpt paper bf16, ddp": amo("gpt", "ddp"),
     "llama adamuon bf16, ddp": Run("llama", "adamuon", "ddp"),
-    "wide paper bf16, fsdp": amo("wide", "fsdp", **STANDARD),
+    "wide paper bf16, fsdp": amo("wide", "fsdp"),
     "llama measured bf16": amo("llama", planner="measured"),
     "gpt measured fp32, by shape": amo("gpt", planner="measured", granularity="shape", **FP32),
     "llama measured bf16, fsdp": amo("llama", "fsdp", planner="measured", resumes_at=3),

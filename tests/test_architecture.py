@@ -43,17 +43,12 @@ FORBIDDEN = re.compile(
 
 
 def allowed(importer: str, imported: str) -> bool:
-    """The directions inside amo_dist, and that it needs torch alone.
-
-    Triton comes with PyTorch where there is CUDA; only what is for CUDA may use it.
-    """
+    """The directions inside amo_dist, and that it needs torch alone."""
     top = imported.split(".")[0]
     if top in sys.stdlib_module_names:
         return True
     if top == "torch":
         return room(importer) not in ("schedule", "config")
-    if top == "triton":
-        return importer.startswith("amo_dist.kernels.cuda.")
     if top != "amo_dist":
         return False
     own = room(importer)

@@ -44,28 +44,10 @@ class Job:
     share: float
 
     @property
-    def reports(self) -> bool:
-        """True for exactly one job of each matrix: its owner reports what it observed."""
-        return not self.team or self.owner == self.team[0]
-
-    @property
     def shape(self) -> tuple[int, int]:
         """Of the box."""
         (top, bottom), (left, right) = self.box
         return bottom - top, right - left
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Teams:
-    """Which matrices ranks may share.
-
-    Attributes:
-        most: Most ranks that share one.
-        itemsize: Bytes of an element of what they add up.
-    """
-
-    most: int = 1
-    itemsize: int = 2
 
 
 def assign(
@@ -73,7 +55,8 @@ def assign(
     costs: Sequence[float],
     *,
     ownership: str = "round_robin",
-    teams: Teams | None = None,
+    max_team: int = 1,
+    itemsize: int = 2,
     turn: int = 0,
 ) -> tuple[Job, ...]:
     """Deal matrices to ranks, apart for each set of ranks that shares some.
@@ -93,10 +76,10 @@ def assign(
         ownership: ``round_robin``, or ``balanced``: longest job first to the rank with the least
             work, ties by name, unless round robin's greatest load is as low; loads are those of
             the set. Among teams round robin deals the largest first, then the longest job.
-        teams: Which matrices ranks may share; None for none.
+        max_team: Most ranks that share a matrix; 1: none do.
+        itemsize: Bytes of an element of what a team adds up.
         turn: Round robin begins at this candidate, counted around. 0 with teams.
     """
-    teams = teams or Teams()
     by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_ranks[tuple(sorted(matrix.ranks))].append(index)
@@ -107,12 +90,13 @@ def assign(
     found: list[Job] = []
     for indices in by_ranks.values():
         by_size = {
-            i: _costs_by_size(matrices[i], costs[i], len(candidates[i]), teams) for i in indices
+            i: _costs_by_size(matrices[i], costs[i], len(candidates[i]), max_team, itemsize)
+            for i in indices
         }
         balances = ownership == "balanced"
         deal = functools.partial(_deal, matrices, candidates, by_size, balances, turn)
         load, dealt = deal(dict.fromkeys(indices, 1))
-        for sizes in choices(by_size) if teams.most > 1 else ():
+        for sizes in choices(by_size) if max_team > 1 else ():
             # What no way of dealing goes below.
             members = [(size, by_size[index][size]) for index, size in sizes.items()]
             mean = sum(size * cost for size, cost in members) / len(matrices[indices[0]].ranks)
@@ -137,11 +121,11 @@ def _candidates(matrix: MatrixLayout) -> tuple[int, ...]:
 
 
 def _costs_by_size(
-    matrix: MatrixLayout, cost: float, num_owners: int, teams: Teams
+    matrix: MatrixLayout, cost: float, num_owners: int, max_team: int, itemsize: int
 ) -> dict[int, float]:
     """Cost of a member for each size of its team; a matrix that some ranks hold stays whole."""
-    most = min(teams.most, num_owners) if num_owners == len(matrix.ranks) else 1
-    return member_costs(matrix.shape, cost, most, teams.itemsize)
+    most = min(max_team, num_owners) if num_owners == len(matrix.ranks) else 1
+    return member_costs(matrix.shape, cost, most, itemsize)
 
 
 def _deal(

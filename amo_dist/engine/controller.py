@@ -50,6 +50,10 @@ class Controller:
         steps_skipped: Of those, the ones that changed nothing.
     """
 
+    # Once `connect` has been called.
+    _world: World
+    _groups: Groups
+
     def __init__(
         self,
         policy: Policy,
@@ -66,7 +70,6 @@ class Controller:
         """What the last observation cost this rank."""
         self.groups: Groups | None = None
         """The matrices that share schedules; None before the ranks know one another."""
-        self._world: World | None = None
         self._measured: dict[str, Tensor] = {}
         self._residuals: dict[str, Tensor] = {}
         self._last: tuple[Hashable, Any, Sequence[Schedule], str, Hashable] | None = None
@@ -89,9 +92,10 @@ class Controller:
         """
         if is_new:
             self._check_alike(world)
-        self.groups, self._world = self.policy.groups(world.registry), world
+        self.groups = self._groups = self.policy.groups(world.registry)
+        self._world = world
         # Strict: a state that was restored before the matrices were known may not fit them.
-        self.state = self.policy.from_dict(self.policy.to_dict(self.state), self.groups)
+        self.state = self.policy.from_dict(self.policy.to_dict(self.state), self._groups)
         if is_new:
             self._plan_where_due()
 
@@ -120,11 +124,9 @@ class Controller:
         Args:
             matrices: Those of this process.
         """
-        assert self._world is not None
-        assert self.groups is not None
         step, config = self.steps_taken + 1, self.config
         schedules, digest, deal = self._at(step, matrices)
-        observed = self.policy.sample(self.state, self.groups, step)
+        observed = self.policy.sample(self.state, self._groups, step)
         every, probes = config.ns_guard_every, list[Probe]()
         turn = step // every if every and step % every == 0 else 0
         if observed:
@@ -153,13 +155,12 @@ class Controller:
             bits: so teams follow from the schedules of the world alone, and a run that goes on
             from a checkpoint finds the same.
         """
-        assert self.groups is not None
         policy, state, last = self.policy, self.state, self._last
         key = policy.key(state, step)
         if last is not None and last[0] == key and last[1] is state:
             return last[2:]
-        by_group = policy.schedules(state, self.groups, step)
-        found: Sequence[Schedule] = [by_group[self.groups.group_of[m.name]] for m in matrices]
+        by_group = policy.schedules(state, self._groups, step)
+        found: Sequence[Schedule] = [by_group[self._groups.group_of[m.name]] for m in matrices]
         if last is not None and found == last[2]:
             found = last[2]
         deal: Hashable = "round robin"
@@ -167,17 +168,9 @@ class Controller:
             deal = policy.phase(state, step) in ("locked", "uniform")
         if self.config.max_team > 1:
             deal = deal, tuple(by_group[group].num_steps for group in sorted(by_group))
-        digest = policy.digest(state, self.groups, step)
+        digest = policy.digest(state, self._groups, step)
         self._last = key, state, found, digest, deal
         return found, digest, deal
-
-    def schedules(self, step: int) -> Mapping[str, Schedule]:
-        """The schedule of each group of matrices at a step.
-
-        Raises:
-            ValueError: Before the first step, or beyond what is planned.
-        """
-        return self.policy.schedules(self.state, self.known_groups, step)
 
     @property
     def known_groups(self) -> Groups:
@@ -192,10 +185,6 @@ class Controller:
                 "learn of all matrices then"
             )
         return self.groups
-
-    def metrics(self) -> dict[str, float]:
-        """Plain numbers about the last step taken."""
-        return self.policy.metrics(self.state, self.known_groups, max(self.steps_taken, 1))
 
     # ---------------------------------------------------------------- after steps
 
@@ -221,14 +210,12 @@ class Controller:
 
     def _record(self, observed: Sequence[str], step: int) -> None:
         """Agree on what was observed, and plan where it is time to."""
-        assert self._world is not None
-        assert self.groups is not None
         measured, self._measured = self._measured, {}
         with record_function("amo::observe"):
             values = agree_on_values(measured, observed, self._world, self._num_values)
         ells = {name: found[0] for name, found in values.items()}
         errors = {name: found[1:] for name, found in values.items()}
-        self.state = self.policy.record(self.state, self.groups, step, ells, errors)
+        self.state = self.policy.record(self.state, self._groups, step, ells, errors)
         self._plan_where_due()
 
     def _plan_where_due(self) -> None:
@@ -238,20 +225,18 @@ class Controller:
             ValueError: On every rank, where planning failed so.
             RuntimeError: On the others, where it failed otherwise on the one that plans.
         """
-        assert self._world is not None
-        assert self.groups is not None
         if not self.policy.plan_due(self.state):
             return
         text, failure = "", None
         if self._world.leads:
             try:
-                text = "plan:" + self.policy.make_plan(self.state, self.groups)
+                text = "plan:" + self.policy.make_plan(self.state, self._groups)
             except Exception as error:
                 failure = error
                 text = f"{type(error).__name__}:{error}"
         kind, _, payload = broadcast_text(text, self._world.group).partition(":")
         if kind == "plan":
-            self.state = self.policy.adopt_plan(self.state, self.groups, payload)
+            self.state = self.policy.adopt_plan(self.state, self._groups, payload)
             return
         if failure is not None:
             raise failure
@@ -261,15 +246,13 @@ class Controller:
 
     def _check_residual(self, name: str, step: int) -> None:
         """Warn of a residual above the bound."""
-        assert self._world is not None
-        assert self.groups is not None
         ((residual,),) = agree_on_values(self._residuals, [name], self._world).values()
         self._residuals = {}
         self.residual = 0.0 if math.isnan(residual) else residual
         if not residual > GUARD_BOUND:
             return
-        by_group = self.policy.schedules(self.state, self.groups, step)
-        schedule = by_group[self.groups.group_of[name]]
+        by_group = self.policy.schedules(self.state, self._groups, step)
+        schedule = by_group[self._groups.group_of[name]]
         operator_type = next(m.operator_type for m in self._world.registry if m.name == name)
         triples = " ".join(f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients)
         logger.warning(

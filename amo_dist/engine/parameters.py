@@ -111,35 +111,47 @@ _kind = operator.attrgetter("dtype", "device")
 
 
 class Locals:
-    """Local tensors of a list, the same list for as long as they stay where they are.
+    """This rank's parts of parameters and state, the same tensors for as long as they stay.
 
-    To make a view takes the host as long as to launch a kernel, and a step has hundreds.
+    To make a view takes the host as long as to launch a kernel, and a step has hundreds. They share
+    the memory of the whole ones; those of convolutions come as `flattened`.
 
     Args:
-        convolutions: Indices of those that come as `flattened`.
+        parameters: Of this process.
+        state: Of the optimizer, by parameter.
+
+    Attributes:
+        params: Of each entry, its parameter.
+        state: Of each entry, the tensors of its state by name.
     """
 
-    def __init__(self, convolutions: Sequence[int] = ()) -> None:
-        self._convolutions = convolutions
+    def __init__(
+        self, parameters: Parameters, state: Mapping[Tensor, Mapping[str, Tensor]]
+    ) -> None:
+        self._parameters, self._state = parameters, state
         self._places: list[int] = []
-        self._held: list[Tensor] = []
+        self.params: list[Tensor] = []
+        self.state: list[dict[str, Tensor]] = []
 
-    def take(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Those of parameters or of state, which share their memory.
-
-        Args:
-            tensors: The same ones each time, though each may have come to lie elsewhere.
-        """
+    def refresh(self) -> bool:
+        """Look where all of them lie now; whether any does so elsewhere than before."""
+        params = self._parameters.params
+        held = [each for param in params for each in (param, *self._state[param].values())]
         places = [
-            (each._local_tensor if isinstance(each, DTensor) else each).data_ptr()
-            for each in tensors
+            (each._local_tensor if isinstance(each, DTensor) else each).data_ptr() for each in held
         ]
-        if places != self._places:
-            held = [local_tensor(each) for each in tensors]
-            for index in self._convolutions:
-                held[index] = flattened(held[index])
-            self._places, self._held = places, held
-        return self._held
+        if places == self._places:
+            return False
+        self._places = places
+        self.params, self.state = list(map(local_tensor, params)), []
+        for param in params:
+            own = {name: local_tensor(value) for name, value in self._state[param].items()}
+            self.state.append(own)
+        for index in self._parameters.convolutions:
+            own = self.state[index]
+            self.params[index] = flattened(self.params[index])
+            self.state[index] = {name: flattened(value) for name, value in own.items()}
+        return True
 
 
 def raw_gradient(grad: Tensor) -> Tensor:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
 
 from amo_dist.config import Box, MuonConfig
+from amo_dist.distributed.groups import this_rank
 from amo_dist.distributed.layout import cut, flattened_layout
 from amo_dist.engine.parameters import Locals, Parameters
 from amo_dist.kernels.rounding import (
@@ -28,6 +29,7 @@ class Rounding:
 
     Args:
         parameters: Of this process.
+        local: Parts of them and of their state.
         config: Says how.
 
     Raises:
@@ -35,8 +37,8 @@ class Rounding:
             rounding to nearest.
     """
 
-    def __init__(self, parameters: Parameters, config: MuonConfig) -> None:
-        self._entries = parameters.entries
+    def __init__(self, parameters: Parameters, local: Locals, config: MuonConfig) -> None:
+        self._entries, self._local = parameters.entries, local
         self._how, self._seed = config.bfloat16_params, config.seed
         self.is_wanted = self._how != "nearest"
         """Whether anything is asked for beside rounding to nearest."""
@@ -46,10 +48,9 @@ class Rounding:
                     f"bfloat16_params: found {self._how!r} with {entry.name} of float16, expected "
                     "parameters of bfloat16 (or float32, which are written as they are)"
                 )
-        self._rests: Sequence[Tensor] = ()
         self._convolutions = parameters.convolutions
-        self._locals = Locals(self._convolutions)
-        self._step, self._rank = 0, 0
+        self.step = 0
+        """Optimizer step, counted from 1; set for each."""
 
     def is_for(self, param: Tensor) -> bool:
         """Whether a parameter, or a piece of one, must be widened."""
@@ -61,30 +62,20 @@ class Rounding:
             return {}
         return {ROUNDED_OFF: torch.zeros_like(param, dtype=torch.float32)}
 
-    def begin(self, step: int, rank: int, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
-        """Begin a step.
-
-        Args:
-            step: Optimizer step, counted from 1.
-            rank: Of this process.
-            state: Of the optimizer, by parameter.
-        """
-        self._step, self._rank = step, rank
-        if self._how == "master":
-            found = [state[entry.param].get(ROUNDED_OFF, entry.param) for entry in self._entries]
-            self._rests = self._locals.take(found)
-
     @contextlib.contextmanager
     def widened(self, tensor: int, piece: Tensor, box: Box | None = None) -> Iterator[Tensor]:
-        """Float32 values of a piece, which are written to it in the end.
+        """Float32 values of a bfloat16 piece, written to it in the end; any other piece itself.
 
         Args:
-            tensor: Index of a parameter for which `is_for` holds.
+            tensor: Index of the parameter.
             piece: Its local tensor, or a box of that, without leading dims of size 1.
             box: Which box; None for the whole.
         """
-        if self._how == "master":
-            rest = self._rests[tensor] if box is None else cut(self._rests[tensor], box)
+        if not self.is_for(piece):
+            yield piece
+        elif self._how == "master":
+            rest = self._local.state[tensor][ROUNDED_OFF]
+            rest = rest if box is None else cut(rest, box)
             wide = piece + rest
             yield wide
             split_into(wide, piece, rest)
@@ -97,16 +88,14 @@ class Rounding:
     def _rounded(self, tensor: int, box: Box, wide: Tensor) -> Tensor:
         rows, columns = self._places(tensor, box)
         flat = wide.reshape(len(rows), len(columns))
-        out, key = torch.empty_like(flat, dtype=torch.bfloat16), self._key(tensor)
+        out = torch.empty_like(flat, dtype=torch.bfloat16)
+        text = f"{self._seed}/{self.step}/{self._entries[tensor].name}"
+        key = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
         count = max(_TOGETHER // max(len(columns), 1), 1)
         for part in zip(*(each.split(count) for each in (flat, rows, out)), strict=True):
             values, some, place = part
             round_stochastically(values, random_bits(key, some, columns), place)
         return out.view(wide.shape)
-
-    def _key(self, tensor: int) -> int:
-        text = f"{self._seed}/{self._step}/{self._entries[tensor].name}"
-        return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
     def _places(self, tensor: int, box: Box) -> tuple[Tensor, Tensor]:
         """Where the rows and columns of a box lie in the whole parameter, however it is cut."""
@@ -114,7 +103,7 @@ class Rounding:
         if tensor in self._convolutions:
             layout = flattened_layout(layout)
         rows, columns = (torch.zeros(1, dtype=torch.int64, device=device) for _ in range(2))
-        dims = zip(layout.shape, layout.intervals_by_rank[self._rank], box, strict=True)
+        dims = zip(layout.shape, layout.intervals_by_rank[this_rank()], box, strict=True)
         for dim, (size, intervals, (start, stop)) in enumerate(dims):
             parts = [torch.arange(*each, device=device) for each in ((0, 0), *intervals)]
             indices = torch.cat(parts)[start:stop]

@@ -7,8 +7,7 @@ import dataclasses
 import itertools
 import logging
 import math
-import operator
-from collections import Counter, defaultdict, deque
+from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
@@ -22,10 +21,10 @@ from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT, Exchange, Lane
 from amo_dist.distributed.groups import Given, Membership
 from amo_dist.distributed.layout import as_matrix, cut, flattened
-from amo_dist.distributed.ownership import Teams, assign
+from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import Part, plan_exchange
 from amo_dist.distributed.teams import TeamGroup
-from amo_dist.engine.adamw import AdamW, make_state
+from amo_dist.engine.adamw import adamw_step, make_state
 from amo_dist.engine.parameters import (
     Locals,
     Parameters,
@@ -39,7 +38,6 @@ from amo_dist.engine.staging import bring_down, device_of_matrices, on_host, sen
 from amo_dist.engine.sums import Sums
 from amo_dist.engine.verdict import Agreement, Verdict
 from amo_dist.engine.world import World
-from amo_dist.kernels.devices import check_backend
 from amo_dist.kernels.elementwise import (
     apply_update,
     drop_nonfinite,
@@ -47,8 +45,7 @@ from amo_dist.kernels.elementwise import (
     update_momentum,
     wide_dtype,
 )
-from amo_dist.kernels.exact_norm import scale_to_exact_norm
-from amo_dist.kernels.newton_schulz import newton_schulz, resolve_backend
+from amo_dist.kernels.newton_schulz import newton_schulz, scale_to_exact_norm
 from amo_dist.kernels.team import drop_nonfinite_slabs, orthogonalize_slabs
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
@@ -119,7 +116,6 @@ class _Batch:
     shape: tuple[int, int]
     """Of each whole matrix."""
     schedule: Schedule
-    backend: str
     team: TeamGroup | None
 
 
@@ -149,9 +145,13 @@ class Engine:
         process_group: Of the user, for `Membership`.
 
     Raises:
-        ValueError: The settings cannot run on the parameters' device or with this rule, or the
-            process group is not one for these parameters.
+        ValueError: The settings cannot run with this rule, or the process group is not one for
+            these parameters.
     """
+
+    # Of `world` and `verdict`, once `connect` has been called.
+    _world: World
+    _verdict: Verdict
 
     def __init__(
         self,
@@ -173,32 +173,36 @@ class Engine:
         self.device = device_of_matrices(parameters.params, parameters.device)
         """Where matrices are gathered and orthogonalized."""
         self._is_staged = self.device != parameters.device
-        check_backend("ns_backend", config.ns_backend, self._dtype, self.device)
         if config.max_team > 1 and (rule.prepares or rule.finishes):
             raise ValueError(
                 f"max_team: found {config.max_team} with {type(rule).__name__}, which works on "
                 "pieces of matrices that slabs cut otherwise, expected 1"
             )
-        self._rounding = Rounding(parameters, config)
-        self._adamw = AdamW(parameters, state, groups, self._rounding)
-        looks = rule.prepares or rule.finishes
-        self._sums = Sums(parameters, groups, state, rule, self.device) if looks else None
-        self._scales = [self._scale(index) for index in range(len(parameters.matrices))]
-        self._local_params = Locals(parameters.convolutions)
-        self._local_momenta = Locals(parameters.convolutions)
+        self._local = local = Locals(parameters, state)
+        self._rounding = Rounding(parameters, local, config)
+        self._sums = Sums(parameters, local, groups, rule, self.device)
+        # Of outputs and inputs.
+        dims = (parameters.entries[matrix.tensor].views[0].dim for matrix in parameters.matrices)
+        shapes = [
+            matrix.shape if dim == 0 else matrix.shape[::-1]
+            for matrix, dim in zip(parameters.matrices, dims, strict=True)
+        ]
+        self._scales = [rule.scale(shape) for shape in shapes]
+        self.sizes = [UpdateRule.scale(rule, shape) for shape in shapes]
+        """Of each matrix, what its update is multiplied by beside the learning rate; rules that
+        scale updates themselves give them the same norm."""
         self._exchanges: list[Exchange] = []
         self._deal: Hashable = None
         self._laid: list[_Laid] = []
-        self._laid_for: list[object] = []
+        self._laid_for: Sequence[Schedule] = ()
         self._sent: list[Mapping[tuple[int, int], int]] = []
         """Of each exchange of the last step, elements sent by peer and bytes of one."""
         # Of the step at hand.
-        self._step = 0
-        self._params: list[Tensor] = []
-        self._buffers: list[Tensor] = []
         self._grads: Sequence[Tensor | None] = ()
         self._bad: Tensor | None = None
         self._momenta: list[tuple[float, bool]] = []
+        self._outcomes: list[tuple[tuple[str, ...], Tensor]] = []
+        """Names of matrices, and which of their results were NaN or inf."""
 
     def make_state(self) -> None:
         """State for every parameter, zero, so that all ranks have the same keys."""
@@ -216,8 +220,8 @@ class Engine:
 
     def connect(self, world: World) -> None:
         """Take the structure on which all ranks have agreed."""
-        self.world = world
-        self.verdict = Verdict(world, self.parameters, self.config)
+        self.world = self._world = world
+        self.verdict = self._verdict = Verdict(world, self.parameters, self.config)
 
     # ---------------------------------------------------------------- one step
 
@@ -227,21 +231,19 @@ class Engine:
         Raises:
             As `Verdict.agree`.
         """
-        assert self.world is not None
-        assert self.verdict is not None
         deals = orders.deal != self._deal
         # What is measured of a step that may be none would have to be forgotten, and dealing is a
         # collective that reads.
         waits = not self._is_far or deals or bool(orders.probes)
         # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
-        groups = self.groups if self.world.shares_all else []
+        groups = self.groups if self._world.shares_all else []
         lines = [*orders.intent, f"{'a new' if deals else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         for index, group in enumerate(groups):
             lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
         self._momenta = [momentum_of(group, self.config) for group in self.groups]
         momentum, _ = max(self._momenta)
-        return self.verdict.agree(orders.step, "\n".join(lines), momentum, waits=waits)
+        return self._verdict.agree(orders.step, "\n".join(lines), momentum, waits=waits)
 
     def run(self, orders: Orders, agreed: Agreement) -> None:
         """Update every parameter; a collective over the ranks that share parameters.
@@ -253,19 +255,17 @@ class Engine:
             orders: As all ranks have agreed on them.
             agreed: What `agree` returned.
         """
-        assert self.world is not None
-        assert self.verdict is not None
-        self._step, self._bad = orders.step, agreed.bad
+        self._rounding.step, self._bad = orders.step, agreed.bad
         deals = orders.deal != self._deal
         measuring = self._plan(orders) if deals or orders.probes else []
         self._sent = [exchange.sent for exchange in (*self._exchanges, *measuring)]
-        nonfinite: dict[tuple[str, ...], Tensor] = {}
+        self._outcomes = []
         try:
-            self._begin(agreed.grads)
             # All views and batches, where local tensors have moved or schedules have changed.
-            key = [self._exchanges, self._params, self._buffers, orders.schedules]
-            if not (self._laid and all(map(operator.is_, key, self._laid_for))):
-                self._laid_for = key
+            has_moved = self._local.refresh()
+            self._begin(agreed.grads)
+            if has_moved or not self._laid or self._laid_for is not orders.schedules:
+                self._laid_for = orders.schedules
                 self._laid = [
                     self._lay(exchange, lane, orders.schedules)
                     for exchange in self._exchanges
@@ -273,9 +273,12 @@ class Engine:
                 ]
             if measuring:
                 self._measure(orders, measuring)
-            self._pipeline(nonfinite)
-            if self._sums is not None:
-                self._sums.finish(self.world, self._write, self._deferring)
+            self._pipeline()
+            for number in range(self._sums.num_rounds):
+                with record_function("amo::sums"):
+                    totals = self._sums.add_up(number, self._world)
+                with self._deferring("finishing updates"):
+                    self._write(*self._sums.go_on(totals))
         except BaseException:
             # What is still under way must not arrive in the buffers of a later step.
             self._deal, self._exchanges, self._laid = None, [], []
@@ -283,22 +286,14 @@ class Engine:
         finally:
             # Gradients would live on, past the user's zero_grad().
             self._grads = ()
-        self.verdict.report_updates(nonfinite, agreed.bad)
+        self._verdict.report_updates(self._outcomes, agreed.bad)
 
     def _begin(self, grads: Sequence[Tensor | None]) -> None:
         """Take this rank's gradients into the momentum."""
-        assert self.world is not None
-        entries, state = self.parameters.entries, self.state
-        self._params = self._local_params.take([entry.param for entry in entries])
-        # Of a parameter without momentum, which nobody asks for, the parameter.
-        self._buffers = self._local_momenta.take(
-            [state[e.param]["momentum_buffer"] if e.views else e.param for e in entries]
-        )
+        entries = self.parameters.entries
         self._grads = found = list(grads)
-        if self._rounding.is_wanted:
-            self._rounding.begin(self._step, self.world.rank, state)
-        if self._sums is not None:
-            self._sums.begin(self._params, self._bad)
+        if self.rule.prepares or self.rule.finishes:
+            self._sums.begin(self._bad)
         with record_function("amo::momentum"), self._deferring("updating momentum"):
             for index in self.parameters.convolutions:
                 if (grad := found[index]) is not None:
@@ -308,37 +303,34 @@ class Engine:
                 if entry.views and found[index] is not None:
                     moving[self._momenta[entry.group][0]].append(index)
             for momentum, some in moving.items():
-                buffers, of_some = [self._buffers[i] for i in some], [found[i] for i in some]
-                update_momentum(buffers, of_some, momentum, bad=self._bad)  # type: ignore[arg-type]
+                buffers = [self._local.state[index]["momentum_buffer"] for index in some]
+                of_some: Any = [found[index] for index in some]
+                update_momentum(buffers, of_some, momentum, bad=self._bad)
 
-    def _pipeline(self, nonfinite: dict[tuple[str, ...], Tensor]) -> None:
+    def _pipeline(self) -> None:
         """Run buckets to their end, some on their way while others are computed.
 
         AdamW and the buckets that need no exchange run while the first gathers are under way.
         """
-        moving = (self._bucket(laid, nonfinite) for laid in self._laid if laid.lane.moves)
-        gathering = deque(itertools.islice(moving, BUCKETS_IN_FLIGHT))
-        for bucket in gathering:
+        local, moving = list[Iterator[None]](), list[Iterator[None]]()
+        for laid in self._laid:
+            (moving if laid.lane.moves else local).append(self._bucket(laid))
+        for bucket in moving[:BUCKETS_IN_FLIGHT]:
             next(bucket)
         with record_function("amo::adamw"), self._deferring("AdamW"):
-            self._adamw.step(self._params, self._grads, self._bad)
-        for laid in self._laid:
-            if not laid.lane.moves:
-                deque(self._bucket(laid, nonfinite), maxlen=0)
-        delivering: Iterator[None] | None = None
-        while gathering:
-            bucket = gathering.popleft()
-            next(bucket)
-            for following in itertools.islice(moving, 1):
-                next(following)
-                gathering.append(following)
-            if delivering is not None:
-                next(delivering, None)
-            delivering = bucket
-        if delivering is not None:
-            next(delivering, None)
+            adamw_step(
+                self.parameters, self._local, self.groups, self._rounding, self._grads, self._bad
+            )
+        for bucket in local:
+            for _ in bucket:
+                pass
+        # One is computed, one gathered, and the results of the one before are taken.
+        stages = itertools.zip_longest(moving, moving[BUCKETS_IN_FLIGHT:], [None, *moving])
+        for each in itertools.chain(*stages):
+            if each is not None:
+                next(each, None)
 
-    def _bucket(self, laid: _Laid, nonfinite: dict[tuple[str, ...], Tensor]) -> Iterator[None]:
+    def _bucket(self, laid: _Laid) -> Iterator[None]:
         """One bucket, from momentum to updated parameters."""
         lane, start = laid.lane, laid.exchange.start
         with record_function("amo::gather"):
@@ -352,7 +344,7 @@ class Engine:
                 _copy(lane.arriving.views, lane.arrivals)
         with record_function("amo::orthogonalize"):
             for batch in laid.batches:
-                self._orthogonalize(batch, nonfinite)
+                self._orthogonalize(batch)
         with record_function("amo::scatter"):
             if gather is not None:
                 _copy(lane.departures, lane.leaving.views)
@@ -396,7 +388,6 @@ class Engine:
                 else:
                     _copy(momenta, found)
                 if rule.prepares:
-                    assert self._sums is not None
                     for part, place, each in zip(parts, out, found, strict=True):
                         place.copy_(rule.prepare(each, self._sums.piece(part)))
             if self._is_staged:
@@ -405,30 +396,27 @@ class Engine:
         for place in pieces.places:
             place.fill_(math.nan)
 
-    def _orthogonalize(self, batch: _Batch, nonfinite: dict[tuple[str, ...], Tensor]) -> None:
+    def _orthogonalize(self, batch: _Batch) -> None:
         """Orthogonalize matrices in place; one whose result is NaN or inf gives zeros.
 
         Where that fails the results are zeros: this rank goes on to send them. Of shared matrices
         nothing can be sent: the team waits for sums, and the error is raised here.
-
-        Args:
-            batch: The matrices.
-            nonfinite: Gets, by their names, which results were NaN or inf.
         """
-        team, flags = batch.team, list[Tensor]()
+        team = batch.team
         # On a CPU a product of two matrices takes less to call than one of two batches.
-        is_far = self.device.type != "cpu"
-        together = [batch.wholes] if is_far else [[whole] for whole in batch.wholes]
+        together = [(batch.names, batch.wholes)]
+        if self.device.type == "cpu":
+            together = [((name,), [x]) for name, x in zip(batch.names, batch.wholes, strict=True)]
         try:
-            for wholes in together:
+            for names, wholes in together:
                 x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
-                found = self._newton_schulz(x, batch)
+                found = self._newton_schulz(x, batch.shape, batch.schedule, team)
                 found = found if found.dim() == 3 else found.unsqueeze(0)
-                flags.append(drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found))
+                bad = drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found)
+                self._outcomes.append((names, bad))
                 if self.config.update_norm == "exact":
-                    scale_to_exact_norm(found, batch.shape, team)
+                    scale_to_exact_norm(found, batch.shape, team.add if team else None)
                 torch._foreach_copy_(wholes, found.unbind())
-            nonfinite[batch.names] = flags[0] if len(flags) == 1 else torch.cat(flags)
         except Exception as error:
             if team is not None:
                 raise
@@ -436,27 +424,19 @@ class Engine:
             for whole in batch.wholes:
                 whole.zero_()
 
-    def _newton_schulz(self, x: Tensor, batch: _Batch) -> Tensor:
+    def _newton_schulz(
+        self, x: Tensor, shape: tuple[int, int], schedule: Schedule, team: TeamGroup | None = None
+    ) -> Tensor:
         """Of matrices ``(m, n)`` or ``(b, m, n)``, or of slabs of them."""
-        steps = batch.schedule.coefficients
+        steps = schedule.coefficients
         how: dict[str, Any] = {
-            "norm_scale": batch.schedule.norm_scale,
-            "preconditioner": batch.schedule.preconditioner,
+            "norm_scale": schedule.norm_scale,
+            "preconditioner": schedule.preconditioner,
             "dtype": self._dtype,
         }
-        if batch.team is None:
-            return newton_schulz(x, steps, backend=batch.backend, **how)
-        is_tall = batch.shape[0] > batch.shape[1]
-        return orthogonalize_slabs(x, steps, team=batch.team, is_tall=is_tall, **how)
-
-    def _backend(self, shape: tuple[int, int], schedule: Schedule) -> str:
-        return resolve_backend(
-            self.config.ns_backend,
-            shape,
-            schedule.coefficients,
-            self._dtype,
-            self.device,
-        )
+        if team is None:
+            return newton_schulz(x, steps, **how)
+        return orthogonalize_slabs(x, steps, team=team, is_tall=shape[0] > shape[1], **how)
 
     def _update(self, pieces: _Pieces) -> None:
         """Take results into parameters, at once or when their sums are known."""
@@ -465,7 +445,6 @@ class Engine:
             if not self.rule.finishes:
                 self._write(pieces.parts, places, pieces.params)
                 return
-            assert self._sums is not None
             found = zip(pieces.parts, places, strict=True)
             some = [each for each in found if self._grads[self._tensor(each[0])] is not None]
             self._write(*self._sums.take(some))
@@ -490,7 +469,9 @@ class Engine:
             if self._grads[tensor] is not None:
                 by_group[entries[tensor].group].append(position)
         if not params:
-            params = [cut(self._params[self._tensor(part)], part.piece.source) for part in parts]
+            params = [
+                cut(self._local.params[self._tensor(part)], part.piece.source) for part in parts
+            ]
         with record_function("amo::update"):
             for index, positions in by_group.items():
                 group = self.groups[index]
@@ -499,7 +480,9 @@ class Engine:
                     with contextlib.ExitStack() as stack:
                         targets = [params[i] for i in some]
                         if self._rounding.is_wanted:
-                            targets = [self._widened(parts[some[0]], targets[0], stack)]
+                            tensor, box = self._tensor(parts[some[0]]), parts[some[0]].piece.source
+                            wide = self._rounding.widened(tensor, targets[0], box)
+                            targets = [stack.enter_context(wide)]
                         apply_update(
                             targets,
                             [updates[i] for i in some],
@@ -510,19 +493,6 @@ class Engine:
                             bad=self._bad,
                         )
 
-    def _widened(self, part: Part, place: Tensor, stack: contextlib.ExitStack) -> Tensor:
-        """Float32 values that are written to a bfloat16 piece when the stack closes."""
-        if not self._rounding.is_for(place):
-            return place
-        wide = self._rounding.widened(self._tensor(part), place, part.piece.source)
-        return stack.enter_context(wide)
-
-    def _scale(self, index: int) -> float:
-        matrix = self.parameters.matrices[index]
-        rows, columns = matrix.shape
-        outputs_are_columns = self.parameters.entries[matrix.tensor].views[0].dim == 1
-        return self.rule.scale((columns, rows) if outputs_are_columns else (rows, columns))
-
     @contextlib.contextmanager
     def _deferring(self, what: str) -> Iterator[None]:
         """Go on where the body, which must not communicate, fails here alone: others wait."""
@@ -532,8 +502,7 @@ class Engine:
             self._tell(what, error)
 
     def _tell(self, what: str, error: Exception) -> None:
-        assert self.verdict is not None
-        self.verdict.report_failure(f"step {self._step}: {what}", error)
+        self._verdict.report_failure(f"step {self._rounding.step}: {what}", error)
 
     # ---------------------------------------------------------------- exchange
 
@@ -544,7 +513,6 @@ class Engine:
             Exchanges of the matrices that are measured, made for this step alone: what trains
             knows nothing of them. They travel in the dtype of momentum.
         """
-        assert self.verdict is not None
         matrices, planned = self.parameters.matrices, self._exchanges
         new, measuring = list[Exchange](), list[Exchange]()
         if orders.deal != self._deal:
@@ -558,7 +526,7 @@ class Engine:
         with self._deferring("allocating buffers"):
             for exchange in (*new, *measuring):
                 exchange.allocate()
-        self.verdict.agree_on_text(f"the exchange plan of step {orders.step}")
+        self._verdict.agree_on_text(f"the exchange plan of step {orders.step}")
         self._exchanges, self._deal = planned, orders.deal
         return measuring
 
@@ -578,24 +546,24 @@ class Engine:
         Raises:
             RankMismatchError: On every rank, where ranks of a set plan differently.
         """
-        assert self.world is not None
-        world, config, matrices = self.world, self.config, self.parameters.matrices
+        world, config, matrices = self._world, self.config, self.parameters.matrices
         chosen = [matrices[index] for index in some]
         costs = [
             float(orders.schedules[index].num_steps * ns_step_flops(*matrices[index].shape))
             for index in some
         ]
-        teams = Teams(1 if measures else config.max_team, self._dtype.itemsize)
+        max_team = 1 if measures else config.max_team
         jobs = assign(
             chosen,
             costs,
             ownership=config.ownership,
-            teams=teams,
+            max_team=max_team,
+            itemsize=self._dtype.itemsize,
             turn=orders.turn if measures else 0,
         )
         if measures:
             jobs = tuple(dataclasses.replace(j, matrix=some[j.matrix], targets=()) for j in jobs)
-        if teams.most > 1:
+        if max_team > 1:
             own = {job.team for job in jobs if job.team and job.owner == world.rank}
             made = self.membership.groups(own - world.teams.keys(), world.group)
             world.teams.update({ranks: TeamGroup(group) for ranks, group in made.items() if group})
@@ -623,15 +591,13 @@ class Engine:
         alike: dict[Any, list[int]] = defaultdict(list)
         for position, job in enumerate(lane.jobs):
             alike[job.team, matrices[job.matrix].shape, schedules[job.matrix]].append(position)
-        assert self.world is not None
         batches = [
             _Batch(
                 [lane.wholes[position] for position in positions],
                 tuple(matrices[lane.jobs[position].matrix].name for position in positions),
                 shape,
                 schedule,
-                self._backend(shape, schedule),
-                self.world.teams[team] if team else None,
+                self._world.teams[team] if team else None,
             )
             for (team, shape, schedule), positions in alike.items()
         ]
@@ -646,19 +612,14 @@ class Engine:
         return _Laid(exchange, lane, batches, kept, sent, returned)
 
     def _pieces(self, parts: Sequence[Part], places: Sequence[Tensor]) -> _Pieces:
-        matrices, entries = self.parameters.matrices, self.parameters.entries
-        tensors = [matrices[part.matrix].tensor for part in parts]
+        params, momenta = list[Tensor](), list[Tensor]()
         by_group: dict[int, list[int]] = defaultdict(list)
-        for position, tensor in enumerate(tensors):
-            by_group[entries[tensor].group].append(position)
-        pairs = list(zip(tensors, parts, strict=True))
-        return _Pieces(
-            parts,
-            [as_matrix(place) for place in places],
-            [cut(self._buffers[tensor], part.piece.source) for tensor, part in pairs],
-            [cut(self._params[tensor], part.piece.source) for tensor, part in pairs],
-            by_group,
-        )
+        for position, part in enumerate(parts):
+            tensor, box = self._tensor(part), part.piece.source
+            by_group[self.parameters.entries[tensor].group].append(position)
+            params.append(cut(self._local.params[tensor], box))
+            momenta.append(cut(self._local.state[tensor]["momentum_buffer"], box))
+        return _Pieces(parts, list(map(as_matrix, places)), momenta, params, by_group)
 
     # ---------------------------------------------------------------- measurements
 
@@ -674,17 +635,15 @@ class Engine:
                     _copy(lane.arriving.views, lane.arrivals)
                 for job, whole in zip(lane.jobs, lane.wholes, strict=True):
                     name = self.parameters.matrices[job.matrix].name
-                    if job.reports:
-                        with self._deferring(f"measuring {name}"):
-                            self._probe(orders, job.matrix, name, whole)
+                    with self._deferring(f"measuring {name}"):
+                        self._probe(orders, job.matrix, name, whole)
 
     def _probe(self, orders: Orders, index: int, name: str, momentum: Tensor) -> None:
         """Measure one whole matrix."""
         shape, schedule = self.parameters.matrices[index].shape, orders.schedules[index]
-        alone = _Batch([], (name,), shape, schedule, self._backend(shape, schedule), None)
 
         def result() -> Tensor:
-            return self._newton_schulz(momentum.to(self._wire), alone)
+            return self._newton_schulz(momentum.to(self._wire), shape, schedule)
 
         for probe in orders.probes:
             if name in probe.names:

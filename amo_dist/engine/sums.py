@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -11,9 +11,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from amo_dist.distributed.layout import as_matrix, cut, cut_like, flattened, local_tensor
+from amo_dist.distributed.layout import as_matrix, cut, cut_like
 from amo_dist.distributed.plan import Part
-from amo_dist.engine.parameters import Parameters
+from amo_dist.engine.parameters import Locals, Parameters
 from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
 from amo_dist.engine.world import World
 
@@ -26,8 +26,8 @@ class Sums:
 
     Args:
         parameters: Of this process.
+        local: Parts of them and of their state.
         groups: Parameter groups of the optimizer.
-        state: Of the optimizer, by parameter.
         rule: Turns results into updates.
         device: Over which ranks add up; sums of host memory go there and back.
     """
@@ -35,39 +35,39 @@ class Sums:
     def __init__(
         self,
         parameters: Parameters,
+        local: Locals,
         groups: Sequence[Mapping[str, Any]],
-        state: Mapping[Tensor, Mapping[str, Tensor]],
         rule: UpdateRule,
         device: torch.device,
     ) -> None:
-        self._parameters, self._groups, self._state = parameters, groups, state
+        self._parameters, self._local, self._groups = parameters, local, groups
         self._rule, self._device = rule, device
         self._sizes = [
             rule.sums(matrix, parameters.entries[matrix.tensor].views[0].dim)
             for matrix in parameters.matrices
         ]
+        self.num_rounds = max(map(len, self._sizes), default=0)
+        """How often a step must `add_up`, each time for `go_on`; alike on all ranks."""
         # Results whose rule waits for a sum over the matrix, each with this rank's share of it.
         self._waiting: list[tuple[Part, Finish, Tensor]] = []
-        self._params: Sequence[Tensor] = ()
         self._bad: Tensor | None = None
 
-    def begin(self, params: Sequence[Tensor], bad: Tensor | None) -> None:
+    def begin(self, bad: Tensor | None) -> None:
         """Begin a step.
 
         Args:
-            params: Local tensors of the parameters.
             bad: 0-dim, boolean, on the device: where true, the rule's own state stays as it is.
         """
-        self._params, self._bad, self._waiting = params, bad, []
+        self._bad, self._waiting = bad, []
 
     def piece(self, part: Part) -> MatrixPiece:
         """What a rule is told of a piece."""
         matrix = self._parameters.matrices[part.matrix]
         entry = self._parameters.entries[matrix.tensor]
-        param, box = self._params[matrix.tensor], part.piece.source
+        param, box = self._local.params[matrix.tensor], part.piece.source
         state = {
-            name: cut_like(flattened(local_tensor(value)), box, param.shape)
-            for name, value in self._state[entry.param].items()
+            name: cut_like(value, box, param.shape)
+            for name, value in self._local.state[matrix.tensor].items()
         }
         dim, group = entry.views[0].dim, self._groups[entry.group]
         return MatrixPiece(matrix, part.piece.target, dim, cut(param, box), state, group)
@@ -80,29 +80,15 @@ class Sums:
                 for part, value in results
             )
 
-    def finish(
-        self,
-        world: World,
-        write: Callable[[Sequence[Part], Sequence[Tensor]], None],
-        deferring: Callable[[str], contextlib.AbstractContextManager[None]],
-    ) -> None:
-        """Add up the sums that rules wait for, and write the rest; a collective if there are any.
-
-        One all-reduce for each set of ranks that shares matrices, and for each sum of the rule.
+    def go_on(self, totals: Mapping[int, Tensor]) -> Done:
+        """Give the rule the sums that `add_up` found; returns the updates that wait for no other.
 
         Args:
-            world: Process groups.
-            write: Takes pieces with their updates.
-            deferring: Goes around what communicates nothing, and keeps its error for later.
+            totals: By matrix.
         """
-        for number in range(max(map(len, self._sizes), default=0)):
-            with record_function("amo::sums"):
-                totals = self._add_up(number, world)
-            waiting, self._waiting = self._waiting, []
-            with deferring("finishing updates"), record_function("amo::finish"):
-                sent = ((part, finish, totals[part.matrix]) for part, finish, _ in waiting)
-                write(*self._advance(sent))
-        self.begin((), None)
+        waiting, self._waiting = self._waiting, []
+        with record_function("amo::finish"):
+            return self._advance((part, each, totals[part.matrix]) for part, each, _ in waiting)
 
     def _advance(self, waiting: Iterable[tuple[Part, Finish, Tensor | None]]) -> Done:
         """Send each generator its sum; those that return are done, the others wait for the next."""
@@ -131,8 +117,11 @@ class Sums:
         for value, old in zip(own, before, strict=True):
             value.copy_(torch.where(self._bad, old, value))
 
-    def _add_up(self, number: int, world: World) -> dict[int, Tensor]:
-        """The totals of the ``number``-th sum, by matrix, over all of its ranks."""
+    def add_up(self, number: int, world: World) -> dict[int, Tensor]:
+        """The totals of the ``number``-th sum, by matrix, over all of its ranks.
+
+        One all-reduce for each set of ranks that shares matrices.
+        """
         matrices = self._parameters.matrices
         dtype, device = self._rule.sum_dtype, self._parameters.device
         totals = {

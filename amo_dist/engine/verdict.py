@@ -32,7 +32,6 @@ from amo_dist.distributed.agreement import (
     max_over,
     text_mark,
 )
-from amo_dist.distributed.groups import Membership
 from amo_dist.engine.parameters import Parameters, raw_gradient
 from amo_dist.engine.world import World, sharing_ranks
 from amo_dist.kernels.elementwise import exceed
@@ -52,8 +51,8 @@ _NO_MARK = -(2**60)
 """In place of a mark, and of its negative, of a set of other ranks."""
 
 
-Updates: TypeAlias = Mapping[tuple[str, ...], Tensor]
-"""By names of matrices, whether the last update of each was NaN or inf: boolean, 1-D."""
+Updates: TypeAlias = tuple[Sequence[str], Tensor]
+"""Names of matrices, and whether the last update of each was NaN or inf: boolean, 1-D."""
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -86,31 +85,31 @@ class Agreement:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class _Pattern:
+    """What follows from which gradients exist, on the device for as long as that is so."""
+
+    kinds: bytes
+    """Of each parameter's gradient."""
+    told: Tensor
+    """The vector without the mark of the text."""
+    held: tuple[int, ...]
+    """Parameters with a gradient that has entries here."""
+    bounds: Tensor
+    """Largest entry that each of ``held`` may have."""
+    is_misplaced: bool
+    """Whether a gradient is in placements of its own."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class _Ballot:
     """What this rank told before a step, in words where somebody asks."""
 
     step: int
     text: str
-    kinds: bytes
-    """Of each parameter's gradient."""
-    held: tuple[int, ...] = ()
-    """Parameters with a gradient that has entries here."""
+    pattern: _Pattern
     is_bad: Tensor | None = None
-    """Whether each of these is unusable."""
-    updates: Updates = dataclasses.field(default_factory=dict)
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Pattern:
-    """What follows from which gradients exist, on the device for as long as that is so."""
-
-    told: Tensor
-    """The vector without the mark of the text."""
-    held: tuple[int, ...]
-    bounds: Tensor
-    """Largest entry that each of ``held`` may have."""
-    is_misplaced: bool
-    """Whether a gradient is in placements of its own."""
+    """Whether each of the gradients that are held is unusable."""
+    updates: Updates | None = None
 
 
 class Verdict:
@@ -141,7 +140,7 @@ class Verdict:
         self._parts = self._vector.split(sizes)[1:]
         self._patterns: dict[tuple[bool, bytes], _Pattern] = {}
         self._had_gradient: bool | None = None  # None until a step has had one
-        self._updates: Updates = {}
+        self._updates: Updates | None = None
         self._failure = ""
         self.pending: tuple[_Ballot, Callable[[], list[int]]] | None = None
         """What was told, and what reads the verdict on the last step, if nobody has yet."""
@@ -180,10 +179,10 @@ class Verdict:
         is_bad = None
         if pattern.held:
             is_bad = exceed([grads[i] for i in pattern.held], pattern.bounds)  # type: ignore[misc]
-        updates, self._updates = self._updates, {}
+        updates, self._updates = self._updates, None
         text, self._failure = self._failure or intent, ""
-        ballot = _Ballot(step, text, bytes(kinds), pattern.held, is_bad, updates)
-        vector = self._cast(ballot, pattern.told)
+        ballot = _Ballot(step, text, pattern, is_bad, updates)
+        vector = self._cast(ballot)
         if waits:
             is_first = self._had_gradient is None
             fault = self._judge(ballot, vector.tolist())
@@ -197,9 +196,10 @@ class Verdict:
             # To bring a gradient to its placements is a collective that hangs where a rank has
             # none: this waits, for the backward pass too, until it is known that all have one.
             grads = self._placed(grads)
-        return Agreement("", grads, self._is_bad())
+        flags, marks, negated = self._parts
+        return Agreement("", grads, torch.cat([flags, marks + negated]).any())
 
-    def agree_on_text(self, text: str) -> None:
+    def agree_on_text(self, text: str, *, with_updates: bool = False) -> None:
         """Compare a text in place of a coming step; a collective over the world.
 
         It has the form of `agree`: a rank that is at its next step meanwhile, as where a load
@@ -207,26 +207,18 @@ class Verdict:
 
         Args:
             text: What must be alike on all ranks.
+            with_updates: Whether to agree on what `report_updates` told, too; the next `agree` does
+                so again.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
+            NonFiniteUpdateError: As `agree`.
             RuntimeError: On every rank, for what `report_failure` was told on one.
         """
         text, self._failure = self._failure or text, ""
-        ballot = _Ballot(0, text, bytes(len(self._entries)))
-        self._compare(ballot, self._cast(ballot, self._pattern(True, ballot.kinds).told).tolist())
-
-    def agree_on_updates(self) -> None:
-        """Agree on what `report_updates` told on all ranks; a collective over the world.
-
-        Raises:
-            NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
-                or inf. The next `agree` raises it again.
-            RuntimeError: As `agree_on_text`.
-        """
-        text, self._failure = self._failure or "the last update", ""
-        ballot = _Ballot(0, text, bytes(len(self._entries)), updates=self._updates)
-        values = self._cast(ballot, self._pattern(True, ballot.kinds).told).tolist()
+        pattern = self._pattern(True, bytes(len(self._entries)))
+        ballot = _Ballot(0, text, pattern, updates=self._updates if with_updates else None)
+        values = self._cast(ballot).tolist()
         self._compare(ballot, values)
         if values[_UPDATE]:
             self._raise_for_updates(self._gather(ballot))
@@ -246,19 +238,23 @@ class Verdict:
         logger.error("%s failed; all ranks raise at their next agreement", what, exc_info=error)
         self._failure = self._failure or failure_text(what, error)
 
-    def report_updates(self, updates: Updates, bad: Tensor | None) -> None:
+    def report_updates(
+        self, outcomes: Sequence[tuple[Sequence[str], Tensor]], bad: Tensor | None
+    ) -> None:
         """Keep what this rank saw of the updates it computed, for the next `agree`.
 
         Args:
-            updates: Not read on the host here.
+            outcomes: Names of matrices, and whether the update of each was NaN or inf; not read on
+                the host here.
             bad: Of the `Agreement` of this step.
         """
-        self._updates = {}
-        if updates:
-            flags = torch.cat(list(updates.values())).flatten()
+        self._updates = None
+        if outcomes:
+            names, found = zip(*outcomes, strict=True)
+            flags = torch.cat(found).flatten()
             # A bad step was not taken, and its updates say nothing about momentum or schedule.
             flags = flags if bad is None else flags.masked_fill_(bad, False)
-            self._updates = {(*itertools.chain(*updates),): flags}
+            self._updates = [*itertools.chain(*names)], flags
 
     def warn_of_updates(self) -> None:
         """Log what `report_updates` told of bad updates on this rank; communicates nothing."""
@@ -314,22 +310,18 @@ class Verdict:
 
     # ---------------------------------------------------------------- the vector
 
-    def _cast(self, ballot: _Ballot, told: Tensor) -> Tensor:
+    def _cast(self, ballot: _Ballot) -> Tensor:
         """Tell all ranks; the maximum over them."""
         mark = text_mark(ballot.text)
-        self._vector.copy_(told)
+        self._vector.copy_(ballot.pattern.told)
         self._slots[_MARKS].fill_(mark)
         self._slots[_MARKS + self._num_marks].fill_(-mark)
         if ballot.is_bad is not None:
             self._slots[_GRADIENT].masked_fill_(ballot.is_bad.any().to(self._device), self._mark)
-        for flags in ballot.updates.values():
+        if ballot.updates is not None:
+            _, flags = ballot.updates
             self._slots[_UPDATE].masked_fill_(flags.any().to(self._device), self._mark)
         return max_over(self._vector, self._world.group)
-
-    def _is_bad(self) -> Tensor:
-        """Whether the step must change nothing: 0-dim, boolean, on the device."""
-        flags, marks, negated = self._parts
-        return torch.cat([flags, marks + negated]).any()
 
     def _pattern(self, waits: bool, kinds: bytes) -> _Pattern:
         """What follows from which gradients exist; copied to the device once, which waits."""
@@ -359,6 +351,7 @@ class Verdict:
             bounds.append(bound / (num_ranks if kinds[index] & _MISPLACED else 1))
         device = self._entries[0].param.device
         found = self._patterns[waits, kinds] = _Pattern(
+            kinds,
             torch.tensor([*head, *marks, *negated], dtype=torch.int64, device=self._device),
             held,
             torch.tensor(bounds, dtype=torch.float64, device=device),
@@ -417,10 +410,10 @@ class Verdict:
         """What each rank knows, in words; a collective over the world."""
         flags = [] if ballot.is_bad is None else ballot.is_bad.tolist()
         kinds: dict[str, dict[str, int]] = {}
-        for entry, kind in zip(self._entries, ballot.kinds, strict=True):
+        for entry, kind in zip(self._entries, ballot.pattern.kinds, strict=True):
             ranks = str(sharing_ranks(entry.layout.ranks) or f"rank {self._world.rank} alone")
             kinds.setdefault(ranks, {})[entry.name] = kind & ~_MISPLACED
-        bad = [self._entries[i].name for i in itertools.compress(ballot.held, flags)]
+        bad = [self._entries[i].name for i in itertools.compress(ballot.pattern.held, flags)]
         mine = {"kinds": kinds, "bad": bad, "updates": _flagged(ballot.updates)}
         return dict(zip(self._world.ranks, gather_json(mine, self._world.group), strict=True))
 
@@ -511,37 +504,6 @@ def second_moment_bound(dtype: torch.dtype) -> float:
     return math.sqrt(torch.finfo(dtype).max) / 2.0
 
 
-def raise_together(
-    what: str, failure: Exception | None, membership: Membership, verdict: Verdict | None
-) -> None:
-    """Raise on every rank what failed on one; a collective over the world.
-
-    A rank that is at its next step meanwhile meets this there, and raises, too.
-
-    Args:
-        what: This rank has done, or has failed to do.
-        failure: How, if so; raised as it is where there are no other ranks.
-        membership: Of this process.
-        verdict: Once the ranks know one another.
-
-    Raises:
-        ValueError: On every rank, where the failure on one is one; names the rank and its error.
-        RuntimeError: On every rank, for any other failure.
-        RankMismatchError: On every rank, where another one does something else.
-    """
-    if len(membership.ranks) == 1:
-        if failure is not None:
-            raise failure
-        return
-    text = what if failure is None else failure_text(what, failure)
-    if verdict is not None:
-        verdict.agree_on_text(text)
-    else:
-        with membership.patience():
-            # What the first step of another rank begins with.
-            check_alike("configuration", text, membership.join())
-
-
 def _fetch(values: Tensor) -> Callable[[], list[int]]:
     """Begin to bring a small vector to the host; what is returned waits until it is there.
 
@@ -577,10 +539,10 @@ def _kind(param: Tensor) -> tuple[int, Tensor | None]:
     return kind + (_PRESENT if grad.numel() else _EMPTY), grad
 
 
-def _flagged(updates: Updates) -> list[str]:
+def _flagged(updates: Updates | None) -> list[str]:
     """The names whose flag is set; reads them on the host."""
-    pairs = (itertools.compress(names, flags.tolist()) for names, flags in updates.items())
-    return [*itertools.chain(*pairs)]
+    names, flags = updates or ([], torch.empty(0, device="cpu"))
+    return [*itertools.compress(names, flags.tolist())]
 
 
 def _some(names: Sequence[str]) -> str:

@@ -12,18 +12,20 @@ polynomials of one A: they commute, and every product of them is symmetric.
 
 from __future__ import annotations
 
-import importlib
+import math
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
 from amo_dist.config import PRECONDITIONERS, Triple
-from amo_dist.kernels.devices import check_backend
 from amo_dist.kernels.elementwise import largest_entry, on_cpu, wide_dtype
 
 Product = Callable[..., Tensor]
 """`symmetric_product`, or what takes its place."""
+
+NS_BACKENDS = ("auto", "standard", "gram")
+"""How Newton-Schulz may be run; see `resolve_backend`."""
 
 _MIN_ASPECT = 2
 """Long side over short side from which `gram` saves more than its small products take."""
@@ -67,8 +69,7 @@ def orthogonalize(
         dtype: Floating dtype of the products and of the result.
         eps: Added to the norm in units of the largest entry, hence relative; none where ``dtype``
             would not show it.
-        backend: How the steps are run: ``auto``, ``standard``, ``gram`` or ``triton``; see
-            `resolve_backend`.
+        backend: How the steps are run: ``auto``, ``standard`` or ``gram``; see `resolve_backend`.
 
     Returns:
         New contiguous tensor of the shape of ``x`` in ``dtype``. An all-zero matrix gives zeros;
@@ -76,8 +77,7 @@ def orthogonalize(
 
     Raises:
         ValueError: fewer than two dims, a dtype that is not floating, no coefficients, an unknown
-            preconditioner or backend, a backend that cannot run here, or ``norm_scale`` that is
-            not positive.
+            preconditioner or backend, or ``norm_scale`` that is not positive.
 
     On CPU a batch equals the loop over its matrices bit for bit. Elsewhere it runs as batched
     products.
@@ -93,22 +93,21 @@ def orthogonalize(
             repr(preconditioner),
             f"one of {PRECONDITIONERS}",
         ),
+        "backend": (backend in NS_BACKENDS, repr(backend), f"one of {NS_BACKENDS}"),
     }
     for field, (is_good, found, expected) in checks.items():
         if not is_good:
             raise ValueError(f"{field}: found {found}, expected {expected}")
-    check_backend("backend", backend, dtype, x.device)
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
     m, n = x.shape[-2:]
-    steps = tuple(coefficients)
     return newton_schulz(
         x.reshape(-1, m, n),
-        steps,
+        tuple(coefficients),
         norm_scale=norm_scale,
         preconditioner=preconditioner,
         dtype=dtype,
-        backend=resolve_backend(backend, (m, n), steps, dtype, x.device),
+        backend=backend,
         eps=eps,
     ).view(x.shape)
 
@@ -120,7 +119,7 @@ def newton_schulz(
     norm_scale: float,
     preconditioner: str,
     dtype: torch.dtype,
-    backend: str,
+    backend: str = "auto",
     eps: float = 1e-7,
 ) -> Tensor:
     """`orthogonalize`, without checks.
@@ -131,24 +130,17 @@ def newton_schulz(
         norm_scale: Safety factor.
         preconditioner: ``"frobenius"`` or ``"aol"``.
         dtype: Of the products and of the result.
-        backend: What `resolve_backend` returned.
+        backend: For `resolve_backend`.
         eps: Added to the norm, in units of the largest entry.
 
     Returns:
         New contiguous tensor of the shape of ``x`` in ``dtype``.
     """
+    form = resolve_backend(backend, x.shape[-2:], coefficients, dtype, x.device)
 
     def run(x: Tensor) -> Tensor:
         first, known = first_iterate(x, norm_scale, preconditioner, dtype, eps)
-        if backend in ("standard", "gram"):
-            return (gram if backend == "gram" else standard)(first, coefficients, known)
-        # By name, and only now: mathematics comes first, and Triton is not everywhere.
-        cuda = importlib.import_module("amo_dist.kernels.cuda.triton_symmetric")
-        # The kernel reads rows of the short side; products of PyTorch take tall ones as they are.
-        is_tall = first.shape[-2] > first.shape[-1]
-        first = first.mT.contiguous() if is_tall else first
-        found = standard(first, coefficients, known, product=cuda.symmetric_product)
-        return found.mT.contiguous() if is_tall else found
+        return (gram if form == "gram" else standard)(first, coefficients, known)
 
     if x.dim() == 2 or not on_cpu(x):
         return run(x)
@@ -159,7 +151,7 @@ def newton_schulz(
 
 def resolve_backend(
     requested: str,
-    shape: tuple[int, int],
+    shape: Sequence[int],
     coefficients: tuple[Triple, ...],
     dtype: torch.dtype,
     device: torch.device,
@@ -171,7 +163,7 @@ def resolve_backend(
     it may diverge, for a short side below 128, and for a single step.
 
     Args:
-        requested: One of `amo_dist.config.NS_BACKENDS`, which can run here.
+        requested: One of `NS_BACKENDS`.
         shape: ``(m, n)``, either side short.
         coefficients: One triple a step.
         dtype: Of the products.
@@ -359,3 +351,34 @@ def _multiply(
         return (torch.mm if is_one else torch.bmm)(left, right, out=out)
     multiply = torch.addmm if is_one else torch.baddbmm
     return multiply(added, left, right, beta=beta, alpha=alpha, out=out)
+
+
+def scale_to_exact_norm(
+    updates: Tensor, shape: Sequence[int], add: Callable[[Tensor], None] | None = None
+) -> None:
+    """Scale each result, in place, to the Frobenius norm of an exact polar factor.
+
+    That is ``sqrt(min(m, n))``. Where Newton-Schulz stops early, small singular values stay below
+    one, and fewer steps are a lower learning rate too; of this norm, a schedule decides the
+    direction of an update alone. Norms and factors are float32, of float64 updates float64, and a
+    factor is multiplied in that dtype and rounded once. An all-zero matrix stays zero. On CPU a
+    matrix gets the same bits alone and in a batch, but for teams, whose sums depend on the number
+    of members.
+
+    Args:
+        updates: Finite, ``(b, m, n)``, not empty, any floating dtype; modified.
+        shape: ``(m, n)`` of each whole matrix.
+        add: Where these are slabs, adds up squared norms over the team, in place.
+    """
+    size, wide = math.sqrt(min(shape)), torch.promote_types(updates.dtype, torch.float32)
+    if add is None and on_cpu(updates):
+        # One by one: a reduction over a batch need not add in the order of one over a matrix.
+        for update in updates.unbind():
+            norm = torch.linalg.vector_norm(update, dtype=wide)
+            update.mul_(size / norm.masked_fill_(norm == 0, 1.0))
+        return
+    norms = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=wide)
+    if add is not None:
+        add(norms.square_())
+        norms.sqrt_()
+    updates.mul_(size / norms.masked_fill_(norms == 0, 1.0))

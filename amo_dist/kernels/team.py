@@ -80,24 +80,11 @@ def orthogonalize_slabs(
     if preconditioner == "aol":
         slab, known = precondition_aol(unit, dtype, product, is_tall)
     else:
-        norm = squared_norms(unit, team).sqrt_().clamp_(min=1.0)
+        norm: Tensor = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).square_()
+        team.add(norm)
+        norm.sqrt_().clamp_(min=1.0)
         slab = unit.div_(norm.mul_(norm_scale).add_(eps)).to(dtype)
     return standard(slab, coefficients, known, product=product, is_tall=is_tall)
-
-
-def squared_norms(x: Tensor, team: Team) -> Tensor:
-    """Squared Frobenius norms of whole matrices.
-
-    Args:
-        x: Slabs ``(..., m, n)``, float32 or float64.
-        team: The members, which all call this at the same time.
-
-    Returns:
-        ``(..., 1, 1)``, the same on all members.
-    """
-    squares: Tensor = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True).square_()
-    team.add(squares)
-    return squares
 
 
 def drop_nonfinite_slabs(updates: Tensor, team: Team) -> Tensor:

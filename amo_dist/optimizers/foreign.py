@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from amo_dist.kernels.rounding import ROUNDED_OFF
 from amo_dist.operators.patterns import clean_name
 from amo_dist.optimizers.muon import Muon
-from amo_dist.state.load import check_source, describe_origin, together
+from amo_dist.state.load import check_source, describe_origin
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def import_state(
         ValueError: On every rank: on one the names are unknown, a shape or layout differs, or a
             value is NaN or inf.
     """
-    with together(optimizer.raise_together, "import_state"):
+    with optimizer.together("import_state"):
         copies, report = _plan(optimizer, state_dict, names)
     with torch.no_grad():
         for own_tensor, value, factor in copies:

@@ -15,7 +15,7 @@ from torch._compile import _disable_dynamo
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.absence import name_absent
-from amo_dist.distributed.agreement import check_alike, take_device
+from amo_dist.distributed.agreement import check_alike, failure_text, take_device
 from amo_dist.distributed.groups import Given, Kept, replica_ranks
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.engine.controller import Controller
@@ -31,9 +31,7 @@ from amo_dist.engine.parameters import (
 )
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.step import Engine, Probe
-from amo_dist.engine.verdict import raise_together
 from amo_dist.engine.world import World, agree_on_world
-from amo_dist.kernels.elementwise import update_scale
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
@@ -281,12 +279,14 @@ class Muon(torch.optim.Optimizer):
         }
         own = self.rule_class.defaults
         groups = [describe_group(group, own) for group in self.param_groups]
+        parameters = self._engine.parameters
+        scales = [float(self.param_groups[each.group]["lr_scale"]) for each in parameters.entries]
+        sizes = zip(parameters.matrices, self._engine.sizes, strict=True)
+        rates = [scales[matrix.tensor] * size for matrix, size in sizes]
         with membership.patience():
-            group, parameters = membership.join(), self._engine.parameters
+            group = membership.join()
             take_device(group, self._engine.device)
-            world = agree_on_world(
-                parameters, self._rates(), groups, configuration, membership, group
-            )
+            world = agree_on_world(parameters, rates, groups, configuration, membership, group)
         self._check_matrices(len(world.registry))
         if self._process_group is None and len(world.ranks) > 1 and not any(world.rank_sets):
             logger.warning(
@@ -298,19 +298,6 @@ class Muon(torch.optim.Optimizer):
         self._controller.connect(world, is_new=True)
         # Only now: after an error above all of it is done again.
         self._engine.connect(world)
-
-    def _rates(self) -> list[float]:
-        """Of each matrix, what its update is multiplied by beside the learning rate.
-
-        Rules that scale updates themselves give them the norm of ``match_rms_adamw``.
-        """
-        rates, parameters = [], self._engine.parameters
-        for matrix in parameters.matrices:
-            entry = parameters.entries[matrix.tensor]
-            m, n = matrix.shape if entry.views[0].dim == 0 else matrix.shape[::-1]
-            scale = update_scale((m, n), self.config.update_factor, self.config.adjust_lr)
-            rates.append(float(self.param_groups[entry.group]["lr_scale"]) * scale)
-        return rates
 
     def _tracked(self, tracker: Tracker) -> Probe:
         """The measurements of the tracker: of every matrix."""
@@ -370,9 +357,38 @@ class Muon(torch.optim.Optimizer):
             + (f". To paste and to edit:\n{format_patterns(large, anywhere=True)}" if large else "")
         )
 
-    def raise_together(self, what: str, failure: Exception | None) -> None:
-        """Raise on every rank what failed on one; see `amo_dist.engine.verdict`."""
-        raise_together(what, failure, self._engine.membership, self._engine.verdict)
+    @contextlib.contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """Raise on every rank what the body raises on one; a collective over the world.
+
+        A rank that is at its next step meanwhile meets this there, and raises, too.
+
+        Args:
+            what: Names the body, which must change nothing, in the error.
+
+        Raises:
+            ValueError: On every rank, where the body raises one; names the rank and its error.
+            RuntimeError: On every rank, for any other failure.
+            RankMismatchError: On every rank, where another one does something else.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._tell_of(what, error)
+            raise
+        self._tell_of(what, None)
+
+    def _tell_of(self, what: str, failure: Exception | None) -> None:
+        membership, verdict = self._engine.membership, self._engine.verdict
+        if len(membership.ranks) == 1:
+            return
+        text = what if failure is None else failure_text(what, failure)
+        if verdict is not None:
+            verdict.agree_on_text(text)
+            return
+        with membership.patience():
+            # What the first step of another rank begins with.
+            check_alike("configuration", text, membership.join())
 
     def check_last_update(self) -> None:
         """Look now for what only the next step would tell; a collective over the world.
@@ -386,7 +402,7 @@ class Muon(torch.optim.Optimizer):
         """
         self._controller.settle(self._engine.verdict)
         if self._engine.verdict is not None:
-            self._engine.verdict.agree_on_updates()
+            self._engine.verdict.agree_on_text("the last update", with_updates=True)
 
     # ---------------------------------------------------------------- what it holds
 
@@ -447,7 +463,8 @@ class Muon(torch.optim.Optimizer):
             ValueError: Before the first step, when no rank knows all matrices, or for a step whose
                 schedule is not known yet.
         """
-        return self._controller.schedules(step)
+        controller = self._controller
+        return self.policy.schedules(controller.state, controller.known_groups, step)
 
     def group_of(self, name: str) -> str:
         """The group of a matrix: matrices of one group share a schedule."""
@@ -457,7 +474,9 @@ class Muon(torch.optim.Optimizer):
         """Plain numbers for a logger, about the last step taken."""
         controller, found = self._controller, dict[str, float]()
         if self.world is not None:
-            found = {**controller.metrics(), **self._engine.metrics()}
+            step = max(self.num_steps_taken, 1)
+            found = self.policy.metrics(controller.state, controller.known_groups, step)
+            found = {**found, **self._engine.metrics()}
         return {
             **found,
             "newton_schulz/residual": controller.residual,
@@ -502,28 +521,21 @@ class Muon(torch.optim.Optimizer):
             ValueError: Names the field, what was found and what was expected.
         """
         self._follow()
-        self._restoring(state)()
+        self._go_on_from(self._restored(state))
 
-    def _restoring(self, state: Mapping[str, Any]) -> Callable[[], None]:
-        """What restores a state of `control_state_dict`, once it is known to be good."""
-        engine, controller = self._engine, self._controller
-        running = Control(
-            controller.steps_taken,
-            controller.steps_skipped,
-            self.config,
-            self.policy,
-            controller.state,
-        )
-        control = controls.restore(state, running, controller.groups)
+    def _restored(self, state: Mapping[str, Any]) -> Control:
+        """What `control_state_dict` returned, once it is known to be good; nothing changes."""
+        groups = self._controller.groups
+        control = controls.restore(state, self.config, self.policy, groups)
         self.rule_class(control.config)  # refuses settings
+        return control
 
-        def restore() -> None:
-            self._assemble(control, engine.parameters)
-            if engine.world is not None:
-                self._controller.connect(engine.world, is_new=False)
-                self._engine.connect(engine.world)
-
-        return restore
+    def _go_on_from(self, control: Control) -> None:
+        engine = self._engine
+        self._assemble(control, engine.parameters)
+        if engine.world is not None:
+            self._controller.connect(engine.world, is_new=False)
+            self._engine.connect(engine.world)
 
     def state_dict(self) -> dict[str, Any]:
         """As for any PyTorch optimizer; ``control`` of each group is `control_state_dict`."""
@@ -544,12 +556,12 @@ class Muon(torch.optim.Optimizer):
             ValueError: On every rank: the state of one is of another structure, optimizer or
                 configuration; names the rank.
         """
-        with load.together(self.raise_together, "load_state_dict"):
+        with self.together("load_state_dict"):
             loaded = load.read(self, self.params_by_name, state_dict)
-            restore = self._restoring(loaded.control)
+            control = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
             check_groups(loaded.groups, self._engine.rule)
-        restore()
+        self._go_on_from(control)
         loaded.fill(self)
 
     # ---------------------------------------------------------------- as PyTorch's optimizers

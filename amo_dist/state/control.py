@@ -29,7 +29,6 @@ _FREE_FIELDS = frozenset(
         "bucket_bytes",
         "nonfinite",
         "ns_guard_every",
-        "ns_backend",
         "on_config_change",
     }
 )
@@ -40,7 +39,7 @@ _GONE = frozenset(
     {
         *("objective", "budget_unit", "observe_in_background", "ns_guard_fallback"),
         *("adamw_implementation", "buckets_in_flight", "cuda_graphs", "momentum_dtype"),
-        *("ns_guard_bound", "owners", "update_scale"),
+        *("ns_backend", "ns_guard_bound", "owners", "update_scale"),
     }
 )
 """Configuration of earlier versions, which says nothing any more; but see `_as_today`."""
@@ -86,15 +85,18 @@ def to_text(record: Mapping[str, Any]) -> str:
     return json.dumps(record, sort_keys=True, separators=(",", ":"), allow_nan=False)
 
 
-def restore(record: object, running: Control, groups: Groups | None = None) -> Control:
-    """A control that goes on from a record; the running one stays as it is.
+def restore(
+    record: object, running: MuonConfig, policy: Policy, groups: Groups | None = None
+) -> Control:
+    """A control that goes on from a record.
 
     Fields that an older version did not write take their defaults, or stand for what was done
     before there was a choice. Where settings differ, ``on_config_change`` of this run decides.
 
     Args:
         record: What `control_record` returned.
-        running: Of this run: its settings, and the kind of its policy.
+        running: Settings of this run.
+        policy: Of this run; stays as it is.
         groups: Of all matrices of the world, where they are known; the first step compares them
             else.
 
@@ -104,13 +106,13 @@ def restore(record: object, running: Control, groups: Groups | None = None) -> C
     """
     found = _check_record(record)
     state = found["policy"]
-    fields.read_choice("control.policy", state.get("policy"), running.policy.name)
-    known = type(running.config)().to_dict()
+    fields.read_choice("control.policy", state.get("policy"), policy.name)
+    known = type(running)().to_dict()
     fields.read_record("control.config", found["config"], [], {*known, *_GONE})
     defaults = {name: value for name, value in known.items() if name not in _FREE_FIELDS}
     saved = {**defaults, **_as_today(found["config"])}
-    config = _settled(running.config, _changed(saved, running.config))
-    policy, restored = running.policy.resumed(
+    config = _settled(running, _changed(saved, running))
+    resumed, restored = policy.resumed(
         state,
         groups,
         steps_taken=found["steps_taken"],
@@ -122,7 +124,7 @@ def restore(record: object, running: Control, groups: Groups | None = None) -> C
         expected = f"{_digest(state)}, that of the policy's state: it is damaged or was edited"
         fields.fail("control.policy_digest", found["policy_digest"], expected)
     counts = found["steps_taken"], found["steps_skipped"]
-    return Control(*counts, config, policy, restored)
+    return Control(*counts, config, resumed, restored)
 
 
 def _check_record(record: object) -> Mapping[str, Any]:

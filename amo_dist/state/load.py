@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -73,22 +72,6 @@ def read(
     own = {name: optimizer.state[param] for name, param in params_by_name.items()}
     copies = _check_state(loaded.get("state"), groups, own)
     return Loaded(groups, read_json("control", groups[0]["control"]), copies)
-
-
-@contextlib.contextmanager
-def together(raise_together: Callable[[str, Exception | None], None], what: str) -> Iterator[None]:
-    """Raise on every rank what the body, which changes nothing, raises on one.
-
-    Args:
-        raise_together: Tells all ranks; a collective over the world.
-        what: Names the body in the error.
-    """
-    try:
-        yield
-    except Exception as error:
-        raise_together(what, error)
-        raise
-    raise_together(what, None)
 
 
 def _check_form(found: Mapping[str, Any]) -> None:

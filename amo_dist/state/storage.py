@@ -8,7 +8,6 @@ a file that was cut, exchanged, or changed in a bit.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import itertools
 import json
@@ -30,7 +29,6 @@ from torch.distributed.checkpoint.filesystem import (
     FileSystem,
     FileSystemReader,
     FileSystemWriter,
-    _StorageInfo,
 )
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import (
@@ -120,21 +118,21 @@ class CheckpointWriter(FileSystemWriter):
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """As the base class."""
-        results = super().write_data(plan, planner).wait()
-        names = {result.storage_data.relative_path for result in results}
-        sums = {name: _sum(Path(self.path, name)) for name in names}
-        told: Future[list[WriteResult]] = Future()
-        told.set_result([_with_sum(result, sums) for result in results])
-        return told
+        written = super().write_data(plan, planner)
+        sums: dict[str, tuple[int, int]] = {}
+        for result in written.wait():
+            name = result.storage_data.relative_path
+            sums[name] = sums.get(name) or _sum(Path(self.path, name))
+            # Rides to the rank that gathers.
+            result.storage_data.sum = sums[name]
+        return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """As the base class; checksums lie there first, as a kill may leave nothing else behind."""
-        sums = {}
-        for result in itertools.chain(*results):
-            sums[result.storage_data.relative_path] = result.storage_data.sum
-        plain = [[_without_sum(result) for result in some] for some in results]
+        infos = [result.storage_data for result in itertools.chain(*results)]
+        sums = {info.relative_path: vars(info).pop("sum") for info in infos}
         self._write_sums(sums)
-        super().finish(metadata, plain)
+        super().finish(metadata, results)
         self._write_sums({**sums, _METADATA: _sum(Path(self.path, _METADATA))})
 
     def _write_sums(self, sums: Mapping[str, tuple[int, int]]) -> None:
@@ -145,27 +143,6 @@ class CheckpointWriter(FileSystemWriter):
             stream.flush()
             os.fsync(stream.fileno())
         scratch.replace(path)
-
-
-@dataclasses.dataclass
-class _Summed(_StorageInfo):
-    """Where a value lies, and size and CRC-32 of that file: on its way to the rank that gathers."""
-
-    sum: tuple[int, int] = (0, 0)
-
-
-def _with_sum(result: WriteResult, sums: Mapping[str, tuple[int, int]]) -> WriteResult:
-    info = result.storage_data
-    fields = {each.name: getattr(info, each.name) for each in dataclasses.fields(info)}
-    return dataclasses.replace(result, storage_data=_Summed(**fields, sum=sums[info.relative_path]))
-
-
-def _without_sum(result: WriteResult) -> WriteResult:
-    fields = {
-        each.name: getattr(result.storage_data, each.name)
-        for each in dataclasses.fields(_StorageInfo)
-    }
-    return dataclasses.replace(result, storage_data=_StorageInfo(**fields))
 
 
 def _sum(path: Path) -> tuple[int, int]:

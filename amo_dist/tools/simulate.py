@@ -20,7 +20,7 @@ from torch.distributed.tensor import Replicate, Shard
 from amo_dist.config import OPERATOR_TYPES, MuonConfig
 from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
-from amo_dist.distributed.ownership import Job, Teams, assign
+from amo_dist.distributed.ownership import Job, assign
 from amo_dist.distributed.plan import count_elements, plan_exchange
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
@@ -111,7 +111,8 @@ class StepCost:
             matrices,
             costs,
             ownership=config.ownership,
-            teams=Teams(config.max_team, self._itemsize),
+            max_team=config.max_team,
+            itemsize=self._itemsize,
         )
         self.flops = torch.zeros(num_ranks, dtype=torch.float64)
         for job in self.jobs:
@@ -170,9 +171,7 @@ class StepCost:
             for turn in range(BUCKETS_IN_FLIGHT):
                 elements += max(sizes[turn::BUCKETS_IN_FLIGHT], default=0)
         batches = [
-            newton_schulz_bytes(
-                count, shape, self._itemsize, self._config.ns_backend, wire=self._wire
-            )
+            newton_schulz_bytes(count, shape, self._itemsize, wire=self._wire)
             for bucket in buckets
             for shape, count in Counter(job.shape for job in bucket.jobs).items()
         ]

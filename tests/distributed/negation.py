@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torch import Tensor
 from amo_dist.distributed.exchange import Exchange
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import Part, plan_exchange
+from amo_dist.engine import step
 from amo_dist.engine.step import Engine
 from tests.layouts import Model, local_tensor
 
@@ -42,9 +44,9 @@ class Negation(Engine):
         self.exchange = Exchange(
             self.plan, group=dist.group.WORLD, device=torch.device("cpu"), dtype=dtype
         )
-        self._params, self._grads, self._bad = [], (), None
-        adamw: Any = SimpleNamespace(step=lambda *_: self.events.append("meanwhile"))
-        self._adamw = adamw
+        nothing: Any = None
+        self.parameters = self._local = self.groups = self._rounding = nothing
+        self._grads, self._bad = (), None
         self.events: list[str] = []
         """What happened, with the number of the bucket, in order."""
         self.local: list[Tensor] = []
@@ -76,7 +78,8 @@ class Negation(Engine):
             for number, lane in enumerate(self.exchange.lanes)
         ]
         self._laid = laid
-        self._pipeline({})
+        with mock.patch.object(step, "adamw_step", self._adamw):
+            self._pipeline()
 
     def check(self) -> None:
         """Each element was written once, and is the negative of what was held."""
@@ -89,6 +92,9 @@ class Negation(Engine):
 
     # What follows stands in for the engine's own, which `_bucket` and `_pipeline` call.
 
+    def _adamw(self, *_: object) -> None:
+        self.events.append("meanwhile")
+
     def _read(self, pieces: Any) -> None:
         number, parts, places, starting = pieces
         self.events.append(f"read {number}")
@@ -100,7 +106,7 @@ class Negation(Engine):
             assert place.shape == value.shape
             place.copy_(value)
 
-    def _orthogonalize(self, batch: Any, nonfinite: Any) -> None:
+    def _orthogonalize(self, batch: Any) -> None:
         number, lane = batch
         self.events.append(f"compute {number}")
         for job, whole in zip(lane.jobs, lane.wholes, strict=True):

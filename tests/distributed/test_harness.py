@@ -78,12 +78,6 @@ def test_results_come_by_rank(run_on: Ranks, world_size: int) -> None:
     assert run_on(world_size)(sum_of_ranks, 10) == expected
 
 
-def test_cases_share_the_processes(run_on: Ranks) -> None:
-    first = run_on(2)(process_id)
-    assert run_on(2)(process_id) == first
-    assert len({*first, os.getpid()}) == 3
-
-
 def test_ranks_run_on_gloo_with_one_thread(run_on: Ranks) -> None:
     assert run_on(2)(environment) == [(1, "1", "gloo", 2)] * 2
 

@@ -42,7 +42,7 @@ WORLDS = [pytest.param("fsdp", 2, id="fsdp-2"), pytest.param("hsdp", 4, id="hsdp
 def make(layout: str, optimizer: str = "muon", **fields: Any) -> tuple[nn.Module, Muon]:
     """After two good steps: from the second on nothing waits."""
     model = models.make_model(layout, SHAPES, "cuda")
-    config = MuonConfig(bucket_bytes=256, ns_backend="standard", **fields)
+    config = MuonConfig(bucket_bytes=256, **fields)
     made = OPTIMIZERS[optimizer](param_groups(model), lr=1e-2, config=config)
     for step in (1, 2):
         models.set_gradients(model, 1, step)

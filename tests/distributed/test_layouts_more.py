@@ -1,4 +1,4 @@
-"""More layouts against the twin: fused and expert matrices, joint meshes, offload, stages."""
+"""Every layout against the single-process twin: the same bits, the same plan."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ FIELDS: dict[str, Any] = {
     "observe_every": 2,
     "sample_size": 2,
     "transition_steps": 2,
+    # Small buckets: the tiny matrices of these tests fill several.
     "bucket_bytes": 256,
 }
+PAPER, WIDE = {"planner": "paper"}, {"ns_dtype": "float32"}
 Shapes = dict[str, tuple[int, ...]]
 PATTERNS = {
     # Uneven grouped-query attention, in three pieces and interleaved by group.
@@ -66,6 +68,8 @@ CONVOLUTIONS: Shapes = {
     "layers.1.attention.wq.weight": (7, 5),
     "stem.weight": (7, 3, 3, 2),
 }
+WHOLE: Shapes = models.shapes()
+EVEN: Shapes = models.shapes(models.EVEN_SHAPES)  # FSDP over TP: torch pads nothing there
 STAGES: tuple[Shapes, Shapes] = (
     {
         "tok_embeddings.weight": (9, 5),
@@ -139,7 +143,13 @@ def train(
 ) -> Outcome:
     model = build()
     groups = param_groups(model, patterns=PATTERNS, allow_unused=True)
-    optimizer = AMO(groups, lr=LR, weight_decay=WEIGHT_DECAY, config=AMOConfig(**fields))
+    optimizer = AMO(
+        groups,
+        lr=LR,
+        weight_decay=WEIGHT_DECAY,
+        config=AMOConfig(**fields),
+        process_group=dist.group.WORLD if build is build_replicas and world_size > 1 else None,
+    )
     counted = [0]
     original = engine_step.newton_schulz
 
@@ -178,6 +188,7 @@ def check(results: list[Outcome], shapes: Shapes, fields: dict[str, Any] = FIELD
     assert seen == set(twin.params)
     plan = results[0].control["policy"]["plan"]
     assert plan["allocation"] == [twin.allocation[kind] for kind in twin.order]
+    assert plan["ell_target"] == [twin.targets[kind].hex() for kind in twin.order]
     assert len(set(twin.allocation.values())) > 1  # else a uniform plan would pass
 
 
@@ -253,6 +264,18 @@ def build_joint() -> nn.Module:
     return models._fully_shard(models.plain_model(models.shapes()), joint)
 
 
+def build_replicas() -> nn.Module:
+    return models.plain_model(models.shapes())
+
+
+def build_tp() -> nn.Module:
+    return models.make_model("tp", models.shapes())
+
+
+def build_tp_fsdp() -> nn.Module:
+    return models.make_model("tp_fsdp", EVEN)
+
+
 def build_hsdp() -> nn.Module:
     return models.make_model("hsdp", models.shapes())
 
@@ -262,7 +285,7 @@ def build_fsdp() -> nn.Module:
 
 
 def build_hsdp_tp() -> nn.Module:
-    return models.make_model("hsdp_tp", models.shapes(models.EVEN_SHAPES))
+    return models.make_model("hsdp_tp", EVEN)
 
 
 def build_offloaded() -> nn.Module:
@@ -289,28 +312,42 @@ def build_sharded_stage(device: str = "cpu") -> nn.Module:
 # ------------------------------------------------------------------ tests
 
 CASES = [
-    pytest.param(build_fused_rows, 1, FUSED, id="fused-one-process"),
-    pytest.param(build_fused_rows, 3, FUSED, id="fused-fsdp-3"),
-    pytest.param(build_fused_columns, 2, FUSED, id="fused-columns-2"),
-    pytest.param(build_experts_1, 3, EXPERTS, id="experts-dim-1"),
-    pytest.param(build_experts_2, 3, EXPERTS, id="experts-dim-2"),
-    pytest.param(build_experts_and_dense, 4, EXPERTS | DENSE, id="experts-and-dense"),
-    pytest.param(build_convolutions_0, 1, CONVOLUTIONS, id="convolutions"),
-    pytest.param(build_convolutions_0, 3, CONVOLUTIONS, id="convolutions-fsdp-3"),
-    pytest.param(build_convolutions_1, 2, CONVOLUTIONS, id="convolutions-dim-1"),
-    pytest.param(build_joint, 4, models.shapes(), id="joint-data-and-context"),
-    pytest.param(build_offloaded, 2, models.shapes(), id="offloaded"),
-    pytest.param(build_stage, 2, STAGES[0] | STAGES[1], id="stages"),
-    pytest.param(build_sharded_stage, 4, STAGES[0] | STAGES[1], id="sharded-stages"),
+    pytest.param(build_replicas, 1, WHOLE, WIDE, id="one-process"),
+    pytest.param(build_replicas, 3, WHOLE, PAPER, id="ddp-3"),
+    pytest.param(build_fsdp, 2, WHOLE, {}, id="fsdp-2"),
+    pytest.param(build_fsdp, 3, WHOLE, PAPER | WIDE, id="fsdp-3"),
+    pytest.param(build_fsdp, 4, WHOLE, {}, id="fsdp-4"),
+    pytest.param(build_hsdp, 4, WHOLE, PAPER, id="hsdp-2x2"),
+    pytest.param(build_tp, 2, WHOLE, WIDE, id="tp-2"),
+    pytest.param(build_tp, 3, WHOLE, PAPER, id="tp-3"),
+    pytest.param(build_tp_fsdp, 4, EVEN, {}, id="tp-2-fsdp-2"),
+    pytest.param(build_fused_rows, 1, FUSED, {}, id="fused-one-process"),
+    pytest.param(build_fused_rows, 3, FUSED, {}, id="fused-fsdp-3"),
+    pytest.param(build_fused_columns, 2, FUSED, {}, id="fused-columns-2"),
+    pytest.param(build_experts_1, 3, EXPERTS, {}, id="experts-dim-1"),
+    pytest.param(build_experts_2, 3, EXPERTS, {}, id="experts-dim-2"),
+    pytest.param(build_experts_and_dense, 4, EXPERTS | DENSE, {}, id="experts-and-dense"),
+    pytest.param(build_convolutions_0, 1, CONVOLUTIONS, {}, id="convolutions"),
+    pytest.param(build_convolutions_0, 3, CONVOLUTIONS, {}, id="convolutions-fsdp-3"),
+    pytest.param(build_convolutions_1, 2, CONVOLUTIONS, {}, id="convolutions-dim-1"),
+    pytest.param(build_joint, 4, WHOLE, {}, id="joint-data-and-context"),
+    pytest.param(build_offloaded, 2, WHOLE, {}, id="offloaded"),
+    pytest.param(build_stage, 2, STAGES[0] | STAGES[1], {}, id="stages"),
+    pytest.param(build_sharded_stage, 4, STAGES[0] | STAGES[1], {}, id="sharded-stages"),
 ]
 
 
-@pytest.mark.parametrize(("build", "world_size", "shapes"), CASES)
+@pytest.mark.parametrize(("build", "world_size", "shapes", "fields"), CASES)
 def test_every_layout_equals_the_twin_bit_for_bit(
-    run_on: Ranks, build: Callable[[], nn.Module], world_size: int, shapes: Shapes
+    run_on: Ranks,
+    build: Callable[[], nn.Module],
+    world_size: int,
+    shapes: Shapes,
+    fields: dict[str, Any],
 ) -> None:
-    results = run_on(world_size)(train, build, FIELDS)
-    check(results, shapes)
+    fields = FIELDS | fields
+    results = run_on(world_size)(train, build, fields)
+    check(results, shapes, fields)
     # Each matrix once a step, by one rank of the world.
     total = sum(result.num_orthogonalized for result in results)
     assert total == STEPS * num_matrices(shapes)
@@ -326,11 +363,10 @@ def test_experts_sharded_on_their_first_dim_send_nothing(run_on: Ranks) -> None:
 def test_replicas_of_fsdp_over_tensor_parallelism_equal_the_twin_bit_for_bit(
     run_on: Ranks,
 ) -> None:
-    shapes = models.shapes(models.EVEN_SHAPES)  # torch pads nothing under tensor parallelism
     results = run_on(8, fresh=True)(train, build_hsdp_tp, FIELDS)
-    check(results, shapes)
+    check(results, EVEN)
     total = sum(result.num_orthogonalized for result in results)
-    assert total == STEPS * num_matrices(shapes)
+    assert total == STEPS * num_matrices(EVEN)
     # Both replicas get results from owners of either.
     for first, second in zip(results[:4], results[4:], strict=True):
         assert first.sent
@@ -340,9 +376,9 @@ def test_replicas_of_fsdp_over_tensor_parallelism_equal_the_twin_bit_for_bit(
 
 def test_replicas_share_the_work(run_on: Ranks) -> None:
     results = run_on(4)(train, build_hsdp, FIELDS)
-    check(results, models.shapes(), FIELDS)
+    check(results, WHOLE)
     total = sum(result.num_orthogonalized for result in results)
-    assert total == STEPS * num_matrices(models.shapes())
+    assert total == STEPS * num_matrices(WHOLE)
     across = {
         (rank, peer)
         for rank, result in enumerate(results)
@@ -357,4 +393,4 @@ def test_replicas_share_the_work(run_on: Ranks) -> None:
 
 def test_balanced_owners_change_no_bit(run_on: Ranks) -> None:
     fields = {**FIELDS, "ownership": "balanced"}
-    check(run_on(3)(train, build_fsdp, fields), models.shapes(), fields)
+    check(run_on(3)(train, build_fsdp, fields), WHOLE, fields)

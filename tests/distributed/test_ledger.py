@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
 from amo_dist.distributed.layout import layout_of, matrix_layout
-from amo_dist.distributed.ownership import Teams, assign
+from amo_dist.distributed.ownership import assign
 from amo_dist.schedule.budget import ns_step_flops
 from tests.distributed import models
 from tests.distributed.harness import Ranks
@@ -77,10 +77,9 @@ def _count(
     assert bool(drawn) == observes
     models.set_gradients(model, 1, 2)
     optimizer.step()  # counted anew
-    teams = Teams(fields.get("max_team", 1), BF16)
     costs = [float(ns_step_flops(*matrix.shape)) for matrix in matrices]
-    jobs = assign(matrices, costs, teams=teams)
-    assert any(job.team for job in jobs) == (teams.most > 1)
+    jobs = assign(matrices, costs, max_team=fields.get("max_team", 1), itemsize=BF16)
+    assert any(job.team for job in jobs) == ("max_team" in fields)
     some = [matrix for matrix in matrices if matrix.name in drawn]
     to_measure = assign(some, [1.0] * len(some))
     observed = {

@@ -6,7 +6,6 @@ bit in ``test_checkpoint_dcp``, ranks that go on from different states in ``test
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
@@ -123,38 +122,3 @@ def test_the_file_of_every_rank_holds_its_momentum(
     # All of them where nothing is sharded; else at least those with a row for every rank.
     fewest = len(MATRICES) if layout == "plain" else 4 * models.NUM_LAYERS
     assert all(held >= fewest for held, _ in results)
-
-
-def lose_momentum(rank: int, world_size: int) -> tuple[str, bool, bool]:
-    """The second rank's file has lost the momentum of one matrix."""
-    model, optimizer = make("fsdp")
-    train(model, optimizer, 2)
-    whole = copy.deepcopy(optimizer.state_dict())
-    cut = copy.deepcopy(whole)
-    del cut["state"][cut["param_groups"][0]["params"][0]]["momentum_buffer"]
-    resumed, other = make("fsdp")
-    before = copy.deepcopy(other.state_dict())
-    refusal = ""
-    try:
-        other.load_state_dict(cut if rank == 1 else whole)
-    except ValueError as error:
-        refusal = str(error)
-    after = other.state_dict()
-    unchanged = after["param_groups"] == before["param_groups"] and all(
-        torch.equal(local_tensor(value), local_tensor(before["state"][key][field]))
-        for key, values in after["state"].items()
-        for field, value in values.items()
-    )
-    other.load_state_dict(whole)  # with the right file on both, they go on
-    models.set_gradients(resumed, SEED, 3)
-    other.step()
-    return refusal, unchanged, other.num_steps_taken == 3
-
-
-def test_a_load_that_fails_on_one_rank_fails_on_all(run_on: Ranks) -> None:
-    """A rank that starts without the momentum that the others have loaded makes a run that differs
-    from the one that was saved, and nothing tells."""
-    found = run_on(2, timeout=60.0)(lose_momentum)
-    told = f"state of {WQ}.momentum_buffer: found 'nothing', expected this key"
-    expected = f"load_state_dict failed on rank 1: ValueError: {told}"
-    assert found == [(expected, True, True)] * 2

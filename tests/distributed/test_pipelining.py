@@ -11,7 +11,6 @@ from torch import Tensor
 
 from amo_dist import Muon, MuonConfig, param_groups
 from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT, Lane
-from amo_dist.engine.adamw import AdamW
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.negation import Negation
@@ -116,7 +115,7 @@ def fail_once(rank: int, world_size: int) -> None:
     under_way = buffers(optimizer)  # held, so that no other tensor gets their memory
     assert under_way
     with (
-        mock.patch.object(AdamW, "step", side_effect=KeyboardInterrupt("meanwhile")),
+        mock.patch("amo_dist.engine.step.adamw_step", side_effect=KeyboardInterrupt("meanwhile")),
         pytest.raises(KeyboardInterrupt, match="meanwhile"),
     ):
         step(model, optimizer.step, 3)

@@ -31,7 +31,6 @@ FIELDS: dict[str, Any] = {
     "transition_steps": 3,
     "bucket_bytes": 256,
     "ns_dtype": "float32",
-    "ns_backend": "standard",
 }
 LOCKED = FIELDS["observe_until"] + FIELDS["transition_steps"]
 """From here on schedules stay; in this very step matrices are dealt anew, which waits."""
@@ -153,9 +152,7 @@ MATRIX = "layers.1.attention.wq.weight"
 
 def verdicts(rank: int, world_size: int) -> tuple[list[Any], list[str]]:
     """A NaN on the last rank in step 4; then a load that is refused; then step 5."""
-    config = MuonConfig(
-        ns_dtype="float32", ns_backend="standard", ns_guard_every=0, nonfinite="skip_step"
-    )
+    config = MuonConfig(ns_dtype="float32", ns_guard_every=0, nonfinite="skip_step")
     with simulated_device() as device, nccl():
         model = models.make_model("fsdp", models.shapes(), "cuda")
         optimizer = Muon(param_groups(model), lr=1e-2, config=config)

@@ -106,6 +106,7 @@ def twin_of(shapes: Shapes, fields: dict[str, Any]) -> Oracle:
 
 
 CASES = [
+    pytest.param("plain", 4, 2, id="ddp-4"),
     pytest.param("fsdp", 3, 2, id="fsdp-3"),
     pytest.param("fsdp", 4, 4, id="fsdp-4"),
     pytest.param("hsdp", 4, 4, id="hsdp-2x2"),

@@ -1,4 +1,4 @@
-"""Cautious decay and bfloat16 parameters on sharded models: the bits of one process."""
+"""What updates may be made of, on sharded models: the bits of one process, saved and resumed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from amo_dist import Fused, Muon, MuonConfig, param_groups
+from amo_dist import Fused, Muon, MuonConfig, NorMuon, param_groups
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 
@@ -32,7 +32,10 @@ PATTERNS = {
 
 
 def make(layout: str, how: str) -> tuple[nn.Module, Muon]:
-    model = models.make_model(layout, SHAPES).bfloat16()
+    model = models.make_model(layout, SHAPES)
+    if how == "NorMuon":  # whose moments have not the parameters' shape
+        return model, NorMuon(param_groups(model), lr=1e-2)
+    model = model.bfloat16()
     group = dist.group.WORLD if layout == "plain" and dist.is_initialized() else None
     config = MuonConfig(bfloat16_params=how, **OPTIONS)
     groups = param_groups(model, patterns=PATTERNS)
@@ -99,8 +102,16 @@ def resume(rank: int, world_size: int, layout: str, how: str, folder: str) -> di
     return train(model, optimizer, SAVED + 1, STEPS)
 
 
-@pytest.mark.parametrize("how", ["stochastic", "master"])
-def test_a_checkpoint_goes_on_in_another_layout(run_on: Ranks, tmp_path: Path, how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "layout", "ranks", "other", "others"),
+    [
+        *((how, "fsdp", 2, "tp_fsdp", 4) for how in ("stochastic", "master", "NorMuon")),
+        ("NorMuon", "tp_fsdp", 4, "fsdp", 3),
+    ],
+)
+def test_a_checkpoint_goes_on_in_another_layout(
+    run_on: Ranks, tmp_path: Path, how: str, layout: str, ranks: int, other: str, others: int
+) -> None:
     folder = str(tmp_path / "checkpoint")
-    expected = run_on(2)(save, "fsdp", how, folder)[0]
-    check(run_on(4)(resume, "tp_fsdp", how, folder), expected)
+    expected = run_on(ranks)(save, layout, how, folder)[0]
+    check(run_on(others)(resume, other, how, folder), expected)

@@ -36,9 +36,9 @@ def test_a_change_is_an_error_that_names_every_field(saved: dict[str, Any]) -> N
 
 def test_what_only_says_how_may_change(saved: dict[str, Any]) -> None:
     free = {"bucket_bytes": 512, "ownership": "balanced", "nonfinite": "skip_step"}
-    _, optimizer = make(**free, ns_backend="gram")
+    _, optimizer = make(**free)
     optimizer.load_state_dict(saved)
-    assert (optimizer.config.bucket_bytes, optimizer.config.ns_backend) == (512, "gram")
+    assert (optimizer.config.bucket_bytes, optimizer.config.ownership) == (512, "balanced")
 
 
 def test_keep_checkpoint_goes_on_as_if_nothing_had_changed(
@@ -92,7 +92,7 @@ def test_replan_drops_observations_of_other_groups(saved: dict[str, Any]) -> Non
 # ---------------------------------------------------------------- the rest of the family
 
 FAMILY = ("Muon", "Muon-CANS", "AdaMuon", "NorMuon", "ROOT")
-OTHER = {"momentum": 0.8, "ns_backend": "standard", "ns_guard_every": 7}
+OTHER = {"momentum": 0.8, "ns_guard_every": 7}
 
 
 def make_named(name: str, **fields: Any) -> tuple[nn.Module, Muon]:
@@ -120,7 +120,7 @@ def test_every_optimizer_goes_on_with_other_settings(
     assert "settings have changed" in caplog.text
     resumed.load_state_dict(model.state_dict())
     # The twin never stopped: it has the settings that stay in force, and loads without a change.
-    free = {"ns_backend": "standard", "ns_guard_every": 7, "on_config_change": rule}
+    free = {"ns_guard_every": 7, "on_config_change": rule}
     fields = free if rule == "keep_checkpoint" else {**OTHER, **free}
     twin, expected = make_named(name, **fields)
     assert other.config.to_dict() == expected.config.to_dict()

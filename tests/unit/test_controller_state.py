@@ -254,12 +254,11 @@ def test_each_corruption_is_named(changes: dict[str, Any], message: str) -> None
 def test_an_edited_state_fails_by_its_digest(changes: dict[str, Any]) -> None:
     """All of it is well formed: without the digest a run would go on otherwise than it was."""
     policy = AMOPolicy(CONFIG)
-    running = Control(0, 0, CONFIG, policy, policy.start())
     record = control_record(Control(7, 0, CONFIG, policy, planned().state))
-    assert policy.to_dict(restore(record, running).state) == STATE
+    assert policy.to_dict(restore(record, CONFIG, policy).state) == STATE
     record["policy"] = changed(**changes)
     with pytest.raises(ValueError, match=r"control\.policy_digest: found .*, expected .*edited"):
-        restore(record, running)
+        restore(record, CONFIG, policy)
 
 
 def test_nesting_past_the_recursion_limit_is_a_value_error() -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amo_dist import Muon, MuonConfig, param_groups
+from amo_dist import Muon, param_groups
 from amo_dist.kernels.elementwise import apply_update, update_momentum
 from tests.distributed import models
 from tests.simulated_device import simulated_device
@@ -28,8 +28,7 @@ def train(
     """Parameters and state after a few steps, with something done after each."""
     with simulated_device():
         model = models.plain_model(SHAPES, "cuda")
-        config = MuonConfig(ns_backend="standard")
-        optimizer = Muon(param_groups(model), **{"lr": 0.02, "config": config, **options})
+        optimizer = Muon(param_groups(model), **{"lr": 0.02, **options})
         for step in range(1, 6):
             models.set_gradients(model, 1, step)
             optimizer.step()

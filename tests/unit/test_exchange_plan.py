@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.distributed.ownership import Job, Teams, assign
+from amo_dist.distributed.ownership import Job, assign
 from amo_dist.distributed.plan import Bucket, ExchangePlan, Part, plan_exchange
 from tests.layouts import Model, build, local_tensor, models
 from tests.ledger import Volume, predict, sent_by_pair, sent_by_plan
@@ -46,7 +46,7 @@ def problems(draw: st.DrawFn) -> tuple[Model, tuple[Job, ...], dict[int, Exchang
             model.matrices,
             [float(matrix.num_elements) for matrix in model.matrices],
             ownership=draw(st.sampled_from(["round_robin", "balanced"])),
-            teams=Teams(most, 2),
+            max_team=most,
         )
     bucket_bytes = draw(st.sampled_from([1, 100, 1000, 10**6]))
     return model, jobs, plan_all(model, jobs, bucket_bytes), bucket_bytes
@@ -93,7 +93,7 @@ def test_plans_move_what_the_ledger_says(problem: tuple) -> None:
 @few
 @given(problems())
 def test_each_job_is_in_one_bucket_of_its_owner_and_no_bucket_is_too_full(problem: tuple) -> None:
-    model, jobs, plans, bucket_bytes = problem
+    _, jobs, plans, bucket_bytes = problem
     found: list[Job] = []
     for rank, plan in plans.items():
         for bucket in (*plan.buckets, *plan.local):
@@ -103,8 +103,6 @@ def test_each_job_is_in_one_bucket_of_its_owner_and_no_bucket_is_too_full(proble
             assert sum(sizes) <= bucket_bytes or len(sizes) == 1
     in_order = sorted(found, key=lambda job: (job.matrix, job.owner))
     assert in_order == sorted(jobs, key=lambda job: (job.matrix, job.owner))
-    reported = sorted(job.matrix for job in found if job.reports)
-    assert reported == list(range(len(model.matrices)))
 
 
 Shared = tuple[tuple[int, ...], int]
@@ -238,7 +236,7 @@ def test_a_replica_is_delivered_to_once_more() -> None:
 def in_teams(model: Model) -> tuple[Job, ...]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0)
-        return assign(model.matrices, [9.0, 1.0, 1.0], teams=Teams(2))
+        return assign(model.matrices, [9.0, 1.0, 1.0], max_team=2)
 
 
 def test_the_digest_tells_plans_apart() -> None:

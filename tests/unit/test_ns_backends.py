@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from amo_dist.config import NS_BACKENDS
 from amo_dist.kernels import newton_schulz as module
 from amo_dist.kernels.newton_schulz import (
+    NS_BACKENDS,
     gram,
     newton_schulz,
     orthogonalize,
@@ -25,7 +25,6 @@ from amo_dist.schedule.polar_express import compose
 KJ = ((3.4445, -4.7750, 2.0315),) * 5
 SHAPES = [(1, 1), (1, 9), (7, 7), (16, 48), (33, 99), (99, 33), (64, 65), (130, 400), (400, 130)]
 STEPS = compose(1.01e-3, 6)
-ON_CPU = ["auto", "standard", "gram"]
 CPU = torch.device("cpu")
 
 
@@ -78,7 +77,7 @@ def test_blocks_of_a_symmetric_product_are_all_of_it(
     torch.testing.assert_close(found.double(), exact, rtol=2**-8, atol=atol)
 
 
-@pytest.mark.parametrize("requested", ON_CPU)
+@pytest.mark.parametrize("requested", NS_BACKENDS)
 @pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
 @pytest.mark.parametrize("shape", [(2, 300, 70), (2, 300, 140)])
 def test_orthogonalize_runs_any_backend(
@@ -97,7 +96,7 @@ def test_orthogonalize_runs_any_backend(
 @pytest.mark.parametrize("backend", ["standard", "gram"])
 @pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
 def test_batched_products_agree_with_the_loop(backend: str, preconditioner: str) -> None:
-    x = torch.randn(3, 40, 25, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x = torch.randn(3, 150, 130, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     x[1] = 0
     options: Any = {"norm_scale": 1.01, "preconditioner": preconditioner, "dtype": torch.float64}
     expected = newton_schulz(x, KJ, backend=backend, **options)
@@ -131,16 +130,9 @@ def test_the_gram_form_by_name_gives_way_where_it_is_not_exact() -> None:
         assert found(1024, 3072, torch.float16, device) == "standard"
 
 
-@pytest.mark.parametrize("requested", ["standard", "triton"])
-def test_what_is_asked_for_by_name_runs(requested: str) -> None:
-    assert requested in NS_BACKENDS
-    found = resolve_backend(requested, (9, 20), KJ, torch.bfloat16, torch.device("cuda"))
-    assert found == requested
-
-
 @pytest.mark.cuda
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("requested", [*ON_CPU, "triton"])
+@pytest.mark.parametrize("requested", NS_BACKENDS)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_batch_is_the_loop_on_cuda(requested: str, dtype: torch.dtype) -> None:
     x = torch.randn(4, 136, 256, generator=torch.Generator().manual_seed(0)).cuda()

@@ -31,7 +31,7 @@ PARAMETERS = 1e-4
 GONE = {
     *("objective", "budget_unit", "observe_in_background", "ns_guard_fallback", "fallbacks"),
     *("adamw_implementation", "buckets_in_flight", "cuda_graphs", "momentum_dtype", "owners"),
-    *("ns_guard_bound", "update_scale", "planner"),
+    *("ns_guard_bound", "update_scale", "planner", "ns_backend"),
 }
 
 

@@ -39,7 +39,6 @@ def test_each_matrix_has_one_owner(model: Model, data: st.DataObject, ownership:
     assert sorted(by_matrix) == list(range(len(model.matrices)))
     for index, found in by_matrix.items():
         matrix = model.matrices[index]
-        assert [job.reports for job in found].count(True) == 1
         targets = Counter(rank for job in found for rank in job.targets)
         assert targets == Counter(matrix.ranks)  # each gets its result from one owner
         assert len(found) == 1

@@ -5,13 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from amo_dist.config import NS_BACKENDS
-from amo_dist.kernels.newton_schulz import orthogonalize
+from amo_dist.kernels.newton_schulz import NS_BACKENDS, orthogonalize
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.polar_express import compose
 
 
-@pytest.mark.parametrize("requested", [b for b in NS_BACKENDS if b != "triton"])
+@pytest.mark.parametrize("requested", NS_BACKENDS)
 def test_two_schedules_may_share_one_shape(requested: str) -> None:
     """What is remembered for a shape alone runs the first schedule again once another one comes
     with the same shape and number of steps."""

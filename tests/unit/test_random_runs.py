@@ -80,8 +80,7 @@ def resumed(policy: Held, steps_taken: int, config: AMOConfig, binds_first: bool
     fresh = AMOPolicy(config)
     groups = fresh.groups(REGISTRY) if binds_first else None
     record = json.loads(to_text(saved))
-    running = Control(0, 0, config, fresh, fresh.start())
-    control = restore(record, running, groups)
+    control = restore(record, config, fresh, groups)
     assert control.steps_taken == steps_taken
     assert isinstance(control.policy, AMOPolicy)
     assert control.policy.config == control.config

@@ -139,7 +139,7 @@ def test_new_memory_holds_no_useful_number() -> None:
 # ---------------------------------------------------------------- the optimizers
 
 GUARD, TRACKER = 4, 6
-FIELDS: dict[str, Any] = {"bucket_bytes": 256, "ns_dtype": "float32", "ns_backend": "standard"}
+FIELDS: dict[str, Any] = {"bucket_bytes": 256, "ns_dtype": "float32"}
 ADAPTIVE = FIELDS | {
     "observe_until": 4,
     "observe_every": 2,

@@ -19,7 +19,6 @@ from amo_dist import (
     AdaMuon,
     MissingGradientError,
     Muon,
-    MuonConfig,
     NorMuon,
     make_optimizer,
     param_groups,
@@ -203,7 +202,7 @@ def test_later_steps_without_gradients_warn_once_in_a_row(
 ) -> None:
     with simulated_device() if is_on_devices else contextlib.nullcontext():
         model = models.plain_model(SHAPES, "cuda" if is_on_devices else "cpu")
-        optimizer = muon(model, config=MuonConfig(ns_backend="standard"))
+        optimizer = muon(model)
         for step, has in enumerate((True, False, False, True, False), start=1):
             models.set_gradients(model, 1, step)
             if not has:
@@ -222,7 +221,7 @@ def test_a_matrix_without_a_gradient_in_the_first_step_is_named(
     """On the simulated device, whose new memory is NaN: what it has in place is a zero update."""
     with simulated_device():
         model = models.plain_model(SHAPES, "cuda")
-        optimizer = muon(model, config=MuonConfig(ns_backend="standard"))
+        optimizer = muon(model)
         for step in (1, 2):
             models.set_gradients(model, 1, step, missing=frozenset({W1, NORM}))
             optimizer.step()

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from amo_dist import AdaMuon, Muon, MuonConfig, NorMuon, param_groups
 from amo_dist.config import OPERATOR_TYPES
-from amo_dist.distributed.ownership import Job, Teams, assign, load_by_rank
+from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from amo_dist.distributed.plan import plan_exchange
 from amo_dist.distributed.teams import FLOPS_PER_BYTE, choices, member_costs, share_of, slabs
 from amo_dist.schedule.budget import ns_step_flops
@@ -76,12 +76,11 @@ def test_teams_are_aligned_and_cover_each_matrix_once(
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0)
-        jobs = assign(model.matrices, flops(model), ownership=ownership, teams=Teams(most, 2))
+        jobs = assign(model.matrices, flops(model), ownership=ownership, max_team=most)
     assert [job.matrix for job in jobs] == sorted(job.matrix for job in jobs)
     for index, found in by_matrix(jobs).items():
         matrix, size = model.matrices[index], len(found)
         assert tuple(job.box for job in found) == slabs(matrix.shape, size)
-        assert [job.reports for job in found] == [True] + [False] * (size - 1)
         for job in found:
             assert job.owner in job.sources
             assert job.targets == matrix.ranks
@@ -101,19 +100,19 @@ def test_teams_are_taken_only_where_they_lower_the_greatest_load() -> None:
     # Adding up small Gram matrices takes longer than their products.
     model = build("fsdp", torch.arange(4), [(64, 64)])
     costs = [float(ns_step_flops(64, 64))]
-    assert [job.team for job in assign(model.matrices, costs, teams=Teams(4))] == [()]
+    assert [job.team for job in assign(model.matrices, costs, max_team=4)] == [()]
     model = build("fsdp", torch.arange(4), [(4096, 4096)])
-    jobs = assign(model.matrices, [float(ns_step_flops(4096, 4096))], teams=Teams(4))
+    jobs = assign(model.matrices, [float(ns_step_flops(4096, 4096))], max_team=4)
     assert [job.team for job in jobs] == [(0, 1, 2, 3)] * 4
 
 
 def test_what_a_rank_holds_whole_is_not_shared() -> None:
     experts = build("experts_0", torch.arange(4), [(2, 4096, 4096)])
     costs = [float(ns_step_flops(4096, 4096))] * 2
-    assert {job.team for job in assign(experts.matrices, costs, teams=Teams(4))} == {()}
+    assert {job.team for job in assign(experts.matrices, costs, max_team=4)} == {()}
     # Where all ranks do, as under DDP, any may have a slab.
     replicas = build("ddp", torch.arange(4), [(4096, 4096)])
-    assert len(assign(replicas.matrices, costs[:1], teams=Teams(2))) == 2
+    assert len(assign(replicas.matrices, costs[:1], max_team=2)) == 2
 
 
 @pytest.mark.parametrize(
@@ -151,7 +150,7 @@ def test_gram_matrices_are_part_of_the_traffic() -> None:
             for row in rows
             if row["teams"] and (row["ownership"], row["schedule"]) == (ownership, "locked")
         )
-        jobs = assign(matrices, costs, ownership=ownership, teams=Teams(8))
+        jobs = assign(matrices, costs, ownership=ownership, max_team=8)
         busiest = max(load_by_rank(jobs, costs).values())
         assert row["gflop"]["most"] * 1e9 == pytest.approx(busiest, rel=1e-12)
         assert row["teams"] == {"2": 84}
@@ -168,8 +167,7 @@ def test_gram_matrices_are_part_of_the_traffic() -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"max_team": 0}, {"max_team": 2.0}]
-    + [{"max_team": 2, "ns_backend": name} for name in ("gram", "triton")],
+    [{"max_team": 0}, {"max_team": 2.0}],
 )
 def test_settings_under_which_nothing_is_shared_are_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=f"max_team: found {fields['max_team']}, expected"):
@@ -189,7 +187,7 @@ def test_members_of_a_team_come_to_what_they_share_in_one_order(ranks: int) -> N
     infos = MODELS["Qwen3-1.7B"].matrices()
     matrices = lay_out(infos, ranks)
     costs = [float(5 * ns_step_flops(*info.shape)) for info in infos]
-    jobs = assign(matrices, costs, ownership="balanced", teams=Teams(8))
+    jobs = assign(matrices, costs, ownership="balanced", max_team=8)
     plans = [
         plan_exchange(
             matrices,

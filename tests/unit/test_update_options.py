@@ -31,9 +31,7 @@ def make(**fields: Any) -> tuple[nn.Module, Muon]:
     dtype, device = fields.pop("dtype", torch.bfloat16), fields.pop("device", "cpu")
     values = {name: models.initial(name, shape).bfloat16() for name, shape in SHAPES.items()}
     model = models.build({name: value.to(device, dtype) for name, value in values.items()})
-    return model, Muon(
-        param_groups(model), lr=3e-3, config=MuonConfig(ns_backend="standard", **fields)
-    )
+    return model, Muon(param_groups(model), lr=3e-3, config=MuonConfig(**fields))
 
 
 def train(model: nn.Module, optimizer: Muon, first: int = 1, last: int = 6) -> dict[str, Tensor]:
