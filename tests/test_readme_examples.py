@@ -95,6 +95,7 @@ def test_the_page_about_an_optimizer_of_ones_own_is_short() -> None:
     assert len(page.strip().splitlines()) < 44  # and its heading
 
 
+@pytest.mark.slow
 def test_an_optimizer_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
     """Both ranks print the loss, perhaps into one line; it is about one at the start."""
     losses = [float(found) for found in re.findall(r"\d\.\d{3}", run_example("trust.py", tmp_path))]
@@ -108,6 +109,7 @@ def test_the_short_example_is_short() -> None:
     assert len(code) <= 16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["fsdp2.py", pytest.param("ddp.py", marks=pytest.mark.slow)])
 def test_on_two_ranks(name: str, tmp_path: Path) -> None:
     # Both ranks print, word by word, and may do so into one line.

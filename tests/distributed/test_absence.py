@@ -44,6 +44,7 @@ def lose(rank: int, world_size: int, how: str) -> str:
     return told
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["stopped", "dead"])
 def test_a_lost_rank_is_named_with_the_step(run_on: Ranks, how: str) -> None:
     first, lost, third = run_on(3, fresh=True)(lose, how)

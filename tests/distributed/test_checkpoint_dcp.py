@@ -144,6 +144,7 @@ def test_fsdp_resumes_bit_for_bit(
     check(reference, run_on(2)(resume, "fsdp", str(tmp_path), flatten, SAVED, criterion), SAVED)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_moves_between_worlds(run_on: Ranks, tmp_path: Path) -> None:
     reference, _ = run_on(2)(train_and_save, "fsdp", str(tmp_path), False)[0]
     for world_size, layout, steps in (

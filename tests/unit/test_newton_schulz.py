@@ -368,6 +368,7 @@ for number in [*range(150), 0]:
 """
 
 
+@pytest.mark.slow
 def test_compiled_products_of_past_schedules_are_given_up() -> None:
     names = ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY")
     environment = {name: value for name, value in os.environ.items() if name not in names}

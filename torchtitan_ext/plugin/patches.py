@@ -1,6 +1,6 @@
 """What is changed in torchtitan and PyTorch themselves, where no setting or subclass serves.
 
-Both changes were checked on torchtitan 0.3.0 (``tests/unit/test_patches.py``). With an accelerator
+Both changes were checked on torchtitan 0.3.0 (``tests/titan/test_patches.py``). With an accelerator
 and PyTorch 2.14 nothing is changed.
 """
 

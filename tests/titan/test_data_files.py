@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.unit.data_corpus import write_arrow, write_jsonl, write_parquet
+from tests.titan.data_corpus import write_arrow, write_jsonl, write_parquet
 from torchtitan_ext.data.files import find_files
 from torchtitan_ext.data.rows import BadRow, BadRows, judge, read_rows
 

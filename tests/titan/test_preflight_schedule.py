@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from amo_dist.schedule.budget import ns_step_flops
-from tests.unit.test_preflight import CONFIGS, report
+from tests.titan.test_preflight import CONFIGS, report
 from torchtitan_ext.tools import preflight_report
 
 A1 = str(CONFIGS / "schedules" / "a1.toml")

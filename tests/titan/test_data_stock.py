@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.unit.data_corpus import build, write_jsonl
+from tests.titan.data_corpus import build, write_jsonl
 from torchtitan_ext.data import loader
 from torchtitan_ext.data.loader import PackedLoader
 

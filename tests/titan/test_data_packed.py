@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.unit.data_corpus import write_jsonl, write_parquet
+from tests.titan.data_corpus import write_jsonl, write_parquet
 from torchtitan_ext import cli
 from torchtitan_ext.data import pack
 from torchtitan_ext.data.files import DataError, find_files

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit import hub_server
+from tests.titan import hub_server
 from torchtitan_ext import cli
 from torchtitan_ext.data.files import DataError, Hub, find_files
 from torchtitan_ext.data.rows import RETRIES, read_rows

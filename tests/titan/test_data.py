@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torchtitan.components.loss import IGNORE_INDEX
 
-from tests.unit.data_corpus import build, dataset, write_texts
+from tests.titan.data_corpus import build, dataset, write_texts
 from torchtitan_ext.data import pack
 from torchtitan_ext.data.loader import document_positions, tokenized
 from torchtitan_ext.data.order import CYCLE, Mixture, shuffled
