@@ -1,4 +1,4 @@
-"""Static schedules and their files; ``python -m tests.titan.test_static_schedule`` makes the log."""
+"""Static schedules, their files; ``python -m tests.titan.test_static_schedule`` makes the log."""
 
 from __future__ import annotations
 
