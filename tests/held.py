@@ -69,8 +69,8 @@ class Held:
     def phase(self, step: int) -> str:
         return self.policy.phase(self.state, step)
 
-    def key(self, step: int) -> Any:
-        return self.policy.key(self.state, step)
+    def next_change(self, step: int) -> float:
+        return self.policy.next_change(self.state, step)
 
     def sample(self, step: int) -> tuple[str, ...]:
         return self.policy.sample(self.state, self.groups, step)

@@ -14,7 +14,7 @@ import math
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,17 @@ GUARD_BOUND = 1.1
 ``sqrt(2)`` leave at most 1."""
 
 logger = logging.getLogger(__name__)
+
+
+class _Decided(NamedTuple):
+    schedules: Sequence[Schedule]
+    """Of each matrix of this process."""
+    digest: str
+    """Of the schedules of all."""
+    deal: Hashable
+    """Matrices are dealt to owners anew where it changes."""
+    observed: Sequence[str]
+    """Names of the matrices to observe."""
 
 
 class Controller:
@@ -72,7 +83,7 @@ class Controller:
         """The matrices that share schedules; None before the ranks know one another."""
         self._measured: dict[str, Tensor] = {}
         self._residuals: dict[str, Tensor] = {}
-        self._last: tuple[Hashable, Any, Sequence[Schedule], str, Hashable] | None = None
+        self._last: tuple[tuple[int, float, Any], _Decided] | None = None
         trials = policy.trials()
         self._num_values = 1 + 2 * len(trials)
         self._trials = trial_tensor(trials)
@@ -125,8 +136,7 @@ class Controller:
             matrices: Those of this process.
         """
         step, config = self.steps_taken + 1, self.config
-        schedules, digest, deal = self._at(step, matrices)
-        observed = self.policy.sample(self.state, self._groups, step)
+        schedules, digest, deal, observed = self._decide(step, matrices)
         every, probes = config.ns_guard_every, list[Probe]()
         turn = step // every if every and step % every == 0 else 0
         if observed:
@@ -144,33 +154,31 @@ class Controller:
             probes=tuple(probes),
         )
 
-    def _at(
-        self, step: int, matrices: Sequence[MatrixLayout]
-    ) -> tuple[Sequence[Schedule], str, Hashable]:
-        """What changes with schedules alone, the same objects for as long as they stay.
+    def _decide(self, step: int, matrices: Sequence[MatrixLayout]) -> _Decided:
+        """What the policy says of a step, the same objects for as long as it says the same.
 
-        Returns:
-            The schedule of each matrix; a digest of all; and what changes where matrices should be
-            dealt to owners anew. Round robin looks at no cost. Who shares a matrix decides its
-            bits: so teams follow from the schedules of the world alone, and a run that goes on
-            from a checkpoint finds the same.
+        Round robin looks at no cost. Who shares a matrix decides its bits: so teams follow from the
+        schedules of the world alone, and a run that goes on from a checkpoint finds the same.
         """
-        policy, state, last = self.policy, self.state, self._last
-        key = policy.key(state, step)
-        if last is not None and last[0] == key and last[1] is state:
-            return last[2:]
+        policy, state = self.policy, self.state
+        if self._last is not None:
+            (first, change, seen), decided = self._last
+            if seen is state and first <= step < change:
+                return decided
+        observed = policy.sample(state, self._groups, step)
         by_group = policy.schedules(state, self._groups, step)
         found: Sequence[Schedule] = [by_group[self._groups.group_of[m.name]] for m in matrices]
-        if last is not None and found == last[2]:
-            found = last[2]
+        if self._last is not None and found == self._last[1].schedules:
+            found = self._last[1].schedules
         deal: Hashable = "round robin"
         if self.config.max_team > 1 or self.config.ownership != "round_robin":
             deal = policy.phase(state, step) in ("locked", "uniform")
         if self.config.max_team > 1:
             deal = deal, tuple(by_group[group].num_steps for group in sorted(by_group))
-        digest = policy.digest(state, self._groups, step)
-        self._last = key, state, found, digest, deal
-        return found, digest, deal
+        decided = _Decided(found, policy.digest(state, self._groups, step), deal, observed)
+        change = step + 1 if observed else policy.next_change(state, step)
+        self._last = (step, change, state), decided
+        return decided
 
     @property
     def known_groups(self) -> Groups:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 import statistics
-from collections.abc import Collection, Hashable, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -85,11 +86,15 @@ class AMOPolicy(Policy):
         found = self.state_at(state, groups, step)
         return {group: composed(ell, steps) for group, (steps, ell) in found.items()}
 
-    def key(self, state: AMOState, step: int) -> Hashable:
-        """How far the run is on its way to the plan in force."""
-        if state.plan is None:
-            return self.phase(state, step)
-        return state.plan_step, self._steps_of_transition(state, step)
+    def next_change(self, state: AMOState, step: int) -> float:
+        """The next observation, the end of this phase, or the next step of the transition."""
+        horizon, due = self._horizon(state), self._next_observation(state, step)
+        change: float = math.inf if due is None else due
+        if step <= horizon:
+            return min(change, horizon + 1)
+        if state.plan is not None and step < horizon + self.config.transition_steps:
+            return step + 1
+        return change
 
     def phase(self, state: AMOState, step: int) -> str:
         """One of ``PHASES``."""

@@ -7,7 +7,8 @@ import dataclasses
 import hashlib
 import json
 import logging
-from collections.abc import Collection, Hashable, Mapping, Sequence
+import math
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, TypeAlias
 
 from amo_dist.config import MuonConfig, sort_operator_types
@@ -65,9 +66,12 @@ class Policy(abc.ABC):
             ValueError: The step has no schedule yet.
         """
 
-    def key(self, state: State, step: int) -> Hashable:
-        """Steps of one key have the same schedules, as long as no plan is adopted."""
-        return None
+    def next_change(self, state: State, step: int) -> float:
+        """The first step after this one with other schedules, or with a sample.
+
+        As long as the state stays; ``inf`` for never.
+        """
+        return math.inf
 
     def phase(self, state: State, step: int) -> str:
         """``uniform``; for AMO see ``PHASES``."""

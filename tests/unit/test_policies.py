@@ -76,7 +76,7 @@ def test_fixed_policies_neither_observe_nor_plan(name: str) -> None:
     assert policy.policy.is_fixed
     assert policy.phase(10**6) == "uniform"
     assert policy.sample(150) == ()
-    assert policy.key(1) == policy.key(10**6)
+    assert policy.next_change(1) == math.inf
     assert not policy.plan_due()
     calls = lambda: policy.record(1, {}, {}), policy.make_plan, lambda: policy.adopt_plan("{}")
     for call in calls:
@@ -107,7 +107,7 @@ def test_amo_from_the_first_step_to_the_lock(config: AMOConfig) -> None:
     expected = Schedule(compose(SAFETY * CONFIG.base_ell, 5), norm_scale=SAFETY)
     assert set(uniform.values()) == {expected}
     assert policy.schedules(4) == uniform
-    assert policy.key(4) == policy.key(1) != policy.key(5)
+    assert policy.next_change(4) == 5
     with pytest.raises(ValueError, match=r"step: found 5, expected at most 4 while no plan"):
         policy.schedules(5)
 
@@ -119,7 +119,7 @@ def test_amo_from_the_first_step_to_the_lock(config: AMOConfig) -> None:
     for name, ell, steps in zip(TYPES, plan.ell_target, plan.allocation, strict=True):
         assert locked[name].coefficients == compose(SAFETY * ell, steps)
     assert policy.schedules(CONFIG.lock_step + 1000) == locked
-    assert policy.key(CONFIG.lock_step) == policy.key(CONFIG.lock_step + 1000) != policy.key(6)
+    assert [policy.next_change(s) for s in (5, 6, 7)] == [6, 7, math.inf]
     assert [policy.phase(s) for s in (4, 5, 6, 7)] == [
         "observation",
         "transition",
@@ -130,15 +130,18 @@ def test_amo_from_the_first_step_to_the_lock(config: AMOConfig) -> None:
 
 
 @both
-def test_steps_of_one_key_have_the_same_schedules(config: AMOConfig) -> None:
-    """What the engine holds on to while the key stays."""
+def test_nothing_changes_before_the_next_change(config: AMOConfig) -> None:
+    """What the controller holds on to until then."""
     config = dataclasses.replace(config, replan_every=4)
     for until in range(13):
-        policy, found = run_to(until, config), dict[Any, Any]()
+        policy = run_to(until, config)
         for step in range(max(until, 1), (4 if until < 4 else 20) + 1):
-            schedules = policy.schedules(step)
-            assert found.setdefault(policy.key(step), schedules) == schedules
-        assert len(found) < 9
+            change = policy.next_change(step)
+            for later in range(step + 1, min(int(min(change, 25)), 25)):
+                assert policy.schedules(later) == policy.schedules(step)
+                assert policy.digest(later) == policy.digest(step)
+                assert policy.sample(later) == ()
+                assert (policy.phase(later) == "locked") == (policy.phase(step) == "locked")
 
 
 def test_digests_tell_states_apart() -> None:
