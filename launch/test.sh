@@ -7,8 +7,8 @@
 #   launch/test.sh -n 0 tests/unit    in one process, as a debugger needs it
 #
 # Without arguments the coverage of amo_dist, that of all child processes included, must reach
-# AMO_MIN_COVERAGE percent (default 95); a selection is not measured. Tests of torchtitan_ext run
-# last and untraced: to trace each import of torchtitan takes longer than the tests.
+# AMO_MIN_COVERAGE percent (default 95); a selection is not measured. What starts programs anew
+# (torchtitan_ext, examples) runs last and untraced: to trace their imports takes longer than the rest.
 set -euo pipefail
 
 # shellcheck source=launch/lib.sh
@@ -23,11 +23,11 @@ if (($# > 0)); then
   exec python -m pytest "${workers[@]}" "$@"
 fi
 
-titan=(tests/titan tests/integration)
+untraced=(tests/titan tests/integration tests/test_readme_examples.py tests/test_recipes.py)
 coverage erase
 status=0
-coverage run -m pytest "${workers[@]}" "${titan[@]/#/--ignore=}" || status=$?
-python -m pytest "${workers[@]}" "${titan[@]}" || status=$?
+coverage run -m pytest "${workers[@]}" "${untraced[@]/#/--ignore=}" || status=$?
+python -m pytest "${workers[@]}" "${untraced[@]}" || status=$?
 coverage combine --quiet
 coverage report --fail-under="${AMO_MIN_COVERAGE:-95}" || status=$?
 exit "$status"
