@@ -195,8 +195,7 @@ _WORK = (
 _PLAN = (
     "The error of an update is its squared distance from the polar factor relative to its squared "
     'norm, over the sampled matrices (with update_norm = "exact" that of their directions). A '
-    "projected error is that at the lower bound of each type, summed over types; a measured one, "
-    "of an earlier version, the squared residual summed over matrices."
+    "projected error is that at the lower bound of each type, summed over types."
 )
 _FACTS = (
     "Times are medians over the logged steps after the first, waits for data the mean; an "
