@@ -110,20 +110,6 @@ def test_hooks_of_steps_are_called_in_order() -> None:
     assert calls == [("before", True), ("after", False), ("after any", False)]
 
 
-def test_a_hook_may_change_the_closure() -> None:
-    model, optimizer = pair()
-
-    def closure(loss: float) -> Callable[[], float]:
-        def call() -> float:
-            models.set_gradients(model, 1, 1)
-            return loss
-
-        return call
-
-    optimizer.register_step_pre_hook(lambda own, args, kwargs: ((own, closure(2.0)), {}))
-    assert optimizer.step(closure(1.0)) == 2.0
-
-
 def test_a_scaler_leaves_out_a_step_with_an_infinite_gradient() -> None:
     model, optimizer = pair()
     scaler = torch.amp.GradScaler("cpu")

@@ -117,15 +117,6 @@ def test_a_flattened_state_is_refused_with_what_to_do() -> None:
 # ---------------------------------------------------------------- groups
 
 
-@pytest.mark.parametrize(
-    "flag", ["foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad"]
-)
-def test_flags_of_other_optimizers_are_refused(flag: str) -> None:
-    groups = param_groups(models.plain_model(SHAPES))
-    with pytest.raises(TypeError, match=rf"unexpected keyword arguments \['{flag}'\]"):
-        Muon(groups, **{flag: True})
-
-
 def test_no_gradient_and_zero_gradients_change_nothing() -> None:
     model = models.plain_model(SHAPES)
     optimizer = muon(model, weight_decay=0.0)
