@@ -22,6 +22,7 @@ from amo_dist import (
 from amo_dist.distributed.layout import local_tensor
 from tests.distributed import models
 from tests.distributed.harness import Ranks
+from tests.distributed.test_late_verdict import everything
 
 FIELDS = {"observe_until": 4, "observe_every": 2, "sample_size": 2, "transition_steps": 2}
 MATRIX, REST = "layers.1.attention.wq.weight", "tok_embeddings.weight"
@@ -32,12 +33,6 @@ def make(layout: str, nonfinite: str) -> tuple[torch.nn.Module, AMO]:
     model = models.make_model(layout, models.shapes())
     config = AMOConfig(**FIELDS, nonfinite=nonfinite)
     return model, AMO(param_groups(model), lr=1e-2, config=config)
-
-
-def everything(model: torch.nn.Module, optimizer: AMO) -> list[Tensor]:
-    """Copies of this rank's part of parameters and state."""
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    return [local_tensor(tensor).clone() for tensor in [*model.parameters(), *state]]
 
 
 def spoil(model: torch.nn.Module, name: str, value: float) -> None:

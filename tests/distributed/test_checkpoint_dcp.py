@@ -164,28 +164,6 @@ def test_a_checkpoint_of_tensor_parallelism_comes_back(run_on: Ranks, tmp_path: 
     check(reference, run_on(2)(resume, "fsdp", str(tmp_path), False, (5,)), (5,))
 
 
-def bf16_momentum(rank: int, world_size: int, folder: str) -> list[tuple[str, bool]]:
-    model, optimizer = make("fsdp", torch.bfloat16)
-    models.set_gradients(model, SEED, 1)
-    optimizer.step()
-    dcp.save(state_of(model, optimizer, False), checkpoint_id=folder)
-    resumed, other = make("fsdp", torch.bfloat16)
-    state = state_of(resumed, other, False)
-    dcp.load(state, checkpoint_id=folder)
-    set_optimizer_state_dict(resumed, other, state["optimizer"])
-    found = []
-    for name in (WQ, "layers.1.feed_forward.w2.weight"):
-        old = local_tensor(optimizer.state[model.get_parameter(name)]["momentum_buffer"])
-        new = local_tensor(other.state[resumed.get_parameter(name)]["momentum_buffer"])
-        found.append((str(new.dtype), torch.equal(old, new)))
-    return found
-
-
-def test_momentum_of_bf16_parameters_stays_fp32(run_on: Ranks, tmp_path: Path) -> None:
-    for found in run_on(2)(bf16_momentum, str(tmp_path)):
-        assert found == [("torch.float32", True)] * 2
-
-
 def refused(rank: int, world_size: int) -> list[str]:
     """A whole tensor for a shard, NaN in one shard, and a foreign state cut to shards."""
     model, optimizer = make("fsdp")

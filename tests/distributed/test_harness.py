@@ -16,23 +16,8 @@ from tests.distributed import harness
 from tests.distributed.harness import Died, RankDiedError, Ranks, RankTraceback
 
 
-def sum_of_ranks(rank: int, world_size: int, start: int) -> tuple[int, int, float]:
-    total = torch.tensor(float(start + rank))
-    dist.all_reduce(total)
-    return rank, world_size, total.item()
-
-
 def process_id(rank: int, world_size: int) -> int:
     return os.getpid()
-
-
-def environment(rank: int, world_size: int) -> tuple[int, str, str, int]:
-    return (
-        torch.get_num_threads(),
-        os.environ["OMP_NUM_THREADS"],
-        dist.get_backend(),
-        dist.get_world_size(),
-    )
 
 
 def is_measured(rank: int = 0, world_size: int = 1) -> bool:
@@ -69,17 +54,6 @@ def kill_last(rank: int, world_size: int) -> str:
     if rank == world_size - 1:
         os.kill(os.getpid(), signal.SIGKILL)
     return "survived"
-
-
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-def test_results_come_by_rank(run_on: Ranks, world_size: int) -> None:
-    total = 10 * world_size + world_size * (world_size - 1) / 2
-    expected = [(rank, world_size, total) for rank in range(world_size)]
-    assert run_on(world_size)(sum_of_ranks, 10) == expected
-
-
-def test_ranks_run_on_gloo_with_one_thread(run_on: Ranks) -> None:
-    assert run_on(2)(environment) == [(1, "1", "gloo", 2)] * 2
 
 
 def test_ranks_are_measured_where_the_tests_are(run_on: Ranks) -> None:

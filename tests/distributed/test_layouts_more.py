@@ -374,23 +374,6 @@ def test_replicas_of_fsdp_over_tensor_parallelism_equal_the_twin_bit_for_bit(
             assert torch.equal(local, second.local[name])
 
 
-def test_replicas_share_the_work(run_on: Ranks) -> None:
-    results = run_on(4)(train, build_hsdp, FIELDS)
-    check(results, WHOLE)
-    total = sum(result.num_orthogonalized for result in results)
-    assert total == STEPS * num_matrices(WHOLE)
-    across = {
-        (rank, peer)
-        for rank, result in enumerate(results)
-        for peer in result.sent
-        if rank // 2 != peer // 2
-    }
-    assert across
-    for first, second in ((0, 2), (1, 3)):
-        for name, local in results[first].local.items():
-            assert torch.equal(local, results[second].local[name])
-
-
 def test_balanced_owners_change_no_bit(run_on: Ranks) -> None:
     fields = {**FIELDS, "ownership": "balanced"}
     check(run_on(3)(train, build_fsdp, fields), WHOLE, fields)

@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 import transformers
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
-from torch.distributed.checkpoint import state_dict as dcp_state
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 
 from amo_dist import AMO, AMOConfig, param_groups
-from tests.distributed.harness import Ranks
 
 pytestmark = pytest.mark.slow
 
@@ -106,19 +98,6 @@ def test_a_family_is_classified_and_trains(family: str, capsys: pytest.CaptureFi
     assert losses[-1] < losses[0] - 0.5
 
 
-def test_stacked_experts_are_known() -> None:
-    """Transformers 5 stacks gate and up of all experts; `down_proj` tells which dim has both."""
-    config = transformers.MixtralConfig(**SIZES, num_local_experts=3)
-    torch.manual_seed(0)
-    model = transformers.MixtralForCausalLM(config)
-    groups = param_groups(model)
-    types = Counter(kind for kinds in types_by_name(groups).values() for kind in kinds)
-    for kind in ("expert_gate", "expert_up", "expert_down"):
-        assert types[kind] == 3 * NUM_LAYERS
-    losses = train(model, AMO(groups, lr=1e-2, config=CONFIG), 8, tokens(6))
-    assert losses[-1] < losses[0] - 0.5
-
-
 class LoRALinear(nn.Module):
     """A frozen layer and its low-rank update, under the names that PEFT gives them."""
 
@@ -177,27 +156,6 @@ def test_lora_alone_needs_a_pattern() -> None:
     assert set(optimizer.schedules_by_group(8)) == {"lora_a", "lora_b"}
 
 
-def test_rates_and_decay_by_group() -> None:
-    """With gradients of zero a step is decay alone, and shows each group's factor."""
-    model = make_model("qwen3")
-    groups = param_groups(
-        model,
-        no_decay=[r".*norm\.weight", r"model\.embed_tokens\.weight"],
-        lr_multipliers={r".*\.mlp\..*": 0.25},
-    )
-    optimizer = AMO(groups, lr=0.5, weight_decay=0.1, config=CONFIG)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    for parameter in model.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizer.step()
-    for name, parameter in model.named_parameters():
-        is_undecayed = "norm" in name or "embed" in name
-        rate = 0.5 * (0.25 if ".mlp." in name else 1.0)
-        factor = 1.0 if is_undecayed else 1 - rate * 0.1
-        # One multiplication in float32, rounded once.
-        torch.testing.assert_close(parameter.detach(), before[name] * factor, rtol=2**-23, atol=0)
-
-
 def test_compiled_and_checkpointed_models_keep_names_and_bits() -> None:
     plain = make_model("llama")
     wrapped = make_model("llama")
@@ -216,69 +174,3 @@ def test_compiled_and_checkpointed_models_keep_names_and_bits() -> None:
     batch = tokens(5)
     losses = train(wrapped, AMO(groups, lr=1e-2, config=CONFIG), 7, batch)
     assert losses == train(plain, AMO(expected, lr=1e-2, config=CONFIG), 7, batch)
-
-
-# ---------------------------------------------------------------- FSDP2 and checkpoints
-
-STEPS, SAVE_AT = 12, 6
-# The plan is made at step 4 and locked at step 8: the checkpoint lies inside the transition.
-LONG = AMOConfig(
-    observe_until=4, observe_every=2, sample_size=2, transition_steps=4, ns_dtype="float32"
-)
-
-
-@dataclasses.dataclass
-class Result:
-    losses: list[float]
-    params: dict[str, Tensor]
-    control: dict[str, Any]
-
-
-def long_run(rank: int, world_size: int, folder: Path, resumes: bool) -> Result:
-    """All steps, with a checkpoint halfway; or from that checkpoint to the end in new objects."""
-    # Other weights on purpose where a checkpoint follows.
-    model = make_model("llama", seed=9 if resumes else 0)
-    for layer in model.model.layers:
-        fully_shard(layer)
-    fully_shard(model)
-    optimizer = AMO(param_groups(model), lr=2e-3, config=LONG)
-    if resumes:
-        state = whole_state(model, optimizer)
-        dcp.load(state, checkpoint_id=folder)
-        dcp_state.set_model_state_dict(model, state["model"])
-        dcp_state.set_optimizer_state_dict(model, optimizer, state["optimizer"])
-    losses = []
-    for step in range(optimizer.num_steps_taken + 1, STEPS + 1):
-        batch = tokens(world_size * step + rank)
-        losses += train(model, optimizer, 1, batch)
-        if step == SAVE_AT and not resumes:
-            dcp.save(whole_state(model, optimizer), checkpoint_id=folder)
-    dist.barrier()
-    params = {name: local(parameter) for name, parameter in model.named_parameters()}
-    return Result(losses, params, optimizer.control_state_dict())
-
-
-def whole_state(model: nn.Module, optimizer: AMO) -> dict[str, Any]:
-    return {
-        "model": dcp_state.get_model_state_dict(model),
-        "optimizer": dcp_state.get_optimizer_state_dict(model, optimizer),
-    }
-
-
-def local(parameter: nn.Parameter) -> Tensor:
-    """This rank's own entries, in memory of their own."""
-    assert isinstance(parameter, DTensor)
-    return parameter.to_local().detach().clone()
-
-
-def test_a_sharded_model_resumes_to_the_last_bit(run_on: Ranks, tmp_path: Path) -> None:
-    whole = run_on(2)(long_run, tmp_path / "checkpoint", False)
-    resumed = run_on(2)(long_run, tmp_path / "checkpoint", True)
-    for expected, found in zip(whole, resumed, strict=True):
-        assert len(expected.losses) == STEPS
-        assert found.losses == expected.losses[SAVE_AT:]
-        assert found.control == expected.control
-        assert found.control["policy"]["plan"]
-        assert list(found.params) == list(expected.params)
-        for name, value in expected.params.items():
-            assert torch.equal(found.params[name], value), name

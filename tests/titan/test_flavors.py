@@ -35,22 +35,9 @@ def meta_model(flavor: str) -> nn.Module:
     return model
 
 
-def test_flavors_cover_the_paper() -> None:
-    assert set(GOLDEN) <= {*models.FLAVORS["llama3"], *models.FLAVORS["qwen3"]}
-
-
 def test_no_flavor_shadows_one_of_torchtitan() -> None:
     assert not models.FLAVORS["llama3"].keys() & llama3_configs.keys()
     assert not models.FLAVORS["qwen3"].keys() & qwen3_configs.keys()
-
-
-@pytest.mark.parametrize("flavor", GOLDEN)
-def test_parameter_counts_are_exact(flavor: str) -> None:
-    model = meta_model(flavor)
-    assert (
-        sum(parameter.numel() for parameter in model.parameters())
-        == (GOLDEN[flavor]["total_params"])
-    )
 
 
 @pytest.mark.parametrize("flavor", GOLDEN)

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES
-from amo_dist.schedule.coefficients import named_schedule
+from amo_dist.optimizers.named import OPTIMIZER_NAMES
 from amo_dist.tools import run_log
 from tests.distributed import models
 from torchtitan_ext.config import settings
@@ -34,16 +33,6 @@ def test_every_name_steps_and_reports(name: str) -> None:
     report = run_log.report(getattr(container, "optimizer", None))
     assert (report.phase == "") == (name == "AdamW")
     assert all(steps >= 4 for steps in report.num_steps_by_type.values())
-
-
-@pytest.mark.parametrize(("name", "table"), MUON_SCHEDULES.items())
-def test_a_name_selects_its_table(name: str, table: str) -> None:
-    root = models.plain_model(models.shapes())
-    container = build(parse("--optimizer.name", name), root)
-    models.set_gradients(root, 0, 1)
-    container.step()
-    schedules = set(container.optimizer.schedules_by_group(1).values())
-    assert schedules == {named_schedule(table).schedule}
 
 
 def test_observation_alone_needs_no_lock() -> None:

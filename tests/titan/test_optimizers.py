@@ -18,7 +18,7 @@ from torchtitan.models.common.linear import Linear
 
 from amo_dist import AMOConfig
 from amo_dist.tools import run_log
-from torchtitan_ext.plugin import models, optimizers
+from torchtitan_ext.plugin import optimizers
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
 
 AMO_FIELDS = AMOConfig(observe_every=1, observe_until=2, transition_steps=2)
@@ -100,22 +100,6 @@ def test_parts_of_a_model_share_one_optimizer_and_one_controller() -> None:
     assert split.state_dict().keys() == whole.state_dict().keys()
     for name, weight in weights(whole).items():
         assert torch.equal(weights(split)[name], weight), name
-
-
-@pytest.mark.parametrize("stop", [1, 3, 4])  # in the observation, the transition, after the lock
-def test_a_loaded_state_goes_on_bit_for_bit(stop: int) -> None:
-    expected, first = build([model()]), build([model()])
-    train(expected, 6)
-    train(first, stop)
-    second = build(parts(model()))  # another layout of stages
-    with torch.no_grad():
-        for name, weight in weights(first).items():
-            weights(second)[name].copy_(weight)
-    second.load_state_dict(copy.deepcopy(first.state_dict()))
-    train(second, 6 - stop, first=stop)
-    for name, weight in weights(expected).items():
-        assert torch.equal(weights(second)[name], weight), name
-    assert second.optimizer.control_state_dict() == expected.optimizer.control_state_dict()
 
 
 def test_a_state_that_lacks_an_entry_is_refused() -> None:
@@ -231,27 +215,6 @@ def test_one_line_makes_a_matrix_of_each_head(name: str) -> None:
     container = build([fused_model()], section)
     counts = Counter(container.optimizer.operator_types)
     assert counts == {"attn_q": 4, "attn_k": 2, "attn_v": 2}
-
-
-@pytest.mark.parametrize(
-    ("model", "flavor", "expected"),
-    [
-        ("deepseek_v3", "debugmodel", {"attn_q", "mla_k_b", "mla_v_b"}),
-        ("gpt_oss", "debugmodel", {"attn_q", "attn_k", "attn_v"}),
-        ("llama3", "debugmodel", {"attn_q", "attn_k", "attn_v"}),
-    ],
-)
-def test_models_of_torchtitan_tell_their_heads(model: str, flavor: str, expected: set[str]) -> None:
-    with torch.device("meta"):
-        built = models.spec(models.Model(name=model, flavor=flavor, attention="flex")).model.build()
-    (group, _) = optimizers.groups_of([built], config("Muon", muon=muon(per_head=True)))
-    found = {
-        view.operator_type
-        for views in group["matrix_views"].values()
-        if len(views) > 1 and views[0].operator_type in expected
-        for view in views
-    }
-    assert found == expected
 
 
 A2 = str(Path(__file__).parents[2] / "configs" / "schedules" / "a2.toml")

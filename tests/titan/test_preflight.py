@@ -11,9 +11,6 @@ from typing import Any
 import pytest
 
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.simulate import StepCost, lay_out
-from tests.ledger import predict
 from torchtitan_ext.cli import main
 from torchtitan_ext.config import checks
 from torchtitan_ext.tools import preflight, preflight_checks
@@ -126,23 +123,6 @@ def test_the_papers_configs_are_in_order(model: str, family: str) -> None:
 
 
 # ------------------------------------------------------------------ figures
-
-
-def test_traffic_agrees_with_the_closed_form_for_even_shards() -> None:
-    found = report("qwen3_1.7b", 32)["step"]["before"]
-    elements = predict(*_jobs_of("qwen3_1.7b", 32)).elements
-    total = 32 * (found["sent_within"]["mean"] + found["sent_across"]["mean"])
-    assert total == pytest.approx(2 * elements, rel=1e-12)
-    # 2 * b * P * (W - 1) / W^2 a rank, of bf16.
-    assert total / 32 == pytest.approx(2 * 2 * 1409286144 * 31 / 32**2, rel=1e-12)
-
-
-def _jobs_of(name: str, world: int) -> Any:
-    by_name = report(name, world)["parameters"]["by_name"]
-    shapes = [tuple(one["shape"]) for one in by_name.values() if one["optimizer"] == "muon"]
-    registry = [MatrixInfo(f"m{i}", shape, "attn_q") for i, shape in enumerate(shapes)]
-    matrices = lay_out(registry, world)
-    return matrices, StepCost(registry, matrices, {"attn_q": 5}, world).jobs
 
 
 def test_one_rank_sends_nothing_and_owns_all() -> None:

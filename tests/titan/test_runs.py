@@ -235,18 +235,6 @@ def test_the_quickstart_tells_how_training_ended(
     assert any(line.startswith("metrics ") for line in lines) == is_trained  # the summary
 
 
-def test_the_front_door_offers_the_commands_of_both_packages(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert cli.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert "quickstart" in text
-    assert "plan" in text
-    ells = [f"--ell={name}=0.001" for name in ("attn_q", "attn_k")]
-    assert cli.main(["plan", "--json", *ells]) == 0
-    assert json.loads(capsys.readouterr().out)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig, Muon, param_groups
@@ -33,12 +34,15 @@ BAD_RATES = [
     ("lr", -1.0, "-1.0"),
     ("lr", torch.tensor(torch.nan), r"tensor(nan)"),
     ("lr", None, "None"),
+    ("lr", torch.ones(2), "tensor([1., 1.])"),
     ("lr_scale", -0.5, "-0.5"),
+    ("lr_scale", "0.1", "'0.1'"),
     ("weight_decay", float("inf"), "inf"),
     ("betas", (0.9, 1.0), "(0.9, 1.0)"),
     ("betas", 0.9, "0.9"),
     ("eps", -1.0, "-1.0"),
     ("momentum", 1.0, "1.0"),
+    ("momentum", None, "None"),
     ("nesterov", 1, "1"),
 ]
 """A field of a parameter group, what no training can mean, and how the error tells it."""
@@ -84,3 +88,22 @@ def refusal(state: dict[str, Any], **fields: Any) -> str:
     # It still works.
     train(model, optimizer, 4, 5)
     return str(caught.value)
+
+
+JUNK = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.integers(-3, 2**70),
+    st.floats(),
+    st.sampled_from(["", "0x1p+99999", "nan", "inf", "-0x1.0p-3", "0x1p0", "attn_q", "amo"]),
+    st.sampled_from([[], {}, [1], [None], {1: 2}, {"a": []}]).map(copy.deepcopy),
+    st.text(max_size=5),
+)
+"""Values to put in the place of any in saved state."""
+
+
+def paths(node: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Every place in a tree of JSON values."""
+    items = list(node.items()) if isinstance(node, dict) else []
+    items += list(enumerate(node)) if isinstance(node, list) else []
+    return [here] * bool(here) + [p for key, child in items for p in paths(child, (*here, key))]

@@ -6,42 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from amo_dist.schedule.budget import ns_step_flops
-from benchmarks import launches, newton_schulz, optimizer_step, spectra
-from benchmarks.measure import paired, ratio
-from benchmarks.shapes import ELL_BY_TYPE, MODELS
-
-
-@pytest.mark.parametrize("name", ["Qwen3-70M", "Llama-3.1-1.4B"])
-@pytest.mark.parametrize(("scale", "is_reversed"), [(0.01, False), (1.0, True), (30.0, False)])
-def test_a_locked_step_costs_no_more_flops_than_a_uniform_one(
-    name: str, scale: float, is_reversed: bool
-) -> None:
-    registry = MODELS[name].matrices()
-    values = list(ELL_BY_TYPE.values())
-    ells = dict(zip(ELL_BY_TYPE, reversed(values) if is_reversed else values, strict=True))
-    targets = {kind: min(1.0, scale * ell) for kind, ell in ells.items()}
-    schedules = optimizer_step.within_flops(targets, registry)
-    uniform = sum(5 * ns_step_flops(*info.shape) for info in registry)
-    locked = sum(
-        schedules[info.operator_type].num_steps * ns_step_flops(*info.shape) for info in registry
-    )
-    assert locked <= uniform
-    # The plan differs from the uniform one: the test is not of 5 against 5.
-    assert {schedule.num_steps for schedule in schedules.values()} != {5}
-
-
-def test_contenders_take_turns() -> None:
-    calls: list[str] = []
-    seconds = paired({name: lambda name=name: calls.append(name) for name in "ab"}, 3, warmup=2)
-    assert calls == ["a", "b"] * 5
-    assert {name: len(each) for name, each in seconds.items()} == {"a": 3, "b": 3}
-
-
-def test_ratio_is_the_median_within_rounds() -> None:
-    # The second round is slow for both, and does not count against one of them.
-    seconds = {"a": [1.0, 50.0, 2.0], "b": [2.0, 100.0, 4.0]}
-    assert ratio(seconds, "a", "b") == 0.5
+from benchmarks import launches, newton_schulz, spectra
 
 
 def rows_of(path: Path) -> list[dict[str, object]]:

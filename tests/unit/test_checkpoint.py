@@ -18,17 +18,19 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
+from amo_dist import AMO, AMOConfig, param_groups
 from tests.distributed import models
 from tests.unit.checkpoint_runs import (
     BAD_RATES,
     FIELDS,
+    JUNK,
     PAPER,
     SHAPES,
     STEPS,
     WQ,
     everything,
     make,
+    paths,
     refusal,
     save,
     train,
@@ -84,13 +86,6 @@ def test_the_helpers_of_pytorch_round_trip(flatten: bool) -> None:
     set_optimizer_state_dict(resumed, other, saved, options=options)
     assert other.num_steps_taken == 5
     assert all(map(torch.equal, everything(resumed, other), everything(model, optimizer)))
-
-
-def test_helpers_never_take_a_step() -> None:
-    model, optimizer = make()
-    get_optimizer_state_dict(model, optimizer)
-    assert optimizer.num_steps_taken == 0
-    assert optimizer.world is None
 
 
 def test_learning_rate_and_extra_keys_are_restored_but_not_shared() -> None:
@@ -198,7 +193,6 @@ def test_a_truncated_control_state(saved: dict[str, Any]) -> None:
     [
         (("format",), "other", "control.format: found 'other'"),
         (("version",), 2, "control.version: found 2, expected 1; a newer version"),
-        (("version",), True, "control.version: found True"),
         (("steps_taken",), -1, "control.steps_taken: found -1"),
         (("steps_taken",), 3, "steps_taken: found 3, expected at least 4"),
         (
@@ -212,7 +206,6 @@ def test_a_truncated_control_state(saved: dict[str, Any]) -> None:
         (("policy", "replanned_at"), "x", "replanned_at: found 'x'"),
         (("config", "momentum"), 0.9, "momentum: the checkpoint has 0.9, this run has 0.95"),
         (("config", "seed"), True, "seed: the checkpoint has True, this run has 42"),
-        (("config", "seed"), 42.0, "seed: the checkpoint has 42.0, this run has 42"),
         (("config", "extra"), 1, "control.config.extra: found 'this key', expected only the keys"),
         (("policy", "extra"), 1, "state.extra: found 'this key', expected only the keys"),
         (("policy", "replanned_at"), 3, "control.policy_digest: found "),
@@ -311,27 +304,6 @@ def test_structures_that_differ(saved: dict[str, Any]) -> None:
         assert message in refusal(state)
 
 
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-2, 2**70),
-    st.floats(),
-    st.text(max_size=4),
-    st.sampled_from([[], {}, "0x1p0", "amo", "error", [None]]).map(copy.deepcopy),
-)
-
-
-def paths(value: Any, prefix: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    items: list[tuple[Any, Any]] = []
-    if isinstance(value, dict):
-        items = list(value.items())
-    elif isinstance(value, list):
-        items = list(enumerate(value))
-    return [(*prefix, k) for k, _ in items] + [
-        path for key, item in items for path in paths(item, (*prefix, key))
-    ]
-
-
 @settings(deadline=None, max_examples=60)
 @given(
     data=st.data(),
@@ -394,12 +366,3 @@ def test_a_foreign_state_is_named(origin: str) -> None:
     message = refusal(foreign.state_dict())
     assert f"look like those of torch.optim.{origin}" in message
     assert "amo_dist.import_state" in message
-
-
-def test_muon_with_another_schedule_is_refused() -> None:
-    model = models.plain_model(SHAPES)
-    saved = Muon(param_groups(model), schedule="kj").state_dict()
-    with pytest.raises(ValueError, match=r"state\.schedules: .*coefficients have changed"):
-        Muon(param_groups(model), schedule="you").load_state_dict(saved)
-    with pytest.raises(ValueError, match=r"control\.config: momentum: the checkpoint has 0\.95"):
-        Muon(param_groups(model), config=MuonConfig(momentum=0.9)).load_state_dict(saved)

@@ -39,17 +39,6 @@ def test_uniform_tables(name: str, steps: int, norm_scale: float, preconditioner
     assert not record.by_type
 
 
-@pytest.mark.parametrize("name", ["kj", "you", "pe", "cans"])
-def test_tables_bring_singular_values_near_one(name: str) -> None:
-    """A misplaced digit or sign would throw values of this range far off."""
-    for i in range(1, 101):
-        x = 0.02 + 0.98 * (i / 100)
-        for a, b, c in named_schedule(name).schedule.coefficients:
-            x = a * x + b * x**3 + c * x**5
-        # KJ, the loosest of them, settles between about 0.68 and 1.13.
-        assert 0.65 < x < 1.25
-
-
 def test_turbo_is_you_without_its_first_step() -> None:
     you, turbo = named_schedule("you").schedule, named_schedule("turbo").schedule
     assert turbo.coefficients == you.coefficients[1:]

@@ -27,7 +27,6 @@ from tests.unit.controller_runs import (
     controller,
     observe,
     plan_of,
-    planned,
 )
 
 # --- drawing
@@ -234,20 +233,6 @@ def test_a_measured_plan_of_others_is_refused() -> None:
     target.adopt_plan(plan.to_json())
 
 
-@pytest.mark.parametrize("config", BOTH)
-def test_the_glide_starts_at_the_uniform_schedule_and_ends_at_the_plan(config: AMOConfig) -> None:
-    target = planned(config)
-    plan = target.plan
-    assert plan is not None
-    uniform = dict.fromkeys(TYPES, (5, 1e-3))
-    assert target.state_at(1) == target.state_at(6) == plan.state_at(Fraction(0)) == uniform
-    end = {
-        name: (steps, ell)
-        for name, steps, ell in zip(TYPES, plan.allocation, plan.ell_target, strict=True)
-    }
-    assert target.state_at(10) == target.state_at(11) == target.state_at(10**9) == end
-
-
 @settings(deadline=None, max_examples=30)
 @given(
     ells=st.lists(st.floats(-6, -0.5).map(lambda x: 10.0**x), min_size=1, max_size=9),
@@ -301,11 +286,3 @@ def test_largest_remainder_ties_go_to_the_earlier_type() -> None:
     # 5.5, 5.5, 4.5, 4.5 sum to 20: two of the four are rounded up.
     counts = [steps for steps, _ in plan.state_at(Fraction(1, 4)).values()]
     assert counts == [6, 6, 4, 4]
-
-
-def test_the_range_is_relaxed_and_logged(caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.WARNING):
-        plan = plan_allocation(AMOConfig.paper(budget_ratio=0.4), {"a": 1e-3, "b": 1e-2})
-    assert (plan.min_steps, plan.max_steps, plan.budget) == (2, 7, 4)
-    assert "infeasible within 3 to 7 steps a type; the range becomes 2 to 7" in caplog.text
-    assert [len(curve) for curve in plan.curves] == [6, 6]

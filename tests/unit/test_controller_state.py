@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
 from amo_dist.state.control import Control, control_record, restore
 from tests import spectra
 from tests.held import Held
+from tests.unit.checkpoint_runs import JUNK, paths
 from tests.unit.controller_runs import (
     BOTH,
     CONFIG,
@@ -97,24 +97,6 @@ PLAN_DEFAULTS = {
 }
 
 
-def paths(node: Any, here: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """Every place in a tree of JSON values."""
-    items = list(node.items()) if isinstance(node, dict) else []
-    items += list(enumerate(node)) if isinstance(node, list) else []
-    return [here] * bool(here) + [p for key, child in items for p in paths(child, (*here, key))]
-
-
-JUNK = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-3, 10**20),
-    st.floats(),
-    st.sampled_from(["", "0x1p+99999", "nan", "inf", "-0x1.0p-3", "0x1p0", "attn_q", "flops"]),
-    st.sampled_from([[], {}, [1], {1: 2}, {"a": []}]).map(copy.deepcopy),
-    st.text(max_size=5),
-)
-
-
 @settings(deadline=None, max_examples=100)
 @given(
     data=st.data(),
@@ -189,30 +171,20 @@ def changed(**changes: Any) -> dict[str, Any]:
             r"observations\[1\]\.num_sampled: found \['attn_q', .*, expected the groups of ell",
         ),
         (
-            {"observations__1__ell__expert": "0x1.8p+1"},
-            r"observations\[1\]\.ell\.expert: found '0x1.8p\+1', expected a finite float",
-        ),
-        (
             {"observations__1__ell__expert": (3.0).hex()},
             r"observations\[1\]\.ell\.expert: found .*, expected a float in \(0, 1\]",
         ),
-        ({"observations__0__ell": []}, r"observations\[0\]\.ell: found \[\], expected a mapping"),
         (
             {"observations__0__ell": {"attn_q": None, "": None}},
             r"observations\[0\]\.ell: found '', expected a non-empty string",
         ),
         ({"plan__allocation": [6, 5]}, r"plan\.allocation: found \(6, 5\), expected one entry"),
-        (
-            {"plan__allocation": [6, 5, 0]},
-            r"plan\.allocation\[2\]: found 0, expected an integer >=",
-        ),
         ({"plan__base_steps": 10**20}, r"plan\.base_steps: found 10+, .* >= 1 and <= 10000"),
         ({"plan__planner": "best"}, r"plan\.planner: found 'best', expected one of 'exact'"),
         (
             {"plan__operator_types": ["mlp_down", "attn_q", "expert"]},
             r"plan\.operator_types: found .*, expected the operator types \['attn_q'",
         ),
-        ({"plan": "{}"}, "plan: found '{}', expected a mapping"),
         ({"plan__max_steps": 2}, r"plan\.curves\[0\]: found .*, expected a list of 0"),
         (
             {"plan__allocation__2": 8},
@@ -230,7 +202,6 @@ def changed(**changes: Any) -> dict[str, Any]:
             },
             r"plan\.measured\[1\]\.ells: found .*, expected a list of 5",
         ),
-        ({"version": 2}, r"state\.version: found 2, expected 1"),
     ],
 )
 def test_each_corruption_is_named(changes: dict[str, Any], message: str) -> None:
@@ -273,13 +244,6 @@ def test_nesting_past_the_recursion_limit_is_a_value_error() -> None:
         ValueError, match=r"plan\.curves\[0\]\[0\]: found \[\[.*, expected a finite"
     ):
         controller().load_state_dict(curves)
-
-
-def test_missing_and_extra_keys_are_named() -> None:
-    observation = dict(STATE["observations"][0])
-    del observation["num_invalid"]
-    with pytest.raises(ValueError, match=r"o\.num_invalid: found 'nothing', expected this key"):
-        Observation.from_dict(observation, "o")
 
 
 @pytest.mark.parametrize("text", ["", "{", "[" * 100_000, "null", "NaN", None, b"{}"])

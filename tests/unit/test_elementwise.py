@@ -83,19 +83,6 @@ def test_nesterov_is_rounded_once_into_given_places(dtype: torch.dtype) -> None:
     assert wide[:, :30].count_nonzero() == wide[:, 160:].count_nonzero() == 0
 
 
-def test_large_tensors_have_the_bits_of_their_rows() -> None:
-    shape = (2**12, 130)
-    buffer, grad, param, update = (torch.randn(shape) for _ in range(4))
-    parts = [tensor.clone().split(100) for tensor in (buffer, grad, param, update)]
-    update_momentum([buffer], [grad], MOMENTUM)
-    apply_update([param], [update], lr=1e-2, weight_decay=0.1, scale=0.3)
-    buffers, grads, params, updates = parts
-    update_momentum(buffers, grads, MOMENTUM)
-    apply_update(params, updates, lr=1e-2, weight_decay=0.1, scale=0.3)
-    assert torch.equal(torch.cat(buffers), buffer)
-    assert torch.equal(torch.cat(params), param)
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_update_by_the_formula(dtype: torch.dtype) -> None:
     params, updates = tensors(dtype, 0), tensors(torch.bfloat16, 1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from fractions import Fraction
 
 import pytest
 import torch
@@ -201,36 +200,6 @@ def test_carried_out_on_paper_every_rank_gets_its_part_of_the_result_once(proble
         whole = -torch.arange(1, 1 + torch.Size(layout.shape).numel()).view(layout.shape)
         for rank, local in held.items():
             assert torch.equal(local, local_tensor(layout, whole, rank))
-
-
-@pytest.mark.parametrize("kind", ["hsdp_tp_columns", "hsdp_tp_rows"])
-@pytest.mark.parametrize("shape", [(8, 12), (7, 5), (1, 9), (3, 2)])
-def test_replicas_of_fsdp_over_tensor_parallelism_on_eight_ranks(
-    kind: str, shape: tuple[int, int]
-) -> None:
-    model = build(kind, torch.arange(8).view(2, 2, 2), [shape] * 3)
-    jobs = assign(model.matrices, [1.0] * 3)
-    after = run_on_paper(model, plan_all(model, jobs, 64))
-    whole = -torch.arange(1, 1 + shape[0] * shape[1]).view(shape)
-    for held in after:
-        for rank, local in held.items():
-            assert torch.equal(local, local_tensor(model.tensors[0], whole, rank))
-
-
-@pytest.mark.parametrize("ranks", [2, 4, 32])
-def test_even_fsdp_sends_the_volume_of_the_formula(ranks: int) -> None:
-    model = build("fsdp", torch.arange(ranks), [(2 * ranks, 5), (ranks, 3), (4 * ranks, 1)])
-    elements = sum(matrix.num_elements for matrix in model.matrices)
-    jobs = assign(model.matrices, [1.0] * 3)
-    mean = Fraction(WIRE * predict(model.matrices, jobs).elements, ranks)
-    assert mean == Fraction(2 * WIRE * elements * (ranks - 1), ranks**2)
-
-
-def test_a_replica_is_delivered_to_once_more() -> None:
-    model = build("hsdp", torch.arange(6).view(3, 2), [(4, 5)])
-    jobs = assign(model.matrices, [1.0])
-    # The owner holds 10 of 20: it gathers the rest, and delivers to three replicas less its own.
-    assert predict(model.matrices, jobs) == Volume(gathered=10, delivered=3 * 20 - 10)
 
 
 def in_teams(model: Model) -> tuple[Job, ...]:

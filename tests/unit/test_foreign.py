@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from amo_dist import AMO, AMOConfig, Muon, import_state, param_groups
+from amo_dist import AMO, AMOConfig, import_state, param_groups
 from tests.distributed import models
+from tests.unit.checkpoint_runs import everything
 
 SHAPES = {
     "tok_embeddings.weight": (5, 8),
@@ -23,11 +24,6 @@ WQ = "layers.0.attention.wq.weight"
 def make(**fields: Any) -> tuple[nn.Module, AMO]:
     model = models.plain_model(SHAPES)
     return model, AMO(param_groups(model), lr=1e-2, config=AMOConfig(**fields))
-
-
-def everything(model: nn.Module, optimizer: Muon) -> list[Tensor]:
-    state = [value for values in optimizer.state.values() for value in values.values()]
-    return [tensor.detach().clone() for tensor in [*model.parameters(), *state]]
 
 
 def matrices_of(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
@@ -79,16 +75,6 @@ def test_moments_of_adamw_are_carried_over() -> None:
     found = fresh.state[fresh_model.get_parameter(WQ)]["momentum_buffer"]
     # exp_avg and its correction are rounded seven times.
     assert torch.allclose(found, 20 * constant[WQ], rtol=2e-6, atol=0)
-
-
-def test_foreign_numbers_need_names() -> None:
-    model = models.plain_model(SHAPES)
-    theirs = torch.optim.AdamW(model.parameters())
-    models.set_gradients(model, 1, 1)
-    theirs.step()
-    _, fresh = make()
-    with pytest.raises(ValueError, match="names: found 0 for 4 parameters"):
-        import_state(fresh, theirs.state_dict())
 
 
 def test_what_cannot_be_mapped_is_reported_and_errors_change_nothing() -> None:

@@ -82,15 +82,6 @@ def test_thirds_of_the_depth(num_layers: int, sizes: list[int]) -> None:
     assert depths == sorted(depths, key=["shallow", "middle", "deep"].index)
 
 
-def test_depths_are_the_same_under_a_wrapper() -> None:
-    registry = [MatrixInfo(f"layers.{i}.q", (2, 2), "attn_q") for i in range(6)]
-    wrapped = [MatrixInfo(f"0.{m.name}", m.shape, m.operator_type) for m in registry]
-    expected = names_of_groups(registry, "layer_group")
-    found = names_of_groups(wrapped, "layer_group")
-    assert found == {f"0.{name}": group for name, group in expected.items()}
-    assert len(set(found.values())) == 3
-
-
 @both
 @pytest.mark.parametrize(("granularity", "num_groups"), [("operator_type", 3), ("layer_group", 9)])
 def test_a_finer_plan_is_a_plan_over_groups(

@@ -96,25 +96,6 @@ def test_an_unknown_key_is_refused() -> None:
     assert all(torch.equal(before[name], value) for name, value in weights(model).items())
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"momentum": 1.0}, r"momentum: found 1.0, expected a number in \[0, 1\)"),
-        ({"momentum": None}, "momentum: found None"),
-        ({"nesterov": 1}, "nesterov: found 1, expected True or False"),
-    ],
-)
-def test_a_bad_momentum_is_refused(changes: dict[str, Any], message: str) -> None:
-    model = models.plain_model(SHAPES)
-    first, second = param_groups(model)
-    with pytest.raises(ValueError, match=rf"^groups\[0\]\.{message}"):
-        Muon([{**first, **changes}, second])
-    optimizer = muon(model)
-    optimizer.param_groups[0].update(changes)
-    with pytest.raises(ValueError, match=rf"^groups\[0\]\.{message}"):
-        train(model, optimizer)
-
-
 @pytest.mark.parametrize(("field", "value", "told"), BAD_RATES)
 @pytest.mark.parametrize("steps", [0, 2])
 def test_a_rate_that_means_nothing_is_refused_before_anything_changes(
@@ -229,19 +210,6 @@ def test_a_gradient_is_bounded_by_the_greatest_momentum_of_any_group() -> None:
         optimizer.step()
         results.append(optimizer.metrics()["optimizer/steps_skipped"])
     assert results == [0.0, 1.0]
-
-
-def test_a_checkpoint_brings_a_moved_momentum() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model)
-    optimizer.param_groups[0]["momentum"] = 0.5
-    train(model, optimizer)
-    twin = copy.deepcopy(model)
-    other = muon(twin)
-    other.load_state_dict(optimizer.state_dict())
-    train(model, optimizer, 4, 6)
-    train(twin, other, 4, 6)
-    assert same(model, twin)
 
 
 def test_imported_momentum_is_scaled_by_that_of_the_group() -> None:

@@ -79,24 +79,6 @@ def test_the_config_of_another_optimizer_is_refused(name: str, config: MuonConfi
         build(name, model(), config=config)
 
 
-def test_adamw_is_pytorchs() -> None:
-    ours, theirs = model(), model()
-    groups = param_groups(ours)
-    for group in groups:
-        group["weight_decay"] = 0.3
-    optimizers: list[Any] = [
-        make_optimizer("AdamW", groups, 1e-2),
-        torch.optim.AdamW(theirs.parameters(), 1e-2, betas=(0.9, 0.95), weight_decay=0.3),
-    ]
-    for step in range(3):
-        for root, optimizer in zip((ours, theirs), optimizers, strict=True):
-            models.set_gradients(root, 0, step)
-            optimizer.step()
-    expected = dict(theirs.named_parameters())
-    for name, param in ours.named_parameters():
-        assert torch.equal(param, expected[name])
-
-
 @pytest.mark.parametrize("tensor_lr", [False, True])
 def test_adamw_honours_multipliers_under_a_scheduler(tensor_lr: bool) -> None:
     root = model()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-from typing import Any
 
 import pytest
 import torch
@@ -125,12 +124,6 @@ def test_zeros_and_skipped_steps_say_nothing(
         assert (optimizer.metrics()["newton_schulz/residual"] > 0.0) == is_told
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"ns_guard_every": -1}, "ns_guard_every: found -1, expected an integer >= 0"),
-    ],
-)
-def test_bad_settings_are_refused(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        AMOConfig(**fields)
+def test_a_bad_setting_is_refused() -> None:
+    with pytest.raises(ValueError, match="ns_guard_every: found -1, expected an integer >= 0"):
+        AMOConfig(ns_guard_every=-1)

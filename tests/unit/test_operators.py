@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import Box
-from amo_dist.operators.patterns import classify, clean_name
+from amo_dist.operators.patterns import classify
 from amo_dist.operators.views import Fused, MatrixView
 
 
@@ -284,10 +284,3 @@ def test_convolutions_are_matrices_by_an_option(
     assert classify(name, shape, flatten_conv=True) == views
     if len(shape) == 4:
         assert classify(name, shape, {".*": "mine"}) == (MatrixView("", "mine", None),)
-
-
-def test_clean_name() -> None:
-    wrapped = "module._orig_mod.layers.0._checkpoint_wrapped_module._orig_mod.attention.wq.weight"
-    assert clean_name(wrapped) == "layers.0.attention.wq.weight"
-    assert clean_name("_orig_mod.module.x.weight") == "x.weight"
-    assert clean_name("layers.0.module.weight") == "layers.0.module.weight"

@@ -57,17 +57,6 @@ def test_balanced_is_never_worse_than_round_robin(model: Model, data: st.DataObj
 
 
 @few
-@given(st.integers(2, 64), st.data())
-def test_balanced_stays_below_the_mean_and_the_largest_job(ranks: int, data: st.DataObject) -> None:
-    # Rows enough that no rank holds a matrix whole: every rank may own each.
-    count = data.draw(st.integers(1, 100))
-    model = build("fsdp", torch.arange(ranks), [(2 * ranks, 1)] * count)
-    costs = draw_costs(data, count)
-    jobs = assign(model.matrices, costs, ownership="balanced")
-    assert greatest(jobs, costs) <= sum(costs) / ranks + max(costs)
-
-
-@few
 @given(st.integers(2, 12), st.data())
 def test_longest_first_takes_the_rank_with_the_least_work(ranks: int, data: st.DataObject) -> None:
     count = data.draw(st.integers(1, 30))
@@ -111,47 +100,12 @@ def test_what_a_set_of_ranks_gets_follows_from_its_matrices_alone(
         ]
 
 
-@pytest.mark.parametrize("ownership", ["round_robin", "balanced"])
-def test_ranks_of_two_submeshes_agree_on_what_all_share(ownership: str) -> None:
-    """Dense matrices on four ranks, experts on two of them: pairs know their own experts alone."""
-    dense = build("fsdp", torch.arange(4), [(64, 64)] * 6).matrices
-    costs = [5.0, 5.0, 4.0, 4.0, 3.0, 3.0, 7.0, 6.0]
-    found = []
-    for pair in ([0, 1], [2, 3]):
-        experts = build("fsdp", torch.tensor(pair), [(64, 64)] * 2).matrices
-        jobs = assign([*dense, *experts], costs, ownership=ownership)
-        found.append([job.owner for job in jobs[:6]])
-        assert sorted(job.owner for job in jobs[6:]) == pair
-    assert found[0] == found[1]
-
-
-def test_round_robin_deals_apart_for_each_set_of_ranks() -> None:
-    """One row is whole on the first rank of each replica, which may be a mesh of its own."""
-    single_row = build("hsdp", torch.arange(4).view(2, 2), [(1, 8)] * 2).matrices
-    of_pair = build("ddp", torch.tensor([0, 2]), [(8, 8)]).matrices
-    owners = [job.owner for job in assign([single_row[0], *of_pair, single_row[1]], [1.0] * 3)]
-    assert owners == [0, 0, 2]
-
-
-def test_round_robin_deals_in_order() -> None:
-    model = build("fsdp", torch.arange(3), [(6, 2)] * 7)
-    owners = [job.owner for job in assign(model.matrices, [1.0] * 7)]
-    assert owners == [0, 1, 2, 0, 1, 2, 0]
-
-
 def test_a_turn_moves_where_dealing_begins() -> None:
     model = build("fsdp", torch.arange(3), [(6, 4)] * 2)
     dealt = [
         [job.owner for job in assign(model.matrices, [1.0] * 2, turn=turn)] for turn in range(4)
     ]
     assert dealt == [[0, 1], [1, 2], [2, 0], [0, 1]]
-
-
-def test_balanced_evens_out_what_round_robin_piles_up() -> None:
-    model = build("fsdp", torch.arange(2), [(4, 2)] * 4)
-    costs = [9.0, 1.0, 9.0, 1.0]
-    assert greatest(assign(model.matrices, costs), costs) == 18.0
-    assert greatest(assign(model.matrices, costs, ownership="balanced"), costs) == 10.0
 
 
 def test_a_matrix_goes_to_a_rank_that_holds_it_whole() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
-from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -68,40 +66,6 @@ def test_a_lock_that_is_itself_a_step_of_observation_is_observed() -> None:
     config = AMOConfig(observe_until=4, observe_every=2, transition_steps=4, replan_every=4)
     target = planned(config)
     assert [step for step in range(5, 9) if target.sample(step)] == [8]
-
-
-@both
-def test_the_second_transition_starts_from_the_first_plan(config: AMOConfig) -> None:
-    first, second = ran(13, config), ran(14, config)
-    assert first.plan is not None
-    assert second.plan is not None
-    locked = first.state_at(13)
-    assert second.state_at(14) == locked
-    assert locked == {
-        name: (steps, ell)
-        for name, steps, ell in zip(
-            TYPES, first.plan.allocation, first.plan.ell_target, strict=True
-        )
-    }
-    assert second.plan.allocation != first.plan.allocation
-    for step in (15, 16):
-        progress, totals = Fraction(step - 14, 3), Fraction(0)
-        for i, name in enumerate(TYPES):
-            steps, ell = second.state_at(step)[name]
-            exact = locked[name][0] + progress * (second.plan.allocation[i] - locked[name][0])
-            totals += exact
-            assert abs(steps - exact) <= (Fraction(1, 2) if config is MEASURED else 1)
-            start = Fraction(locked[name][1])
-            assert ell == float(start + progress * (Fraction(second.plan.ell_target[i]) - start))
-        if config is not MEASURED:  # whose types are rounded each by itself
-            found = sum(steps for steps, _ in second.state_at(step).values())
-            assert found == math.floor(totals + Fraction(1, 2)) == 15
-    assert second.state_at(17) == {
-        name: (steps, ell)
-        for name, steps, ell in zip(
-            TYPES, second.plan.allocation, second.plan.ell_target, strict=True
-        )
-    }
 
 
 @both

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import itertools
 import json
 from typing import Any
 
@@ -182,8 +181,3 @@ def test_a_malformed_state_is_refused(place: tuple[str, ...], value: Any, messag
 def test_a_malformed_spectrum_is_refused(spectrum: list[float]) -> None:
     with pytest.raises(ValueError, match=r"spectra\[8x6\]: found .*, expected finite numbers"):
         RootPolicy({(8, 6): [spectrum]})
-
-
-def test_triples_differ_between_shapes() -> None:
-    for one, other in itertools.combinations([(64, 256), (256, 256), (256, 1024)], 2):
-        assert fit(one) != fit(other)

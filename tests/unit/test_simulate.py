@@ -95,18 +95,6 @@ def test_bytes_follow_the_wire() -> None:
     assert products.memory() > narrow.memory()
 
 
-def test_a_thousand_ranks_plan_every_matrix_once() -> None:
-    shape = MODELS["Qwen3-1.7B"]
-    steps = dict(zip(OPERATOR_TYPES, PLANS["Qwen3-1.7B"], strict=True))
-    found = rows_of(simulate(shape.matrices(), steps, 1024, layout="hsdp"))
-    elements = sum(info.shape[0] * info.shape[1] for info in shape.matrices())
-    row = found["round_robin", "locked"]
-    assert row["sent"]["mean"] == 2 * elements * (7 / 8 + 128 - 1 / 8) / 1024
-    # More ranks than matrices: the largest job is the greatest load.
-    largest = max(steps[i.operator_type] * ns_step_flops(*i.shape) for i in shape.matrices())
-    assert row["gflop"]["most"] * 1e9 == pytest.approx(largest, rel=1e-12)
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -158,15 +158,6 @@ def test_a_swap_that_comes_too_late_is_refused() -> None:
         assert all(torch.equal(before[name], value) for name, value in weights(model).items())
 
 
-def test_a_swap_of_one_parameter_names_it() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model)
-    train(model, optimizer, 1, 1)
-    optimizer.param_groups[0]["params"][1] = nn.Parameter(torch.ones(13, 8))
-    with pytest.raises(ValueError, match=f"^{W1}: found another tensor in param_groups"):
-        optimizer.step()
-
-
 # ---------------------------------------------------------------- no gradients
 
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 from amo_dist import AdaMuon, Muon, MuonConfig, NorMuon, param_groups
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
-from amo_dist.distributed.plan import plan_exchange
 from amo_dist.distributed.teams import FLOPS_PER_BYTE, choices, member_costs, share_of, slabs
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.tools.shapes import MODELS, PLANS
@@ -180,37 +179,3 @@ def test_rules_that_work_on_pieces_share_nothing(optimizer: type[Muon]) -> None:
     groups = param_groups(model)
     with pytest.raises(ValueError, match=r"max_team: found 2 with .*, which works on pieces"):
         optimizer(groups, config=MuonConfig(max_team=2))
-
-
-@pytest.mark.parametrize("ranks", [256])
-def test_members_of_a_team_come_to_what_they_share_in_one_order(ranks: int) -> None:
-    infos = MODELS["Qwen3-1.7B"].matrices()
-    matrices = lay_out(infos, ranks)
-    costs = [float(5 * ns_step_flops(*info.shape)) for info in infos]
-    jobs = assign(matrices, costs, ownership="balanced", max_team=8)
-    plans = [
-        plan_exchange(
-            matrices,
-            jobs,
-            rank=rank,
-            peers=range(ranks),
-            itemsize=2,
-            bucket_bytes=2**22,
-        )
-        for rank in range(8)
-    ]
-    assert len({plan.digest for plan in plans}) == 1
-    by_rank = [
-        [
-            (number, job.team, job.matrix)
-            for number, bucket in enumerate(plan.buckets)
-            for job in bucket.jobs
-            if job.team
-        ]
-        for plan in plans
-    ]
-    # The first eight ranks are a team, or some: all members have the same, in the same order.
-    for rank, found in enumerate(by_rank):
-        (team,) = {team for _, team, _ in found}
-        assert rank in team
-        assert all(by_rank[other] == found for other in team)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -84,21 +83,6 @@ def test_a_copy_alone_has_parameters_of_its_own() -> None:
 # ---------------------------------------------------------------- state dicts
 
 
-@pytest.mark.parametrize("name", list(FAMILY))
-def test_a_state_dict_goes_round_through_a_file_of_weights_only(name: str) -> None:
-    model, optimizer = pair(name)
-    train(model, optimizer, 1, 4)
-    file = io.BytesIO()
-    torch.save(optimizer.state_dict(), file)
-    file.seek(0)
-    twin = copy.deepcopy(model)
-    other = FAMILY[name](param_groups(twin), lr=1.0)
-    other.load_state_dict(torch.load(file, weights_only=True))
-    for each in ((model, optimizer), (twin, other)):
-        train(*each, 5, 8)
-    assert same(model, twin)
-
-
 # ---------------------------------------------------------------- steps
 
 
@@ -124,39 +108,6 @@ def test_hooks_of_steps_are_called_in_order() -> None:
         handle.remove()
     optimizer.step()
     assert calls == [("before", True), ("after", False), ("after any", False)]
-
-
-def test_a_hook_may_change_the_closure() -> None:
-    model, optimizer = pair()
-
-    def closure(loss: float) -> Callable[[], float]:
-        def call() -> float:
-            models.set_gradients(model, 1, 1)
-            return loss
-
-        return call
-
-    optimizer.register_step_pre_hook(lambda own, args, kwargs: ((own, closure(2.0)), {}))
-    assert optimizer.step(closure(1.0)) == 2.0
-
-
-@pytest.mark.parametrize("name", list(FAMILY))
-def test_a_loss_falls(name: str) -> None:
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    x = torch.randn(32, 8)
-    y = x.flip(1)
-    groups = param_groups(model, patterns={r"\d\.weight": "mlp_up"})
-    optimizer = FAMILY[name](groups, lr=1e-2)
-
-    def closure() -> float:
-        optimizer.zero_grad()
-        loss = (model(x) - y).square().mean()
-        loss.backward()
-        return loss.item()
-
-    losses = [optimizer.step(closure) for _ in range(30)]
-    assert losses[-1] < 0.7 * losses[0]
 
 
 def test_a_scaler_leaves_out_a_step_with_an_infinite_gradient() -> None:

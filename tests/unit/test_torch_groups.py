@@ -117,45 +117,6 @@ def test_a_flattened_state_is_refused_with_what_to_do() -> None:
 # ---------------------------------------------------------------- groups
 
 
-def first_pair(groups: list[dict[str, Any]]) -> Any:
-    return groups[0]["params"][0]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda groups: [], "expected the groups that"),
-        (lambda groups: [*groups, {**groups[0], "params": []}], "expected the groups that"),
-        (
-            lambda groups: [*groups, {**groups[0], "params": [first_pair(groups)]}],
-            "some parameters appear in more than one parameter group",
-        ),
-        (
-            lambda groups: [{**groups[0], "params": [param for _, param in groups[0]["params"]]}],
-            r"found a group without \(name, parameter\) pairs",
-        ),
-        (
-            lambda groups: [{**groups[0], "params": [(WQ, first_pair(groups)[1] * 1)]}],
-            "can't optimize a non-leaf Tensor",
-        ),
-    ],
-    ids=["none", "empty", "twice", "unnamed", "non-leaf"],
-)
-def test_groups_that_are_refused(change: Callable[[Any], Any], message: str) -> None:
-    groups = param_groups(models.plain_model(SHAPES))
-    with pytest.raises(ValueError, match=message):
-        Muon(change(groups))
-
-
-@pytest.mark.parametrize(
-    "flag", ["foreach", "fused", "maximize", "capturable", "differentiable", "amsgrad"]
-)
-def test_flags_of_other_optimizers_are_refused(flag: str) -> None:
-    groups = param_groups(models.plain_model(SHAPES))
-    with pytest.raises(TypeError, match=rf"unexpected keyword arguments \['{flag}'\]"):
-        Muon(groups, **{flag: True})
-
-
 def test_no_gradient_and_zero_gradients_change_nothing() -> None:
     model = models.plain_model(SHAPES)
     optimizer = muon(model, weight_decay=0.0)
@@ -179,14 +140,6 @@ def test_strides_of_parameters_change_no_bit() -> None:
         found.append(model)
     assert not found[1].get_parameter(WQ).is_contiguous()
     assert same(*found)
-
-
-def test_a_profile_names_the_step() -> None:
-    model = models.plain_model(SHAPES)
-    optimizer = muon(model)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        train(model, optimizer, 1, 1)
-    assert "Optimizer.step#Muon.step" in {event.key for event in profile.key_averages()}
 
 
 # ---------------------------------------------------------------- schedulers

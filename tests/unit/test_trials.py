@@ -153,21 +153,6 @@ def test_without_a_valid_matrix_all_singular_values_are_at_the_base(trials: Tria
 # ---------------------------------------------------------------- sums over observations
 
 
-def test_sums_give_the_mean_over_observations_of_means_over_matrices() -> None:
-    sums = ErrorSums.empty(("a", "b"), TRIALS)
-    seen = [[made_up(10 * i + j) for j in range(3)] for i in range(4)]
-    for matrices in seen:
-        alike = [(0.3, errors) for errors in matrices]
-        sums = sums.plus({"a": alike, "b": alike[:1]})
-    for group, size in (("a", 3), ("b", 1)):
-        found = sums.mean(group)
-        assert found is not None
-        of_each = [[math.fsum(v) / size for v in zip(*m[:size], strict=True)] for m in seen]
-        expected = [math.fsum(values) / 4 for values in zip(*of_each, strict=True)]
-        # Three sums of floats below 1 after one another.
-        assert found == pytest.approx(expected, rel=4 * 2.0**-52)
-
-
 def test_an_observation_without_a_valid_matrix_counts_for_nothing() -> None:
     one = made_up(0)
     sums = ErrorSums.empty(("a", "b"), TRIALS).plus({"a": [(7.0, one)], "b": []})
