@@ -138,6 +138,7 @@ def test_every_layout_trains_on_devices(run_on: Ranks, layout: str, nodes: tuple
     assert seen == set(twin.params)
 
 
+@pytest.mark.skipif(torch.__version__ < "2.12", reason="its wrapper of gloo lacks what FSDP2 calls")
 def test_pytorchs_own_checks_find_nothing(run_on: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     """They compare shapes and order of all collectives, those of DTensor too."""
     monkeypatch.setenv("TORCH_DISTRIBUTED_DEBUG", "DETAIL")
