@@ -117,7 +117,7 @@ def test_invalid_matrices_are_left_out_counted_and_logged(
     assert found.ell["attn_q"] == 0.25 / SAFETY
     assert found.num_sampled == dict.fromkeys(TYPES, 3)
     assert found.num_invalid == {"attn_q": 2, "mlp_down": 0, "expert": 0}
-    assert f"step 2: no valid ell for {mine[0]}, {mine[1]}" in caplog.text
+    assert caplog.messages == [f"step 2: no valid ell for {mine[0]}, {mine[1]}: left out"]
 
 
 @pytest.mark.parametrize("config", BOTH)
