@@ -63,7 +63,6 @@ class Controller:
 
     # Once `connect` has been called.
     _world: World
-    _groups: Groups
 
     def __init__(
         self,
@@ -103,10 +102,10 @@ class Controller:
         """
         if is_new:
             self._check_alike(world)
-        self.groups = self._groups = self.policy.groups(world.registry)
+        self.groups = groups = self.policy.groups(world.registry)
         self._world = world
         # Strict: a state that was restored before the matrices were known may not fit them.
-        self.state = self.policy.from_dict(self.policy.to_dict(self.state), self._groups)
+        self.state = self.policy.from_dict(self.policy.to_dict(self.state), groups)
         if is_new:
             self._plan_where_due()
 
@@ -165,9 +164,10 @@ class Controller:
             (first, change, seen), decided = self._last
             if seen is state and first <= step < change:
                 return decided
-        observed = policy.sample(state, self._groups, step)
-        by_group = policy.schedules(state, self._groups, step)
-        found: Sequence[Schedule] = [by_group[self._groups.group_of[m.name]] for m in matrices]
+        groups = self.known_groups
+        observed = policy.sample(state, groups, step)
+        by_group = policy.schedules(state, groups, step)
+        found: Sequence[Schedule] = [by_group[groups.group_of[m.name]] for m in matrices]
         if self._last is not None and found == self._last[1].schedules:
             found = self._last[1].schedules
         deal: Hashable = "round robin"
@@ -175,7 +175,7 @@ class Controller:
             deal = policy.phase(state, step) in ("locked", "uniform")
         if self.config.max_team > 1:
             deal = deal, tuple(by_group[group].num_steps for group in sorted(by_group))
-        decided = _Decided(found, policy.digest(state, self._groups, step), deal, observed)
+        decided = _Decided(found, policy.digest(state, groups, step), deal, observed)
         change = step + 1 if observed else policy.next_change(state, step)
         self._last = (step, change, state), decided
         return decided
@@ -223,7 +223,7 @@ class Controller:
             values = agree_on_values(measured, observed, self._world, self._num_values)
         ells = {name: found[0] for name, found in values.items()}
         errors = {name: found[1:] for name, found in values.items()}
-        self.state = self.policy.record(self.state, self._groups, step, ells, errors)
+        self.state = self.policy.record(self.state, self.known_groups, step, ells, errors)
         self._plan_where_due()
 
     def _plan_where_due(self) -> None:
@@ -238,13 +238,13 @@ class Controller:
         text, failure = "", None
         if self._world.leads:
             try:
-                text = "plan:" + self.policy.make_plan(self.state, self._groups)
+                text = "plan:" + self.policy.make_plan(self.state, self.known_groups)
             except Exception as error:
                 failure = error
                 text = f"{type(error).__name__}:{error}"
         kind, _, payload = broadcast_text(text, self._world.group).partition(":")
         if kind == "plan":
-            self.state = self.policy.adopt_plan(self.state, self._groups, payload)
+            self.state = self.policy.adopt_plan(self.state, self.known_groups, payload)
             return
         if failure is not None:
             raise failure
@@ -259,8 +259,8 @@ class Controller:
         self.residual = 0.0 if math.isnan(residual) else residual
         if not residual > GUARD_BOUND:
             return
-        by_group = self.policy.schedules(self.state, self._groups, step)
-        schedule = by_group[self._groups.group_of[name]]
+        by_group = self.policy.schedules(self.state, self.known_groups, step)
+        schedule = by_group[self.known_groups.group_of[name]]
         operator_type = next(m.operator_type for m in self._world.registry if m.name == name)
         triples = " ".join(f"({a:.4g}, {b:.4g}, {c:.4g})" for a, b, c in schedule.coefficients)
         logger.warning(
