@@ -136,11 +136,11 @@ STARTS: dict[str, list[list[str]]] = {
     "train": [[QUICKSTART]],
     "paper compare": [["scores.json", "--no-test"]],
     "evaluate": [["run", "--tasks", "sciq"]],
-    "paper experiments list": [[]],
-    "paper experiments show": [["ell"]],
-    "paper experiments run": [["ell", "--small", "--out", "new"], ["ell", "--dry-run"]],
-    "paper experiments gather": [["ell", "--small"]],
-    "paper experiments evaluate": [["ell", "--small", "--dry-run"]],
+    "paper list": [[]],
+    "paper show": [["ell"]],
+    "paper run": [["ell", "--small", "--out", "new"], ["ell", "--dry-run"]],
+    "paper gather": [["ell", "--small"]],
+    "paper evaluate": [["ell", "--small", "--dry-run"]],
     "export": [["run", "-o", "new"]],
     "preflight": [[QUICKSTART, "--world", "2"]],
     "paper static-schedule": [["log.jsonl"]],
@@ -203,13 +203,14 @@ def lines(values: Sequence[str], fields: Sequence[str]) -> Iterator[tuple[str, .
         values: Bad ones.
         fields: Names of options of torchtitan.
     """
+    from benchmarks.amo_paper.__main__ import build_parser as build_paper_parser
     from torchtitan_ext.cli import build_parser
 
-    yield from ((), ("--",), ("",), ("no",), ("plan",), ("paper",), ("paper", "experiments", ""))
-    for words, parser in _leaves(build_parser()):
+    yield from ((), ("--",), ("",), ("no",), ("plan",), ("paper",), ("paper", ""))
+    for words, parser in (*_leaves(build_parser()), *_leaves(build_paper_parser(), ("paper",))):
         for start in STARTS[" ".join(words)]:
             yield from _of_command(words, parser, start, values)
-        if parser.get_default("overrides") is not None and words[:2] != ("paper", "experiments"):
+        if parser.get_default("overrides") is not None and words[0] != "paper":
             start = STARTS[" ".join(words)][0]
             for field in fields:
                 for value in values:
@@ -272,8 +273,8 @@ def stopped() -> Iterator[None]:
     """Have commands end where they would start ranks, load a model or ask the network."""
     import torchtitan_ext.train
     from amo_dist.tools.doctor import site
+    from benchmarks.amo_paper import runner
     from torchtitan_ext.data import files, loader
-    from torchtitan_ext.paper import runner
     from torchtitan_ext.tools import evaluate, export, preflight_here
     from torchtitan_ext.tools import train as command
 
@@ -298,6 +299,7 @@ def stopped() -> Iterator[None]:
 
 def answer(line: Sequence[str]) -> Answer:
     """Run one command line in this process, in the current folder."""
+    from benchmarks.amo_paper.__main__ import main as paper_main
     from torchtitan_ext.cli import main
 
     def stop(*_: object) -> None:
@@ -312,7 +314,8 @@ def answer(line: Sequence[str]) -> Answer:
     status, told = None, ""
     try:
         with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-            status = main(line)
+            is_paper = list(line[:1]) == ["paper"]
+            status = paper_main(line[1:]) if is_paper else main(line)
     except Reached:
         pass
     except BaseException:

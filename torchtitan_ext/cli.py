@@ -11,7 +11,6 @@ from typing import Any
 from amo_dist.tools.cli import add_commands
 from amo_dist.tools.command import Parser, run_command
 from torchtitan_ext.data.files import DataError
-from torchtitan_ext.paper import cli as paper
 from torchtitan_ext.tools import (
     evaluate,
     export,
@@ -40,7 +39,6 @@ def build_parser() -> argparse.ArgumentParser:
     for tool in tools:
         tool.add_command(subparsers)
     add_commands(subparsers)
-    paper.add_command(subparsers)
     return parser
 
 

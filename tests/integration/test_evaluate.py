@@ -16,9 +16,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from benchmarks.amo_paper.__main__ import build_parser
+from benchmarks.amo_paper.results import PAPER_TASKS, check_examples, read_results
 from torchtitan_ext.data.tokenizers import ByteTokenizer
 from torchtitan_ext.plugin import models
-from torchtitan_ext.runs.results import PAPER_TASKS, read_results
 from torchtitan_ext.tools import evaluate, export
 
 needs_transformers = pytest.mark.skipif(
@@ -170,7 +171,7 @@ def test_missing_packages_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     with pytest.raises(ValueError, match=r"transformers is not installed.*amo-dist\[eval\]"):
         export.require_transformers()
     with pytest.raises(ValueError, match=r"lm_eval is not installed.*amo-dist\[eval\]"):
-        evaluate.evaluate(tmp_path, "m", "o")
+        evaluate.evaluate(tmp_path, "m", "o", tasks="sciq")
 
 
 QUESTIONS = [
@@ -282,11 +283,24 @@ def test_metrics_and_examples_of_groups() -> None:
     assert evaluate._num_fewshot(found, "sciq") == 0
     found["n-shot"]["mmlu_pro_law"] = 0
     assert evaluate._num_fewshot(found, "mmlu_pro") is None
-    with pytest.raises(ValueError, match="mmlu: the harness gives nothing, expected acc,none"):
+    with pytest.raises(ValueError, match="mmlu: the harness gives nothing, expected acc or exact"):
         evaluate._metric("mmlu", {})
 
 
-def test_paper_is_the_default() -> None:
-    args = parse("evaluate", "step-7")
-    assert len(evaluate.task_names(args.tasks)) == 12
-    assert args.max_length == 4096  # twice what the models are trained on
+def test_the_paper_evaluates_its_twelve_tasks_as_it_did() -> None:
+    tasks = build_parser().parse_args(["evaluate", "main"]).tasks
+    assert evaluate.task_names(tasks) == [task.name for task in PAPER_TASKS]
+    assert len(PAPER_TASKS) == 12
+    assert parse("evaluate", "step-7").max_length == 4096  # twice what the models are trained on
+
+
+def test_an_evaluation_unlike_the_papers_is_named() -> None:
+    record = {
+        "tasks": {"sciq": 80.0, "mmlu_pro": 11.0},
+        "metrics": {"sciq": "acc,none", "mmlu_pro": "exact_match,custom-extract"},
+        "num_fewshot": {"sciq": 0, "mmlu_pro": 5},
+    }
+    assert check_examples(record) == []
+    record["num_fewshot"] = {"sciq": 0, "mmlu_pro": 0}
+    (message,) = check_examples(record)
+    assert message.startswith("mmlu_pro: this version of the harness gives exact_match")

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
+from benchmarks.amo_paper.static_schedule import read_pool
 from tests.integration.titan_ranks import Job, Run, Server, assert_same_end
-from torchtitan_ext.paper.static_schedule import read_pool
 from torchtitan_ext.tools.export import find_source
 
 NUM_STEPS = 8

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from torchtitan_ext.paper import compare
-from torchtitan_ext.runs.results import PAPER_TASKS, Result, read_results, score_table
+from benchmarks.amo_paper import compare
+from benchmarks.amo_paper.results import PAPER_TASKS, Result, read_results, score_table
 
 GOLDEN = Path(__file__).resolve().parents[1] / "golden"
 MAIN = GOLDEN / "paper_main_results.json"

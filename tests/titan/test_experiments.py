@@ -13,16 +13,16 @@ import pytest
 
 from amo_dist.config import OPERATOR_TYPES, AMOConfig
 from amo_dist.schedule.planning import plan_allocation
-from torchtitan_ext import cli
-from torchtitan_ext.paper import experiments, gather, runner
-from torchtitan_ext.paper.catalog import EXPERIMENTS, Experiment
-from torchtitan_ext.paper.resolve import ROOT, Job, Place, resolve
+from benchmarks.amo_paper import experiments, gather, runner
+from benchmarks.amo_paper.__main__ import main
+from benchmarks.amo_paper.catalog import EXPERIMENTS, Experiment
+from benchmarks.amo_paper.resolve import ROOT, Job, Place, resolve
 
 PAPER = Place()
 
 
 def amo(*arguments: str) -> int:
-    return cli.main(["paper", "experiments", *arguments])
+    return main(list(arguments))
 
 
 @pytest.mark.parametrize(
@@ -86,8 +86,8 @@ def save(job: Job, last_file: str = ".metadata") -> None:
 
 def small(name: str, tmp_path: Path) -> tuple[Experiment, Place]:
     parser = argparse.ArgumentParser()
-    experiments.add_command(parser.add_subparsers())
-    arguments = ["experiments", "gather", name, "--small", "--out", str(tmp_path)]
+    experiments.add_commands(parser.add_subparsers())
+    arguments = ["gather", name, "--small", "--out", str(tmp_path)]
     return experiments.selection(parser.parse_args(arguments))
 
 

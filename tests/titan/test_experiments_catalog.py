@@ -10,22 +10,22 @@ from typing import Any
 import pytest
 
 from amo_dist.schedule.planning import plan_allocation, targets
-from torchtitan_ext import cli
-from torchtitan_ext.config import files, settings
-from torchtitan_ext.paper.catalog import (
+from benchmarks.amo_paper.__main__ import build_parser
+from benchmarks.amo_paper.catalog import (
     ALL_RUNS,
     EXPERIMENTS,
     MODELS,
     SCHEDULERS,
     experiment_named,
 )
-from torchtitan_ext.paper.resolve import (
+from benchmarks.amo_paper.resolve import (
     QUICKSTART,
     ROOT,
     Job,
     Place,
     resolve,
 )
+from torchtitan_ext.config import files, settings
 from torchtitan_ext.plugin import geometry, optimizers
 
 PAPER = Place()
@@ -203,7 +203,7 @@ def test_static_runs_make_their_schedule_from_the_pilots_logs() -> None:
     job = resolve(run, PAPER)
     (made,) = job.prepare
     assert made[-1] == job.options["optimizer.muon.schedule_file"]
-    args = cli.build_parser().parse_args(list(made))
+    args = build_parser().parse_args(list(made))
     assert (args.rule, args.tolerance, args.family) == ("floor", 5e-2, "Qwen3")
     folders = {str(resolve(run, PAPER).folder) for run in EXPERIMENTS["geometry"].runs()}
     assert {str(Path(log).parent) for log in args.logs} == folders

@@ -83,11 +83,10 @@ def without_torchtitan(*commands: list[str]) -> subprocess.CompletedProcess[str]
 def test_what_needs_no_torchtitan_runs_without_it() -> None:
     done = without_torchtitan(
         ["--help"],
-        ["paper", "experiments", "list"],
         ["plan", "--ell", "attn_q=3e-4"],
         ["watch", "."],
     )
-    assert done.stdout.splitlines()[-1] == "[0, 0, 0, 0]"
+    assert done.stdout.splitlines()[-1] == "[0, 0, 0]"
     assert done.stderr == ""
 
 

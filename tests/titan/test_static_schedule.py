@@ -16,8 +16,8 @@ from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.polar_express import compose, simulate
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
-from torchtitan_ext.paper import static_schedule
-from torchtitan_ext.paper.static_schedule import ScheduleTable, make_table, read_pool
+from benchmarks.amo_paper import static_schedule
+from benchmarks.amo_paper.static_schedule import ScheduleTable, make_table, read_pool
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "tests" / "golden" / "geometry_log.jsonl"
@@ -137,7 +137,7 @@ def test_static_ell(sizes: tuple[float, float, float], expected: float | None) -
 
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
-    static_schedule.add_command(parser.add_subparsers())
+    static_schedule.add_commands(parser.add_subparsers())
     return parser.parse_args(["static-schedule", *arguments])
 
 

@@ -23,12 +23,12 @@ from amo_dist.config import AMOConfig
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.planning import plan_allocation
 from amo_dist.tools import records
+from benchmarks.amo_paper import static_schedule
+from benchmarks.amo_paper.results import read_results
 from torchtitan_ext.data import shards
-from torchtitan_ext.paper import static_schedule
 from torchtitan_ext.plugin.geometry import GeometryLog
 from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs import run_files
-from torchtitan_ext.runs.results import read_results
 from torchtitan_ext.tools import evaluate, watch
 from torchtitan_ext.tools.report import data
 
@@ -126,7 +126,7 @@ def tokenize(folder: Path, shard: int) -> None:
 def static(folder: Path) -> None:
     log, output = str(folder / "geometry.jsonl"), str(folder / "schedule.toml")
     parser = argparse.ArgumentParser()
-    static_schedule.add_command(parser.add_subparsers())
+    static_schedule.add_commands(parser.add_subparsers())
     args = parser.parse_args(["static-schedule", log, "-o", output])
     static_schedule.run(args)
 

@@ -1,7 +1,7 @@
 """``[geometry]``: a log of every matrix's geometry in the run's folder.
 
 ``geometry.jsonl`` holds one JSON object for each matrix and tracked step, as
-:mod:`torchtitan_ext.paper.static_schedule` reads them: ``step``, ``name``, ``layer`` (``null``
+:mod:`benchmarks.amo_paper.static_schedule` reads them: ``step``, ``name``, ``layer`` (``null``
 outside of the blocks), ``operator_type``, ``model``, ``family``, ``shape``, the figures of
 :data:`amo_dist.kernels.geometry.SPECTRAL_METRICS` about momentum, ``ns_residual`` of the
 orthogonalized result, ``update_norm``, its norm over that of an exact polar factor, and under

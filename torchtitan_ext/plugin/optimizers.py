@@ -45,7 +45,7 @@ class MuonSection(MuonConfig):
     schedule_file: str = ""
     """
     TOML file with a schedule for each operator type, in place of ``schedule``: from
-    ``amo paper static-schedule``, or one of ``configs/schedules``.
+    ``python -m benchmarks.amo_paper static-schedule``, or one of ``configs/schedules``.
     """
 
     per_head: bool = False

@@ -1,9 +1,8 @@
 """``amo evaluate``: the scores of a checkpoint in lm-evaluation-harness.
 
-Needs the extra ``eval``. Tasks, prompts, few-shot examples and decoding are the harness's own; the
-tasks of the AMO paper are in :mod:`torchtitan_ext.runs.results`. What the paper leaves open is
-settled so: no leading token is put before a text, for there is none in training; and the model sees
-up to 4096 tokens, because MMLU-Pro asks for up to 2048 on top of its examples.
+Needs the extra ``eval``. Tasks, prompts, few-shot examples and decoding are the harness's own. No
+leading token goes before a text, because training has none. The model sees up to 4096 tokens:
+MMLU-Pro asks for up to 2048 on top of its examples.
 """
 
 from __future__ import annotations
@@ -21,17 +20,16 @@ from types import SimpleNamespace
 from typing import Any
 
 from amo_dist.tools import files
-from amo_dist.tools.command import Subparsers, whole
-from torchtitan_ext.runs.results import PAPER_TASKS, Result, score_table, sort_tasks
+from amo_dist.tools.command import Subparsers, pad, whole
 from torchtitan_ext.runs.run_files import checkpoint_step, find_checkpoint
 from torchtitan_ext.tools import export
 
-_FALLBACK_METRICS = ("acc,none", "exact_match,none")
-"""Metrics of tasks that the paper does not use, the first that a task has."""
+_METRICS = ("acc", "exact_match")
+"""Metrics that count as a score; the first of them that a task has is taken."""
 
 
 _OPTIONS: Mapping[str, tuple[Callable[[str], Any], Any, str]] = {
-    "tasks": (str, "paper", "'paper', or the harness's names with commas (default paper)"),
+    "tasks": (str, None, "the harness's names of tasks, separated by commas"),
     "config": (str, None, "TOML of the run (default: what its folder says)"),
     "include_path": (str, None, "folder with tasks of your own"),
     "limit": (whole(1), None, "only so many questions of each task, to try out"),
@@ -54,7 +52,7 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
         **options: As on the command line, ``max_length=4096``.
 
     Returns:
-        A results record as in :mod:`torchtitan_ext.runs.results`, with further keys.
+        What was evaluated, and ``tasks``: the score of each task in percent.
 
     Raises:
         ValueError: The harness is not installed, a task is unknown or gives no score, or as
@@ -86,14 +84,8 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
             bootstrap_iters=0,
         )
     metrics = {name: _metric(name, found["results"].get(name, {})) for name in names}
-    scores = {name: 100.0 * found["results"][name][metrics[name]] for name in sort_tasks(names)}
+    scores = {name: 100.0 * found["results"][name][metrics[name]] for name in names}
     num_fewshot = {name: _num_fewshot(found, name) for name in scores}
-    for task in PAPER_TASKS:  # a version of the harness may have other defaults
-        if task.name in scores and num_fewshot[task.name] != task.num_fewshot:
-            print(
-                f"warning: {task.name} was evaluated with {num_fewshot[task.name]} examples by "
-                f"this version of the harness, with {task.num_fewshot} in the paper"
-            )
     return {
         "model": model,
         "optimizer": optimizer,
@@ -109,18 +101,19 @@ def evaluate(checkpoint: Path, model: str, optimizer: str, **options: Any) -> di
     }
 
 
-def task_names(text: str) -> list[str]:
-    """The harness's names of ``paper``, or of names with commas.
+def task_names(text: str | None) -> list[str]:
+    """Names of tasks that are separated by commas.
 
     Raises:
         ValueError: There are none.
     """
-    if text == "paper":
-        return [task.name for task in PAPER_TASKS]
-    names = [name.strip() for name in text.split(",") if name.strip()]
+    names = [name.strip() for name in (text or "").split(",") if name.strip()]
     if not names:
-        raise ValueError(f"--tasks: found {text!r}, expected 'paper' or names of tasks")
-    return names
+        raise ValueError(
+            f"--tasks: found {text!r}, expected names of the harness's tasks, such as "
+            "arc_easy,hellaswag"
+        )
+    return list(dict.fromkeys(names))
 
 
 def _harness() -> Any:
@@ -200,13 +193,13 @@ def _batch_size(text: str) -> int | str:
 
 def _metric(name: str, found: Mapping[str, Any]) -> str:
     """The harness's key of a task's score."""
-    paper = [task.metric for task in PAPER_TASKS if task.name == name]
-    for metric in paper or _FALLBACK_METRICS:
-        if isinstance(found.get(metric), (int, float)):
-            return metric
-    expected = " or ".join(paper or _FALLBACK_METRICS)
+    # A key is the name of a metric and that of a filter of answers: "acc,none".
+    for metric in _METRICS:
+        for key, score in found.items():
+            if key.partition(",")[0] == metric and isinstance(score, (int, float)):
+                return key
     known = ", ".join(found) or "nothing"
-    raise ValueError(f"{name}: the harness gives {known}, expected {expected}")
+    raise ValueError(f"{name}: the harness gives {known}, expected {' or '.join(_METRICS)}")
 
 
 def _num_fewshot(found: Mapping[str, Any], name: str) -> int | None:
@@ -232,8 +225,8 @@ def add_command(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "evaluate",
         help="score a checkpoint in lm-evaluation-harness",
-        description="Score a checkpoint in lm-evaluation-harness, by default on the twelve tasks "
-        "of the AMO paper, and write a results file for `amo paper compare`.",
+        description="Score a checkpoint on tasks of lm-evaluation-harness, print the scores, and "
+        "write them to a results file.",
     )
     parser.add_argument("checkpoint", type=Path, help=export.CHECKPOINT_HELP)
     for name, (kind, default, text) in _OPTIONS.items():
@@ -266,6 +259,9 @@ def run(args: argparse.Namespace) -> int:
         folder = args.checkpoint if step is None else args.checkpoint.parent.parent
         output = folder / f"results{suffix}.json"
     write(record, output)
-    print(score_table([Result(model, optimizer, record["tasks"])]))
+    scores = [*record["tasks"].items(), ("average", record["average"])]
+    rows = [("task", "score"), *((name, f"{score:.2f}") for name, score in scores)]
+    print(f"{model} with {optimizer}")
+    print("\n".join("  ".join(cells) for cells in pad(rows, left=(0,))))
     print(f"\nwritten to {output}")
     return 0

@@ -1,35 +1,24 @@
-"""The command line of ``amo paper experiments``."""
+"""The commands that show, run, gather and evaluate experiments."""
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 from amo_dist.tools import files
 from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
-from torchtitan_ext.paper import gather, runner
-from torchtitan_ext.paper.catalog import EXPERIMENTS, Experiment, experiment_named
-from torchtitan_ext.paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
+from benchmarks.amo_paper import gather, runner
+from benchmarks.amo_paper.catalog import EXPERIMENTS, Experiment, experiment_named
+from benchmarks.amo_paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
+from benchmarks.amo_paper.results import SHORT, check_examples
 from torchtitan_ext.runs.folder import num_ranks
 
-DESCRIPTION = """The experiments of the AMO paper.
 
-Each expands to its runs: a config and options. Runs go to folders of their own under --out; a
-complete run is not repeated, a started one goes on, and a run that belongs to several experiments
-is run once."""
-
-
-def add_command(subparsers: Subparsers) -> None:
-    """Register ``experiments``."""
-    parser = subparsers.add_parser(
-        "experiments",
-        help="the runs behind each table of the AMO paper",
-        description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    actions = parser.add_subparsers(metavar="ACTION", required=True)
+def add_commands(actions: Subparsers) -> None:
+    """Register the commands of experiments."""
     listing = actions.add_parser("list", help="all experiments, and how many runs they have")
     listing.set_defaults(run=_list)
     _add(actions, "show", "print the commands of an experiment", _show)
@@ -48,10 +37,14 @@ def add_command(subparsers: Subparsers) -> None:
     )
     collect.add_argument("--json", action="store_true", help="print JSON instead of a table")
     collect.add_argument(
-        "--results", metavar="FILE", help="also write a file for `amo paper compare`"
+        "--results",
+        metavar="FILE",
+        help="also write a file for `compare`",
     )
     evaluate = _add(actions, "evaluate", "evaluate what is complete and not evaluated", _evaluate)
-    evaluate.add_argument("--tasks", default="paper", help="as `amo evaluate`, default paper")
+    evaluate.add_argument(
+        "--tasks", default=",".join(SHORT), help="default: the twelve tasks of the paper"
+    )
     evaluate.add_argument("--dry-run", action="store_true", help="only print the commands")
 
 
@@ -174,5 +167,7 @@ def _evaluate(args: argparse.Namespace) -> int:
             optimizer = str(job.run.options["optimizer.name"])
             model = job.run.model
             record = evaluate.evaluate(checkpoint, model, optimizer, tasks=args.tasks)
+            for warning in check_examples(record):
+                print(f"warning: {warning}", file=sys.stderr)
             evaluate.write(record, output)
     return 0

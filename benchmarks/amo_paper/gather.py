@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.plan import PLAN_FILE, Plan
-from torchtitan_ext.paper import runner
-from torchtitan_ext.paper.catalog import Experiment, Row
-from torchtitan_ext.paper.resolve import ROOT, Job, Place, resolve
+from benchmarks.amo_paper import runner
+from benchmarks.amo_paper.catalog import Experiment, Row
+from benchmarks.amo_paper.resolve import ROOT, Job, Place, resolve
+from benchmarks.amo_paper.results import SHORT, Result, markdown, read_results, sort_tasks
 from torchtitan_ext.runs import costs
 from torchtitan_ext.runs.costs import Records
-from torchtitan_ext.runs.results import SHORT, Result, markdown, read_results, sort_tasks
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE, read_metrics
 
 NOTHING = "-"
@@ -194,7 +194,7 @@ def _text(value: float | None, form: str) -> str:
 
 
 def to_results(found: Sequence[Found]) -> list[dict[str, Any]]:
-    """The evaluated rows as the content of a results file, for ``amo paper compare``."""
+    """The evaluated rows as the content of a results file, for ``compare``."""
     rows = [Result(f.block, f.label, dict(f.tasks)) for f in found if f.tasks]
     return [{**dataclasses.asdict(row), "average": row.average} for row in rows]
 

@@ -1,4 +1,4 @@
-"""``amo paper static-schedule``: fixed schedules by operator type, from measured geometry.
+"""``static-schedule``: fixed schedules by operator type, from measured geometry.
 
 A geometry log is a file of JSON lines, one object for each matrix and measured step::
 
@@ -228,7 +228,7 @@ def make_table(pool: Pool, rule: str, tolerance: float) -> ScheduleTable:
     }
     return ScheduleTable(
         {name: _schedule(ell[name], steps[name] or MAX_STEPS) for name in ell},
-        "amo paper static-schedule: Polar Express compositions for percentiles of measured ell",
+        "amo_paper static-schedule: Polar Express compositions for percentiles of measured ell",
         parameters,
         ell,
     )
@@ -239,7 +239,7 @@ def _schedule(ell: float, steps: int) -> Schedule:
     return Schedule(compose(ell, steps), norm_scale=SAFETY)
 
 
-def add_command(subparsers: Subparsers) -> None:
+def add_commands(subparsers: Subparsers) -> None:
     """Register ``static-schedule``."""
     parser = subparsers.add_parser(
         "static-schedule",

@@ -1,4 +1,4 @@
-"""``amo paper compare``: tables of scores, and whether one optimizer beats the others.
+"""``compare``: tables of scores, and whether one optimizer beats the others.
 
 The test is the AMO paper's: for each baseline a paired t-test over models on their unweighted
 averages, one-sided (is the candidate better?), with Holm's correction over the baselines.
@@ -14,8 +14,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from amo_dist.tools.command import Subparsers
-from torchtitan_ext.runs import results as results_module
-from torchtitan_ext.runs.results import Result
+from benchmarks.amo_paper import results as results_module
+from benchmarks.amo_paper.results import Result
 
 SIGNIFICANT = 0.05
 """Corrected p-values below this are marked."""
@@ -45,7 +45,7 @@ def compare(
     """Compare one optimizer with others over the models that both were evaluated on.
 
     Args:
-        results: As :func:`torchtitan_ext.runs.results.read_results` checks them.
+        results: As :func:`benchmarks.amo_paper.results.read_results` checks them.
         candidate: The optimizer that is asked to be better.
         baselines: The optimizers it is compared with; all others by default.
 
@@ -144,7 +144,7 @@ def comparison_table(candidate: str, comparisons: Sequence[Comparison]) -> str:
     return results_module.markdown(header, rows)
 
 
-def add_command(subparsers: Subparsers) -> None:
+def add_commands(subparsers: Subparsers) -> None:
     """Register ``compare``."""
     parser = subparsers.add_parser(
         "compare",
@@ -152,7 +152,8 @@ def add_command(subparsers: Subparsers) -> None:
         description="Print the scores of evaluated models by task with their unweighted average, "
         "and test one-sidedly, paired over models and with Holm's correction, whether one "
         "optimizer beats the others.",
-        epilog="example: amo paper compare results/*.json --baseline Muon-KJ --baseline Muon-PE",
+        epilog="example: python -m benchmarks.amo_paper compare results/*.json "
+        "--baseline Muon-KJ --baseline Muon-PE",
     )
     parser.add_argument("results", nargs="+", help="results files, as `amo evaluate` writes them")
     parser.add_argument(

@@ -61,7 +61,7 @@ class StaticSchedule:
     """A schedule file to be made from the geometry pilot before a run."""
 
     rule: str
-    """As ``amo paper static-schedule --rule``."""
+    """As ``python -m benchmarks.amo_paper static-schedule --rule``."""
     tolerance: str
     """As ``--tolerance``."""
     family: str | None

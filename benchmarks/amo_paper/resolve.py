@@ -11,16 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.config import AMOConfig
+from benchmarks.amo_paper import catalog
+from benchmarks.amo_paper.catalog import MODELS, Run, Value
 from torchtitan_ext import learning_rate
 from torchtitan_ext.config import files
-from torchtitan_ext.paper import catalog
-from torchtitan_ext.paper.catalog import MODELS, Run, Value
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE
 
 ROOT = Path(__file__).resolve().parents[2]
 """The repository; relative paths of commands are relative to it."""
 
 GPUS_PER_NODE = 8
+
+PAPER = ("python", "-m", "benchmarks.amo_paper")
+"""Runs a command of this package, from the repository."""
 
 QUICKSTART = Path("configs/quickstart.toml")
 
@@ -101,7 +104,7 @@ class Job:
 
     def shown(self, start: Sequence[str]) -> str:
         """All commands, as one would type them; the last is ``start``."""
-        lines = [shlex.join(("amo", *command)) for command in self.prepare]
+        lines = [shlex.join((*PAPER, *command)) for command in self.prepare]
         return "\n".join([*lines, shlex.join(start)])
 
     def step_of(self, step: int | None) -> int:
@@ -297,7 +300,7 @@ def _static(run: Run, place: Place) -> tuple[dict[str, Value], tuple[tuple[str, 
     ]
     family = ("--family", static.family) if static.family and place.base is None else ()
     rule = ("--rule", static.rule, "--tolerance", static.tolerance)
-    command = ("paper", "static-schedule", *logs, *rule, *family, "-o", str(path))
+    command = ("static-schedule", *logs, *rule, *family, "-o", str(path))
     return {"optimizer.muon.schedule_file": str(path)}, (command,)
 
 

@@ -6,8 +6,8 @@ A results file holds one JSON object, or a list of them, each one evaluated mode
 
 ``model`` names what the rows that are compared have in common, ``optimizer`` the row, and
 ``tasks`` has the score of each task in percent, by the name of the harness. ``amo evaluate``
-writes further keys (where the checkpoint is, its step, few-shot counts, metrics, the
-harness's version); readers ignore those they do not know.
+writes further keys (checkpoint, step, few-shot counts, metrics, the harness's version), which
+readers ignore.
 """
 
 from __future__ import annotations
@@ -129,6 +129,27 @@ def _result(where: str, record: Any) -> Result:
         if not is_number or not math.isfinite(score) or not 0 <= score <= 100:
             raise ValueError(f"{where}.tasks.{name}: found {score!r}, expected 0 to 100")
     return Result(record["model"], record["optimizer"], {n: float(s) for n, s in tasks.items()})
+
+
+def check_examples(record: Mapping[str, Any]) -> list[str]:
+    """Compare an evaluation with the paper's: another version of the harness has other defaults.
+
+    Args:
+        record: Record of `torchtitan_ext.tools.evaluate.evaluate`.
+
+    Returns:
+        One sentence for each task that was evaluated otherwise than in the paper.
+    """
+    messages = []
+    for task in PAPER_TASKS:
+        if task.name in record["tasks"]:
+            metric, num_fewshot = record["metrics"][task.name], record["num_fewshot"][task.name]
+            if (metric, num_fewshot) != (task.metric, task.num_fewshot):
+                messages.append(
+                    f"{task.name}: this version of the harness gives {metric} with {num_fewshot} "
+                    f"examples, the paper has {task.metric} with {task.num_fewshot}"
+                )
+    return messages
 
 
 def score_table(results: Sequence[Result]) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.amo_paper.resolve import GPUS_PER_NODE, PAPER, ROOT, Config, Job
 from torchtitan_ext.config import files
-from torchtitan_ext.paper.resolve import GPUS_PER_NODE, ROOT, Config, Job
 from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs import run_files
 
@@ -19,7 +19,7 @@ LAUNCHER = ROOT / "launch" / "train.slurm"
 """Starts one run; its demands on Slurm are those of an array's tasks too."""
 
 AMO = (sys.executable, "-m", "torchtitan_ext")
-"""Runs a command of this project."""
+"""Runs a command of `amo`."""
 
 
 def steps_done(job: Job) -> int:
@@ -130,9 +130,10 @@ def _prepare(job: Job) -> None:
         if output.exists():
             continue
         # Paths of commands are relative to the repository, wherever this process runs.
-        status = subprocess.run([*AMO, *command], cwd=ROOT, check=False).returncode
+        program = [sys.executable, *PAPER[1:], *command]
+        status = subprocess.run(program, cwd=ROOT, check=False).returncode
         if status != 0:
-            raise ValueError(f"{job.folder.name}: failed: amo {shlex.join(command)}")
+            raise ValueError(f"{job.folder.name}: failed: {shlex.join((*PAPER, *command))}")
 
 
 def _train(job: Job, extra: Sequence[str], ranks: int) -> int:
@@ -185,7 +186,7 @@ def _slurm(name: str, gpus: int, jobs: Sequence[Job], extra: Sequence[str]) -> s
     }
     cases = "\n".join(f"  {index}) {_slurm_case(job, extra)} ;;" for index, job in enumerate(jobs))
     return f"""#!/usr/bin/env bash
-# The runs of `amo paper experiments show {name}` on {gpus} GPUs each, as `run --slurm` wrote them.
+# Written by `{shlex.join(PAPER)} run {name} --slurm`: its runs on {gpus} GPUs each.
 # Submit from the repository's root. A complete run ends at once, a started one goes on.
 {_slurm_head(fields)}
 set -euo pipefail
@@ -212,7 +213,7 @@ def _slurm_head(fields: Mapping[str, object]) -> str:
 def _slurm_case(job: Job, extra: Sequence[str]) -> str:
     # Several tasks may want one file; whoever comes second finds it.
     prepare = [
-        f"[[ -f {shlex.quote(command[-1])} ]] || python -m torchtitan_ext {shlex.join(command)}; "
+        f"[[ -f {shlex.quote(command[-1])} ]] || {shlex.join((*PAPER, *command))}; "
         for command in job.prepare
     ]
     return f"{''.join(prepare)}set -- {shlex.join([str(job.config), *job.arguments(), *extra])}"

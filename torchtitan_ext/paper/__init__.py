@@ -1,1 +1,0 @@
-"""``amo paper``: what serves the AMO paper alone, its experiments, evaluations and tables."""
