@@ -30,7 +30,7 @@ import torch
 from torch import nn
 
 from amo_dist.operators.heads import heads_by_name
-from amo_dist.operators.patterns import find, suggest_patterns
+from amo_dist.operators.patterns import find_views, suggest_patterns
 from amo_dist.operators.views import Heads, MatrixView, in_heads
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -79,7 +79,8 @@ def verdict(views: tuple[MatrixView, ...] | None) -> str:
 def verdicts(shapes: Mapping[str, Shape]) -> dict[str, str]:
     """The verdict on each parameter of a model; ``unknown`` where a pattern is asked for."""
     found = {
-        name: find(name, shape, {}, shapes, flatten_conv=False) for name, shape in shapes.items()
+        name: find_views(name, shape, {}, shapes, flatten_conv=False)
+        for name, shape in shapes.items()
     }
     return {name: verdict(each[0]) if each else "unknown" for name, each in found.items()}
 
@@ -154,7 +155,7 @@ def recorded(model: nn.Module) -> dict[str, Line]:
     heads = heads_by_name([model], shapes)
     found: dict[str, Line] = {}
     for name, each in model.named_parameters():
-        known = find(name, shapes[name], {}, shapes, flatten_conv=False)
+        known = find_views(name, shapes[name], {}, shapes, flatten_conv=False)
         divides = any(in_heads(view.operator_type) for view in (known and known[0]) or ())
         sizes = dataclasses.astuple(heads[name]) if divides and name in heads else ()
         kind = "@".join(filter(None, [kinds[each], ".".join(map(str, sizes))]))
@@ -184,7 +185,7 @@ def build(families: Iterable[str]) -> Iterator[tuple[str, str, nn.Module]]:
 
 def table(record: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
     """The table of ``docs/families.md``."""
-    head = ["model", "matrices", "share", "fused, as one", "to AdamW in blocks", "asked for"]
+    head = ["model", "matrices", "share", "fused, as one", "to AdamW in blocks", "needs"]
     head.append("heads")
     rows = [head, ["---", "---:", "---:", "---", "---", "---", "---"]]
     for release, families in record.items():
@@ -199,7 +200,8 @@ def row(family: str, parameters: Mapping[str, Line], has_heads: bool) -> list[st
     """A line of the table; ``has_heads`` where the record of its release tells heads."""
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     found = {
-        name: find(name, shape, {}, shapes, flatten_conv=True) for name, shape in shapes.items()
+        name: find_views(name, shape, {}, shapes, flatten_conv=True)
+        for name, shape in shapes.items()
     }
     unknown = suggest_patterns({name: shapes[name] for name, each in found.items() if not each})
     held = {name: each[0] for name, each in found.items() if each and each[0]}
@@ -238,16 +240,16 @@ def heads_told(
     for name, matrices in held.items():
         types = {view.operator_type for view in matrices}
         if types == {"attn_qkv"}:
-            refused.add("in turn: a pattern")
+            refused.add("interleaved: a pattern")
         if not any(map(in_heads, types)):
             continue
         if name not in known:
-            refused.add("not told: rows")
+            refused.add("unknown: rows")
             continue
         attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
         rows[attention] = known[name].query
         try:
-            views = (find(name, shapes[name], {}, shapes, False, known[name]) or ((), ""))[0]
+            views = (find_views(name, shapes[name], {}, shapes, False, known[name]) or ((), ""))[0]
         except ValueError:
             refused.add("other rows: a pattern")
             continue

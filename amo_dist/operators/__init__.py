@@ -1,1 +1,1 @@
-"""Which parameter is which operator: names and shapes to operator types and parameter groups."""
+"""Operator types and parameter groups, from the names and shapes of parameters."""

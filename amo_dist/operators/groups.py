@@ -1,4 +1,4 @@
-"""Parameter groups for the optimizers, and a table of what is in them."""
+"""Parameter groups for the optimizers, and a table of their contents."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from amo_dist.operators.heads import heads_by_name
 from amo_dist.operators.patterns import (
     BY_PATTERN,
     OUTSIDE,
-    Found,
+    Classified,
     Patterns,
     Shapes,
     check_expressions,
     check_patterns,
     clean_name,
-    find,
+    find_views,
     is_head,
     unknown_matrices,
 )
@@ -40,44 +40,45 @@ def param_groups(
     unknown: Literal["error", "matrix"] = "error",
     per_head: bool | int = False,
 ) -> list[dict[str, Any]]:
-    """Parameter groups for the optimizers: matrices to the Muon family, the rest to AdamW.
+    """Make parameter groups for the optimizers: matrices for the Muon family, the rest for AdamW.
 
     By default at most two groups, first ``{"params": [(name, parameter), ...], "algorithm":
-    "muon", "matrix_views": {name: views}}``, then ``{"params": ..., "algorithm": "adamw"}``; a
-    group that would be empty is left out. Names are cleaned of wrappers. Frozen parameters are left
+    "muon", "matrix_views": {name: views}}``, then ``{"params": ..., "algorithm": "adamw"}``; an
+    empty group is left out. Names lose the components that wrappers add. Frozen parameters are left
     out, and a tied parameter appears once, under its first name. ``no_decay`` and
-    ``lr_multipliers`` split the groups further, in an order that only depends on the arguments.
+    ``lr_multipliers`` split the groups further, in an order that depends on the arguments alone.
 
     Args:
-        model: A module, wrapped or sharded in place or not, or the parts of one (pipeline stages).
-        patterns: See ``classify``.
-        report: Print ``describe`` of the groups, and what was left out.
+        model: Module, wrapped or sharded in place or not, or several (pipeline stages).
+        patterns: Targets of names that the built-in tables lack or classify otherwise; see
+            `classify`.
+        report: Print `describe` of the groups, with the number of frozen parameters.
         no_decay: Regular expressions (``re.fullmatch`` on cleaned names) of parameters whose group
             has ``weight_decay`` 0.
-        lr_multipliers: Regular expression -> factor on the learning rate, first match wins. The
-            factor is the group's ``lr_scale``, which schedulers, unlike ``lr``, do not overwrite.
-        allow_unused: Accept expressions that match no parameter. By default such a one is an error,
-            as it is most often a typo; a pipeline stage may need the leave, as it holds only its
-            own blocks.
-        flatten_conv: Convolutions of four dims inside blocks, ``(out, in, height, width)``, are
-            matrices ``(out, in * height * width)`` of the operator type ``conv``, as in Keller
-            Jordan's Muon; depthwise ones stay with AdamW, as all do by default. A pattern that
-            names a convolution does the same for it.
-        unknown: ``"matrix"`` makes one operator type, ``matrix``, of all parameters of two dims
-            whose names nobody knows, inside blocks and outside, but for heads by their names and
-            what ``nn.Embedding`` holds. By default AdamW has those outside of blocks, and those
-            inside are an error.
-        per_head: Make a matrix of each head's queries, keys and values (``attn_q``, ``attn_k``,
-            ``attn_v``, and what latent attention expands). ``True`` reads the rows of a head from
-            the modules of the attention and their configurations; an integer is that number.
+        lr_multipliers: Factors on the learning rate by regular expression; the first match wins.
+            The factor is the group's ``lr_scale``, which schedulers, unlike ``lr``, do not
+            overwrite.
+        allow_unused: Accept expressions that match no parameter. The default refuses them, as most
+            are typos; a pipeline stage may need this, as it holds its own blocks alone.
+        flatten_conv: Make each convolution of four dims inside blocks, ``(out, in, height,
+            width)``, a matrix ``(out, in * height * width)`` of the operator type ``conv``, as in
+            Keller Jordan's Muon. Depthwise ones stay with AdamW, like all by default. A pattern
+            that matches a convolution does the same for it.
+        unknown: ``"error"`` (default) gives matrices of unknown names to AdamW outside of blocks
+            and refuses them inside. ``"matrix"`` makes all of them one operator type, ``matrix``,
+            except heads by their names and the weights of ``nn.Embedding``.
+        per_head: Make one matrix per head of queries, keys and values (``attn_q``, ``attn_k``,
+            ``attn_v``, and the expansions of latent attention). ``True`` reads the rows of a head
+            from the attention's modules and their configurations; an integer is that number.
 
     Raises:
-        ValueError: nothing to train, an unknown matrix inside a block (see ``classify``), an
-            unused expression, two parameters of one name, FSDP1, which hides the matrices, or
-            heads whose size nothing tells or that does not divide a projection.
+        ValueError: No module, nothing to train, a matrix of unknown name inside a block (see
+            `classify`), an expression that matches nothing, two parameters of one name, FSDP1,
+            which hides the matrices, or heads whose rows no module gives or do not divide a
+            projection.
     """
     factors = lr_multipliers or {}
-    # A bare string would be taken letter by letter.
+    # A bare string would be read as one expression per letter.
     require(not isinstance(no_decay, str), "no_decay", no_decay, "a list of expressions")
     for pattern, factor in factors.items():
         is_valid = math.isfinite(factor) and factor > 0
@@ -86,85 +87,101 @@ def param_groups(
     is_valid = isinstance(per_head, bool) or (isinstance(per_head, int) and per_head > 1)
     require(is_valid, "per_head", repr(per_head), "True, False or the rows of a head, 2 or more")
     targets = check_patterns(patterns)
-    parts = [model] if isinstance(model, nn.Module) else model
+    parts = _as_modules(model)
     names = named_parameters(parts)
     expressions = {"patterns": targets, "no_decay": no_decay, "lr_multipliers": factors}
-    for field, some in expressions.items():
-        check_expressions(field, some)
-        for pattern in () if allow_unused else some:
+    for field, patterns_of_field in expressions.items():
+        check_expressions(field, patterns_of_field)
+        for pattern in () if allow_unused else patterns_of_field:
             is_used = any(re.fullmatch(pattern, name) for name in names.values())
             expected = "one that matches the whole of a cleaned name (allow_unused=True accepts it)"
             require(is_used, field, f"{pattern!r}, which matches no parameter", expected)
-    parameters = [(name, each) for each, name in names.items() if each.requires_grad]
+    parameters = [(name, param) for param, name in names.items() if param.requires_grad]
     for name, count in Counter(name for name, _ in parameters).items():
         require(count == 1, "model", f"two parameters {name!r}", "distinct names")
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
     matrices = _unnamed(parts, parameters) if unknown == "matrix" else frozenset()
     heads = heads_by_name(parts, names.values(), per_head)
-    found = _find_all(parameters, targets, shapes, matrices, flatten_conv, heads)
+    classified = _classify_all(parameters, targets, shapes, matrices, flatten_conv, heads)
     if per_head:
-        _check_heads(found, heads)
+        _check_heads(classified, heads)
     groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
     for name, parameter in parameters:
-        views, _ = found[name]
+        views, _ = classified[name]
         key = (not views, _first_match(no_decay, name) >= 0, _first_match(factors, name))
         group = groups.setdefault(key, _new_group(*key, [*factors.values()]))
         group["params"].append((name, parameter))
         if views:
             group["matrix_views"][name] = views
     num_frozen = len(names) - len(parameters)
-    require(bool(groups), "model", f"{num_frozen} frozen parameters", "one to train, at least")
+    expected = "at least one with requires_grad"
+    require(bool(groups), "model", f"{num_frozen} frozen parameters", expected)
     result = [groups[key] for key in sorted(groups)]
     if report:
-        print(describe(result, {name: reason for name, (_, reason) in found.items()}, num_frozen))
+        reasons = {name: reason for name, (_, reason) in classified.items()}
+        print(describe(result, reasons, num_frozen))
     return result
 
 
-def _find_all(
+def _as_modules(model: Any) -> list[nn.Module]:
+    is_single = isinstance(model, nn.Module) or not isinstance(model, Iterable)
+    parts = [model] if is_single else list(model)
+    for part in parts:
+        expected = "a module or a list of modules: param_groups(model), not model.parameters()"
+        require(isinstance(part, nn.Module), "model", f"a {type(part).__name__}", expected)
+    return parts
+
+
+def _classify_all(
     parameters: Sequence[tuple[str, nn.Parameter]],
     targets: Patterns,
     shapes: Shapes,
     matrices: Container[str],
     flatten_conv: bool,
     heads: Mapping[str, Heads],
-) -> dict[str, Found]:
-    """What each parameter is, by name; see `param_groups`.
+) -> dict[str, Classified]:
+    """Classify all parameters by name; see `param_groups`.
 
-    ``matrices`` are those that are matrices where their names tell nothing; ``heads`` those to
-    divide by, by the name of a parameter.
+    Args:
+        parameters: Names and parameters to train.
+        targets: Checked patterns of the user.
+        shapes: Shapes of all parameters by name.
+        matrices: Names of the parameters that are matrices if their names are unknown.
+        flatten_conv: Argument of `param_groups`.
+        heads: Heads by parameter name, to divide by.
     """
-    found: dict[str, Found] = {}
+    classified: dict[str, Classified] = {}
     unknown: dict[str, tuple[int, ...]] = {}
     for name, _ in parameters:
-        each = find(name, shapes[name], targets, shapes, flatten_conv, heads.get(name))
-        if name in matrices and (each is None or each[1] == OUTSIDE):
-            found[name] = cut_views(name, shapes[name], "matrix"), "of an unknown name"
-        elif each is not None:
-            found[name] = each
+        result = find_views(name, shapes[name], targets, shapes, flatten_conv, heads.get(name))
+        if name in matrices and (result is None or result[1] == OUTSIDE):
+            classified[name] = cut_views(name, shapes[name], "matrix"), "of an unknown name"
+        elif result is not None:
+            classified[name] = result
         else:
             unknown[name] = shapes[name]
     if unknown:
-        outside = {name: shapes[name] for name, (_, reason) in found.items() if reason == OUTSIDE}
+        outside = {name: shapes[name] for name, (_, why) in classified.items() if why == OUTSIDE}
         raise unknown_matrices(unknown, outside)
-    return found
+    return classified
 
 
-def _check_heads(found: Mapping[str, Found], heads: Mapping[str, Heads]) -> None:
-    """Refuse to leave together what was to be divided by heads."""
-    for name, (views, reason) in found.items():
+def _check_heads(classified: Mapping[str, Classified], heads: Mapping[str, Heads]) -> None:
+    """Refuse attentions that ``per_head`` cannot divide."""
+    for name, (views, reason) in classified.items():
         kinds = {view.operator_type for view in views or ()}
-        is_told = name in heads or not any(map(in_heads, kinds))
+        has_rows = name in heads or not any(map(in_heads, kinds))
         expected = "per_head=ROWS of one head, or a pattern with Fused(..., heads=...)"
-        require(is_told, f"per_head: {name}", "no module that tells its heads", expected)
-        is_known = kinds != {"attn_qkv"} or reason == BY_PATTERN
-        expected = "a pattern with Fused(..., groups=..., heads=...) that tells it"
-        require(is_known, f"per_head: {name}", "heads in an order that nothing tells", expected)
+        require(has_rows, f"per_head: {name}", "no module that gives the rows of a head", expected)
+        has_order = kinds != {"attn_qkv"} or reason == BY_PATTERN
+        expected = "a pattern with Fused(..., groups=..., heads=...)"
+        require(has_order, f"per_head: {name}", "queries, keys, values in unknown order", expected)
 
 
 def _unnamed(
     parts: Sequence[nn.Module], parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> frozenset[str]:
-    """Names of what is a matrix if its name tells nothing else."""
+    """Names of the parameters that ``unknown="matrix"`` makes matrices if no pattern matches."""
     modules = (module for part in parts for module in part.modules())
     embeddings = {m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
     return frozenset(
@@ -179,12 +196,12 @@ def describe(
     reasons: Mapping[str, str] | None = None,
     num_frozen: int = 0,
 ) -> str:
-    """A table of names, shapes and operator types of the groups, followed by counts.
+    """Format a table of names, shapes and operator types of the groups, followed by counts.
 
     Args:
-        groups: From `param_groups`.
-        reasons: By name, why a parameter went where it did.
-        num_frozen: How many parameters were left out.
+        groups: Result of `param_groups`.
+        reasons: Reason of each parameter's operator type, by name.
+        num_frozen: Number of frozen parameters that were left out.
     """
     rows = [("parameter", "shape", "operator type")]
     counts, entries = Counter[str](), Counter[str]()
@@ -196,14 +213,17 @@ def describe(
             counts.update(kinds)
             entries["orthogonalized" if views else ADAMW] += parameter.numel()
             number = f"{len(views)} matrices" if len(views) > 1 else ""
-            told = "; ".join(filter(None, [number, (reasons or {}).get(name), *notes]))
-            kind = ", ".join(sort_operator_types(kinds)) + (f" ({told})" if told else "")
+            remark = "; ".join(filter(None, [number, (reasons or {}).get(name), *notes]))
+            kind = ", ".join(sort_operator_types(kinds)) + (f" ({remark})" if remark else "")
             rows.append((name, str(tuple(parameter.shape)), kind))
     summary = [(kind, str(counts[kind])) for kind in sort_operator_types(counts)]
+    num_outside = list((reasons or {}).values()).count(OUTSIDE)
+    remedy = "patterns or unknown='matrix' orthogonalize them, lr_multipliers sets their rate"
+    notice = [f"{num_outside} outside of any block go to AdamW: {remedy}", ""] * bool(num_outside)
     totals = [f"{number:,} entries {kind}" for kind, number in entries.items()]
     totals += [f"{num_frozen} frozen parameters left out"] if num_frozen else []
     table = [*_align(rows), "", *_align([("operator type", "count"), *summary])]
-    return "\n".join([*table, "", ", ".join(totals)])
+    return "\n".join([*table, "", *notice, ", ".join(totals)])
 
 
 def _align(rows: Sequence[tuple[str, ...]]) -> list[str]:
@@ -232,7 +252,7 @@ def _new_group(
 
 
 def named_parameters(parts: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
-    """The cleaned name of each parameter, the first one where it is tied.
+    """Map each parameter to its cleaned name; a tied one to its first name.
 
     Raises:
         ValueError: FSDP1, which hides the matrices.
@@ -241,8 +261,8 @@ def named_parameters(parts: Sequence[nn.Module]) -> dict[nn.Parameter, str]:
     for part in parts:
         for name, module in part.named_modules():
             is_fsdp1 = type(module).__name__ == "FullyShardedDataParallel"
-            found = f"FullyShardedDataParallel at {name!r}"
-            require(not is_fsdp1, "model", found, "fully_shard (FSDP1 flattens the matrices)")
+            value = f"FullyShardedDataParallel at {name!r}"
+            require(not is_fsdp1, "model", value, "fully_shard (FSDP1 flattens the matrices)")
         for name, parameter in part.named_parameters():
             names.setdefault(parameter, clean_name(name))
     return names

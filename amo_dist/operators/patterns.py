@@ -1,10 +1,10 @@
-"""Which names are which operator types: the built-in tables, and the user's patterns before them.
+"""Operator types by parameter name: the user's patterns first, then the built-in tables.
 
 A matrix of a block is orthogonalized with the schedule of its operator type; everything else
 (embeddings, heads, norms, biases, tables of relative positions, routers, LoRA adapters) goes to
-AdamW. The tables know torchtitan's language models with their vision towers, nanoGPT, PyTorch's
+AdamW. The tables cover torchtitan's language models with their vision towers, nanoGPT, PyTorch's
 transformer layers, timm's transformers, and the families of Hugging Face in ``docs/families.md``. A
-matrix inside a block that no pattern knows is an error.
+matrix inside a block whose name matches nothing is an error.
 """
 
 from __future__ import annotations
@@ -27,30 +27,31 @@ from amo_dist.operators.views import (
 
 Target: TypeAlias = "str | Fused | None"
 Patterns: TypeAlias = Mapping[str, Target]
-"""Regular expression over cleaned names -> operator type, ``"adamw"`` or ``None``, or ``Fused``."""
+"""Regular expression over cleaned names -> operator type, ``"adamw"`` or ``None``, or `Fused`."""
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]
-"""Of parameters, by cleaned name."""
-Found: TypeAlias = "tuple[tuple[MatrixView, ...] | None, str]"
-"""The matrices of a parameter, None for AdamW, and why."""
+"""Shapes of parameters by cleaned name."""
+Classified: TypeAlias = "tuple[tuple[MatrixView, ...] | None, str]"
+"""The matrices of a parameter, None for AdamW, and the reason."""
 
 OUTSIDE = "outside of any block"
-"""Why a matrix that nothing knows goes to AdamW without an error."""
+"""Reason why a matrix of an unknown name goes to AdamW without an error."""
 BY_PATTERN = "by your pattern"
-"""Why a parameter is what the user says."""
+"""Reason of a parameter that one of the user's patterns matches."""
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 _BLOCK = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h|layer\d|stages?|conformer)\.\d+\.")
 
-# The end of a name, preceded by its start or by a dot, and the operator type (a template).
+# Each row matches the end of a name, after a dot or from its start, and gives the operator type as
+# a template of `re.Match.expand`.
 _Table: TypeAlias = "tuple[tuple[str, str], ...]"
 _ANYWHERE: _Table = (
-    # torchtitan: attention, also where it is linear (in_proj_*, z gates what comes out of it)
+    # torchtitan's attention, softmax and linear (in_proj_*, whose z gates the output).
     (r"att(?:ention|n)\.(?:qkv_linear\.)?w([qkvo])\.weight", r"attn_\1"),
     (r"attention\.w(q|kv)_([ab])\.weight", r"mla_\1_\2"),
     (r"\w*attn\.in_proj_([qkv]|qkvz?)\.weight", r"attn_\1"),
     (r"(?:attention\.o_gate|\w*attn\.in_proj_z)\.weight", "attn_gate"),
     (r"attn\.(?:out_)?proj\.weight", "attn_o"),
-    # its feed-forwards; E, F, D: experts, hidden and model dimension
+    # torchtitan's feed-forwards; E, F, D are experts, hidden and model dimension.
     (r"feed_forward\.w1\.weight", "mlp_gate"),
     (r"feed_forward\.w3\.weight", "mlp_up"),
     (r"feed_forward\.w2\.weight", "mlp_down"),
@@ -59,11 +60,11 @@ _ANYWHERE: _Table = (
     (r"moe\.(?:routed_experts\.inner_)?(shared_)?experts\.w1(?:_EFD|\.weight)?", r"\1expert_gate"),
     (r"moe\.(?:routed_experts\.inner_)?(shared_)?experts\.w3(?:_EFD|\.weight)?", r"\1expert_up"),
     (r"moe\.(?:routed_experts\.inner_)?(shared_)?experts\.w2(?:_EDF|\.weight)?", r"\1expert_down"),
-    # gpt_oss: rows of gate and up in turn, as one matrix, for in two each row would be a piece.
+    # gpt_oss interleaves rows of gate and up: one matrix, as two would have a piece per row.
     (r"inner_experts\.mlp1_weight_EGD", "expert_gate_up"),
     (r"inner_experts\.mlp2_weight_EDF", "expert_down"),
     (r"eh_proj\.weight", "mtp_proj"),
-    # Llama, and what shares its names; GPT-2 and nanoGPT
+    # Llama and models with its names, then GPT-2 and nanoGPT.
     (r"self_attn\.([qkvo])_proj\.weight", r"attn_\1"),
     (r"self_attn\.(q|kv)_([ab])_proj(?:_with_mqa)?\.weight", r"mla_\1_\2"),
     (r"mlp\.(gate|up|down)_proj\.weight", r"mlp_\1"),
@@ -73,7 +74,7 @@ _ANYWHERE: _Table = (
 )
 # attention, self_attn, SelfAttention, crossattention, attention.self
 _ATTENTION = r"\w*[aA]tt\w*\.(?:[a-z]+\.)?"
-# Shorter names, which elsewhere may be those of heads, poolers and projectors.
+# Short names, matched inside blocks alone: elsewhere heads, poolers and projectors have them.
 _IN_BLOCKS: _Table = (
     (rf"{_ATTENTION}([qkv])(?:uery|ey|alue)?(?:_proj|_lin)?\.weight", r"attn_\1"),
     (rf"{_ATTENTION}(?:o|Wo|dense|projection|(?:o|out)_proj|out_lin)\.weight", "attn_o"),
@@ -97,17 +98,18 @@ _IN_BLOCKS: _Table = (
     (r"layers\.\d+\.linear\.weight", "hybrid_proj"),
 )
 
-# Several matrices in one parameter, in the order in which they lie, one after the other.
+# Parameters that hold several matrices, one after the other.
 _QKV = ("attn_q", "attn_k", "attn_v")
 _THIRDS = rf"{_ATTENTION}(?:(?:c_attn|qkv|Wqkv)\.weight|in_proj_weight)"
 _HALVES = r"(?:gate_up_proj|mlp\.(?:Wi|weights_in)|shared_mlp\.input_linear)\.weight"
 _GATE_UP_EXPERTS = r"experts\.gate_up_proj"
-# By heads in turn (GPT-NeoX, Bloom, CodeGen) or not (Falcon): neither name nor shape tells.
+# GPT-NeoX, Bloom and CodeGen interleave q, k and v by heads, Falcon does not; neither name nor
+# shape distinguishes them.
 _ONE_QKV = rf"{_ATTENTION}(?:query_key_value|qkv_proj)\.weight"
-# Matrices whose parts neither names nor shapes tell, or that would be cut into single rows.
+# Fused parameters that stay one matrix: their parts are ambiguous or single rows.
 _AS_ONE = ("attn_qkv", "attn_qkvz", "expert_gate_up", "ssm_in")
 
-# What goes to AdamW by the end of its name, even as a matrix inside a block.
+# Ends of names that go to AdamW, even for a matrix inside a block, and the reason.
 _ADAMW_NAMES: _Table = (
     (r"lora_(?:A|B|embedding_A|embedding_B)(?:\..*)?", "LoRA adapter"),
     (r"\w*_adapter_list\.\d+\.\d+\.weight", "LoRA adapter"),
@@ -119,28 +121,27 @@ _ADAMW_NAMES: _Table = (
     (r"\w*router\w*(?:\.[a-z]\w*){0,2}", "router"),
     (r"(?:moe\.shared_experts|block_sparse_moe)\.gate\.weight", "router"),
     (r"mlp\.shared_expert_gate\.weight", "router"),
-    (r"\w*attn\.in_proj_(?:[ab]|ba)\.weight", "one row a head"),
+    (r"\w*attn\.in_proj_(?:[ab]|ba)\.weight", "one row per head"),
     (r"A_log|D", "state-space table"),
 )
-# A router in Hugging Face's mixtures, (num_experts, dim). A gate of a dense MLP, which the name
-# fits too, has more rows than columns, and is not to fall to AdamW in silence.
+# A router in Hugging Face's mixtures, (num_experts, dim). The gate of a dense MLP may have the same
+# name; its greater number of rows keeps it from going to AdamW silently.
 _WIDE_ROUTER = r"(?:mlp|mixer|feed_forward)\.gate\.weight"
 
-
-# Outside of blocks, where AdamW has them unless all that is unknown shall be matrices.
+# Heads of a model, which stay with AdamW even with unknown="matrix".
 _HEADS = r"(?:\w*head|output|classifier|score|logits)(?:\.\w+)?\.weight"
 
 
 def is_head(name: str) -> bool:
-    """Whether a name is that of a model's head, if no pattern knows it."""
+    """Whether a parameter outside of blocks has a name that model heads have."""
     return _BLOCK.search(name) is None and _ends_in(name, _HEADS) is not None
 
 
 def clean_name(name: str) -> str:
-    """``name`` without the components that wrappers add.
+    """Remove the components that wrappers add to a name.
 
-    Removes those of ``torch.compile``, activation checkpointing and FSDP anywhere, and the
-    ``module.`` of DDP in front.
+    Those of ``torch.compile``, activation checkpointing and FSDP go wherever they stand, the
+    ``module.`` of DDP at the start.
     """
     for wrapper in _WRAPPERS:
         name = name.replace(wrapper, "")
@@ -155,51 +156,52 @@ def classify(
     *,
     flatten_conv: bool = False,
 ) -> tuple[MatrixView, ...] | None:
-    """The matrices that a parameter holds, or ``None`` where it goes to AdamW.
+    """List the matrices that a parameter holds, or return ``None`` for AdamW.
 
     Args:
-        name: Name of the parameter; cleaned as by ``clean_name``.
-        shape: Its global shape. ``(E, m, n)`` holds one matrix for each expert.
-        patterns: Regular expressions that must match the whole cleaned name (``re.fullmatch``),
-            in order of precedence, and all before the built-in ones. A value is an operator type,
-            ``"adamw"`` or ``None`` for AdamW, or ``Fused`` for several matrices.
-        shapes: Of all parameters of the model. Those beside a fused one may tell its parts, where
-            it is one matrix otherwise.
-        flatten_conv: See `amo_dist.param_groups`.
+        name: Name of the parameter, cleaned here by `clean_name`.
+        shape: Global shape. ``(E, m, n)`` holds one matrix per expert.
+        patterns: Regular expressions that must match the whole cleaned name (``re.fullmatch``).
+            The first match wins, before all built-in ones. A value is an operator type,
+            ``"adamw"`` or ``None`` for AdamW, or `Fused` for several matrices.
+        shapes: Shapes of all parameters of the model. A neighbour's shape may give the sizes of a
+            fused parameter's parts; without it the parameter is one matrix.
+        flatten_conv: Argument of `amo_dist.param_groups`.
 
     Raises:
-        ValueError: a matrix inside a block that nothing matches; a pattern that does not fit the
-            shape; a malformed pattern.
+        ValueError: No pattern matches a matrix inside a block, a pattern does not fit the shape, or
+            a pattern is malformed.
     """
     cleaned = clean_name(name)
-    found = find(cleaned, tuple(shape), check_patterns(patterns), shapes or {}, flatten_conv)
-    if found is None:
-        raise unknown_matrices({cleaned: tuple(shape)})
-    return found[0]
+    shape = tuple(shape)
+    classified = find_views(cleaned, shape, check_patterns(patterns), shapes or {}, flatten_conv)
+    if classified is None:
+        raise unknown_matrices({cleaned: shape})
+    return classified[0]
 
 
-def find(
+def find_views(
     name: str,
     shape: tuple[int, ...],
     patterns: Patterns,
     shapes: Shapes,
     flatten_conv: bool,
     heads: Heads | None = None,
-) -> Found | None:
-    """What `classify` returns, and why, in a few words for a report; None for an unknown matrix.
+) -> Classified | None:
+    """Classify a parameter, with a short reason for reports; ``None`` for an unknown matrix.
 
     Args:
-        name: Cleaned.
-        shape: Global.
-        patterns: From `check_patterns`.
-        shapes: As for `classify`.
-        flatten_conv: As for `classify`.
-        heads: Of the attention that the parameter belongs to, to divide it by.
+        name: Cleaned name.
+        shape: Global shape.
+        patterns: Result of `check_patterns`.
+        shapes: Argument of `classify`.
+        flatten_conv: Argument of `classify`.
+        heads: Heads of the parameter's attention, to divide it by.
     """
-    found = find_target(name, shape, patterns, shapes, flatten_conv)
-    if found is None:
+    classified = find_target(name, shape, patterns, shapes, flatten_conv)
+    if classified is None:
         return None
-    target, reason = found
+    target, reason = classified
     if target is None:
         return None, reason
     if heads is not None:
@@ -210,7 +212,7 @@ def find(
 def find_target(
     name: str, shape: tuple[int, ...], patterns: Patterns, shapes: Shapes, flatten_conv: bool
 ) -> tuple[Target, str] | None:
-    """As `find`, but what the parameter holds as it would stand in a pattern."""
+    """Find the target of a parameter, in the form of a pattern's value, and the reason."""
     for pattern, target in patterns.items():
         if re.fullmatch(pattern, name):
             return target, BY_PATTERN
@@ -234,10 +236,10 @@ def find_target(
 
 
 def check_patterns(patterns: Patterns | None) -> Patterns:
-    """The patterns, with ``None`` for AdamW however it was written.
+    """Check patterns, and write ``None`` for AdamW in any case of letters.
 
     Raises:
-        ValueError: An expression is malformed, or a value is none of the kinds in `Patterns`.
+        ValueError: An expression is malformed, or a value has another type than `Patterns` allows.
     """
     checked = dict(patterns or {})
     check_expressions("patterns", checked)
@@ -253,7 +255,7 @@ def check_patterns(patterns: Patterns | None) -> Patterns:
 
 
 def check_expressions(field: str, patterns: Iterable[str]) -> None:
-    """Raise ``ValueError`` that names the field where a regular expression is malformed."""
+    """Raise ``ValueError`` with the field of a malformed regular expression."""
     for pattern in patterns:
         try:
             re.compile(pattern)
@@ -263,16 +265,17 @@ def check_expressions(field: str, patterns: Iterable[str]) -> None:
 
 
 def suggest_patterns(shapes: Shapes, *, anywhere: bool = False) -> dict[str, str | Fused]:
-    """A pattern for each kind of parameter, and what it may be by its name and shape.
+    """Suggest a pattern and a target for each kind of parameter, from its name and shape.
+
+    A matrix in a block, or of an expert, becomes one operator type, or three if its name and shape
+    are those of queries, keys and values side by side. Anything else goes to AdamW.
 
     Args:
-        shapes: Of the parameters that need one. A matrix in a block, or one for each expert,
-            becomes an operator type, or three where its name and shape are those of queries, keys
-            and values; anything else goes to AdamW.
-        anywhere: The model has no blocks: matrices and convolutions are such anywhere, but for
-            embeddings and heads.
+        shapes: Shapes of the parameters that need a pattern.
+        anywhere: True for a model without blocks: all matrices and convolutions but embeddings and
+            heads then become operator types.
     """
-    found: dict[str, str | Fused] = {}
+    patterns: dict[str, str | Fused] = {}
     for name, shape in shapes.items():
         parts = name.split(".")
         words = [part for part in parts if not part.isdigit() and part != "weight"][-2:]
@@ -284,12 +287,13 @@ def suggest_patterns(shapes: Shapes, *, anywhere: bool = False) -> dict[str, str
         kind: str | Fused = ADAMW
         if is_matrix:
             kind = _qkv(name, shape) or re.sub(r"\W+", "_", "_".join(words)).lower() or "matrix"
-        found[r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts)] = kind
-    return found
+        pattern = r"\.".join(r"\d+" if part.isdigit() else re.escape(part) for part in parts)
+        patterns[pattern] = kind
+    return patterns
 
 
 def _qkv(name: str, shape: tuple[int, ...]) -> Fused | None:
-    """Queries, as many as the model is wide, keys and values, if these are side by side."""
+    """Divide a fused projection whose queries have the model's width; None for another matrix."""
     rows, width = shape[:2]
     keys, odd = divmod(rows - width, 2)
     if len(shape) != 2 or odd or not 0 < keys <= width or not re.search(r"(?i)qkv", name):
@@ -298,32 +302,33 @@ def _qkv(name: str, shape: tuple[int, ...]) -> Fused | None:
 
 
 def format_patterns(shapes: Shapes, *, anywhere: bool = False) -> str:
-    """`suggest_patterns` as Python, each with the number and the shapes of what it matches."""
+    """Write `suggest_patterns` as Python, with the count and the shapes of each one's matches."""
     lines = []
     for pattern, kind in suggest_patterns(shapes, anywhere=anywhere).items():
         matched = [shape for name, shape in shapes.items() if re.fullmatch(pattern, name)]
-        told = ", ".join(str(shape) for shape in dict.fromkeys(matched))
+        shapes_text = ", ".join(str(shape) for shape in dict.fromkeys(matched))
         value = f"Fused({kind.parts})" if isinstance(kind, Fused) else f'"{kind}"'
-        lines.append(f'    r"{pattern}": {value},  # {len(matched)} of {told}')
-    return "\n".join(["patterns = {", *lines, "}"])
+        lines.append(f'    r"{pattern}": {value},  # {len(matched)} of {shapes_text}')
+    return "\n".join(["from amo_dist import Fused", "", "patterns = {", *lines, "}"])
 
 
 def unknown_matrices(unknown: Shapes, others: Shapes | None = None) -> ValueError:
-    """The error for matrices inside blocks that no pattern knows, with patterns to paste.
+    """Make the error for matrices of unknown names inside blocks, with patterns to paste.
 
     Args:
-        unknown: Their shapes by name; at least one.
-        others: Of parameters that went to AdamW because no block holds them.
+        unknown: Shapes of these matrices by name; at least one.
+        others: Shapes of the matrices outside of blocks, which went to AdamW.
     """
     name, shape = next(iter(unknown.items()))
-    more = f" and {len(unknown) - 1} more" if len(unknown) > 1 else ""
+    number = "1 matrix" if len(unknown) == 1 else f"{len(unknown)} matrices"
     return ValueError(
-        f"{name}: found a matrix of shape {shape}{more} inside a block that no pattern knows; "
-        "expected a pattern for each. Those of the whole model, to paste and to edit:\n"
+        f"patterns: found {number} of unknown names inside blocks, first {name} {shape}, expected "
+        "a pattern for each. Paste and edit:\n"
         f"{format_patterns({**unknown, **(others or {})})}\n"
-        "A value is any operator type (matrices of one share a schedule), 'adamw', or Fused(...) "
-        "for several matrices side by side; param_groups(model, patterns=patterns) takes them. "
-        "unknown='matrix' makes one operator type of all that are unknown."
+        "A value is an operator type of any name (its matrices share a schedule), 'adamw', or "
+        "Fused(...) for several matrices side by side. Pass them as "
+        "param_groups(model, patterns=patterns). Or pass unknown='matrix': all matrices of unknown "
+        "names then are one operator type."
     )
 
 
@@ -333,14 +338,14 @@ def _ends_in(name: str, tail: str) -> re.Match[str] | None:
 
 @functools.cache
 def _compiled(tail: str) -> re.Pattern[str]:
-    # Mixtures have tens of thousands of parameters.
+    # Cached, because mixtures match tens of thousands of names.
     return re.compile(rf"(?:.*\.)?(?:{tail})")
 
 
 def _built_in(
     name: str, shape: tuple[int, ...], shapes: Shapes, in_block: bool
 ) -> tuple[Target, str]:
-    """What the tables say, None where they know nothing, and a remark."""
+    """Look a name up in the tables: its target, None if no row matches, and a remark."""
     matches = ((_ends_in(name, tail), kind) for tail, kind in _ANYWHERE + _IN_BLOCKS * in_block)
     target: Target = next((match.expand(kind) for match, kind in matches if match), None)
     if target is None and in_block:
@@ -349,16 +354,16 @@ def _built_in(
 
 
 def _fused(name: str, shape: tuple[int, ...], shapes: Shapes) -> Target:
-    """How a parameter holds several matrices; one type where that cannot be told."""
+    """Divide a parameter of several matrices; one operator type if their sizes are ambiguous."""
     rows, columns = shape[-2:]
     size = min(shape)
     if _ends_in(name, _THIRDS):
         if sorted(shape) != [size, 3 * size]:
             return "attn_qkv"
-        # GPT-2 keeps (in, 3 * out), all others (3 * out, in); all have out = in.
+        # GPT-2 stores (in, 3 * out), all others (3 * out, in); out = in in all of them.
         return Fused(tuple((kind, size) for kind in _QKV), dim=int(rows == size))
     if _ends_in(name, _ONE_QKV):
-        # Phi: as many queries as the output projection has columns, keys as values.
+        # Phi has as many rows of queries as its output projection has columns.
         head, is_phi, tail = name.rpartition(".qkv_proj.")
         _, queries = shapes.get(f"{head}.o_proj.{tail}", (0, 0)) if is_phi else (0, 0)
         keys, odd = divmod(rows - queries, 2)
@@ -369,11 +374,11 @@ def _fused(name: str, shape: tuple[int, ...], shapes: Shapes) -> Target:
         prefix = "shared_expert" if "shared_mlp" in name else "mlp"
         return Fused(((f"{prefix}_gate", rows // 2), (f"{prefix}_up", rows // 2)))
     if _ends_in(name, _GATE_UP_EXPERTS) and len(shape) == 3:
-        # (E, 2 * hidden, dim) or, transposed, (E, dim, 2 * hidden): `down_proj` tells. gpt-oss
-        # has gate and up in turn, and alone a bias.
+        # The shape of `down_proj` decides between (E, 2 * hidden, dim) and its transpose
+        # (E, dim, 2 * hidden). gpt-oss, the only one with a bias, interleaves gate and up.
         down = shapes.get(name.replace("gate_up_proj", "down_proj"), shape)[1:]
-        ways: dict[tuple[int, ...], int] = {(columns, rows // 2): 0, (columns // 2, rows): 1}
-        dim = ways.get(down)
+        dim_by_down: dict[tuple[int, ...], int] = {(columns, rows // 2): 0, (columns // 2, rows): 1}
+        dim = dim_by_down.get(down)
         if f"{name}_bias" in shapes or dim is None or shape[1 + dim] % 2:
             return "expert_gate_up"
         half = shape[1 + dim] // 2

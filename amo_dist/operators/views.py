@@ -1,4 +1,4 @@
-"""How a parameter holds matrices: as one, as one an expert, or several side by side."""
+"""The matrices that one parameter holds: one, one per expert, or several side by side."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from amo_dist.config import Box
 
 ADAMW = "adamw"
-"""Names what is not orthogonalized."""
+"""Target of the parameters that AdamW trains."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,82 +18,102 @@ class MatrixView:
     """One matrix inside a parameter."""
 
     suffix: str
-    """Empty for the whole parameter, else such as ``[q]`` or ``[3]``; the name of the matrix is
-    the parameter's name followed by it."""
+    """Text after the parameter's name in the matrix's name: empty for the whole parameter, else
+    such as ``[q]`` or ``[3]``."""
     operator_type: str
-    """Matrices of one type share a schedule."""
+    """Type of the matrix; matrices of one type share a schedule."""
     boxes: tuple[Box, ...] | None
-    """``None`` for the whole of a parameter of two dims, or of four whose last three are the
-    columns; else the regions that make up the matrix, in
-    coordinates of the parameter, one after the other along ``dim``."""
+    """Regions of the parameter that make up the matrix, joined along ``dim``. ``None`` is the whole
+    parameter: of two dims, or of four, whose last three then become the columns."""
     dim: int = 0
     """Dim of the matrix (0 rows, 1 columns) along which the boxes are concatenated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Fused:
-    r"""How one parameter holds several matrices side by side.
+    r"""Several matrices side by side in one parameter.
 
-    For a parameter of rows q, k, v with grouped-query attention, whose sizes no shape tells::
+    A parameter whose rows are q, k and v of grouped-query attention, whose shape alone does not
+    give the three sizes::
 
         Fused((("attn_q", 3072), ("attn_k", 1024), ("attn_v", 1024)))
 
-    A 3-D parameter ``(E, m, n)`` is so divided in each of its E matrices. One part alone with
-    ``heads`` is a projection that is orthogonalized head by head, in all layers by one pattern::
+    A 3-D parameter ``(E, m, n)`` is divided this way in each of its E matrices. A single part with
+    ``heads`` is a projection that is orthogonalized head by head; one pattern covers all layers::
 
         {r".*\.q_proj\.weight": Fused((("attn_q", 3072),), heads={"attn_q": 24})}
+
+    Raises:
+        ValueError: A field has another type than declared, an operator type occurs twice or has a
+            name that files cannot hold, or ``groups`` or ``heads`` does not divide a size.
     """
 
     parts: tuple[tuple[str, int], ...]
     """``(operator type, size along dim)`` in the order of storage; the sizes add up to the
-    parameter's size along ``dim``. One type cannot occur twice."""
+    parameter's size along ``dim``. An operator type occurs once."""
     dim: int = 0
-    """0 where the parts are rows of the matrix (``nn.Linear``), 1 where they are columns."""
+    """0 if the parts are rows of the matrix (``nn.Linear``), 1 if they are columns."""
     groups: int = 1
-    """Interleaving: ``dim`` consists of this many equal groups (KV groups, as a rule), and each
-    holds its share of every part in order. 1 stores each part in one piece."""
+    """Number of equal groups in which ``dim`` is interleaved (usually KV groups); each group holds
+    its share of every part, in order. 1 stores each part in one piece."""
     heads: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Splits the part of an operator type further into this many equal matrices, one a head."""
+    """Number of heads by operator type; that part becomes so many equal matrices."""
 
     def __post_init__(self) -> None:
-        # From TOML or JSON these arrive as lists.
-        parts = tuple((str(operator_type), int(size)) for operator_type, size in self.parts)
-        object.__setattr__(self, "parts", parts)
-        types = [operator_type for operator_type, _ in parts]
-        require(len(types) > 0, "Fused.parts", self.parts, "at least one part")
+        is_pairs = isinstance(self.parts, (tuple, list)) and all(map(_is_part, self.parts))
+        expected = "pairs (operator type, integer size), at least one"
+        require(is_pairs and len(self.parts) > 0, "Fused.parts", repr(self.parts), expected)
+        # TOML and JSON have lists in place of tuples.
+        object.__setattr__(self, "parts", tuple((kind, size) for kind, size in self.parts))
+        types = [operator_type for operator_type, _ in self.parts]
         require(len(set(types)) == len(types), "Fused.parts", types, "distinct operator types")
         for operator_type in types:
             check_operator_type(operator_type)
-        require(self.dim in (0, 1), "Fused.dim", self.dim, "0 (rows) or 1 (columns)")
-        unknown = sorted(set(self.heads) - set(types))
+        is_dim = _is_int(self.dim) and self.dim in (0, 1)
+        require(is_dim, "Fused.dim", repr(self.dim), "0 (rows) or 1 (columns)")
+        is_mapping = isinstance(self.heads, Mapping)
+        require(is_mapping, "Fused.heads", repr(self.heads), "a mapping of types to integers")
+        unknown = [key for key in self.heads if key not in types]
         require(not unknown, "Fused.heads", unknown, f"operator types among {types}")
-        for operator_type, size in parts:
+        for operator_type, size in self.parts:
             divisors = {"groups": self.groups, "heads": self.heads.get(operator_type, 1)}
             for field, divisor in divisors.items():
-                divides = size >= 1 and divisor >= 1 and size % divisor == 0
-                expected = f"a divisor of {operator_type}'s size {size}"
-                require(divides, f"Fused.{field}", divisor, expected)
+                divides = _is_int(divisor) and divisor >= 1 and size % divisor == 0
+                expected = f"an integer that divides {operator_type}'s size {size}"
+                require(divides, f"Fused.{field}", repr(divisor), expected)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_part(part: object) -> bool:
+    if not isinstance(part, (tuple, list)) or len(part) != 2:
+        return False
+    return isinstance(part[0], str) and _is_int(part[1]) and part[1] >= 1
 
 
 @dataclasses.dataclass(frozen=True)
 class Heads:
-    """How many rows one head has in each projection of an attention."""
+    """Rows per head in each projection of an attention."""
 
     query: int
+    """Rows of a query head."""
     key: int
-    """In what latent attention expands its latent to: of the part without positions."""
+    """Rows of a key head; in latent attention those without rotary positions."""
     value: int
+    """Rows of a value head."""
     rotary: int = 0
-    """The last so many rows of each query head turn with the position, and their keys are one for
-    all heads: latent attention."""
+    """Rows at the end of each query head that rotate with the position. Above 0 in latent
+    attention alone, where all heads share the rotary keys."""
 
     def of(self, operator_type: str) -> int:
-        """Rows of a head in a projection of this type, 0 where it has no heads."""
-        part = _IN_HEADS.get(operator_type)
-        return getattr(self, part) if part else 0
+        """Rows per head in a projection of this type; 0 if the type has no heads."""
+        field = _ROWS_BY_TYPE.get(operator_type)
+        return getattr(self, field) if field else 0
 
 
-_IN_HEADS = {
+_ROWS_BY_TYPE = {
     "attn_q": "query",
     "attn_k": "key",
     "attn_v": "value",
@@ -101,61 +121,65 @@ _IN_HEADS = {
     "mla_k_b": "key",
     "mla_v_b": "value",
 }
-"""Operator types whose matrices are made of heads, and which of `Heads` tells how."""
+"""Field of `Heads` by operator type, for the types whose matrices consist of heads."""
 
 
 def in_heads(operator_type: str) -> bool:
-    """Whether matrices of this type divide by heads."""
-    return operator_type in _IN_HEADS or operator_type == "mla_kv_b"
+    """Whether matrices of this type consist of heads."""
+    return operator_type in _ROWS_BY_TYPE or operator_type == "mla_kv_b"
 
 
 def by_head(name: str, shape: tuple[int, ...], target: str | Fused, heads: Heads) -> str | Fused:
-    """How a parameter holds a matrix for each head of its queries, keys and values.
+    """Divide the queries, keys and values of a parameter into one matrix per head.
 
-    Everything else stays as it is, and so does a part whose ``heads`` are given.
+    A part that has an entry in ``target.heads``, and every other type, stays unchanged.
 
     Args:
-        name: For errors.
-        shape: Of the parameter.
-        target: What it is without heads.
-        heads: Of its attention.
+        name: Name of the parameter, for errors.
+        shape: Shape of the parameter.
+        target: Target of the parameter without heads.
+        heads: Rows per head of its attention.
+
+    Returns:
+        The target with heads.
 
     Raises:
         ValueError: The rows are no multiple of a head's.
     """
-    if target == "mla_kv_b":  # keys and values of each head in turn
-        both = heads.key + heads.value
-        number = _count(name, shape[-2], both)
+    if target == "mla_kv_b":  # each head's keys, then its values
+        number = _num_heads(name, shape[-2], heads.key + heads.value)
         parts = (("mla_k_b", number * heads.key), ("mla_v_b", number * heads.value))
         return Fused(parts, groups=number, heads={kind: number for kind, _ in parts})
     if isinstance(target, str):
         if not heads.of(target):
             return target
         target = Fused(((target, shape[-2]),))
-    found = {
-        kind: _count(name, size, rows) for kind, size in target.parts if (rows := heads.of(kind))
+    num_heads = {
+        kind: _num_heads(name, size, rows)
+        for kind, size in target.parts
+        if (rows := heads.of(kind))
     }
-    return dataclasses.replace(target, heads={**found, **target.heads})
+    return dataclasses.replace(target, heads={**num_heads, **target.heads})
 
 
-def _count(name: str, size: int, rows: int) -> int:
-    remedy = "per_head=ROWS gives another, and a pattern with Fused(..., heads=...) their number"
-    expected = f"a multiple of {rows}, what one head has: {remedy}"
-    require(size % rows == 0, name, f"{size} rows of heads", expected)
+def _num_heads(name: str, size: int, rows: int) -> int:
+    remedy = "set per_head=ROWS, or write a pattern with Fused(..., heads=...)"
+    expected = f"a multiple of the {rows} rows of a head: {remedy}"
+    require(size % rows == 0, name, f"{size} rows", expected)
     return size // rows
 
 
 def cut_views(name: str, shape: tuple[int, ...], target: str | Fused) -> tuple[MatrixView, ...]:
-    """The matrices of one parameter.
+    """List the matrices of one parameter.
 
     Args:
-        name: For errors.
-        shape: ``(m, n)``, ``(E, m, n)`` for E matrices, or that of a convolution, ``(out, in,
-            height, width)``, for the one matrix ``(out, in * height * width)``.
-        target: The operator type of each matrix, or how it holds several.
+        name: Name of the parameter, for errors.
+        shape: ``(m, n)``; ``(E, m, n)`` for E matrices; or ``(out, in, height, width)`` of a
+            convolution, for the one matrix ``(out, in * height * width)``.
+        target: Operator type of each matrix, or `Fused` for several.
 
     Raises:
-        ValueError: The shape has other dims, or the parts do not add up to it.
+        ValueError: The shape has another number of dims, or the parts do not add up to it.
     """
     if len(shape) == 4 and isinstance(target, str):
         return (MatrixView("", target, None),)
@@ -176,7 +200,7 @@ def cut_views(name: str, shape: tuple[int, ...], target: str | Fused) -> tuple[M
 
 
 def _fused_views(name: str, whole: Box, fused: Fused) -> list[MatrixView]:
-    """Views of one matrix, all of which is the box ``whole``."""
+    """List the views of the matrix that occupies the box ``whole``."""
     total = sum(size for _, size in fused.parts)
     expected = f"parts that add up to {whole[fused.dim][1]}, its size along dim {fused.dim}"
     require(total == whole[fused.dim][1], name, f"{fused.parts} = {total}", expected)
@@ -187,12 +211,13 @@ def _fused_views(name: str, whole: Box, fused: Fused) -> list[MatrixView]:
         num_heads = fused.heads.get(operator_type, 1)
         for head in range(num_heads):
             start, stop = head * size // num_heads, (head + 1) * size // num_heads
-            # Of each group what falls to the head, counted in the part, and how far to shift it.
-            found = [
+            # The head's overlap with each group, counted within the part, and the distance from
+            # there to its place in the parameter.
+            overlaps = [
                 (max(start, g * share), min(stop, (g + 1) * share), g * (stride - share) + offset)
                 for g in range(fused.groups)
             ]
-            ranges = [(low + shift, high + shift) for low, high, shift in found if low < high]
+            ranges = [(low + shift, high + shift) for low, high, shift in overlaps if low < high]
             boxes = tuple((r, whole[1]) if fused.dim == 0 else (whole[0], r) for r in ranges)
             suffix = f"[{label}.{head}]" if operator_type in fused.heads else f"[{label}]"
             views.append(MatrixView(suffix, operator_type, boxes, fused.dim))
@@ -201,22 +226,22 @@ def _fused_views(name: str, whole: Box, fused: Fused) -> list[MatrixView]:
 
 
 def _labels(operator_types: Sequence[str]) -> list[str]:
-    """Types without their family (``attn_q`` -> ``q``), where that leaves them distinct."""
+    """Strip the family from types (``attn_q`` -> ``q``) if that leaves them distinct."""
     short = [re.sub(r"^(?:attn|mlp|expert|shared_expert)_", "", t) for t in operator_types]
     return short if len(set(short)) == len(short) else list(operator_types)
 
 
 def check_operator_type(operator_type: str) -> None:
-    """Raise ``ValueError`` unless the name of a type is one that reports and files can carry."""
-    # "/" stands before the part of the depth in a layer group, "=" in options of commands.
+    """Raise ``ValueError`` for a name of a type that reports and files cannot hold."""
+    # "/" separates the layer group, and "=" the value of a command's option.
     is_plain = operator_type.isprintable() and not set("/=") & set(operator_type)
     is_valid = is_plain and operator_type.strip() == operator_type != ""
-    expected = "a name such as 'attn_q': any characters that print, but no '/' and '='"
+    expected = "a printable name without '/' and '=', such as 'attn_q'"
     is_valid = is_valid and operator_type.casefold() != ADAMW
     require(is_valid, "operator type", repr(operator_type), expected)
 
 
-def require(condition: bool, field: str, found: object, expected: str) -> None:
-    """Raise ``ValueError`` with what was found and what was expected, unless all is well."""
+def require(condition: bool, field: str, value: object, expected: str) -> None:
+    """Raise the ``ValueError`` of a field, unless the condition holds."""
     if not condition:
-        raise ValueError(f"{field}: found {found}, expected {expected}")
+        raise ValueError(f"{field}: found {value}, expected {expected}")

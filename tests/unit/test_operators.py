@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 import pytest
 import torch
@@ -73,9 +74,11 @@ def test_names(name: str, shape: tuple[int, ...], expected: str | None) -> None:
 
 def pasted(text: str) -> dict[str, str]:
     """The patterns that an error or a report prints."""
-    (source,) = re.findall(r"^patterns = \{$.*?^\}$", text, flags=re.MULTILINE | re.DOTALL)
-    found: dict[str, str] = eval(source.removeprefix("patterns = "), {"Fused": Fused})
-    return found
+    (source,) = re.findall(r"^from amo_dist .*?^\}$", text, flags=re.MULTILINE | re.DOTALL)
+    variables: dict[str, Any] = {}
+    exec(source, variables)  # with no name but its own imports
+    patterns: dict[str, str] = variables["patterns"]
+    return patterns
 
 
 @pytest.mark.parametrize(
@@ -214,11 +217,26 @@ def test_labels_stay_distinct() -> None:
         ({"parts": (("q=1", 4),)}, "operator type: found 'q=1'"),
         ({"parts": ((" q", 4),)}, "operator type: found ' q'"),
         ({"parts": (("AdamW", 4),)}, "operator type: found 'AdamW'"),
-        ({"parts": (("attn_q", 0),)}, "Fused.groups"),
+        ({"parts": (("attn_q", 0),)}, "Fused.parts"),
+        (
+            {"parts": (("attn_q", 16.9),)},
+            r"Fused.parts: found \(\('attn_q', 16.9\),\), expected pairs",
+        ),
+        ({"parts": (("attn_q", "4"),)}, "Fused.parts: found .* expected pairs"),
+        ({"parts": (("attn_q", True),)}, "Fused.parts: found .* expected pairs"),
+        ({"parts": "attn_q"}, "Fused.parts: found 'attn_q', expected pairs"),
+        ({"parts": (("attn_q",),)}, "Fused.parts: found .* expected pairs"),
+        ({"parts": 4}, "Fused.parts: found 4, expected pairs"),
         ({"dim": 2}, "Fused.dim: found 2"),
-        ({"groups": 3}, "Fused.groups: found 3, expected a divisor of attn_q's size 4"),
+        ({"dim": True}, "Fused.dim: found True"),
+        ({"dim": 0.0}, "Fused.dim: found 0.0"),
+        ({"groups": 3}, "Fused.groups: found 3, expected an integer that divides attn_q's size 4"),
         ({"groups": 0}, "Fused.groups: found 0"),
+        ({"groups": "4"}, "Fused.groups: found '4'"),
+        ({"groups": True}, "Fused.groups: found True"),
         ({"heads": {"attn_q": 3}}, "Fused.heads: found 3"),
+        ({"heads": {"attn_q": 2.0}}, "Fused.heads: found 2.0"),
+        ({"heads": 4}, "Fused.heads: found 4, expected a mapping"),
         ({"heads": {"attn_k": 2}}, "Fused.heads"),
     ],
 )

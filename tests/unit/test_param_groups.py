@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import pytest
 import torch
@@ -113,6 +114,14 @@ def test_nothing_to_train() -> None:
         param_groups(nn.Module())
     with pytest.raises(ValueError, match="model: found 1 frozen parameters"):
         param_groups(nn.Linear(2, 2, bias=False).requires_grad_(False))
+
+
+@pytest.mark.parametrize("wrong", [lambda m: m.parameters(), lambda m: m.weight, lambda _: None])
+def test_what_is_no_module_is_refused(wrong: Callable[[nn.Linear], Any]) -> None:
+    with pytest.raises(
+        ValueError, match=r"model: found a .* expected a module .*param_groups\(model"
+    ):
+        param_groups(wrong(nn.Linear(2, 2)))
 
 
 def test_a_stage_without_matrices_has_one_group() -> None:
@@ -237,6 +246,7 @@ def test_report(capsys: pytest.CaptureFixture[str]) -> None:
     assert kinds["norm.weight"] == "adamw (1-D; weight_decay 0.0)"
     assert by_name["attn_q"].split() == ["attn_q", "3"]
     assert by_name["adamw"].split() == ["adamw", "4"]
+    assert lines[-3].startswith("1 outside of any block go to AdamW: patterns or unknown='matrix'")
     assert lines[-1] == "144 entries orthogonalized, 56 entries adamw"
     assert describe(groups).splitlines()[0].split() == ["parameter", "shape", "operator", "type"]
 
@@ -250,7 +260,9 @@ MIXER = {
     "0.weight": (4, 4),
     "blocks.0.norm.weight": (4,),
 }
-PATTERNS = r"""patterns = {
+PATTERNS = r"""from amo_dist import Fused
+
+patterns = {
     r"blocks\.\d+\.mixer\.mix": "mixer_mix",  # 1 of (8, 4)
     r"blocks\.\d+\.mixer\.receptance\.weight": "mixer_receptance",  # 2 of (4, 4)
     r"blocks\.\d+\.moe\.experts\.first": "experts_first",  # 1 of (2, 4, 4)
@@ -259,7 +271,9 @@ PATTERNS = r"""patterns = {
 
 
 def test_an_error_prints_patterns_for_the_whole_model() -> None:
-    with pytest.raises(ValueError, match=r"^blocks.0.mixer.mix: found .* and 3 more") as caught:
+    with pytest.raises(
+        ValueError, match=r"^patterns: found 4 matrices .* blocks.0.mixer.mix"
+    ) as caught:
         param_groups(module_of(MIXER))
     assert PATTERNS in str(caught.value)
 
@@ -285,14 +299,14 @@ def test_unknown_matrices_are_one_type_where_asked_for() -> None:
     named = types_by_name(param_groups(model, unknown="matrix", patterns=patterns))
     del expected["adapter.weight"]
     assert named == {**expected, "output.weight": "head"}
-    with pytest.raises(ValueError, match=r"(?s)layers\.0\.mixing.* unknown='matrix' makes one"):
+    with pytest.raises(ValueError, match=r"(?s)layers\.0\.mixing.* pass unknown='matrix': all"):
         param_groups(model)
     with pytest.raises(ValueError, match="unknown: found 'adamw', expected 'error' or 'matrix'"):
         param_groups(model, unknown="adamw")  # type: ignore[arg-type]
 
 
 def test_a_stack_that_nobody_knows_stays_an_error() -> None:
-    with pytest.raises(ValueError, match=r"found a matrix of shape \(3, 4, 4\)"):
+    with pytest.raises(ValueError, match=r"found 1 matrix .* \(3, 4, 4\), expected"):
         param_groups(module_of({"layers.0.mixing": (3, 4, 4)}), unknown="matrix")
 
 

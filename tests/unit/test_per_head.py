@@ -87,14 +87,14 @@ def test_columns_hold_heads_where_a_parameter_is_fused_by_columns() -> None:
 @pytest.mark.parametrize(
     ("shapes", "per_head", "message"),
     [
-        (GROUPED, True, rf"per_head: {Q}: found no module that tells its heads"),
-        (GROUPED, 5, rf"{Q}: found 12 rows of heads, expected a multiple of 5"),
+        (GROUPED, True, rf"per_head: {Q}: found no module that gives the rows of a head"),
+        (GROUPED, 5, rf"{Q}: found 12 rows, expected a multiple of the 5 rows"),
         (GROUPED, 1, "per_head: found 1, expected True, False or"),
         (GROUPED, "yes", "per_head: found 'yes'"),
         (
             {"layers.0.attention.query_key_value.weight": (24, 8)},
             4,
-            "heads in an order that nothing tells",
+            "found queries, keys, values in unknown order",
         ),
     ],
 )
