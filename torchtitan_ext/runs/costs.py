@@ -11,42 +11,42 @@ Records = Sequence[Mapping[str, Any]]
 """Records by step."""
 
 OPTIMIZER_SECONDS = "optimizer_seconds_per_step"
-"""Field of a record: observation and tracking included, in the steps that have them."""
+"""Field of a record: seconds of the optimizer per step, observation and tracking included."""
 
 
 def series(records: Records, field: str) -> list[tuple[int, float]]:
-    """``(step, value)`` of a field where it is a number."""
-    return [(one["step"], one[field]) for one in records if one.get(field) is not None]
+    """``(step, value)`` of the records that have a number for a field."""
+    return [(r["step"], r[field]) for r in records if r.get(field) is not None]
 
 
 def values(records: Records, field: str) -> list[float]:
-    """The values of a field where it is a number."""
+    """The values of a field, of the records that have a number."""
     return [value for _, value in series(records, field)]
 
 
 def without_start(records: Records) -> Records:
-    """The records after the first, which pays for start-up; all where there is but one."""
+    """The records after the first, which includes start-up; the first if it is the only one."""
     return records[1:] or records
 
 
-def median(found: Iterable[float]) -> float | None:
-    """The median; ``None`` of nothing."""
-    listed = list(found)
+def median(numbers: Iterable[float]) -> float | None:
+    """The median; ``None`` without numbers."""
+    listed = list(numbers)
     return statistics.median(listed) if listed else None
 
 
 def peak_memory(records: Records) -> float | None:
-    """Bytes, the most of all records."""
+    """Bytes, the maximum over all records."""
     return max(values(records, "peak_memory_bytes"), default=None)
 
 
 def spans(records: Records) -> list[tuple[int, Mapping[str, Any]]]:
-    """Each record but the first, and the number of steps that it stands for."""
+    """Each record after the first, with the number of steps that it covers."""
     return [(b["step"] - a["step"], b) for a, b in itertools.pairwise(records)]
 
 
 def mean(pairs: Iterable[tuple[int, float]]) -> float | None:
-    """The mean of values weighted by numbers of steps; ``None`` of nothing."""
+    """The mean of values weighted by numbers of steps; ``None`` without values."""
     listed = list(pairs)
     total = sum(steps for steps, _ in listed)
     return sum(steps * value for steps, value in listed) / total if total else None

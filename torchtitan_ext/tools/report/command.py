@@ -1,4 +1,4 @@
-"""The command line of ``amo report``, and what stands on its page."""
+"""The command line of ``amo report``, and the content of its page."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ def add_command(subparsers: Subparsers) -> None:
     """Register ``report``."""
     parser = subparsers.add_parser(
         "report",
-        help="show what runs did, in one HTML file",
-        description="Write loss curves, schedules, geometry and costs of runs into one HTML file "
+        help="draw loss, schedule, plan and geometry of runs in one HTML file",
+        description="Write loss curves, schedules, plans and geometry of runs into one HTML file "
         "that opens offline. Needs matplotlib and Jinja (the extra 'plots').",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
@@ -47,11 +47,11 @@ def run(args: argparse.Namespace) -> int:
             f"amo report: found no {error.name}, expected the extra: pip install 'amo-dist[plots]'"
         ) from None
     runs = data.load(args.runs)
-    names = ", ".join(one.label for one in runs)
+    names = ", ".join(run.label for run in runs)
     with style.applied():
         sections, left_out = make_sections(runs)
-        lead = "Adaptive Muon Orthogonalization. A colour is one operator type throughout."
-        headlines = [_headline(one) for one in runs]
+        lead = "Adaptive Muon Orthogonalization. Each operator type keeps its colour in all plots."
+        headlines = [_headline(run) for run in runs]
         text = page.render(f"AMO report: {names}", lead, headlines, sections, left_out)
         output = Path(args.output)
         output.parent.mkdir(parents=True, exist_ok=True)
@@ -66,94 +66,94 @@ def run(args: argparse.Namespace) -> int:
 # ---------------------------------------------------------------- headline
 
 
-def _headline(one: Run) -> Headline:
-    last, found = one.metrics[-1], []
+def _headline(run: Run) -> Headline:
+    last, entries = run.metrics[-1], []
     step, steps, phase = last["step"], last.get("training_steps"), last["phase"]
-    if losses := one.series("loss"):
+    if losses := run.series("loss"):
         of = f" of {steps:,}" if steps else ""
-        found.append(("loss", f"{losses[-1][1]:.4f}", f"at step {step:,}{of}"))
-    locked = [first for name, first, _ in one.spans("phase") if name == "locked"]
+        entries.append(("loss", f"{losses[-1][1]:.4f}", f"at step {step:,}{of}"))
+    locked = [first for name, first, _ in run.spans("phase") if name == "locked"]
     if phase and phase != "uniform":
         lock = last.get("lock_step")
         when = f"locks at step {lock:,}" if lock else "nothing is planned"
         place = (phase, when) if not locked else (f"step {locked[-1]:,}", f"now {phase}")
-        found.append(("locked at" if locked else "phase", *place))
-    if one.plan is not None:
-        error, uniform = one.plan.objective, one.plan.uniform_objective
-        name = OBJECTIVES[one.plan.criterion]
-        found.append((name, f"{error:.4g}", f"where uniform leaves {uniform:.4g}"))
-    if guard := [value for _, value in one.series(figures.GUARD) if value]:
-        found.append(("residual", f"{guard[-1]:.3g}", "after Newton-Schulz, the last measured"))
-    if (work := data.ns_work(one)) is not None:
+        entries.append(("locked at" if locked else "phase", *place))
+    if run.plan is not None:
+        error, uniform = run.plan.objective, run.plan.uniform_objective
+        name = OBJECTIVES[run.plan.criterion]
+        entries.append((name, f"{error:.4g}", f"uniform schedule: {uniform:.4g}"))
+    if residuals := [value for _, value in run.series("newton_schulz/residual") if value]:
+        entries.append(("residual", f"{residuals[-1]:.3g}", "last measurement after Newton-Schulz"))
+    if (work := data.ns_work(run)) is not None:
         value = f"{work.ratio[-1]:.3f} \N{MULTIPLICATION SIGN}"
-        found.append(
-            (f"Newton-Schulz {work.unit}", value, _spends(one) or "the uniform schedule's")
+        entries.append(
+            (f"Newton-Schulz {work.unit}", value, _spent(run) or "the uniform schedule's")
         )
-    return Headline(one.label, found)
+    return Headline(run.label, entries)
 
 
-def _spends(one: Run) -> str:
+def _spent(run: Run) -> str:
     """Steps and flops of a plan beside those of the uniform schedule."""
-    plan = one.plan
+    plan = run.plan
     if plan is None:
         return ""
     uniform = plan.base_steps * len(plan.operator_types)
-    flops = "" if plan.flops_ratio is None else f", at {plan.flops_ratio:.4f} of its flops"
-    return f"{sum(plan.allocation)} steps where uniform spends {uniform}{flops}"
+    flops = "" if plan.flops_ratio is None else f", at {100 * plan.flops_ratio:.1f} % of the flops"
+    return f"{sum(plan.allocation)} steps instead of {uniform}{flops}"
 
 
 # ---------------------------------------------------------------- sections
 
 
 def make_sections(runs: Sequence[Run]) -> tuple[list[Section], list[str]]:
-    """All sections that have something to show, and a line for each that a run lacks.
+    """All sections with content, and one line for each picture that a run has no data for.
 
-    Figures are drawn in the style that is set.
+    Figures use the current style of matplotlib.
 
     Args:
-        runs: At least one.
+        runs: One run or more.
     """
-    each = _PerRun(runs)
-    curves = [(key, figures.curve(runs, key), text) for key, text in figures.CURVES.items()]
-    dotted = " Dotted: validation loss." if any(one.validations for one in runs) else ""
+    pictures_of = _PerRun(runs)
+    dotted = " Dotted: validation loss." if any(run.validations for run in runs) else ""
     training = [Picture("loss", figures.losses(runs), _LOSS + dotted)]
-    training += [Picture(_file(key), one, f"{text}.") for key, one, text in curves if one]
     work = figures.work(runs)
-    flat = "Newton-Schulz steps: none changes"
-    schedule = each("schedule", figures.timeline, _timeline_caption, flat)
+    flat = "Newton-Schulz steps: they never change"
+    schedule = pictures_of("schedule", figures.timeline, _timeline_caption, flat)
     if work is not None:
         schedule.append(Picture("work", work, _WORK))
-    plans = each("plan", figures.plan, _plan_caption, "plan: none is made")
-    plans += each("ell", figures.ells, _ell_caption, "ell: its optimizer observes none")
+    plans = pictures_of("plan", figures.plan, _plan_caption, "plan: the run has none")
+    plans += pictures_of("ell", figures.ells, _ell_caption, "ell: not observed")
     f3 = "Condition numbers of layers, median over operator types (the paper's F3)"
     geometry = [
-        *each("f1", figures.scatter, _f1, NO_GEOMETRY),
-        *each("f2", figures.type_medians, _f2, NO_GEOMETRY),
-        *each("f3_steps", figures.layers_over_steps, f"{f3}, over training.", NO_GEOMETRY),
-        *each("f3_depth", figures.profile_over_depth, f"{f3}, over depth.", NO_GEOMETRY),
+        *pictures_of("f1", figures.scatter, _f1, NO_GEOMETRY),
+        *pictures_of("f2", figures.type_medians, _f2, NO_GEOMETRY),
+        *pictures_of("f3_steps", figures.layers_over_steps, f"{f3}, over training.", NO_GEOMETRY),
+        *pictures_of("f3_depth", figures.profile_over_depth, f"{f3}, over depth.", NO_GEOMETRY),
     ]
     for name in figures.DEPTH_TYPES:
         draw = functools.partial(figures.depth, operator_type=name)
         caption = functools.partial(_f4, operator_type=name)
-        geometry += each(f"f4_{name}", draw, caption, NO_GEOMETRY)
-    geometry += each("update_norm", figures.update_norms, _norm_caption, NO_GEOMETRY)
+        geometry += pictures_of(f"f4_{name}", draw, caption, NO_GEOMETRY)
+    geometry += pictures_of("update_norm", figures.update_norms, _norm_caption, NO_GEOMETRY)
     sections = [
         Section("Training", training),
         Section("Newton-Schulz schedule", schedule),
-        Section("Plan", plans, _plan_table(runs), _PLAN if each.with_plan else ""),
+        Section("Plan", plans, _plan_table(runs), _PLAN if pictures_of.with_plan else ""),
         Section("Geometry", geometry),
-        Section("Figures of the runs", table=_facts(runs), note=_FACTS),
+        Section("Figures of the runs", table=_facts(runs)),
     ]
-    return [one for one in sections if one.pictures or one.table], each.left_out()
+    return [
+        section for section in sections if section.pictures or section.table
+    ], pictures_of.left_out()
 
 
 class _PerRun:
-    """One picture for each run that has what it shows."""
+    """One picture for each run that has the data."""
 
     def __init__(self, runs: Sequence[Run]) -> None:
         self._runs = runs
         self._missing: dict[str, list[str]] = {}
-        self.with_plan = [one for one in runs if one.plan is not None]
+        self.with_plan = [run for run in runs if run.plan is not None]
 
     def __call__(
         self,
@@ -163,95 +163,83 @@ class _PerRun:
         reason: str,
     ) -> list[Picture]:
         pictures, several = [], len(self._runs) > 1
-        for number, one in enumerate(self._runs, start=1):
-            figure = draw(one)
+        for number, run in enumerate(self._runs, start=1):
+            figure = draw(run)
             if figure is not None:
-                text = caption if isinstance(caption, str) else caption(one)
-                text = f"{one.label}. {text}" if several else text
+                text = caption if isinstance(caption, str) else caption(run)
+                text = f"{run.label}. {text}" if several else text
                 pictures.append(Picture(f"{name}_{number}" if several else name, figure, text))
                 continue
             why = (
-                reason if reason != NO_GEOMETRY or not one.geometry else "geometry: too few layers"
+                reason if reason != NO_GEOMETRY or not run.geometry else "geometry: too few layers"
             )
             labels = self._missing.setdefault(why, [])
-            labels += [one.label] if one.label not in labels else []
+            labels += [run.label] if run.label not in labels else []
         return pictures
 
     def left_out(self) -> list[str]:
-        return [f"Not shown of {', '.join(who)}: {why}." for why, who in self._missing.items()]
-
-
-def _file(key: str) -> str:
-    return key.rpartition("/")[2]
+        return [
+            f"Not shown for {', '.join(labels)}: {reason}."
+            for reason, labels in self._missing.items()
+        ]
 
 
 # ---------------------------------------------------------------- captions
 
-_LOSS = "Training loss, mean over ranks, at the logged steps."
+_LOSS = "Training loss at the logged steps, averaged over ranks."
 _WORK = (
-    "Work of the Newton-Schulz steps over that of the uniform schedule; in flops where the shapes "
-    "are known (a plan or a geometry log), else in steps."
+    "Work of the Newton-Schulz steps divided by the work of the uniform schedule: in flops if a "
+    "plan or a geometry log gives the shapes, otherwise in steps."
 )
 _PLAN = (
-    "The error of an update is its squared distance from the polar factor relative to its squared "
-    'norm, over the sampled matrices (with update_norm = "exact" that of their directions). A '
-    "projected error is that at the lower bound of each type, summed over types."
-)
-_FACTS = (
-    "Times are medians over the logged steps after the first, waits for data the mean; an "
-    "optimizer's step includes observation and tracking, which are told apart, too: what "
-    "measuring adds to the step that has it. Peak memory is that of the logging rank: of its GPU, "
-    "without one of its whole process."
+    "The error of an update is its squared distance from the polar factor, divided by the squared "
+    'norm of the polar factor, over the sampled matrices. With update_norm = "exact" it is the '
+    "error of the direction. A projected error is the error at the lower bound of each type, "
+    "summed over types."
 )
 
 
-def _timeline_caption(one: Run) -> str:
-    spends = _spends(one)
+def _timeline_caption(run: Run) -> str:
+    spent = _spent(run)
     text = "Newton-Schulz steps of each operator type."
-    return f"{text} The plan spends {spends}." if spends else text
+    return f"{text} The plan spends {spent}." if spent else text
 
 
-def _plan_caption(one: Run) -> str:
-    assert one.plan is not None
-    text = f"The {one.plan.error_name} of each operator type under the uniform schedule (grey) and "
+def _plan_caption(run: Run) -> str:
+    assert run.plan is not None
+    text = f"The {run.plan.error_name} of each operator type under the uniform schedule (grey) and "
     text += "under the last plan, with the Newton-Schulz steps of each."
-    return " ".join([text, *(f"Note: {line}." for line in starved(one.plan))])
+    return " ".join([text, *(f"Note: {line}." for line in starved(run.plan))])
 
 
-def _ell_caption(one: Run) -> str:
-    targets = "" if one.plan is None else " Dotted: what the last plan is composed for."
+def _ell_caption(run: Run) -> str:
+    targets = "" if run.plan is None else " Dotted: the ell for which the plan is composed."
     return f"Effective ell of momentum, the latest median over sampled matrices.{targets}"
 
 
-def _f1(one: Run) -> str:
-    points = data.conditioning(one.geometry)
+def _f1(run: Run) -> str:
+    points = data.conditioning(run.geometry)
     r = data.pearson([(x, y) for x, y, _ in points])
     parts = [
-        "Each point is one matrix at one tracked step: condition number of momentum against",
-        "residual of what Newton-Schulz made of it (the paper's F1).",
+        "Each point is one matrix at one tracked step: the condition number of its momentum, and",
+        "the residual after Newton-Schulz (the paper's F1).",
         f"Pearson's r = {'n/a' if r is None else f'{r:.3f}'} over {len(points):,} points.",
     ]
-    # Of a run that plans again a phase has several stretches.
-    by_phase: dict[str, list[Any]] = {}
-    for phase, first, last in one.spans("phase"):
-        by_phase.setdefault(phase, []).extend(
-            record for record in one.geometry if first <= record["step"] <= last
-        )
-    found = []
-    for phase, records in by_phase.items():
+    by_phase = []
+    for phase, first, last in run.spans("phase"):
+        records = [record for record in run.geometry if first <= record["step"] <= last]
         r = data.pearson([(x, y) for x, y, _ in data.conditioning(records)])
         if r is not None:
-            found.append(f"{phase} r = {r:.3f}")
-    if len(found) > 1:
-        parts.append(f"By phase: {', '.join(found)}.")
+            by_phase.append(f"{phase} r = {r:.3f}")
+    if len(by_phase) > 1:
+        parts.append(f"By phase: {', '.join(by_phase)}.")
     parts.append("The AMO paper finds 0.67 to 0.91 over its eight models.")
     return " ".join(parts)
 
 
-def _f2(one: Run) -> str:
-    found = data.medians(one.geometry, data.operator_type)
+def _f2(run: Run) -> str:
     by_step: dict[int, list[tuple[float, str]]] = {}
-    for name, series in found.items():
+    for name, series in data.medians(run.geometry, data.operator_type).items():
         for step, value in series:
             by_step.setdefault(step, []).append((value, name))
     hardest = [max(values)[1] for values in by_step.values()]
@@ -260,12 +248,12 @@ def _f2(one: Run) -> str:
         "Condition number of momentum, median over the layers of a type (the paper's F2). Hardest "
         f"most often: {_most(hardest)}; easiest: {_most(easiest)}."
     )
-    types = data.between_share(one.geometry, "operator_type")
-    layers = data.between_share(one.geometry, "layer")
+    types = data.between_share(run.geometry, "operator_type")
+    layers = data.between_share(run.geometry, "layer")
     if types is not None and layers is not None:
         text += (
-            f" Of the variance of log kappa at a step, {types:.0%} lies between types and "
-            f"{layers:.0%} between layers, on average."
+            f" On average {types:.0%} of the variance of log kappa at a step lies between types, "
+            f"and {layers:.0%} between layers."
         )
     return text
 
@@ -275,23 +263,25 @@ def _most(names: Sequence[str]) -> str:
     return f"{most} ({names.count(most)} of {len(names)} tracked steps)"
 
 
-def _f4(one: Run, operator_type: str) -> str:
-    found = data.shallow_deep(one.geometry, operator_type)
-    assert found is not None
-    text = f"{operator_type}: first layers against last ones (the paper's F4), which "
-    text += "never change places." if found.crossing is None else "change places first at the "
-    text += "" if found.crossing is None else f"dotted step {found.crossing}."
-    if found.num_layers < 3:
-        text += " The model has fewer than six layers: halves stand for three layers each."
+def _f4(run: Run, operator_type: str) -> str:
+    depth = data.shallow_deep(run.geometry, operator_type)
+    assert depth is not None
+    text = f"{operator_type}: the first layers against the last ones (the paper's F4). "
+    if depth.crossing is None:
+        text += "They never cross."
+    else:
+        text += f"They first cross at the dotted step {depth.crossing}."
+    if depth.num_layers < 3:
+        text += " The model has fewer than six layers, so the halves are compared."
     return text
 
 
-def _norm_caption(one: Run) -> str:
-    found = data.medians(one.geometry, data.operator_type, "update_norm")
-    last = ", ".join(f"{name} {series[-1][1]:.3f}" for name, series in found.items())
+def _norm_caption(run: Run) -> str:
+    by_type = data.medians(run.geometry, data.operator_type, "update_norm")
+    last = ", ".join(f"{name} {series[-1][1]:.3f}" for name, series in by_type.items())
     return (
-        "Norm of what Newton-Schulz made of momentum over that of its exact polar factor, median "
-        f"over the layers of a type; at the last tracked step {last}."
+        "Norm of the orthogonalized momentum divided by the norm of its exact polar factor, median "
+        f"over the layers of a type. At the last tracked step: {last}."
     )
 
 
@@ -299,18 +289,18 @@ def _norm_caption(one: Run) -> str:
 
 
 def _table(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str | None]]]) -> Table:
-    """A row for each figure that any run has, a column for each run."""
+    """One row for each figure that any run has, one column for each run."""
     shown = [(name, cells) for name, cells in rows if any(cell is not None for cell in cells)]
-    header = ["", *(one.label for one in runs)]
+    header = ["", *(run.label for run in runs)]
     return Table(header, [[name, *(cell or NONE for cell in cells)] for name, cells in shown])
 
 
 def _plan_table(runs: Sequence[Run]) -> Table | None:
-    """What the plans gain in all."""
-    found = [one for one in runs if one.plan is not None]
+    """Errors, steps and flops of the plans, and of the uniform schedule."""
+    planned = [run for run in runs if run.plan is not None]
     columns = []
-    for one in found:
-        plan = one.plan
+    for run in planned:
+        plan = run.plan
         assert plan is not None
         uniform, flops = plan.uniform_objective, plan.flops_ratio
         columns.append(
@@ -326,44 +316,34 @@ def _plan_table(runs: Sequence[Run]) -> Table | None:
         )
     if not columns:
         return None
-    return _table(found, [(name, [one[name] for one in columns]) for name in columns[0]])
+    return _table(planned, [(name, [column[name] for column in columns]) for name in columns[0]])
 
 
 def _facts(runs: Sequence[Run]) -> Table:
     rows: list[tuple[str, Sequence[str | None]]] = [
-        ("model", [_model(one) for one in runs]),
-        ("optimizer", [one.config.get("optimizer", {}).get("name") for one in runs]),
-        ("steps", [f"{one.metrics[-1]['step']:,}" for one in runs]),
-        ("tokens", [_number(one.metrics[-1].get("num_tokens"), 1) for one in runs]),
+        ("model", [_model(run) for run in runs]),
+        ("optimizer", [run.config.get("optimizer", {}).get("name") for run in runs]),
+        ("steps", [f"{run.metrics[-1]['step']:,}" for run in runs]),
+        ("tokens", [_count(run.metrics[-1].get("num_tokens")) for run in runs]),
         (
             "validation loss",
-            [f"{v[-1][1]:.4f}" if (v := one.validations) else None for one in runs],
+            [f"{v[-1][1]:.4f}" if (v := run.validations) else None for run in runs],
         ),
     ]
-    work = [data.ns_work(one) for one in runs]
-    mean = [None if one is None else f"{one.mean:.3f} ({one.unit})" for one in work]
-    last = [None if one is None else f"{one.ratio[-1]:.3f} ({one.unit})" for one in work]
+    works = [data.ns_work(run) for run in runs]
+    mean = [None if work is None else f"{work.mean:.3f} ({work.unit})" for work in works]
+    last = [None if work is None else f"{work.ratio[-1]:.3f} ({work.unit})" for work in works]
     rows.append(("Newton-Schulz work over uniform's, mean", mean))
     rows.append(("Newton-Schulz work over uniform's, at the end", last))
-    taken = [data.cost(one) for one in runs]
-    for field, (title, factor) in data.COSTS.items():
-        rows.append((title, [_number(one[field], factor) for one in taken]))
-    by_phase = [data.optimizer_seconds_by_phase(one) for one in runs]
-    for phase in style.PHASES:
-        cells = [_number(one.get(phase), 1e3) for one in by_phase]
-        rows.append((f"optimizer in phase {phase} (ms)", cells))
     return _table(runs, rows)
 
 
-def _model(one: Run) -> str | None:
-    if one.geometry:
-        return str(one.geometry[0].get("model", NONE))
-    model = one.config.get("model", {})
+def _model(run: Run) -> str | None:
+    if run.geometry:
+        return str(run.geometry[0].get("model", NONE))
+    model = run.config.get("model", {})
     return f"{model['name']} {model['flavor']}" if model else None
 
 
-def _number(value: float | None, factor: float) -> str | None:
-    if value is None:
-        return None
-    value *= factor
-    return f"{value:,.{0 if value >= 100 or value == int(value) else 2}f}"
+def _count(value: float | None) -> str | None:
+    return None if value is None else f"{value:,.0f}"

@@ -1,4 +1,4 @@
-"""What a report reads of a run: its metrics, its plan and its geometry log."""
+"""The files of a run that a report reads: metrics, plan and geometry log."""
 
 from __future__ import annotations
 
@@ -41,26 +41,26 @@ class Run:
     """``(step, loss)``."""
     plan: Plan | None
     geometry: Records
-    """Of ``geometry.jsonl``, by step; empty where tracking was off."""
+    """Records of ``geometry.jsonl``, by step; empty if tracking was off."""
     config: Mapping[str, Any]
-    """The job config, where the run's folder holds one."""
+    """The job config; empty if the run's folder holds none."""
 
     @property
     def operator_types(self) -> tuple[str, ...]:
-        """All that the files name, in the declared order."""
+        """All operator types that the files name, in the declared order."""
         named = {name for record in self.metrics for name in record["num_steps_by_type"]}
         return sort_operator_types(named | {record["operator_type"] for record in self.geometry})
 
     def series(self, name: str) -> list[tuple[int, float]]:
-        """``(step, value)`` of a figure of the run or of its optimizer, where it is a number."""
+        """``(step, value)`` of each record with a number for a figure of the run or optimizer."""
         return costs.series([{**r["optimizer"], **r} for r in self.metrics], name)
 
     def spans(self, field: str, name: str = "") -> list[tuple[Any, int, int]]:
         """``(value, first step, last step)`` of each stretch of one value, in order.
 
         Args:
-            field: ``phase`` or ``num_steps_by_type``; nothing is told of steps without one.
-            name: Of one entry of ``num_steps_by_type``.
+            field: ``phase`` or ``num_steps_by_type``; steps without a value are left out.
+            name: One operator type of ``num_steps_by_type``; empty for the whole mapping.
         """
 
         def value(change: Mapping[str, Any]) -> Any:
@@ -69,13 +69,15 @@ class Run:
         changes: list[Mapping[str, Any]] = []
         before = 0
         for record in self.metrics:
-            # A run of before tells no changes: each was somewhere since the record before.
-            changes += record.get("changes", [{**record, "step": before + 1}])
+            changes += (
+                record["changes"] if "changes" in record else [{**record, "step": before + 1}]
+            )
             before = record["step"]
         stretches = [next(same) for _, same in itertools.groupby(changes, value)]
-        ends = [*(one["step"] - 1 for one in stretches[1:]), before]
-        found = zip(map(value, stretches), (one["step"] for one in stretches), ends, strict=True)
-        return [span for span in found if span[0]]
+        firsts = [stretch["step"] for stretch in stretches]
+        lasts = [*(first - 1 for first in firsts[1:]), before]
+        spans = zip(map(value, stretches), firsts, lasts, strict=True)
+        return [span for span in spans if span[0]]
 
 
 def load(folders: Iterable[str | Path]) -> list[Run]:
@@ -88,7 +90,8 @@ def load(folders: Iterable[str | Path]) -> list[Run]:
         ValueError: A folder holds no metrics, or a file is malformed.
     """
     paths = [Path(folder) for folder in folders]
-    real = [Path(os.path.realpath(path)) for path in paths]  # of a loop, too
+    # realpath, unlike Path.resolve, does not raise for a loop of links.
+    real = [Path(os.path.realpath(path)) for path in paths]
     labels = [path.name for path in real]
     if len(set(labels)) < len(labels):
         labels = ["/".join(path.parts[-2:]) for path in real]
@@ -119,7 +122,7 @@ def load_one(folder: Path, label: str | None = None) -> Run:
 
 
 def _geometry(path: Path) -> Records:
-    """The log of a run; none where tracking was off."""
+    """The geometry log of a run; empty if tracking was off."""
     records = read_records(path)
     kinds: dict[str, Any] = {"step": int, "operator_type": str, "layer": (int, type(None))}
     kinds |= {"kappa": NUMBER, "ns_residual": NUMBER, "update_norm": NUMBER}
@@ -132,7 +135,7 @@ def _geometry(path: Path) -> Records:
 
 
 def pearson(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Pearson's r; None for fewer than three pairs, or where one side does not vary."""
+    """Pearson's r; None for fewer than three pairs, or if one side does not vary."""
     if len(pairs) < 3:
         return None
     try:
@@ -142,7 +145,7 @@ def pearson(pairs: Sequence[tuple[float, float]]) -> float | None:
 
 
 def conditioning(records: Records) -> list[tuple[float, float, int]]:
-    """``(log10 kappa, normalised residual, layer)`` of each matrix and step that has all three."""
+    """``(log10 kappa, normalised residual, layer)`` of each record that has all three."""
     return [
         (math.log10(record["kappa"]), record["ns_residual"], record["layer"])
         for record in records
@@ -153,35 +156,36 @@ def conditioning(records: Records) -> list[tuple[float, float, int]]:
 def medians(
     records: Records, key: Callable[[Mapping[str, Any]], Any], name: str = "kappa"
 ) -> dict[Any, list[tuple[int, float]]]:
-    """``(step, median)`` of a figure over the records of each step, by a key of theirs."""
+    """``(step, median over the step's records)`` of a figure, by a key of the records."""
     values: dict[Any, dict[int, list[float]]] = {}
     for record in records:
         group = key(record)
         if record.get(name) is not None and group is not None:
             values.setdefault(group, {}).setdefault(record["step"], []).append(record[name])
     return {
-        group: [(step, statistics.median(found)) for step, found in sorted(by_step.items())]
+        group: [(step, statistics.median(figures)) for step, figures in sorted(by_step.items())]
         for group, by_step in values.items()
     }
 
 
 def operator_type(record: Mapping[str, Any]) -> Any:
-    """Of a record of the geometry log."""
+    """Operator type of a record of the geometry log."""
     return record["operator_type"]
 
 
 def layer(record: Mapping[str, Any]) -> Any:
-    """Of a record of the geometry log; None outside of the blocks."""
+    """Layer of a record of the geometry log; None outside of the blocks."""
     return record["layer"]
 
 
 def between_share(records: Records, key: str) -> float | None:
     """Share of the variance of log10 kappa that lies between groups, averaged over steps.
 
-    The squared correlation ratio: 1 where a group's matrices are alike, 0 where groups are.
+    This is the squared correlation ratio: 1 if the matrices of a group are alike, 0 if the groups
+    are.
 
     Args:
-        records: Of a geometry log.
+        records: Records of a geometry log.
         key: ``operator_type`` or ``layer``.
     """
     by_step: dict[int, dict[Any, list[float]]] = {}
@@ -209,14 +213,14 @@ class Depth:
     shallow: list[tuple[int, float]]
     deep: list[tuple[int, float]]
     crossing: int | None
-    """First logged step at which the order is another than at the first one."""
+    """First logged step at which the order differs from that of the first step."""
 
 
 def shallow_deep(records: Records, name: str) -> Depth | None:
-    """The first three layers against the last three; of fewer than six, halves without overlap.
+    """The first three layers against the last three, or halves of a model with fewer than six.
 
     Returns:
-        None where the type has fewer than two layers in the log.
+        None if the log has fewer than two layers of the type.
     """
     records = [r for r in records if r["operator_type"] == name]
     layers = sorted({r["layer"] for r in records if r["layer"] is not None})
@@ -224,15 +228,15 @@ def shallow_deep(records: Records, name: str) -> Depth | None:
     if size == 0:
         return None
     side = dict.fromkeys(layers[:size], "shallow") | dict.fromkeys(layers[-size:], "deep")
-    found = medians(records, lambda r: side.get(r["layer"]))
-    shallow, deep = found.get("shallow", []), found.get("deep", [])
+    by_side = medians(records, lambda r: side.get(r["layer"]))
+    shallow, deep = by_side.get("shallow", []), by_side.get("deep", [])
     return Depth(size, shallow, deep, first_crossing(shallow, deep))
 
 
 def first_crossing(
     left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]
 ) -> int | None:
-    """First common step at which two trajectories meet or stand in another order than at first."""
+    """First common step at which two trajectories meet, or have changed their order."""
     others = dict(right)
     first = None
     for step, value in left:
@@ -251,17 +255,17 @@ class Work:
     """Newton-Schulz work relative to the uniform schedule."""
 
     steps: list[int]
-    """The last step of each stretch of one schedule."""
+    """Last step of each stretch of one schedule."""
     ratio: list[float]
-    """In each of them."""
+    """Work in each stretch, divided by that of the uniform schedule."""
     mean: float
-    """Over the steps of the run."""
+    """Mean ratio over the steps of the run."""
     unit: str
-    """``flops``, or ``steps`` where no shapes are known."""
+    """``flops``, or ``steps`` if no shapes are known."""
 
 
 def ns_work(run: Run) -> Work | None:
-    """Work of a run's Newton-Schulz steps over that of ``base_steps`` for every type."""
+    """Work of a run's Newton-Schulz steps, relative to ``base_steps`` for every type."""
     spans = run.spans("num_steps_by_type")
     if not spans:
         return None
@@ -283,7 +287,7 @@ def _flops(run: Run, names: Collection[str]) -> dict[str, float] | None:
     """Flops of one Newton-Schulz step of all matrices that share a schedule, by its name.
 
     Returns:
-        None where shapes are unknown, or the matrices of a name.
+        None if the shapes of any name's matrices are unknown.
     """
     flops: dict[str, float] = {}
     if run.plan is not None and run.plan.costs is not None:
@@ -291,58 +295,19 @@ def _flops(run: Run, names: Collection[str]) -> dict[str, float] | None:
     else:
         registry = _registry(run)
         by_depth = group_matrices(registry, "layer_group").group_of
-        for one in registry:
-            rows, columns = one.shape
+        for matrix in registry:
+            rows, columns = matrix.shape
             # A policy shares schedules by type, by type and depth, or by shape.
-            known = (one.operator_type, by_depth[one.name], f"{rows}x{columns}")
-            name = next((name for name in known if name in names), one.operator_type)
+            candidates = (matrix.operator_type, by_depth[matrix.name], f"{rows}x{columns}")
+            name = next((name for name in candidates if name in names), matrix.operator_type)
             flops[name] = flops.get(name, 0.0) + ns_step_flops(rows, columns)
     return flops if set(names) <= flops.keys() else None
 
 
 def _registry(run: Run) -> list[MatrixInfo]:
     """Every matrix of the geometry log."""
-    found = {r["name"]: r for r in run.geometry if "shape" in r}
+    by_name = {record["name"]: record for record in run.geometry if "shape" in record}
     return [
-        MatrixInfo(name, (r["shape"][0], r["shape"][1]), r["operator_type"])
-        for name, r in found.items()
+        MatrixInfo(name, (record["shape"][0], record["shape"][1]), record["operator_type"])
+        for name, record in by_name.items()
     ]
-
-
-COSTS: dict[str, tuple[str, float]] = {
-    "seconds_per_step": ("step (ms)", 1e3),
-    costs.OPTIMIZER_SECONDS: ("optimizer in a step (ms)", 1e3),
-    "data_seconds_per_step": ("waits for data in a step (ms)", 1e3),
-    "tokens_per_second": ("tokens a second", 1),
-    "tflops": ("TFLOP/s of a device", 1),
-    "mfu_percent": ("share of its peak, MFU (%)", 1),
-    "peak_memory_bytes": ("peak memory (MiB)", 2**-20),
-    "observe_seconds": ("an observation (ms)", 1e3),
-    "geometry_seconds": ("a tracked step (ms)", 1e3),
-}
-"""Fields that tell what a run costs, each with its title, and the factor to the title's unit."""
-
-
-def cost(run: Run) -> dict[str, float | None]:
-    """What a run took, by field of :data:`COSTS`; ``None`` where nothing was recorded.
-
-    Medians, but the most of ``peak_memory_bytes``, and of ``data_seconds_per_step`` the mean: steps
-    have long waits and none. The first record is left out where there are more: it pays for
-    start-up.
-    """
-    records = costs.without_start(run.metrics)
-    medians = {f: costs.median(v for v in costs.values(records, f) if v > 0) for f in COSTS}
-    return {
-        **medians,
-        "data_seconds_per_step": costs.mean_of(run.metrics, "data_seconds_per_step"),
-        "peak_memory_bytes": costs.peak_memory(records),
-    }
-
-
-def optimizer_seconds_by_phase(run: Run) -> dict[str, float]:
-    """Median seconds of the optimizer's step in each phase."""
-    values: dict[str, list[float]] = {}
-    for record in costs.without_start(run.metrics):
-        if record["phase"] and record.get(costs.OPTIMIZER_SECONDS) is not None:
-            values.setdefault(record["phase"], []).append(record[costs.OPTIMIZER_SECONDS])
-    return {phase: statistics.median(found) for phase, found in values.items()}

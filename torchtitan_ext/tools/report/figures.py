@@ -1,4 +1,4 @@
-"""The figures of a report, one pair of axes each; None where a run lacks what it shows."""
+"""The figures of a report, one pair of axes each; None if a run lacks the data."""
 
 from __future__ import annotations
 
@@ -13,25 +13,12 @@ from torchtitan_ext.tools.report import data, style
 from torchtitan_ext.tools.report.data import Run
 
 KAPPA = r"condition number $\kappa$"
-GUARD = "newton_schulz/residual"
-WAITS = "data_seconds_per_step"
-OF_TIME = (WAITS, "tokens_per_second", "mfu_percent")
-CURVES = {
-    "lr": "Learning rate",
-    "grad_norm": "Gradient norm",
-    "optimizer/steps_skipped": "Skipped steps, in all",
-    GUARD: "Residual of the guard",
-    WAITS: "Waits for data (seconds a step)",
-    "tokens_per_second": "Tokens a second",
-    "mfu_percent": "Model flops utilization, MFU (%)",
-}
-"""Titles of pictures by what they show."""
 DEPTH_TYPES = ("attn_q", "mlp_up")
 """Operator types whose depth the AMO paper compares."""
 
 
 def _new(height: float = 3.1) -> tuple[Any, Any]:
-    """As narrow as a phone, so that its text is read there in the size that it has here."""
+    """A figure as narrow as a phone, so that its text is readable there."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.0, height), layout="constrained")
@@ -39,20 +26,20 @@ def _new(height: float = 3.1) -> tuple[Any, Any]:
 
 
 def _legend(figure: Any, axes: Any, columns: int = 4) -> None:
-    """Below the picture, where it covers nothing."""
+    """Put the legend below the picture, where it covers nothing."""
     handles, labels = axes.get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=columns)
 
 
 def _plain(axis: Any) -> None:
-    """Numbers in full: no factor of all of them in a corner."""
+    """Print numbers in full, without a common factor in a corner."""
     from matplotlib.ticker import FuncFormatter
 
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.6g}"))
 
 
 def _whole(axes: Any) -> None:
-    """Whole numbers only, on an axis of steps or layers."""
+    """Put whole numbers on the x axis, of steps or layers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, min_n_ticks=1))
@@ -60,7 +47,7 @@ def _whole(axes: Any) -> None:
 
 
 def _over_steps(axes: Any, runs: Sequence[Run], **labels: str) -> None:
-    """Optimizer steps along ``x``, to the end of the longest run."""
+    """Put optimizer steps on the x axis, up to the end of the longest run."""
     axes.set(**{"xlabel": "optimizer step", **labels})
     axes.set_xlim(0, max(run.metrics[-1]["step"] for run in runs) * 1.01)
     _whole(axes)
@@ -112,30 +99,6 @@ def losses(runs: Sequence[Run]) -> Any:
     return figure
 
 
-def curve(runs: Sequence[Run], key: str) -> Any:
-    """One of :data:`CURVES`; None where nothing is known or nothing changes, or waits are short."""
-    found = [run.series(key) for run in runs]
-    if key == GUARD:  # 0 before the first measurement
-        found = [[point for point in series if point[1]] for series in found]
-    if key in OF_TIME:  # the first record pays for start-up
-        found = [series[1:] for series in found]
-    values = {value for series in found for _, value in series}
-    seconds = [value for run in runs for _, value in run.series("seconds_per_step")]
-    is_small = key == WAITS and max(values, default=0.0) < 0.01 * max(seconds, default=0.0)
-    if len(values) < 2 or is_small:
-        return None
-    figure, axes = _new(2.6)
-    for index, (run, series) in enumerate(zip(runs, found, strict=True)):
-        axes.plot(*_columns(series), **style.run_line(index), label=run.label)
-    if len(runs) == 1:
-        _shade(axes, runs[0])
-    axes.set_ylim(0, None)
-    _over_steps(axes, runs)
-    if len(runs) > 1:
-        _legend(figure, axes, columns=2)
-    return figure
-
-
 def _columns(series: Sequence[tuple[int, float]]) -> tuple[list[int], list[float]]:
     return [step for step, _ in series], [value for _, value in series]
 
@@ -143,7 +106,7 @@ def _columns(series: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 def timeline(run: Run) -> Any:
     """Newton-Schulz steps of each operator type: a row each, a bar for every stretch of steps.
 
-    None where they never change: the page tells a number then.
+    None if they never change: the page prints the number then.
     """
     types = sort_operator_types(run.metrics[-1]["num_steps_by_type"])
     rows = [_places(run, "num_steps_by_type", name) for name in types]
@@ -155,7 +118,7 @@ def timeline(run: Run) -> Any:
     colors = _shades(high - low + 1)
     for y, row in enumerate(rows):
         for value, left, right in row:
-            # One bar for a stretch: cells side by side would show seams.
+            # One bar per stretch, because adjacent cells would show seams.
             axes.barh(y, right - left, left=left, height=0.9, color=colors(value - low), lw=0)
             if right - left > 0.03 * end:
                 tone = "white" if value > (low + high) / 2 else "#222222"
@@ -176,7 +139,7 @@ def timeline(run: Run) -> Any:
 
 
 def _shades(count: int) -> Any:
-    """Light to dark blue: more steps, more ink, in print as well."""
+    """Light to dark blue: more steps are darker, in grey print as well."""
     from matplotlib.colors import LinearSegmentedColormap
 
     ends = LinearSegmentedColormap.from_list("steps", ["#E4EEF6", "#6FA8D0", "#0B3C66"])
@@ -187,18 +150,18 @@ def plan(run: Run) -> Any:
     """The error of each operator type under the uniform schedule and under the last plan."""
     if run.plan is None:
         return None
-    found, types = run.plan, run.plan.operator_types
-    before, after = errors_beside_uniform(found)
+    types = run.plan.operator_types
+    before, after = errors_beside_uniform(run.plan)
     figure, axes = _new(0.5 * len(types) + 0.8)
     places = range(len(types))
     axes.barh([y - 0.2 for y in places], before, height=0.36, color="#BBBBBB")
     colors = [style.color(name, types) for name in types]
     axes.barh([y + 0.2 for y in places], after, height=0.36, color=colors)
-    for y, old, new, steps in zip(places, before, after, found.allocation, strict=True):
-        for where, value, count in ((y - 0.2, old, found.base_steps), (y + 0.2, new, steps)):
+    for y, old, new, steps in zip(places, before, after, run.plan.allocation, strict=True):
+        for height, value, count in ((y - 0.2, old, run.plan.base_steps), (y + 0.2, new, steps)):
             axes.annotate(
                 f"{value:.3f}, {count} steps",
-                (value, where),
+                (value, height),
                 xytext=(4, 0),
                 textcoords="offset points",
                 va="center",
@@ -207,7 +170,7 @@ def plan(run: Run) -> Any:
     axes.set_ylim(len(types) - 0.5, -0.5)
     axes.set_yticks(places, types)
     axes.set_xlim(0, 1.4 * max(*before, *after, 1e-3))
-    axes.set_xlabel(found.error_name)
+    axes.set_xlabel(run.plan.error_name)
     axes.grid(False, axis="y")
     return figure
 
@@ -242,8 +205,8 @@ def scatter(run: Run) -> Any:
         return None
     figure, axes = _new(3.5)
     layers = sorted({layer for _, _, layer in points})
-    random.Random(0).shuffle(points)  # depth must not decide what covers what
-    found = axes.scatter(
+    random.Random(0).shuffle(points)  # so that no layer covers all others
+    dots = axes.scatter(
         [10**x for x, _, _ in points],
         [y for _, y, _ in points],
         c=[layer for _, _, layer in points],
@@ -259,7 +222,7 @@ def scatter(run: Run) -> Any:
         ylabel=r"residual $\|M'M'^{\top}-I\|_F\,/\,\sqrt{\min(m,n)}$",
     )
     axes.set_ylim(bottom=0)
-    bar = figure.colorbar(found, ax=axes, pad=0.02, ticks=_few(layers, 8))
+    bar = figure.colorbar(dots, ax=axes, pad=0.02, ticks=_few(layers, 8))
     bar.set_label("layer")
     bar.outline.set_visible(False)
     bar.solids.set_alpha(1)
@@ -272,17 +235,17 @@ def type_medians(run: Run) -> Any:
 
 
 def update_norms(run: Run) -> Any:
-    """The median norm of what Newton-Schulz made of each operator type, over an exact factor's."""
+    """Median norm of orthogonalized momentum by type, relative to the exact polar factor."""
     return _by_type(run, "update_norm", ylabel=r"median $\|M'\|_F\,/\,\sqrt{\min(m,n)}$")
 
 
 def _by_type(run: Run, field: str, **axis: str) -> Any:
-    found = data.medians(run.geometry, data.operator_type, field)
-    if not found:
+    by_type = data.medians(run.geometry, data.operator_type, field)
+    if not by_type:
         return None
     figure, axes = _new(3.5)
-    for name in sort_operator_types(found):
-        axes.plot(*_columns(found[name]), **style.line(name, run.operator_types))
+    for name in sort_operator_types(by_type):
+        axes.plot(*_columns(by_type[name]), **style.line(name, run.operator_types))
     _over_steps(axes, [run], **axis)
     _shade(axes, run)
     _legend(figure, axes)
@@ -291,15 +254,15 @@ def _by_type(run: Run, field: str, **axis: str) -> Any:
 
 def layers_over_steps(run: Run) -> Any:
     """F3: medians of layers over time."""
-    found = data.medians(run.geometry, data.layer)
-    if len(found) < 2:
+    by_layer = data.medians(run.geometry, data.layer)
+    if len(by_layer) < 2:
         return None
     figure, axes = _new(3.5)
-    layers = sorted(found)
+    layers = sorted(by_layer)
     colors = _map(style.LAYERS)
     for layer in _few(layers, 6):
         depth = layers.index(layer) / max(len(layers) - 1, 1)
-        axes.plot(*_columns(found[layer]), color=colors(depth * 0.92), label=f"layer {layer}")
+        axes.plot(*_columns(by_layer[layer]), color=colors(depth * 0.92), label=f"layer {layer}")
     _over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
     _legend(figure, axes, columns=3)
     return figure
@@ -307,16 +270,16 @@ def layers_over_steps(run: Run) -> Any:
 
 def profile_over_depth(run: Run) -> Any:
     """F3: profiles over depth at a few steps."""
-    found = data.medians(run.geometry, data.layer)
-    if len(found) < 2:
+    by_layer = data.medians(run.geometry, data.layer)
+    if len(by_layer) < 2:
         return None
     figure, axes = _new(3.5)
-    snapshots = _few(sorted({step for series in found.values() for step, _ in series}), 5)
+    snapshots = _few(sorted({step for series in by_layer.values() for step, _ in series}), 5)
     colors = _map("viridis_r")
     for index, (step, marker) in enumerate(zip(snapshots, "osD^v", strict=False)):
         profile = [
             (layer, dict(series)[step])
-            for layer, series in sorted(found.items())
+            for layer, series in sorted(by_layer.items())
             if step in dict(series)
         ]
         tone = colors(0.1 + 0.9 * index / max(len(snapshots) - 1, 1))
@@ -336,35 +299,35 @@ def _map(name: str) -> Any:
 
 def depth(run: Run, operator_type: str) -> Any:
     """F4: shallow against deep layers of an operator type."""
-    found = data.shallow_deep(run.geometry, operator_type)
-    if found is None or not found.shallow:
+    groups = data.shallow_deep(run.geometry, operator_type)
+    if groups is None or not groups.shallow:
         return None
     figure, axes = _new()
-    size = "layer" if found.num_layers == 1 else f"{found.num_layers} layers"
+    size = "layer" if groups.num_layers == 1 else f"{groups.num_layers} layers"
     for series, label, tone, dashes, marker in (
-        (found.shallow, f"first {size}", style.SHALLOW, "-", "o"),
-        (found.deep, f"last {size}", style.DEEP, (0, (5, 2)), "s"),
+        (groups.shallow, f"first {size}", style.SHALLOW, "-", "o"),
+        (groups.deep, f"last {size}", style.DEEP, (0, (5, 2)), "s"),
     ):
         options = {"color": tone, "linestyle": dashes, "marker": marker, "markersize": 3.6}
         axes.plot(*_columns(series), **options, label=label)
-    if found.crossing is not None:
-        axes.axvline(found.crossing, color="#444444", lw=1, ls=":")
+    if groups.crossing is not None:
+        axes.axvline(groups.crossing, color="#444444", lw=1, ls=":")
     _over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
     _legend(figure, axes)
     return figure
 
 
 def work(runs: Sequence[Run]) -> Any:
-    """Newton-Schulz work of each run against the uniform schedule; None where it never changes."""
-    found = [(run, one) for run in runs if (one := data.ns_work(run)) is not None]
-    if not any(len(set(one.ratio)) > 1 for _, one in found):
+    """Newton-Schulz work of each run against the uniform schedule; None if it never changes."""
+    works = [(run, work) for run in runs if (work := data.ns_work(run)) is not None]
+    if not any(len(set(work.ratio)) > 1 for _, work in works):
         return None
     figure, axes = _new(2.6)
-    for index, (run, one) in enumerate(found):
+    for index, (run, work) in enumerate(works):
         line = {**style.run_line(index), "label": run.label, "drawstyle": "steps-pre"}
-        axes.plot([0, *one.steps], [one.ratio[0], *one.ratio], **line)
+        axes.plot([0, *work.steps], [work.ratio[0], *work.ratio], **line)
     axes.axhline(1.0, color="#999999", lw=1.2, ls=(0, (2, 2)), label="uniform schedule")
-    ratios = [value for _, one in found for value in one.ratio]
+    ratios = [value for _, work in works for value in work.ratio]
     axes.set_ylim(min(0.9, min(ratios) - 0.05), max(1.1, max(ratios) + 0.05))
     _over_steps(axes, runs, ylabel="work / uniform work")
     _legend(figure, axes, columns=2)

@@ -1,4 +1,4 @@
-"""The report as one HTML file that needs nothing else: no script, no font, no network."""
+"""The report as one HTML file without scripts, fonts or network access."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Headline:
-    """What one wants to know of a run first."""
+    """Key figures of a run."""
 
     label: str
     figures: Sequence[tuple[str, str, str]]
-    """What it is, its value, and a remark."""
+    """Name, value and remark of each figure."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Picture:
     """A figure in a section."""
 
     name: str
-    """Of the PNG file, without its ending."""
+    """Name of the PNG file, without its suffix."""
     figure: Any
     caption: str
 
@@ -69,16 +69,16 @@ def render(
 
 
 def save_pngs(sections: Sequence[Section], folder: Path) -> int:
-    """Write every picture as a PNG, and tell how many."""
+    """Write every picture as a PNG file; returns their number."""
     folder.mkdir(parents=True, exist_ok=True)
     pictures = [picture for section in sections for picture in section.pictures]
-    for one in pictures:
-        files.replace(folder / f"{one.name}.png", _drawn(one, format="png", dpi=200))
+    for picture in pictures:
+        files.replace(folder / f"{picture.name}.png", _drawn(picture, format="png", dpi=200))
     return len(pictures)
 
 
 def _image(picture: Picture) -> str:
-    """As an image of its own: inline, the ids of two figures would collide."""
+    """A picture as a data URL: the ids of two inline figures would collide."""
     drawn = _drawn(picture, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(drawn).decode()
 

@@ -1,4 +1,4 @@
-"""How figures look: one colour for each operator type, told apart without colour too."""
+"""Colours, markers and dashes of figures; operator types differ without colour, too."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from amo_dist.config import sort_operator_types
 
-# Okabe and Ito's palette, made to be told apart with any colour vision; markers; dashes, by which
-# lines that lie on one another, as those of gate and up do, show by turns.
+# Okabe and Ito's palette, which any colour vision can distinguish; markers; and dashes, so that
+# both of two coincident lines, such as those of gate and up, are visible.
 _LOOKS: dict[str, tuple[str, str, Any]] = {
     "attn_q": ("#0072B2", "o", "-"),
     "attn_k": ("#56B4E9", "s", "-"),
@@ -57,7 +57,7 @@ _RC: Any = {
 
 @contextlib.contextmanager
 def applied() -> Iterator[None]:
-    """Figures made within look alike, whatever the user's own settings."""
+    """Set the style of figures, whatever the user's own settings of matplotlib."""
     import matplotlib
 
     with matplotlib.rc_context():
@@ -76,7 +76,7 @@ def color(operator_type: str, operator_types: tuple[str, ...] = ()) -> str:
 
 
 def line(operator_type: str, operator_types: tuple[str, ...] = ()) -> dict[str, Any]:
-    """How a line of an operator type is drawn: attention solid, the feed-forward part dashed."""
+    """Options for the line of an operator type: attention solid, the feed-forward part dashed."""
     _, marker, dashes = _LOOKS.get(operator_type, ("", "x", "-"))
     return {
         "color": color(operator_type, operator_types),
@@ -88,7 +88,7 @@ def line(operator_type: str, operator_types: tuple[str, ...] = ()) -> dict[str, 
 
 
 def run_line(index: int) -> dict[str, Any]:
-    """How a line of a run is drawn; equal runs both show."""
+    """Options for the line of a run; two equal runs are both visible."""
     return {
         "color": _RUN_COLORS[index % len(_RUN_COLORS)],
         "linestyle": _RUN_LINES[index % len(_RUN_LINES)],
