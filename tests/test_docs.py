@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+import amo_dist
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig
 from tests.examples import DOCUMENTS, ROOT, code_blocks
 
@@ -366,6 +367,18 @@ def test_every_row_names_its_test(document: str, num_tables: int) -> None:
     rows = rows_below(text, "test")
     assert [row for row in rows if not named_tests(row)] == []
     assert len(rows) > 3 * num_tables
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "site" / "reference.md").read_text()
+    names = re.findall(r"^::: amo_dist\.(\w+)$", text, re.MULTILINE)
+    assert sorted(names) == sorted(set(amo_dist.__all__) - {"__version__"})
+
+
+def test_the_site_has_every_page() -> None:
+    menu = (ROOT / "docs" / "site" / "mkdocs.yml").read_text()
+    pages = {f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")}
+    assert pages <= set(re.findall(r"docs/[\w-]+\.md", menu))
 
 
 if __name__ == "__main__":
