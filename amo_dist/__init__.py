@@ -5,7 +5,7 @@ from amo_dist import AMO, AMOConfig, param_groups
 optimizer = AMO(param_groups(model), lr=1.8e-3, weight_decay=0.1, config=AMOConfig())
 """
 
-from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.config import AMOConfig, MuonConfig, __version__
 from amo_dist.distributed.agreement import RankMismatchError
 from amo_dist.engine.rule import MatrixPiece, UpdateRule
 from amo_dist.engine.verdict import (
@@ -25,8 +25,6 @@ from amo_dist.optimizers.qk_clip import qk_clip_
 from amo_dist.optimizers.root import ROOT
 from amo_dist.schedule.types import Schedule
 from amo_dist.state.storage import CheckpointReader, CheckpointWriter
-
-__version__ = "0.1.0"
 
 __all__ = [
     "AMO",

@@ -1,4 +1,4 @@
-"""``python -m amo_dist``."""
+"""Entry point of ``python -m amo_dist``."""
 
 from __future__ import annotations
 

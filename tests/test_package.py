@@ -78,7 +78,7 @@ def test_one_version_everywhere() -> None:
     assert re.findall(r"^version: (.*)$", citation, re.MULTILINE) == [amo_dist.__version__]
     project = (ROOT / "pyproject.toml").read_text()
     assert 'dynamic = ["version"]' in project
-    assert 'version = { attr = "amo_dist.__version__" }' in project
+    assert 'version = { attr = "amo_dist.config.__version__" }' in project
     (license_name,) = re.findall(r'^license = "(.*)"$', project, re.MULTILINE)
     assert f"\nlicense: {license_name}\n" in citation
 

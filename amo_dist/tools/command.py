@@ -1,13 +1,15 @@
-"""What commands share: their parser, how they are run, options of pairs, and aligned tables."""
+"""Parser, runner, readers of options, and aligned tables that all commands share."""
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import errno
 import io
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,124 +18,145 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 from amo_dist.schedule.fields import read_file
 
 Subparsers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
-"""What ``argparse.ArgumentParser.add_subparsers`` returns."""
+"""Return type of ``argparse.ArgumentParser.add_subparsers``."""
 
 _T = TypeVar("_T")
 
-
 MOST_RANKS = 1024
-"""Processes that one command starts on a node, at most."""
+"""Most processes that one command starts on a node."""
 MOST_WORLD = 32_768
-"""Ranks that are laid out without being started, at most: half a minute of work."""
+"""Most ranks that a command lays out without starting them: half a minute of work."""
 
 _LONGEST = 1000
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose errors are one line."""
+    """Parser whose errors are one line: the option, the value found, and the expected ones.
+
+    A command that sets the default ``overrides`` accepts unknown options; every other one refuses
+    them and suggests its closest option.
+    """
 
     def error(self, message: str) -> NoReturn:
-        """Tell a mistake among the arguments, and exit with status 2."""
-        print(one_line(f"{self.prog}: error: {message} (see --help)"), file=sys.stderr)
+        """Print a mistake among the arguments as one line, and exit with status 2."""
+        message = message.removeprefix("argument ")
+        if choice := re.fullmatch(r"(.+): invalid choice: '(.*)' \(choose from (.*)\)", message):
+            option, value, choices = choice.groups()
+            names = [name.strip("' ") for name in choices.split(",")]
+            remedy = f"expected one of {', '.join(names)}{_suggestion(value, names)}"
+            message = f"{option}: found '{value}', {remedy}"
+        print(one_line(f"error: {message}; see {self.prog} --help"), file=sys.stderr)
         raise SystemExit(2)
 
+    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+        """Parse arguments, but refuse unknown ones here, where the command's options are known."""
+        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        if unknown and not hasattr(namespace, "overrides"):
+            options = sorted(self._option_string_actions)
+            hint = _suggestion(unknown[0].partition("=")[0], options)
+            self.error(f"found unknown {' '.join(unknown)}, expected options of {self.prog}{hint}")
+        return namespace, unknown
+
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
-        # Python 3.11 takes `--option=--` for an option with an empty list.
+        # Python 3.11 reads `--option=--` as an option with an empty list.
         if action.option_strings and "--" in arg_strings:
-            self.error(f"argument {'/'.join(action.option_strings)}: found '--', expected a value")
+            self.error(f"{'/'.join(action.option_strings)}: found '--', expected a value")
         return super()._get_values(action, arg_strings)
 
 
+def _suggestion(value: str, names: Sequence[str]) -> str:
+    closest = difflib.get_close_matches(value, names, 1)
+    return f" (did you mean {closest[0]}?)" if closest else ""
+
+
 def printable(text: str, keep: str = "\n") -> str:
-    """A text without what would command a terminal; files that others wrote may hold that."""
+    """Escape the characters of a text that could control a terminal, as a foreign file's may."""
     return "".join(c if c.isprintable() or c in keep else ascii(c)[1:-1] for c in text)
 
 
 def print_text(text: str) -> None:
-    """Print lines that hold words of files; all commands print these here."""
+    """Print lines that quote files, escaped as by `printable`."""
     print(printable(text))
 
 
 def one_line(text: str) -> str:
-    """A message on one line of bounded length, whatever a user's words in it hold."""
+    """Escape a message to one line, and shorten its middle to a bounded length."""
     text = printable(text, keep="")
     half = _LONGEST // 2
     return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
 def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
-    """An ``argparse`` type: integers from ``least`` to ``most``."""
+    """Make an ``argparse`` type of integers from ``least`` to ``most``."""
     expected = f"an integer >= {least} and <= {most}"
-    return _reader(int, lambda found: least <= found <= most, expected)
+    return _reader(int, lambda value: least <= value <= most, expected)
 
 
 def positive(most: float) -> Callable[[str], float]:
-    """An ``argparse`` type: numbers above 0, up to ``most``."""
-    return _reader(float, lambda found: 0 < found <= most, f"a number > 0 and <= {most:g}")
+    """Make an ``argparse`` type of numbers above 0, up to ``most``."""
+    return _reader(float, lambda value: 0 < value <= most, f"a number > 0 and <= {most:g}")
 
 
 def _reader(
     kind: Callable[[str], _T], is_valid: Callable[[_T], bool], expected: str
 ) -> Callable[[str], _T]:
     def read(text: str) -> _T:
-        found: _T | str = text
+        shown: _T | str = text
         with contextlib.suppress(ValueError):
-            found = value = kind(text)
+            shown = value = kind(text)
             if is_valid(value):
                 return value
-        raise argparse.ArgumentTypeError(f"found {found!r}, expected {expected}")
+        raise argparse.ArgumentTypeError(f"found {shown!r}, expected {expected}")
 
     return read
 
 
 def read_json_file(path: Path) -> Any:
-    """What a JSON file holds.
+    """Read a JSON file.
 
     Raises:
-        ValueError: Names the file, which cannot be read or is no JSON.
+        ValueError: The file, which the message names, cannot be read or is no JSON.
     """
     try:
         return json.loads(read_file(path))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:  # JSON's, and that of UTF-8
+    except (ValueError, RecursionError) as error:  # of JSON, and of UTF-8
         raise ValueError(f"{path}: not JSON: {error}") from None
 
 
 def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = None) -> int:
     """Parse arguments and run the command that they name.
 
-    A command whose parser sets ``overrides`` gets there the options that it does not know.
+    A command with the default ``overrides`` receives its unknown options there.
 
     Args:
-        parser: With the commands, each of which sets ``run``: parsed arguments to an exit status.
-        argv: Arguments after the program's name; those of the process by default.
+        parser: Parser with the commands. Each sets ``run``, a function from parsed arguments to an
+            exit status.
+        argv: Arguments after the program's name; None for those of the process.
 
     Returns:
-        The command's own exit status, 2 for a mistake of the user's or a file that cannot be read
-        or written (told in one line), or 0 where the reader of the output, such as ``head``, has
-        seen enough and closed it.
+        The command's own exit status; 2 for a mistake of the user's or a file that cannot be read
+        or written, printed in one line; 0 if a reader of the output such as ``head`` closed it.
     """
-    if sys.stdout is None:  # the first file that is opened would take its place
+    if sys.stdout is None:  # the next opened file would take its descriptor
         return _mistake("standard output: found it closed, expected it open")
     try:
         os.getcwd()
-    except OSError:  # libraries would fail one by one, some without an exception
+    except OSError:  # libraries would fail later, some without an exception
         return _mistake("the current folder has been deleted, expected one that exists")
     if isinstance(sys.stdout, io.TextIOWrapper):
-        # Names of files may be no UTF-8, and a terminal may know no blocks.
+        # File names may be invalid UTF-8, and a terminal's encoding may lack block characters.
         sys.stdout.reconfigure(errors="backslashreplace")
     try:
-        args, rest = parser.parse_known_args(argv)
-        if hasattr(args, "overrides"):
-            args.overrides = rest
-        elif rest:
-            parser.error(f"unrecognized arguments: {' '.join(rest)}")
+        args, unknown = parser.parse_known_args(argv)
+        if unknown:
+            args.overrides = unknown
         status: int = args.run(args)
-        sys.stdout.flush()  # else what is left would fail at the end of the process
+        sys.stdout.flush()  # a later failure, at the end of the process, would print a traceback
         return status
-    except SystemExit as stop:  # after --help, or an error that argparse reported
+    except SystemExit as stop:  # after --help, or an error of the parser
         return int(stop.code or 0)
     except ValueError as error:
         return _mistake(str(error))
@@ -155,7 +178,7 @@ def _mistake(text: str) -> int:
 
 
 def _drop_output() -> None:
-    """Else what is left would fail again at the end of the process."""
+    """Discard buffered output, which would fail again at the end of the process."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -163,10 +186,10 @@ def read_pair(flag: str, text: str, kind: Callable[[str], _T], expected: str) ->
     """Split ``name=value`` and read the value.
 
     Args:
-        flag: The option that the text was given to.
-        text: What was given.
-        kind: Reads the value; raises ``ValueError`` for one that it does not take.
-        expected: What an error asks for.
+        flag: Option that holds the text, for errors.
+        text: Value of the option.
+        kind: Reader of the value; raises ``ValueError`` for an invalid one.
+        expected: Expected form, for errors.
 
     Raises:
         ValueError: The text is not of this form.
@@ -181,15 +204,15 @@ def read_pair(flag: str, text: str, kind: Callable[[str], _T], expected: str) ->
 
 
 def read_steps(flag: str, texts: Iterable[str], types: Sequence[str]) -> dict[str, int]:
-    """Newton-Schulz steps by operator type.
+    """Read Newton-Schulz steps by operator type.
 
     Args:
-        flag: The option that the texts were given to.
-        texts: Each ``TYPE=STEPS``.
-        types: Operator types that may be named.
+        flag: Option that holds the texts, for errors.
+        texts: Texts of the form ``TYPE=STEPS``.
+        types: Allowed operator types.
 
     Raises:
-        ValueError: A text is not of this form, names another type, or has no integer >= 1.
+        ValueError: A text has another form, another type, or no integer >= 1.
     """
     expected = f"TYPE=STEPS, a type of {', '.join(types)} and an integer >= 1"
     steps: dict[str, int] = {}
@@ -202,12 +225,12 @@ def read_steps(flag: str, texts: Iterable[str], types: Sequence[str]) -> dict[st
 
 
 def pad(rows: Sequence[Sequence[str]], left: Sequence[int] = (), least: int = 0) -> list[list[str]]:
-    """The cells of a table, each as wide as the widest of its column.
+    """Pad the cells of a table to the width of their column.
 
     Args:
-        rows: Of equally many cells, the header among them.
-        left: Columns that are aligned to the left; the others are aligned to the right.
-        least: The fewest characters of a column.
+        rows: Rows of equally many cells, header included.
+        left: Columns to align to the left; the others are aligned to the right.
+        least: Fewest characters of a column.
     """
     widths = [max(least, *map(len, column)) for column in zip(*rows, strict=True)]
     return [

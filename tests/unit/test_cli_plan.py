@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+import amo_dist
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule.plan import Plan
 from amo_dist.tools.cli import main
@@ -55,9 +56,11 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["nothing"], "invalid choice: 'nothing'"),
+        (["nothing"], "COMMAND: found 'nothing', expected one of plan, simulate, doctor; see"),
+        (["docter"], "expected one of plan, simulate, doctor (did you mean doctor?)"),
+        ([*TWO, "--jsn"], "found unknown --jsn, expected options of python -m amo_dist plan (did"),
         (["plan"], "one of the arguments --ell --plan is required"),
-        ([*TWO, "--plan", "x"], "argument --plan: not allowed with argument --ell"),
+        ([*TWO, "--plan", "x"], "--plan: not allowed with argument --ell"),
         (["plan", "--ell", "q"], "--ell: found 'q', expected TYPE=VALUE, e.g. attn_q=3e-4"),
         (["plan", "--ell", "=1e-3"], "--ell: found '=1e-3', expected TYPE=VALUE"),
         (["plan", "--ell", "q=x"], "--ell: found 'q=x', expected TYPE=VALUE"),
@@ -65,7 +68,7 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         (["plan", "--ell", "q=nan"], "--ell: found 'q=nan', expected a value in (0, 1]"),
         ([*TWO, "--ell", "attn_q=1e-3"], "--ell: found 'attn_q' twice"),
         ([*TWO, "--budget-ratio", "0"], "budget_ratio: found 0.0, expected a number > 0"),
-        ([*TWO, "--budget-ratio", "much"], "argument --budget-ratio: invalid float value: 'much'"),
+        ([*TWO, "--budget-ratio", "much"], "--budget-ratio: invalid float value: 'much'"),
         ([*TWO, "--budget-ratio", "0.1"], "budget: found 1, expected at least 2"),
         ([*TWO, "--budget-ratio", "1e9"], "budget: found 10000000000, expected at most 100"),
         ([*TWO, "--min-steps", "8"], "max_steps: found 7, expected an integer >= 8"),
@@ -80,10 +83,13 @@ def test_mistakes_are_one_line_and_exit_with_two(
     found = capsys.readouterr()
     assert found.out == ""
     assert len(found.err.splitlines()) == 1
-    assert found.err.startswith(
-        ("error: ", "python -m amo_dist: error: ", "python -m amo_dist plan: error: ")
-    )
+    assert found.err.startswith("error: ")
     assert message in found.err
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"amo-dist {amo_dist.__version__}\n"
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
