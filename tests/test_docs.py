@@ -128,12 +128,6 @@ def test_readme_leads_to_every_page() -> None:
     assert [page for page in DOCUMENTS if page != "README.md" and page not in linked] == []
 
 
-def test_readme_leads_to_every_answer() -> None:
-    asked = headings((ROOT / "docs/questions.md").read_text()) - {"short-answers"}
-    found = links((ROOT / "README.md").read_text())
-    assert asked == {heading for path, heading in found if path == "docs/questions.md"} - {""}
-
-
 def test_arguments_have_the_defaults_of_their_table() -> None:
     rows = rows_below((ROOT / "docs/loops.md").read_text(), "default \\| meaning")
     told = dict(re.match(r"\| `(\w+)` \| `(.*?)` \|", row).groups() for row in rows)  # type: ignore[union-attr]

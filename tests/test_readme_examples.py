@@ -182,7 +182,7 @@ def test_the_lines_of_short_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     adamw = torch.optim.AdamW(model.parameters())
     adamw.step()
     torch.save(adamw.state_dict(), "adamw.pt")
-    clip, decay, router, embeddings, warm_up, fine_tune = code_blocks(
+    clip, decay, router, embeddings, warm_up, fine_tune, old_gpus, matrices = code_blocks(
         (ROOT / ANSWERS).read_text(), "python"
     )
     names = {"model": model, "torch": torch, **vars(amo_dist)}
@@ -222,6 +222,17 @@ def test_the_lines_of_short_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     exec(fine_tune, names)
     assert names["report"].untouched == names["report"].unused == ()
     names["optimizer"].step()
+
+    exec(old_gpus, names)
+    assert (names["config"].ns_dtype, names["config"].wire) == ("float16", "bfloat16")
+    exec(matrices, names)
+    scaled = {
+        name: group["lr_scale"]
+        for group in names["groups"]
+        for name, _ in group["params"]
+        if "lr_scale" in group
+    }
+    assert scaled == {"lm_head.weight": 0.5}
 
 
 def test_the_size_of_gradients_does_not_change_matrices() -> None:
