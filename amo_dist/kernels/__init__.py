@@ -2,9 +2,9 @@
 
 import os
 
-# Compiled products that PyTorch and oneDNN keep, each; not 1024, which take more than a GB: each
-# pair of shape and ``beta`` of a bfloat16 product is compiled by oneDNN, which takes about 0.6 MB,
-# and schedules in transition have other coefficients at every step. Read at the first product; what
-# the user has set stands.
+# PyTorch and oneDNN each keep so many compiled products. With their default of 1024 a run takes
+# more than a GB: oneDNN compiles a bfloat16 product of about 0.6 MB for each pair of shape and
+# ``beta``, and schedules in transition have other coefficients at every step. Both variables are
+# read at the first product; a value that the user has set stays.
 for _name in ("LRU_CACHE_CAPACITY", "ONEDNN_PRIMITIVE_CACHE_CAPACITY"):
     os.environ.setdefault(_name, "256")

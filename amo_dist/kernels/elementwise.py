@@ -1,11 +1,11 @@
 """Momentum, Nesterov and the decoupled update, on lists of local tensors, on any device.
 
-Everything is elementwise, so a shard gets the same bits as the same region of the whole. That rules
-out ``add(..., alpha=...)``: its vectorised body uses a fused multiply-add and its scalar tail need
-not, so the bits of an element would depend on where a shard ends. Products and sums are therefore
-rounded one by one, in float32 (float64 for float64 tensors); a bfloat16 or float16 tensor is
-rounded once, when it is written. Nor would half-precision arithmetic do: on CPU the foreach product
-with a number rounds the number to bfloat16 first, and 0.95 becomes 0.9492.
+Everything is elementwise, so on a CPU a shard gets the same bits as the same region of the whole.
+That rules out ``add(..., alpha=...)``: its vectorised body uses a fused multiply-add and its scalar
+tail need not, so the bits of an element would depend on where a shard ends. Products and sums are
+therefore rounded one by one, in float32 (float64 for float64 tensors); a bfloat16 or float16 tensor
+is rounded once, when it is written. Half-precision arithmetic would not do either: on a CPU the
+foreach product with a number rounds the number to bfloat16 first, and 0.95 becomes 0.9492.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from torch import Tensor
 
 Tensors = Sequence[Tensor]
 
-_TOGETHER = 2**25
-"""Elements, about, of the tensors that are computed together: what is wide of them takes memory."""
-_CHUNK = 2**18
-"""Elements that go through all passes of a formula together on a CPU, in its caches."""
+_GROUP_ELEMENTS = 2**25
+"""Elements, about, of the tensors that are computed together on a device: float32 copies of narrow
+tensors take memory."""
+_CHUNK_ELEMENTS = 2**18
+"""The same on a CPU, whose caches hold so many elements through all passes of a formula."""
 
 
 def on_cpu(x: Tensor) -> bool:
@@ -35,11 +36,11 @@ def on_cpu(x: Tensor) -> bool:
 def update_scale(
     shape: tuple[int, int], factor: float = 0.2, adjust_lr: str = "match_rms_adamw"
 ) -> float:
-    """What an orthogonal update is multiplied by, beside the learning rate.
+    """Scale of an orthogonal update, beside the learning rate.
 
     Args:
         shape: ``(m, n)``, outputs and inputs of the whole matrix, not of a shard.
-        factor: Multiplies each of the scales.
+        factor: Factor of each of the scales.
         adjust_lr: ``match_rms_adamw``, ``sqrt(max(m, n))``, which with a factor of 0.2 gives the
             update the RMS of an AdamW one (AMO paper); ``original``, ``sqrt(max(1, m/n))`` (Jordan
             et al., 2024); ``spectral``, ``sqrt(m/n)`` (Ahn et al., "Dion", 2025).
@@ -50,14 +51,14 @@ def update_scale(
 
 
 def wide_dtype(*dtypes: torch.dtype) -> torch.dtype:
-    """In which values of these dtypes are computed: float64 where one of them is, else float32."""
+    """Dtype of arithmetic on values of these dtypes: float64 beside a float64, else float32."""
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
 def largest_entry(x: Tensor) -> Tensor:
-    """The greatest absolute entry of each matrix, without a host sync.
+    """Greatest absolute entry of each matrix, without a host sync.
 
-    On CPU neither an infinity norm, which takes twenty times as long, nor a copy of one matrix.
+    On a CPU neither an infinity norm, which takes twenty times as long, nor a copy of one matrix.
 
     Args:
         x: Matrices, shape ``(..., m, n)``, neither size 0.
@@ -75,25 +76,25 @@ def exceed(tensors: Tensors, bounds: Tensor) -> Tensor:
     """Whether each tensor holds a NaN, an inf or an entry beyond its bound, without a device sync.
 
     Args:
-        tensors: Of any shapes without a size 0, on one device; at least one.
+        tensors: Tensors of any shapes without a size 0, on one device; at least one.
         bounds: Greatest absolute value of a good entry, for each tensor: float64, on the device.
 
     Returns:
         Boolean, shape ``(len(tensors),)``.
     """
     if on_cpu(tensors[0]):
-        found = []
-        for each, bound in zip(tensors, bounds.tolist(), strict=True):
-            # There a 2-norm takes half as long as the largest entry, and no entry is beyond it
+        flags = []
+        for tensor, bound in zip(tensors, bounds.tolist(), strict=True):
+            # On a CPU a 2-norm takes half as long as the largest entry, and no entry is beyond it
             # (a factor of two for its rounding).
-            is_good = torch.linalg.vector_norm(each).item() <= bound / 2
-            found.append(not (is_good or largest_entry(each.reshape(1, -1)).item() <= bound))
-        return torch.tensor(found, device="cpu")
-    # The largest entry, not the 2-norm: that of finite 1e30 entries is infinite.
+            is_good = torch.linalg.vector_norm(tensor).item() <= bound / 2
+            flags.append(not (is_good or largest_entry(tensor.reshape(1, -1)).item() <= bound))
+        return torch.tensor(flags, device="cpu")
+    # The 2-norm of finite 1e30 entries would be infinite.
     norms = torch._foreach_norm(list(tensors), ord=float("inf"))
-    if len({each.dtype for each in norms}) > 1:
-        norms = tuple(each.to(torch.float64) for each in norms)
-    # One cast of all, not one launch for each of hundreds.
+    if len({norm.dtype for norm in norms}) > 1:
+        norms = tuple(norm.to(torch.float64) for norm in norms)
+    # Stacked first: a cast of each of hundreds would be a launch of its own.
     largest = torch.stack(norms).to(torch.float64)
     # A comparison with NaN is false.
     return ~(largest <= bounds)
@@ -106,12 +107,19 @@ def drop_nonfinite(updates: Tensor) -> Tensor:
         updates: ``(b, m, n)``, not empty; modified.
 
     Returns:
-        Which were zeroed, boolean, ``(b, 1, 1)``.
+        Flags of the matrices that were zeroed, boolean, ``(b, 1, 1)``.
     """
-    # A sum is finite only where all entries are; it costs half of what the largest entry does.
-    total = updates.sum(dim=(-2, -1), keepdim=True, dtype=torch.float64)
-    bad = total.sub_(total) != 0  # NaN where the sum is not finite
-    if not (on_cpu(updates) and not bad.any()):  # there, reading takes less than writing
+    dims = (-2, -1)
+    if not on_cpu(updates):
+        # The sum of finite entries is finite in float64, to which the kernel casts as it reads.
+        bad = ~torch.isfinite(updates.sum(dim=dims, keepdim=True, dtype=torch.float64))
+        updates.masked_fill_(bad, 0.0)
+        return bad
+    # On a CPU a sum in float64 copies narrow matrices first, which takes ten times as long. In
+    # their own dtype finite entries may add up to inf: their largest entry tells.
+    bad = ~torch.isfinite(updates.sum(dim=dims, keepdim=True))
+    if bad.any():
+        bad = ~torch.isfinite(updates.abs().amax(dim=dims, keepdim=True))
         updates.masked_fill_(bad, 0.0)
     return bad
 
@@ -126,19 +134,21 @@ def update_momentum(
         buffers: Momentum buffers; modified.
         grads: Gradients of the same shapes, in any floating dtype; not modified.
         momentum: Decay; no ``1 - momentum`` in front of the gradient.
-        bad: 0-dim, boolean, on their device: where true, no buffer changes, whatever the gradients
-            hold.
+        bad: Verdict, 0-dim, boolean, on their device: where true, no buffer changes, whatever the
+            gradients hold.
 
     Raises:
-        ValueError: lists of different lengths.
+        ValueError: Lists of different lengths.
     """
-    for dtype, (some, found) in _parts(buffers, grads):
-        # The one number that changes no other, not even 0.0.
-        moved, wide = _widened(dtype, found, some, copies=bad is not None, bad=bad, instead=-0.0)
-        torch._foreach_mul_(wide, _unless(bad, momentum, 1.0, dtype))
-        torch._foreach_add_(wide, moved)
-        if wide is not some:
-            torch._foreach_copy_(some, wide)
+    for dtype, (buffers_part, grads_part) in _parts(buffers, grads):
+        # Adding -0.0 leaves every buffer as it is; adding 0.0 would turn -0.0 into 0.0.
+        added, wide = _widened(
+            dtype, grads_part, buffers_part, copies=bad is not None, bad=bad, fill=-0.0
+        )
+        torch._foreach_mul_(wide, _unless_bad(bad, momentum, 1.0, dtype))
+        torch._foreach_add_(wide, added)
+        if wide is not buffers_part:
+            torch._foreach_copy_(buffers_part, wide)
 
 
 @torch.no_grad()
@@ -151,22 +161,22 @@ def nesterov(
         buffers: Momentum buffers after ``update_momentum``; not modified.
         grads: Gradients of the same shapes, in any floating dtype; not modified.
         momentum: Decay.
-        out: Where the results go, of the same shapes, in any floating dtype and strides; new
+        out: Places of the results, of the same shapes, in any floating dtype and strides; new
             tensors where None.
 
     Returns:
         ``out``.
 
     Raises:
-        ValueError: lists of different lengths.
+        ValueError: Lists of different lengths.
     """
     if out is None:
-        out = [torch.empty_like(each, dtype=wide_dtype(each.dtype)) for each in buffers]
-    for dtype, (some, found, places) in _parts(buffers, grads, out):
-        moved, wide = _widened(dtype, found, some)
+        out = [torch.empty_like(buffer, dtype=wide_dtype(buffer.dtype)) for buffer in buffers]
+    for dtype, (buffers_part, grads_part, out_part) in _parts(buffers, grads, out):
+        added, wide = _widened(dtype, grads_part, buffers_part)
         ahead = torch._foreach_mul(wide, momentum)
-        torch._foreach_add_(ahead, moved)
-        torch._foreach_copy_(places, ahead)
+        torch._foreach_add_(ahead, added)
+        torch._foreach_copy_(out_part, ahead)
     return out
 
 
@@ -190,27 +200,28 @@ def apply_update(
         weight_decay: Decoupled weight decay.
         scale: ``update_scale`` of the whole matrix: one for all, or one for each parameter.
         cautious: Decay only entries whose update has the same sign.
-        bad: 0-dim, boolean, on their device: where true, no parameter changes.
+        bad: Verdict, 0-dim, boolean, on their device: where true, no parameter changes.
 
     Raises:
-        ValueError: lists of different lengths.
+        ValueError: Lists of different lengths.
     """
     scales = [scale] * len(params) if isinstance(scale, (int, float)) else list(scale)
-    # float64, so that a tensor learning rate takes the road of a Python float.
+    # A tensor learning rate in float64 is rounded as a Python float is.
     rate = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
-    for dtype, (some, found, each) in _parts(params, updates, scales):
-        steps, wide = _widened(dtype, found, some, copies=True, bad=bad)
-        for value in dict.fromkeys(each):
-            alike = [step for step, own in zip(steps, each, strict=True) if own == value]
-            torch._foreach_mul_(alike, _unless(None, rate * value, 0.0, dtype))
-        kept = _unless(bad, 1 - rate * weight_decay, 1.0, dtype)
+    for dtype, (params_part, updates_part, scales_part) in _parts(params, updates, scales):
+        steps, wide = _widened(dtype, updates_part, params_part, copies=True, bad=bad)
+        for factor in dict.fromkeys(scales_part):
+            pairs = zip(steps, scales_part, strict=True)
+            alike = [step for step, step_scale in pairs if step_scale == factor]
+            torch._foreach_mul_(alike, _unless_bad(None, rate * factor, 0.0, dtype))
+        kept = _unless_bad(bad, 1 - rate * weight_decay, 1.0, dtype)
         if weight_decay != 0 and cautious:
-            torch._foreach_mul_(wide, list(map(_cautious, wide, found, repeat(kept))))
+            torch._foreach_mul_(wide, list(map(_cautious, wide, updates_part, repeat(kept))))
         elif weight_decay != 0:
             torch._foreach_mul_(wide, kept)
         torch._foreach_sub_(wide, steps)
-        if wide is not some:
-            torch._foreach_copy_(some, wide)
+        if wide is not params_part:
+            torch._foreach_copy_(params_part, wide)
 
 
 def _cautious(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
@@ -218,15 +229,15 @@ def _cautious(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
     return torch.where(values.sign() == updates.sign(), kept, torch.ones_like(values))
 
 
-def _unless(
+def _unless_bad(
     bad: Tensor | None, value: float | Tensor, otherwise: float, dtype: torch.dtype
 ) -> float | Tensor:
-    """The value; another one where something is bad, which only the device may know by now."""
+    """The value, or ``otherwise`` where ``bad`` is true, which only the device may know by now."""
     if bad is None:
-        # float64 would promote a 0-dim float32 tensor.
+        # A 0-dim float64 tensor would promote 0-dim float32 ones.
         return value.to(dtype) if isinstance(value, Tensor) else value
     if not isinstance(value, Tensor):
-        # Filled by a kernel: a copy to the device would wait for it.
+        # A kernel fills it: a copy to the device would wait for the device.
         value = torch.full((), value, dtype=dtype, device=bad.device)
     return value.to(dtype).masked_fill(bad, otherwise)
 
@@ -234,34 +245,42 @@ def _unless(
 def _parts(
     tensors: Tensors, *others: Sequence[Any]
 ) -> Iterator[tuple[torch.dtype, list[list[Any]]]]:
-    """Parts of lists that are computed together, in bounded memory, and the dtype in which.
+    """Parts of lists that are computed together, in bounded memory, and the dtype of arithmetic.
 
     Raises:
-        ValueError: lists of different lengths.
+        ValueError: Lists of different lengths.
     """
     lists = list(map(list, (tensors, *others)))
     lengths = set(map(len, lists))
     if len(lengths) > 1:
         raise ValueError(f"tensors: found lists of {sorted(lengths)}, expected as many in each")
-    if tensors and on_cpu(tensors[0]):
-        for one in zip(*lists, strict=True):
-            whole, dtype = one[0], wide_dtype(one[0].dtype)
-            if whole.numel() <= _CHUNK:
-                yield dtype, [[each] for each in one]
-                continue
-            rows = max(_CHUNK * len(whole) // whole.numel(), 1)
-            # Numbers are repeated without end.
-            cut = (each.split(rows) if isinstance(each, Tensor) else repeat(each) for each in one)
-            for some in zip(*cut, strict=False):
-                yield dtype, [[each] for each in some]
+    if not lists[0]:
         return
+    limit = _GROUP_ELEMENTS
+    if on_cpu(tensors[0]):
+        limit = _CHUNK_ELEMENTS
+        if max(map(Tensor.numel, lists[0])) > limit:
+            rows = [row for values in zip(*lists, strict=True) for row in _cut(values)]
+            lists = list(map(list, zip(*rows, strict=True)))
+    first, second = lists[:2]
     parts: dict[object, list[int]] = {}
-    for index, size in enumerate(accumulate(map(Tensor.numel, tensors))):
-        key = (size // _TOGETHER, tensors[index].dtype, others[0][index].dtype)
+    for index, size in enumerate(accumulate(map(Tensor.numel, first))):
+        key = (size // limit, first[index].dtype, second[index].dtype)
         parts.setdefault(key, []).append(index)
     for indices in parts.values():
-        dtype = wide_dtype(tensors[indices[0]].dtype)
-        yield dtype, [[each[index] for index in indices] for each in lists]
+        dtype = wide_dtype(first[indices[0]].dtype)
+        yield dtype, [[values[index] for index in indices] for values in lists]
+
+
+def _cut(values: Sequence[Any]) -> Iterator[tuple[Any, ...]]:
+    """Tensors of one shape in rows, as many as a CPU takes at once; numbers are repeated."""
+    whole = values[0]
+    if whole.numel() <= _CHUNK_ELEMENTS:
+        yield tuple(values)
+        return
+    num_rows = max(_CHUNK_ELEMENTS * len(whole) // whole.numel(), 1)
+    columns = [v.split(num_rows) if isinstance(v, Tensor) else repeat(v) for v in values]
+    yield from zip(*columns, strict=False)  # repeated numbers have no end
 
 
 def _widened(
@@ -269,40 +288,42 @@ def _widened(
     *lists: list[Tensor],
     copies: bool = False,
     bad: Tensor | None = None,
-    instead: float = 0.0,
+    fill: float = 0.0,
 ) -> list[list[Tensor]]:
     """Lists of tensors in a dtype: themselves where they have it, else contiguous copies.
 
-    The copies lie in one tensor, those of one shape together: so neither views nor fills are one
-    for each of hundreds.
+    The copies are views of one tensor, in which those of one shape stand side by side: a view or a
+    fill for each of hundreds of tensors would cost a call or a launch each.
 
     Args:
-        dtype: Of the results.
-        lists: Of the same shapes.
+        dtype: Dtype of the results.
+        lists: Tensors, each list of the same shapes.
         copies: Whether the first list is copied in any case.
-        bad: 0-dim, boolean, on the device: where true, the copy of the first is all ``instead``.
-        instead: A number.
+        bad: Verdict, 0-dim, boolean, on the device: where true, the copy of the first list is all
+            ``fill``.
+        fill: Number that stands in for bad values.
     """
-    found = list(lists)
-    narrow = [i for i, each in enumerate(lists) if each[0].dtype != dtype or (copies and not i)]
+    results = list(lists)
+    dtypes = [tensors[0].dtype for tensors in lists]
+    narrow = [i for i in range(len(lists)) if dtypes[i] != dtype or (copies and i == 0)]
     if not narrow:
-        return found
-    places: dict[torch.Size, list[int]] = defaultdict(list)
-    for index, each in enumerate(lists[0]):
-        places[each.shape].append(index)
-    counts = [len(narrow) * len(indices) for indices in places.values()]
-    sizes = [count * shape.numel() for count, shape in zip(counts, places, strict=True)]
+        return results
+    indices_by_shape: dict[torch.Size, list[int]] = defaultdict(list)
+    for index, tensor in enumerate(lists[0]):
+        indices_by_shape[tensor.shape].append(index)
+    counts = [len(narrow) * len(indices) for indices in indices_by_shape.values()]
+    sizes = [c * shape.numel() for c, shape in zip(counts, indices_by_shape, strict=True)]
     flat = torch.empty(sum(sizes), dtype=dtype, device=lists[0][0].device)
     for number in narrow:
-        found[number] = [*lists[number]]
-    parts = zip(places.items(), counts, flat.split(sizes), strict=True)
+        results[number] = [*lists[number]]
+    parts = zip(indices_by_shape.items(), counts, flat.split(sizes), strict=True)
     for (shape, indices), count, part in parts:
         views = part.view(count, *shape).unbind() if count > 1 else [part.view(shape)]
-        where = ((number, index) for number in narrow for index in indices)
-        for (number, index), view in zip(where, views, strict=True):
-            found[number][index] = view
+        places = ((number, index) for number in narrow for index in indices)
+        for (number, index), view in zip(places, views, strict=True):
+            results[number][index] = view
     for number in narrow:
-        torch._foreach_copy_(found[number], lists[number])
+        torch._foreach_copy_(results[number], lists[number])
         if number == 0 and bad is not None:
-            flat.masked_fill_(bad, instead)  # before the others are written
-    return found
+            flat.masked_fill_(bad, fill)  # before the other lists are written
+    return results

@@ -18,8 +18,8 @@ def fraction_bits(num_elements: int, decay: float) -> int:
     square leaves room for rounding.
 
     Args:
-        num_elements: Of the whole matrix.
-        decay: Of the second moment ``V``.
+        num_elements: Number of entries of the whole matrix.
+        decay: Decay of the second moment ``V``.
     """
     return 62 - math.ceil(math.log2(2 * num_elements / (1 - decay)))
 
@@ -32,24 +32,24 @@ def sum_of_squares(values: Tensor, num_bits: int, dim: int | None = None) -> Ten
     Args:
         values: ``(m, n)``, or any shape with ``dim`` None.
         num_bits: Binary places to keep.
-        dim: Sum along this dim; over everything where None.
+        dim: Dim to sum along; None for the sum over all entries.
     """
     squares = values.to(torch.float64).square_().mul_(2.0**num_bits).round_().to(torch.int64)
     return squares.sum().view(1) if dim is None else squares.sum(dim)
 
 
-def norm_factor(total: Tensor, num_bits: int, wanted: float) -> Tensor:
-    """``wanted`` over the norm whose `sum_of_squares` is given; 0 for a norm of 0.
+def norm_factor(total: Tensor, num_bits: int, target: float) -> Tensor:
+    """``target`` over the norm whose `sum_of_squares` is ``total``; 0 for a norm of 0.
 
     Args:
-        total: int64.
-        num_bits: As for `sum_of_squares`.
-        wanted: Frobenius norm to scale to.
+        total: Sums of squares, int64.
+        num_bits: Binary places that `sum_of_squares` kept.
+        target: Frobenius norm to scale to.
 
     Returns:
         float32, in the shape of ``total``.
     """
     norm = (total.to(torch.float64) * 2.0**-num_bits).sqrt()
     # A number over a tensor is its reciprocal times the number in PyTorch: rounded twice.
-    factor = torch.full_like(norm, wanted).div_(norm)
+    factor = torch.full_like(norm, target).div_(norm)
     return factor.masked_fill_(total == 0, 0.0).to(torch.float32)

@@ -1,9 +1,9 @@
 """Geometry of momentum matrices: the control signal, and the metrics of the pilot study.
 
-Everything is computed in float64, whatever the dtype of the input. ``ell`` is part of what an
-observation finds (see ``spectra``); the metrics come from a singular value decomposition. A
-momentum matrix must come in as float32, never as a bf16 copy, whose rounding lifts the small
-singular values by orders of magnitude.
+All arithmetic is float64, whatever the dtype of the input. ``ell`` is measured by an observation
+(see ``spectra``); the metrics come from a singular value decomposition. A momentum matrix must come
+in as float32, never as a bf16 copy, whose rounding lifts the small singular values by orders of
+magnitude.
 
 The AMO paper reads its threshold ``tau`` in three ways, and so do the metrics:
 
@@ -13,8 +13,8 @@ The AMO paper reads its threshold ``tau`` in three ways, and so do the metrics:
 - ``ell_static``, of the offline schedules, clamps relatively: ``max(sigma_min, tau * sigma_max)``.
 
 An absolute tau has the unit of the matrix's own entries. A matrix without any singular value above
-an absolute tau is numerically zero, and like a zero matrix, an empty one, or one with a non-finite
-entry it has no geometry: every metric answers NaN for it.
+an absolute tau is numerically zero. Like a zero matrix, an empty one, or one with a non-finite
+entry, it has no geometry: each of its metrics is NaN.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ SPECTRAL_METRICS = (
     *("sigma_min", "sigma_max", "frobenius", "kappa", "ell", "ell_static"),
     *("spectral_entropy", "effective_rank"),
 )
-"""Of one matrix, from its singular values; see `spectral_metrics`."""
+"""Metrics of one matrix, from its singular values; see `spectral_metrics`."""
 
 
 @torch.no_grad()
@@ -56,9 +56,9 @@ def spectral_metrics(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
         geometry.
 
     Raises:
-        ValueError: not two dims or a dtype that is not floating.
+        ValueError: Not two dims or a dtype that is not floating.
     """
-    # On CUDA there is no deterministic cumsum, and the rest would be thirty small kernels.
+    # CUDA has no deterministic cumsum, and the other metrics would be thirty small kernels.
     sigma = spectrum(x).cpu()
     if sigma.numel() == 0:
         return sigma.new_full((len(SPECTRAL_METRICS),), float("nan"))
@@ -66,18 +66,18 @@ def spectral_metrics(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
     frobenius = greatest * torch.linalg.vector_norm(sigma / greatest)  # squares stay in range
     kept = torch.where(sigma > tau, sigma, 0.0)
     energies = (kept / greatest).square()
-    held = energies.cumsum(0)
+    cumulative = energies.cumsum(0)
     relative = torch.maximum(least, tau * greatest) / frobenius
     values = torch.stack(
         [
             greatest / sigma.masked_fill(sigma <= tau, float("inf")).amin(),
             (least.clamp(min=tau) / frobenius).clamp(max=1.0),
             relative,
-            torch.special.entr(energies / held[-1]).sum(),
-            (held < ENERGY * held[-1]).sum(dtype=torch.float64) + 1.0,
+            torch.special.entr(energies / cumulative[-1]).sum(),
+            (cumulative < ENERGY * cumulative[-1]).sum(dtype=torch.float64) + 1.0,
         ]
     )
-    # A matrix that is numerically zero has no geometry; the relative reading knows no such unit.
+    # A matrix that is numerically zero has no geometry; a relative tau knows no such threshold.
     values = torch.where(greatest > tau, values, float("nan"))
     values[2] = torch.where(greatest > 0, relative, float("nan"))
     return torch.cat(
@@ -96,7 +96,7 @@ def spectrum(x: Tensor) -> Tensor:
         decomposition fails.
 
     Raises:
-        ValueError: not two dims or a dtype that is not floating.
+        ValueError: Not two dims or a dtype that is not floating.
     """
     validate(x, "(m, n)")
     x = x.to(torch.float64)
@@ -117,7 +117,7 @@ def ns_residual(x: Tensor) -> Tensor:
         Float64, shape ``(...)``; 1 for a zero matrix, NaN for an empty or non-finite one.
 
     Raises:
-        ValueError: fewer than two dims or a dtype that is not floating.
+        ValueError: Fewer than two dims or a dtype that is not floating.
     """
     validate(x)
     if x.numel() == 0:

@@ -194,20 +194,21 @@ def first_iterate(
         sides.
     """
     wide = wide_dtype(x.dtype, dtype)
-    # In the dtype of x, which may be half as long to read; a maximum is the same in any order. A
-    # zero matrix stays zero, whatever it is divided by.
+    # The maximum is taken in the dtype of x, which may be half as long to read, and is the same in
+    # any order. The clamp keeps zero matrices from 0 / 0.
     largest = largest_entry(x).to(wide).clamp_(min=_LEAST_ENTRY[wide])
-    # Contiguous before any sum or product: their bits depend on the strides. True divisions, in the
-    # wide dtype: the reciprocal of a denormal is infinite.
+    # Contiguous before any sum or product, whose bits depend on the strides. Matrices are divided,
+    # not multiplied by a reciprocal: that of a denormal is infinite.
     x = x.contiguous()
     if preconditioner == "aol":
         unit = x.div(largest)
         return precondition_aol(unit, dtype, symmetric_product, x.shape[-2] > x.shape[-1])
-    # By a power of two, which changes no bit: the largest entry is from one half to one then.
-    scaled = torch.frexp(largest).mantissa
+    # A power of two changes no bit. This one takes the largest entry into [1, 2); the next higher
+    # one would be infinite for entries from 2^127 on.
+    scaled = torch.frexp(largest).mantissa.mul_(2)
     unit = x.div(largest.div_(scaled))
-    # At least one half save for zero matrices: the clamp turns 0 / 0 into 0 / 0.5.
-    norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp_(min=0.5)
+    # A norm is at least one but for zero matrices: the clamp turns 0 / 0 into 0 / 1.
+    norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp_(min=1.0)
     divisor = norm.to(torch.float64).mul_(norm_scale)
     if eps > _LEAST_SEEN * torch.finfo(dtype).eps:
         divisor += eps * scaled

@@ -31,38 +31,39 @@ Solve = Callable[[Tensor], Tensor]
 SMALL = 128
 """Up to this short side a singular value decomposition is as fast."""
 _TOLERANCE = 5e-4
-"""Of the residual, relative to the eigenvalue: half of it bounds the relative error of sigma."""
+"""Bound on the residual over the eigenvalue: half of it bounds the relative error of sigma."""
 _AGREEMENT = 2.5e-4
-"""Between the factor's sigma and the matrix's own; float32 data are good to 1e-3 at kappa 1e9."""
+"""Relative difference allowed between the sigma of a factor and that of the matrix itself; float32
+data are good to 1e-3 at kappa 1e9."""
 _MAX_ITERATIONS = 160
 _CHECK_EVERY = 4
 
 
-def first_of(x: Tensor, *ways: Callable[[Tensor], Tensor | None]) -> Tensor | None:
-    """What the first way finds that works, or else the first one on the CPU.
+def first_of(x: Tensor, *methods: Callable[[Tensor], Tensor | None]) -> Tensor | None:
+    """Result of the first method that succeeds, on the device of ``x`` or else on the CPU.
 
     cuSOLVER fails on matrices that the CPU decomposes (pytorch #94772, #105359, #107082), and one
     matrix that is not measured must not end a run.
 
     Args:
-        x: Given to each way.
-        ways: Raise, or return None, where they fail.
+        x: Argument of each method.
+        methods: Functions that raise, or return None, where they fail.
 
     Returns:
-        On the device of ``x``; None, with a warning, where each has failed.
+        Result, on the device of ``x``; None, with a warning, where each has failed.
     """
-    failed: Exception | None = None
-    for place in dict.fromkeys((x.device, torch.device("cpu"))):
-        for way in ways:
+    failure: Exception | None = None
+    for device in dict.fromkeys((x.device, torch.device("cpu"))):
+        for method in methods:
             try:
-                found = way(x.to(place))
+                result = method(x.to(device))
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                failed, found = error, None
-            if found is not None:
-                return found.to(x.device)
-    logger.warning("no decomposition of a matrix %s: %s", tuple(x.shape), failed)
+                failure, result = error, None
+            if result is not None:
+                return result.to(x.device)
+    logger.warning("no decomposition of a matrix %s: %s", tuple(x.shape), failure)
     return None
 
 
@@ -83,8 +84,8 @@ def sigma_min(x: Tensor) -> Tensor:
     x = (x.mT if x.shape[0] > x.shape[1] else x).contiguous()
     is_small, is_square = x.shape[0] <= SMALL, x.shape[0] == x.shape[1]
     quick = _by_lu if is_square else _by_cholesky
-    found = first_of(x, *(() if is_small else (quick, _by_qr)), _by_svd)
-    return x.new_tensor(math.nan) if found is None else found
+    sigma = first_of(x, *(() if is_small else (quick, _by_qr)), _by_svd)
+    return x.new_tensor(math.nan) if sigma is None else sigma
 
 
 def _by_svd(x: Tensor) -> Tensor:
@@ -118,7 +119,7 @@ def _inverse(upper: Tensor) -> Solve:
 
 
 def lower_gram(x: Tensor, num_blocks: int = 8) -> Tensor:
-    """``X X^T``, with anything above the blocks on the diagonal: Cholesky does not read it."""
+    """``X X^T``, but zeros above the blocks on the diagonal: Cholesky does not read them."""
     m = x.shape[0]
     gram = x.new_zeros(m, m)
     for block in range(num_blocks):
@@ -128,7 +129,7 @@ def lower_gram(x: Tensor, num_blocks: int = 8) -> Tensor:
 
 
 def _by_qr(x: Tensor) -> Tensor | None:
-    """R is that of a matrix within rounding of X: what it calls singular, is."""
+    """Sigma from R alone; R belongs to a matrix within rounding of X, so a singular R is proof."""
     upper = torch.geqrf(x.mT)[0][: x.shape[0]].triu()
     if not upper.diagonal().all().item():
         return x.new_tensor(0.0)
@@ -147,8 +148,8 @@ def _smallest(x: Tensor, solve: Solve, overflow: float | None = None) -> Tensor 
     if not math.isfinite(eigenvalue):
         return None if overflow is None else x.new_tensor(overflow)
     estimate = 1 / math.sqrt(eigenvalue)
-    # Once more through the inverse: what is left of the large singular directions would drown
-    # the small one in the product below.
+    # Once more through the inverse: remains of the large singular directions would drown the small
+    # one in the product below.
     vector = solve(vector)
     vector = vector / torch.linalg.vector_norm(vector)
     exact: float = torch.linalg.vector_norm(x.mT @ vector).item()
@@ -168,11 +169,11 @@ def _lanczos(solve: Solve, x: Tensor) -> tuple[float, Tensor] | None:
     basis[0] = _start(m).to(x.device)
     tridiagonal = torch.zeros(limit + 1, limit + 1, dtype=torch.float64, device="cpu")
     for k in range(limit):
-        known = basis[: k + 1]
+        vectors = basis[: k + 1]
         product = solve(basis[k].unsqueeze(1)).squeeze(1)
-        overlap = known @ product
-        product = product - overlap @ known
-        product = product - (known @ product) @ known  # twice is enough
+        overlap = vectors @ product
+        product = product - overlap @ vectors
+        product = product - (vectors @ product) @ vectors  # twice is enough
         norm = torch.linalg.vector_norm(product)
         diagonal, coupling = torch.stack((overlap[k], norm)).tolist()
         if not (math.isfinite(diagonal) and math.isfinite(coupling)):
@@ -180,10 +181,10 @@ def _lanczos(solve: Solve, x: Tensor) -> tuple[float, Tensor] | None:
         tridiagonal[k, k] = diagonal
         is_last = coupling <= 1e-15 * diagonal
         if is_last or (k + 1) % _CHECK_EVERY == 0 or k + 1 == limit:
-            values, vectors = torch.linalg.eigh(tridiagonal[: k + 1, : k + 1])
-            eigenvalue, weights = values[-1].item(), vectors[:, -1]
+            values, combinations = torch.linalg.eigh(tridiagonal[: k + 1, : k + 1])
+            eigenvalue, weights = values[-1].item(), combinations[:, -1]
             if is_last or coupling * abs(weights[-1].item()) <= _TOLERANCE * eigenvalue:
-                return eigenvalue, known.mT @ weights.to(x.device).unsqueeze(1)
+                return eigenvalue, vectors.mT @ weights.to(x.device).unsqueeze(1)
         tridiagonal[k, k + 1] = tridiagonal[k + 1, k] = coupling
         basis[k + 1] = product / norm
     return None
@@ -192,7 +193,7 @@ def _lanczos(solve: Solve, x: Tensor) -> tuple[float, Tensor] | None:
 @functools.lru_cache(maxsize=16)
 def _start(m: int) -> Tensor:
     """A fixed unit vector with a part in every singular direction of any matrix not made for it."""
-    # Not on the default device, of which the generator knows nothing.
+    # On the CPU in any case: the generator belongs to it, whatever the default device is.
     generator = torch.Generator("cpu").manual_seed(0)
     start = torch.randn(m, generator=generator, dtype=torch.float64, device="cpu")
     unit: Tensor = start / torch.linalg.vector_norm(start)

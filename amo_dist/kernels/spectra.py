@@ -1,4 +1,4 @@
-"""All singular values of one matrix, and what Newton-Schulz schedules leave of them.
+"""All singular values of one matrix, and the errors that Newton-Schulz schedules leave of them.
 
 A schedule acts on each singular value alone, so its residual and its distance to the polar factor
 follow from the spectrum, exactly, for as many schedules as one likes.
@@ -29,16 +29,16 @@ DEFAULT_TAU = 1e-10
 """Least singular value told apart from zero, in the unit of the matrix; see `geometry`."""
 
 _RELATIVE_ERROR = 1e-3
-"""Of ``ell``: what `sigma_min` promises too."""
+"""Relative error of ``ell``, which `sigma_min` promises too."""
 _CHUNK = 2**16
-"""Values of schedules at a time, which a core's cache holds: 0.5 MB, in three copies."""
+"""Number of values that are computed at a time: 0.5 MB, of which a cache holds three copies."""
 
 
 @torch.no_grad()
 def observe(
     x: Tensor, coefficients: Tensor, norm_scale: float, *, exact_norm: bool = False
 ) -> Tensor:
-    """``ell`` of one matrix, and what trial schedules leave of its spectrum.
+    """``ell`` of one matrix, and the errors that trial schedules leave of its spectrum.
 
     With ``s`` a singular value of ``x / (norm_scale * ||x||_F)`` and ``p`` the polynomial of a
     schedule, both errors are means over the directions of the short side, of which one that is
@@ -49,8 +49,9 @@ def observe(
         coefficients: Float64, shape ``(num_schedules, num_steps, 3)``: ``(a, b, c)`` of each
             Newton-Schulz step of each schedule, which sends ``s`` to ``a s + b s^3 + c s^5``. Pad
             a shorter schedule with ``(1, 0, 0)``.
-        norm_scale: What the norm is multiplied by before the matrix is divided by it.
-        exact_norm: See `schedule_errors`.
+        norm_scale: Factor of the norm by which the matrix is divided.
+        exact_norm: Whether distances are those of updates of the exact norm; see
+            `schedule_errors`.
 
     Returns:
         Float64, shape ``(1 + 2 * num_schedules,)``, on the device of ``x``: ``ell``; of each
@@ -122,8 +123,8 @@ def singular_values(x: Tensor) -> Tensor:
     """
     x = x.mT if x.shape[0] > x.shape[1] else x
     quick = () if x.shape[0] <= SMALL else (_by_eigenvalues,)
-    found = first_of(x, *quick, torch.linalg.svdvals)
-    return x.new_full((x.shape[0],), math.nan) if found is None else found
+    sigma = first_of(x, *quick, torch.linalg.svdvals)
+    return x.new_full((x.shape[0],), math.nan) if sigma is None else sigma
 
 
 def _by_eigenvalues(x: Tensor) -> Tensor:
@@ -155,11 +156,11 @@ def _least(x: Tensor, sigma: Tensor) -> Tensor:
 
 
 def schedule_errors(sigma: Tensor, coefficients: Tensor, *, exact_norm: bool = False) -> Tensor:
-    """What schedules leave of given singular values: exact, on scalars.
+    """Errors that schedules leave of known singular values: exact, on scalars.
 
     Args:
-        sigma: Singular values as the first step gets them, float64, shape ``(m,)``.
-        coefficients: As `observe` has them, on the device of ``sigma``.
+        sigma: Singular values that enter the first step, float64, shape ``(m,)``.
+        coefficients: Coefficients in the form of `observe`, on the device of ``sigma``.
         exact_norm: Whether distances are of results that are scaled to the Frobenius norm of an
             exact polar factor; residuals are of results as they are.
 
@@ -183,10 +184,10 @@ def schedule_errors(sigma: Tensor, coefficients: Tensor, *, exact_norm: bool = F
 
 
 def validate(x: Tensor, expected: str = "(..., m, n)") -> None:
-    """Hold that ``x`` is made of matrices, or is one where ``(m, n)`` is expected.
+    """Check that ``x`` holds matrices, or is one where ``(m, n)`` is expected.
 
     Raises:
-        ValueError: fewer dims, more than two where one matrix is expected, no floating dtype.
+        ValueError: Fewer dims, more than two where one matrix is expected, no floating dtype.
     """
     if x.dim() < 2 or (x.dim() > 2 and expected == "(m, n)"):
         raise ValueError(f"x: found shape {tuple(x.shape)}, expected {expected}")
@@ -195,5 +196,5 @@ def validate(x: Tensor, expected: str = "(..., m, n)") -> None:
 
 
 def no_geometry(x: Tensor) -> Tensor:
-    """The answer about matrices without geometry: NaN, float64, shape ``(...)``."""
+    """NaN, float64, shape ``(...)``: the metrics of matrices without geometry."""
     return torch.full(x.shape[:-2], float("nan"), dtype=torch.float64, device=x.device)

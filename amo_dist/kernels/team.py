@@ -18,9 +18,9 @@ from amo_dist.kernels.newton_schulz import precondition_aol, standard, symmetric
 
 
 class Team(Protocol):
-    """Brings together what the members hold, in place; a collective over them.
+    """Reductions over the members, in place: collectives that all call in the same order.
 
-    What they bring has one shape, is contiguous, and comes in one order on all of them.
+    Values are contiguous and have the same shape on all members.
     """
 
     def add(self, values: Tensor) -> None:
@@ -41,21 +41,21 @@ def orthogonalize_slabs(
     is_tall: bool,
     eps: float = 1e-7,
 ) -> Tensor:
-    """What `amo_dist.kernels.newton_schulz` does to whole matrices, by the ``standard`` products.
+    """Newton-Schulz of `amo_dist.kernels.newton_schulz` on slabs, in the ``standard`` form.
 
     Args:
         x: Slabs ``(m, n)`` or ``(b, m, n)`` of matrices of one shape, not empty; not modified. One
-            that holds NaN or inf on any member gives NaN on all.
+            that holds NaN or inf on any member becomes NaN on all.
         coefficients: One ``(a, b, c)`` for each step.
         norm_scale: Safety factor.
         preconditioner: ``"frobenius"`` or ``"aol"``.
-        dtype: Of the products and of the result.
-        team: The members, which all call this at the same time.
-        is_tall: Whether the whole matrices have more rows than columns: a slab need not.
-        eps: Added to the norm, in units of the largest entry.
+        dtype: Dtype of the products and of the result.
+        team: Members, which all call this at the same time.
+        is_tall: Whether the whole matrices have more rows than columns; a slab need not.
+        eps: Addend of the norm, in units of the largest entry.
 
     Returns:
-        In the shape of ``x``, in ``dtype``.
+        Orthogonalized slabs, in the shape of ``x``, in ``dtype``.
     """
 
     def product(
@@ -66,12 +66,12 @@ def orthogonalize_slabs(
         *,
         right: Tensor | None = None,
     ) -> Tensor:
-        found = symmetric_product(slab, added, beta, alpha, right=right)
+        result = symmetric_product(slab, added, beta, alpha, right=right)
         if added is None:
-            team.add(found)
-        return found
+            team.add(result)
+        return result
 
-    # Contiguous before any sum or product: their bits depend on the strides.
+    # Contiguous before any sum or product, whose bits depend on the strides.
     unit = torch.empty(x.shape, dtype=wide_dtype(x.dtype, dtype), device=x.device).copy_(x)
     largest = largest_entry(unit)
     team.take_greatest(largest)
@@ -92,10 +92,10 @@ def drop_nonfinite_slabs(updates: Tensor, team: Team) -> Tensor:
 
     Args:
         updates: ``(b, m, n)``, not empty; modified.
-        team: The members, which all call this at the same time.
+        team: Members, which all call this at the same time.
 
     Returns:
-        Which were zeroed, boolean, ``(b, 1, 1)``, the same on all members.
+        Flags of the matrices that were zeroed, boolean, ``(b, 1, 1)``, the same on all members.
     """
     flags = (~torch.isfinite(largest_entry(updates))).to(torch.float32)
     team.take_greatest(flags)

@@ -22,7 +22,7 @@ def each_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     if request.param == "devices":
         monkeypatch.setattr(elementwise, "on_cpu", lambda tensor: False)
     elif request.param == "cpu in small chunks":
-        monkeypatch.setattr(elementwise, "_CHUNK", 100)
+        monkeypatch.setattr(elementwise, "_CHUNK_ELEMENTS", 100)
 
 
 MOMENTUM = 0.95

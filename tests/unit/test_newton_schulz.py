@@ -140,7 +140,8 @@ def test_float64_entries_beyond_float32() -> None:
 def test_largest_bfloat16_entries() -> None:
     x = torch.full((3, 5), torch.finfo(torch.bfloat16).max, dtype=torch.bfloat16)
     found = orthogonalize(x, KJ).float()
-    assert torch.isfinite(found).all()
+    # From 2^127 on, the least power of two above an entry is infinite, and x over it zero.
+    assert found.mean() > 0.1
     # Rank one with all singular vectors flat: one value everywhere, up to bf16 rounding.
     torch.testing.assert_close(found, found.mean().expand(3, 5), rtol=2**-7, atol=0)
 
