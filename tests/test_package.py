@@ -117,7 +117,7 @@ def test_the_wheel_runs_the_first_example_beside_torch_alone(tmp_path: Path) -> 
     place, *versions = run("python", "-c", WHO).stdout.split()
     assert Path(place).is_relative_to(tmp_path / "empty")
     assert versions == [amo_dist.__version__] * 2
-    command, text = next(iter(examples(["README.md"]).values()))
+    command, text = examples(["README.md"])["fsdp2.py"]
     (folder / command[-1]).write_text(text)
     assert command[0] == "torchrun"
     done = run("python", "-m", "torch.distributed.run", *command[1:])

@@ -23,7 +23,7 @@ ANSWERS = "docs/questions.md"
 """Its blocks are lines of a loop, which run one after the other."""
 EXAMPLES = {
     "fsdp2.py": "README.md",
-    "single.py": "docs/loops.md",
+    "single.py": "README.md",
     "ddp.py": "docs/loops.md",
     "huggingface.py": "docs/loops.md",
     "everything.py": "docs/loops.md",
