@@ -1,7 +1,7 @@
-"""How files of a run are written: replaced as a whole, or grown by whole lines.
+"""Writing of a run's files: replaced as a whole, or extended by whole lines.
 
-A process that is killed leaves the old file or the new one, and of a file of lines at most a cut
-last one. A scratch file ``<name>.tmp`` may stay behind; the next write takes its place.
+A killed process leaves the old file or the new one; a file of lines may end in a cut line. A
+scratch file ``<name>.tmp`` may stay behind until the next write replaces it.
 """
 
 from __future__ import annotations
@@ -13,19 +13,19 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 SCRATCH = ".tmp"
-"""What the name of a scratch file ends with."""
+"""Suffix of a scratch file's name."""
 
 
 def replace(path: Path, content: str | bytes) -> None:
-    """Write a file that is there as a whole or not at all, also after a power failure.
+    """Write a file as a whole or not at all, even if the power fails.
 
     Args:
-        path: A new file, or one to replace; the target of a symbolic link. What is no file, such as
-            ``/dev/stdout``, is written to.
-        content: Text, which becomes UTF-8, or bytes.
+        path: File to create or replace; a symbolic link's target is replaced. A device or pipe,
+            such as ``/dev/stdout``, is written to.
+        content: Text, encoded as UTF-8, or bytes.
 
     Raises:
-        OSError: If it cannot be written; an earlier file stays as it is.
+        OSError: The file cannot be written; an earlier one stays as it is.
     """
     data = content.encode() if isinstance(content, str) else content
     target = Path(os.path.realpath(path))
@@ -39,9 +39,9 @@ def replace(path: Path, content: str | bytes) -> None:
                 os.close(file)
         return
     scratch = target.with_name(target.name + SCRATCH)
-    # Whoever may write to the folder may have made a link of this name, to any file.
+    # Another user of the folder could plant a link of this name to any file.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
-    # As an ordinary write would leave it: a new file's by the mask of the process.
+    # The mode stays, and a new file's follows the mask of the process.
     mode = stat.S_IMODE(target.stat().st_mode) if target.exists() else 0o666
     with _named(path):
         scratch.unlink(missing_ok=True)
@@ -49,7 +49,7 @@ def replace(path: Path, content: str | bytes) -> None:
         try:
             try:
                 _write(file, data)
-                # Else some file systems keep the new name and lose the content.
+                # Without it some file systems keep the new name and lose the content.
                 os.fsync(file)
             finally:
                 os.close(file)
@@ -61,14 +61,14 @@ def replace(path: Path, content: str | bytes) -> None:
 
 
 def append_lines(path: Path, lines: Iterable[str]) -> None:
-    """Append whole lines to a file, which is made where there is none.
+    """Append whole lines to a file; create a missing one.
 
     Args:
-        path: The file.
-        lines: Without their line ends.
+        path: File of lines.
+        lines: Lines without their line ends.
 
     Raises:
-        OSError: If they cannot be written; the file then ends where it did.
+        OSError: The lines cannot be written; the file then ends as before.
     """
     data = "".join(f"{line}\n" for line in lines).encode()
     with _named(path):
@@ -77,7 +77,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
             size = os.fstat(file).st_size
             try:
                 _write(file, data)
-            except OSError:  # a full disk takes a part
+            except OSError:  # a full disk may have taken a part
                 os.ftruncate(file, size)
                 raise
         finally:
@@ -86,7 +86,7 @@ def append_lines(path: Path, lines: Iterable[str]) -> None:
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Have errors name the file, which those of a write do not."""
+    """Add the file's name to errors, which those of ``os.write`` lack."""
     try:
         yield
     except OSError as error:

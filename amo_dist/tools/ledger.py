@@ -1,4 +1,4 @@
-"""What the exchange of a step sends, from layouts and owners alone; in elements, not bytes."""
+"""Elements that the exchange of a step sends, from layouts and owners alone."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from amo_dist.distributed.ownership import Job
 def sent_by_owner(
     matrices: Sequence[MatrixLayout], jobs: Sequence[Job], num_ranks: int
 ) -> dict[int, torch.Tensor]:
-    """What each owner gathers from, and itself delivers to, each rank.
+    """Count the elements that each owner gathers from, and delivers to, each rank.
 
     Args:
-        matrices: Jobs index them.
-        jobs: Of any ranks below ``num_ranks``.
+        matrices: Layouts of the matrices, which jobs index.
+        jobs: Jobs of ranks below ``num_ranks``.
         num_ranks: Size of the world.
 
     Returns:
-        By owner, elements in an int64 tensor ``(2, num_ranks)``: gathered from each rank, and
-        delivered to it.
+        int64 tensors ``(2, num_ranks)`` by owner: elements gathered from each rank, and delivered
+        to it.
     """
     known: dict[tuple[int, Box], torch.Tensor] = {}
     counts: dict[int, torch.Tensor] = defaultdict(
@@ -33,18 +33,18 @@ def sent_by_owner(
     for job in jobs:
         held = _held(matrices[job.matrix], job.box, num_ranks, known)
         for count, ranks in zip(counts[job.owner], (job.sources, job.targets), strict=True):
-            some = torch.tensor(ranks)
-            count[some] += held[some]
-    for owner, found in counts.items():
-        found[:, owner] = 0  # what the owner holds itself goes nowhere
+            index = torch.tensor(ranks)
+            count[index] += held[index]
+    for owner, elements in counts.items():
+        elements[:, owner] = 0  # the owner's own elements stay
     return counts
 
 
 def _held(
     matrix: MatrixLayout, box: Box, num_ranks: int, known: dict[tuple[int, Box], torch.Tensor]
 ) -> torch.Tensor:
-    """Elements of a box of a matrix that each rank holds: int64, ``(num_ranks,)``."""
-    # By identity: matrices of one shape and layout share this object.
+    """Count the elements of a matrix's box that each rank holds: int64, ``(num_ranks,)``."""
+    # The key is an identity, because matrices of one shape and layout share this object.
     key = id(matrix.pieces_by_rank), box
     if key not in known:
         known[key] = torch.tensor([matrix.held_by(rank, box) for rank in range(num_ranks)])
@@ -54,13 +54,13 @@ def _held(
 def sent_by_rank(
     matrices: Sequence[MatrixLayout], jobs: Sequence[Job], num_ranks: int, ranks_per_node: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each rank sends.
+    """Count the elements that each rank sends.
 
     Args:
-        matrices: Jobs index them.
-        jobs: Of any ranks below ``num_ranks``.
+        matrices: Layouts of the matrices, which jobs index.
+        jobs: Jobs of ranks below ``num_ranks``.
         num_ranks: Size of the world.
-        ranks_per_node: Consecutive ranks of one node.
+        ranks_per_node: Number of consecutive ranks on one node.
 
     Returns:
         Elements sent to ranks of the same node, and to other nodes: two int64 tensors
@@ -82,17 +82,18 @@ def reduced_by_rank(
     num_ranks: int,
     ranks_per_node: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What each rank sends to add up Gram matrices over its teams, by a ring.
+    """Count the elements that each rank sends to add up its teams' Gram matrices by a ring.
 
     Args:
-        matrices: As for `sent_by_rank`, as are the others.
-        jobs: Of any ranks below ``num_ranks``.
+        matrices: Layouts of the matrices, which jobs index.
+        jobs: Jobs of ranks below ``num_ranks``.
         steps: Newton-Schulz steps of each matrix.
         num_ranks: Size of the world.
-        ranks_per_node: Consecutive ranks of one node.
+        ranks_per_node: Number of consecutive ranks on one node.
 
     Returns:
-        As `sent_by_rank`.
+        Elements sent to ranks of the same node, and to other nodes: two int64 tensors
+        ``(num_ranks,)``.
     """
     within, across = (torch.zeros(num_ranks, dtype=torch.int64) for _ in range(2))
     for job in jobs:

@@ -1,4 +1,4 @@
-"""Files of records, a JSON object a line: ``metrics.jsonl``, and the geometry log."""
+"""Files of records, one JSON object per line: ``metrics.jsonl`` and the geometry log."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 MOST_RECORDS = 2**31
-"""Bytes that a file of records may hold."""
+"""Most bytes of a file of records."""
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a file of JSON lines, such as ``metrics.jsonl``; none where there is no file.
+    """Read a file of JSON lines, such as ``metrics.jsonl``; a missing file has no records.
 
-    A last line cut short by a kill is left out. Record ``i`` stands in line ``i + 1``.
+    A last line cut short by a kill is left out. Record ``i`` is line ``i + 1``.
 
     Raises:
-        ValueError: If the file cannot be read, or another line is not a JSON object.
+        ValueError: The file cannot be read, or another line is not a JSON object.
     """
     records, problems = _parsed(path)
     if problems:
@@ -34,36 +34,36 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 def append_records(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
-    """Append records to a file of JSON lines; ``null`` stands for what is not finite."""
-    files.append_lines(path, [json.dumps(_finite(one), allow_nan=False) for one in records])
+    """Append records to a file of JSON lines; numbers that are not finite become ``null``."""
+    files.append_lines(path, [json.dumps(_finite(record), allow_nan=False) for record in records])
 
 
 def drop_from(path: Path, step: int) -> None:
-    """Drop the records of ``step`` and later ones from a file of JSON lines, which is made.
+    """Drop the records from ``step`` on from a file of JSON lines; create a missing file.
 
-    Lines that cannot be read are left out with a warning: training does not depend on them. The
-    file as it was stays as ``<name>.damaged``.
+    Lines that cannot be read are dropped with a warning, as training does not depend on them. The
+    file with them stays as ``<name>.damaged``.
 
     Raises:
-        ValueError: If the file cannot be read.
+        ValueError: The file cannot be read.
     """
     records, problems = _parsed(path)
     if problems:
         damaged = path.with_name(f"{path.name}.damaged")
         files.replace(damaged, path.read_bytes())
         logger.warning(
-            "%s; lines that cannot be read are left out (%d), the file as it was is %s",
+            "%s; dropped %d lines that cannot be read; the old file is %s",
             *(problems[0], len(problems), damaged),
         )
-    kept = [one for one in records if isinstance(one.get("step"), int) and one["step"] < step]
+    kept = [r for r in records if isinstance(r.get("step"), int) and r["step"] < step]
     files.replace(path, "".join(json.dumps(record) + "\n" for record in kept))
 
 
 def _parsed(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
-    """The records of a file of JSON lines, and one line about each that cannot be read.
+    """Parse a file of JSON lines into its records, and a message per line that cannot be read.
 
     Raises:
-        ValueError: If the file cannot be read.
+        ValueError: The file cannot be read.
     """
     try:
         lines = read_file(path, MOST_RECORDS).split(b"\n")
@@ -78,7 +78,7 @@ def _parsed(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
     for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
-        except (ValueError, RecursionError) as error:  # JSON's, and that of UTF-8
+        except (ValueError, RecursionError) as error:  # of JSON, and of UTF-8
             if number < len(lines):
                 problems.append(f"{path}, line {number}: not JSON: {error}")
             continue
@@ -91,5 +91,5 @@ def _parsed(path: Path) -> tuple[list[dict[str, Any]], list[str]]:
 
 def _finite(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: _finite(one) for key, one in value.items()}
+        return {key: _finite(entry) for key, entry in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

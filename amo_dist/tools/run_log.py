@@ -1,4 +1,4 @@
-"""What ``amo watch`` and ``amo report`` read, written by a training loop of one's own."""
+"""Run log of your own training loop, for ``amo watch`` and ``amo report``."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from amo_dist.tools.records import METRICS_FILE, append_records, drop_from, read
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What an optimizer tells a logger about its latest step.
+    """Report of an optimizer on its latest step.
 
     Attributes:
-        phase: ``uniform``, ``observation``, ``transition`` or ``locked``; empty for other
-            optimizers than the Muon family.
+        phase: ``uniform``, ``observation``, ``transition`` or ``locked``; empty for optimizers
+            outside of the Muon family.
         num_steps_by_type: Newton-Schulz steps of each operator type.
         metrics: Further figures by name.
-        plan: AMO's plan as JSON, once there is one.
-        lock_step: Where AMO locks its plan; None where it locks none.
+        plan: AMO's plan as JSON; None before it is made.
+        lock_step: Step at which AMO locks its plan; None without a plan to lock.
     """
 
     phase: str = ""
@@ -39,10 +39,10 @@ class Report:
 
 
 def report(optimizer: object) -> Report:
-    """The report on the latest step; empty for what is none of the Muon family."""
+    """Report on the latest step; empty for optimizers outside of the Muon family."""
     if not isinstance(optimizer, Muon):
         return Report()
-    phase, num_steps = in_force(optimizer)
+    phase, num_steps = phase_and_steps(optimizer)
     amo = optimizer.policy.config if isinstance(optimizer.policy, AMOPolicy) else None
     return Report(
         phase=phase,
@@ -53,44 +53,47 @@ def report(optimizer: object) -> Report:
     )
 
 
-def in_force(optimizer: object, ago: int = 0) -> tuple[str, dict[str, int]]:
-    """Phase and Newton-Schulz steps by type, of the latest step or of one ``ago`` steps before."""
+def phase_and_steps(optimizer: object, ago: int = 0) -> tuple[str, dict[str, int]]:
+    """Phase and Newton-Schulz steps by type, ``ago`` optimizer steps before the latest one."""
     if not isinstance(optimizer, Muon):
         return "", {}
     step = max(optimizer.num_steps_taken - ago, 1)
     schedules = optimizer.schedules_by_group(step)
-    return optimizer.phase_at(step), {name: one.num_steps for name, one in schedules.items()}
+    return optimizer.phase_at(step), {name: s.num_steps for name, s in schedules.items()}
 
 
 def changes(optimizer: object, last: Mapping[str, Any] | None, step: int) -> list[dict[str, Any]]:
-    """Steps since the last record from which on phase or Newton-Schulz steps are others.
+    """List the steps since the last record at which the phase or Newton-Schulz steps changed.
 
     Args:
-        optimizer: Which has just taken ``step``.
-        last: The last record; None for none.
-        step: Of the record to come.
+        optimizer: Optimizer that has just taken ``step``.
+        last: Last record; None for none.
+        step: Step of the next record.
+
+    Returns:
+        Records with ``step``, ``phase`` and ``num_steps_by_type``.
     """
     last = last or {"step": 0}
-    before, found = (last.get("phase"), last.get("num_steps_by_type")), []
-    for one in range(last["step"] + 1, step + 1):
-        now = in_force(optimizer, step - one)
+    before, records = (last.get("phase"), last.get("num_steps_by_type")), []
+    for changed in range(last["step"] + 1, step + 1):
+        now = phase_and_steps(optimizer, step - changed)
         if now != before:
-            found.append({"step": one, "phase": now[0], "num_steps_by_type": now[1]})
+            records.append({"step": changed, "phase": now[0], "num_steps_by_type": now[1]})
         before = now
-    return found
+    return records
 
 
 class RunLog:
     """Writes ``metrics.jsonl`` and ``plan.json`` into a folder, from the first rank alone.
 
-    ``log = RunLog("outputs/run", optimizer, num_steps=1000)`` before the loop, and in it
-    ``log(loss)`` after ``optimizer.step()``, as often as one likes: then ``amo watch outputs/run``
-    and ``amo report outputs/run`` work. A loop that goes on from a checkpoint goes on here.
+    Make ``log = RunLog("outputs/run", optimizer, num_steps=1000)`` before the loop, and call
+    ``log(loss)`` after ``optimizer.step()``, at any interval: ``amo watch outputs/run`` and ``amo
+    report outputs/run`` then work. A loop that resumes from a checkpoint continues the log.
 
     Args:
-        folder: Made where it is missing; one for each run.
-        optimizer: Of the Muon family; of others there are loss, rate and speed.
-        num_steps: Of the whole run, where it is known.
+        folder: Folder of this run alone; created if missing.
+        optimizer: Optimizer of the run. One outside of the Muon family logs loss, rate and speed.
+        num_steps: Steps of the whole run; None if unknown.
     """
 
     def __init__(
@@ -106,17 +109,17 @@ class RunLog:
     def __call__(
         self, loss: float | torch.Tensor, step: int | None = None, **figures: float | torch.Tensor
     ) -> None:
-        """Write down the step just taken.
+        """Log the step just taken.
 
         Args:
-            loss: In nats per token; a tensor is read, which waits for its device.
-            step: Its number from 1 on; the optimizer's own count by default.
-            **figures: Further numbers, such as ``grad_norm``, or ``num_tokens`` so far, from which
-                tokens a second follow.
+            loss: Loss in nats per token; reading a tensor waits for its device.
+            step: Number of the step, from 1 on; None for the optimizer's own count.
+            **figures: Further numbers, such as ``grad_norm``. ``num_tokens`` is the total so far,
+                from which tokens per second follow.
 
         Raises:
-            ValueError: ``step`` is missing with an optimizer of another family, or the file of
-                records cannot be read.
+            ValueError: ``step`` is None with an optimizer outside of the Muon family, or the file
+                of records cannot be read.
         """
         if not self._writes:
             return
@@ -126,38 +129,40 @@ class RunLog:
                 raise ValueError(f"step: found none with {kind}, expected the number of the step")
             step = self._optimizer.num_steps_taken
         path = self._folder / METRICS_FILE
-        if self._step is None:  # what an earlier start wrote for later steps is no more
+        if self._step is None:  # a run that resumes repeats the later steps of an earlier one
             self._folder.mkdir(parents=True, exist_ok=True)
             drop_from(path, step)
-            (self._folder / PLAN_FILE).unlink(missing_ok=True)  # comes back where there is one
+            (self._folder / PLAN_FILE).unlink(
+                missing_ok=True
+            )  # written again below if there is a plan
             self._last = next((r for r in reversed(read_records(path)) if "loss" in r), None)
             self._step = step - 1
-        now, found = time.perf_counter(), report(self._optimizer)
+        now, latest = time.perf_counter(), report(self._optimizer)
         seconds, num_steps = now - self._time, max(step - self._step, 1)
-        numbers = {name: _read(value) for name, value in figures.items()}
+        numbers = {name: _number(value) for name, value in figures.items()}
         tokens, before = numbers.get("num_tokens"), (self._last or {}).get("num_tokens") or 0.0
         record = {
             "step": step,
             "training_steps": self._num_steps,
-            "lock_step": found.lock_step,
-            "loss": _read(loss),
+            "lock_step": latest.lock_step,
+            "loss": _number(loss),
             "lr": float(self._optimizer.param_groups[0]["lr"]),
             "seconds_per_step": seconds / num_steps,
-            "optimizer_seconds_per_step": found.metrics.get("optimizer/seconds"),
+            "optimizer_seconds_per_step": latest.metrics.get("optimizer/seconds"),
             "tokens_per_second": None if tokens is None else (tokens - before) / seconds,
-            "phase": found.phase,
-            "num_steps_by_type": found.num_steps_by_type,
+            "phase": latest.phase,
+            "num_steps_by_type": latest.num_steps_by_type,
             "changes": changes(self._optimizer, self._last, step),
-            "optimizer": found.metrics,
+            "optimizer": latest.metrics,
             **numbers,
         }
         append_records(path, [record])
-        if found.plan is not None and found.plan != self._plan:
-            files.replace(self._folder / PLAN_FILE, found.plan + "\n")
-            self._plan = found.plan
+        if latest.plan is not None and latest.plan != self._plan:
+            files.replace(self._folder / PLAN_FILE, latest.plan + "\n")
+            self._plan = latest.plan
         self._last, self._step, self._time = record, step, now
 
 
-def _read(value: float | torch.Tensor) -> float:
-    """A loss is given as the loop has it: with its graph."""
+def _number(value: float | torch.Tensor) -> float:
+    """Read a number; a loss may still have its graph."""
     return float(value.detach() if isinstance(value, torch.Tensor) else value)

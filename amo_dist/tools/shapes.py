@@ -1,4 +1,4 @@
-"""The matrices of a decoder, from its sizes: the eight models of the AMO paper, or one's own."""
+"""Matrices of a decoder from its sizes: the eight models of the AMO paper, or your own."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _MOST_LAYERS, _WIDEST = 1000, 2**24
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class DecoderShape:
-    """The sizes of a decoder that fix its matrices.
+    """Sizes of a decoder that determine its matrices.
 
     Attributes:
         layers: Number of blocks.
@@ -28,11 +28,11 @@ class DecoderShape:
         ffn_dim: Width of the feed-forward.
         heads: Attention heads.
         kv_heads: Heads of keys and values.
-        q_ratio: Width of all heads together over ``dim``.
+        q_ratio: Width of all query heads together over ``dim``.
 
     Raises:
-        ValueError: A size is no integer from 1 on, or far beyond any model's, or the heads do not
-            divide their width.
+        ValueError: A size is no integer >= 1, or far above any model's, or the heads do not divide
+            their width.
     """
 
     layers: int
@@ -58,26 +58,26 @@ class DecoderShape:
         return int(self.q_ratio * self.dim) // self.heads
 
     def block(self) -> list[MatrixInfo]:
-        """The matrices of one block, named as in torchtitan's models; shapes are ``(out, in)``."""
+        """List the matrices of one block under torchtitan's names, with shapes ``(out, in)``."""
         q_dim, kv_dim = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        into, out_of = (self.ffn_dim, self.dim), (self.dim, self.ffn_dim)
+        up, down = (self.ffn_dim, self.dim), (self.dim, self.ffn_dim)
         return [
             MatrixInfo("attention.wq.weight", (q_dim, self.dim), "attn_q"),
             MatrixInfo("attention.wk.weight", (kv_dim, self.dim), "attn_k"),
             MatrixInfo("attention.wv.weight", (kv_dim, self.dim), "attn_v"),
             MatrixInfo("attention.wo.weight", (self.dim, q_dim), "attn_o"),
-            MatrixInfo("feed_forward.w1.weight", into, "mlp_gate"),
-            MatrixInfo("feed_forward.w3.weight", into, "mlp_up"),
-            MatrixInfo("feed_forward.w2.weight", out_of, "mlp_down"),
+            MatrixInfo("feed_forward.w1.weight", up, "mlp_gate"),
+            MatrixInfo("feed_forward.w3.weight", up, "mlp_up"),
+            MatrixInfo("feed_forward.w2.weight", down, "mlp_down"),
         ]
 
     def matrices(self) -> list[MatrixInfo]:
-        """Every matrix, block by block, named after its operator type."""
+        """List every matrix, block by block, named after its operator type."""
         block = self.block()
         return [
-            dataclasses.replace(one, name=f"layers.{layer}.{one.operator_type}")
+            dataclasses.replace(matrix, name=f"layers.{layer}.{matrix.operator_type}")
             for layer in range(self.layers)
-            for one in block
+            for matrix in block
         ]
 
 
@@ -91,16 +91,14 @@ MODELS: Mapping[str, DecoderShape] = {
     "Llama-3.1-760M": DecoderShape(12, 1536, 5376, 12, 3),
     "Llama-3.1-1.4B": DecoderShape(16, 2048, 7168, 16, 4),
 }
-"""The models of the AMO paper, by its names."""
+"""Models of the AMO paper, by its names."""
 
 PLANS: Mapping[str, tuple[int, ...]] = {
     "Qwen3-1.7B": (6, 5, 5, 6, 4, 5, 4),
     "Llama-3.1-760M": (6, 4, 5, 6, 5, 5, 4),
 }
-"""Newton-Schulz steps after the lock, in the order of `OPERATOR_TYPES`.
-
-Of the models whose plan the AMO paper prints (table of locked schedules).
-"""
+"""Newton-Schulz steps after the lock, in the order of `OPERATOR_TYPES`, for the models whose plan
+the AMO paper prints (table of locked schedules)."""
 
 
 def add_model_options(group: Any) -> None:
@@ -131,7 +129,7 @@ def read_model(args: argparse.Namespace) -> tuple[str, DecoderShape, dict[str, i
     """
     if args.model:
         name = next(name for name in MODELS if name.lower() == args.model)
-        # Of Llama-3.1-1.4B the plan of its smaller sister stands in.
+        # The paper prints no plan of Llama-3.1-1.4B; that of the 760M model takes its place.
         known = PLANS.get("Llama-3.1-760M" if name == "Llama-3.1-1.4B" else name)
         steps = known or (BASE_STEPS,) * len(OPERATOR_TYPES)
         return name, MODELS[name], dict(zip(OPERATOR_TYPES, steps, strict=True))

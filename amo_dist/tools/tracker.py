@@ -1,8 +1,7 @@
-"""Geometry of every matrix at fixed steps: momentum, and what Newton-Schulz made of it.
+"""Geometry of every matrix at fixed steps: its momentum and the result of Newton-Schulz.
 
-A tracked step gathers all matrices in the dtype of momentum; each is measured by the rank that owns
-it anyway, and orthogonalized from the same bits as in any other step. Training goes on as without
-tracking, to the last bit.
+A tracked step gathers all matrices in the dtype of momentum. The owner of a matrix measures it, and
+orthogonalizes the same bits as in any other step, so tracking changes no bit of training.
 """
 
 from __future__ import annotations
@@ -26,23 +25,24 @@ from amo_dist.schedule.grouping import layer_index
 logger = logging.getLogger(__name__)
 
 WHAT = ("momentum", "residual", "both")
-"""What to measure: momentum's spectrum; with the residual and norm of the result; with its
-spectrum too."""
+"""Measurements: the spectrum of momentum; also the residual and norm of the result; also the
+spectrum of the result."""
 
 Record = dict[str, Any]
 Sink = Callable[[int, Sequence[Record]], None]
-"""Called on the first rank with the step and the records of all matrices, sorted by name."""
+"""Function of the step and the records of all matrices, by name; the first rank calls it."""
 
 
 class GeometryTracker:
     """Measures every matrix at each multiple of ``interval`` steps.
 
-    Give it to ``Muon.tracker`` of every rank before the first step.
+    Set it as ``Muon.tracker`` on every rank before the first step.
 
     Args:
-        interval: Steps from one measurement to the next.
-        what: One of `WHAT`.
-        sink: Takes the records, on the first rank; without it they are only kept in ``records``.
+        interval: Optimizer steps between measurements.
+        what: Measurements, one of `WHAT`.
+        sink: Function that takes the records on the first rank; None keeps them in ``records``
+            alone.
 
     Raises:
         ValueError: ``interval`` or ``what`` is out of range.
@@ -54,11 +54,11 @@ class GeometryTracker:
         if what not in WHAT:
             raise ValueError(f"what: found {what!r}, expected one of {', '.join(WHAT)}")
         self.records: list[Record] = []
-        """The records of the last tracked step, the same on every rank."""
+        """Records of the last tracked step, the same on every rank."""
         self.seconds = 0.0
         """Seconds that the slowest rank spent measuring at the last tracked step."""
         self.first_step: int | None = None
-        """The first step that was asked about: where this process began."""
+        """First step of this process."""
         self._interval = interval
         self._what = what
         self.sink = sink
@@ -75,37 +75,34 @@ class GeometryTracker:
         """Measure one matrix that this rank owns and reports.
 
         Args:
-            name: Of the matrix.
-            momentum: What was orthogonalized, ``(m, n)``, before it was narrowed.
-            result: What Newton-Schulz made of it, ``(m, n)``.
+            name: Name of the matrix.
+            momentum: Momentum ``(m, n)`` in its own dtype.
+            result: Orthogonalized momentum ``(m, n)``.
         """
         start = time.perf_counter()
         with record_function("amo::track"):
-            found = _named_metrics(momentum)  # each waits for the device: timed in full
+            record = _named_metrics(momentum)  # waits for the device, so the time is complete
             if self._what != "momentum":
-                found["ns_residual"] = ns_residual(result).item()
-                # Over that of an exact polar factor.
+                record["ns_residual"] = ns_residual(result).item()
                 norm = torch.linalg.vector_norm(result, dtype=torch.float64).item()
-                found["update_norm"] = norm / math.sqrt(min(result.shape))
+                record["update_norm"] = norm / math.sqrt(min(result.shape))  # 1 for a polar factor
             if self._what == "both":
-                found["orthogonalized"] = _named_metrics(result)
-            self._measured[name] = found
+                record["orthogonalized"] = _named_metrics(result)
+            self._measured[name] = record
         self._seconds += time.perf_counter() - start
 
     def collect(self, step: int, world: World) -> None:
-        """Bring the measurements of all ranks together; a collective over the world.
+        """Gather the measurements of all ranks; a collective over the world.
 
         Args:
-            step: The step just taken; one that was skipped leaves no records.
-            world: The agreed structure.
+            step: Step just taken; a skipped one leaves no records.
+            world: World that the ranks agreed on.
         """
-        mine = {
-            name: found for name, found in self._measured.items() if world.rank in world.homes[name]
-        }
-        measured = ChainMap(*gather_json(mine, world.group))
+        own = {name: m for name, m in self._measured.items() if world.rank in world.homes[name]}
+        measured = ChainMap(*gather_json(own, world.group))
         self.seconds = slowest(self._seconds, world.group)
         self._measured, self._seconds = {}, 0.0
-        level = logging.DEBUG if self.records else logging.INFO  # told once
+        level = logging.DEBUG if self.records else logging.INFO  # logged once at INFO
         self.records = [
             {
                 "step": step,

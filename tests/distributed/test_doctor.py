@@ -44,7 +44,7 @@ def path(tmp_path: Path) -> str:
 def examine(site: Site, checks: Sequence[Check], deadline: float = 60.0) -> Lines:
     """Verdict and figure of each check, as this rank knows them."""
     said: list[Verdict] = []
-    Examination(site, seconds=10 * deadline, deadline=deadline, say=said.append).run(checks)
+    Examination(site, seconds=10 * deadline, deadline=deadline, report=said.append).run(checks)
     return {one.name: (one.verdict, one.figure) for one in said}
 
 

@@ -89,11 +89,11 @@ def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> N
 def test_phases_are_told_from_their_first_steps_on_whatever_is_logged_and_resumed(
     processor: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def in_force(_: object, ago: int = 0) -> tuple[str, dict[str, int]]:
+    def phase_and_steps(_: object, ago: int = 0) -> tuple[str, dict[str, int]]:
         step = latest - ago
         return "locked" if step >= 15 else "transition", {"attn_q": 5 + (step >= 13)}
 
-    monkeypatch.setattr(run_log, "in_force", in_force)
+    monkeypatch.setattr(run_log, "phase_and_steps", phase_and_steps)
     told = []
     for latest in (12, 14, 16):
         processor.should_log(latest)

@@ -23,7 +23,7 @@ ONE = Site(0, ((0,),), CPU)
 
 def run(checks: list[Check], seconds: float = 60.0, deadline: float = 60.0) -> list[str]:
     said: list[Verdict] = []
-    Examination(ONE, seconds=seconds, deadline=deadline, say=said.append).run(checks)
+    Examination(ONE, seconds=seconds, deadline=deadline, report=said.append).run(checks)
     return list(map(str, said))
 
 
@@ -136,15 +136,15 @@ def test_a_spectrum_that_is_off_is_told(
 def test_parameters_may_differ_within_a_tolerance_on_cuda_alone() -> None:
     one = {"plan": [5], "ells": ["0x1"], "twin": 7, "same plan": True, "difference": 0.0}
     near, far, nan = ({**one, "difference": found} for found in (1e-3, 0.1, float("nan")))
-    assert optimizer.tell_layout([one, one], exact=True).startswith("the bits of one process")
-    assert optimizer.tell_layout([one, near], exact=False).startswith("within 1.0e-03")
+    assert optimizer.layout_figure([one, one], exact=True).startswith("the bits of one process")
+    assert optimizer.layout_figure([one, near], exact=False).startswith("within 1.0e-03")
     for values, exact in (([near], True), ([one, far], False), ([nan], False)):
         with pytest.raises(Fault, match="parameters differ from one process's by"):
-            optimizer.tell_layout(values, exact=exact)
+            optimizer.layout_figure(values, exact=exact)
     with pytest.raises(Fault, match=r"plan: found \[5\], expected that of one process"):
-        optimizer.tell_layout([{**one, "same plan": False}], exact=True)
+        optimizer.layout_figure([{**one, "same plan": False}], exact=True)
     with pytest.raises(Fault, match="ells: rank 0 has"):
-        optimizer.tell_layout([one, {**one, "ells": ["0x2"]}], exact=False)
+        optimizer.layout_figure([one, {**one, "ells": ["0x2"]}], exact=False)
 
 
 def test_state_that_does_not_come_back_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""``doctor``: whether this machine, or this cluster, runs the optimizer, and how fast."""
+"""Command ``doctor``: checks that the optimizer runs on this machine or cluster."""

@@ -1,4 +1,4 @@
-"""The command ``doctor``: runs all checks, prints a verdict a line, and writes them as JSON."""
+"""Command ``doctor``: runs all checks, prints one verdict per line, and writes them as JSON."""
 
 from __future__ import annotations
 
@@ -21,21 +21,21 @@ if TYPE_CHECKING:
 
 
 def add_doctor_command(subparsers: Subparsers) -> None:
-    """Register ``doctor``: whether the optimizer runs here."""
+    """Register ``doctor``."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check these ranks: all-to-all, spectra, every layout, what may go wrong in a run",
-        description="Check the ranks that it is started on, whatever their device, and print a "
-        "verdict a line. The exit status is 1 where a check failed.",
+        help="check these ranks: all-to-all, spectra, every layout, resume, skipped steps",
+        description="Check the ranks of this launch on their device, and print one verdict per "
+        "line. The exit status is 1 if a check failed.",
         epilog="example: torchrun --nproc-per-node 8 -m amo_dist doctor "
-        "--json doctor.json; launch/doctor.sh does so on a node, or under Slurm",
+        "--json doctor.json; launch/doctor.sh runs this on a node or under Slurm",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument(
         "--seconds",
         type=positive(86_400.0),
         default=300.0,
-        help="for all checks together (default 300)",
+        help="time limit of all checks together (default 300)",
     )
     parser.set_defaults(run=run_doctor)
 
@@ -44,40 +44,43 @@ def run_doctor(args: argparse.Namespace) -> int:
     """Run the checks for parsed arguments; a collective over all ranks of the launcher.
 
     Returns:
-        1 on rank 0 where a check failed, else 0.
+        1 on rank 0 if a check failed, else 0.
     """
-    # Here, so that other commands start without them.
+    # Imported here, because other commands need not wait for these modules.
     from amo_dist.tools.doctor import machine, optimizer
     from amo_dist.tools.doctor.examination import Examination, Verdict
     from amo_dist.tools.doctor.site import Fault, join
 
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and args.json is not None:
-        # Minutes before it is written; a pipe that nobody reads would wait for good.
+        # Fails now, not after minutes, if the file cannot be written; without O_NONBLOCK a pipe
+        # that nobody reads would block for good.
         os.close(os.open(args.json, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK, 0o666))
 
-    def say(line: object) -> None:
+    def print_first(line: object) -> None:
         if is_first:
             print(line, flush=True)
 
     try:
         site = join(2 * args.seconds)
     except Fault as fault:
-        lost = Verdict("ranks", "FAIL", str(fault))
-        say(lost)
-        return _report(args.json if is_first else None, "", [lost])
-    say(f"amo doctor: {site}")
+        missing = Verdict("ranks", "FAIL", str(fault))
+        print_first(missing)
+        return _write(args.json if is_first else None, "", [missing])
+    print_first(f"amo doctor: {site}")
     logger = logging.getLogger("amo_dist")
     level = logger.level
-    examination = Examination(site, seconds=args.seconds, deadline=args.seconds / 4, say=say)
-    logger.setLevel(logging.ERROR)  # checks make what it warns of
+    examination = Examination(
+        site, seconds=args.seconds, deadline=args.seconds / 4, report=print_first
+    )
+    logger.setLevel(logging.ERROR)  # checks provoke its warnings
     try:
         examination.run([*machine.checks(site), *optimizer.checks(site)])
     finally:
         logger.setLevel(level)
-    status = _report(args.json, str(site), examination.verdicts) if is_first else 0
+    status = _write(args.json, str(site), examination.verdicts) if is_first else 0
     if examination.is_stuck:
-        # A thread that waits for a rank would hold back the end of the process.
+        # A thread that waits for a rank would keep the process from ending.
         sys.stdout.flush()
         os._exit(status)
     if dist.is_initialized():
@@ -85,9 +88,9 @@ def run_doctor(args: argparse.Namespace) -> int:
     return status
 
 
-def _report(path: Path | None, site: str, verdicts: Sequence[Verdict]) -> int:
-    """Write the JSON, if any is asked for, and return the exit status."""
+def _write(path: Path | None, site: str, verdicts: Sequence[Verdict]) -> int:
+    """Write the verdicts as JSON if a path is set, and return the exit status."""
     if path is not None:
-        found = {"site": site, "checks": [dataclasses.asdict(one) for one in verdicts]}
-        path.write_text(json.dumps(found, indent=1) + "\n")
-    return int(any(one.verdict == "FAIL" for one in verdicts))
+        record = {"site": site, "checks": [dataclasses.asdict(verdict) for verdict in verdicts]}
+        path.write_text(json.dumps(record, indent=1) + "\n")
+    return int(any(verdict.verdict == "FAIL" for verdict in verdicts))

@@ -1,7 +1,7 @@
 """Checks on all ranks at once, none of which can hang the others.
 
-A check runs on a thread of its own. When it ends, or its time is up, ranks sign a store, which
-names those that do not, and tell how it went over a group on the CPU that no check uses.
+A check runs on a thread of its own. When it ends, or its time is up, the ranks sign a store, which
+shows who is missing, and exchange the outcomes over a group on the CPU that no check uses.
 """
 
 from __future__ import annotations
@@ -18,41 +18,42 @@ import torch
 from amo_dist.tools.doctor.site import Fault, Site, name_ranks
 
 GRACE = 10.0
-"""Seconds to answer, once a check has ended on this rank, or its time is up."""
+"""Seconds for the other ranks to answer after a check has ended here or run out of time."""
 MOST_CHARACTERS = 400
-"""Of an error in a line; the JSON holds all of it."""
+"""Most characters of an error in a line; the JSON holds the whole error."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Check:
-    """One thing to find out.
+    """One check.
 
     Attributes:
-        name: Of its line.
-        measure: Called on all ranks; JSON values of this rank. An error is a failure.
-        tell: The figure, or what makes it from the values of all ranks in their order, and may
-            raise `Fault`.
+        name: Name in its line.
+        measure: Function that all ranks call; returns JSON values of this rank. An error is a
+            failure.
+        figure: Text of a success, or a function that makes it from the values of all ranks, in
+            their order, and may raise `Fault`.
         is_collective: Whether ranks wait for each other in ``measure``.
-        skip: Why there is nothing to do here, if so.
+        skip: Reason to skip the check here; empty to run it.
     """
 
     name: str
     measure: Callable[[], Any] = dict
-    tell: str | Callable[[Sequence[Any]], str] = str
+    figure: str | Callable[[Sequence[Any]], str] = str
     is_collective: bool = True
     skip: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Verdict:
-    """How a check ended, the same on all ranks.
+    """The result of a check, the same on all ranks.
 
     Attributes:
-        name: Of the check.
+        name: Name of the check.
         verdict: ``ok``, ``FAIL`` or ``skip``.
-        figure: What was found, or what is wrong, in a line.
-        values: Of each rank; empty where any failed.
-        errors: By rank, in full.
+        figure: Measurement or fault, in a line.
+        values: Values of each rank; empty if any rank failed.
+        errors: Full errors by rank.
     """
 
     name: str
@@ -66,16 +67,16 @@ class Verdict:
 
 
 class Examination:
-    """Runs checks one after the other; all ranks make it and call it alike.
+    """Runs checks one after the other; all ranks construct it and call it alike.
 
     Once ranks may be out of step (one is stuck or missing, or left a collective that others are
-    in) the rest is skipped.
+    in), the remaining checks are skipped.
 
     Args:
-        site: The ranks.
-        seconds: For all checks.
+        site: Ranks of the examination.
+        seconds: Seconds for all checks together.
         deadline: Seconds for one check.
-        say: Called with each verdict, on every rank.
+        report: Function that every rank calls with each verdict.
     """
 
     def __init__(
@@ -84,58 +85,56 @@ class Examination:
         *,
         seconds: float,
         deadline: float,
-        say: Callable[[Verdict], object],
+        report: Callable[[Verdict], object],
     ) -> None:
         self.verdicts: list[Verdict] = []
         self.is_stuck = False
-        """Whether a check still runs on some rank: a process must then end by ``os._exit``."""
-        self._site, self._say = site, say
+        """Whether a check still runs on any rank, so that processes must end by ``os._exit``."""
+        self._site, self._report = site, report
         self._end, self._deadline = time.monotonic() + seconds, deadline
-        self._why_not = ""
+        self._skip_reason = ""
 
     def run(self, checks: Sequence[Check]) -> None:
         """Run checks, and keep their verdicts."""
         for check in checks:
-            skip = self._why_not or check.skip
+            skip = self._skip_reason or check.skip
             verdict = Verdict(check.name, "skip", skip) if skip else self._examine(check)
             self.verdicts.append(verdict)
-            self._say(verdict)
+            self._report(verdict)
 
     def _examine(self, check: Check) -> Verdict:
-        most = min(self._deadline, self._end - time.monotonic())
-        outcome = self._measure(check, most)
+        outcome = self._measure(check, min(self._deadline, self._end - time.monotonic()))
         left = max(0.0, self._end - time.monotonic())
         try:
             self._site.sign(f"check {len(self.verdicts)}", GRACE + min(left, self._deadline))
             outcomes = self._site.gather(outcome)
         except RuntimeError as fault:  # a `Fault`, or a rank that was lost in between
             self.is_stuck = True
-            self._why_not = f"after {check.name} ranks are missing"
+            self._skip_reason = f"after {check.name} ranks are missing"
             return Verdict(check.name, "FAIL", str(fault))
-        states = [one["state"] for one in outcomes]
+        states = [outcome["state"] for outcome in outcomes]
         self.is_stuck = "stuck" in states
         is_torn = check.is_collective and 0 < states.count("broke") < len(states)
         if self.is_stuck or is_torn:
-            self._why_not = f"after {check.name} ranks may be out of step"
-        elif outcomes[0]["left"] < self._deadline / 4:  # by one clock: all ranks go on, or none
-            self._why_not = "no time left (--seconds)"
+            self._skip_reason = f"after {check.name} ranks may be out of step"
+        elif outcomes[0]["left"] < self._deadline / 4:  # rank 0's clock decides for all
+            self._skip_reason = "no time left (--seconds)"
         return conclude(check, outcomes)
 
     def _measure(self, check: Check, seconds: float) -> dict[str, Any]:
-        """How the check went on this rank, JSON values."""
+        """Run a check on a thread; returns its outcome on this rank as JSON values."""
         outcome: dict[str, Any] = {}
 
         def work() -> None:
             try:
                 if self._site.is_cuda:
-                    torch.cuda.set_device(self._site.device)  # a new thread is on device 0
-                found: dict[str, Any] = {"state": "ended", "values": check.measure()}
+                    torch.cuda.set_device(self._site.device)  # a new thread starts on device 0
+                outcome.update(state="ended", values=check.measure())
             except Exception as error:
                 is_fault = isinstance(error, Fault)
                 text = str(error) if is_fault else f"{type(error).__name__}: {error}"
-                found = {"state": "ended" if is_fault else "broke", "error": text}
-                found["traceback"] = traceback.format_exc()
-            outcome.update(found)
+                state = "ended" if is_fault else "broke"
+                outcome.update(state=state, error=text, traceback=traceback.format_exc())
 
         thread = threading.Thread(target=work, daemon=True, name=check.name)
         thread.start()
@@ -145,39 +144,39 @@ class Examination:
 
 
 def conclude(check: Check, outcomes: Sequence[Mapping[str, Any]]) -> Verdict:
-    """The verdict from how a check went on each rank."""
-    errors = {rank: one["error"] for rank, one in enumerate(outcomes) if "error" in one}
+    """Conclude the verdict from the outcomes of a check on all ranks."""
+    errors = {rank: made["error"] for rank, made in enumerate(outcomes) if "error" in made}
     if errors:
         full = {rank: outcomes[rank].get("traceback", text) for rank, text in errors.items()}
         return Verdict(check.name, "FAIL", _by_rank(errors, outcomes), errors=full)
-    values = [one["values"] for one in outcomes]
+    values = [outcome["values"] for outcome in outcomes]
     try:
-        told = check.tell if isinstance(check.tell, str) else check.tell(values)
-        return Verdict(check.name, "ok", told, values)
+        figure = check.figure if isinstance(check.figure, str) else check.figure(values)
+        return Verdict(check.name, "ok", figure, values)
     except Fault as fault:
         return Verdict(check.name, "FAIL", str(fault), values)
 
 
 def _by_rank(errors: Mapping[int, str], outcomes: Sequence[Mapping[str, Any]]) -> str:
-    """Each error once, with its ranks; those that only waited come last."""
+    """List each error once with its ranks; those that only waited come last."""
     order = sorted(errors, key=lambda rank: outcomes[rank]["state"] == "stuck")
-    told = []
+    texts = []
     for text in dict.fromkeys(errors[rank] for rank in order):
         ranks = [rank for rank, other in errors.items() if other == text]
-        where = "all ranks" if 1 < len(ranks) == len(outcomes) else name_ranks(ranks)
+        culprits = "all ranks" if 1 < len(ranks) == len(outcomes) else name_ranks(ranks)
         short = " ".join(text.split())[:MOST_CHARACTERS]
-        told.append(short if len(outcomes) == 1 else f"{where}: {short}")
-    return "; ".join(told)
+        texts.append(short if len(outcomes) == 1 else f"{culprits}: {short}")
+    return "; ".join(texts)
 
 
-def alike(values: Sequence[Mapping[str, Any]]) -> None:
-    """Compare what all ranks must have alike.
+def check_alike(values: Sequence[Mapping[str, Any]]) -> None:
+    """Check that all ranks have the same values.
 
     Raises:
-        Fault: Names the key, what rank 0 has, and who has something else.
+        Fault: They differ; the message has the key, rank 0's value, and the ranks with another.
     """
     for key, expected in values[0].items():
-        others = [rank for rank, found in enumerate(values) if found[key] != expected]
+        others = [rank for rank, value in enumerate(values) if value[key] != expected]
         if others:
-            found = values[others[0]][key]
-            raise Fault(f"{key}: rank 0 has {expected}, {name_ranks(others)} {found}")
+            value = values[others[0]][key]
+            raise Fault(f"{key}: rank 0 has {expected}, {name_ranks(others)} {value}")

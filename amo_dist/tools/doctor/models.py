@@ -1,4 +1,4 @@
-"""A small model in every layout, and gradients that all ranks find alike."""
+"""A small model in every layout, and gradients that all ranks generate alike."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def shapes_of(shape: DecoderShape) -> Shapes:
-    """Every parameter of a decoder with tied embeddings, as torchtitan names them."""
-    found: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (48, shape.dim)}
+    """List the parameters of a decoder with tied embeddings under torchtitan's names."""
+    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (48, shape.dim)}
     for layer in range(shape.layers):
-        found |= {f"layers.{layer}.{info.name}": info.shape for info in shape.block()}
-        found[f"layers.{layer}.attention_norm.weight"] = (shape.dim,)
-    return found | {"norm.weight": (shape.dim,)}
+        shapes |= {f"layers.{layer}.{info.name}": info.shape for info in shape.block()}
+        shapes[f"layers.{layer}.attention_norm.weight"] = (shape.dim,)
+    return shapes | {"norm.weight": (shape.dim,)}
 
 
 def build(shapes: Shapes, make: Callable[[str], Tensor]) -> nn.Module:
-    """A tree of modules with parameters of these names."""
+    """Build a tree of modules with parameters of these names."""
     root = nn.Module()
     for name in shapes:
         *path, leaf = name.split(".")
@@ -45,32 +45,32 @@ def build(shapes: Shapes, make: Callable[[str], Tensor]) -> nn.Module:
 
 
 def normal(key: str, shape: Sequence[int]) -> Tensor:
-    """Normal entries that any rank, and any device, finds alike from the key."""
+    """Draw normal entries from a key, alike on every rank and device."""
     generator = torch.Generator("cpu").manual_seed(zlib.crc32(key.encode()))
     return torch.randn(tuple(shape), generator=generator, device="cpu")
 
 
 def gradient(step: int, name: str, shape: Sequence[int]) -> Tensor:
-    """A gradient whose matrices are conditioned by their names, some well and some badly."""
-    found = normal(f"gradient {step} {name}", shape)
+    """Make a gradient; names decide how well its matrices are conditioned."""
+    entries = normal(f"gradient {step} {name}", shape)
     if len(shape) < 2:
-        return found
+        return entries
     decay = (1 + zlib.crc32(name.encode()) % 8) / 16
-    return found * torch.exp(-decay * torch.arange(shape[0], device="cpu")).unsqueeze(-1)
+    return entries * torch.exp(-decay * torch.arange(shape[0], device="cpu")).unsqueeze(-1)
 
 
 def local(tensor: Tensor) -> Tensor:
-    """This rank's part of a parameter, or of a gradient, without its history."""
-    found = tensor.detach()
-    return found.to_local() if isinstance(found, DTensor) else found
+    """Return this rank's part of a parameter or gradient, detached."""
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def place_like(tensor: Tensor, param: Tensor) -> Tensor:
-    """A whole tensor that every rank has, in the device, dtype and placements of a parameter."""
+    """Place a tensor that every rank holds whole like a parameter: device, dtype, placements."""
     tensor = tensor.to(param.device, param.dtype)
     if not isinstance(param, DTensor):
         return tensor
-    # Cut by hand: distribute_tensor communicates, and does not know FSDP over TP.
+    # distribute_tensor would communicate, and cannot place FSDP over TP.
     layout = layout_of(param, "tensor", [])
     mesh = param.device_mesh
     for dim, intervals in enumerate(layout.intervals_by_rank[mesh.get_rank()]):
@@ -87,12 +87,12 @@ def place_like(tensor: Tensor, param: Tensor) -> Tensor:
 
 
 def make_model(site: Site, layout: str, shapes: Shapes | None = None) -> nn.Module:
-    """A model, laid out over the world.
+    """Make a model in a layout over the world.
 
     Args:
-        site: Where.
+        site: Ranks of the world.
         layout: ``one``, ``replicate``, ``fsdp``, ``hsdp`` or ``tp x fsdp``.
-        shapes: Of the parameters; those of a small decoder where None.
+        shapes: Shapes of the parameters; None for those of a small decoder.
     """
     shapes = shapes_of(SMALL) if shapes is None else shapes
 
@@ -122,7 +122,7 @@ def _tensor_parallel(name: str, tensor: Tensor, mesh: Any) -> Tensor:
 
 
 def shard(model: nn.Module, mesh: Any) -> nn.Module:
-    """FSDP2, each block by itself."""
+    """Apply FSDP2 to each block and to the model."""
     for layer in model.get_submodule("layers").children():
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
@@ -130,7 +130,7 @@ def shard(model: nn.Module, mesh: Any) -> nn.Module:
 
 
 def train(model: nn.Module, optimizer: Muon, steps: range) -> None:
-    """Take steps, with the gradients of their numbers."""
+    """Take steps with the gradients of their numbers."""
     for step in steps:
         set_gradients(model, step)
         optimizer.step()
@@ -143,10 +143,10 @@ def set_gradients(model: nn.Module, step: int) -> None:
 
 
 def parts(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of this rank's parts of all parameters."""
+    """Copy this rank's parts of all parameters."""
     return {name: local(param).clone() for name, param in model.named_parameters()}
 
 
-def unlike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
-    """Names of what differs in a bit."""
-    return [name for name, one in found.items() if not torch.equal(one, expected[name])]
+def differing(tensors: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    """Names of the tensors that differ in a bit."""
+    return [name for name, tensor in tensors.items() if not torch.equal(tensor, expected[name])]

@@ -1,4 +1,4 @@
-"""Checks of the optimizer: every layout against one process, and what may go wrong in a run."""
+"""Checks of the optimizer: every layout against one process, equal bits, resume, skipped steps."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.operators.groups import param_groups
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
-from amo_dist.tools.doctor.examination import Check, alike
+from amo_dist.tools.doctor.examination import Check, check_alike
 from amo_dist.tools.doctor.models import (
+    differing,
     local,
     make_model,
     parts,
     place_like,
     set_gradients,
     train,
-    unlike,
 )
 from amo_dist.tools.doctor.site import Fault, Site
 
@@ -40,23 +40,23 @@ CONFIG = AMOConfig(
     ns_guard_every=0,
 )
 STEPS = 10
-"""Four that are observed, three of transition, three locked."""
+"""Steps of a run: four observed, three of transition, three locked."""
 TOLERANCE = 0.02
-"""Of parameters, relative to how far they have moved, where bits differ: results of Newton-Schulz
-in bfloat16 by products of another batch differ by some roundings of 2^-8."""
+"""Difference of parameters over the distance that they moved, on devices whose bits depend on the
+batch: results of Newton-Schulz in bfloat16 then differ by a few roundings of 2^-8."""
 SHARED = {"layers.0.feed_forward.w1.weight": (2048, 32)}
-"""A matrix that is worth sharing: long enough beside what its team would send."""
+"""A matrix long enough that sharing it pays for its team's communication."""
 
 Values = Mapping[str, Any]
 
 
 def checks(site: Site) -> list[Check]:
-    """All checks of this file, in the order in which they run."""
+    """List the checks of this file in the order in which they run."""
     alone = "" if site.world_size > 1 else "needs 2 ranks"
     on_cpu = "" if site.is_cuda else "no CUDA device"
     return [
         *layouts(site),
-        Check("team", functools.partial(team, site), tell_team, skip=alone),
+        Check("team", functools.partial(team, site), team_figure, skip=alone),
         Check("run twice", functools.partial(same_bits, site, 0), "the same bits"),
         Check(
             "resume",
@@ -71,7 +71,7 @@ def checks(site: Site) -> list[Check]:
         Check(
             "no waits",
             functools.partial(no_waits, site),
-            "in a locked step the host waited for nothing",
+            "the host waited for nothing in a locked step",
             skip=on_cpu,
         ),
     ]
@@ -86,30 +86,30 @@ def _run(site: Site, config: AMOConfig = CONFIG) -> tuple[nn.Module, AMO]:
 
 
 def layouts(site: Site) -> list[Check]:
-    """A check for each layout: a whole run to the lock, against one process.
+    """List a check per layout: a whole run to the lock, compared with one process.
 
-    The first trains on each rank alone; the others are compared with it.
+    The first layout trains on each rank alone and is the twin of the others.
     """
     twin: dict[str, Any] = {}
     size = site.world_size
     least_by_layout = {"one": 1, "replicate": 2, "fsdp": 2, "hsdp": 4, "tp x fsdp": 4}
-    found = []
+    checks_of_layouts = []
     for layout, least in least_by_layout.items():
         skip = f"needs {least} ranks" if size < least else ""
         if size > least == 4 and size % 2:
             skip = "needs an even number of ranks"
         run = functools.partial(against_twin, site, layout, twin)
-        tell = functools.partial(tell_layout, exact=not site.is_cuda)
-        found.append(Check(f"layout {layout}", run, tell, skip=skip))
-    return found
+        figure = functools.partial(layout_figure, exact=not site.is_cuda)
+        checks_of_layouts.append(Check(f"layout {layout}", run, figure, skip=skip))
+    return checks_of_layouts
 
 
 def against_twin(site: Site, layout: str, twin: dict[str, Any]) -> dict[str, Any]:
-    """Train in a layout; ``twin`` is filled by ``one``, and read by the others.
+    """Train in a layout; ``one`` fills ``twin``, and the others compare with it.
 
     Returns:
-        What was planned, ``twin`` (which tells its parameters apart), and ``difference`` from
-        it, relative to how far it has moved; 0 for the same bits.
+        Plan of this rank, checksum of the twin's parameters, and ``difference`` from them over the
+        distance that they moved; 0 for the same bits.
     """
     model = make_model(site, layout)
     group = dist.group.WORLD if layout == "replicate" else None
@@ -133,40 +133,39 @@ def against_twin(site: Site, layout: str, twin: dict[str, Any]) -> dict[str, Any
 
 
 def _difference(model: nn.Module, params: Mapping[str, Any], start: Mapping[str, Any]) -> float:
-    """The largest of this rank's parts, relative to how far they have moved from ``start``."""
+    """Greatest difference of this rank's parts over the distance that they moved from ``start``."""
     worst = 0.0
     for name, param in model.named_parameters():
         expected = local(place_like(params[name], param))
         if not torch.equal(local(param), expected):
             moved = expected - local(place_like(start[name], param))
-            off = (local(param) - expected).norm() / moved.norm()
-            worst = max(worst, math.inf if off.isnan() else off.item())
+            ratio = (local(param) - expected).norm() / moved.norm()
+            worst = max(worst, math.inf if ratio.isnan() else ratio.item())
     return worst
 
 
-def tell_layout(values: Sequence[Values], *, exact: bool) -> str:
-    """Raises `Fault` where ranks hold other parameters or plans, or differ from the twin."""
-    alike([{key: one[key] for key in ("plan", "ells", "twin")} for one in values])
-    if not all(one["same plan"] for one in values):
+def layout_figure(values: Sequence[Values], *, exact: bool) -> str:
+    """Raise `Fault` if ranks hold unlike parameters or plans, or differ from the twin."""
+    check_alike([{key: value[key] for key in ("plan", "ells", "twin")} for value in values])
+    if not all(value["same plan"] for value in values):
         raise Fault(f"plan: found {values[0]['plan']}, expected that of one process")
-    how = _compare(values, exact=exact)
-    return f"{how}, locked at {values[0]['plan']} on all ranks"
+    return f"{_compare(values, exact=exact)}, locked at {values[0]['plan']} on all ranks"
 
 
 def _compare(values: Sequence[Values], *, exact: bool) -> str:
-    worst = max(one["difference"] for one in values)
+    worst = max(value["difference"] for value in values)
     bound = 0.0 if exact else TOLERANCE
     if not worst <= bound:
-        expected = "the same bits" if exact else f"at most {bound} of their way"
+        expected = "the same bits" if exact else f"at most {bound} of the distance that they moved"
         raise Fault(f"parameters differ from one process's by {worst:.2g}, expected {expected}")
     return "the bits of one process" if worst == 0 else f"within {worst:.1e} of one process"
 
 
 def team(site: Site) -> dict[str, Any]:
-    """Take a step with a matrix that two ranks share, and one without.
+    """Take a step with a matrix that two ranks share, and one on each rank alone.
 
     Returns:
-        ``difference``, as `against_twin`.
+        ``difference``, defined as in `against_twin`.
     """
     alone, shared = (make_model(site, layout, shapes=SHARED) for layout in ("one", "fsdp"))
     start = parts(alone)
@@ -176,8 +175,8 @@ def team(site: Site) -> dict[str, Any]:
     return {"difference": _difference(shared, parts(alone), start)}
 
 
-def tell_team(values: Sequence[Values]) -> str:
-    """Raises `Fault` where the result is another than that of one rank."""
+def team_figure(values: Sequence[Values]) -> str:
+    """Raise `Fault` if the result differs from that of one rank."""
     return f"two ranks shared a matrix: {_compare(values, exact=False)}"
 
 
@@ -185,10 +184,14 @@ def tell_team(values: Sequence[Values]) -> str:
 
 
 def same_bits(site: Site, saved_at: int) -> None:
-    """Train twice, the second time from what the first has saved after so many steps.
+    """Train twice, the second time from a checkpoint of the first.
+
+    Args:
+        site: Ranks of the runs.
+        saved_at: Step of the checkpoint; 0 for none.
 
     Raises:
-        Fault: The two differ in a bit of this rank.
+        Fault: The two runs differ in a bit of this rank.
     """
     first, again = (_run(site) for _ in range(2))
     train(*first, range(1, saved_at + 1))
@@ -201,20 +204,21 @@ def same_bits(site: Site, saved_at: int) -> None:
         again[1].load_state_dict(optimizer_state)
     for run in (first, again):
         train(*run, range(saved_at + 1, STEPS + 1))
-    if wrong := unlike(parts(again[0]), parts(first[0])):
+    if wrong := differing(parts(again[0]), parts(first[0])):
         raise Fault(f"{len(wrong)} parameters differ, the first is {wrong[0]}")
     if first[1].control_state_dict() != again[1].control_state_dict():
         raise Fault("the state of the schedule differs")
 
 
-# ------------------------------------------------------------------ what may go wrong in a run
+# ------------------------------------------------------------------ skipped steps and waits
 
 
 def skipped(site: Site) -> None:
-    """Take steps with NaN in one rank's gradient, one of them before a load that is refused.
+    """Take steps with NaN in one rank's gradient, one of them before a load that must be refused.
 
     Raises:
-        Fault: A parameter of this rank has changed by it, or the steps are not counted.
+        Fault: Such a step changed a parameter of this rank, was not counted, or left the next step
+            without effect; or the load was accepted.
     """
     model, optimizer = _run(site, dataclasses.replace(CONFIG, nonfinite="skip_step"))
     train(model, optimizer, range(1, 3))
@@ -232,19 +236,19 @@ def skipped(site: Site) -> None:
         if is_refused:
             with contextlib.suppress(ValueError):
                 optimizer.load_state_dict(wrong)
-                raise Fault("a state of which the schedule's part is no JSON was loaded")
-        if changed := unlike(parts(model), before):
+                raise Fault("a state whose control state is no JSON was loaded")
+        if changed := differing(parts(model), before):
             raise Fault(f"{len(changed)} parameters took a NaN, the first is {changed[0]}")
         train(model, optimizer, range(2 + count, 3 + count))
-        found = optimizer.metrics()["optimizer/steps_skipped"]
-        if found != count:
-            raise Fault(f"steps_skipped: found {found:g}, expected {count}")
-        if not unlike(parts(model), before):
-            raise Fault("no parameter has moved in the step after")
+        num_skipped = optimizer.metrics()["optimizer/steps_skipped"]
+        if num_skipped != count:
+            raise Fault(f"steps_skipped: found {num_skipped:g}, expected {count}")
+        if not differing(parts(model), before):
+            raise Fault("no parameter moved in the next step")
 
 
 def no_waits(site: Site) -> None:
-    """Take a locked step in which PyTorch raises wherever the host waits for the device."""
+    """Take a locked step in which PyTorch raises if the host waits for the device."""
     model, optimizer = _run(site)
     train(model, optimizer, range(1, STEPS))
     set_gradients(model, STEPS)

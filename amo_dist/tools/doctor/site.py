@@ -1,4 +1,4 @@
-"""Where checks run: the ranks, their nodes, the device of each."""
+"""The ranks that checks run on, their nodes, and the device of each."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
 MEETING_SECONDS = 60.0
-"""For all ranks to be there."""
+"""Seconds for all ranks to arrive."""
 
 
 class Fault(RuntimeError):
-    """What a check measured is wrong; raised where no collective is under way."""
+    """A check measured something wrong; raised while no collective is under way."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Site:
-    """What checks are told of the ranks.
+    """The ranks of an examination, as this rank sees them.
 
     Attributes:
-        rank: This process.
-        nodes: The ranks of each node.
-        device: Of this rank: ``cuda`` with its index, or ``cpu``.
-        control: Group of all ranks on the CPU that checks leave alone; None on one rank.
-        store: Of all ranks, used by nothing else; None on one rank.
+        rank: Rank of this process.
+        nodes: Ranks of each node.
+        device: Device of this rank: ``cuda`` with its index, or ``cpu``.
+        control: Group of all ranks on the CPU that no check uses; None on one rank.
+        store: Store of all ranks that nothing else uses; None on one rank.
     """
 
     rank: int
@@ -47,7 +47,7 @@ class Site:
 
     @property
     def nodes_are_replicas(self) -> bool:
-        """Whether there are nodes of one size, of consecutive ranks."""
+        """Whether there are several nodes of one size and of consecutive ranks."""
         ranks = [rank for node in self.nodes for rank in node]
         return len(self.nodes) > 1 and len({*map(len, self.nodes)}) == 1 and ranks == sorted(ranks)
 
@@ -57,13 +57,18 @@ class Site:
         return self.device.type == "cuda"
 
     def sign(self, key: str, seconds: float, text: str = "") -> list[str]:
-        """Meet the other ranks; a key serves once.
+        """Leave a text for the other ranks and wait for theirs.
+
+        Args:
+            key: Name of the meeting, different each time.
+            seconds: Seconds to wait.
+            text: Text of this rank.
 
         Returns:
-            The text that each rank has left.
+            The texts of all ranks.
 
         Raises:
-            Fault: Names the ranks that have not come within so many seconds.
+            Fault: Some ranks, which the message names, left no text in time.
         """
         if self.store is None:
             return [text]
@@ -77,29 +82,29 @@ class Site:
         return [self.store.get(name).decode() for name in keys]
 
     def gather(self, value: Any) -> list[Any]:
-        """What each rank passes, in their order."""
-        found: list[Any] = [value] * self.world_size
+        """Gather a value of each rank, in their order; a collective."""
+        values: list[Any] = [value] * self.world_size
         if self.control is not None:
-            dist.all_gather_object(found, value, self.control)
-        return found
+            dist.all_gather_object(values, value, self.control)
+        return values
 
     def __str__(self) -> str:
         ranks = f"{self.world_size} rank{'s' * (self.world_size > 1)}"
-        where = f"on {len(self.nodes)} node{'s' * (len(self.nodes) > 1)}"
+        nodes = f"{len(self.nodes)} node{'s' * (len(self.nodes) > 1)}"
         backend = ("nccl" if self.is_cuda else "gloo") if self.world_size > 1 else "no group"
-        return f"{ranks} {where}, {self.device.type}, {backend}"
+        return f"{ranks} on {nodes}, {self.device.type}, {backend}"
 
 
 def join(seconds: float) -> Site:
-    """Meet the other ranks and start the process groups; one rank needs neither.
+    """Meet the other ranks and start the process groups; a single rank needs neither.
 
-    What a launcher such as torchrun sets is read from the environment.
+    The environment holds the variables that a launcher such as torchrun sets.
 
     Args:
-        seconds: After which a collective between devices fails; none should ever come to it.
+        seconds: Timeout of collectives between devices, beyond the time of any check.
 
     Raises:
-        Fault: A rank has no device, another than rank 0, or is not there.
+        Fault: A rank is missing, has no device, or another type of device than rank 0.
     """
     device, problem = _take_device()
     rank, world_size, store = 0, int(os.environ.get("WORLD_SIZE", 1)), None
@@ -110,23 +115,23 @@ def join(seconds: float) -> Site:
         except RuntimeError as error:
             raise Fault(f"the ranks did not meet: {error}") from error
     site = Site(rank, (tuple(range(world_size)),), device, None, store)
-    # Before any group is made that could wait for one of them.
+    # A group with a missing or unlike rank could wait for good; hence the roll call comes first.
     call_roll(site, problem)
     if store is None:
         return site
-    backend, slow = "nccl" if site.is_cuda else "gloo", datetime.timedelta(seconds=seconds)
-    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=slow)
+    backend, timeout = "nccl" if site.is_cuda else "gloo", datetime.timedelta(seconds=seconds)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, timeout=timeout)
     node = os.environ.get("GROUP_RANK", socket.gethostname())
-    # A copy: a thread that waits in the store holds back all others that use the same object.
+    # A thread that waits in a store blocks the other users of the same object; hence the clone.
     return make_site(dataclasses.replace(site, store=store.clone()), node)
 
 
 def make_site(site: Site, node: str) -> Site:
-    """The site of the default process group, by its nodes; a collective over it.
+    """Add the control group and the nodes to a site; a collective over the default group.
 
     Args:
-        site: Without a control group.
-        node: A name that ranks of one node share.
+        site: Site without a control group.
+        node: Name that the ranks of one node share.
     """
     timeout = datetime.timedelta(seconds=MEETING_SECONDS)
     site = dataclasses.replace(site, control=dist.new_group(backend="gloo", timeout=timeout))
@@ -137,7 +142,7 @@ def make_site(site: Site, node: str) -> Site:
 
 
 def _take_device() -> tuple[torch.device, str]:
-    """The device of this rank, and what is wrong with it."""
+    """Take the device of this rank; the text is its problem, empty for none."""
     if not torch.cuda.is_available():
         return torch.device("cpu"), ""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
@@ -150,20 +155,20 @@ def _take_device() -> tuple[torch.device, str]:
 
 
 def call_roll(site: Site, problem: str) -> None:
-    """Have every rank tell its device, and what is wrong with it.
+    """Exchange the devices of all ranks and their problems.
 
     Raises:
-        Fault: Something is, or ranks have unlike devices.
+        Fault: A device has a problem, or ranks have unlike devices.
     """
-    found = site.sign("device", MEETING_SECONDS, json.dumps([site.device.type, problem]))
-    devices, problems = zip(*map(json.loads, found), strict=True)
-    for rank, (device, one) in enumerate(zip(devices, problems, strict=True)):
-        if one:
-            raise Fault(f"{name_ranks([rank])}: {one}")
+    texts = site.sign("device", MEETING_SECONDS, json.dumps([site.device.type, problem]))
+    devices, problems = zip(*map(json.loads, texts), strict=True)
+    for rank, (device, text) in enumerate(zip(devices, problems, strict=True)):
+        if text:
+            raise Fault(f"{name_ranks([rank])}: {text}")
         if device != devices[0]:
             raise Fault(f"device: rank 0 has {devices[0]}, rank {rank} {device}")
 
 
 def name_ranks(ranks: Sequence[int]) -> str:
-    """``rank 3``, or ``ranks 1, 3``."""
+    """Format ranks as ``rank 3`` or ``ranks 1, 3``."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
