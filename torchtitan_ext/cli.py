@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.config import __version__
 from amo_dist.tools.cli import add_commands
 from amo_dist.tools.command import Parser, run_command
 from torchtitan_ext.data.files import DataError
@@ -34,6 +35,7 @@ def build_parser() -> argparse.ArgumentParser:
         prog="python -m torchtitan_ext" if is_module else "amo",
         description="Adaptive Muon Orthogonalization.",
     )
+    parser.add_argument("--version", action="version", version=f"amo-dist {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     tools: Sequence[Any] = (quickstart, train, preflight, tokenize, report, watch, export, evaluate)
     for tool in tools:
