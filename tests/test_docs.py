@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 
 import amo_dist
-from amo_dist import AMO, AMOConfig, Muon, MuonConfig
+from amo_dist import AMO, AMOConfig, Muon
+from amo_dist.config import ExchangeConfig, GuardConfig, MathConfig, PlanConfig
 from tests.examples import DOCUMENTS, ROOT, code_blocks
 
 with warnings.catch_warnings():
@@ -24,10 +25,9 @@ with warnings.catch_warnings():
     warnings.simplefilter("ignore")
     from torchtitan_ext.cli import build_parser
 
-CONFIGS = (MuonConfig, AMOConfig)
+CONFIGS = (MathConfig, ExchangeConfig, GuardConfig, PlanConfig)
 TABLES = {
-    "MuonConfig": "docs/settings.md",
-    "AMOConfig": "docs/settings.md",
+    **{config.__name__: "docs/settings.md" for config in CONFIGS},
     "commands": "docs/commands.md",
 }
 """The page of each table that the code writes."""
@@ -48,7 +48,7 @@ def field_docs(config: type) -> dict[str, str]:
 
 
 def table(config: type) -> str:
-    """The Markdown table of the fields that ``config`` adds to its base."""
+    """The Markdown table of the fields of a concern."""
     rows = ["| field | default | meaning |", "|---|---|---|"]
     docs = field_docs(config)
     for field in dataclasses.fields(config):
