@@ -29,7 +29,7 @@ def add_command(subparsers: Subparsers) -> None:
         help="check a config and predict its run, without starting it",
         description="Check a config (all mistakes at once) and tell what its run will do: which "
         "parameter goes to which optimizer, who owns how much, what travels, memory, tokens, "
-        "checkpoints, and when the schedule changes. Seconds are left to a run.",
+        "checkpoints, and when the schedule changes. It does not predict run time.",
         usage="%(prog)s FILE [options]",
         epilog="example: amo preflight configs/qwen3_1.7b.toml --world 32; torchtitan's options "
         "follow the file, e.g. --training.steps 200",
