@@ -107,8 +107,8 @@ class Oracle:
             for one in update.unbind() if update.dim() == 3 else [update]:
                 wide = torch.promote_types(one.dtype, torch.float32)
                 norm = torch.linalg.vector_norm(one, dtype=wide)
-                if norm > 0:
-                    one *= math.sqrt(min(one.shape)) / norm
+                exact = math.sqrt(min(one.shape))
+                one *= exact / max(norm, torch.tensor(exact / 2, dtype=wide))
         return update
 
     def _scaled(self, name: str, update: Tensor) -> tuple[Tensor, float]:

@@ -45,7 +45,11 @@ from amo_dist.kernels.elementwise import (
     update_momentum,
     wide_dtype,
 )
-from amo_dist.kernels.newton_schulz import newton_schulz, scale_to_exact_norm
+from amo_dist.kernels.newton_schulz import (
+    EXACT_NORM_BOUND,
+    newton_schulz,
+    scale_to_exact_norm,
+)
 from amo_dist.kernels.team import drop_nonfinite_slabs, orthogonalize_slabs
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
@@ -203,6 +207,8 @@ class Engine:
         self._momenta: list[tuple[float, bool]] = []
         self._outcomes: list[tuple[tuple[str, ...], Tensor]] = []
         """Names of matrices, and which of their results were NaN or inf."""
+        self._norms: list[tuple[float, Tensor]] = []
+        """Norms of results of the last step, and the least that the exact norm scales in full."""
 
     def make_state(self) -> None:
         """State for every parameter, zero, so that all ranks have the same keys."""
@@ -259,7 +265,7 @@ class Engine:
         deals = orders.deal != self._deal
         measuring = self._plan(orders) if deals or orders.probes else []
         self._sent = [exchange.sent for exchange in (*self._exchanges, *measuring)]
-        self._outcomes = []
+        self._outcomes, self._norms = [], []
         try:
             # All views and batches, where local tensors have moved or schedules have changed.
             has_moved = self._local.refresh()
@@ -415,7 +421,8 @@ class Engine:
                 bad = drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found)
                 self._outcomes.append((names, bad))
                 if self.config.update_norm == "exact":
-                    scale_to_exact_norm(found, batch.shape, team.add if team else None)
+                    norms = scale_to_exact_norm(found, batch.shape, team.add if team else None)
+                    self._norms.append((math.sqrt(min(batch.shape)) / EXACT_NORM_BOUND, norms))
                 torch._foreach_copy_(wholes, found.unbind())
         except Exception as error:
             if team is not None:
@@ -658,8 +665,12 @@ class Engine:
         return dict(found)
 
     def metrics(self) -> dict[str, float]:
-        """What this rank sent in the last step."""
+        """Traffic and bounded updates of this rank in the last step; waits for the device."""
+        bounded = sum(
+            int(((norms > 0) & (norms < least)).sum().item()) for least, norms in self._norms
+        )
         return {
+            "newton_schulz/bounded": float(bounded),
             "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
             "exchange/sent_elements": float(sum(sum(sent.values()) for sent in self._sent)),
         }

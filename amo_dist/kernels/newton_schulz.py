@@ -356,32 +356,49 @@ def _multiply(
     return multiply(added, left, right, beta=beta, alpha=alpha, out=out)
 
 
+EXACT_NORM_BOUND = 2.0
+"""Largest factor of `scale_to_exact_norm`."""
+
+
 def scale_to_exact_norm(
     updates: Tensor, shape: Sequence[int], add: Callable[[Tensor], None] | None = None
-) -> None:
+) -> Tensor:
     """Scale each result, in place, to the Frobenius norm of an exact polar factor.
 
-    That is ``sqrt(min(m, n))``. Where Newton-Schulz stops early, small singular values stay below
-    one, and fewer steps are a lower learning rate too; of this norm, a schedule decides the
-    direction of an update alone. Norms and factors are float32, of float64 updates float64, and a
-    factor is multiplied in that dtype and rounded once. An all-zero matrix stays zero. On CPU a
-    matrix gets the same bits alone and in a batch, but for teams, whose sums depend on the number
-    of members.
+    That norm is ``sqrt(min(m, n))``. If Newton-Schulz stops early, small singular values stay below
+    one, so fewer steps would also be a lower learning rate. With the exact norm a schedule decides
+    the direction of an update alone.
+
+    The factor is at most `EXACT_NORM_BOUND`. The polar factor of a matrix of rank r has the norm
+    ``sqrt(r)``: without a bound, an update of low rank, such as that of a rarely routed expert,
+    would grow by ``sqrt(min(m, n) / r)``. Factors in training are below 2.
+
+    Norms and factors are float32, of float64 updates float64. A factor is multiplied in that dtype
+    and rounded once. An all-zero matrix stays zero. On CPU a matrix gets the same bits alone and in
+    a batch, except in teams, whose sums depend on the number of members.
 
     Args:
         updates: Finite, ``(b, m, n)``, not empty, any floating dtype; modified.
         shape: ``(m, n)`` of each whole matrix.
-        add: Where these are slabs, adds up squared norms over the team, in place.
+        add: Adds up squared norms over a team, in place; None if these are whole matrices.
+
+    Returns:
+        Norms before scaling, ``(b,)``; those below ``sqrt(min(m, n)) / EXACT_NORM_BOUND`` were
+        bounded.
     """
     size, wide = math.sqrt(min(shape)), torch.promote_types(updates.dtype, torch.float32)
+    least = size / EXACT_NORM_BOUND
     if add is None and on_cpu(updates):
         # One by one: a reduction over a batch need not add in the order of one over a matrix.
+        by_matrix = []
         for update in updates.unbind():
             norm = torch.linalg.vector_norm(update, dtype=wide)
-            update.mul_(size / norm.masked_fill_(norm == 0, 1.0))
-        return
+            update.mul_(size / norm.clamp_min(least))
+            by_matrix.append(norm)
+        return torch.stack(by_matrix)
     norms = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=wide)
     if add is not None:
         add(norms.square_())
         norms.sqrt_()
-    updates.mul_(size / norms.masked_fill_(norms == 0, 1.0))
+    updates.mul_(size / norms.clamp_min(least))
+    return norms.flatten()

@@ -29,6 +29,35 @@ def test_norms_are_those_of_polar_factors(shape: tuple[int, int], dtype: torch.d
         assert norm == pytest.approx(math.sqrt(min(shape)), rel=tolerance)
 
 
+def test_the_factor_is_at_most_two() -> None:
+    """Without a bound an update of rank one would grow by ``sqrt(min(m, n))``, here 16 times."""
+    column, row = updates(1, 256, 1)[0], updates(1, 1, 320)[0]
+    rank_one = (column / column.norm()) @ (row / row.norm())
+    batch = torch.stack([rank_one, 20 * rank_one, 0 * rank_one])
+    norms = scale_to_exact_norm(batch, (256, 320))
+    torch.testing.assert_close(norms, torch.tensor([1.0, 20.0, 0.0]))
+    # 16 is the exact norm; a norm of 20 is above half of it, and scaled in full.
+    expected = torch.tensor([2.0, 16.0, 0.0])
+    torch.testing.assert_close(torch.linalg.matrix_norm(batch, 2), expected)
+
+
+def test_the_update_of_one_token_stays_bounded_and_is_counted() -> None:
+    """Its gradient has rank one, as that of a rarely routed expert or of the first steps."""
+    spectral = {}
+    for norm in ("as_is", "exact"):
+        model = nn.Linear(128, 128, bias=False)
+        before = model.weight.detach().clone()
+        config = MuonConfig(update_norm=norm)
+        groups = param_groups(model, patterns={"weight": "mlp_up"})
+        optimizer = Muon(groups, lr=1.0, weight_decay=0.0, config=config)
+        model.weight.grad = torch.outer(torch.arange(128.0) - 60, torch.arange(128.0) / 100 - 1)
+        optimizer.step()
+        spectral[norm] = torch.linalg.matrix_norm(model.weight.detach() - before, 2).item()
+        assert optimizer.metrics()["newton_schulz/bounded"] == (norm == "exact")
+    # bfloat16 rounds the two results apart.
+    assert spectral["exact"] <= 2.01 * spectral["as_is"]
+
+
 def test_a_zero_matrix_stays_zero() -> None:
     found = updates(2, 4, 6)
     found[0] = 0
