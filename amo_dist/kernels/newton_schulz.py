@@ -396,9 +396,9 @@ def scale_to_exact_norm(
             update.mul_(size / norm.clamp_min(least))
             by_matrix.append(norm)
         return torch.stack(by_matrix)
-    norms = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=wide)
+    norms: Tensor = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=wide)
     if add is not None:
         add(norms.square_())
         norms.sqrt_()
     updates.mul_(size / norms.clamp_min(least))
-    return norms.flatten()
+    return norms.view(-1)

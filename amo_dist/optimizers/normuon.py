@@ -22,7 +22,7 @@ from amo_dist.optimizers.muon import Muon
 EPS = 1e-8
 """Added to the root of the second moment."""
 LARGEST = 2.0
-"""Largest entry of a result that counts in full: those of an orthogonal matrix are at most one."""
+"""Largest entry of a result; entries of an orthogonal matrix are at most one."""
 
 
 class NorMuonRule(UpdateRule):
@@ -47,13 +47,14 @@ class NorMuonRule(UpdateRule):
     def finish(self, result: Tensor, piece: MatrixPiece) -> Finish:
         """``O / (sqrt(v) + EPS)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``."""
         beta2, dim, matrix = piece.group["beta2"], piece.dim, piece.matrix
-        update = result.to(torch.float32, copy=True)
+        # Beyond this bound, which no orthogonal matrix reaches, sums of squares would leave int64.
+        update = result.to(torch.float32, copy=True).clamp_(-LARGEST, LARGEST)
         moment, num_inputs = piece.state["neuron_moment"], matrix.shape[1 - dim]
         # Before the sum: two pieces of one rank may hold parts of the same neurons.
         decayed = moment * beta2
         # Exact sums: the same bits however the matrix is cut.
         bits = 62 - math.ceil(math.log2(num_inputs * LARGEST**2))
-        squares = sum_of_squares(update.clamp(-LARGEST, LARGEST), bits, 1 - dim)
+        squares = sum_of_squares(update, bits, 1 - dim)
         if not _is_whole(matrix, dim):
             share = squares.new_zeros(matrix.shape[dim])
             share[slice(*piece.box[dim])] = squares

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import Fused, MuonConfig, NorMuon, param_groups
+from amo_dist.optimizers.normuon import NorMuonRule
 
 QKV = (("attn_q", 6), ("attn_k", 4), ("attn_v", 2))
 
@@ -96,3 +98,22 @@ def test_a_group_may_have_its_own_decay() -> None:
     _, optimizer = build(torch.zeros(4, 6), "attn_q", beta2=0.9)
     assert optimizer.param_groups[0]["beta2"] == 0.9
     assert optimizer.state_dict()["param_groups"][0]["beta2"] == 0.9
+
+
+def test_entries_beyond_those_of_orthogonal_matrices_do_not_overflow_the_sums() -> None:
+    """Sums of squares are int64: of entries of 10 their total was negative, and the factor NaN."""
+    piece = SimpleNamespace(
+        group={"beta2": 0.95},
+        dim=0,
+        matrix=SimpleNamespace(shape=(64, 64), num_elements=64 * 64, pieces_by_rank={}),
+        state={"neuron_moment": torch.zeros(64, 1)},
+        box=((0, 64), (0, 64)),
+    )
+    finish: Any = NorMuonRule(MuonConfig()).finish(torch.full((64, 64), 10.0), piece)  # type: ignore[arg-type]
+    total = next(finish)
+    assert total > 0
+    with pytest.raises(StopIteration) as stop:
+        finish.send(total)
+    # A sum of 4,096 equal squares in float32 is off by a few roundings.
+    norm = stop.value.value.double().norm()
+    assert norm.item() == pytest.approx(0.2 * 64, rel=1e-6)
