@@ -12,8 +12,7 @@ from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from amo_dist.distributed.layout import MatrixLayout, TensorLayout, matrix_layout, mesh_layout
-from amo_dist.operators.patterns import classify
-from amo_dist.operators.views import Fused, MatrixView
+from amo_dist.operators.views import Fused, MatrixView, cut_views
 
 MAX_RANKS = 64
 KINDS = (
@@ -91,9 +90,7 @@ def build(
 
 
 def default_views(shape: tuple[int, ...]) -> tuple[MatrixView, ...]:
-    found = classify("x", shape, {"x": "attn_q"})
-    assert found is not None
-    return found
+    return cut_views("x", shape, "attn_q")
 
 
 @st.composite
@@ -131,9 +128,7 @@ def models(draw: st.DrawFn, kinds: tuple[str, ...] = KINDS, max_ranks: int = MAX
         is_3d = kind.startswith(("experts", "ep"))
         if not is_3d and draw(st.booleans()):
             shape, target = draw(fused())
-            found = classify("x", shape, {"x": target})
-            assert found is not None
-            views.append(found)
+            views.append(cut_views("x", shape, target))
         else:
             sizes = [draw(st.integers(1, 5))] if is_3d else []
             shape = (*sizes, draw(st.integers(1, 20)), draw(st.integers(1, 20)))  # type: ignore[assignment]

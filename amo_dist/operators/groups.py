@@ -50,8 +50,9 @@ def param_groups(
 
     Args:
         model: Module, wrapped or sharded in place or not, or several (pipeline stages).
-        patterns: Targets of names that the built-in tables lack or classify otherwise; see
-            `classify`.
+        patterns: Targets by regular expression (``re.fullmatch`` on cleaned names); the first
+            match wins, before all built-in ones. A target is an operator type, ``"adamw"`` or
+            ``None`` for AdamW, or `Fused` for several matrices.
         report: Print `describe` of the groups, with the number of frozen parameters.
         no_decay: Regular expressions (``re.fullmatch`` on cleaned names) of parameters whose group
             has ``weight_decay`` 0.
@@ -72,10 +73,10 @@ def param_groups(
             from the attention's modules and their configurations; an integer is that number.
 
     Raises:
-        ValueError: No module, nothing to train, a matrix of unknown name inside a block (see
-            `classify`), an expression that matches nothing, two parameters of one name, FSDP1,
-            which hides the matrices, or heads whose rows no module gives or do not divide a
-            projection.
+        ValueError: No module, nothing to train, a matrix of unknown name inside a block, a
+            malformed pattern or one that does not fit the shape, an expression that matches
+            nothing, two parameters of one name, FSDP1, which hides the matrices, or heads whose
+            rows no module gives or do not divide a projection.
     """
     factors = lr_multipliers or {}
     # A bare string would be read as one expression per letter.

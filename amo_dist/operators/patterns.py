@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import TypeAlias
 
 from amo_dist.operators.views import (
@@ -148,38 +148,6 @@ def clean_name(name: str) -> str:
     return name.removeprefix("module.")
 
 
-def classify(
-    name: str,
-    shape: Sequence[int],
-    patterns: Patterns | None = None,
-    shapes: Shapes | None = None,
-    *,
-    flatten_conv: bool = False,
-) -> tuple[MatrixView, ...] | None:
-    """List the matrices that a parameter holds, or return ``None`` for AdamW.
-
-    Args:
-        name: Name of the parameter, cleaned here by `clean_name`.
-        shape: Global shape. ``(E, m, n)`` holds one matrix per expert.
-        patterns: Regular expressions that must match the whole cleaned name (``re.fullmatch``).
-            The first match wins, before all built-in ones. A value is an operator type,
-            ``"adamw"`` or ``None`` for AdamW, or `Fused` for several matrices.
-        shapes: Shapes of all parameters of the model. A neighbour's shape may give the sizes of a
-            fused parameter's parts; without it the parameter is one matrix.
-        flatten_conv: Argument of `amo_dist.param_groups`.
-
-    Raises:
-        ValueError: No pattern matches a matrix inside a block, a pattern does not fit the shape, or
-            a pattern is malformed.
-    """
-    cleaned = clean_name(name)
-    shape = tuple(shape)
-    classified = find_views(cleaned, shape, check_patterns(patterns), shapes or {}, flatten_conv)
-    if classified is None:
-        raise unknown_matrices({cleaned: shape})
-    return classified[0]
-
-
 def find_views(
     name: str,
     shape: tuple[int, ...],
@@ -188,15 +156,20 @@ def find_views(
     flatten_conv: bool,
     heads: Heads | None = None,
 ) -> Classified | None:
-    """Classify a parameter, with a short reason for reports; ``None`` for an unknown matrix.
+    """Find the matrices of a parameter and a short reason; ``None`` for an unknown matrix.
 
     Args:
         name: Cleaned name.
-        shape: Global shape.
-        patterns: Result of `check_patterns`.
-        shapes: Argument of `classify`.
-        flatten_conv: Argument of `classify`.
+        shape: Global shape. ``(E, m, n)`` holds one matrix per expert.
+        patterns: Result of `check_patterns`. The first expression that matches the whole name
+            wins, before all built-in ones.
+        shapes: Shapes of all parameters of the model. A neighbour's shape may give the sizes of a
+            fused parameter's parts; without it the parameter is one matrix.
+        flatten_conv: Argument of `amo_dist.param_groups`.
         heads: Heads of the parameter's attention, to divide it by.
+
+    Raises:
+        ValueError: A pattern or the heads do not fit the shape.
     """
     classified = find_target(name, shape, patterns, shapes, flatten_conv)
     if classified is None:

@@ -7,7 +7,6 @@ spectrum of the momentum, without a run.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
@@ -117,8 +116,3 @@ def weight(shape: tuple[int, int], weighting: str) -> int:
     The error of an update is ``(0.2 sqrt(max(m, n)))^2 * min(m, n)`` times a mean over directions.
     """
     return shape[0] * shape[1] if weighting == "entries" else 1
-
-
-def median_ell(spectra: Spectra, names: Sequence[str]) -> float:
-    """Median over steps and matrices of the least singular value over the norm."""
-    return statistics.median(found[name][-1].item() for found in spectra.values() for name in names)

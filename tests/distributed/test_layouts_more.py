@@ -19,11 +19,11 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.distributed.layout import mesh_layout
 from amo_dist.engine import step as engine_step
-from amo_dist.operators.patterns import classify
 from amo_dist.operators.views import Fused
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.layouts import cut_view, local_tensor
+from tests.operators import classify
 from tests.oracle import Oracle
 
 LR, WEIGHT_DECAY, STEPS, SEED = 3e-3, 0.1, 8, 7

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import pytest
 
 from amo_dist.operators.groups import param_groups
-from amo_dist.operators.patterns import classify
 from tests.families import PAGE, RECORD, Line, expand, fill, table, verdicts
+from tests.operators import classify
 from tests.unit.test_param_groups import module_of, types_by_name
 
 RECORDED: dict[str, dict[str, dict[str, str]]] = json.loads(RECORD.read_text())

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import Box
-from amo_dist.operators.patterns import classify
 from amo_dist.operators.views import Fused, MatrixView
+from tests.operators import classify
 
 
 def extract(parameter: Tensor, view: MatrixView) -> Tensor:

@@ -23,7 +23,6 @@ from amo_dist.tools.files import replace
 INDEX = "index.json"
 COMMIT = "commit"
 """Setting that names the commit of a dataset on the hub."""
-ORDERS = ("uniform", "ascend", "descend")
 
 DOCUMENT = np.dtype([("num_tokens", "<i8"), ("score", "<f8")])
 """Of a document, in the order of the corpus."""

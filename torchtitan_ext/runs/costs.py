@@ -24,11 +24,6 @@ def values(records: Records, field: str) -> list[float]:
     return [value for _, value in series(records, field)]
 
 
-def without_start(records: Records) -> Records:
-    """The records after the first, which includes start-up; the first if it is the only one."""
-    return records[1:] or records
-
-
 def median(numbers: Iterable[float]) -> float | None:
     """The median; ``None`` without numbers."""
     listed = list(numbers)

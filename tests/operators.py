@@ -1,0 +1,31 @@
+"""Classification of one parameter, as `param_groups` does it for a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from amo_dist.operators.patterns import (
+    Patterns,
+    Shapes,
+    check_patterns,
+    clean_name,
+    find_views,
+    unknown_matrices,
+)
+from amo_dist.operators.views import MatrixView
+
+
+def classify(
+    name: str,
+    shape: Sequence[int],
+    patterns: Patterns | None = None,
+    shapes: Shapes | None = None,
+    *,
+    flatten_conv: bool = False,
+) -> tuple[MatrixView, ...] | None:
+    """The matrices of a parameter, None for AdamW; an unknown matrix raises."""
+    name, size = clean_name(name), tuple(shape)
+    classified = find_views(name, size, check_patterns(patterns), shapes or {}, flatten_conv)
+    if classified is None:
+        raise unknown_matrices({name: size})
+    return classified[0]
