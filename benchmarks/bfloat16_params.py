@@ -39,8 +39,8 @@ class Attention(nn.Module):
             part(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
             for part in (self.wq, self.wk, self.wv)
         ]
-        found = functional.scaled_dot_product_attention(*heads, is_causal=True)
-        out: Tensor = self.wo(found.transpose(1, 2).flatten(-2))
+        attended = functional.scaled_dot_product_attention(*heads, is_causal=True)
+        out: Tensor = self.wo(attended.transpose(1, 2).flatten(-2))
         return out
 
 
@@ -107,21 +107,21 @@ def read_bytes() -> Tensor:
 
 
 def compare(data: Tensor, seed: int, steps: int, lr: float) -> list[dict[str, Any]]:
-    """One row for each way, on one seed."""
+    """Compare all ways on one seed; one row per way."""
     torch.manual_seed(seed)
     start, rows, master = Model().bfloat16(), list[dict[str, Any]](), dict[str, Tensor]()
     initial = weights(start)
     for way in WAYS:
         began, model = time.perf_counter(), copy.deepcopy(start)
         unmoved = train(model, data, way, seed, steps, lr)
-        found = weights(model)
-        master = master or found
+        trained = weights(model)
+        master = master or trained
         rows.append(
             {
                 "seed": seed,
                 "way": way,
                 "loss": round(held_out_loss(model, data), 4),
-                "drift": round(distance(found, master) / distance(master, initial), 4),
+                "drift": round(distance(trained, master) / distance(master, initial), 4),
                 "unmoved matrices": round(unmoved[0], 4),
                 "unmoved rest": round(unmoved[1], 4),
                 "seconds": round(time.perf_counter() - began, 1),
@@ -133,7 +133,7 @@ def compare(data: Tensor, seed: int, steps: int, lr: float) -> list[dict[str, An
 def train(
     model: nn.Module, data: Tensor, way: str, seed: int, steps: int, lr: float
 ) -> tuple[float, float]:
-    """Train, and tell the shares of entries of matrices, and of the rest, that did not move."""
+    """Train; returns the shares of entries unmoved by the last step, in matrices and in others."""
     config = MuonConfig(bfloat16_params=way, seed=seed)
     optimizer = Muon(param_groups(model), lr=lr, schedule="pe", config=config)
     draw = torch.Generator().manual_seed(seed)
@@ -148,11 +148,11 @@ def train(
         optimizer.step()
         optimizer.zero_grad()
     same = {name: (value == before[name]).flatten() for name, value in weights(model).items()}
-    matrices, rest = (
-        [each for name, each in same.items() if ("layers" in name and "norm" not in name) == which]
+    matrices, others = (
+        [bits for name, bits in same.items() if ("layers" in name and "norm" not in name) == which]
         for which in (True, False)
     )
-    return share(matrices), share(rest)
+    return share(matrices), share(others)
 
 
 def share(flags: list[Tensor]) -> float:

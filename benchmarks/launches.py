@@ -48,7 +48,7 @@ def main(args: Sequence[str] | None = None) -> int:
     from benchmarks.measure import report
 
     roots = {"now": ROOT} | ({"before": options.before.resolve()} if options.before else {})
-    found = {name: ask(root, options) for name, root in roots.items()}
+    counts_by_code = {name: ask(root, options) for name, root in roots.items()}
     rows = [
         {
             "code": name,
@@ -56,9 +56,9 @@ def main(args: Sequence[str] | None = None) -> int:
             "views": sum(n for op, n in counts["operations"].items() if op in VIEWS),
             "waits": sum(counts["waits"].values()),
         }
-        for name, counts in found.items()
+        for name, counts in counts_by_code.items()
     ]
-    for name, counts in found.items():
+    for name, counts in counts_by_code.items():
         print(f"{name}: {dict(Counter(counts['operations']).most_common(12))} {counts['waits']}")
     report("launches", rows, options.output, vars(options))
     return 0
@@ -73,20 +73,26 @@ VIEWS = frozenset(
 
 
 def ask(root: Path, options: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """What the code of a checkout says, in a process of its own."""
-    told = [f"--{name}={getattr(options, name)}" for name in ("model", "ranks", "narrower")]
-    # Not as a module: this very file counts, whatever stands in the other checkout.
-    command = [sys.executable, __file__, "--serve", *told, f"--param-dtype={options.param_dtype}"]
+    """Count with the code of a checkout, in a process of its own."""
+    forwarded = [f"--{name}={getattr(options, name)}" for name in ("model", "ranks", "narrower")]
+    # As a script, not a module, so that this file counts and not the other checkout's.
+    command = [
+        sys.executable,
+        __file__,
+        "--serve",
+        *forwarded,
+        f"--param-dtype={options.param_dtype}",
+    ]
     environment = {**os.environ, "PYTHONPATH": str(root), "OMP_NUM_THREADS": "1"}
-    said = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
-    found: dict[str, dict[str, int]] = json.loads(said.stdout)
-    return found
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+    counts: dict[str, dict[str, int]] = json.loads(done.stdout)
+    return counts
 
 
 def count(options: argparse.Namespace) -> dict[str, dict[str, int]]:
-    """How often a step runs each operation, and waits."""
+    """Count the operations and waits of a step."""
     torch.set_num_threads(1)
-    # The simulation is this checkout's, too.
+    # The simulation is always this checkout's.
     sys.path.insert(0, str(ROOT))
     from tests.simulated_device import simulated_device
 

@@ -1,7 +1,7 @@
-"""What every benchmark shares: paired timing, the machine in words, tables and JSON.
+"""Parts of every benchmark: paired timing, description of the machine, tables and JSON.
 
-Contenders take turns inside one process (A B C, A B C, ...), so that whatever else the machine does
-falls on all of them; ratios are taken within a round, and their median is reported.
+Contenders take turns inside one process (A B C, A B C, ...), so that other load of the machine
+falls on all of them alike. Ratios are taken within a round, and their median is reported.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 RESULTS = Path(__file__).resolve().parent / "results"
 CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "cpu": time.process_time}
-"""``cpu`` counts this process alone: on a busy machine, with one thread, it is the steadier."""
+"""Clocks by name; ``cpu`` counts this process alone, which on a busy machine is the steadier."""
 
 
 def paired(
@@ -52,7 +52,7 @@ def synchronize() -> None:
 def ratio(seconds: Mapping[str, Sequence[float]], name: str, reference: str) -> float:
     """Median over rounds of one contender's time over another's."""
     return statistics.median(
-        mine / theirs for mine, theirs in zip(seconds[name], seconds[reference], strict=True)
+        own / other for own, other in zip(seconds[name], seconds[reference], strict=True)
     )
 
 
@@ -97,7 +97,7 @@ def report(
 ) -> None:
     """Print the table, and write it with machine and settings to ``results/<name>.json``.
 
-    There a number that is not finite is ``null``.
+    Numbers that are not finite become ``null`` in the file.
     """
     print(table(rows), flush=True)
     path = output or RESULTS / f"{name}.json"

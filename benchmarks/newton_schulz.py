@@ -92,14 +92,14 @@ def contenders(
     names: Sequence[str],
     ell: float,
 ) -> dict[str, Callable[[], object]]:
-    """Each backend, on all of the batches."""
-    found: dict[str, Callable[[], object]] = {}
+    """Functions that run each backend on all batches."""
+    runs: dict[str, Callable[[], object]] = {}
     for name in names:
         function = functools.partial(
             orthogonalize, coefficients=_coefficients(ell, steps), dtype=dtype, backend=name
         )
-        found[name] = lambda function=function: [function(x) for x in batches]
-    return found
+        runs[name] = lambda function=function: [function(x) for x in batches]
+    return runs
 
 
 def _coefficients(ell: float, steps: int) -> tuple[tuple[float, float, float], ...]:
@@ -135,7 +135,7 @@ def measure(
     for name in by_label:
         star = " (auto)" if chosen("auto") == name else ""
         time = statistics.median(seconds[name])
-        found = orthogonalize(x, coefficients, dtype=dtype, backend=name).double()
+        result = orthogonalize(x, coefficients, dtype=dtype, backend=name).double()
         rows.append(
             {
                 "dtype": str(dtype).removeprefix("torch."),
@@ -147,7 +147,7 @@ def measure(
                 "gemm GF/s": peak / 1e9,
                 "effective %": 100 * flops("standard", (m, n), steps) / time / peak,
                 "executed %": 100 * flops(name, (m, n), steps) / time / peak,
-                "error": ((found - exact).norm() / exact.norm()).item(),
+                "error": ((result - exact).norm() / exact.norm()).item(),
             }
         )
     return rows

@@ -83,19 +83,19 @@ def main(args: Sequence[str] | None = None) -> int:
 def compare(
     model: str, ranks: int, ours: str, peer: str, options: argparse.Namespace
 ) -> dict[str, object]:
-    """One row; the reason instead of figures where the peer cannot run here."""
+    """Compare two optimizers; returns a row, or a reason why the peer cannot run here."""
     reason = _unavailable(peer, ranks, options)
     if reason:
         return {"ratio": reason}
     paired_run = _run(ranks, _time_pair, model, ours, peer, options)
     memory = {name: max(_run(ranks, _peak_memory, model, name, options)) for name in (ours, peer)}
     ours_bytes, peer_bytes = (
-        max(each["bytes"][name] for each in paired_run) for name in (ours, peer)
+        max(rank["bytes"][name] for rank in paired_run) for name in (ours, peer)
     )
     # A step ends when its last rank does; on one CPU clock, work is summed over ranks.
     combine = max if options.clock == "wall" else sum
     seconds = {
-        name: [combine(each) for each in _by_round(paired_run, name)] for name in (ours, peer)
+        name: [combine(seconds) for seconds in _by_round(paired_run, name)] for name in (ours, peer)
     }
     return {
         "ratio": ratio(seconds, ours, peer),
@@ -296,7 +296,7 @@ def _of_all_to_all_single(rank: int, world: int, args: Sequence[Any]) -> float:
 _COUNTERS: Mapping[str, Callable[[int, int, Sequence[Any]], float]] = {
     "all_to_all_single": _of_all_to_all_single,
     "all_to_all": lambda rank, world, args: sum(
-        _size(each) for peer, each in enumerate(args[1]) if peer != rank
+        _size(part) for peer, part in enumerate(args[1]) if peer != rank
     ),
     # A rank's own part goes to every other.
     "all_gather": lambda rank, world, args: (world - 1) * _size(args[1]),
@@ -344,13 +344,13 @@ def _run(ranks: int, case: Callable[..., Any], *args: Any) -> list[Any]:
         ]
         for process in processes:
             process.start()
-        found = dict(answers.get() for _ in processes)
+        answer_by_rank = dict(answers.get() for _ in processes)
         for process in processes:
             process.join()
-    failed = {rank: answer[1] for rank, answer in found.items() if not answer[0]}
+    failed = {rank: answer[1] for rank, answer in answer_by_rank.items() if not answer[0]}
     if failed:
         raise RuntimeError("\n".join(f"on rank {rank}:\n{text}" for rank, text in failed.items()))
-    return [found[rank][1] for rank in range(ranks)]
+    return [answer_by_rank[rank][1] for rank in range(ranks)]
 
 
 def _rank(

@@ -43,12 +43,12 @@ class Matrices(nn.Module):
         self.layers = nn.ModuleDict()
         for layer in range(model.layers):
             block = nn.Module()
-            for one in model.block():
-                part, leaf, _ = one.name.split(".")
+            for matrix in model.block():
+                part, leaf, _ = matrix.name.split(".")
                 if not hasattr(block, part):
                     block.add_module(part, nn.Module())
                 linear = nn.Module()
-                value = torch.randn(one.shape, generator=generator) * 0.02
+                value = torch.randn(matrix.shape, generator=generator) * 0.02
                 linear.weight = nn.Parameter(value.to(dtype))
                 block.get_submodule(part).add_module(leaf, linear)
             self.layers[str(layer)] = block

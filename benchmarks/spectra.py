@@ -44,7 +44,7 @@ STEPS = range(3, 8)
 ERROR_SHAPES = ((64, 64), (256, 256), (256, 768), (512, 512))
 KAPPAS = (1e3, 1e5, 1e6, 1e7, 1e9)
 ROUNDING = 1e-14
-"""Of a polynomial near one: a root mean square below it has no correct digit in any method."""
+"""Rounding of a polynomial near 1: a root mean square below it has no correct digit."""
 DTYPES = (
     *(("bfloat16", "bfloat16"), ("bfloat16", "float32"), ("float16", "bfloat16")),
     *(("float16", "float32"), ("float32", "bfloat16"), ("float32", "float32")),
@@ -88,12 +88,12 @@ def _beside(path: Path) -> Path:
 @functools.cache
 def trials() -> Tensor:
     """Schedules of 3 to 7 steps for ten bounds a decade: ``(205, 7, 3)``."""
-    found = []
+    schedules = []
     for tenths in range(-50, -9):
         for steps in STEPS:
             padding = [(1.0, 0.0, 0.0)] * (STEPS[-1] - steps)
-            found.append([*compose(10 ** (tenths / 10), steps), *padding])
-    return torch.tensor(found, dtype=torch.float64)
+            schedules.append([*compose(10 ** (tenths / 10), steps), *padding])
+    return torch.tensor(schedules, dtype=torch.float64)
 
 
 def with_spectrum(sigma: Tensor, n: int, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -131,28 +131,28 @@ METHODS: dict[str, Callable[[Tensor], float]] = {
 def measure_errors(shape: tuple[int, int], kind: str, kappa: float) -> dict[str, object]:
     """Greatest relative errors over all trial schedules, and those of the least singular value.
 
-    The first against the singular values of a decomposition in float64, the others against the
-    spectrum that the matrix was made with; ``nan`` where that ends with zero.
+    The references are the singular values of a decomposition in float64 for the former, and the
+    spectrum that the matrix was made with for the latter (``nan`` if that ends with zero).
     """
     sigma = spectrum(kind, shape[0], kappa)
     x = with_spectrum(sigma, shape[1])
-    found = observe(x, trials(), NORM_SCALE)
+    observed = observe(x, trials(), NORM_SCALE)
     exact = torch.linalg.svdvals(x)
     expected = schedule_errors(exact / (NORM_SCALE * torch.linalg.vector_norm(exact)), trials())
     row: dict[str, object] = {"shape": f"{shape[0]}x{shape[1]}", "spectrum": kind, "kappa": kappa}
-    for name, mine, theirs in zip(
-        ("residual", "distance"), found[1:].view(2, -1).sqrt(), expected.sqrt(), strict=True
+    for name, own, reference in zip(
+        ("residual", "distance"), observed[1:].view(2, -1).sqrt(), expected.sqrt(), strict=True
     ):
-        beyond = ((mine - theirs).abs() - ROUNDING).clamp(min=0)
-        row[name] = 2 * (beyond / theirs).max().item()  # of the square
+        beyond = ((own - reference).abs() - ROUNDING).clamp(min=0)
+        row[name] = 2 * (beyond / reference).max().item()  # of the square
     if kind == "deficient":
         return row | dict.fromkeys(("ell", *METHODS), math.nan)
-    row["ell"] = abs(found[0].item() * torch.linalg.vector_norm(sigma).item() * kappa - 1)
+    row["ell"] = abs(observed[0].item() * torch.linalg.vector_norm(sigma).item() * kappa - 1)
     return row | {name: abs(method(x) * kappa - 1) for name, method in METHODS.items()}
 
 
 def matrices(study: Path | None) -> Iterator[tuple[str, Tensor]]:
-    """Momentum in float32, with the name of what it is like."""
+    """Kinds of momentum and float32 matrices of that kind."""
     for shape in ERROR_SHAPES[:3]:
         for kappa in KAPPAS[:2]:
             for kind in ("decaying", "clustered", "lonely", "deficient"):
@@ -177,19 +177,21 @@ def measure_dtypes(study: Path | None) -> list[dict[str, object]]:
             exact = run(x, dtype=torch.float64)
             for ns_dtype, wire_dtype in DTYPES:
                 wire = getattr(torch, wire_dtype)
-                found = run(x.to(wire), dtype=getattr(torch, ns_dtype), backend="standard").to(wire)
-                error = ((found.double() - exact).norm() / exact.norm()).item()
+                result = run(x.to(wire), dtype=getattr(torch, ns_dtype), backend="standard").to(
+                    wire
+                )
+                error = ((result.double() - exact).norm() / exact.norm()).item()
                 errors.setdefault((kind, ns_dtype, wire_dtype), []).append(error)
     return [
         {
             "matrices": kind,
             "ns_dtype": ns_dtype,
             "wire_dtype": wire_dtype,
-            "cases": len(found),
-            "mean": statistics.fmean(found),
-            "greatest": math.nan if any(map(math.isnan, found)) else max(found),
+            "cases": len(cases),
+            "mean": statistics.fmean(cases),
+            "greatest": math.nan if any(map(math.isnan, cases)) else max(cases),
         }
-        for (kind, ns_dtype, wire_dtype), found in errors.items()
+        for (kind, ns_dtype, wire_dtype), cases in errors.items()
     ]
 
 
@@ -233,8 +235,8 @@ def ell(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
     validate(x)
     if x.numel() == 0:
         return no_geometry(x)
-    found = [ell_and_spectrum(one, tau)[0] for one in x.reshape(-1, *x.shape[-2:]).unbind()]
-    return torch.stack(found).view(x.shape[:-2])
+    matrices = x.reshape(-1, *x.shape[-2:]).unbind()
+    return torch.stack([ell_and_spectrum(matrix, tau)[0] for matrix in matrices]).view(x.shape[:-2])
 
 
 def ell_by_svd(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
@@ -245,15 +247,15 @@ def ell_by_svd(x: Tensor, *, tau: float = DEFAULT_TAU) -> Tensor:
         tau: Least singular value told apart from zero.
 
     Returns:
-        As ``ell``: float64, 0-dim.
+        ``ell``, float64, 0-dim.
     """
     return spectral_metrics(x, tau=tau)[SPECTRAL_METRICS.index("ell")].to(x.device)
 
 
 def measure_times(options: argparse.Namespace) -> list[dict[str, object]]:
     sides = [
-        tuple(sorted(size // options.scale for size in one.shape))
-        for one in MODELS[options.model].block()
+        tuple(sorted(size // options.scale for size in matrix.shape))
+        for matrix in MODELS[options.model].block()
     ]
     counts = Counter({shape: SAMPLE_SIZE * count for shape, count in Counter(sides).items()})
     rows: list[dict[str, object]] = []
@@ -268,14 +270,14 @@ def measure_times(options: argparse.Namespace) -> list[dict[str, object]]:
             name: functools.partial(_repeat, run, x, repeats) for name, run in CONTENDERS.items()
         }
         seconds = paired(runs, options.rounds, clock=options.clock, warmup=0)
-        medians = {name: statistics.median(each) / repeats for name, each in seconds.items()}
+        medians = {name: statistics.median(times) / repeats for name, times in seconds.items()}
         for name, median in medians.items():
             totals[name] += count * median
         exact = ell_by_svd(x).item() if min(m, n) <= 1024 or options.full else math.nan
         row: dict[str, object] = {"shape": f"{m}x{n}", "matrices": count}
         row |= {f"{name} ms": 1e3 * median for name, median in medians.items()}
         row |= {f"of {name}": ratio(seconds, "observe", name) for name in list(CONTENDERS)[1:]}
-        rows.append(row | {"ell": (found := ell(x).item()), "error": abs(found / exact - 1)})
+        rows.append(row | {"ell": (value := ell(x).item()), "error": abs(value / exact - 1)})
     total: dict[str, object] = {"shape": "observation", "matrices": sum(counts.values())}
     total |= {f"{name} ms": 1e3 * seconds for name, seconds in totals.items()}
     total |= {f"of {name}": totals["observe"] / totals[name] for name in list(CONTENDERS)[1:]}

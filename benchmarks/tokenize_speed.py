@@ -71,9 +71,12 @@ def main(args: Sequence[str] | None = None) -> int:
         kills = killed(amo(corpus, tokenizer, root / "packed", 2), rows[2]["s"])
         report("tokenize_speed", rows, options.output, vars(options))
         names = ("packed", "packed1", "packed2")
-        one, two, three = ({f.name: f.read_bytes() for f in (root / n).iterdir()} for n in names)
-        print(f"{index.num_tokens} tokens; killed {kills} times, same bytes: {one == two == three}")
-    return 0 if one == two == three else 1
+        first, second, third = (
+            {f.name: f.read_bytes() for f in (root / n).iterdir()} for n in names
+        )
+        is_same = first == second == third
+        print(f"{index.num_tokens} tokens; killed {kills} times, same bytes: {is_same}")
+    return 0 if is_same else 1
 
 
 def write(root: Path, megabytes: int) -> tuple[Path, Path]:

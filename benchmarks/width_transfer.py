@@ -30,7 +30,7 @@ RATES = {
     "original": (1e-2, 2e-2, 4e-2, 8e-2, 16e-2),
     "spectral": (1e-2, 2e-2, 4e-2, 8e-2, 16e-2),
 }
-"""Of Muon, by ``adjust_lr``: the last two multiply updates by less."""
+"""Learning rates of Muon by ``adjust_lr``; the last two multiply updates by less."""
 HEAD_DIM, NUM_LAYERS = 16, 2
 
 
@@ -59,14 +59,14 @@ def row(scale: str, width: int, losses: dict[float, float], kept: float) -> dict
 
     Args:
         scale: ``adjust_lr``.
-        width: Of the model.
-        losses: By rate.
-        kept: The best rate of the narrowest model.
+        width: Width of the model.
+        losses: Losses by rate.
+        kept: Best rate of the narrowest model.
     """
     best = min(losses, key=losses.__getitem__)
-    told = {f"loss {i}": loss for i, loss in enumerate(losses.values())}
+    numbered = {f"loss {i}": loss for i, loss in enumerate(losses.values())}
     costs = {"best rate": best, "cost of keeping": losses[kept] - losses[best]}
-    return {"adjust_lr": scale, "width": width, "rates": list(losses), **told, **costs}
+    return {"adjust_lr": scale, "width": width, "rates": list(losses), **numbered, **costs}
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -86,10 +86,10 @@ def main(args: Sequence[str] | None = None) -> int:
         for scale in options.scales:
             losses = {}
             for rate in RATES[scale]:
-                found = [
+                by_seed = [
                     train(width, scale, rate, seed, options.steps, corpus) for seed in options.seeds
                 ]
-                losses[rate] = sum(found) / len(found)
+                losses[rate] = sum(by_seed) / len(by_seed)
             kept.setdefault(scale, min(losses, key=losses.__getitem__))
             rows.append(row(scale, width, losses, kept[scale]))
         settings = {
@@ -100,7 +100,7 @@ def main(args: Sequence[str] | None = None) -> int:
             "corpus": corpus.description["digest"],
             "cpu_seconds": round(time.process_time() - begun),
         }
-        # After each width: what was measured stays, whatever happens to the next.
+        # Written after each width, so that a later failure loses no measurement.
         report("width_transfer", rows, options.output, settings)
     return 0
 
