@@ -94,8 +94,9 @@ class MathConfig:
     update_norm: str = "as_is"
     """Frobenius norm of the orthogonalized matrix: ``as_is`` keeps the result of Newton-Schulz,
     which is smaller after fewer steps; ``exact`` scales it to the norm of an exact polar factor,
-    ``sqrt(min(m, n))``. AMO's default is ``exact``: with ``as_is``, fewer steps also shrink the
-    update, like a lower learning rate. AdaMuon and NorMuon then normalize the update themselves."""
+    ``sqrt(min(m, n))``, by a factor of at most 2. AMO's default is ``exact``: with ``as_is``, fewer
+    steps also shrink the update, like a lower learning rate. AdaMuon and NorMuon then normalize the
+    update themselves."""
     adjust_lr: str = "match_rms_adamw"
     """Scale of the update of a matrix with m outputs and n inputs, for learning rates tuned for
     another optimizer: ``match_rms_adamw`` = ``0.2 * sqrt(max(m, n))``; ``original`` (Jordan's
