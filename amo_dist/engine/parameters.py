@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from amo_dist.config import MuonConfig
+from amo_dist.config import MathConfig
 from amo_dist.distributed.layout import (
     MatrixLayout,
     TensorLayout,
@@ -290,7 +290,7 @@ def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
     return float(rate) if is_near else rate
 
 
-def momentum_of(group: Mapping[str, Any], config: MuonConfig) -> tuple[float, bool]:
+def momentum_of(group: Mapping[str, Any], config: MathConfig) -> tuple[float, bool]:
     """Momentum of a group, and whether it is Nesterov's: the settings' where it names none."""
     momentum = group.get("momentum", config.momentum)
     return float(momentum), bool(group.get("nesterov", config.nesterov))

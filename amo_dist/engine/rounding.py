@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from amo_dist.config import Box, MuonConfig
+from amo_dist.config import Box, MathConfig
 from amo_dist.distributed.groups import this_rank
 from amo_dist.distributed.layout import cut, flattened_layout
 from amo_dist.engine.parameters import Locals, Parameters
@@ -30,14 +30,14 @@ class Rounding:
     Args:
         parameters: Of this process.
         local: Parts of them and of their state.
-        config: Says how.
+        config: Rounding and seed.
 
     Raises:
         ValueError: A parameter is float16, and ``config.bfloat16_params`` asks for more than
             rounding to nearest.
     """
 
-    def __init__(self, parameters: Parameters, local: Locals, config: MuonConfig) -> None:
+    def __init__(self, parameters: Parameters, local: Locals, config: MathConfig) -> None:
         self._entries, self._local = parameters.entries, local
         self._how, self._seed = config.bfloat16_params, config.seed
         self.is_wanted = self._how != "nearest"

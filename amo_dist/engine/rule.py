@@ -10,7 +10,7 @@ from typing import Any, ClassVar, TypeAlias
 import torch
 from torch import Tensor
 
-from amo_dist.config import Box, MuonConfig
+from amo_dist.config import Box, MathConfig
 from amo_dist.distributed.layout import MatrixLayout
 from amo_dist.kernels.elementwise import update_scale
 
@@ -44,7 +44,7 @@ class UpdateRule:
     matrices that this rank holds; what concerns a whole matrix goes through sums.
 
     Args:
-        config: Of the optimizer.
+        config: Mathematics of the optimizer.
 
     Raises:
         ValueError: ``config.adjust_lr`` asks for a size, and the rule has a `scale` of its own.
@@ -55,7 +55,7 @@ class UpdateRule:
     sum_dtype: ClassVar[torch.dtype] = torch.float64
     """Of the sums. Integers add up to the same bits however a matrix is cut; floats do not."""
 
-    def __init__(self, config: MuonConfig) -> None:
+    def __init__(self, config: MathConfig) -> None:
         kind = type(self)
         if kind.scale is not UpdateRule.scale and config.adjust_lr != "match_rms_adamw":
             raise ValueError(

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from fractions import Fraction
 from typing import Any
 
-from amo_dist.config import AMOConfig, sort_operator_types
+from amo_dist.config import PlanConfig, sort_operator_types
 from amo_dist.schedule import budget as budgets
 from amo_dist.schedule import fields
 from amo_dist.schedule.exact import least_error, least_flops
@@ -28,7 +28,7 @@ def costs_of(groups: Groups) -> dict[str, int]:
     }
 
 
-def targets(config: AMOConfig, ell_robust: Sequence[float]) -> tuple[float, ...]:
+def targets(config: PlanConfig, ell_robust: Sequence[float]) -> tuple[float, ...]:
     """``shrinkage * ell + (1 - shrinkage) * base_ell`` for each, rounded once."""
     alpha, base = Fraction(str(config.shrinkage)), Fraction(config.base_ell)
     return tuple(float(alpha * Fraction(ell) + (1 - alpha) * base) for ell in ell_robust)
@@ -41,7 +41,7 @@ def shares_of(groups: Groups) -> tuple[float, ...]:
     return tuple(weight / whole if whole else 1 / len(weights) for weight in weights)
 
 
-def steps_to_try(config: AMOConfig) -> range:
+def steps_to_try(config: PlanConfig) -> range:
     """Numbers of steps that are measured: all that a plan by measurements may give."""
     low, high, base = config.min_steps, config.max_steps, config.base_steps
     if config.planner == "measured":
@@ -53,12 +53,12 @@ def steps_to_try(config: AMOConfig) -> range:
 
 
 def plan_inputs(
-    config: AMOConfig, groups: Iterable[str], costs: Mapping[str, int] | None = None
+    config: PlanConfig, groups: Iterable[str], costs: Mapping[str, int] | None = None
 ) -> dict[str, Any]:
     """The fields of a plan that follow from its inputs without planning.
 
     Args:
-        config: How to plan, the budget and the range of steps.
+        config: Objective, budget and range of steps.
         groups: Which groups of matrices there are, in any order.
         costs: Flops of one Newton-Schulz step of each group. The paper's plans do without.
 
@@ -91,7 +91,7 @@ def plan_inputs(
 
 
 def plan_allocation(
-    config: AMOConfig,
+    config: PlanConfig,
     ell_target_by_type: Mapping[str, float],
     *,
     costs: Mapping[str, int] | None = None,
@@ -100,7 +100,7 @@ def plan_allocation(
     """Plan as the paper does; a pure function of its arguments, the same bits on every machine.
 
     Args:
-        config: The budget and the range of steps.
+        config: Budget and range of steps.
         ell_target_by_type: Target of each group, in (0, 1].
         costs: Flops of one Newton-Schulz step of each group; kept for reports.
         kept: Fields of the plan for reports: ``ell_robust``, the targets by default;
@@ -126,7 +126,7 @@ def plan_allocation(
 
 
 def plan_measured(
-    config: AMOConfig,
+    config: PlanConfig,
     measured_by_group: Mapping[str, Measured],
     *,
     weights: Sequence[float],
@@ -139,7 +139,7 @@ def plan_measured(
     function of its arguments, the same bits on every machine.
 
     Args:
-        config: The budget and the range of steps.
+        config: Budget and range of steps.
         measured_by_group: The best schedule of each number of steps that a group may get.
         weights: The share of each group in the whole update's squared norm, in the order of the
             plan's groups.
@@ -189,7 +189,7 @@ def plan_measured(
     return plan
 
 
-def _tell_relaxed(config: AMOConfig, inputs: Mapping[str, Any]) -> None:
+def _tell_relaxed(config: PlanConfig, inputs: Mapping[str, Any]) -> None:
     asked = config.min_steps, config.max_steps
     relaxed = inputs["min_steps"], inputs["max_steps"]
     if relaxed != asked:
