@@ -315,13 +315,14 @@ class AMOConfig(PlanConfig, MuonConfig):
     """
 
     update_norm: str = "exact"
+    """Norm of the orthogonalized matrix, as in `MathConfig`; with another default."""
 
     def __post_init__(self) -> None:
         MuonConfig.__post_init__(self)
         PlanConfig.__post_init__(self)
 
     def to_dict(self) -> dict[str, Any]:
-        """See `MuonConfig.to_dict`."""
+        """Return the fields as JSON values, with the interval in force as ``observe_every``."""
         return {**MuonConfig.to_dict(self), "observe_every": self.interval}
 
     @classmethod
