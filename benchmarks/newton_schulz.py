@@ -2,12 +2,12 @@
 
 ``python -m benchmarks.newton_schulz``. The rate is that of one square product of the same short
 side (the best of the square and of the shape's own ``X X^T``), measured in the same rounds.
-``effective`` counts the flops of the standard form, whatever a backend saves; ``executed`` counts
-what the backend runs.
+``effective`` counts the flops of the standard form, whatever a form saves; ``executed`` counts the
+flops that run.
 
-``--owned-by-rank-of 32`` measures instead what one rank has to do in an optimizer step: the
-matrices of ``--model`` that the busiest of so many ranks owns, in the batches that the optimizer
-makes of them under a uniform schedule. The rate is then that of a square product of the longest
+``--owned-by-rank-of 32`` measures instead the work of one rank in an optimizer step: the matrices
+of ``--model`` that the busiest of so many ranks owns, in the batches that the optimizer makes of
+them under a uniform schedule. The rate is then that of a square product of the longest
 side.
 """
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.ownership import assign, load_by_rank
 from amo_dist.distributed.plan import plan_exchange
-from amo_dist.kernels.newton_schulz import NS_BACKENDS, orthogonalize, resolve_backend
+from amo_dist.kernels.newton_schulz import NS_BACKENDS, orthogonalize, step_sizes
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import compose
 from amo_dist.tools.simulate import OWNERSHIPS, lay_out
@@ -75,14 +75,17 @@ def main(args: Sequence[str] | None = None) -> int:
     return 0
 
 
-def flops(backend: str, shape: Sequence[int], steps: int) -> float:
-    """What a backend runs; full products, also where only half of one is computed."""
+def flops(sizes: Sequence[int], shape: Sequence[int]) -> float:
+    """Flops of steps taken one or two at once; full products, also where half of one is computed.
+
+    Args:
+        sizes: Numbers of steps taken at once.
+        shape: ``(m, n)``, either side short.
+    """
     m, n = sorted(shape)
-    saved = 0.0
-    if backend == "gram":
-        # Two products by X less for a pair of steps, three small ones more.
-        saved = steps // 2 * (2 * 2.0 * m * m * n - 3 * 2.0 * m**3)
-    return steps * ns_step_flops(m, n) - saved
+    # A pair takes two products by X less than two steps, and three small ones more.
+    saved_by_pair = 2 * 2.0 * m * m * n - 3 * 2.0 * m**3
+    return sum(sizes) * ns_step_flops(m, n) - list(sizes).count(2) * saved_by_pair
 
 
 def contenders(
@@ -116,10 +119,8 @@ def measure(
     cast = x.to(dtype)
     square = cast[:, :m].contiguous()
 
-    def chosen(requested: str) -> str:
-        return resolve_backend(requested, (m, n), coefficients, dtype, x.device)
-
-    names = [name for name in NS_BACKENDS[1:] if chosen(name) == name]
+    sizes = {name: step_sizes(name, (m, n), coefficients, dtype, x.device) for name in NS_BACKENDS}
+    names = [name for name in NS_BACKENDS[1:] if name == "standard" or 2 in sizes[name]]
     by_label = contenders([x], steps, dtype, names, options.ell)
     products = {
         "gemm square": lambda: square @ square,
@@ -133,7 +134,7 @@ def measure(
     exact = orthogonalize(x, coefficients, dtype=torch.float64, backend="standard")
     rows: list[dict[str, object]] = []
     for name in by_label:
-        star = " (auto)" if chosen("auto") == name else ""
+        star = " (auto)" if sizes["auto"] == sizes[name] else ""
         time = statistics.median(seconds[name])
         result = orthogonalize(x, coefficients, dtype=dtype, backend=name).double()
         rows.append(
@@ -142,11 +143,12 @@ def measure(
                 "shape": shape,
                 "steps": steps,
                 "backend": name + star,
+                "at once": "".join(map(str, sizes[name])),
                 "ms": 1e3 * time,
                 "of standard": ratio(seconds, name, "standard"),
                 "gemm GF/s": peak / 1e9,
-                "effective %": 100 * flops("standard", (m, n), steps) / time / peak,
-                "executed %": 100 * flops(name, (m, n), steps) / time / peak,
+                "effective %": 100 * flops((1,) * steps, (m, n)) / time / peak,
+                "executed %": 100 * flops(sizes[name], (m, n)) / time / peak,
                 "error": ((result - exact).norm() / exact.norm()).item(),
             }
         )
@@ -156,7 +158,7 @@ def measure(
 def owned_batches(
     model: str, ranks: int, *, steps: int, ownership: str, itemsize: int
 ) -> list[Batch]:
-    """What the busiest of ``ranks`` orthogonalizes in a step, sharded by FSDP2, call by call."""
+    """Batches that the busiest of ``ranks`` orthogonalizes in a step, sharded by FSDP2."""
     registry = MODELS[model].matrices()
     matrices = lay_out(registry, ranks)
     costs = [float(steps * ns_step_flops(*info.shape)) for info in registry]
@@ -230,7 +232,7 @@ def _executed(
     options: argparse.Namespace,
 ) -> float:
     coefficients, device = _coefficients(options.ell, steps), torch.device(options.device)
-    return flops(resolve_backend(name, shape, coefficients, dtype, device), shape, steps)
+    return flops(step_sizes(name, shape, coefficients, dtype, device), shape)
 
 
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ An odd quintic ``p(x) = a x + b x^3 + c x^5`` applied to a matrix acts on its si
 value in ``[ell, 1]`` close to one therefore send a matrix close to its polar factor, with matrix
 products only. Source: the AMO paper; the quintic form goes back to Muon (Jordan et al., 2024).
 
-`standard` takes three products a step, two of them by the large X. `gram` takes two steps at once:
-it iterates on the small A and multiplies into X once for both. All matrices of the size of A are
-polynomials of one A: they commute, and every product of them is symmetric.
+`standard` takes three products per step, two of them by the large X. `pair` takes two steps at
+once: it iterates on the small A and multiplies into X once for both. All matrices of the size of A
+are polynomials of one A: they commute, and every product of them is symmetric.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
@@ -22,22 +23,28 @@ from amo_dist.config import PRECONDITIONERS, Triple
 from amo_dist.kernels.elementwise import largest_entry, on_cpu, wide_dtype
 
 Product = Callable[..., Tensor]
-"""`symmetric_product`, or what takes its place."""
+"""Signature of `symmetric_product`."""
 
 NS_BACKENDS = ("auto", "standard", "gram")
-"""How Newton-Schulz may be run; see `resolve_backend`."""
+"""Forms of the Newton-Schulz steps; see `step_sizes`."""
 
-_MIN_ASPECT = 2
-"""Long side over short side from which `gram` saves more than its small products take."""
+_MIN_ASPECT, _MIN_NARROW_ASPECT = 2, 2.5
+"""Long side over short side from which a pair saves more than its small products take; in 16 bits,
+where symmetric products gain less, from a higher one on."""
 _MIN_ROWS = 128
-"""Below, small products take as long as large ones."""
+"""Short side below which small products take as long as large ones."""
+_GREATEST, _GREATEST_EXCESS = 1.5, 1.25
+"""Greatest singular value that the rounding of a pair may lead to, and the same over the greatest
+of exact steps, of which the larger counts: some short schedules end near two."""
 _LEAST_ENTRY = {torch.float32: 2.0**-149, torch.float64: 2.0**-1074}
-"""The least positive numbers."""
-_LEAST_SEEN = 2.0**-9
-"""Of the spacing of a dtype at one: what is added to a divisor below that, rounding swallows."""
-_BLOCK_ROWS, _MOST_BLOCKS = 128, 8
-"""On a CPU blocks of a symmetric product are worth their calls from two of these rows on; in 16
-bits, where products take less, from two of twice as many."""
+"""Least positive numbers."""
+_LEAST_EPS = 2.0**-9
+"""Least ``eps`` that is added to a norm, over the spacing of the dtype at one: the rounding of the
+iterates hides a smaller one."""
+_BLOCK_ROWS, _MAX_BLOCKS = 64, 8
+"""Rows from which a block of a symmetric product on a CPU saves more than its call takes, in 32
+bits and for an inner side at least twice as long as the outer one. Twice as many for a shorter
+inner side, and twice as many in 16 bits, where products take less time."""
 
 
 @torch.no_grad()
@@ -59,25 +66,25 @@ def orthogonalize(
 
     Args:
         x: Matrices, shape ``(..., m, n)``, any floating dtype; not modified. Any size may be 0.
-        coefficients: One ``(a, b, c)`` for each step, at least one.
+        coefficients: Triples ``(a, b, c)``, one for each step, at least one.
         norm_scale: Safety factor ``s``: the first iterate is ``x / (s * ||x||_F + eps)``. Rounding
             in ``dtype`` may push the largest singular value above one, where steep quintics
-            diverge; 1.01 prevents it. Has no part in ``"aol"``.
+            diverge; 1.01 prevents it. Not used by ``"aol"``.
         preconditioner: ``"frobenius"`` divides by the Frobenius norm. ``"aol"`` scales row ``i`` of
             the short side by ``(sum_j |A_ij|)^-1/2`` with ``A = x x^T`` (almost-orthogonal layers,
             as in Turbo-Muon), which bounds the singular values by one more tightly; the scaled
             ``A`` serves the first step.
         dtype: Floating dtype of the products and of the result.
-        eps: Added to the norm in units of the largest entry, hence relative; none where ``dtype``
-            would not show it.
-        backend: How the steps are run: ``auto``, ``standard`` or ``gram``; see `resolve_backend`.
+        eps: Addend of the norm, in units of the largest entry, hence relative; left out where
+            ``dtype`` would not show it.
+        backend: Form of the steps: ``auto``, ``standard`` or ``gram``; see `step_sizes`.
 
     Returns:
-        New contiguous tensor of the shape of ``x`` in ``dtype``. An all-zero matrix gives zeros;
-        one with a NaN or infinite entry gives NaN in every entry.
+        New contiguous tensor of the shape of ``x`` in ``dtype``. An all-zero matrix gives zeros; a
+        matrix with a NaN or infinite entry gives NaN in every entry.
 
     Raises:
-        ValueError: fewer than two dims, a dtype that is not floating, no coefficients, an unknown
+        ValueError: Fewer than two dims, a dtype that is not floating, no coefficients, an unknown
             preconditioner or backend, or ``norm_scale`` that is not positive.
 
     On CPU a batch equals the loop over its matrices bit for bit. Elsewhere it runs as batched
@@ -96,9 +103,9 @@ def orthogonalize(
         ),
         "backend": (backend in NS_BACKENDS, repr(backend), f"one of {NS_BACKENDS}"),
     }
-    for field, (is_good, found, expected) in checks.items():
+    for field, (is_good, value, expected) in checks.items():
         if not is_good:
-            raise ValueError(f"{field}: found {found}, expected {expected}")
+            raise ValueError(f"{field}: found {value}, expected {expected}")
     if x.numel() == 0:
         return torch.empty(x.shape, dtype=dtype, device=x.device)
     m, n = x.shape[-2:]
@@ -126,55 +133,105 @@ def newton_schulz(
     """`orthogonalize`, without checks.
 
     Args:
-        x: ``(m, n)`` or ``(b, m, n)``, not empty, any floating dtype and strides; not modified.
-        coefficients: One ``(a, b, c)`` for each step, at least one.
+        x: Matrices, ``(m, n)`` or ``(b, m, n)``, not empty, any floating dtype and strides; not
+            modified.
+        coefficients: Triples ``(a, b, c)``, one for each step, at least one.
         norm_scale: Safety factor.
         preconditioner: ``"frobenius"`` or ``"aol"``.
-        dtype: Of the products and of the result.
-        backend: For `resolve_backend`.
-        eps: Added to the norm, in units of the largest entry.
+        dtype: Dtype of the products and of the result.
+        backend: Form of the steps; see `step_sizes`.
+        eps: Addend of the norm, in units of the largest entry.
 
     Returns:
         New contiguous tensor of the shape of ``x`` in ``dtype``.
     """
-    form = resolve_backend(backend, x.shape[-2:], coefficients, dtype, x.device)
+    sizes = step_sizes(backend, x.shape[-2:], coefficients, dtype, x.device)
 
     def run(x: Tensor) -> Tensor:
         first, known = first_iterate(x, norm_scale, preconditioner, dtype, eps)
-        return (gram if form == "gram" else standard)(first, coefficients, known)
+        return run_steps(first, coefficients, sizes, known)
 
     if x.dim() == 2 or not on_cpu(x):
         return run(x)
-    # There a batch takes as long as the loop, and has other bits.
-    alone = [run(each) for each in x]
-    return alone[0].unsqueeze(0) if len(alone) == 1 else torch.stack(alone)
+    # On a CPU batched products take as long as single ones, and have other bits.
+    results = [run(matrix) for matrix in x]
+    return results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
 
 
-def resolve_backend(
-    requested: str,
+def step_sizes(
+    backend: str,
     shape: Sequence[int],
     coefficients: tuple[Triple, ...],
     dtype: torch.dtype,
     device: torch.device,
-) -> str:
-    """What runs matrices of a shape; the same on every rank, for nothing is measured.
+) -> tuple[int, ...]:
+    """Numbers of steps that are taken at once, from the first on: 2 for a `pair`, else 1.
 
-    ``auto`` is ``gram`` on a CPU for matrices at least twice as long as they are short, else
-    ``standard``. ``gram``, also by name, gives way to ``standard`` in dtypes of 16 bits, in which
-    it may diverge, for a short side below 128, and for a single step.
+    Depends on the arguments alone, and of the device on its kind: the same on every rank.
+
+    ``auto`` takes pairs where they save time: on a CPU for matrices at least twice as long as they
+    are short; in 16 bits from an aspect of 2.5 on, and on other devices, too. ``gram`` takes them
+    for every aspect. Both take single steps for a short side below 128, and those pairs alone that
+    are safe: in 32 bits all of them, in 16 bits as `safe_sizes` tells.
 
     Args:
-        requested: One of `NS_BACKENDS`.
-        shape: ``(m, n)``, either side short.
-        coefficients: One triple a step.
-        dtype: Of the products.
-        device: Of the matrices.
+        backend: One of `NS_BACKENDS`.
+        shape: ``(m, n)`` of the whole matrix, either side short.
+        coefficients: Triples, one for each step.
+        dtype: Dtype of the products.
+        device: Device of the matrices.
     """
     short, long = sorted(shape)
-    if requested == "auto":
-        requested = "gram" if device.type == "cpu" and long >= _MIN_ASPECT * short else "standard"
-    may_be_gram = dtype.itemsize > 2 and short >= _MIN_ROWS and len(coefficients) > 1
-    return "standard" if requested == "gram" and not may_be_gram else requested
+    num_steps, is_narrow = len(coefficients), dtype.itemsize <= 2
+    least_aspect = _MIN_NARROW_ASPECT if is_narrow else _MIN_ASPECT
+    # Elsewhere products in 32 bits may be rounded to TensorFloat-32, as the user has set.
+    is_faster = long >= least_aspect * short and (is_narrow or device.type == "cpu")
+    if backend == "standard" or short < _MIN_ROWS or not (backend == "gram" or is_faster):
+        return (1,) * num_steps
+    if is_narrow:
+        return safe_sizes(coefficients, torch.finfo(dtype).eps)
+    return (2,) * (num_steps // 2) + (1,) * (num_steps % 2)
+
+
+@functools.lru_cache(maxsize=1024)
+def safe_sizes(coefficients: tuple[Triple, ...], eps: float) -> tuple[int, ...]:
+    """Numbers of steps to take at once so that no pair leads to divergence, most pairs last.
+
+    A pair multiplies X by a matrix with entries up to ``a0 * a1``, the product of the slopes at
+    zero, each rounded by up to ``eps / 2`` of itself; the largest singular value may grow by as
+    much. Steep quintics diverge above the interval for which they were made. So a pair is taken
+    where the steps that follow keep such a singular value below `_GREATEST`, as the polynomials
+    themselves tell.
+
+    Args:
+        coefficients: Triples, one for each step.
+        eps: Spacing of the dtype of the products at one.
+    """
+    num_steps = len(coefficients)
+    bounds = [_image_bound(1.0, coefficients[:stop]) for stop in range(num_steps + 1)]
+    limit = max(_GREATEST, _GREATEST_EXCESS * bounds[-1])
+    sizes: list[int] = []
+    stop = num_steps
+    while stop:
+        is_pair = False
+        if stop > 1:
+            excess = abs(coefficients[stop - 2][0] * coefficients[stop - 1][0]) * eps / 2
+            is_pair = _image_bound(bounds[stop] * (1 + excess), coefficients[stop:]) < limit
+        sizes.append(2 if is_pair else 1)
+        stop -= sizes[-1]
+    return tuple(reversed(sizes))
+
+
+def _image_bound(bound: float, coefficients: Sequence[Triple]) -> float:
+    """Greatest absolute value to which quintics, one after the other, send ``[0, bound]``."""
+    for a, b, c in coefficients:
+        # The derivative a + 3 b t + 5 c t^2, with t = x^2, is zero at an inner extremum.
+        root = math.sqrt(max(9 * b * b - 20 * a * c, 0.0))
+        squares = [(-3 * b + root) / (10 * c), (-3 * b - root) / (10 * c)] if c else []
+        squares += [-a / (3 * b)] if b and not c else []
+        points = [bound, *(math.sqrt(t) for t in squares if 0 < t < bound * bound)]
+        bound = max(abs(x * (a + x * x * (b + x * x * c))) for x in points)
+    return bound
 
 
 def first_iterate(
@@ -183,15 +240,15 @@ def first_iterate(
     """Scale matrices so that no singular value exceeds one, nearly.
 
     Args:
-        x: ``(m, n)`` or ``(b, m, n)``, not empty; not modified.
+        x: Matrices, ``(m, n)`` or ``(b, m, n)``, not empty; not modified.
         norm_scale: Safety factor of the Frobenius norm.
         preconditioner: ``"frobenius"`` or ``"aol"``.
-        dtype: Of the result.
-        eps: Added to the norm, in units of the largest entry.
+        dtype: Dtype of the result.
+        eps: Addend of the norm, in units of the largest entry.
 
     Returns:
-        The scaled matrices, contiguous; and, where they are known, the Gram matrices of their short
-        sides.
+        Scaled matrices, contiguous; the Gram matrices of their short sides, or None where the
+        preconditioner does not compute them.
     """
     wide = wide_dtype(x.dtype, dtype)
     # The maximum is taken in the dtype of x, which may be half as long to read, and is the same in
@@ -210,7 +267,7 @@ def first_iterate(
     # A norm is at least one but for zero matrices: the clamp turns 0 / 0 into 0 / 1.
     norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp_(min=1.0)
     divisor = norm.to(torch.float64).mul_(norm_scale)
-    if eps > _LEAST_SEEN * torch.finfo(dtype).eps:
+    if eps > _LEAST_EPS * torch.finfo(dtype).eps:
         divisor += eps * scaled
     return unit.div_(divisor.to(wide)).to(dtype), None
 
@@ -226,38 +283,35 @@ def symmetric_product(
     """``beta * added + alpha * x x^T``, or ``x x^T`` alone, with one rounding.
 
     Args:
-        x: ``(m, k)`` or ``(b, m, k)``. Where it is itself symmetric, ``x x^T`` is its square.
-        added: ``(..., m, m)``, symmetric.
+        x: Factor, ``(m, k)`` or ``(b, m, k)``. For a symmetric one ``x x^T`` is its square.
+        added: Addend, symmetric, ``(..., m, m)``.
         beta: Factor of ``added``.
         alpha: Factor of the product.
-        right: In place of ``x^T``; the product must be symmetric all the same.
+        right: Right factor in place of ``x^T``; the product must be symmetric all the same.
     """
-    m = x.shape[-2]
-    rows = _BLOCK_ROWS if x.element_size() > 2 else 2 * _BLOCK_ROWS
-    num_blocks = min(m // rows, _MOST_BLOCKS)
+    m, k = x.shape[-2:]
     if not on_cpu(x) and added is x:  # the square of a symmetric matrix
         return _multiply(x, x, added, beta, alpha)
     right = x.mT if right is None else right
+    rows = _BLOCK_ROWS * (1 if x.element_size() > 2 else 2) * (1 if k >= 2 * m else 2)
+    num_blocks = min(m // rows, _MAX_BLOCKS)
     if num_blocks < 2 or not on_cpu(x):
         return _multiply(x, right, added, beta, alpha)
-    # Only blocks on and above the diagonal; the rest is mirrored. The same sums, in less time.
+    # Only blocks on and above the diagonal are computed, and mirrored: the same sums in less time.
     out = x.new_empty(*x.shape[:-1], m)
     for block in range(num_blocks):
         start, stop = m * block // num_blocks, m * (block + 1) // num_blocks
         upper, columns = out[..., start:stop, start:], right[..., start:]
-        plus = None if added is None else added[..., start:stop, start:]
-        _multiply(x[..., start:stop, :], columns, plus, beta, alpha, out=upper)
-        # Both contiguous: a strided transposed copy takes ten times as long.
+        addend = None if added is None else added[..., start:stop, start:]
+        _multiply(x[..., start:stop, :], columns, addend, beta, alpha, out=upper)
+        # Contiguous before and after it is transposed: a strided copy takes ten times as long.
         mirrored = upper[..., stop - start :].contiguous().mT.contiguous()
         out[..., stop:, start:stop].copy_(mirrored)
     return out
 
 
 def _apply(factor: Tensor, x: Tensor, multiple: float, is_tall: bool) -> Tensor:
-    """``multiple * X + factor X``, X being ``x`` or, where that is tall, its transpose.
-
-    Called with what nobody else holds: the memory of factors and iterates is free after it.
-    """
+    """``multiple * X + factor X``, X being ``x`` or, where that is tall, its transpose."""
     left, right = (x, factor) if is_tall else (factor, x)
     return _multiply(left, right, x if multiple else None, multiple)
 
@@ -268,19 +322,42 @@ def precondition_aol(
     """``diag(d) X`` and ``diag(d) X X^T diag(d)`` with ``d_i = (sum_j |X X^T|_ij)^-1/2``.
 
     Args:
-        unit: X or, where that is tall, its transpose; wide, used up.
-        dtype: Of the results.
-        product: As for `standard`.
-        is_tall: Whether the short side is that of the columns.
+        unit: X or, where that is tall, its transpose; of a wide dtype; modified.
+        dtype: Dtype of the results.
+        product: Function in place of `symmetric_product`; see `standard`.
+        is_tall: Whether the columns are the short side.
     """
     x = unit.to(dtype)
     small = (product(x.mT, right=x) if is_tall else product(x)).to(unit.dtype)
     del x  # memory
     row_sums = small.abs().sum(dim=-1, keepdim=True)
-    # A row of zeros (or one whose squares vanish in dtype) has nothing to scale.
+    # A row of zeros, or one whose squares vanish in dtype, stays as it is.
     d = row_sums.rsqrt().masked_fill_(row_sums == 0, 1.0)
     (unit.mT if is_tall else unit).mul_(d)
     return unit.to(dtype), small.mul_(d).mul_(d.mT).to(dtype)
+
+
+def run_steps(
+    x: Tensor,
+    coefficients: tuple[Triple, ...],
+    sizes: Sequence[int],
+    known: Tensor | None = None,
+) -> Tensor:
+    """Run the steps, one or two at once.
+
+    Args:
+        x: First iterates, ``(m, n)`` or ``(b, m, n)``, contiguous, singular values at most one; not
+            modified.
+        coefficients: Triples, one for each step.
+        sizes: Numbers of steps to take at once, each 1 or 2; their sum is the number of steps.
+        known: ``A``, the Gram matrix of the short side of ``x``, where it is known.
+    """
+    stop = 0
+    for size in sizes:
+        start, stop = stop, stop + size
+        x = (pair if size == 2 else standard)(x, coefficients[start:stop], known)
+        known = None
+    return x
 
 
 def standard(
@@ -291,15 +368,16 @@ def standard(
     product: Product = symmetric_product,
     is_tall: bool | None = None,
 ) -> Tensor:
-    """Run the steps, of three products each.
+    """Run steps of three products each.
 
     Args:
-        x: ``(m, n)`` or ``(b, m, n)``, contiguous, singular values at most one; not modified.
-        coefficients: One triple a step.
+        x: Iterates, ``(m, n)`` or ``(b, m, n)``, contiguous, singular values at most one; not
+            modified.
+        coefficients: Triples, one for each step.
         known: ``A``, the Gram matrix of the short side of ``x``, where it is known.
-        product: In place of `symmetric_product`: of X, without ``added``, and of A; of a tall X
-            with ``right``.
-        is_tall: Whether the short side is that of the columns; None: as the shape has it.
+        product: Function in place of `symmetric_product`, called for X without ``added``, for a
+            tall X with ``right``, and for A.
+        is_tall: Whether the columns are the short side; None for what the shape of ``x`` tells.
     """
     is_tall = x.shape[-2] > x.shape[-1] if is_tall is None else is_tall
     for a, b, c in coefficients:
@@ -309,33 +387,32 @@ def standard(
     return x
 
 
-def gram(x: Tensor, coefficients: Sequence[Triple], known: Tensor | None = None) -> Tensor:
-    """Run steps two at once, with two products by X instead of four.
+def pair(x: Tensor, coefficients: Sequence[Triple], known: Tensor | None = None) -> Tensor:
+    """Run two steps at once, with two products by X instead of four.
 
     Rounding moves an eigenvalue of A by about a unit of the dtype, however small the singular value
     behind it, and steep quintics amplify that until A is formed anew. In float32 a pair leaves
-    room; three steps do not (30 times the error of `standard`). In bfloat16 two steps composed for
-    an ell of 1e-3 round the largest singular value by up to 8 %, and whatever exceeds one by more
-    than 1 % diverges in the steps that follow: one in a hundred matrices of decaying rows did.
+    room; three steps at once do not (30 times the error of `standard`). In 16 bits the position of
+    a pair in its schedule decides; see `safe_sizes`.
 
     Args:
-        x: ``(m, n)`` or ``(b, m, n)``, contiguous, singular values at most one; not modified.
-        coefficients: One triple a step.
+        x: Iterates, ``(m, n)`` or ``(b, m, n)``, contiguous, singular values at most one; not
+            modified.
+        coefficients: Triples of the two steps.
         known: ``A``, the Gram matrix of the short side of ``x``, where it is known.
     """
-    num_paired, is_tall = len(coefficients) // 2 * 2, x.shape[-2] > x.shape[-1]
-    for (a0, b0, c0), (a1, b1, c1) in zip(
-        coefficients[:num_paired:2], coefficients[1::2], strict=True
-    ):
-        if known is None:
-            known = symmetric_product(x.mT, right=x) if is_tall else symmetric_product(x)
-        p = symmetric_product(known, known, b0, c0)
-        p.diagonal(dim1=-2, dim2=-1).add_(a0)
-        known = symmetric_product(symmetric_product(p, right=known.mT), right=p.mT)
-        q = symmetric_product(known, known, b1, c1)
-        q.diagonal(dim1=-2, dim2=-1).add_(a1)
-        x, known = _apply(symmetric_product(q, right=p.mT), x, 0.0, is_tall), None
-    return standard(x, coefficients[num_paired:], known)
+    (a0, b0, c0), (a1, b1, c1) = coefficients
+    is_tall = x.shape[-2] > x.shape[-1]
+    if known is None:
+        known = symmetric_product(x.mT, right=x) if is_tall else symmetric_product(x)
+    p = symmetric_product(known, known, b0, c0)
+    p.diagonal(dim1=-2, dim2=-1).add_(a0)
+    known = symmetric_product(symmetric_product(p, right=known.mT), right=p.mT)
+    q = symmetric_product(known, known, b1, c1)
+    q.diagonal(dim1=-2, dim2=-1).add_(a1)
+    factor = symmetric_product(q, right=p.mT)
+    del known, p, q  # memory, of which a pair thus takes no more than a single step
+    return _apply(factor, x, 0.0, is_tall)
 
 
 def _multiply(
@@ -348,11 +425,11 @@ def _multiply(
     out: Tensor | None = None,
 ) -> Tensor:
     """``beta * added + alpha * left right``: fused, which halves the bfloat16 error."""
-    is_one = left.dim() == 2
+    is_matrix = left.dim() == 2
     if added is None:
         # `@` of batches reshapes six times on the way to the same product.
-        return (torch.mm if is_one else torch.bmm)(left, right, out=out)
-    multiply = torch.addmm if is_one else torch.baddbmm
+        return (torch.mm if is_matrix else torch.bmm)(left, right, out=out)
+    multiply = torch.addmm if is_matrix else torch.baddbmm
     return multiply(added, left, right, beta=beta, alpha=alpha, out=out)
 
 

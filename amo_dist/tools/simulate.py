@@ -187,28 +187,25 @@ def newton_schulz_bytes(
     count: int,
     shape: Sequence[int],
     itemsize: int,
-    backend: str = "standard",
     *,
     wire: int | None = None,
 ) -> int:
     """Bytes that Newton-Schulz holds at its worst moment for a batch, its stack among them.
 
-    The stack is scaled in float32, or wider, and rounded to the first iterate. Then ``standard``
-    holds stack, first iterate, the one at hand and the next, a Gram matrix and its polynomial.
-    ``gram``, which is for wide dtypes, holds four batches and up to five Gram matrices of each.
+    The stack is scaled in float32, or wider, and rounded to the first iterate. Then a single step
+    holds stack, first iterate, the one at hand and the next, a Gram matrix and its polynomial. A
+    pair of steps holds no more: it is taken for long matrices alone.
 
     Args:
-        count: Matrices in the batch.
+        count: Number of matrices in the batch.
         shape: ``(m, n)`` of each.
         itemsize: Bytes of an element of the products.
-        backend: ``gram``, or one that needs what ``standard`` does.
         wire: Bytes of an element of the stack; None for those of the products.
     """
     elements, squares = count * math.prod(shape), count * min(shape) ** 2
     wire = wire or itemsize
     scaling = (itemsize + max(itemsize, wire, 4)) * elements
-    num_squares = 5 if backend == "gram" and itemsize > 2 else 2
-    products = itemsize * (3 * elements + num_squares * squares)
+    products = itemsize * (3 * elements + 2 * squares)
     return wire * elements + max(scaling, products)
 
 

@@ -1,4 +1,4 @@
-"""The two forms of Newton-Schulz are one map, and a rule says which is taken."""
+"""Single steps and pairs of steps are one map, and a rule tells which are taken."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from torch import Tensor
 from amo_dist.kernels import newton_schulz as module
 from amo_dist.kernels.newton_schulz import (
     NS_BACKENDS,
-    gram,
     newton_schulz,
     orthogonalize,
-    resolve_backend,
+    run_steps,
+    safe_sizes,
     standard,
+    step_sizes,
     symmetric_product,
 )
 from amo_dist.schedule.polar_express import compose
@@ -52,10 +53,11 @@ def test_both_forms_are_one_map(shape: tuple[int, int], steps: int, batch: tuple
         x = torch.stack([x, -x, x.flip(0)])
     before, short = x.clone(), x.mT if shape[0] > shape[1] else x
     expected = standard(x, coefficients)
+    halves = [*(1 for _ in range(steps % 2)), *(2 for _ in range(steps // 2))]
     for known in (None, short @ short.mT):
-        for form in (standard, gram):
-            given = None if known is None else known.clone()
-            found = form(x, coefficients, given)
+        for sizes in ([1] * steps, halves, halves[::-1]):
+            start = None if known is None else known.clone()
+            found = run_steps(x, coefficients, sizes, start)
             # Float64, whose rounding pairs of steps multiply by up to 1e4 here.
             torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
             assert found.is_contiguous()
@@ -106,28 +108,55 @@ def test_batched_products_agree_with_the_loop(backend: str, preconditioner: str)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-11)
 
 
-def test_what_auto_gives_the_gram_form() -> None:
-    def chosen(m: int, n: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> str:
-        return resolve_backend("auto", (m, n), KJ, dtype, torch.device(device))
-
-    for dtype in (torch.float32, torch.float64):
-        assert chosen(1024, 3072, dtype) == chosen(3072, 1024, dtype) == "gram"
-        assert chosen(128, 256, dtype) == "gram"
-        assert chosen(1024, 2047, dtype) == chosen(1024, 1024, dtype) == "standard"
-        assert chosen(127, 1024, dtype) == "standard"
-    assert chosen(1024, 3072, torch.bfloat16) == chosen(1024, 3072, torch.float16) == "standard"
-    assert chosen(1024, 3072, device="cuda") == chosen(1024, 3072, device="meta") == "standard"
+def chosen(
+    m: int, n: int, dtype: torch.dtype, device: str = "cpu", backend: str = "auto"
+) -> tuple[int, ...]:
+    return step_sizes(backend, (m, n), KJ, dtype, torch.device(device))
 
 
-def test_the_gram_form_by_name_gives_way_where_it_is_not_exact() -> None:
-    def found(m: int, n: int, dtype: torch.dtype, device: str) -> str:
-        return resolve_backend("gram", (m, n), KJ, dtype, torch.device(device))
+SINGLE = (1,) * 5
+NARROW = (torch.bfloat16, torch.float16)
+WIDE = (torch.float32, torch.float64)
 
-    for device in ("cpu", "cuda"):
-        assert found(300, 128, torch.float32, device) == "gram"
-        assert found(300, 127, torch.float32, device) == "standard"
-        assert found(1024, 3072, torch.bfloat16, device) == "standard"
-        assert found(1024, 3072, torch.float16, device) == "standard"
+
+def test_auto_takes_pairs_where_they_save_time() -> None:
+    for dtype in WIDE:
+        assert chosen(1024, 3072, dtype) == chosen(3072, 1024, dtype) == (2, 2, 1)
+        assert chosen(128, 256, dtype) == (2, 2, 1)
+        assert chosen(1024, 2047, dtype) == chosen(1024, 1024, dtype) == SINGLE
+        assert chosen(127, 1024, dtype) == SINGLE
+        assert chosen(1024, 3072, dtype, "cuda") == chosen(1024, 3072, dtype, "meta") == SINGLE
+    for dtype in NARROW:
+        for device in ("cpu", "cuda", "meta"):
+            assert chosen(1024, 2560, dtype, device) == chosen(2560, 1024, dtype, device)
+            assert chosen(1024, 2560, dtype, device) == (1, 2, 2)
+            assert chosen(1024, 2559, dtype, device) == chosen(127, 1024, dtype, device) == SINGLE
+
+
+def test_pairs_by_name_are_taken_for_every_aspect() -> None:
+    for dtype, sizes in {torch.float32: (2, 2, 1), torch.bfloat16: (1, 2, 2)}.items():
+        for device in ("cpu", "cuda"):
+            assert chosen(300, 128, dtype, device, "gram") == sizes
+            assert chosen(300, 300, dtype, device, "gram") == sizes
+            assert chosen(300, 127, dtype, device, "gram") == SINGLE
+            assert chosen(128, 3000, dtype, device, "standard") == SINGLE
+
+
+def test_a_pair_is_safe_where_later_steps_bear_its_rounding() -> None:
+    # A quintic that is flat at one bears much; composed steps diverge 1 % above their interval.
+    # Coefficients of a user may diverge anyway, and overflow: no pair, no error.
+    flat = ((15 / 8, -10 / 8, 3 / 8),) * 4
+    cases: dict[torch.dtype, list[tuple[Any, tuple[int, ...]]]] = {
+        torch.bfloat16: [(flat, (2, 2)), (compose(1.01e-3, 5), (1, 1, 1, 2))],
+        torch.float16: [(flat, (2, 2)), (compose(1.01e-3, 5), (1, 2, 2))],
+    }
+    for dtype, schedules in cases.items():
+        eps = torch.finfo(dtype).eps
+        for coefficients, sizes in schedules:
+            assert safe_sizes(coefficients, eps) == sizes
+        assert safe_sizes(((1e200, 1e200, 1e200),) * 3, eps) == (1, 1, 1)
+        assert safe_sizes(((2.0, -1.0, 0.0),), eps) == (1,)
+        assert safe_sizes(((1.5, -0.5, 0.0),) * 2, eps) == (2,)
 
 
 @pytest.mark.cuda
@@ -138,7 +167,7 @@ def test_batch_is_the_loop_on_cuda(requested: str, dtype: torch.dtype) -> None:
     x = torch.randn(4, 136, 256, generator=torch.Generator().manual_seed(0)).cuda()
     args = {"dtype": dtype, "backend": requested}
     found = orthogonalize(x, compose(1e-2, 5), **args)  # type: ignore[arg-type]
-    loop = torch.stack([orthogonalize(each, compose(1e-2, 5), **args) for each in x])  # type: ignore[arg-type]
+    loop = torch.stack([orthogonalize(matrix, compose(1e-2, 5), **args) for matrix in x])  # type: ignore[arg-type]
     # Batched products sum in another order: the dtype's floor, a few times over.
     floor = 2e-2 if dtype == torch.bfloat16 else 5e-6
     assert relative(found, loop.double()) < floor

@@ -148,19 +148,11 @@ MARGIN = 0.01
 
 @pytest.mark.parametrize("num_steps", [4, 5, 7])
 @pytest.mark.parametrize("shape", [(256, 256), (256, 768), (768, 256)])
-@pytest.mark.parametrize(
-    ("backend", "dtype", "most_less"),
-    [
-        ("standard", torch.bfloat16, 0.0),
-        ("standard", torch.float32, 0.0),
-        ("gram", torch.bfloat16, 0.0),  # gives way to standard
-        ("gram", torch.float32, 0.12),  # of an even number of steps
-    ],
-)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("backend", ["standard", "auto"])
 def test_newton_schulz_takes_the_memory_that_is_counted(
     backend: str,
     dtype: torch.dtype,
-    most_less: float,
     shape: tuple[int, int],
     num_steps: int,
     monkeypatch: pytest.MonkeyPatch,
@@ -168,7 +160,6 @@ def test_newton_schulz_takes_the_memory_that_is_counted(
     # As on devices: all of a batch at once.
     monkeypatch.setattr(newton_schulz, "on_cpu", lambda _: False)
     count, coefficients = 4, tuple(composed(1e-3, num_steps).coefficients)
-    name = newton_schulz.resolve_backend(backend, shape, coefficients, dtype, torch.device("cpu"))
     matrices = [torch.randn(shape).to(dtype) for _ in range(count)]
 
     def run() -> Tensor:
@@ -178,10 +169,12 @@ def test_newton_schulz_takes_the_memory_that_is_counted(
             norm_scale=1.01,
             preconditioner="frobenius",
             dtype=dtype,
-            backend=name,
+            backend=backend,
         )
 
-    counted = newton_schulz_bytes(count, shape, dtype.itemsize, backend)
+    counted = newton_schulz_bytes(count, shape, dtype.itemsize)
+    # An even number of steps in pairs alone holds less than a single step.
+    most_less = 0.2 if backend == "auto" and num_steps == 4 else 0.0
     assert (1 - most_less - MARGIN) * counted <= peak_bytes(run) <= (1 + MARGIN) * counted
     batch = count * math.prod(shape) * dtype.itemsize
     assert 4 * batch < counted < 10 * batch
