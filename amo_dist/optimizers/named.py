@@ -28,17 +28,17 @@ MUON_SCHEDULES: Mapping[str, str] = MappingProxyType(
         "Muon-Turbo": "turbo",
     }
 )
-"""Members of the family that differ in their fixed schedule alone, and its name.
+"""Fixed schedules by name, of the optimizers that differ in nothing else.
 
-As printed, the coefficients of ``Muon-CANS`` diverge in bfloat16, most often where matrices have a
-few rows: here each step after the first divides its input by 1.02."""
+The printed coefficients of ``Muon-CANS`` diverge in bfloat16, most often for matrices of few rows;
+here each step after the first divides its input by 1.02."""
 
 _CLASSES: Mapping[str, type[Muon]] = MappingProxyType(
     {"AdaMuon": AdaMuon, "NorMuon": NorMuon, "ROOT": ROOT, "AMO": AMO}
 )
 
 OPTIMIZER_NAMES: tuple[str, ...] = ("AdamW", *MUON_SCHEDULES, *_CLASSES)
-"""The names `make_optimizer` knows."""
+"""Names of `make_optimizer`."""
 
 
 def make_optimizer(
@@ -55,29 +55,32 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build an optimizer by its name.
 
-    PyTorch's ``AdamW`` knows no ``lr_scale``: there it is multiplied into the learning rate of its
-    group at construction. Schedulers that multiply the first rate of each group, as ``LambdaLR``
-    does, keep it; whatever sets the same absolute rate for all groups overwrites it.
+    PyTorch's ``AdamW`` has no ``lr_scale``, so construction multiplies it into the learning rate of
+    its group. A scheduler that multiplies the first rate of each group, such as ``LambdaLR``, keeps
+    it; one that sets the same absolute rate for all groups overwrites it.
 
     Args:
-        name: One of ``OPTIMIZER_NAMES``. ``AdamW`` is PyTorch's, for matrices too.
-        params: What `amo_dist.param_groups` returns.
+        name: One of ``OPTIMIZER_NAMES``, in any case of letters. ``AdamW`` is PyTorch's, for
+            matrices too.
+        params: Groups from `amo_dist.param_groups`.
         lr: Learning rate of all groups.
-        weight_decay: Decoupled.
-        config: An `AMOConfig` for ``AMO``, a `MuonConfig` for the rest of the family; ``AdamW``
-            takes none.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        process_group: As for `Muon`; ``AdamW`` has no use for it.
-        allow_no_matrices: As for `Muon`; ``AdamW`` needs no leave.
+        weight_decay: Decoupled weight decay.
+        config: An `AMOConfig` for ``AMO``, a `MuonConfig` for the rest of the family, None for
+            ``AdamW``.
+        betas: Betas of AdamW.
+        eps: Epsilon of AdamW.
+        process_group: Argument of `Muon`; ``AdamW`` ignores it.
+        allow_no_matrices: Argument of `Muon`; ``AdamW`` ignores it.
 
     Raises:
-        ValueError: The name is unknown, the configuration is that of another optimizer, or as for
-            `Muon`.
+        ValueError: The name is unknown, the configuration is that of another optimizer, or `Muon`
+            refuses the arguments.
     """
-    if name not in OPTIMIZER_NAMES:
+    names = {known.casefold(): known for known in OPTIMIZER_NAMES}
+    if str(name).casefold() not in names:
         known = ", ".join(map(repr, OPTIMIZER_NAMES))
         raise ValueError(f"name: found {name!r}, expected one of {known}")
+    name = names[name.casefold()]
     expected = {"AdamW": type(None), "AMO": AMOConfig}.get(name, MuonConfig)
     if config is not None and type(config) is not expected:
         raise ValueError(
@@ -99,13 +102,13 @@ def _adamw(
     weight_decay: float,
 ) -> torch.optim.AdamW:
     check_groups(params, None)
-    # Only what PyTorch knows: names of parameters and algorithm are of no meaning to it.
+    # PyTorch has no keys for parameter names and algorithm.
     groups = [
         {"params": [param for _, param in group["params"]]}
         | {key: group[key] for key in ("lr", "weight_decay", "betas", "eps") if key in group}
         for group in params
     ]
-    for group, given in zip(groups, params, strict=True):
-        if "lr_scale" in given:
-            group["lr"] = given.get("lr", lr) * given["lr_scale"]
+    for group, source in zip(groups, params, strict=True):
+        if "lr_scale" in source:
+            group["lr"] = source.get("lr", lr) * source["lr_scale"]
     return torch.optim.AdamW(groups, lr, betas, eps, weight_decay)

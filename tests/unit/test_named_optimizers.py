@@ -52,6 +52,9 @@ def test_the_names() -> None:
         ("NorMuon", NorMuon),
         ("ROOT", ROOT),
         ("AMO", AMO),
+        ("adamw", torch.optim.AdamW),
+        ("MUON-kj", Muon),
+        ("Amo", AMO),
     ],
 )
 def test_a_name_makes_its_class(name: str, kind: type) -> None:
@@ -66,6 +69,8 @@ def test_a_name_stands_for_its_table(name: str, table: str) -> None:
 
 
 def test_an_unknown_name_lists_those_there_are() -> None:
+    with pytest.raises(ValueError, match="name: found None, expected one of"):
+        build(None, model())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="name: found 'Muon-XY', expected one of 'AdamW', 'Muon'"):
         build("Muon-XY", model())
 
