@@ -1,4 +1,4 @@
-"""AMO: the optimizer whose policy observes, plans and locks."""
+"""AMO: the optimizer that observes, plans and locks."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ class AMO(Muon):
     """Adaptive Muon Orthogonalization: `Muon` whose schedules are observed, planned and locked.
 
     Args:
-        params: What `amo_dist.param_groups` returns.
+        params: Groups from `amo_dist.param_groups`.
         lr: Learning rate of all groups.
-        weight_decay: Decoupled.
-        config: When to observe, how to plan, and the settings of `Muon`.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        process_group: As for `Muon`.
-        allow_no_matrices: As for `Muon`.
-        num_steps: Optimizer steps of the run, where they are known: a run that ends before the
-            plan is locked is warned of.
-        unknown: Refused; a setting of ``config`` with the line to write.
+        weight_decay: Decoupled weight decay.
+        config: Settings of `Muon`, and of observation and plan.
+        betas: Betas of AdamW.
+        eps: Epsilon of AdamW.
+        process_group: Argument of `Muon`.
+        allow_no_matrices: Argument of `Muon`.
+        num_steps: Optimizer steps of the run; AMO warns if the run ends before the plan is locked.
+        unknown: Unknown keywords, which are refused; for a setting of ``config`` the error has the
+            line to write.
     """
 
     def __init__(

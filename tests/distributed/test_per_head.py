@@ -6,6 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from amo_dist import Muon, MuonConfig, param_groups, qk_clip_
 from amo_dist.schedule.coefficients import named_schedule
@@ -146,6 +148,22 @@ def clipped_by_the_report() -> dict[str, Tensor]:
                 fused[4 * head : 4 * head + 4] *= root
                 fused[12 + 4 * head : 12 + 4 * head + 4] *= root
     return whole
+
+
+def clip_on_two_meshes(rank: int, world_size: int) -> dict[str, Tensor]:
+    model = make("plain")
+    fully_shard(model.get_submodule("layers.0"), mesh=init_device_mesh("cpu", (world_size,)))
+    logits = {name: torch.tensor(values) for name, values in LOGITS.items()}
+    order = sorted(logits, reverse=bool(rank))
+    ordered = {name: logits[name] for name in order}
+    return qk_clip_(model, ordered, 10.0, process_group=dist.group.WORLD)
+
+
+def test_meshes_keep_one_order_on_all_ranks(run_on: Ranks) -> None:
+    # A crossed collective would mix the six logits of one mesh with the six of the other.
+    _, expected = clip(0, 1, "plain")
+    for gammas in run_on(2)(clip_on_two_meshes):
+        assert all(torch.equal(gammas[name], expected[name]) for name in LOGITS)
 
 
 @LAYOUTS

@@ -102,10 +102,10 @@ def refusing(kind: str) -> nn.Module:
 @pytest.mark.parametrize(
     ("kind", "logits", "threshold", "message"),
     [
-        ("norm", {"layers.0.attn": HEADS}, 100.0, "layers.0.attn: found k_norm, which undoes"),
+        ("norm", {"layers.0.attn": HEADS}, 100.0, "layers.0.attn: found k_norm, which cancels"),
         ("heads", {"layers.0.attn": HEADS}, 100.0, "found 0 heads of queries and 0 of keys"),
         ("", {"layers.0.attention": HEADS}, 100.0, r"max_logits\['layers.0.attention'\]: found 0"),
-        ("", {"layers.0.attn": 2}, 100.0, r"found \(2,\), expected \(4,\), one logit a head"),
+        ("", {"layers.0.attn": 2}, 100.0, r"found \(2,\), expected \(4,\), one logit per head"),
         ("", {"layers.0.attn": HEADS}, 0.0, "threshold: found 0.0"),
     ],
 )
