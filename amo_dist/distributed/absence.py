@@ -10,12 +10,15 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 import torch.distributed as dist
 
-PATIENCE = 10.0
-"""Seconds for the other ranks to say that they are there."""
+ROLL_CALL_S = 10.0
+"""Seconds that a rank waits for the others to answer."""
+_calls = Counter[str]()
+"""Roll calls of this process, by what was under way: answers to an earlier one do not count."""
 DID_NOT_ANSWER = "did not answer"
 _POLL = 0.1
 
@@ -37,7 +40,7 @@ def name_absent(error: RuntimeError, what: str, ranks: Iterable[int] | None = No
         ranks: Global ranks that took part; by default those of the job.
 
     Raises:
-        AbsentRanksError: Some ranks have not said anything for `PATIENCE`; names them.
+        AbsentRanksError: Some ranks have not answered for `ROLL_CALL_S`; names them.
     """
     is_of_gloo = "/gloo/" in str(error)  # which raises plain errors
     if isinstance(error, AbsentRanksError) or not dist.is_initialized():
@@ -48,9 +51,11 @@ def name_absent(error: RuntimeError, what: str, ranks: Iterable[int] | None = No
     members = range(dist.get_world_size()) if ranks is None else ranks
     missing = [other for other in members if other != rank]
     # A store that lives in a process which is stopped itself never answers.
-    thread = threading.Thread(target=_look_for, args=(rank, missing), daemon=True)
+    _calls[what] += 1
+    call = f"amo/failed/{what}/{_calls[what]}"
+    thread = threading.Thread(target=_look_for, args=(call, rank, missing), daemon=True)
     thread.start()
-    thread.join(1.5 * PATIENCE)
+    thread.join(1.5 * ROLL_CALL_S)
     if not missing:
         return
     store = ", nor the store of the process group" if thread.is_alive() else ""
@@ -61,12 +66,12 @@ def name_absent(error: RuntimeError, what: str, ranks: Iterable[int] | None = No
     ) from error
 
 
-def _look_for(rank: int, missing: list[int]) -> None:
-    """Say that this rank is there, and take from ``missing`` those that say so."""
-    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + PATIENCE
-    store.set(f"amo/failed/{rank}", "1")
+def _look_for(call: str, rank: int, missing: list[int]) -> None:
+    """Answer a roll call for this rank, and remove from ``missing`` the ranks that answer."""
+    store, end = dist.distributed_c10d._get_default_store(), time.monotonic() + ROLL_CALL_S
+    store.set(f"{call}/{rank}", "1")
     while missing and time.monotonic() < end:
         for other in [*missing]:
-            if store.check([f"amo/failed/{other}"]):
+            if store.check([f"{call}/{other}"]):
                 missing.remove(other)
         time.sleep(_POLL)

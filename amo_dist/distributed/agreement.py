@@ -11,6 +11,7 @@ import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
@@ -35,8 +36,8 @@ def world_group() -> dist.ProcessGroup | None:
     return dist.group.WORLD
 
 
-_devices: dict[str, torch.device] = {}
-"""By name of a group, where the parameters lie that are trained over it."""
+_devices: WeakKeyDictionary[dist.ProcessGroup, torch.device] = WeakKeyDictionary()
+"""Device of the parameters that are trained over a group; a group made later may have its name."""
 
 
 def control_device(group: dist.ProcessGroup | None) -> torch.device:
@@ -49,8 +50,8 @@ def control_device(group: dist.ProcessGroup | None) -> torch.device:
         return torch.device("cpu")
     if group.bound_device_id is not None:
         return group.bound_device_id
-    if group.group_name in _devices:
-        return _devices[group.group_name]
+    if group in _devices:
+        return _devices[group]
     accelerator = torch.accelerator.current_accelerator()
     assert accelerator is not None, "a process group without CPU backend needs an accelerator"
     return torch.device(accelerator.type, torch.accelerator.current_device_index())
@@ -70,7 +71,7 @@ def take_device(group: dist.ProcessGroup | None, device: torch.device) -> None:
     if group is None:
         return
     if device.type != "cpu":
-        _devices[group.group_name] = device
+        _devices[group] = device
     found = dist.get_backend_config(group)
     if f"{device.type}:" not in found:
         needed = "'cpu:gloo,cuda:nccl'" if device.type in ("cpu", "cuda") else "one for both"

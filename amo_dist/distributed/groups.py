@@ -30,7 +30,7 @@ Ranks: TypeAlias = tuple[int, ...]
 Given: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 """What a user may pass as ``process_group``."""
 
-_PATIENCE = 60.0
+_WARN_AFTER_S = 60.0
 """Seconds until a rank says for whom it waits."""
 
 
@@ -185,8 +185,8 @@ class Membership:
             "rank %d has waited %g s for ranks %s, the world of its optimizer, to take their first "
             "step or to load a state; where others train than these, pass process_group to it"
         )
-        told = (text, this_rank(), _PATIENCE, list(self.ranks))
-        timer = threading.Timer(_PATIENCE, logger.warning, told)
+        told = (text, this_rank(), _WARN_AFTER_S, list(self.ranks))
+        timer = threading.Timer(_WARN_AFTER_S, logger.warning, told)
         timer.daemon = True
         timer.start()
         try:

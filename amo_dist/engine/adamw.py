@@ -53,28 +53,34 @@ def adamw_step(
     """
     is_fused = parameters.device.type != "cpu"
     found_inf = None if bad is None else bad.to(torch.float32)
-    by_group: dict[int, list[tuple[Tensor, ...]]] = defaultdict(list)
-    with contextlib.ExitStack() as stack:
-        for index, entry in enumerate(parameters.entries):
-            param, grad, own = local.params[index], grads[index], local.state[index]
-            if entry.views or grad is None:
-                continue
-            if rounding.is_wanted:
-                param = stack.enter_context(rounding.widened(index, param))
-            grad = grad.to(param.dtype)
-            members = (param, grad, own["exp_avg"], own["exp_avg_sq"], own["step"])
-            by_group[entry.group].append(members)
-        for index, some in by_group.items():
-            group = groups[index]
-            beta1, beta2 = map(float, group["betas"])
-            params, found, exp_avgs, exp_avg_sqs, steps = map(list, zip(*some, strict=True))
+    by_group: dict[int, list[int]] = defaultdict(list)
+    for index, entry in enumerate(parameters.entries):
+        if not entry.views and grads[index] is not None:
+            by_group[entry.group].append(index)
+    batches = list(by_group.items())
+    if rounding.is_wanted:
+        # One by one: float32 copies of all at once would be a second model in memory.
+        batches = [(group, [index]) for group, indices in batches for index in indices]
+    for number, indices in batches:
+        group = groups[number]
+        beta1, beta2 = map(float, group["betas"])
+        with contextlib.ExitStack() as stack:
+            params, gradients = [], []
+            for index in indices:
+                param, gradient = local.params[index], grads[index]
+                assert gradient is not None
+                if rounding.is_wanted:
+                    param = stack.enter_context(rounding.widened(index, param))
+                params.append(param)
+                gradients.append(gradient.to(param.dtype))
+            state = [local.state[index] for index in indices]
             adamw(
                 params,
-                found,
-                exp_avgs,
-                exp_avg_sqs,
+                gradients,
+                [own["exp_avg"] for own in state],
+                [own["exp_avg_sq"] for own in state],
                 [],
-                steps,
+                [own["step"] for own in state],
                 foreach=not is_fused,
                 fused=is_fused,
                 found_inf=found_inf,

@@ -176,6 +176,8 @@ _NOTED = frozenset(
     }
 )
 """Keys in which users, PyTorch's schedulers and checkpoint helpers keep notes of their own."""
+_NEEDED = ("params", "algorithm", "lr", "lr_scale", "weight_decay", "betas", "eps")
+"""Keys that every parameter group must have."""
 _BELOW_ZERO = -1e-12
 """What a rate may be at least: PyTorch's ``LinearLR`` ends at -1e-18 instead of 0, by rounding."""
 
@@ -201,6 +203,8 @@ def check_groups(groups: Sequence[Mapping[str, Any]], rule: UpdateRule | None) -
             raise ValueError(
                 f"{place}{unknown[0]}: found a key that nothing reads, expected one of {known}"
             )
+        if rule and (missing := [key for key in _NEEDED if key not in group]):
+            raise ValueError(f"{place}{missing[0]}: found none, expected its value")
         check_hyperparameters(group, place)
         if rule and own:
             try:
@@ -260,7 +264,10 @@ def is_between(found: object, end: float) -> bool:
         is_number = found.numel() == 1 and not found.is_complex()
         is_elsewhere = found.device.type != "cpu"
         return is_number and (is_elsewhere or is_between(found.item(), end))
-    return isinstance(found, Real) and _BELOW_ZERO <= float(found) < end
+    try:
+        return isinstance(found, Real) and _BELOW_ZERO <= float(found) < end
+    except OverflowError:  # an int that is greater than any float
+        return False
 
 
 def describe_group(group: Mapping[str, Any], own: Iterable[str] = ()) -> str:
@@ -342,6 +349,8 @@ def _check_parameter(name: str, param: Any) -> None:
     )
     require(not param.is_meta, name, "a meta tensor", storage)
     require(param.is_floating_point(), name, f"dtype {param.dtype}", "a floating dtype")
+    wide = "one of 16 bits or more: give the optimizer the main weights, not their float8 copies"
+    require(param.element_size() > 1, name, f"dtype {param.dtype}", wide)
     is_dense = param.layout == torch.strided
     require(is_dense, name, f"a tensor of layout {param.layout}", "a dense one")
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
 import itertools
 import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -197,6 +199,8 @@ class Engine:
         scale updates themselves give them the same norm."""
         self._exchanges: list[Exchange] = []
         self._deal: Hashable = None
+        self.teams: dict[tuple[int, ...], TeamGroup] = {}
+        """Teams of this rank by their ranks; planning adds what it needs."""
         self._laid: list[_Laid] = []
         self._laid_for: Sequence[Schedule] = ()
         self._sent: list[Mapping[tuple[int, int], int]] = []
@@ -216,7 +220,8 @@ class Engine:
             param = entry.param
             if entry.views:
                 own = self.rule.state(param, entry.views[0].dim)
-                state = {"momentum_buffer": torch.zeros_like(param, dtype=torch.float32), **own}
+                dtype = torch.promote_types(param.dtype, torch.float32)
+                state = {"momentum_buffer": torch.zeros_like(param, dtype=dtype), **own}
             else:
                 state = make_state(param, torch.float32 if self._rounding.is_for(param) else None)
             state |= self._rounding.make_state(param)
@@ -224,8 +229,16 @@ class Engine:
                 value.requires_grad_(False)
             self.state[param] = state
 
-    def connect(self, world: World) -> None:
-        """Take the structure on which all ranks have agreed."""
+    def connect(
+        self, world: World, teams: Mapping[tuple[int, ...], TeamGroup] = MappingProxyType({})
+    ) -> None:
+        """Take the structure on which all ranks have agreed.
+
+        Args:
+            world: The structure.
+            teams: Teams of an engine before this one.
+        """
+        self.teams.update(teams)
         self.world = self._world = world
         self.verdict = self._verdict = Verdict(world, self.parameters, self.config)
 
@@ -245,6 +258,10 @@ class Engine:
         groups = self.groups if self._world.shares_all else []
         lines = [*orders.intent, f"{'a new' if deals else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
+        # A rank that measured alone, as with a tracker of its own, would leave the others waiting.
+        lines += [
+            f"measures {len(probe.names)} matrices: {_digest(probe)}" for probe in orders.probes
+        ]
         for index, group in enumerate(groups):
             lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
         self._momenta = [momentum_of(group, self.config) for group in self.groups]
@@ -509,6 +526,8 @@ class Engine:
             self._tell(what, error)
 
     def _tell(self, what: str, error: Exception) -> None:
+        if isinstance(error, torch.AcceleratorError):
+            raise error  # the device is lost: each later call would fail and be logged in turn
         self._verdict.report_failure(f"step {self._rounding.step}: {what}", error)
 
     # ---------------------------------------------------------------- exchange
@@ -572,8 +591,8 @@ class Engine:
             jobs = tuple(dataclasses.replace(j, matrix=some[j.matrix], targets=()) for j in jobs)
         if max_team > 1:
             own = {job.team for job in jobs if job.team and job.owner == world.rank}
-            made = self.membership.groups(own - world.teams.keys(), world.group)
-            world.teams.update({ranks: TeamGroup(group) for ranks, group in made.items() if group})
+            made = self.membership.groups(own - self.teams.keys(), world.group)
+            self.teams.update({ranks: TeamGroup(group) for ranks, group in made.items() if group})
         exchanges: list[Exchange] = []
         digests: dict[tuple[int, ...], str] = {}
         for ranks, group in world.groups_by_ranks.items():
@@ -604,7 +623,7 @@ class Engine:
                 tuple(matrices[lane.jobs[position].matrix].name for position in positions),
                 shape,
                 schedule,
-                self._world.teams[team] if team else None,
+                self.teams[team] if team else None,
             )
             for (team, shape, schedule), positions in alike.items()
         ]
@@ -674,6 +693,11 @@ class Engine:
             "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
             "exchange/sent_elements": float(sum(sum(sent.values()) for sent in self._sent)),
         }
+
+
+def _digest(probe: Probe) -> str:
+    """A short text that is alike on ranks whose probe measures the same matrices."""
+    return hashlib.sha256("\n".join(sorted(probe.names)).encode()).hexdigest()[:16]
 
 
 def _copy(sources: list[Tensor], places: list[Tensor]) -> None:

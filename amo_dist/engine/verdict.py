@@ -45,6 +45,8 @@ _WAITS, _GOES_ON, _EXISTS, _IS_FOREIGN, _GRADIENT, _UPDATE, _MARKS = range(7)
 """Places in the vector. A flag is a rank's number plus one, so that the greatest names a rank. From
 ``_MARKS`` on come the mark of the text and, for each set of ranks that shares parameters, that of
 which gradients exist; then the negatives of all marks, so that unlike ones show in a maximum."""
+_MOST_STEPS_WITHOUT = 10
+"""Steps in a row without any gradient on any rank, the last of which is an error."""
 _MOST_PATTERNS = 64
 """Patterns of gradients, existing and missing, whose tensors are kept."""
 _NO_MARK = -(2**60)
@@ -139,7 +141,9 @@ class Verdict:
         sizes = [_IS_FOREIGN, _MARKS - _IS_FOREIGN, self._num_marks, self._num_marks]
         self._parts = self._vector.split(sizes)[1:]
         self._patterns: dict[tuple[bool, bytes], _Pattern] = {}
-        self._had_gradient: bool | None = None  # None until a step has had one
+        self._had_gradient = False
+        self._steps_without = 0
+        """Steps in a row in which nothing had a gradient on any rank."""
         self._updates: Updates | None = None
         self._failure = ""
         self.pending: tuple[_Ballot, Callable[[], list[int]]] | None = None
@@ -184,9 +188,9 @@ class Verdict:
         ballot = _Ballot(step, text, pattern, is_bad, updates)
         vector = self._cast(ballot)
         if waits:
-            is_first = self._had_gradient is None
+            had_gradient = self._had_gradient
             fault = self._judge(ballot, vector.tolist())
-            if is_first:
+            if self._had_gradient and not had_gradient:
                 self._warn_of_missing(grads, step)
             if not fault and pattern.is_misplaced:
                 grads = self._placed(grads)
@@ -385,9 +389,10 @@ class Verdict:
             found = self._gather(ballot)
             if is_unlike:
                 self._raise_for_presence(ballot.step, found)
-        if not values[_EXISTS]:
-            self._tell_of_none(ballot.step)
-        self._had_gradient = bool(values[_EXISTS])
+        if values[_EXISTS]:
+            self._had_gradient, self._steps_without = True, 0
+        else:
+            self._report_no_gradient(ballot.step)
         if values[_UPDATE]:
             self._raise_for_updates(found)
         if not values[_GRADIENT]:
@@ -460,20 +465,24 @@ class Verdict:
             "coefficients, and go on from an earlier checkpoint"
         )
 
-    def _tell_of_none(self, step: int) -> None:
-        """Raise where nothing has ever had a gradient; warn where nothing has one any more."""
+    def _report_no_gradient(self, step: int) -> None:
+        """Warn once that nothing has a gradient; raise when that lasts."""
+        self._steps_without += 1
+        if 1 < self._steps_without < _MOST_STEPS_WITHOUT:
+            return
         names = [matrix.name for matrix in self._world.registry]
         names = names or [entry.name for entry in self._entries]
-        told = f"found no gradient on any rank in step {step}"
-        if self._had_gradient is None:
-            raise MissingGradientError(
-                f"{_some(names)}: {told}, expected that of one at least: call backward() before "
-                "step(), and build the optimizer after all that replaces the model's parameters, "
-                "such as fully_shard: it holds those that it was built with, unless a trainer "
-                "swaps them in its param_groups before the first step"
-            )
-        if self._had_gradient:
-            logger.warning("%s: %s: they stay as they are", _some(names), told)
+        reason = f"{_some(names)}: found no gradient on any rank in step {step}"
+        if self._steps_without == 1:
+            logger.warning("%s: parameters and state stay as they are", reason)
+            return
+        raise MissingGradientError(
+            f"{reason}, the last of {self._steps_without} such steps, expected that of one "
+            "parameter at least: call backward() before step(), and build the optimizer after all "
+            "that replaces the model's parameters, such as fully_shard. It holds the parameters "
+            "that it was built with, unless a trainer swaps them in its param_groups before the "
+            "first step"
+        )
 
     def _warn_of_missing(self, grads: Sequence[Tensor | None], step: int) -> None:
         """Log which matrices have none in the first step that has gradients."""

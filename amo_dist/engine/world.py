@@ -17,7 +17,6 @@ from amo_dist.distributed.agreement import (
     gather_json,
 )
 from amo_dist.distributed.groups import Membership, this_rank
-from amo_dist.distributed.teams import TeamGroup
 from amo_dist.engine.parameters import Parameters
 from amo_dist.schedule.types import MatrixInfo
 
@@ -40,7 +39,6 @@ class World:
         groups_by_ranks: Process group of each set of ranks that shares parameters here.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a
             single process.
-        teams: Of this rank, by their ranks; planning adds what it needs.
     """
 
     group: dist.ProcessGroup | None
@@ -51,7 +49,6 @@ class World:
     rank_sets: tuple[tuple[int, ...], ...]
     groups_by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]
     shares_all: bool
-    teams: dict[tuple[int, ...], TeamGroup] = dataclasses.field(default_factory=dict)
 
     @property
     def leads(self) -> bool:

@@ -76,9 +76,12 @@ def _plan(
     optimizer: Muon, state_dict: Mapping[str, Any], names: Sequence[str] | None
 ) -> tuple[list[tuple[Tensor, Tensor, float]], ImportReport]:
     """List the tensors of the optimizer to fill, each with its source and the factor on it."""
-    groups = state_dict.get("param_groups")
+    groups = state_dict.get("param_groups") if isinstance(state_dict, Mapping) else None
     if not isinstance(groups, Sequence) or not groups:
-        raise ValueError("param_groups: found none, expected those of an optimizer's state dict")
+        raise ValueError(
+            f"param_groups: found none in a {type(state_dict).__name__}, expected those of the "
+            "dict that state_dict() of an optimizer returns"
+        )
     origin = describe_origin(groups)
     params = optimizer.params_by_name
     momenta = {

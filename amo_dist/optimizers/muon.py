@@ -324,6 +324,12 @@ class Muon(torch.optim.Optimizer):
         engine, before = self._engine, self._engine.parameters
         is_same = engine.groups is self.param_groups and engine.state is self.state
         if is_same and before.are_in(self.param_groups):
+            if len(self.state) < len(before.params):
+                name = next(e.name for e in before.entries if e.param not in self.state)
+                raise ValueError(
+                    f"state: found none of {name}, expected that of every parameter, which is made "
+                    "at construction: to start anew, build a new optimizer"
+                )
             return
         check_swap(before, self.param_groups)
         if self.num_steps_taken or engine.world is not None or _holds_values(self.state):
@@ -535,7 +541,7 @@ class Muon(torch.optim.Optimizer):
         self._assemble(control, engine.parameters)
         if engine.world is not None:
             self._controller.connect(engine.world, is_new=False)
-            self._engine.connect(engine.world)
+            self._engine.connect(engine.world, engine.teams)
 
     def state_dict(self) -> dict[str, Any]:
         """As for any PyTorch optimizer; ``control`` of each group is `control_state_dict`."""
@@ -560,7 +566,8 @@ class Muon(torch.optim.Optimizer):
             loaded = load.read(self, self.params_by_name, state_dict)
             control = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
-            check_groups(loaded.groups, self._engine.rule)
+            pairs = zip(self.param_groups, loaded.groups, strict=True)
+            check_groups([{**own, **saved} for own, saved in pairs], self._engine.rule)
         self._go_on_from(control)
         loaded.fill(self)
 
@@ -655,9 +662,10 @@ class _Stopwatch:
         """Measure the body, replacing what was measured before."""
         if device.type == "cuda":
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
+            # The stream of the parameters: without it each rank would use that of device 0.
+            begin.record(torch.cuda.current_stream(device))
             yield
-            end.record()
+            end.record(torch.cuda.current_stream(device))
             self._events = begin, end
             return
         start = time.perf_counter()

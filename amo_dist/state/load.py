@@ -63,6 +63,7 @@ def read(
     Raises:
         ValueError: The state is of another structure or optimizer, or damaged.
     """
+    _check_mapping(state_dict)
     loaded = dict(state_dict)
     for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
         replaced = hook(optimizer, loaded)
@@ -72,6 +73,11 @@ def read(
     own = {name: optimizer.state[param] for name, param in params_by_name.items()}
     copies = _check_state(loaded.get("state"), groups, own)
     return Loaded(groups, read_json("control", groups[0]["control"]), copies)
+
+
+def _check_mapping(found: object) -> None:
+    if not isinstance(found, Mapping):
+        fail("state_dict", found, "the dict that state_dict() of an optimizer returns")
 
 
 def _check_form(found: Mapping[str, Any]) -> None:

@@ -21,7 +21,7 @@ SEED = 3
 
 def lose(rank: int, world_size: int, how: str) -> str:
     """The second rank is lost before its third step."""
-    absence.PATIENCE = 3.0
+    absence.ROLL_CALL_S = 3.0
     # As torchtitan does; its name before PyTorch 2.14.
     set_timeout = getattr(dist, "set_timeout", None) or dist.distributed_c10d._set_pg_timeout
     set_timeout(datetime.timedelta(seconds=3), dist.group.WORLD)
@@ -81,7 +81,7 @@ def fail_alike(rank: int, world_size: int) -> str:
 
 def fail_without_the_third(rank: int, world_size: int) -> str:
     """A collective of two ranks fails while the third does something else."""
-    absence.PATIENCE = 1.0
+    absence.ROLL_CALL_S = 1.0
     if rank < 2:
         absence.name_absent(RuntimeError("[/gloo/transport] Timed out"), "step 1", (0, 1))
     return "nobody is accused"
@@ -93,3 +93,21 @@ def test_ranks_that_take_no_part_are_not_accused(run_on: Ranks) -> None:
 
 def test_ranks_that_answer_are_not_accused(run_on: Ranks) -> None:
     assert run_on(2, fresh=True)(fail_alike) == ["nobody is accused"] * 2
+
+
+def fail_twice(rank: int, world_size: int) -> str:
+    """All ranks answer once; then the second one is gone, and its old answer does not count."""
+    absence.ROLL_CALL_S = 1.0
+    absence.name_absent(RuntimeError("[/gloo/transport] Timed out"), "step 1")
+    if rank == 1:
+        return ""
+    try:
+        absence.name_absent(RuntimeError("[/gloo/transport] Timed out"), "step 1")
+    except absence.AbsentRanksError as error:
+        return str(error)
+    return "nobody is accused"
+
+
+def test_an_answer_to_an_earlier_call_does_not_count(run_on: Ranks) -> None:
+    first, _ = run_on(2, fresh=True)(fail_twice)
+    assert first.startswith("step 1: rank(s) 1 did not answer")

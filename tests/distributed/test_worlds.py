@@ -334,7 +334,7 @@ def come_late(rank: int, world_size: int) -> list[str]:
     listener = Listener()
     groups.logger.addHandler(listener)
     try:
-        with mock.patch.object(groups, "_PATIENCE", 0.0):
+        with mock.patch.object(groups, "_WARN_AFTER_S", 0.0):
             optimizer.step()
     finally:
         groups.logger.removeHandler(listener)

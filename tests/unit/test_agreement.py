@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -51,6 +50,13 @@ def test_without_a_group_everything_is_the_identity() -> None:
 NCCL, BOTH = "cuda:nccl", "cpu:gloo,cuda:nccl"
 
 
+class Group:
+    """Stands for a process group, and like one can be a key."""
+
+    def __init__(self, **attributes: Any) -> None:
+        self.__dict__.update(attributes)
+
+
 @pytest.mark.parametrize(
     ("config", "bound", "given", "expected"),
     [
@@ -70,7 +76,7 @@ def test_control_tensors_lie_on_the_device_of_the_group(
     """``device_id`` of a job whose ranks set no device leaves cuda:0 the current one."""
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
     bound_device = bound and torch.device(bound)
-    group: Any = SimpleNamespace(bound_device_id=bound_device, group_name="of a test")
+    group: Any = Group(bound_device_id=bound_device, group_name="of a test")
     monkeypatch.setattr(agreement, "_devices", {})
     if given is not None:
         take_device(group, torch.device(given))
@@ -99,11 +105,22 @@ def test_a_group_needs_a_backend_for_the_parameters(
     monkeypatch: pytest.MonkeyPatch, config: str, device: str, message: str
 ) -> None:
     monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: config)
-    group: Any = SimpleNamespace(group_name="of a test")
+    group: Any = Group(group_name="of a test")
     monkeypatch.setattr(agreement, "_devices", {})
     take_device(None, torch.device(device))
     with pytest.raises(ValueError, match=message) if message else nullcontext():
         take_device(group, torch.device(device))
+
+
+def test_a_group_that_is_gone_leaves_its_device_to_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch gives the name of a destroyed group to the next one."""
+    monkeypatch.setattr(torch.distributed, "get_backend_config", lambda group: NCCL)
+    group: Any = Group(group_name="0", bound_device_id=None)
+    take_device(group, torch.device("cuda:3"))
+    assert control_device(group) == torch.device("cuda:3")
+    assert len(agreement._devices) == 1
+    del group
+    assert len(agreement._devices) == 0
 
 
 @pytest.mark.parametrize(

@@ -162,25 +162,50 @@ def test_a_swap_that_comes_too_late_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", FAMILY)
-def test_parameters_that_are_no_longer_the_models_are_refused(name: str) -> None:
+def test_parameters_that_are_no_longer_the_models_are_refused(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
     old = models.plain_model(SHAPES)
     optimizer = make_optimizer(name, param_groups(old))
     model, _ = twins(old)
     models.set_gradients(model, 1, 1)
+    for _ in range(9):
+        optimizer.step()
+    message = f"{MATRICES}: found no gradient on any rank in step 10, the last of 1"
     for _ in range(2):
-        message = f"{MATRICES}: found no gradient on any rank in step 1, expected that of one"
         with pytest.raises(MissingGradientError, match=message):
             optimizer.step()
+    assert len(caplog.records) == 1
+    assert optimizer.num_steps_taken == 9
 
 
-def test_a_step_before_the_first_gradient_of_a_matrix_changes_nothing() -> None:
+@pytest.mark.parametrize("replaced_after", [1, 5])
+def test_parameters_that_are_replaced_in_mid_run_are_refused_after_ten_steps(
+    replaced_after: int,
+) -> None:
+    """They trained nothing for the rest of the run, after one warning."""
+    old = models.plain_model(SHAPES)
+    optimizer = muon(old)
+    for step in range(replaced_after):
+        train(old, optimizer, 1, step + 1)
+    optimizer.zero_grad()
+    for _ in range(9):
+        optimizer.step()
+    with pytest.raises(MissingGradientError, match="the last of 10 such steps"):
+        optimizer.step()
+    train(old, optimizer, 1, 99)  # and trains where there are gradients again
+
+
+def test_a_step_before_the_first_gradient_changes_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """As with PyTorch's optimizers: hooks, schedulers and scalers step before there are any."""
     model = models.plain_model(SHAPES)
     optimizer = muon(model)
-    models.set_gradients(model, 1, 1, missing=frozenset({WQ, W1}))
     before = weights(model)
-    with pytest.raises(MissingGradientError, match=MATRICES):
-        optimizer.step()
+    optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in weights(model).items())
+    assert len(caplog.records) == 1
     train(model, optimizer, 1, 1)
     twin = models.plain_model(SHAPES)
     train(twin, muon(twin), 1, 1)
@@ -201,7 +226,8 @@ def test_later_steps_without_gradients_warn_once_in_a_row(
             optimizer.step()
         optimizer.check_last_update()  # which waits for what devices tell of the last step
     assert [record.getMessage() for record in caplog.records] == [
-        f"{MATRICES}: found no gradient on any rank in step {step}: they stay as they are"
+        f"{MATRICES}: found no gradient on any rank in step {step}: "
+        "parameters and state stay as they are"
         for step in (2, 5)
     ]
 
