@@ -161,7 +161,7 @@ def _raise_failure(texts: Iterable[str]) -> None:
             raise ValueError(told) if kind == "ValueError" else RuntimeError(told)
 
 
-def text_mark(text: str) -> int:
+def fingerprint56(text: str) -> int:
     """A positive integer of 56 bits that tells texts apart."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 

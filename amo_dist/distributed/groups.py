@@ -18,23 +18,23 @@ from torch.distributed.tensor import DTensor
 from amo_dist.distributed.agreement import (
     RankMismatchError,
     control_device,
+    fingerprint56,
     gather_json,
     max_over,
-    text_mark,
 )
 
 logger = logging.getLogger(__name__)
 
 Ranks: TypeAlias = tuple[int, ...]
 """Global ranks, sorted."""
-Given: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
+GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
 """What a user may pass as ``process_group``."""
 
 _WARN_AFTER_S = 60.0
 """Seconds until a rank says for whom it waits."""
 
 
-def replica_ranks(given: Given) -> list[int]:
+def replica_ranks(given: GroupLike) -> list[int]:
     """Global ranks over which plain tensors are replicas: this one alone where nothing is given.
 
     Raises:
@@ -52,35 +52,34 @@ def replica_ranks(given: Given) -> list[int]:
     return dist.get_process_group_ranks(given)
 
 
-class Kept:
-    """What was given, for a copy: PyTorch copies no process group.
+class PicklableGroup:
+    """``process_group`` of an optimizer in its copies, as PyTorch copies no process group.
 
-    A deep copy has the same one; one that was pickled has a group of the same ranks, if it is read
-    by a rank of a job.
+    A deep copy has the same one. A pickled one has the job's group of the same ranks.
 
     Args:
-        given: As for `Membership`.
-        ranks: Of the world.
+        group: ``process_group`` of `Muon`.
+        ranks: Ranks of the world.
 
     Raises:
-        ValueError: When pickled ones are read: the job has no such group on this rank.
+        ValueError: The job that reads a pickled one has no such group on this rank.
     """
 
-    def __init__(self, given: Given, ranks: Ranks) -> None:
-        self.given, self._ranks = given, ranks
+    def __init__(self, group: GroupLike, ranks: Ranks) -> None:
+        self.group, self._ranks = group, ranks
 
-    def __deepcopy__(self, memo: object) -> Kept:
+    def __deepcopy__(self, memo: object) -> PicklableGroup:
         return self
 
-    def __reduce__(self) -> tuple[Callable[..., Kept], tuple[object, ...]]:
-        return Kept._read, (self.given is None, self._ranks)
+    def __reduce__(self) -> tuple[Callable[..., PicklableGroup], tuple[object, ...]]:
+        return PicklableGroup._read, (self.group is None, self._ranks)
 
     @staticmethod
-    def _read(is_default: bool, ranks: Ranks) -> Kept:
+    def _read(is_default: bool, ranks: Ranks) -> PicklableGroup:
         if is_default or not _is_distributed():
-            return Kept(None, ranks)
+            return PicklableGroup(None, ranks)
         if ranks in (known := _groups_of_the_job()):
-            return Kept(known[ranks], ranks)
+            return PicklableGroup(known[ranks], ranks)
         raise ValueError(
             f"process_group: found none of ranks {ranks} on rank {this_rank()}, expected one, as "
             "the optimizer had that was pickled"
@@ -105,7 +104,7 @@ class Membership:
         ValueError: A rank of a DTensor's mesh is not in the process group that is given.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], given: Given) -> None:
+    def __init__(self, tensors: Iterable[Tensor], given: GroupLike) -> None:
         meshes = {each.device_mesh: None for each in tensors if isinstance(each, DTensor)}
         if isinstance(given, DeviceMesh):
             meshes[given] = None
@@ -222,7 +221,7 @@ class Membership:
             return
         small = [root for root, ranks in self._ranks_by_root.items() if not _is_whole(ranks)]
         small.sort(key=self._ranks_by_root.__getitem__)
-        mark = text_mark(str(self.ranks))
+        mark = fingerprint56(str(self.ranks))
         marks = [mark, -mark]
         for mesh in small:
             for axis in range(mesh.ndim):

@@ -115,11 +115,13 @@ class Controller:
         Raises:
             As `Verdict.settle`, of that step, which then counts as not taken.
         """
-        if verdict is None or verdict.pending is None:
+        if verdict is None:
             return
-        self.steps_taken -= 1
-        fault = verdict.settle()
-        self.steps_taken += 1
+        try:
+            fault = verdict.settle()
+        except Exception:
+            self.steps_taken -= 1
+            raise
         if fault:
             self.skipped(self.steps_taken, fault)
 

@@ -21,7 +21,7 @@ from torch.profiler import record_function
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT, Exchange, Lane
-from amo_dist.distributed.groups import Given, Membership
+from amo_dist.distributed.groups import GroupLike, Membership
 from amo_dist.distributed.layout import as_matrix, cut, flattened
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import Part, plan_exchange
@@ -166,7 +166,7 @@ class Engine:
         state: State,
         rule: UpdateRule,
         config: MuonConfig,
-        process_group: Given = None,
+        process_group: GroupLike = None,
     ) -> None:
         self.parameters, self.config = parameters, config
         self.membership = Membership((entry.param for entry in parameters.entries), process_group)

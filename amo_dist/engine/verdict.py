@@ -1,11 +1,10 @@
-"""What all ranks agree on before a step: what comes, which gradients exist, are they usable.
+"""The vote of all ranks before each step: on the step, on which gradients exist, on their values.
 
-One small reduction carries a few flags; the words, with the culprit named, are gathered only where
-a flag is set. Every rank comes to the same verdict, so that no rank raises while others wait for
-it. Where reading costs nothing, as on a CPU, the verdict is read before anything changes. On a
-device that would wait for the backward pass: there the verdict is applied where it is, by leaving
-parameters and state as they were, and is read when it has arrived, at the latest before the next
-step and before state is saved.
+One reduction of a small vector carries flags and fingerprints. Words, with the culprit named, are
+gathered only where a flag is set. Every rank reaches the same verdict, so that no rank raises while
+others wait for it. On a CPU the verdict is read before anything changes. On a device reading would
+wait for the backward pass: there a bad step leaves parameters and state as they were, and the next
+step, or saving, reads why.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-import math
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import (
@@ -28,33 +24,31 @@ from amo_dist.distributed.agreement import (
     check_alike,
     control_device,
     failure_text,
+    fingerprint56,
     gather_json,
     max_over,
-    text_mark,
 )
-from amo_dist.engine.parameters import Parameters, raw_gradient
+from amo_dist.engine import gradients
+from amo_dist.engine.gradients import MissingGradientError
+from amo_dist.engine.parameters import Parameters
 from amo_dist.engine.world import World, sharing_ranks
 from amo_dist.kernels.elementwise import exceed
 
 logger = logging.getLogger(__name__)
 
-_ABSENT, _PRESENT, _EMPTY, _FOREIGN = range(4)
-_MISPLACED = 4
-"""Added to what kind of gradient it is."""
-_WAITS, _GOES_ON, _EXISTS, _IS_FOREIGN, _GRADIENT, _UPDATE, _MARKS = range(7)
-"""Places in the vector. A flag is a rank's number plus one, so that the greatest names a rank. From
-``_MARKS`` on come the mark of the text and, for each set of ranks that shares parameters, that of
-which gradients exist; then the negatives of all marks, so that unlike ones show in a maximum."""
-_MOST_STEPS_WITHOUT = 10
-"""Steps in a row without any gradient on any rank, the last of which is an error."""
-_MOST_PATTERNS = 64
-"""Patterns of gradients, existing and missing, whose tensors are kept."""
-_NO_MARK = -(2**60)
-"""In place of a mark, and of its negative, of a set of other ranks."""
-
-
-Updates: TypeAlias = tuple[Sequence[str], Tensor]
-"""Names of matrices, and whether the last update of each was NaN or inf: boolean, 1-D."""
+_EXISTS, _FOREIGN, _GRADIENT, _UPDATE, _MARKS = range(5)
+"""Positions in the vector. ``_EXISTS`` is 1 where any gradient exists and 2 where one of a matrix
+does; the other flags are the number of a rank plus one. From ``_MARKS`` on come fingerprints: of
+waiting, of the text, and per set of ranks that shares parameters of which gradients exist; then
+their negatives, so that unlike fingerprints show in a maximum."""
+_TEXT = _MARKS + 1
+_SETS = slice(2, None)
+"""Fingerprints of gradients among all fingerprints."""
+_ABSTAIN = -(2**60)
+"""Identity of the maximum: fingerprint, and negative, for sets of ranks without this one."""
+_MAX_PATTERNS = 64
+MAX_IDLE_STEPS = 10
+"""Steps in a row without any gradient of a matrix; the last of them is an error."""
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -65,176 +59,168 @@ class NonFiniteUpdateError(FloatingPointError):
     """Orthogonalizing a matrix gave NaN or inf: its momentum or its schedule is at fault."""
 
 
-class MissingGradientError(RuntimeError):
-    """A parameter has a gradient on some of its ranks only, or nothing has one at all."""
-
-
 @dataclasses.dataclass(frozen=True, slots=True)
 class Agreement:
-    """What a step needs to know.
+    """Result of a vote.
 
     Attributes:
-        fault: Why it must leave parameters and state untouched, or nothing.
-        grads: This rank's part of each gradient in its parameter's placements, None where there is
-            none.
-        bad: Whether it must leave them untouched after all: 0-dim, boolean, on the device. None
-            where ``fault`` tells.
+        fault: Reason for which the step must leave parameters and state untouched, or nothing.
+        grads: This rank's part of each gradient in its parameter's placements, None without one.
+        bad: Whether the step must leave them untouched after all: 0-dim, boolean, on the device.
+            None where ``fault`` tells.
+        is_idle: Whether no gradient has ever existed: the step does nothing and does not count.
     """
 
     fault: str
     grads: Sequence[Tensor | None]
     bad: Tensor | None = None
+    is_idle: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pattern:
-    """What follows from which gradients exist, on the device for as long as that is so."""
+    """Constants that follow from which gradients exist, on the device.
+
+    Attributes:
+        kinds: Kind of each parameter's gradient.
+        vector: This rank's vote, but for the text and the values.
+        nonempty: Indices of parameters whose gradient has entries on this rank.
+        bounds: Largest entry that each gradient of ``nonempty`` may have.
+        is_misplaced: Whether a gradient has placements of its own.
+    """
 
     kinds: bytes
-    """Of each parameter's gradient."""
-    told: Tensor
-    """The vector without the mark of the text."""
-    held: tuple[int, ...]
-    """Parameters with a gradient that has entries here."""
+    vector: Tensor
+    nonempty: tuple[int, ...]
     bounds: Tensor
-    """Largest entry that each of ``held`` may have."""
     is_misplaced: bool
-    """Whether a gradient is in placements of its own."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Ballot:
-    """What this rank told before a step, in words where somebody asks."""
+class _LocalStatus:
+    """This rank's vote, from which words are made where they are asked for."""
 
     step: int
     text: str
     pattern: _Pattern
-    is_bad: Tensor | None = None
-    """Whether each of the gradients that are held is unusable."""
-    updates: Updates | None = None
+    exceeds: Tensor | None = None
+    """Whether each gradient of ``pattern.nonempty`` is unusable."""
+    updates: tuple[Sequence[str], Tensor] | None = None
+    """Names of matrices, and whether the last update of each was NaN or inf."""
 
 
 class Verdict:
     """Compares the ranks of the world before each step.
 
-    In a step whose gradients exist as they did before, nothing is copied to the device from the
-    host: numbers come as arguments of kernels.
+    A step whose gradients exist as before copies nothing from the host to the device.
 
     Args:
-        world: All ranks, and which of them share parameters.
-        parameters: Of this process.
-        config: Decides the largest gradient entry that each of them can take, and whether an
-            unusable gradient skips the step; else it is an error.
+        world: All ranks, and the sets of them that share parameters.
+        parameters: Parameters of this process.
+        config: Bounds gradients by its momentum; says whether a bad gradient skips the step.
     """
 
     def __init__(self, world: World, parameters: Parameters, config: MuonConfig) -> None:
         self._world, self._entries = world, parameters.entries
         self._skips = config.nonfinite == "skip_step"
-        self._mark = world.rank + 1
         self._momentum = config.momentum
         is_far = parameters.device.type != "cpu"
         self._device = parameters.device if is_far else control_device(world.group)
-        self._num_marks = 1 + len(world.rank_sets)
+        self._num_marks = 2 + len(world.rank_sets)
         size = _MARKS + 2 * self._num_marks
         self._vector = torch.zeros(size, dtype=torch.int64, device=self._device)
         self._slots = self._vector.unbind()
-        sizes = [_IS_FOREIGN, _MARKS - _IS_FOREIGN, self._num_marks, self._num_marks]
-        self._parts = self._vector.split(sizes)[1:]
         self._patterns: dict[tuple[bool, bytes], _Pattern] = {}
-        self._had_gradient = False
-        self._steps_without = 0
-        """Steps in a row in which nothing had a gradient on any rank."""
-        self._updates: Updates | None = None
+        self._has_begun, self._num_idle = False, 0
+        self._updates: tuple[Sequence[str], Tensor] | None = None
         self._failure = ""
-        self.pending: tuple[_Ballot, Callable[[], list[int]]] | None = None
-        """What was told, and what reads the verdict on the last step, if nobody has yet."""
+        self._pending: tuple[_LocalStatus, Callable[[], list[int]]] | None = None
+        """Vote on the last step, and what reads the result, if nobody has yet."""
 
     # ---------------------------------------------------------------- before a step
 
-    def agree(self, step: int, intent: str, momentum: float, *, waits: bool) -> Agreement:
-        """Agree on what a step is about to do and on its gradients; a collective over the world.
+    def agree(self, step: int, text: str, momentum: float, *, waits: bool) -> Agreement:
+        """Vote on a step; a collective over the world.
 
         Args:
-            step: That is about to be taken.
-            intent: What must be alike on all ranks, as text; ``waits`` is part of it.
-            momentum: The greatest of any group, which bounds gradients from now on.
-            waits: Whether to wait for the verdict; else it is applied on the device, and `settle`
-                tells of it.
+            step: Number of the coming step.
+            text: Lines that must be alike on all ranks; ``waits`` is one of them.
+            momentum: Greatest momentum of any group, which bounds gradients from now on.
+            waits: Whether to read the verdict now; else it holds on the device, and `settle` reads.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
             MissingGradientError: On every rank; names a parameter and two ranks, or matrices
-                where none has had a gradient on any rank in any step so far.
+                without a gradient on any rank.
             ValueError: On every rank, for a foreign gradient; names a parameter and a rank.
             NonFiniteUpdateError: On every rank; names the first matrix whose last update was NaN
                 or inf. Its parameter was only decayed then.
             NonFiniteGradientError: On every rank; names a parameter and a rank.
-            RuntimeError: On every rank, for what `report_failure` was told on one.
+            RuntimeError: On every rank, for what `report_failure` got on one of them.
         """
         if momentum > self._momentum:
             self._momentum = momentum
             self._patterns.clear()
-        kinds, grads = bytearray(), []
-        for entry in self._entries:
-            kind, grad = _kind(entry.param)
-            kinds.append(kind)
-            grads.append(grad)
-        pattern = self._pattern(waits, bytes(kinds))
-        is_bad = None
-        if pattern.held:
-            is_bad = exceed([grads[i] for i in pattern.held], pattern.bounds)  # type: ignore[misc]
+        pairs = [gradients.local_gradient(entry.param) for entry in self._entries]
+        grads = [grad for _, grad in pairs]
+        pattern = self._pattern(waits, bytes(kind for kind, _ in pairs))
+        exceeds = None
+        if pattern.nonempty:
+            exceeds = exceed([grads[i] for i in pattern.nonempty], pattern.bounds)  # type: ignore[misc]
         updates, self._updates = self._updates, None
-        text, self._failure = self._failure or intent, ""
-        ballot = _Ballot(step, text, pattern, is_bad, updates)
-        vector = self._cast(ballot)
-        if waits:
-            had_gradient = self._had_gradient
-            fault = self._judge(ballot, vector.tolist())
-            if self._had_gradient and not had_gradient:
-                self._warn_of_missing(grads, step)
-            if not fault and pattern.is_misplaced:
-                grads = self._placed(grads)
-            return Agreement(fault, [] if fault else grads)
-        self.pending = ballot, _fetch(vector)
-        if pattern.is_misplaced and not any(self._unlike(vector.tolist())[1:]):
-            # To bring a gradient to its placements is a collective that hangs where a rank has
-            # none: this waits, for the backward pass too, until it is known that all have one.
-            grads = self._placed(grads)
-        flags, marks, negated = self._parts
-        return Agreement("", grads, torch.cat([flags, marks + negated]).any())
+        text, self._failure = self._failure or text, ""
+        status = _LocalStatus(step, text, pattern, exceeds, updates)
+        vector = self._all_reduce(status)
+        if not waits:
+            self._pending = status, _fetch(vector)
+            # Moving a gradient is a collective, which hangs where a rank has none: this waits for
+            # the backward pass until all ranks are known to have one.
+            if pattern.is_misplaced and not any(self._unlike(vector.tolist())[_SETS]):
+                grads = gradients.place_gradients(self._entries, grads)
+            flags, marks, negatives = vector[_FOREIGN:].split(
+                [_MARKS - _FOREIGN, self._num_marks, self._num_marks]
+            )
+            return Agreement("", grads, torch.cat([flags, marks + negatives]).any())
+        is_first, values = not self._has_begun, vector.tolist()
+        fault = self._raise_if_bad(status, values)
+        if is_first and not values[_EXISTS]:
+            return Agreement("", [], is_idle=True)
+        if is_first:
+            self._warn_of_missing(grads, step)
+        if not fault and pattern.is_misplaced:
+            grads = gradients.place_gradients(self._entries, grads)
+        return Agreement(fault, [] if fault else grads)
 
     def agree_on_text(self, text: str, *, with_updates: bool = False) -> None:
-        """Compare a text in place of a coming step; a collective over the world.
+        """Vote on a text alone; a collective over the world, of the form of `agree`.
 
-        It has the form of `agree`: a rank that is at its next step meanwhile, as where a load
-        failed on some ranks only, meets it there, and all raise instead of waiting.
+        A rank that is at its next step meanwhile meets this one there, and both raise.
 
         Args:
-            text: What must be alike on all ranks.
-            with_updates: Whether to agree on what `report_updates` told, too; the next `agree` does
+            text: Lines that must be alike on all ranks.
+            with_updates: Whether to agree on what `report_updates` got, too; the next `agree` does
                 so again.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
             NonFiniteUpdateError: As `agree`.
-            RuntimeError: On every rank, for what `report_failure` was told on one.
+            RuntimeError: On every rank, for what `report_failure` got on one of them.
         """
         text, self._failure = self._failure or text, ""
         pattern = self._pattern(True, bytes(len(self._entries)))
-        ballot = _Ballot(0, text, pattern, updates=self._updates if with_updates else None)
-        values = self._cast(ballot).tolist()
-        self._compare(ballot, values)
+        updates = self._updates if with_updates else None
+        status = _LocalStatus(0, text, pattern, updates=updates)
+        values = self._all_reduce(status).tolist()
+        self._compare(status, values)
         if values[_UPDATE]:
-            self._raise_for_updates(self._gather(ballot))
+            self._raise_for_updates(self._gather(status))
 
     def report_failure(self, what: str, error: Exception) -> None:
-        """Keep what failed on this rank alone: all ranks raise it at the next agreement.
-
-        A rank that stopped in the middle of a step would leave the others waiting.
+        """Keep a failure of this rank alone, as others wait for it: all raise at the next vote.
 
         Args:
-            what: Failed.
-            error: How; raised here and now where there are no others.
+            what: Name of what failed.
+            error: Its exception, raised at once where there is one rank.
         """
         if self._world.group is None:
             raise error
@@ -245,163 +231,140 @@ class Verdict:
     def report_updates(
         self, outcomes: Sequence[tuple[Sequence[str], Tensor]], bad: Tensor | None
     ) -> None:
-        """Keep what this rank saw of the updates it computed, for the next `agree`.
+        """Keep which updates of this rank were NaN or inf, for the next vote.
 
         Args:
-            outcomes: Names of matrices, and whether the update of each was NaN or inf; not read on
-                the host here.
-            bad: Of the `Agreement` of this step.
+            outcomes: Names of matrices, and a flag for each, on the device.
+            bad: ``bad`` of this step's `Agreement`: a bad step says nothing about its updates.
         """
         self._updates = None
         if outcomes:
-            names, found = zip(*outcomes, strict=True)
-            flags = torch.cat(found).flatten()
-            # A bad step was not taken, and its updates say nothing about momentum or schedule.
+            names, parts = zip(*outcomes, strict=True)
+            flags = torch.cat(parts).flatten()
             flags = flags if bad is None else flags.masked_fill_(bad, False)
             self._updates = [*itertools.chain(*names)], flags
 
-    def warn_of_updates(self) -> None:
-        """Log what `report_updates` told of bad updates on this rank; communicates nothing."""
+    # ---------------------------------------------------------------- after a step
+
+    def settle(self) -> str:
+        """Read the verdict of the last step, where nobody has; gathers words if it is bad.
+
+        Returns:
+            Reason for which that step left parameters and state untouched, or nothing.
+
+        Raises:
+            As `agree`, of the last step; parameters and state are those before it.
+        """
+        if self._pending is None:
+            return ""
+        (status, read), self._pending = self._pending, None
+        return self._raise_if_bad(status, read())
+
+    def peek(self) -> Literal["taken", "skipped", "undone"]:
+        """Outcome of the last step, for saving: communicates nothing, waits for it, and logs.
+
+        `settle` tells of it again, with the words of all ranks.
+        """
         for name in _flagged(self._updates):
             logger.warning(
                 "%s: the last update of this matrix was NaN or inf and was left out: what is "
                 "saved now lacks it, and all ranks raise at their next step",
                 name,
             )
-
-    # ---------------------------------------------------------------- after a step
-
-    def settle(self) -> str:
-        """Look at the verdict of the last step, where nobody has; gathers words if it is bad.
-
-        Returns:
-            Why that step left parameters and state untouched, or nothing.
-
-        Raises:
-            As `agree`, of the step before; parameters and state are those before that step.
-        """
-        if self.pending is None:
-            return ""
-        (ballot, read), self.pending = self.pending, None
-        return self._judge(ballot, read())
-
-    def peek(self) -> bool:
-        """Whether the last step was left out, for saving, perhaps by one rank alone.
-
-        Nothing is communicated, and `settle` tells again, with the words of all ranks.
-
-        Raises:
-            As `settle`, but names the step alone.
-        """
-        if self.pending is None:
-            return False
-        ballot, read = self.pending
+        if self._pending is None:
+            return "taken"
+        status, read = self._pending
         values = read()
-        self.pending = ballot, lambda: values
+        self._pending = status, lambda: values
         unlike = self._unlike(values)
-        later = f"in step {ballot.step}, which changed nothing: see the next step"
-        if unlike[0]:
-            raise RankMismatchError(f"ranks were about to do different things {later}")
-        if values[_IS_FOREIGN] or any(unlike):
-            raise MissingGradientError(f"gradients are not alike {later}")
-        if values[_UPDATE]:
-            where = f"the update before was NaN or inf on rank {values[_UPDATE] - 1}"
-            raise NonFiniteUpdateError(f"{where} {later}")
-        if values[_GRADIENT] and not self._skips:
-            where = f"a gradient was NaN, inf or too large on rank {values[_GRADIENT] - 1}"
-            raise NonFiniteGradientError(f"{where} {later}")
-        return bool(values[_GRADIENT])
+        is_skip = False
+        if any(unlike[:2]):
+            cause = "ranks were about to do different things"
+        elif values[_FOREIGN] or any(unlike):
+            cause = "gradients were not alike"
+        elif values[_UPDATE]:
+            cause = f"the update before was NaN or inf on rank {values[_UPDATE] - 1}"
+        elif values[_GRADIENT]:
+            is_skip = self._skips
+            cause = f"a gradient was NaN, inf or too large on rank {values[_GRADIENT] - 1}"
+        else:
+            return "taken"
+        logger.warning("step %d changed nothing: %s; the next step tells more", status.step, cause)
+        return "skipped" if is_skip else "undone"
 
     # ---------------------------------------------------------------- the vector
 
-    def _cast(self, ballot: _Ballot) -> Tensor:
-        """Tell all ranks; the maximum over them."""
-        mark = text_mark(ballot.text)
-        self._vector.copy_(ballot.pattern.told)
-        self._slots[_MARKS].fill_(mark)
-        self._slots[_MARKS + self._num_marks].fill_(-mark)
-        if ballot.is_bad is not None:
-            self._slots[_GRADIENT].masked_fill_(ballot.is_bad.any().to(self._device), self._mark)
-        if ballot.updates is not None:
-            _, flags = ballot.updates
-            self._slots[_UPDATE].masked_fill_(flags.any().to(self._device), self._mark)
+    def _all_reduce(self, status: _LocalStatus) -> Tensor:
+        """Maximum of all ranks' votes."""
+        fingerprint, own = fingerprint56(status.text), self._world.rank + 1
+        self._vector.copy_(status.pattern.vector)
+        self._slots[_TEXT].fill_(fingerprint)
+        self._slots[_TEXT + self._num_marks].fill_(-fingerprint)
+        _, updates = status.updates or (None, None)
+        for slot, flags in ((_GRADIENT, status.exceeds), (_UPDATE, updates)):
+            if flags is not None:
+                self._slots[slot].masked_fill_(flags.any().to(self._device), own)
         return max_over(self._vector, self._world.group)
 
     def _pattern(self, waits: bool, kinds: bytes) -> _Pattern:
-        """What follows from which gradients exist; copied to the device once, which waits."""
+        """Constants of these kinds; copied to the device once, which waits."""
         if (waits, kinds) in self._patterns:
             return self._patterns[waits, kinds]
-        if len(self._patterns) >= _MOST_PATTERNS:
+        if len(self._patterns) >= _MAX_PATTERNS:
             self._patterns.clear()
-        registry = self._world.registry
-        pairs = list(zip(self._entries, kinds, strict=True))
-        head = [0] * _MARKS
-        head[_WAITS], head[_GOES_ON] = int(waits), int(not waits)
-        head[_EXISTS] = int(any(kind and (e.views or not registry) for e, kind in pairs))
-        head[_IS_FOREIGN] = self._mark * (_FOREIGN in kinds)
-        marks = [0]
-        for ranks in self._world.rank_sets:
-            own = [kind != _ABSENT for e, kind in pairs if sharing_ranks(e.layout.ranks) == ranks]
-            marks.append(text_mark(str(own)) if self._world.rank in ranks else _NO_MARK)
-        negated = [mark if mark == _NO_MARK else -mark for mark in marks]
-        held = tuple(i for i, kind in enumerate(kinds) if kind & ~_MISPLACED == _PRESENT)
-        # Of a sum each rank sees one term.
-        num_ranks = max([len(ranks) for ranks in self._world.rank_sets], default=1)
-        bounds = []
-        for index in held:
-            bound = second_moment_bound(self._entries[index].param.dtype)
-            if self._entries[index].views:
-                bound = momentum_bound(torch.float32, self._momentum)
-            bounds.append(bound / (num_ranks if kinds[index] & _MISPLACED else 1))
-        device = self._entries[0].param.device
-        found = self._patterns[waits, kinds] = _Pattern(
-            kinds,
-            torch.tensor([*head, *marks, *negated], dtype=torch.int64, device=self._device),
-            held,
-            torch.tensor(bounds, dtype=torch.float64, device=device),
-            any(kind & _MISPLACED for kind in kinds),
+        pairs, world = list(zip(self._entries, kinds, strict=True)), self._world
+        exists = max(
+            ((2 if e.views or not world.registry else 1) for e, k in pairs if k), default=0
         )
-        return found
+        marks = [int(waits), 0]
+        for ranks in world.rank_sets:
+            own = [bool(kind) for e, kind in pairs if sharing_ranks(e.layout.ranks) == ranks]
+            marks.append(fingerprint56(str(own)) if world.rank in ranks else _ABSTAIN)
+        negatives = [mark if mark == _ABSTAIN else -mark for mark in marks]
+        flags = [exists, (world.rank + 1) * (gradients.FOREIGN in kinds), 0, 0]
+        nonempty = [i for i, k in enumerate(kinds) if k & ~gradients.MISPLACED == gradients.PRESENT]
+        # A rank sees one term of a gradient that is a sum over ranks.
+        num_ranks = max([len(ranks) for ranks in world.rank_sets], default=1)
+        bounds = [
+            gradients.gradient_bound(self._entries[i], self._momentum)
+            / (num_ranks if kinds[i] & gradients.MISPLACED else 1)
+            for i in nonempty
+        ]
+        pattern = self._patterns[waits, kinds] = _Pattern(
+            kinds,
+            torch.tensor([*flags, *marks, *negatives], dtype=torch.int64, device=self._device),
+            tuple(nonempty),
+            torch.tensor(bounds, dtype=torch.float64, device=self._entries[0].param.device),
+            any(kind & gradients.MISPLACED for kind in kinds),
+        )
+        return pattern
 
     def _unlike(self, values: Sequence[int]) -> list[bool]:
-        """Whether ranks gave unlike marks: of their texts, then of each set's gradients."""
-        marks, negated = values[_MARKS : _MARKS + self._num_marks], values[-self._num_marks :]
-        return [mark != -other for mark, other in zip(marks, negated, strict=True)]
-
-    def _placed(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Local gradients in the placements of their parameters; a collective where one moves."""
-        found = list(grads)
-        for index, entry in enumerate(self._entries):
-            param, grad = entry.param, entry.param.grad
-            if not (isinstance(grad, DTensor) and isinstance(param, DTensor)):
-                continue
-            if grad.placements != param.placements:
-                found[index] = raw_gradient(grad.redistribute(placements=param.placements))
-        return found
+        """Whether ranks differ: in waiting, in their text, in each set's gradients."""
+        marks, negatives = values[_MARKS : _MARKS + self._num_marks], values[-self._num_marks :]
+        return [mark != -other for mark, other in zip(marks, negatives, strict=True)]
 
     # ---------------------------------------------------------------- the words
 
-    def _judge(self, ballot: _Ballot, values: Sequence[int]) -> str:
-        """Why a step must be left out, or nothing; raises where that is an error."""
-        self._compare(ballot, values)
-        is_unlike = bool(values[_IS_FOREIGN]) or any(self._unlike(values)[1:])
+    def _raise_if_bad(self, status: _LocalStatus, values: Sequence[int]) -> str:
+        """Reason to leave a step out, or nothing; raises where that is an error."""
+        self._compare(status, values)
+        is_unlike = bool(values[_FOREIGN]) or any(self._unlike(values)[_SETS])
+        words: dict[int, dict[str, Any]] = {}
         if is_unlike or values[_GRADIENT] or values[_UPDATE]:
-            found = self._gather(ballot)
-            if is_unlike:
-                self._raise_for_presence(ballot.step, found)
-        if values[_EXISTS]:
-            self._had_gradient, self._steps_without = True, 0
-        else:
-            self._report_no_gradient(ballot.step)
+            words = self._gather(status)
+        if is_unlike:
+            gradients.check_presence(status.step, {rank: w["kinds"] for rank, w in words.items()})
+        self._count_idle(status.step, values[_EXISTS])
         if values[_UPDATE]:
-            self._raise_for_updates(found)
+            self._raise_for_updates(words)
         if not values[_GRADIENT]:
             return ""
-        ranks = {name: rank for rank, told in found.items() for name in told["bad"]}
+        ranks = {name: rank for rank, own in words.items() for name in own["bad"]}
         name = min(ranks)
         reason = (
             f"{name}: found a NaN, an inf or an entry too large for the optimizer's state in its "
-            f"gradient on rank {ranks[name]} in step {ballot.step} (the first of {len(ranks)} such "
+            f"gradient on rank {ranks[name]} in step {status.step} (the first of {len(ranks)} such "
             "parameters)"
         )
         if self._skips:
@@ -411,53 +374,31 @@ class Verdict:
             "steps"
         )
 
-    def _gather(self, ballot: _Ballot) -> dict[int, dict[str, Any]]:
-        """What each rank knows, in words; a collective over the world."""
-        flags = [] if ballot.is_bad is None else ballot.is_bad.tolist()
+    def _gather(self, status: _LocalStatus) -> dict[int, dict[str, Any]]:
+        """Words of each rank; a collective over the world."""
+        flags = [] if status.exceeds is None else status.exceeds.tolist()
         kinds: dict[str, dict[str, int]] = {}
-        for entry, kind in zip(self._entries, ballot.pattern.kinds, strict=True):
+        for entry, kind in zip(self._entries, status.pattern.kinds, strict=True):
             ranks = str(sharing_ranks(entry.layout.ranks) or f"rank {self._world.rank} alone")
-            kinds.setdefault(ranks, {})[entry.name] = kind & ~_MISPLACED
-        bad = [self._entries[i].name for i in itertools.compress(ballot.pattern.held, flags)]
-        mine = {"kinds": kinds, "bad": bad, "updates": _flagged(ballot.updates)}
-        return dict(zip(self._world.ranks, gather_json(mine, self._world.group), strict=True))
+            kinds.setdefault(ranks, {})[entry.name] = kind & ~gradients.MISPLACED
+        bad = [self._entries[i].name for i in itertools.compress(status.pattern.nonempty, flags)]
+        own = {"kinds": kinds, "bad": bad, "updates": _flagged(status.updates)}
+        return dict(zip(self._world.ranks, gather_json(own, self._world.group), strict=True))
 
-    def _compare(self, ballot: _Ballot, values: Sequence[int]) -> None:
-        if not self._unlike(values)[0]:
-            return
-        if values[_WAITS] and values[_GOES_ON]:
-            # Some ranks wait while others go on: they have no collective in common.
+    def _compare(self, status: _LocalStatus, values: Sequence[int]) -> None:
+        waiting, text, *_ = self._unlike(values)
+        if waiting:  # ranks that go on have no collective in common with those that wait
             raise RankMismatchError(
                 "the coming step: ranks are about to do different things; this one (another one "
-                f"has other lines):\n{ballot.text}"
+                f"has other lines):\n{status.text}"
             )
-        check_alike("the coming step", ballot.text, self._world.group)
+        if text:
+            check_alike("the coming step", status.text, self._world.group)
 
-    def _raise_for_presence(self, step: int, found: Mapping[int, Mapping[str, Any]]) -> None:
-        ranks_by_kind: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
-        for rank, told in found.items():
-            for sharing, kinds in told["kinds"].items():
-                for name, kind in kinds.items():
-                    ranks_by_kind[name, sharing][kind] = rank
-        for (name, _), ranks in sorted(ranks_by_kind.items()):
-            if _FOREIGN in ranks:
-                raise ValueError(
-                    f"{name}: found a sparse gradient, or a plain one of a DTensor, on rank "
-                    f"{ranks[_FOREIGN]} in step {step}, expected a dense one in the form of the "
-                    "parameter"
-                )
-        for (name, _), ranks in sorted(ranks_by_kind.items()):
-            if _ABSENT in ranks and len(ranks) > 1:
-                nowhere = ranks.pop(_ABSENT)
-                raise MissingGradientError(
-                    f"{name}: found a gradient on rank {max(ranks.values())} and none on rank "
-                    f"{nowhere} in step {step}, expected one on all of its ranks or on none"
-                )
-
-    def _raise_for_updates(self, found: Mapping[int, Mapping[str, Any]]) -> None:
-        owners = {name: rank for rank, told in found.items() for name in told["updates"]}
+    def _raise_for_updates(self, words: dict[int, dict[str, Any]]) -> None:
+        owners = {name: rank for rank, own in words.items() for name in own["updates"]}
         name = min(owners)
-        kind = next(each.operator_type for each in self._world.registry if each.name == name)
+        kind = next(m.operator_type for m in self._world.registry if m.name == name)
         raise NonFiniteUpdateError(
             f"{name}: the last update of this {kind} matrix was NaN or inf on its owner, rank "
             f"{owners[name]} (the first of {len(owners)} such matrices), and was left out. Its "
@@ -465,59 +406,43 @@ class Verdict:
             "coefficients, and go on from an earlier checkpoint"
         )
 
-    def _report_no_gradient(self, step: int) -> None:
-        """Warn once that nothing has a gradient; raise when that lasts."""
-        self._steps_without += 1
-        if 1 < self._steps_without < _MOST_STEPS_WITHOUT:
+    def _count_idle(self, step: int, exists: int) -> None:
+        """Warn of a step without any gradient of a matrix, and raise for many in a row."""
+        if exists == 2:
+            self._has_begun, self._num_idle = True, 0
             return
+        self._num_idle += 1
         names = [matrix.name for matrix in self._world.registry]
         names = names or [entry.name for entry in self._entries]
-        reason = f"{_some(names)}: found no gradient on any rank in step {step}"
-        if self._steps_without == 1:
-            logger.warning("%s: parameters and state stay as they are", reason)
-            return
-        raise MissingGradientError(
-            f"{reason}, the last of {self._steps_without} such steps, expected that of one "
-            "parameter at least: call backward() before step(), and build the optimizer after all "
-            "that replaces the model's parameters, such as fully_shard. It holds the parameters "
-            "that it was built with, unless a trainer swaps them in its param_groups before the "
-            "first step"
-        )
+        text = f"{_first_names(names)}: found no gradient on any rank in step {step}"
+        if self._num_idle >= MAX_IDLE_STEPS or (exists and not self._has_begun):
+            row = f", the last of {self._num_idle} such steps" if self._num_idle > 1 else ""
+            raise MissingGradientError(
+                f"{text}{row}, expected that of one at least: call backward() before step(), and "
+                "build the optimizer after all that replaces the model's parameters, such as "
+                "fully_shard: it holds those that it was built with, unless a trainer swaps them "
+                "in its param_groups before the first step"
+            )
+        if self._num_idle == 1:
+            logger.warning("%s: parameters and state stay as they are", text)
 
     def _warn_of_missing(self, grads: Sequence[Tensor | None], step: int) -> None:
-        """Log which matrices have none in the first step that has gradients."""
+        """Log which matrices have no gradient in the first step that has gradients."""
         pairs = zip(self._entries, grads, strict=True)
         names = [entry.name for entry, grad in pairs if entry.views and grad is None]
         if names:
             logger.warning(
                 "%s: found no gradient in step %d, as of a parameter that the model does not use, "
                 "or no longer holds; it stays as it is until it has one",
-                *(_some(names), step),
+                *(_first_names(names), step),
             )
 
 
-def momentum_bound(dtype: torch.dtype, momentum: float) -> float:
-    """Largest gradient entry that can never overflow a momentum buffer of this dtype.
-
-    A sum of gradients below ``bound`` stays below ``bound / (1 - momentum)``, with Nesterov too;
-    a factor of two is left for rounding.
-    """
-    return torch.finfo(dtype).max * (1.0 - momentum) / 2.0
-
-
-def second_moment_bound(dtype: torch.dtype) -> float:
-    """Largest gradient entry whose square AdamW's ``exp_avg_sq`` can hold, with room to round.
-
-    An infinite second moment never recovers: its parameter would stand still for good.
-    """
-    return math.sqrt(torch.finfo(dtype).max) / 2.0
-
-
 def _fetch(values: Tensor) -> Callable[[], list[int]]:
-    """Begin to bring a small vector to the host; what is returned waits until it is there.
+    """Begin to bring a small vector to the host; the returned function waits until it is there.
 
-    On CUDA by a copy to pinned memory, behind what the stream holds by now; the host goes on. Each
-    vector has memory of its own: the one before may not have been read yet.
+    On CUDA it is copied to pinned memory behind the work of the stream. Each vector has memory of
+    its own: the one before may not have been read yet.
     """
     if values.device.type != "cuda":
         return values.clone().tolist
@@ -527,34 +452,19 @@ def _fetch(values: Tensor) -> Callable[[], list[int]]:
 
     def read() -> list[int]:
         event.synchronize()
-        found: list[int] = landing.tolist()
-        return found
+        numbers: list[int] = landing.tolist()
+        return numbers
 
     return read
 
 
-def _kind(param: Tensor) -> tuple[int, Tensor | None]:
-    """What kind of gradient a parameter has, and this rank's part of it."""
-    grad = param.grad
-    if grad is None:
-        return _ABSENT, None
-    if grad.is_sparse or (isinstance(param, DTensor) and not isinstance(grad, DTensor)):
-        return _FOREIGN, None
-    kind = 0
-    if isinstance(grad, DTensor) and isinstance(param, DTensor):
-        # `placements` takes ten times as long, for hundreds of parameters.
-        kind = 0 if grad._spec.placements == param._spec.placements else _MISPLACED
-        grad = raw_gradient(grad)
-    return kind + (_PRESENT if grad.numel() else _EMPTY), grad
-
-
-def _flagged(updates: Updates | None) -> list[str]:
-    """The names whose flag is set; reads them on the host."""
+def _flagged(updates: tuple[Sequence[str], Tensor] | None) -> list[str]:
+    """Names whose flag is set; reads the flags on the host."""
     names, flags = updates or ([], torch.empty(0, device="cpu"))
     return [*itertools.compress(names, flags.tolist())]
 
 
-def _some(names: Sequence[str]) -> str:
-    """The first of them, and how many more there are."""
+def _first_names(names: Sequence[str]) -> str:
+    """The first three names, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"

@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from amo_dist.config import AMOConfig
-from amo_dist.distributed.groups import Given
+from amo_dist.distributed.groups import GroupLike
 from amo_dist.optimizers.muon import Muon, check_config
 from amo_dist.schedule.amo import AMOPolicy
 
@@ -41,7 +41,7 @@ class AMO(Muon):
         config: AMOConfig | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        process_group: Given = None,
+        process_group: GroupLike = None,
         allow_no_matrices: bool = False,
         num_steps: int | None = None,
         **unknown: Any,

@@ -113,7 +113,8 @@ def _foreign_entries(
 ) -> Iterator[tuple[str, Mapping[str, Any], Mapping[str, Any]]]:
     """Yield name, group and state of each parameter of the foreign optimizer."""
     entries = [(key, group) for group in groups for key in group["params"]]
-    listed = [name for group in groups for name in group.get("param_names", ())]
+    by_group = state_dict.get("param_names") or [group.get("param_names", ()) for group in groups]
+    listed = [name for group_names in by_group for name in group_names]
     names = names or listed or [key for key, _ in entries if isinstance(key, str)]
     if len(names) != len(entries):
         raise ValueError(

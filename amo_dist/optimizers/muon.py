@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.absence import name_absent
 from amo_dist.distributed.agreement import check_alike, failure_text, take_device
-from amo_dist.distributed.groups import Given, Kept, replica_ranks
+from amo_dist.distributed.groups import GroupLike, PicklableGroup, replica_ranks
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.engine.controller import Controller
 from amo_dist.engine.parameters import (
@@ -123,7 +123,7 @@ class Muon(torch.optim.Optimizer):
         config: MuonConfig | None = None,
         betas: tuple[float, float] = (0.9, 0.95),
         eps: float = 1e-8,
-        process_group: Given = None,
+        process_group: GroupLike = None,
         allow_no_matrices: bool = False,
         **own: float,
     ) -> None:
@@ -204,7 +204,8 @@ class Muon(torch.optim.Optimizer):
             NonFiniteUpdateError: On every rank, before anything has changed, where the update of
                 a matrix was NaN or inf in the step before, and left out: see `check_last_update`.
             MissingGradientError: On every rank, where a parameter has a gradient on some of its
-                ranks only, or no matrix has had one on any rank in any step so far.
+                ranks only, or no matrix has had one on any rank in ten steps. Steps before the
+                first gradient of any parameter change nothing and do not count.
             RankMismatchError: On every rank, where ranks hold different structures, schedules or
                 hyperparameters.
             RuntimeError: On every rank, where something has failed on one, as without memory left:
@@ -213,10 +214,9 @@ class Muon(torch.optim.Optimizer):
                 failed was left out. Names the rank and its error.
             AbsentRanksError: A collective failed or timed out, as ranks are gone; names them.
 
-        On devices nothing here waits for the device in most steps: what is wrong with a step
-        leaves parameters and state as they were, and is raised by the next one, or when state is
-        saved. Steps wait that observe, measure a residual, deal matrices anew, or bring gradients
-        to the placements of their parameters.
+        On devices most steps do not wait for the device: a bad step leaves parameters and state as
+        they were, and the next step raises for it. Steps wait that observe, measure a residual,
+        assign owners, or bring gradients to the placements of their parameters.
         """
         loss = None
         if closure is not None:
@@ -257,6 +257,8 @@ class Muon(torch.optim.Optimizer):
             probes = (*orders.probes, self._tracked(tracker))
             orders = dataclasses.replace(orders, probes=probes)
         agreed = engine.agree(orders)
+        if agreed.is_idle:
+            return
         if agreed.fault:
             controller.skipped(orders.step, agreed.fault)
         else:
@@ -500,22 +502,21 @@ class Muon(torch.optim.Optimizer):
     def control_state_dict(self) -> dict[str, Any]:
         """The state of the schedule as JSON values, the same on every rank.
 
-        Communicates nothing. A rank that left out an update in the last step logs a warning, and
-        raises nothing: see `check_last_update`.
-
-        Raises:
-            As `step`: on devices, of the last step, which then was not taken.
+        Communicates nothing, waits for the last step, and raises nothing for it: a last step that
+        changed nothing, or left out an update on this rank, is logged. See `check_last_update`.
         """
         self._follow()
-        if self._engine.verdict is not None:
-            self._engine.verdict.warn_of_updates()
         return controls.control_record(self._control())
 
     def _control(self) -> Control:
-        """What goes on in a copy, and in what is saved."""
+        """Control state of a copy, and of what is saved."""
         controller, verdict = self._controller, self._engine.verdict
-        skipped = controller.steps_skipped + (verdict is not None and verdict.peek())
-        return Control(controller.steps_taken, skipped, self.config, self.policy, controller.state)
+        outcome = "taken" if verdict is None else verdict.peek()
+        return Control(
+            controller.steps_taken - (outcome == "undone"),
+            controller.steps_skipped + (outcome == "skipped"),
+            *(self.config, self.policy, controller.state),
+        )
 
     @torch.inference_mode(False)
     def load_control_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -544,11 +545,15 @@ class Muon(torch.optim.Optimizer):
             self._engine.connect(engine.world, engine.teams)
 
     def state_dict(self) -> dict[str, Any]:
-        """As for any PyTorch optimizer; ``control`` of each group is `control_state_dict`."""
+        """As for any PyTorch optimizer; ``control`` of each group is `control_state_dict`.
+
+        ``param_names`` lists the names of each group's parameters, by which loading orders state.
+        """
         text = controls.to_text(self.control_state_dict())
         state = super().state_dict()
         for group in state["param_groups"]:
             group["control"] = text
+        state["param_names"] = [list(names) for names in self._structure.names]
         return state
 
     @torch.inference_mode(False)  # what is made here lasts longer than the caller's mode
@@ -563,7 +568,7 @@ class Muon(torch.optim.Optimizer):
                 configuration; names the rank.
         """
         with self.together("load_state_dict"):
-            loaded = load.read(self, self.params_by_name, state_dict)
+            loaded = load.read(self, self.params_by_name, self._structure.names, state_dict)
             control = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
             pairs = zip(self.param_groups, loaded.groups, strict=True)
@@ -591,7 +596,7 @@ class Muon(torch.optim.Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """What is copied and pickled: as for any PyTorch optimizer without hooks."""
         self._follow()
-        given = Kept(self._process_group, self._engine.membership.ranks)
+        given = PicklableGroup(self._process_group, self._engine.membership.ranks)
         kept = {"_structure": self._structure, "_allow_no_matrices": self._allow_no_matrices}
         kept |= {"_is_built": True, "_process_group": given, "control": self._control()}
         return {**super().__getstate__(), **kept}
@@ -599,7 +604,7 @@ class Muon(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Build a copy, which agrees with all ranks at its first step, as a new optimizer does."""
         rest = {key: value for key, value in state.items() if key != "control"}
-        given = state["_process_group"].given
+        given = state["_process_group"].group
         super().__setstate__({**rest, "_process_group": given, "tracker": None})
         self._stopwatch = _Stopwatch()
         self._assemble(state["control"])

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.distributed.groups import Given
+from amo_dist.distributed.groups import GroupLike
 from amo_dist.engine.parameters import check_groups
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
@@ -50,7 +50,7 @@ def make_optimizer(
     config: MuonConfig | None = None,
     betas: tuple[float, float] = (0.9, 0.95),
     eps: float = 1e-8,
-    process_group: Given = None,
+    process_group: GroupLike = None,
     allow_no_matrices: bool = False,
 ) -> torch.optim.Optimizer:
     """Build an optimizer by its name.

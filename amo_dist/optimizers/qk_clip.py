@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from amo_dist.distributed.groups import Given, this_rank
+from amo_dist.distributed.groups import GroupLike, this_rank
 from amo_dist.distributed.layout import layout_of, local_tensor
 from amo_dist.operators.groups import named_parameters
 from amo_dist.operators.heads import heads_by_name
@@ -49,7 +49,7 @@ def qk_clip_(
     *,
     patterns: Patterns | None = None,
     per_head: bool | int = True,
-    process_group: Given = None,
+    process_group: GroupLike = None,
 ) -> dict[str, Tensor]:
     """Scale weights of queries and keys of each head whose greatest logit exceeds a threshold.
 
@@ -156,7 +156,7 @@ def _attention(
 
 
 def _greatest(
-    attentions: Sequence[_Attention], logits: Mapping[str, Tensor], process_group: Given
+    attentions: Sequence[_Attention], logits: Mapping[str, Tensor], process_group: GroupLike
 ) -> dict[str, Tensor]:
     """Take the greatest logits over all ranks that share the weights; float32, on their device."""
     own: dict[str, Tensor] = {}

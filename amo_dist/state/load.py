@@ -49,6 +49,7 @@ class Loaded:
 def read(
     optimizer: torch.optim.Optimizer,
     params_by_name: Mapping[str, Tensor],
+    names_by_group: Sequence[Sequence[str]],
     state_dict: Mapping[str, Any],
 ) -> Loaded:
     """Check what ``state_dict()`` of the optimizer returned, and change nothing.
@@ -58,7 +59,8 @@ def read(
     Args:
         optimizer: With its control state in its parameter groups.
         params_by_name: Its parameters, in the order of the groups.
-        state_dict: That one.
+        names_by_group: Names of the parameters in each group.
+        state_dict: State that ``state_dict()`` returned.
 
     Raises:
         ValueError: The state is of another structure or optimizer, or damaged.
@@ -70,6 +72,7 @@ def read(
         loaded = loaded if replaced is None else replaced
     _check_form(loaded)
     groups = _check_groups(loaded.get("param_groups"), optimizer.param_groups)
+    _order_by_name(groups, loaded.get("param_names"), names_by_group)
     own = {name: optimizer.state[param] for name, param in params_by_name.items()}
     copies = _check_state(loaded.get("state"), groups, own)
     return Loaded(groups, read_json("control", groups[0]["control"]), copies)
@@ -107,6 +110,36 @@ def _check_groups(found: object, expected: Sequence[Mapping[str, Any]]) -> list[
         if saved.get("algorithm") != group["algorithm"]:
             fail(f"{place}.algorithm", saved.get("algorithm"), repr(group["algorithm"]))
     return groups
+
+
+def _order_by_name(
+    groups: Sequence[dict[str, Any]], saved: object, names_by_group: Sequence[Sequence[str]]
+) -> None:
+    """Bring saved parameters to the order of this optimizer's names, where a state dict has names.
+
+    By position two parameters of one shape would silently take each other's state.
+
+    Args:
+        groups: Saved groups, whose ``params`` are put in order.
+        saved: Names that were saved, by group; None for state dicts of PyTorch's helpers, which go
+            by names themselves.
+        names_by_group: Names of this optimizer.
+
+    Raises:
+        ValueError: A group holds other names.
+    """
+    if saved is None:
+        return
+    expected = [sorted(names) for names in names_by_group]
+    if not isinstance(saved, Sequence) or len(saved) != len(expected):
+        fail("param_names", saved, f"names of the parameters of {len(expected)} groups")
+    for index, (group, names) in enumerate(zip(groups, saved, strict=True)):
+        if not isinstance(names, Sequence) or sorted(map(str, names)) != expected[index]:
+            others = sorted({*map(str, names)} ^ {*expected[index]}) if names else expected[index]
+            place = f"param_names[{index}]"
+            fail(place, f"other names than here ({', '.join(others[:3])})", "those of this group")
+        keys = dict(zip(names, group["params"], strict=True))
+        group["params"] = [keys[name] for name in names_by_group[index]]
 
 
 def _check_origin(groups: Sequence[Mapping[str, Any]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -163,7 +164,7 @@ def test_a_skipped_step_is_counted_once_it_is_known(
     assert (saved["steps_taken"], saved["steps_skipped"]) == (3, 1)
 
 
-def unlike(rank: int, world_size: int) -> tuple[bool, str, list[str]]:
+def unlike(rank: int, world_size: int) -> tuple[bool, str, list[int]]:
     with simulated_device(), nccl():
         model, made = make("fsdp")
         models.set_gradients(model, 1, 3)
@@ -171,20 +172,55 @@ def unlike(rank: int, world_size: int) -> tuple[bool, str, list[str]]:
         before = everything(model, made)
         made.step()
         unchanged = same_bits(everything(model, made), before)
-        with pytest.raises(RankMismatchError) as raised:
-            made.state_dict()
-        errors = [str(raised.value)]
+        # Saving raises nothing, and saves the state before the step.
+        steps = [made.control_state_dict()["steps_taken"], made.num_steps_taken]
         with pytest.raises(RankMismatchError) as raised:
             made.step()
-        return unchanged, str(raised.value), [*errors, str(made.num_steps_taken)]
+        return unchanged, str(raised.value), [*steps, made.num_steps_taken]
 
 
 def test_unlike_hyperparameters_change_nothing(run_on: Ranks) -> None:
-    for unchanged, error, (saving, steps) in run_on(2)(unlike):
+    for unchanged, error, steps in run_on(2)(unlike):
         assert unchanged
         assert "rank(s) 1 differ from rank 0; rank 0 has group 0: lr 0.01, " in error
-        assert saving.startswith("ranks were about to do different things in step 3")
-        assert steps == "2"
+        assert steps == [2, 3, 2]
+
+
+SAVED_CAUSES = {
+    "nan": "a gradient was NaN, inf or too large on rank 1",
+    "missing": "gradients were not alike",
+    "foreign": "gradients were not alike",
+}
+
+
+def save_after(rank: int, world_size: int, fault: str) -> tuple[list[str], dict[str, Any]]:
+    """A state dict after a bad step, saved by each rank alone, and loaded by a fresh optimizer."""
+    messages: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("amo_dist.engine.verdict")
+    with simulated_device(), nccl():
+        model, made = make("fsdp")
+        models.set_gradients(model, 1, 3)
+        if rank == 1:
+            FAULTS[fault](model, MATRIX)
+        made.step()
+        logger.addHandler(handler)
+        try:
+            saved = made.state_dict()
+        finally:
+            logger.removeHandler(handler)
+        made.load_state_dict(saved)
+        control = made.control_state_dict()
+    return messages, {key: control[key] for key in ("steps_taken", "steps_skipped")}
+
+
+@pytest.mark.parametrize("fault", [*FAULTS])
+def test_saving_after_a_bad_step_tells_and_saves(run_on: Ranks, fault: str) -> None:
+    for messages, control in run_on(2)(save_after, fault):
+        cause = SAVED_CAUSES[fault]
+        assert messages == [f"step 3 changed nothing: {cause}; the next step tells more"]
+        assert control == {"steps_taken": 2, "steps_skipped": 0}
 
 
 def damaged(rank: int, world_size: int) -> list[tuple[str, bool]]:

@@ -265,3 +265,19 @@ def test_a_bad_gradient_is_left_out_without_a_wait(
             assert optimizer.metrics()["optimizer/steps_skipped"] == float(step > 4)
     (record,) = (each for each in caplog.records if each.levelno == logging.WARNING)
     assert record.getMessage().startswith("step 4 skipped: ")
+
+
+def test_a_step_is_timed_on_the_stream_of_its_parameters(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The current device may be another one: no rank has to set it."""
+    with simulated_device():
+        model = models.plain_model({"layers.0.attention.wq.weight": (6, 4)}, "cuda")
+        optimizer = Muon(param_groups(model))
+        models.set_gradients(model, 1, 1)
+        streams = list[object]()
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device=None: device)
+        monkeypatch.setattr(
+            torch.cuda.Event, "record", lambda self, stream=None: streams.append(stream)
+        )
+        optimizer.step()
+    assert len(streams) >= 2
+    assert all(stream == torch.device("cuda", 0) for stream in streams)

@@ -23,6 +23,7 @@ from amo_dist import (
     make_optimizer,
     param_groups,
 )
+from amo_dist.engine.verdict import MAX_IDLE_STEPS
 from amo_dist.optimizers.foreign import import_state
 from tests.distributed import models
 from tests.simulated_device import simulated_device
@@ -165,51 +166,69 @@ def test_a_swap_that_comes_too_late_is_refused() -> None:
 def test_parameters_that_are_no_longer_the_models_are_refused(
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """PyTorch steps without gradients, as before the first backward pass: not for long."""
     old = models.plain_model(SHAPES)
     optimizer = make_optimizer(name, param_groups(old))
     model, _ = twins(old)
     models.set_gradients(model, 1, 1)
-    for _ in range(9):
+    for _ in range(MAX_IDLE_STEPS - 1):
         optimizer.step()
-    message = f"{MATRICES}: found no gradient on any rank in step 10, the last of 1"
-    for _ in range(2):
-        with pytest.raises(MissingGradientError, match=message):
+    (record,) = caplog.records
+    assert record.getMessage().startswith(f"{MATRICES}: found no gradient on any rank in step 1")
+    message = f"{MATRICES}: found no gradient on any rank in step 1, the last of 10 such steps"
+    with pytest.raises(MissingGradientError, match=message):
+        optimizer.step()
+    assert optimizer.num_steps_taken == 0
+
+
+@pytest.mark.parametrize("is_on_devices", [False, True])
+def test_parameters_replaced_after_the_first_step_are_refused(is_on_devices: bool) -> None:
+    with simulated_device() if is_on_devices else contextlib.nullcontext():
+        model = models.plain_model(SHAPES, "cuda" if is_on_devices else "cpu")
+        optimizer = muon(model)
+        train(model, optimizer, 1, 1)
+        optimizer.zero_grad()  # for good: the model has other parameters now
+        for _ in range(MAX_IDLE_STEPS - 1 + is_on_devices):
             optimizer.step()
-    assert len(caplog.records) == 1
-    assert optimizer.num_steps_taken == 9
+        with pytest.raises(MissingGradientError, match=f"{MATRICES}: .* 10 such steps"):
+            optimizer.step()
 
 
-@pytest.mark.parametrize("replaced_after", [1, 5])
-def test_parameters_that_are_replaced_in_mid_run_are_refused_after_ten_steps(
-    replaced_after: int,
-) -> None:
-    """They trained nothing for the rest of the run, after one warning."""
-    old = models.plain_model(SHAPES)
-    optimizer = muon(old)
-    for step in range(replaced_after):
-        train(old, optimizer, 1, step + 1)
-    optimizer.zero_grad()
-    for _ in range(9):
-        optimizer.step()
-    with pytest.raises(MissingGradientError, match="the last of 10 such steps"):
-        optimizer.step()
-    train(old, optimizer, 1, 99)  # and trains where there are gradients again
-
-
-def test_a_step_before_the_first_gradient_changes_nothing(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """As with PyTorch's optimizers: hooks, schedulers and scalers step before there are any."""
-    model = models.plain_model(SHAPES)
+def test_steps_before_the_first_gradient_change_nothing() -> None:
+    model, twin = models.plain_model(SHAPES), models.plain_model(SHAPES)
     optimizer = muon(model)
     before = weights(model)
     optimizer.step()
+    optimizer.step()
     assert all(torch.equal(before[name], value) for name, value in weights(model).items())
-    assert len(caplog.records) == 1
+    assert (optimizer.num_steps_taken, optimizer.control_state_dict()["steps_skipped"]) == (0, 0)
+    train(model, optimizer, 1, 1)
+    train(twin, muon(twin), 1, 1)
+    assert same(model, twin)
+
+
+def test_a_first_step_with_gradients_of_no_matrix_is_refused() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    models.set_gradients(model, 1, 1, missing=frozenset({WQ, W1}))
+    before = weights(model)
+    with pytest.raises(MissingGradientError, match=MATRICES):
+        optimizer.step()
+    assert all(torch.equal(before[name], value) for name, value in weights(model).items())
     train(model, optimizer, 1, 1)
     twin = models.plain_model(SHAPES)
     train(twin, muon(twin), 1, 1)
     assert same(model, twin)
+
+
+def test_gradients_that_come_back_train_again() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = muon(model)
+    for step in (1, 2):
+        train(model, optimizer, step, step)
+        optimizer.zero_grad()
+        for _ in range(MAX_IDLE_STEPS - 1):
+            optimizer.step()
 
 
 @pytest.mark.parametrize("is_on_devices", [False, True])
