@@ -22,7 +22,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from amo_dist import Muon, MuonConfig, param_groups
@@ -98,7 +98,7 @@ def count(options: argparse.Namespace) -> dict[str, dict[str, int]]:
 
     sys.path.pop(0)
     with simulated_device() as device:
-        optimizer = build(options)
+        optimizer = build(make_module(options, make_mesh(options)))
         for _ in range(WARMUP):
             give_gradients(optimizer)
             device.clear()
@@ -106,12 +106,24 @@ def count(options: argparse.Namespace) -> dict[str, dict[str, int]]:
         return {"operations": device.operations, "waits": device.waits}
 
 
-def build(options: argparse.Namespace) -> Muon:
-    """Rank 0 of many: the optimizer over its shards."""
+def make_mesh(options: argparse.Namespace) -> DeviceMesh:
+    """Mesh of many ranks, of which this process is the first; collectives move nothing."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=options.ranks)
-    mesh = init_device_mesh("cuda", (options.ranks,))
+    return init_device_mesh("cuda", (options.ranks,))
+
+
+def make_module(
+    options: argparse.Namespace, mesh: DeviceMesh | None, has_others: bool = True
+) -> nn.Module:
+    """A narrower model with gradients, its rows sharded over the mesh; whole where that is None.
+
+    Args:
+        options: Model, its factor of width, and dtype of parameters.
+        mesh: Mesh of `make_mesh`.
+        has_others: Whether it has embeddings and norms beside matrices.
+    """
     whole, by = MODELS[options.model], options.narrower
     model = DecoderShape(
         whole.layers,
@@ -125,8 +137,11 @@ def build(options: argparse.Namespace) -> Muon:
     generator = torch.Generator().manual_seed(0)
 
     def sharded(shape: tuple[int, ...]) -> Tensor:
-        local = torch.randn(shape[0] // options.ranks, *shape[1:], generator=generator)
-        return DTensor.from_local(local.to("cuda", dtype), mesh, [Shard(0)], run_check=False)
+        rows = shape[0] if mesh is None else shape[0] // options.ranks
+        tensor = torch.randn(rows, *shape[1:], generator=generator).to("cuda", dtype)
+        if mesh is None:
+            return tensor
+        return DTensor.from_local(tensor, mesh, [Shard(0)], run_check=False)
 
     def add(name: str, shape: tuple[int, ...]) -> None:
         *path, leaf = name.split(".")
@@ -139,16 +154,22 @@ def build(options: argparse.Namespace) -> Muon:
         parameter.grad = sharded(shape)
         module.register_parameter(leaf, parameter)
 
-    add("tok_embeddings.weight", (options.ranks * 8, model.dim))
     for layer in range(model.layers):
         for matrix in model.block():
             add(f"layers.{layer}.{matrix.name}", matrix.shape)
-        add(f"layers.{layer}.attention_norm.weight", (model.dim,))
-        add(f"layers.{layer}.ffn_norm.weight", (model.dim,))
-    add("norm.weight", (model.dim,))
-    add("output.weight", (options.ranks * 8, model.dim))
-    config = MuonConfig(ns_guard_every=0)
-    return Muon(param_groups(root), lr=1e-3, config=config)
+        if has_others:
+            add(f"layers.{layer}.attention_norm.weight", (model.dim,))
+            add(f"layers.{layer}.ffn_norm.weight", (model.dim,))
+    if has_others:
+        add("tok_embeddings.weight", (options.ranks * 8, model.dim))
+        add("norm.weight", (model.dim,))
+        add("output.weight", (options.ranks * 8, model.dim))
+    return root
+
+
+def build(module: nn.Module) -> Muon:
+    """The optimizer over the shards of a module."""
+    return Muon(param_groups(module), lr=1e-3, config=MuonConfig(ns_guard_every=0))
 
 
 class Done:
@@ -156,23 +177,35 @@ class Done:
         pass
 
 
-def all_to_all(output: Tensor, *args: Any, **kwargs: Any) -> Done:
+def transfer(output: Tensor | Sequence[Tensor], *args: Any, **kwargs: Any) -> Done:
     """Stands for a transfer; of memory that nobody wrote, products would be NaN."""
-    output.zero_()
+    for tensor in [output] if isinstance(output, Tensor) else output:
+        tensor.zero_()
     return Done()
 
 
+def local(tensor: Tensor) -> Tensor:
+    """The shard of this rank."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def renewed(grad: Tensor) -> Tensor:
+    """A gradient as a new tensor, as after a backward pass."""
+    if not isinstance(grad, DTensor):
+        return grad.detach()
+    shard = grad._local_tensor.detach()
+    return DTensor.from_local(shard, grad.device_mesh, grad.placements, run_check=False)
+
+
 def give_gradients(optimizer: Muon) -> None:
-    """Gradients that are new tensors, as after a backward pass."""
+    """Renew the gradients of all parameters."""
     for param in optimizer.params_by_name.values():
-        assert isinstance(param, DTensor)
-        assert isinstance(param.grad, DTensor)
-        local = param.grad._local_tensor.detach()
-        param.grad = DTensor.from_local(local, param.device_mesh, param.placements, run_check=False)
+        assert param.grad is not None
+        param.grad = renewed(param.grad)
 
 
 def step(optimizer: Muon) -> None:
-    with mock.patch.object(dist, "all_to_all_single", all_to_all):
+    with mock.patch.object(dist, "all_to_all_single", transfer):
         optimizer.step()
 
 

@@ -29,7 +29,7 @@ from amo_dist.distributed.plan import plan_exchange
 from amo_dist.kernels.newton_schulz import NS_BACKENDS, orthogonalize, step_sizes
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import compose
-from amo_dist.tools.simulate import OWNERSHIPS, lay_out
+from amo_dist.tools.step_cost import OWNERSHIPS, lay_out
 from benchmarks.measure import paired, ratio, report
 from benchmarks.shapes import MODELS
 

@@ -148,7 +148,6 @@ STARTS: dict[str, list[list[str]]] = {
     "report": [["run"]],
     "watch": [["run"]],
     "plan": [["--ell", "attn_q=1e-3", "--ell", "mlp_up=1e-2"], ["--plan", "run"]],
-    "simulate": [["--model", "qwen3-1.7b", "--ranks", "4"], ["--shapes", "shape.json"]],
     "doctor": [["--seconds", "60"]],
 }
 """For each command arguments that work, or nearly: one of them is exchanged."""

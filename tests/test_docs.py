@@ -272,8 +272,8 @@ def test_printed_commands_exist(document: str) -> None:
 
 def test_printed_commands_are_found() -> None:
     text = "| `amo plan` | x |\n`amo <command>`, `amo plan --json` `python` `torchrun ... -m x`\n"
-    text += "```bash\nA=1 amo simulate --x \\\n  3  # y\n\n# z\n```\n"
-    found = [["A=1", "amo", "simulate", "--x", "3"], ["amo", "plan", "--json"]]
+    text += "```bash\nA=1 amo plan --x \\\n  3  # y\n\n# z\n```\n"
+    found = [["A=1", "amo", "plan", "--x", "3"], ["amo", "plan", "--json"]]
     assert printed_commands(text) == found
 
 

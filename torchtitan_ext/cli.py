@@ -24,7 +24,7 @@ from torchtitan_ext.tools import (
 )
 
 TITAN = ("torchtitan", "torchdata", "tiktoken", "tyro", "numpy")
-"""What comes with the extra ``titan``; commands that plan, simulate, watch or report do without."""
+"""What comes with the extra ``titan``; commands that plan, watch or report do without."""
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -251,6 +251,14 @@ def first_iterate(
         preconditioner does not compute them.
     """
     wide = wide_dtype(x.dtype, dtype)
+    has_eps = eps > _LEAST_EPS * torch.finfo(dtype).eps
+    if not (on_cpu(x) or has_eps or preconditioner == "aol" or wide == torch.float64):
+        # The fewest passes over memory. Kernels cast as they read and write: squares of any float32
+        # stay in the range of float64. The clamp turns 0 / 0 into 0.
+        norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True, dtype=torch.float64)
+        divisor = norm.mul_(norm_scale).clamp_(min=_LEAST_ENTRY[torch.float64])
+        first = torch.empty(x.shape, dtype=dtype, device=x.device)
+        return torch.div(x, divisor, out=first), None
     # The maximum is taken in the dtype of x, which may be half as long to read, and is the same in
     # any order. The clamp keeps zero matrices from 0 / 0.
     largest = largest_entry(x).to(wide).clamp_(min=_LEAST_ENTRY[wide])
@@ -267,7 +275,7 @@ def first_iterate(
     # A norm is at least one but for zero matrices: the clamp turns 0 / 0 into 0 / 1.
     norm = torch.linalg.vector_norm(unit, dim=(-2, -1), keepdim=True).clamp_(min=1.0)
     divisor = norm.to(torch.float64).mul_(norm_scale)
-    if eps > _LEAST_EPS * torch.finfo(dtype).eps:
+    if has_eps:
         divisor += eps * scaled
     return unit.div_(divisor.to(wide)).to(dtype), None
 

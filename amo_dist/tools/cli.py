@@ -9,7 +9,6 @@ from amo_dist.config import __version__
 from amo_dist.tools.command import Parser, Subparsers, run_command
 from amo_dist.tools.doctor.command import add_doctor_command
 from amo_dist.tools.plan import add_plan_command
-from amo_dist.tools.simulate import add_simulate_command
 
 
 def add_commands(subparsers: Subparsers) -> None:
@@ -19,7 +18,7 @@ def add_commands(subparsers: Subparsers) -> None:
         subparsers: Subparsers of the program. Each command sets ``run``: ``args.run(args)`` returns
             the exit status, and raises ``ValueError`` for a mistake of the user's.
     """
-    for add_command in (add_plan_command, add_simulate_command, add_doctor_command):
+    for add_command in (add_plan_command, add_doctor_command):
         add_command(subparsers)
 
 

@@ -2,19 +2,12 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 from collections.abc import Mapping
-from pathlib import Path
-from typing import Any
 
-from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule.fields import read_int
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.command import read_json_file
 
-BASE_STEPS = 5
-"""Newton-Schulz steps of every operator type before the lock."""
 _MOST_LAYERS, _WIDEST = 1000, 2**24
 
 
@@ -99,47 +92,3 @@ PLANS: Mapping[str, tuple[int, ...]] = {
 }
 """Newton-Schulz steps after the lock, in the order of `OPERATOR_TYPES`, for the models whose plan
 the AMO paper prints (table of locked schedules)."""
-
-
-def add_model_options(group: Any) -> None:
-    """Add ``--model`` and ``--shapes`` to a group of options that exclude one another."""
-    group.add_argument(
-        "--model",
-        choices=sorted(map(str.lower, MODELS)),
-        type=str.lower,
-        help="a model of the AMO paper",
-    )
-    group.add_argument(
-        "--shapes",
-        type=Path,
-        metavar="FILE",
-        help="a JSON object with layers, dim, ffn_dim, heads, kv_heads and q_ratio",
-    )
-
-
-def read_model(args: argparse.Namespace) -> tuple[str, DecoderShape, dict[str, int]]:
-    """The model that parsed options name.
-
-    Returns:
-        Its name, its sizes, and Newton-Schulz steps after the lock by operator type: the uniform
-        ones where the paper prints no plan of it.
-
-    Raises:
-        ValueError: The file cannot be read, or holds no shape.
-    """
-    if args.model:
-        name = next(name for name in MODELS if name.lower() == args.model)
-        # The paper prints no plan of Llama-3.1-1.4B; that of the 760M model takes its place.
-        known = PLANS.get("Llama-3.1-760M" if name == "Llama-3.1-1.4B" else name)
-        steps = known or (BASE_STEPS,) * len(OPERATOR_TYPES)
-        return name, MODELS[name], dict(zip(OPERATOR_TYPES, steps, strict=True))
-    try:
-        shape = DecoderShape(**read_json_file(args.shapes))
-    except TypeError as error:
-        names = ", ".join(field.name for field in dataclasses.fields(DecoderShape))
-        raise ValueError(
-            f"--shapes: found {args.shapes} ({error}), expected a JSON object with {names}"
-        ) from None
-    except ValueError as error:
-        raise ValueError(f"--shapes: found {error}") from None
-    return str(args.shapes), shape, dict.fromkeys(OPERATOR_TYPES, BASE_STEPS)

@@ -22,7 +22,7 @@ from amo_dist.tools.doctor import examination, machine, optimizer
 from amo_dist.tools.doctor.examination import Check, Examination, Verdict
 from amo_dist.tools.doctor.models import make_model
 from amo_dist.tools.doctor.site import Fault, Site, make_site
-from amo_dist.tools.simulate import StepCost, lay_out
+from amo_dist.tools.step_cost import StepCost, lay_out
 from tests.distributed.harness import Ranks
 
 CPU = torch.device("cpu")

@@ -38,9 +38,9 @@ def test_help_names_the_program_that_was_started(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setattr(sys, "argv", [started])
-    assert cli.main(["simulate", "--help"]) == 0
+    assert cli.main(["plan", "--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    assert f"example: {program} simulate --model" in told
+    assert f"examples: {program} plan --ell" in told
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests import hostile
 from torchtitan_ext.cli import main
 
 SAMPLE = 150
-QUICK = ("plan", "simulate", "watch", "export", "doctor", "paper compare", "paper static-schedule")
+QUICK = ("plan", "watch", "export", "doctor", "paper compare", "paper static-schedule")
 """Commands that answer in milliseconds."""
 
 
@@ -33,7 +33,7 @@ def test_hostile_command_lines_end_in_one_line() -> None:
         rest = [line for line in rest if line[:2] != ("report", "run") and line[:1] != ("train",)]
         chosen = dice.sample(quick, SAMPLE) + dice.sample(rest, SAMPLE // 5)
         bad = hostile.try_lines(chosen)
-    assert len(found) > 10_000
+    assert len(found) > 9_000
     told = [f"{hostile.shown(one.line)}\n    {one.problem()}" for one in bad]
     assert not told, "\n".join(told)
 
@@ -57,16 +57,11 @@ KINDS = {
     "a pipe for a plan": ["plan", "--plan", "pipe"],
     "a pipe for metrics": ["report", "run_of_pipes"],
     "a pipe for a config": ["preflight", "pipe"],
-    "a pipe for shapes": ["simulate", "--shapes", "pipe"],
     "a pipe for figures": ["doctor", "--json", "pipe"],
-    "deep JSON of shapes": ["simulate", "--shapes", "deep.json"],
     "fields of other types": ["watch", "run_types"],
     "a config of other types": ["export", "run_sparse", "-o", "new"],
     "a record without a step": ["report", "run_null"],
-    "an integer of twenty digits": ["simulate", "--model=qwen3-1.7b", f"--ranks={'9' * 20}"],
-    "very many ranks": ["simulate", "--model=qwen3-1.7b", "--ranks", "1000000"],
     "a world of very many": ["preflight", hostile.QUICKSTART, "--world", "1000000"],
-    "very many layers": ["simulate", "--shapes", "shape.json"],
     "an endless wait": ["watch", "run", "--follow", "--interval", "inf"],
     "an option's end for a value": ["watch", "run", "--interval=--"],
     "two lines": ["watch", "a\nb"],

@@ -56,8 +56,8 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
     ("argv", "message"),
     [
         ([], "the following arguments are required: COMMAND"),
-        (["nothing"], "COMMAND: found 'nothing', expected one of plan, simulate, doctor; see"),
-        (["docter"], "expected one of plan, simulate, doctor (did you mean doctor?)"),
+        (["nothing"], "COMMAND: found 'nothing', expected one of plan, doctor; see"),
+        (["docter"], "expected one of plan, doctor (did you mean doctor?)"),
         ([*TWO, "--jsn"], "found unknown --jsn, expected options of python -m amo_dist plan (did"),
         (["plan"], "one of the arguments --ell --plan is required"),
         ([*TWO, "--plan", "x"], "--plan: not allowed with argument --ell"),

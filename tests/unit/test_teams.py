@@ -17,9 +17,10 @@ from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from amo_dist.distributed.teams import FLOPS_PER_BYTE, choices, member_costs, share_of, slabs
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.tools.shapes import MODELS, PLANS
-from amo_dist.tools.simulate import lay_out, simulate
+from amo_dist.tools.step_cost import lay_out
 from tests.distributed import models as models_of_ranks
 from tests.layouts import Model, build, models
+from tests.step_costs import step_costs
 
 few = settings(max_examples=40, deadline=None)
 OWNERSHIP = st.sampled_from(["round_robin", "balanced"])
@@ -122,7 +123,7 @@ def test_teams_even_out_the_load_of_many_ranks(
     name: str, layout: str, ranks: int, most: float
 ) -> None:
     shape = MODELS[name]
-    rows = simulate(
+    rows = step_costs(
         shape.matrices(), dict.fromkeys(OPERATOR_TYPES, 5), ranks, layout=layout, max_team=8
     )
     found = {(bool(row["teams"]), row["ownership"]): row for row in rows}
@@ -143,7 +144,7 @@ def test_gram_matrices_are_part_of_the_traffic() -> None:
     matrices = lay_out(infos, 256)
     costs = [float(steps[i.operator_type] * ns_step_flops(*i.shape)) for i in infos]
     for ownership in ("round_robin", "balanced"):
-        rows = simulate(infos, steps, 256, max_team=8)
+        rows = step_costs(infos, steps, 256, max_team=8)
         (row,) = (
             row
             for row in rows

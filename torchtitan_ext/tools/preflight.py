@@ -15,7 +15,7 @@ from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import MOST_WORLD, Subparsers, positive, print_text, whole
-from amo_dist.tools.simulate import OWNERSHIPS, StepCost, lay_out
+from amo_dist.tools.step_cost import OWNERSHIPS, StepCost, lay_out
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import machine
 from torchtitan_ext.runs import folder as runs

@@ -1,4 +1,4 @@
-"""The simulation: known shapes, known volumes, a table and JSON."""
+"""What a step costs on many ranks: known shapes, known volumes."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from amo_dist.config import OPERATOR_TYPES, MuonConfig
 from amo_dist.kernels import newton_schulz
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import composed
-from amo_dist.tools.cli import main
 from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
-from amo_dist.tools.simulate import Row, StepCost, lay_out, newton_schulz_bytes, simulate
+from amo_dist.tools.step_cost import StepCost, lay_out, newton_schulz_bytes
 from tests.memory import peak_bytes
+from tests.step_costs import step_costs
 
 SPECS = json.loads(
     (Path(__file__).resolve().parent.parent / "golden" / "model_specs.json").read_text()
@@ -28,10 +28,6 @@ LOCKED = json.loads(
 )
 SMALL = DecoderShape(layers=4, dim=64, ffn_dim=128, heads=4, kv_heads=2)
 UNIFORM = dict.fromkeys(OPERATOR_TYPES, 5)
-
-
-def rows_of(results: list[Row]) -> dict[tuple[str, str], Row]:
-    return {(row["ownership"], row["schedule"]): row for row in results}
 
 
 @pytest.mark.parametrize("name", sorted(SPECS))
@@ -53,7 +49,7 @@ def test_load_and_traffic_add_up(layout: str, ranks: int) -> None:
     elements = sum(info.shape[0] * info.shape[1] for info in registry)
     flops = sum(ns_step_flops(*info.shape) for info in registry)
     steps = {**UNIFORM, "attn_q": 7}
-    for row in simulate(registry, steps, ranks, layout=layout):
+    for row in step_costs(registry, steps, ranks, layout=layout):
         extra = sum(ns_step_flops(*i.shape) for i in registry if i.operator_type == "attn_q")
         locked = row["schedule"] == "locked"
         mean = (5 * flops + 2 * extra * locked) / ranks / 1e9
@@ -71,7 +67,7 @@ def test_load_and_traffic_add_up(layout: str, ranks: int) -> None:
 @pytest.mark.parametrize("layout", ["hsdp", "ddp"])
 def test_each_replica_gets_its_own_copy(layout: str) -> None:
     """Replicas of 2 ranks, or of 1, on nodes of 8."""
-    for row in simulate(SMALL.matrices(), UNIFORM, 256, layout=layout, replica_size=2):
+    for row in step_costs(SMALL.matrices(), UNIFORM, 256, layout=layout, replica_size=2):
         elements = sum(info.shape[0] * info.shape[1] for info in SMALL.matrices())
         # An owner of half a matrix gathers the other half from its node, and sends whole ones.
         elsewhere = 256 // (2 if layout == "hsdp" else 1) * (1 - 8 / 256)
@@ -93,51 +89,6 @@ def test_bytes_follow_the_wire() -> None:
     assert torch.equal(products.within, narrow.within)
     assert wide.memory() > narrow.memory()
     assert products.memory() > narrow.memory()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--model", "qwen3-1.7b", "--ranks", "0"], "ranks: found 0"),
-        (
-            ["--model", "qwen3-1.7b", "--ranks", "12", "--layout", "hsdp"],
-            "replica_size: found 8, expected a divisor of 12 ranks",
-        ),
-        (["--model", "qwen3-1.7b", "--steps", "attn_q"], "--steps: found 'attn_q'"),
-        (["--model", "qwen3-1.7b", "--steps", "attn_x=3"], "--steps: found 'attn_x=3'"),
-        (["--model", "qwen3-1.7b", "--steps", "attn_q=0"], "--steps: found 'attn_q=0'"),
-        (["--shapes", "missing.json"], "--shapes: found missing.json: cannot be read"),
-    ],
-)
-def test_mistakes_are_told_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["simulate", *arguments]) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert len(error.splitlines()) == 1
-
-
-@pytest.mark.parametrize("text", ["[]", "{", '{"layers": 1}', '{"depth": 1}'])
-def test_a_malformed_shape_names_the_file(
-    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "shape.json"
-    file.write_text(text)
-    assert main(["simulate", "--shapes", str(file)]) == 2
-    assert f"--shapes: found {file}" in capsys.readouterr().err
-
-
-def test_teams_have_rows_and_columns_of_their_own(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["simulate", "--model", "qwen3-1.7b", "--ranks", "256"]
-    assert main([*arguments, "--max-team", "8"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert "teams of at most 8" in lines[0]
-    assert "teams" in {*lines[4].replace("  ", "\0").split("\0")}
-    assert ["84x2" in line for line in lines[5:]] == [False] * 4 + [True] * 4
-    assert max(map(len, lines)) <= 100
-    assert main([*arguments, "--max-team", "0"]) == 2
-    assert "--max-team: found 0" in capsys.readouterr().err
 
 
 # ------------------------------------------------------------------ memory

@@ -5,10 +5,6 @@ No second is predicted: what a machine makes of flops and bytes only the machine
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
-import itertools
-import json
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -17,28 +13,16 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Replicate, Shard
 
-from amo_dist.config import OPERATOR_TYPES, MuonConfig
+from amo_dist.config import MuonConfig
 from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT
 from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
 from amo_dist.distributed.ownership import Job, assign
 from amo_dist.distributed.plan import count_elements, plan_exchange
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.command import (
-    MOST_WORLD,
-    Subparsers,
-    pad,
-    print_text,
-    read_steps,
-    whole,
-)
 from amo_dist.tools.ledger import reduced_by_rank, sent_by_rank
-from amo_dist.tools.shapes import BASE_STEPS, add_model_options, read_model
 
 OWNERSHIPS = ("round_robin", "balanced")
-
-Row = dict[str, Any]
-"""A number of ``ranks``, an ``ownership``, a ``schedule``, and what `StepCost.summary` tells."""
 
 
 def lay_out(
@@ -207,139 +191,3 @@ def newton_schulz_bytes(
     scaling = (itemsize + max(itemsize, wire, 4)) * elements
     products = itemsize * (3 * elements + 2 * squares)
     return wire * elements + max(scaling, products)
-
-
-def simulate(
-    registry: Sequence[MatrixInfo],
-    steps: Mapping[str, int],
-    ranks: int,
-    *,
-    layout: str = "fsdp",
-    replica_size: int = 8,
-    ranks_per_node: int = 8,
-    max_team: int = 1,
-) -> list[Row]:
-    """Load and traffic before and after a lock, for each way of dealing matrices to ranks.
-
-    Args:
-        registry: Every matrix.
-        steps: Newton-Schulz steps after the lock, of each operator type of the registry.
-        ranks: Size of the world.
-        layout: See `lay_out`.
-        replica_size: See `lay_out`.
-        ranks_per_node: Consecutive ranks of one node.
-        max_team: Most ranks that share one matrix.
-
-    Returns:
-        A uniform and a locked row for each ownership; with teams after those without.
-
-    Raises:
-        ValueError: ``replica_size`` does not divide ``ranks``.
-    """
-    matrices = lay_out(registry, ranks, layout=layout, replica_size=replica_size)
-    rows: list[Row] = []
-    schedules = (("uniform", dict.fromkeys(steps, BASE_STEPS)), ("locked", steps))
-    for most, ownership, (schedule, by_type) in itertools.product(
-        sorted({1, max_team}), OWNERSHIPS, schedules
-    ):
-        config = MuonConfig(ownership=ownership, max_team=most)
-        cost = StepCost(
-            registry, matrices, by_type, ranks, ranks_per_node=ranks_per_node, config=config
-        )
-        names = {"ranks": ranks, "ownership": ownership, "schedule": schedule}
-        rows.append({**names, **cost.summary()})
-    return rows
-
-
-# -------------------------------------------------------------------- the command
-
-
-def add_simulate_command(subparsers: Subparsers) -> None:
-    """Register ``simulate``: load and traffic of a model on many ranks."""
-    parser = subparsers.add_parser(
-        "simulate",
-        help="load and traffic of an optimizer step on many ranks, without them",
-        description="Newton-Schulz flops and bytes sent by a rank in one optimizer step, before "
-        "and after the lock, for each way of dealing matrices to ranks. Of teams 84x2 are 84 "
-        "matrices that 2 ranks share each.",
-        epilog="example: %(prog)s --model qwen3-1.7b --ranks 32 256 1024 --layout hsdp",
-    )
-    add_model_options(parser.add_mutually_exclusive_group(required=True))
-    size = whole(1, MOST_WORLD)
-    parser.add_argument(
-        "--ranks", type=size, nargs="+", default=[32, 256, 1024], help="world sizes"
-    )
-    parser.add_argument("--layout", choices=("fsdp", "hsdp", "ddp"), default="fsdp")
-    parser.add_argument("--replica-size", type=size, default=8, help="ranks that hold one replica")
-    parser.add_argument("--ranks-per-node", type=size, default=8)
-    parser.add_argument(
-        "--max-team", type=size, default=1, help="most ranks that share one matrix; adds rows"
-    )
-    parser.add_argument(
-        "--steps",
-        action="append",
-        default=[],
-        metavar="TYPE=STEPS",
-        help="steps of an operator type after the lock; those of the paper's table by default",
-    )
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    parser.set_defaults(run=run_simulate)
-
-
-def run_simulate(args: argparse.Namespace) -> int:
-    """Print the simulation for parsed arguments.
-
-    Raises:
-        ValueError: A shape, a number of steps or a size of the world is malformed.
-    """
-    name, shape, planned = read_model(args)
-    steps = {**planned, **read_steps("--steps", args.steps, OPERATOR_TYPES)}
-    fields = ("layout", "replica_size", "ranks_per_node", "max_team")
-    options = {field: getattr(args, field) for field in fields}
-    matrices = shape.matrices()
-    rows = [row for ranks in args.ranks for row in simulate(matrices, steps, ranks, **options)]
-    if args.layout != "hsdp":
-        options["replica_size"] = None
-    record = {
-        "model": name,
-        "shape": dataclasses.asdict(shape),
-        "steps": steps,
-        **options,
-        "rows": rows,
-    }
-    print_text(json.dumps(record, indent=2) if args.json else _table(record))
-    return 0
-
-
-_FIGURES = (
-    ("GF mean", "gflop", "mean", 1.0),
-    ("GF max", "gflop", "most", 1.0),
-    ("MB max", "sent", "most", 1e6),
-    ("in nodes", "sent_within", "mean", 1e6),
-    ("across", "sent_across", "mean", 1e6),
-    ("max", "sent_across", "most", 1e6),
-)
-"""Columns: title, key, which of the ranks, and unit."""
-
-
-def _table(record: Mapping[str, Any]) -> str:
-    layout = record["layout"]
-    if layout == "hsdp":
-        layout += f", replicas of {record['replica_size']}"
-    if record["max_team"] > 1:
-        layout += f", teams of at most {record['max_team']}"
-    steps = ", ".join(f"{name} {count}" for name, count in record["steps"].items())
-    names = ["ranks", "ownership", "schedule", *(["teams"] if record["max_team"] > 1 else [])]
-    cells = [[*names, *(title for title, *_ in _FIGURES)]]
-    for row in record["rows"]:
-        teams = "+".join(f"{count}x{size}" for size, count in row["teams"].items())
-        told = {**row, "teams": teams or "none"}
-        figures = (f"{row[key][which] / unit:.1f}" for _, key, which, unit in _FIGURES)
-        cells.append([*(str(told[name]) for name in names), *figures])
-    lines = [
-        f"{record['model']}, {layout}, nodes of {record['ranks_per_node']}",
-        f"locked steps: {steps} (uniform: {BASE_STEPS})",
-        "a rank in one step: Newton-Schulz GFLOP, and MB sent in bf16: in all, in nodes and across",
-        "",
-    ]
-    return "\n".join([*lines, *map("  ".join, pad(cells))])

@@ -1,0 +1,34 @@
+"""Costs of a step on many ranks: uniform and locked, by ownership, without and with teams."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from amo_dist.config import MuonConfig
+from amo_dist.schedule.types import MatrixInfo
+from amo_dist.tools.step_cost import OWNERSHIPS, StepCost, lay_out
+
+Row = dict[str, Any]
+"""``ownership`` and ``schedule``, and the figures of `StepCost.summary`."""
+
+
+def step_costs(
+    registry: Sequence[MatrixInfo],
+    steps: Mapping[str, int],
+    ranks: int,
+    *,
+    layout: str = "fsdp",
+    replica_size: int = 8,
+    max_team: int = 1,
+) -> list[Row]:
+    matrices = lay_out(registry, ranks, layout=layout, replica_size=replica_size)
+    schedules = (("uniform", dict.fromkeys(steps, 5)), ("locked", steps))
+    cases = itertools.product(sorted({1, max_team}), OWNERSHIPS, schedules)
+    rows: list[Row] = []
+    for most, ownership, (schedule, by_type) in cases:
+        config = MuonConfig(ownership=ownership, max_team=most)
+        cost = StepCost(registry, matrices, by_type, ranks, config=config)
+        rows.append({"ownership": ownership, "schedule": schedule, **cost.summary()})
+    return rows
