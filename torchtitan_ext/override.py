@@ -1,13 +1,13 @@
-"""AMO, Muon, NorMuon and float8 in any config of torchtitan, by one option and no other change.
+"""AMO, Muon, NorMuon and float8 in any config of torchtitan, by one option.
 
     torchrun --nproc-per-node 8 -m torchtitan.train --module llama3 --config llama3_8b \
         --override.imports 'torchtitan_ext.override.amo={"lr": 1e-3}'
 
-An override for an optimizer takes the place of three sections: that, checkpoints and metrics. Its
-arguments are fields of ``[optimizer]``, ``[optimizer.muon]`` and ``[optimizer.amo]`` by their bare
-names. What they leave open of ``lr``, ``weight_decay``, ``beta1``, ``beta2`` and ``eps`` is that of
-the config's AdamW. ``amo_dist`` decides by name and shape which parameter is a matrix; groups of
-the config itself are not read.
+An override for an optimizer replaces the sections of optimizer, checkpoints and metrics, and turns
+CUDA graphs off. Its arguments are fields of ``[optimizer]``, ``[optimizer.muon]`` and
+``[optimizer.amo]`` by their bare names. ``lr``, ``weight_decay``, ``beta1``, ``beta2`` and ``eps``
+default to those of the config's AdamW, and its groups of another rate or without decay stay.
+``amo_dist`` decides by name and shape which parameter is a matrix.
 """
 
 from __future__ import annotations
@@ -15,113 +15,263 @@ from __future__ import annotations
 import abc
 import dataclasses
 import difflib
-from typing import Any
+import logging
+import types
+import typing
+from typing import Any, Literal
 
-import torchtitan.components.checkpointer as checkpointer
+import torchtitan.components.checkpointer.base as checkpointer
+import torchtitan.components.checkpointer.dcp as dcp
 import torchtitan.components.metrics as metrics
 import torchtitan.components.optimizer as optimizer
 from torchtitan.components.quantization import Float8LinearConverter
-from torchtitan.config import Configurable, derive, override
+from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig, derive, override
 from torchtitan.models.common.linear import Linear
 
+from torchtitan_ext.config.names import STOCK
+from torchtitan_ext.plugin import machine, patches, stop
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import MetricsProcessor
-from torchtitan_ext.plugin.optimizers import OptimizersContainer
+from torchtitan_ext.plugin.optimizers import OPTIMIZERS, OptimizersContainer
+
+logger = logging.getLogger(__name__)
+
+# torchtitan imports this module while it builds its trainer, before it builds a section.
+patches.install()
+stop.install()
 
 
-class Replaced(Configurable.Config, metaclass=abc.ABCMeta):
-    """The sections that one override takes the place of: an override names one class of target."""
+class StockSection(Configurable.Config, metaclass=abc.ABCMeta):
+    """Sections that one override replaces or checks: an override names one class of target."""
 
 
 for _section in (
     optimizer.OptimizersContainer.Config,
-    checkpointer.CheckpointManager.Config,
+    OptimizersContainer.Config,
+    checkpointer.BaseCheckpointManager.Config,
     metrics.MetricsProcessor.Config,
+    ParallelismConfig,
+    TrainingConfig,
 ):
-    Replaced.register(_section)
+    StockSection.register(_section)
 
 
-@override(target=Replaced, description="Adaptive Muon Orthogonalization")
-def amo(section: Any, **fields: Any) -> Configurable.Config:
+@override(target=StockSection, description="Adaptive Muon Orthogonalization")
+def amo(section: Any, **fields: Any) -> Any:
     """AMO; ``fields`` as above, such as ``{"lr": 1e-3, "observe_until": 400}``."""
-    return _replace(section, "AMO", fields)
+    return _replacement(section, "amo", ("AMO",), fields)
 
 
-@override(target=Replaced, description="Muon with one schedule for all matrices")
-def muon(section: Any, **fields: Any) -> Configurable.Config:
+@override(target=StockSection, description="Muon with one schedule for all matrices")
+def muon(section: Any, **fields: Any) -> Any:
     """Muon, or by ``name`` another of its family: ``{"lr": 1e-3, "name": "Muon-PE"}``."""
-    return _replace(section, "Muon", fields)
+    names = tuple(name for name in OPTIMIZERS if name not in ("AMO", *STOCK))
+    return _replacement(section, "muon", names, fields)
 
 
-@override(target=Replaced, description="NorMuon")
-def normuon(section: Any, **fields: Any) -> Configurable.Config:
+@override(target=StockSection, description="NorMuon")
+def normuon(section: Any, **fields: Any) -> Any:
     """NorMuon."""
-    return _replace(section, "NorMuon", fields)
+    return _replacement(section, "normuon", ("NorMuon",), fields)
 
 
 @override(
     target=Linear.Config,
-    fqns=["layers.*", "*.layers.*"],
+    # All linear modules of blocks but those named `gate`, which are the routers of experts.
+    fqns=["layers.*[!e]", "*.layers.*[!e]", "layers.*_gate", "*.layers.*_gate"],
     description="products in float8 (torchao)",
 )
 def float8(section: Linear.Config, **fields: Any) -> Configurable.Config:
     """Float8 products in the blocks of a model; ``fields`` of torchtitan's Float8LinearConverter.
 
-    Weights and optimizer stay as they are. It needs torchao, an accelerator that has float8, and
-    ``[compile]`` to be faster.
-    """
-    converter: Any = Float8LinearConverter.Config(**{"model_compile_enabled": True} | fields)
-    found: Configurable.Config = converter.build().convert(section)
-    return found
-
-
-def _replace(section: Any, name: str, fields: dict[str, Any]) -> Configurable.Config:
-    """Ours in the place of a section of torchtitan; one that is ours already stays.
+    Weights, optimizer and routers of experts stay as they are. It needs torchao, an accelerator
+    that has float8, and ``[compile]`` to be faster.
 
     Raises:
-        ValueError: For a field that there is not, or one that the config does not tell.
+        ValueError: For ``filter_fqns``: an override sees no names of modules.
     """
+    if "filter_fqns" in fields:
+        raise ValueError(
+            f"override.imports: found filter_fqns = {fields['filter_fqns']!r} for float8, expected "
+            "none: routers are left out, and torchtitan's own converter filters others"
+        )
+    converter: Any = Float8LinearConverter.Config(**{"model_compile_enabled": True} | fields)
+    converted: Configurable.Config = converter.build().convert(section)
+    return converted
+
+
+def _replacement(
+    section: Any, override: str, names: tuple[str, ...], fields: dict[str, Any]
+) -> Any:
+    """The project's section for one of torchtitan.
+
+    Args:
+        section: Section of the config.
+        override: Name of the override, for errors.
+        names: Optimizers that the override may make; the first is the default.
+        fields: Arguments of the override.
+
+    Raises:
+        ValueError: For a field that does not exist, a value of a wrong type, or a section that
+            cannot be replaced.
+    """
+    if isinstance(section, TrainingConfig):
+        return _without_graphs(section)
+    if isinstance(section, ParallelismConfig):
+        _check_backend(section)
+        return section
     if isinstance(section, metrics.MetricsProcessor.Config):
-        return derive(section, MetricsProcessor.Config)
-    if isinstance(section, checkpointer.CheckpointManager.Config):
-        return derive(section, CheckpointManager.Config)
-    config = OptimizersContainer.Config(name=name)
-    inner = ("muon", "amo") if name == "AMO" else ("muon",)
+        return _derived(section, metrics.MetricsProcessor.Config, MetricsProcessor.Config)
+    if isinstance(section, checkpointer.BaseCheckpointManager.Config):
+        return _derived(section, dcp.CheckpointManager.Config, CheckpointManager.Config)
+    if isinstance(section, OptimizersContainer.Config):
+        raise ValueError(
+            f"override.imports: found torchtitan_ext.override.{override} with an [optimizer] of "
+            f"this project, expected optimizer.name = {names[0]!r} and its fields there"
+        )
+    return _optimizer(section, names, fields)
+
+
+def _without_graphs(section: TrainingConfig) -> TrainingConfig:
+    if section.disable_cuda_graphs:
+        return section
+    logger.warning(
+        "training.disable_cuda_graphs is set: no optimizer here was tried under CUDA graphs yet"
+    )
+    return dataclasses.replace(section, disable_cuda_graphs=True)
+
+
+def _check_backend(section: ParallelismConfig) -> None:
+    """Refuse a backend that fails later; by now torchtitan has built its meshes for it."""
+    if machine.IS_OLD and section.spmd_backend == "spmd_types":
+        raise ValueError(
+            "parallelism.spmd_backend: found 'spmd_types' with a PyTorch before 2.14, expected "
+            "--parallelism.spmd_backend partial_dtensor"
+        )
+
+
+def _derived(section: Any, stock: type, ours: type) -> Any:
+    """The project's section with the fields of torchtitan's; a subclass of the project's stays.
+
+    Raises:
+        ValueError: For a class of somebody else.
+    """
+    if isinstance(section, ours):
+        return section
+    if type(section) is stock:
+        return derive(section, ours)
+    kind, parent = type(section), ours.__module__
+    raise ValueError(
+        f"override.imports: found {kind.__module__}.{kind.__qualname__}, expected torchtitan's "
+        f"{stock.__qualname__} or a subclass of {parent}.{ours.__qualname__}"
+    )
+
+
+def _optimizer(
+    section: Any, names: tuple[str, ...], fields: dict[str, Any]
+) -> OptimizersContainer.Config:
+    config = OptimizersContainer.Config(name=names[0])
+    inner = ("muon", "amo") if names == ("AMO",) else ("muon",)
     own = {field.name for field in dataclasses.fields(config)} - {"muon", "amo", "scaling_law"}
-    where = dict.fromkeys(own, "")
+    parts = dict.fromkeys(own, "")
     for part in inner:
         for field in dataclasses.fields(getattr(config, part)):
-            where.setdefault(field.name, part)
-    if unknown := sorted(fields.keys() - where.keys()):
-        near = difflib.get_close_matches(unknown[0], where, n=1)
+            parts.setdefault(field.name, part)
+    if unknown := sorted(fields.keys() - parts.keys()):
+        near = difflib.get_close_matches(unknown[0], parts, n=1)
         hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(own))}"
         raise ValueError(f"override.imports: found the field {unknown[0]!r}; {hint}")
-    given = {key: value for key, value in fields.items() if not where[key]}
+    if (name := fields.get("name", names[0])) not in names:
+        expected = ", ".join(map(repr, names))
+        raise ValueError(f"override.imports: name: found {name!r}, expected one of {expected}")
+    values: dict[str, Any] = {}
+    sections: dict[str, dict[str, Any]] = {part: {} for part in inner}
+    for key, value in fields.items():
+        part = parts[key]
+        holder = getattr(config, part) if part else config
+        (sections[part] if part else values)[key] = _typed(key, value, type(holder))
     for part in inner:
-        values = {key: value for key, value in fields.items() if where[key] == part}
-        given[part] = dataclasses.replace(getattr(config, part), **values)
-    return dataclasses.replace(config, **_of_adamw(section, given) | given)
+        values[part] = dataclasses.replace(getattr(config, part), **sections[part])
+    return dataclasses.replace(config, **(_of_adamw(section, values) | values))
 
 
-def _of_adamw(section: Any, given: dict[str, Any]) -> dict[str, Any]:
-    """What all groups of a config agree on of the fields that are not given.
+def _typed(field: str, value: Any, section: type) -> Any:
+    """A value of JSON as a field takes it.
 
     Raises:
-        ValueError: For a field on which they do not.
+        ValueError: For a value of another type.
     """
-    found: dict[str, set[float]] = {}
-    for group in section.param_groups:
-        values = {**group.optimizer_kwargs}
-        if "betas" in values:
-            values["beta1"], values["beta2"] = values.pop("betas")
-        for field in ("lr", "weight_decay", "beta1", "beta2", "eps"):
-            if field in values and field not in given:
-                found.setdefault(field, set()).add(values[field])
-    for field, values_of_groups in found.items():
-        if len(values_of_groups) > 1:
-            told = " and ".join(map(repr, sorted(values_of_groups)))
-            raise ValueError(
-                f"override.imports: found {field} = {told} in the config's param_groups, expected "
-                f"one; give it: {{{field!r}: ...}}"
-            )
-    return {field: values_of_groups.pop() for field, values_of_groups in found.items()}
+    kind = typing.get_type_hints(section)[field]
+    if typing.get_origin(kind) is tuple and isinstance(value, list):
+        value = tuple(value)
+    if _has_type(value, kind):
+        return value
+    name = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
+    raise ValueError(f"override.imports: {field}: found {value!r}, expected {name}")
+
+
+def _has_type(value: Any, kind: Any) -> bool:
+    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
+    if origin in (typing.Union, types.UnionType):
+        return any(_has_type(value, argument) for argument in arguments)
+    if origin is Literal:
+        return value in arguments
+    if origin is tuple:  # of strings, of any number
+        return isinstance(value, tuple) and all(_has_type(item, arguments[0]) for item in value)
+    if isinstance(value, bool):
+        return kind is bool
+    return isinstance(value, (int, float) if kind is float else kind)
+
+
+def _of_adamw(section: Any, values: dict[str, Any]) -> dict[str, Any]:
+    """Fields of the config's AdamW that are not given, and its groups as ``amo_dist`` has them.
+
+    The last group is the one whose rate and decay others are compared with. A field that a group
+    leaves out is that of the last group.
+
+    Raises:
+        ValueError: For a field in which groups differ, and which no group of ``amo_dist`` has.
+    """
+    taken: dict[str, Any] = {}
+    if "implementation" not in values:
+        taken["implementation"] = _typed(
+            "implementation", section.implementation, OptimizersContainer.Config
+        )
+    if not section.param_groups:
+        return taken
+    groups = [(group.pattern, _fields_of(group)) for group in section.param_groups]
+    base = groups[-1][1]
+    taken |= {field: value for field, value in base.items() if field not in values}
+    no_decay, lr_multipliers, before = [], [], ""
+    for pattern, fields in groups[:-1]:
+        # torchtitan searches and takes the first match; ``amo_dist`` matches a whole name.
+        expression = f"{before}.*(?:{pattern}).*"
+        before += f"(?!.*(?:{pattern}))"
+        for field, value in fields.items():
+            if value == base.get(field):
+                continue
+            if field == "lr" and base.get("lr"):
+                lr_multipliers.append(f"{expression}={value / base['lr']!r}")
+            elif field == "weight_decay" and value == 0:
+                no_decay.append(expression)
+            elif field not in values:
+                raise ValueError(
+                    f"override.imports: found {field} = {value!r} and {base.get(field)!r} in the "
+                    f"config's param_groups, expected one; give it: {{{field!r}: ...}}"
+                )
+    if "lr_multipliers" not in values and lr_multipliers:
+        taken["lr_multipliers"] = tuple(lr_multipliers)
+        logger.info("rates of the config's groups stay: %s", ", ".join(lr_multipliers))
+    if "no_decay" not in values and no_decay:
+        taken["no_decay"] = tuple(no_decay)
+        logger.info("groups of the config without decay stay: %s", ", ".join(no_decay))
+    return taken
+
+
+def _fields_of(group: Any) -> dict[str, float]:
+    """Fields of ``[optimizer]`` that a group of torchtitan sets."""
+    options = dict(group.optimizer_kwargs)
+    if "betas" in options:
+        options["beta1"], options["beta2"] = options.pop("betas")
+    shared = ("lr", "weight_decay", "beta1", "beta2", "eps")
+    return {field: options[field] for field in shared if field in options}

@@ -5,21 +5,19 @@ Data, tokenizer and the model's attention are those of ``configs/debug_llama3.to
 
 from __future__ import annotations
 
-import importlib
 from typing import Any
 
 from tests.integration.titan_ranks import CONFIG
+from torchtitan_ext import config_registry
 from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import models
 
 
 def _on_cpu(module: str, config: str, flavor: str) -> Any:
-    registry = importlib.import_module(f"torchtitan.models.{module}.config_registry")
-    found = getattr(registry, config)()
+    found = config_registry.stock(module, config)
     ours = settings.parse([f"--job.config_file={CONFIG}"])
     found.model_spec = models.spec(models.Model(name=module, flavor=flavor))
     found.tokenizer, found.dataloader = ours.tokenizer, ours.dataloader
-    found.parallelism.spmd_backend = ours.parallelism.spmd_backend
     found.debug.enable_structured_logging = False
     return found
 

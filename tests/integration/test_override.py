@@ -18,7 +18,7 @@ STEPS = 8
 SHORT = (
     *(f"--training.steps={STEPS}", "--training.seq_len=64", "--training.local_batch_size=1"),
     *("--training.global_batch_size=4", "--training.mixed_precision_param=float32"),
-    *("--debug.seed=42", "--metrics.log_freq=1", "--training.disable_cuda_graphs"),
+    *("--debug.seed=42", "--metrics.log_freq=1"),
     *("--checkpoint.enable", "--checkpoint.interval=3", "--checkpoint.no-last_save_model_only"),
 )
 """AMO observes until step 2, and is locked from step 4 on: a kill after step 3 is on the way."""

@@ -202,9 +202,6 @@ def server() -> Iterator[Server]:
 
 def serve() -> None:
     """Answer requests until the input ends."""
-    from torchtitan_ext.plugin import patches
-
-    patches.install()
     from torchtitan_ext.plugin import trainer  # noqa: F401
 
     _cut_debug_models()

@@ -248,3 +248,45 @@ def test_a_schedule_file_sets_the_steps_of_each_type() -> None:
 def test_refusals_name_what_was_found(name: str, fields: dict[str, str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         optimizers.validate(config(name, muon=muon(**fields)))
+
+
+GROUPS = {
+    "no_decay": (".*norm.*",),
+    "lr_multipliers": (r"layers\.1\..*wq.*=0.5", r"(?=.*wq).*=2.0"),
+}
+
+
+@pytest.mark.parametrize("name", ["AMO", "Muon", "AdamW"])
+def test_groups_have_their_rates_and_decays(name: str) -> None:
+    container = build([model()], config(name, **GROUPS))
+    names = {parameter: key for key, parameter in container.model_parts[0].named_parameters()}
+    for optimizer in container.optimizers:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                key = names[parameter]
+                factor = 1.0 if "wq" not in key else 0.5 if "layers.1" in key else 2.0
+                assert group["lr"] * group.get("lr_scale", 1.0) == pytest.approx(1e-2 * factor)
+                assert group["weight_decay"] == (0.0 if "norm" in key else 0.1)
+
+
+def test_unknown_names_get_their_types() -> None:
+    root = model()
+    root.layers["0"].mystery = nn.Linear(6, 4, bias=False)
+    with pytest.raises(ValueError, match="mystery"):
+        build([root])
+    container = build([root], config(patterns=(r".*\.mystery\.weight=attn_gate",)))
+    assert "attn_gate" in container.optimizer.operator_types
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"no_decay": ("nowhere",)}, "no_decay: found 'nowhere', which matches no parameter"),
+        ({"no_decay": ("(",)}, r"no_decay: found '\(', expected a regular expression"),
+        ({"lr_multipliers": (".*norm.*",)}, "found '.*norm.*', expected 'EXPRESSION=FACTOR'"),
+        ({"lr_multipliers": (".*norm.*=-1",)}, "found '-1' for '.*norm.*', expected a number > 0"),
+    ],
+)
+def test_groups_that_are_none_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        build([model()], config(**fields))

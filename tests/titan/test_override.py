@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
+import re
 import sys
 import types
 from pathlib import Path
@@ -12,18 +14,22 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+import torchtitan.components.metrics as titan_metrics
 import torchtitan.components.quantization.float8 as quantization
 from torch import nn
 from torch._inductor import config as inductor
 from torchtitan.components.optimizer import default_adamw
-from torchtitan.config.override import OverrideConfig, apply_overrides, parse_cli_imports
+from torchtitan.config.override import _REGISTRY, OverrideConfig, apply_overrides, parse_cli_imports
 from torchtitan.models.common.linear import Linear
-from torchtitan.models.llama3.config_registry import llama3_debugmodel
-from torchtitan.models.qwen3.config_registry import qwen3_debugmodel_moe_param_groups
+from torchtitan.models.llama3 import config_registry as registry
+from torchtitan.models.qwen3 import config_registry as registry_of_qwen3
 from torchtitan.protocols.module import Module
+from torchtitan.trainer import Trainer
 
 from amo_dist import param_groups
 from torchtitan_ext.config import settings
+from torchtitan_ext.plugin import machine, optimizers
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import MetricsProcessor
 from torchtitan_ext.plugin.optimizers import OptimizersContainer
@@ -36,9 +42,16 @@ def applied(config: Any, *tokens: str) -> Any:
     return config
 
 
+def llama3_debugmodel(**optimizer: Any) -> Any:
+    config = registry.llama3_debugmodel()
+    config.parallelism.spmd_backend = machine.spmd_backend()
+    if optimizer:
+        config.optimizer = default_adamw(**optimizer)
+    return config
+
+
 def test_one_option_brings_optimizer_metrics_and_checkpoints() -> None:
-    stock = llama3_debugmodel()
-    stock.optimizer = default_adamw(lr=3e-4, weight_decay=0.02, betas=(0.8, 0.9))
+    stock = llama3_debugmodel(lr=3e-4, weight_decay=0.02, betas=(0.8, 0.9))
     config = applied(stock, 'torchtitan_ext.override.amo={"eps": 1e-6, "observe_until": 300}')
     section = config.optimizer
     assert type(section) is OptimizersContainer.Config
@@ -50,6 +63,9 @@ def test_one_option_brings_optimizer_metrics_and_checkpoints() -> None:
     assert config.metrics.log_freq == 1
     assert type(config.checkpoint) is CheckpointManager.Config
     assert (config.checkpoint.interval, config.checkpoint.last_save_model_only) == (10, False)
+    assert config.training.disable_cuda_graphs  # nothing here was tried under them
+    assert hasattr(Trainer.train, "stock")  # a signal stops it
+    assert hasattr(dist, "set_timeout")  # which torchtitan calls after the first step
 
 
 @pytest.mark.parametrize(
@@ -67,11 +83,94 @@ def test_others_of_the_family_have_their_names(token: str, name: str, schedule: 
     assert section.muon.schedule in (schedule, "kj")
 
 
-def test_what_cannot_be_told_is_an_error() -> None:
-    with pytest.raises(ValueError, match=r"found the field 'observe_til'; did you mean 'obs"):
-        applied(llama3_debugmodel(), 'torchtitan_ext.override.amo={"observe_til": 1}')
-    with pytest.raises(ValueError, match=r"found lr = 0.0001 and 0.0008 in the config's param_g"):
-        applied(qwen3_debugmodel_moe_param_groups(), "torchtitan_ext.override.amo")
+@pytest.mark.parametrize(
+    ("token", "message"),
+    [
+        ('amo={"observe_til": 1}', r"found the field 'observe_til'; did you mean 'observe_unt"),
+        ('amo={"lr": "1e-3"}', r"lr: found '1e-3', expected float"),
+        ('amo={"observe_until": 2.5}', "observe_until: found 2.5, expected int"),
+        ('amo={"lr": true}', "lr: found True, expected float"),
+        ('amo={"no_decay": [1]}', r"no_decay: found \(1,\), expected tuple"),
+        ('amo={"name": "AdamW"}', "name: found 'AdamW', expected one of 'AMO'"),
+        ('muon={"name": "AMO"}', "name: found 'AMO', expected one of 'Muon', "),
+    ],
+)
+def test_fields_are_checked(token: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        applied(llama3_debugmodel(), f"torchtitan_ext.override.{token}")
+
+
+def test_groups_of_the_config_stay() -> None:
+    config = registry_of_qwen3.qwen3_debugmodel_moe_param_groups()
+    config.parallelism.spmd_backend = machine.spmd_backend()
+    section = applied(config, "torchtitan_ext.override.amo").optimizer
+    rates = optimizers.lr_multipliers(section)
+
+    def rate(name: str) -> float:
+        return section.lr * next((f for p, f in rates.items() if re.fullmatch(p, name)), 1.0)
+
+    names = ["layers.0.moe.router.gate.weight", "layers.0.attention.wo.weight"]
+    for name in names:
+        group = next(g for g in config_groups() if re.search(g.pattern, name))
+        assert rate(name) == pytest.approx(group.optimizer_kwargs["lr"])
+    assert rate(names[0]) < rate(names[1])
+
+
+def config_groups() -> Any:
+    return registry_of_qwen3.qwen3_debugmodel_moe_param_groups().optimizer.param_groups
+
+
+def test_groups_that_cannot_stay_are_an_error() -> None:
+    config = llama3_debugmodel(lr=1e-3, weight_decay=0.1)
+    other = copy.deepcopy(config.optimizer.param_groups[0])
+    other.pattern, other.optimizer_kwargs["eps"] = "norm", 1e-3
+    config.optimizer.param_groups.insert(0, other)
+    with pytest.raises(ValueError, match=r"found eps = 0.001 and 1e-08 in the config's param_g"):
+        applied(config, "torchtitan_ext.override.amo")
+
+
+def test_a_toml_run_refuses_an_override_that_would_do_nothing() -> None:
+    config = settings.parse([f"--job.config_file={CONFIGS / 'quickstart.toml'}"])
+    with pytest.raises(ValueError, match=r"override\.muon with an \[optimizer\] of this project"):
+        applied(config, 'torchtitan_ext.override.muon={"lr": 0.5}')
+
+
+class Theirs(titan_metrics.MetricsProcessor):
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(titan_metrics.MetricsProcessor.Config):
+        extra: int = 1
+
+
+class Derived(MetricsProcessor):
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(MetricsProcessor.Config):
+        extra: int = 1
+
+
+def test_a_section_of_the_users_is_kept_or_named() -> None:
+    config = llama3_debugmodel()
+    config.metrics = Derived.Config(extra=3)
+    assert applied(config, "torchtitan_ext.override.amo").metrics == Derived.Config(extra=3)
+    config = llama3_debugmodel()
+    config.metrics = Theirs.Config()
+    with pytest.raises(ValueError, match=r"found .*Theirs.Config, expected .* or a subclass of"):
+        applied(config, "torchtitan_ext.override.amo")
+
+
+@pytest.mark.skipif(not machine.IS_OLD, reason="PyTorch takes every backend since 2.14")
+def test_a_backend_that_fails_later_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"expected --parallelism.spmd_backend partial_dtensor"):
+        applied(registry.llama3_debugmodel(), "torchtitan_ext.override.amo")
+
+
+def test_float8_leaves_routers() -> None:
+    fqns = _REGISTRY["torchtitan_ext.override.float8"]
+    assert not fqns.matches("layers.3.moe.router.gate")
+    for name in ("attention.wo", "feed_forward.w1", "attention.o_gate", "moe.shared_experts.w2"):
+        assert fqns.matches(f"layers.3.{name}")
+    assert not fqns.matches("lm_head")
+    with pytest.raises(ValueError, match=r"found filter_fqns = \['router'\]"):
+        applied(llama3_debugmodel(), 'torchtitan_ext.override.float8={"filter_fqns": ["router"]}')
 
 
 class _Float8Linear(nn.Linear, Module):

@@ -275,3 +275,9 @@ def test_a_number_that_cannot_be_is_named(field: str, value: str, expected: str)
 def test_a_very_long_run_is_looked_at_as_soon_as_a_short_one() -> None:
     options = ("--training.steps=100000000", "--optimizer.amo.replan_every=1500")
     assert report("qwen3_1.7b", 32, "", *options)["timeline"][-1]["step"] == 100000000
+
+
+def test_a_baseline_needs_no_operator_types() -> None:
+    # AdamW asks for none, and a fused projection has a name that only its module explains.
+    options = ("--model.fuse_qkv", "--optimizer.name=AdamW")
+    assert report("debug_llama3", 2, "", *options)["memory"]["optimizer_state"] > 0

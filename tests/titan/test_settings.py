@@ -162,3 +162,15 @@ def test_only_errors_of_the_project_lose_their_traceback() -> None:
         json.loads("nothing")
     assert train.is_users_mistake(ours.value)
     assert not train.is_users_mistake(others.value)
+
+
+def test_groups_reach_the_optimizer_from_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "groups.toml"
+    # A comma belongs to an expression.
+    file.write_text(
+        "[optimizer]\nno_decay = ['.*norm.{0,9}', '.*bias']\nlr_multipliers = ['.*wq.*=0.5']\n"
+    )
+    section = settings.load([f"--job.config_file={file}", "--optimizer.patterns", "a=adamw"])
+    assert section.optimizer.no_decay == (".*norm.{0,9}", ".*bias")
+    assert section.optimizer.lr_multipliers == (".*wq.*=0.5",)
+    assert section.optimizer.patterns == ("a=adamw",)

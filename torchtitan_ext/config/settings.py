@@ -129,13 +129,19 @@ def _over(
     return dataclasses.replace(default, **changes)
 
 
+_SEPARATE = (
+    *("override.imports", "optimizer.no_decay", "optimizer.lr_multipliers", "optimizer.patterns"),
+)
+"""Lists whose entries are words of their own: a regular expression may hold a comma."""
+
+
 def _options(name: str, value: object) -> list[str]:
     if value == []:
         raise ValueError(f"{name}: found [], expected at least one, or no such line")
     if not isinstance(value, list):
         return [f"--{name}={value}"]
     # torchtitan reads a list as one word with commas, and a list of lists as several.
-    is_nested = name == "override.imports" or isinstance(value[0], list)
+    is_nested = name in _SEPARATE or isinstance(value[0], list)
     words = [",".join(map(str, one)) if isinstance(one, list) else str(one) for one in value]
     return [f"--{name}", *(words if is_nested else [",".join(words)])]
 

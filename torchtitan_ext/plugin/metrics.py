@@ -70,6 +70,10 @@ class MetricsProcessor(titan.MetricsProcessor):
         config_dict, dump_folder = options["config_dict"], options["dump_folder"]
         # The section says which model it is; all of its modules would take thousands of lines.
         self._config_dict = {k: v for k, v in config_dict.items() if k != "model_spec"}
+        if "model" not in config_dict:  # a config of torchtitan, with its own tokenizer
+            names = {key: config_dict["model_spec"][key] for key in ("name", "flavor")}
+            self._config_dict["model"] = names
+            self._config_dict["tokenizer"] = {"kind": "hf", **config_dict["tokenizer"]}
         # Sections as attributes again.
         self._config = SimpleNamespace(
             **{k: SimpleNamespace(**v) for k, v in config_dict.items() if isinstance(v, dict)},

@@ -117,19 +117,29 @@ def spec(model: Model) -> ModelSpec:
     if model.flavor in ours:
         config = _resized(config, *ours[model.flavor], fuse_qkv=model.fuse_qkv)
     if model.attention == "sdpa":
-        # A model with masks of its own has sliding windows or sinks, of which SDPA knows nothing.
-        if getattr(config._owner, "get_attention_masks", 0) is not Decoder.get_attention_masks:
-            raise ValueError(
-                f"model.attention: found 'sdpa', expected 'flex' or 'varlen' for {model.name}"
-            )
-        for _, attention, _, _ in config.traverse(BaseAttention.Config):
-            attention.inner_attention = ScaledDotProductAttention.Config()
+        use_sdpa(config, model.name)
     return replace(
         stock,
         flavor=model.flavor,
         model=config,
         parallelize_fn=functools.partial(parallelize, stock.parallelize_fn),
     )
+
+
+def use_sdpa(config: Decoder.Config, name: str) -> None:
+    """Have a model attend to all that comes before in a row, as a CPU can.
+
+    Args:
+        config: Config of the model; changed in place.
+        name: Name of the model, for errors.
+
+    Raises:
+        ValueError: For a model with masks of its own: SDPA knows no sliding windows or sinks.
+    """
+    if getattr(config._owner, "get_attention_masks", 0) is not Decoder.get_attention_masks:
+        raise ValueError(f"model.attention: found 'sdpa', expected 'flex' or 'varlen' for {name}")
+    for _, attention, _, _ in config.traverse(BaseAttention.Config):
+        attention.inner_attention = ScaledDotProductAttention.Config()
 
 
 def _resized(

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+import torch.distributed as dist
 import torchtitan.components.optimizer as titan
 from torch import nn
 from torch.optim import Optimizer
@@ -99,14 +101,106 @@ def _make(groups: list[dict[str, Any]], config: Any) -> Optimizer:
     return Muon(groups, schedule=schedule, config=muon, **options)
 
 
-def _stock(config: Any) -> titan.OptimizersContainer.Config:
+def _stock(config: Any, model_parts: Sequence[nn.Module]) -> titan.OptimizersContainer.Config:
     """The section of torchtitan for one optimizer over all parameters."""
-    group = titan.ParamGroupConfig(
-        pattern=".*", optimizer_name=config.name, optimizer_kwargs=_common(config)
-    )
+    groups = []
+    undecayed = "|".join(f"(?:{expression})" for expression in config.no_decay)
+    common = _common(config)
+    for expression, factor in [*lr_multipliers(config).items(), (".*", 1.0)]:
+        options = {**common, "lr": config.lr * factor}
+        if undecayed:  # torchtitan searches, and takes the first group that matches
+            pattern = f"^(?=(?:{expression})$)(?:{undecayed})$"
+            groups.append((pattern, {**options, "weight_decay": 0.0}))
+        groups.append((f"^(?:{expression})$", options))
+    # torchtitan refuses a group without parameters.
+    names = [name for part in model_parts for name, _ in part.named_parameters()]
+    matches = {next(pattern for pattern, _ in groups if re.search(pattern, name)) for name in names}
     return titan.OptimizersContainer.Config(
-        param_groups=[group], implementation=config.implementation
+        param_groups=[
+            titan.ParamGroupConfig(
+                pattern=pattern, optimizer_name=config.name, optimizer_kwargs=options
+            )
+            for pattern, options in groups
+            if pattern in matches
+        ],
+        implementation=config.implementation,
     )
+
+
+def lr_multipliers(config: Any) -> dict[str, float]:
+    """Factors on the learning rate by expression.
+
+    Raises:
+        ValueError: For an entry that is none.
+    """
+    factors = {}
+    for expression, text in _pairs(config, "lr_multipliers", "FACTOR"):
+        try:
+            factor = float(text)
+        except ValueError:
+            factor = math.nan
+        if not (math.isfinite(factor) and factor > 0):
+            raise ValueError(
+                f"optimizer.lr_multipliers: found {text!r} for {expression!r}, expected a "
+                "number > 0"
+            )
+        factors[expression] = factor
+    return factors
+
+
+def patterns(config: Any) -> dict[str, str]:
+    """Operator types by expression, for :func:`amo_dist.param_groups`.
+
+    Raises:
+        ValueError: For an entry that is none.
+    """
+    return dict(_pairs(config, "patterns", "TYPE"))
+
+
+def _pairs(config: Any, field: str, right: str) -> Iterator[tuple[str, str]]:
+    for entry in getattr(config, field):
+        expression, equals, value = entry.rpartition("=")  # an expression may hold the sign
+        if not (equals and expression and value):
+            raise ValueError(f"optimizer.{field}: found {entry!r}, expected 'EXPRESSION={right}'")
+        _check_expression(field, expression, entry)
+        yield expression, value
+
+
+def _check_expression(field: str, expression: str, entry: str) -> None:
+    try:
+        re.compile(expression)
+    except re.error as error:
+        raise ValueError(
+            f"optimizer.{field}: found {entry!r}, expected a regular expression ({error})"
+        ) from None
+
+
+def require_used(model_parts: Sequence[nn.Module], config: Any) -> None:
+    """Check that each expression matches a parameter of some rank; a collective of the world.
+
+    Raises:
+        ValueError: On every rank, for an expression that matches nothing.
+    """
+    expressions = [
+        *(("no_decay", expression) for expression in config.no_decay),
+        *(("lr_multipliers", expression) for expression in lr_multipliers(config)),
+        *(("patterns", expression) for expression in patterns(config)),
+    ]
+    if not expressions:
+        return
+    names = {clean_name(name) for part in model_parts for name, _ in part.named_parameters()}
+    used = [any(re.fullmatch(pattern, name) for name in names) for _, pattern in expressions]
+    if dist.is_initialized():
+        # A pipeline stage holds its own blocks alone.
+        used_by_rank: list[list[bool]] = [[]] * dist.get_world_size()
+        dist.all_gather_object(used_by_rank, used)
+        used = [any(flags) for flags in zip(*used_by_rank, strict=True)]
+    for (name, expression), is_used in zip(expressions, used, strict=True):
+        if not is_used:
+            raise ValueError(
+                f"optimizer.{name}: found {expression!r}, which matches no parameter, expected "
+                "one that matches a whole name"
+            )
 
 
 OPTIMIZERS = (
@@ -126,6 +220,10 @@ def validate(config: Any) -> None:
     if config.name not in OPTIMIZERS:
         known = ", ".join(map(repr, OPTIMIZERS))
         raise ValueError(f"optimizer.name: found {config.name!r}, expected one of {known}")
+    lr_multipliers(config)
+    patterns(config)
+    for expression in config.no_decay:
+        _check_expression("no_decay", expression, expression)
     if config.name not in STOCK:
         _check_schedule(config)
 
@@ -262,6 +360,18 @@ class OptimizersContainer(titan.OptimizersContainer):
         its own. Changes of ``[lr_scheduler]`` and of ``training.steps`` always hold.
         """
 
+        no_decay: tuple[str, ...] = ()
+        """Regular expressions of parameters that do not decay: each matches a whole name, such as
+        ``.*norm.*``."""
+
+        lr_multipliers: tuple[str, ...] = ()
+        """Factors on the learning rate, as ``EXPRESSION=FACTOR``; the first match wins."""
+
+        patterns: tuple[str, ...] = ()
+        """Operator types of parameters whose names the project does not know, as
+        ``EXPRESSION=TYPE``, where ``adamw`` is no matrix; the first match wins. Read by the Muon
+        family."""
+
         muon: MuonSection = field(default_factory=MuonSection)
         """Read by every ``name`` of the Muon family."""
 
@@ -278,8 +388,9 @@ class OptimizersContainer(titan.OptimizersContainer):
             # For a program that makes its own config; the trainer's is settled.
             validate(self)
             settle(self)
+            require_used(model_parts, self)
             if self.name in STOCK:
-                container = _stock(self).build(model_parts=model_parts)
+                container = _stock(self, model_parts).build(model_parts=model_parts)
             else:
                 container = OptimizersContainer(self, model_parts=model_parts)
             hyperparameters.install(container, self)
@@ -317,10 +428,14 @@ def groups_of(model_parts: Sequence[nn.Module], config: Any) -> list[dict[str, A
     Raises:
         ValueError: As `amo_dist.param_groups`.
     """
-    # A part may lack what an expression names: another pipeline stage has it.
+    # The config's own patterns come before those of the modules: the first match wins. A part may
+    # lack what an expression names: another pipeline stage has it.
+    targets: dict[str, Any] = {**patterns(config), **_fused(model_parts)}
     return param_groups(
         model_parts,
-        patterns=_fused(model_parts),
+        patterns=targets,
+        no_decay=config.no_decay,
+        lr_multipliers=lr_multipliers(config),
         allow_unused=True,
         per_head=config.muon.per_head,
     )

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from amo_dist.operators.groups import param_groups
+from amo_dist.operators.groups import named_parameters
 from torchtitan_ext.config.names import STOCK
 
 Groups = Sequence[Mapping[str, Any]]
@@ -32,8 +32,7 @@ def groups_of(config: Any) -> Groups:
 
     model = _built(*dataclasses.asdict(config.model).items())
     if config.optimizer.name in STOCK:
-        groups = param_groups(model)
-        params = [pair for group in groups for pair in group["params"]]
+        params = [(name, parameter) for parameter, name in named_parameters([model]).items()]
         return [{"params": params, "algorithm": "adamw"}]
     return optimizers.groups_of([model], config.optimizer)
 
