@@ -50,6 +50,24 @@ def least_flops(
     return None if budget is None else _first_of_least(errors, costs, budget, fronts)
 
 
+def frontier(
+    curves: Sequence[Mapping[int, float]], budget: int, costs: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The allocations that no other beats in both flops and error, in the order of rising flops.
+
+    Args:
+        curves: As for `least_error`.
+        budget: As for `least_error`.
+        costs: As for `least_error`.
+
+    Returns:
+        Of equal flops and equal error the lexicographically smallest.
+    """
+    errors = _as_integers(curves)
+    fronts = _fronts(errors, costs, budget)
+    return [_first_of_least(errors, costs, flops, fronts) for flops, _ in fronts[0]]
+
+
 def _fronts(errors: Sequence[Mapping[int, int]], costs: Sequence[int], budget: int) -> list[_Front]:
     """What the types from i on can reach, for each i, while those before take their fewest."""
     fewest = min(errors[0])
