@@ -15,17 +15,24 @@ from benchmarks.plan_quality.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_quality"
+LADDER_RESULTS = RESULTS.with_name("ladder")
 SPECTRA = ROOT / "outputs" / "plan_quality"
 
 
 def main(args: Sequence[str] | None = None) -> int:
     options = parser().parse_args(args)
+    is_ladder = options.study == "ladder"
+    options.output = options.output or (LADDER_RESULTS if is_ladder else RESULTS)
+    options.spectra = options.spectra or SPECTRA.with_name(options.output.name)
+    if options.command == "report" and is_ladder:
+        print(report.ladder_text(options.output))
+        return 0
     if options.command == "report":
         print(report.text(options.output))
         for path in report.plot(options.output):
             print(f"figure: {path}")
         return 0
-    wanted = jobs.all_jobs()
+    wanted = jobs.ladder_jobs() if is_ladder else jobs.all_jobs()
     if options.list:
         for job in wanted:
             left = jobs.missing(options.output, job)
@@ -46,8 +53,9 @@ def parser() -> argparse.ArgumentParser:
     commands = found.add_subparsers(dest="command", required=True)
     run, told = (commands.add_parser(name) for name in ("run", "report"))
     for command in (run, told):
-        command.add_argument("--output", type=Path, default=RESULTS, help="folder of results")
-    run.add_argument("--spectra", type=Path, default=SPECTRA, help="folder of spectra and claims")
+        command.add_argument("--study", choices=("plans", "ladder"), default="plans")
+        command.add_argument("--output", type=Path, help="folder of results")
+        command.add_argument("--spectra", type=Path, help="folder of spectra and claims")
     run.add_argument("--list", action="store_true", help="what there is to run, and run nothing")
     return found
 

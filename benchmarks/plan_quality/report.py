@@ -55,15 +55,24 @@ class Runs:
 
     def __init__(self, folder: Path) -> None:
         paths = sorted((folder / "runs").glob("*.json"))
-        self.records: list[Record] = [json.loads(path.read_text()) for path in paths]
+        self.records: list[Record] = [
+            {"decay": "cosine", **json.loads(path.read_text())} for path in paths
+        ]
         if not self.records:
             raise ValueError(f"output: found no results in {folder}, expected those of `run`")
 
     def pick(self, row: str, **wanted: Any) -> dict[int, Record]:
         """Records of a row by seed, of the main table but for what is asked for."""
-        start = {"norm": "exact", "rate": RATE, "steps": STEPS, "switch": SWITCH, "order": 0}
+        start = {
+            "norm": "exact",
+            "rate": RATE,
+            "steps": STEPS,
+            "switch": SWITCH,
+            "order": 0,
+            "decay": "cosine",
+        }
         wanted = {**start, "row": row, **wanted}
-        if row == BAR and wanted["steps"] == STEPS:
+        if row == BAR:
             del wanted["switch"]  # there is none
         return {
             record["seed"]: record
@@ -377,7 +386,7 @@ def plan_table(runs: Runs) -> list[str]:
     """Steps of the plans by type, in the order of the model."""
     lines = head("after the switch", *ARCHITECTURES)
     for row, each in ROWS.items():
-        if not each.measure or each.by_depth:
+        if not each.measure or each.by_depth or each.tau:
             continue
         cells = [_allocations(runs.pick(row, architecture=name).values()) for name in ARCHITECTURES]
         if any(cells):
@@ -472,6 +481,49 @@ def text(folder: Path) -> str:
         ("Steps by type", plan_table(runs)),
     ]
     return "\n\n".join(f"### {name}\n\n" + "\n".join(lines) for name, lines in parts if lines)
+
+
+def ladder_text(folder: Path) -> str:
+    """Each row against uniform 5 by form of the rate, length and observation, as Markdown.
+
+    Raises:
+        ValueError: There are no results.
+    """
+    runs = Runs(folder)
+    kinds = sorted({(r["decay"], r["steps"], r["switch"]) for r in runs.records})
+    columns = ("row", "flops of the whole run", *ARCHITECTURES, "all pairs", "pairs", "rule")
+    parts = ["\n".join(noise_lines(runs))]
+    for decay, steps, switch in kinds:
+        lines = [f"### {decay}, {steps} steps, observed up to step {switch}", "", *head(*columns)]
+        where = {"decay": decay, "steps": steps, "switch": switch}
+        for row in ROWS:
+            records = [runs.pick(row, architecture=name, **where) for name in ARCHITECTURES]
+            gaps = [
+                differences(
+                    runs.losses(row, architecture=name, **where),
+                    runs.losses(BAR, architecture=name, **where),
+                )
+                for name in ARCHITECTURES
+            ]
+            everything = [gap for model_gaps in gaps for gap in model_gaps]
+            if everything:
+                flops = statistics.fmean(r["flops"] for found in records for r in found.values())
+                cells = [plus_minus(model_gaps, "+") for model_gaps in gaps]
+                mean = plus_minus(everything, "+")
+                verdict = _passes(runs, gaps)
+                lines.append(
+                    row_of(title(row), f"{flops:.3f}", *cells, mean, len(everything), verdict)
+                )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _passes(runs: Runs, gaps: Sequence[Sequence[float]]) -> str:
+    """The rule's word on a row: ``open`` until every model and the noise are measured."""
+    if not all(gaps) or not math.isfinite(spread(runs)):
+        return "open"
+    excess = (statistics.fmean(g) - tolerance(runs, len(g)) for g in gaps)
+    return "passes" if max(excess) <= 0 else "fails"
 
 
 # ---------------------------------------------------------------- figures

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -14,6 +14,7 @@ from amo_dist import Schedule
 from amo_dist.schedule.budget import flop_budget, ns_step_flops
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.exact import least_error
+from amo_dist.schedule.ladder import ladder, one_step_towards, steps_at
 from amo_dist.schedule.polar_express import composed
 from amo_dist.schedule.trials import GRID
 from benchmarks.plan_quality.spectra import (
@@ -47,6 +48,9 @@ class Row:
         ratio: Flops over those of uniform five steps.
         least: Fewest steps that a type may get; fewer where the budget asks for it.
         by_depth: Whether the thirds of the depth are planned apart.
+        tau: Factor of the error that a ladder allows; 0: no ladder.
+        falls: Uniform steps by the share of the run at which they begin.
+        flops_of: Row whose mean flops after the switch are the plan's budget.
     """
 
     title: str
@@ -57,6 +61,9 @@ class Row:
     ratio: float = 1.0
     least: int = LEAST
     by_depth: bool = False
+    tau: float = 0.0
+    falls: tuple[tuple[float, int], ...] = ()
+    flops_of: str = ""
 
 
 def _plan(title: str, measure: str, ratio: float, **how: Any) -> Row:
@@ -82,6 +89,21 @@ ROWS: Mapping[str, Row] = MappingProxyType(
             least=1,
             by_depth=True,
         ),
+        "fall-early": Row("4, 3 from 56 %, 2 from 76 %", falls=((0, 4), (0.56, 3), (0.76, 2))),
+        "fall-late": Row("4, 3 from 60 %, 2 from 80 %", falls=((0, 4), (0.6, 3), (0.8, 2))),
+        **{
+            f"ladder-{tau}": Row(f"ladder, tau {tau}", measure="direction", least=2, tau=tau)
+            for tau in (1, 2, 4)
+        },
+        **{
+            f"plan-as-ladder-{tau}": Row(
+                f"plan at the flops of the ladder, tau {tau}",
+                measure="direction",
+                least=2,
+                flops_of=f"ladder-{tau}",
+            )
+            for tau in (1, 2, 4)
+        },
     }
 )
 """By name, in the order in which they run."""
@@ -91,10 +113,21 @@ ROWS: Mapping[str, Row] = MappingProxyType(
 class Chosen:
     """A row made out for one model."""
 
-    schedules: Mapping[str, Schedule]
-    """By name of the matrix."""
+    phases: Mapping[int, Mapping[str, Schedule]]
+    """Schedules by name of the matrix, by the first step of each phase."""
     plan: Mapping[str, tuple[int, float]]
     """By group: steps, and the ``ell`` that they are composed for; empty without a plan."""
+    rates: tuple[float, ...] = ()
+    """Greatest rate of each rung of a ladder, in peaks up to the switch."""
+
+    def relative_flops(self, shapes: Shapes, steps: int) -> float:
+        """Mean flops from the first phase up to the last of so many steps, over uniform five."""
+        ends = [*self.phases, steps + 1][1:]
+        spent = sum(
+            (end - first) * relative_flops(schedules, shapes)
+            for (first, schedules), end in zip(self.phases.items(), ends, strict=True)
+        )
+        return spent / (steps + 1 - next(iter(self.phases)))
 
 
 class Planner:
@@ -117,23 +150,91 @@ class Planner:
         }
         """By name: ``(steps - 1, ell, measure)``, means over the steps observed."""
 
-    def choose(self, row: Row) -> Chosen:
-        """The schedules of a row."""
+    def choose(self, row: Row, rates: Mapping[int, float]) -> Chosen:
+        """The schedules of a row.
+
+        Args:
+            row: Row of the study.
+            rates: Learning rate of each step after the switch, over the greatest one before it.
+        """
+        first, last = min(rates), max(rates)
+        if row.tau:
+            return self._stepping_down(row, rates)
+        if row.flops_of:
+            flops = self.choose(ROWS[row.flops_of], rates).relative_flops(self._shapes, last)
+            row = dataclasses.replace(row, ratio=round(flops, 6))
         if row.measure:
-            return self._planned(row)
+            return self._planned(row, first)
+        if row.falls:
+            begins = {max(first, int(share * last) + 1): k for share, k in row.falls}
+            uniform = {
+                step: dict.fromkeys(self._shapes, composed(BASE_ELL, k))
+                for step, k in begins.items()
+            }
+            return Chosen(uniform, {})
         if row.named:
             schedule = named_schedule(row.named).schedule
         else:
             schedule = composed(BASE_ELL, row.steps)
-        return Chosen(dict.fromkeys(self._shapes, schedule), {})
+        return Chosen({first: dict.fromkeys(self._shapes, schedule)}, {})
 
-    def _planned(self, row: Row) -> Chosen:
+    def _planned(self, row: Row, first: int) -> Chosen:
+        groups, costs = self._groups(row)
+        budget = flop_budget(row.ratio, costs, BASE_STEPS)
+        curves, ells = self._curves(groups, row, min(row.least, budget // sum(costs)))
+        allocation = least_error(curves, budget, costs)
+        plan = {
+            group: (k, ell_by_steps[k])
+            for group, k, ell_by_steps in zip(groups, allocation, ells, strict=True)
+        }
+        return Chosen({first: self._composed(groups, ells, allocation)}, plan)
+
+    def _stepping_down(self, row: Row, rates: Mapping[int, float]) -> Chosen:
+        """Uniform steps above the ladder; below, one type moves by one step at each step."""
+        groups, costs = self._groups(row)
+        curves, ells = self._curves(groups, row, row.least)
+        place, measure = ELLS.index(BASE_ELL), MEASURES.index(row.measure)
+        reference = sum(
+            weight(self._shapes[name], row.weighting)
+            * float(errors[BASE_STEPS - 1, place, measure])
+            for name, errors in self._errors.items()
+        )
+        uniform = (BASE_STEPS,) * len(groups)
+        rungs = ladder(curves, costs, uniform, reference, row.tau)
+        steps = steps_at(rungs, uniform, next(iter(rates.values())))
+        phases, previous = {}, None
+        for step, rate in rates.items():
+            steps = one_step_towards(steps, steps_at(rungs, uniform, rate))
+            if steps != previous:
+                phases[step] = self._composed(groups, ells, steps)
+            previous = steps
+        return Chosen(phases, {}, tuple(rung.rate for rung in rungs))
+
+    def _composed(
+        self,
+        groups: Mapping[str, Sequence[str]],
+        ells: Sequence[Mapping[int, float]],
+        allocation: Sequence[int],
+    ) -> dict[str, Schedule]:
+        """Schedules by name of the matrix, each for the best ``ell`` of its steps."""
+        return {
+            name: composed(ell_by_steps[k], k)
+            for names, k, ell_by_steps in zip(groups.values(), allocation, ells, strict=True)
+            for name in names
+        }
+
+    def _groups(self, row: Row) -> tuple[dict[str, list[str]], list[int]]:
+        """Names of the matrices by group, and the flops of one step of each group."""
         groups: dict[str, list[str]] = {}
         for name in self._shapes:
             groups.setdefault(self._group(name, row), []).append(name)
-        costs = [sum(ns_step_flops(*self._shapes[n]) for n in some) for some in groups.values()]
-        budget = flop_budget(row.ratio, costs, BASE_STEPS)
-        low, high = min(row.least, budget // sum(costs)), MOST
+        costs = [sum(ns_step_flops(*self._shapes[n]) for n in names) for names in groups.values()]
+        return groups, costs
+
+    def _curves(
+        self, groups: Mapping[str, Sequence[str]], row: Row, low: int
+    ) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
+        """Least weighted error by steps and its ``ell``, for each group."""
         curves, ells = [], []
         for some in groups.values():
             table = torch.stack(
@@ -143,7 +244,7 @@ class Planner:
                     for name in some
                 ]
             ).sum(0)
-            found = {k: table[k - 1].tolist() for k in range(low, high + 1)}
+            found = {k: table[k - 1].tolist() for k in range(low, MOST + 1)}
             # Ties go to the greater ell.
             places = {
                 k: min(range(len(ELLS)), key=lambda j, r=row_: (r[j], -j))
@@ -151,18 +252,7 @@ class Planner:
             }
             curves.append({k: found[k][j] for k, j in places.items()})
             ells.append({k: ELLS[j] for k, j in places.items()})
-        allocation = least_error(curves, budget, costs)
-        plan = {
-            group: (k, each[k]) for group, k, each in zip(groups, allocation, ells, strict=True)
-        }
-        return Chosen(
-            {
-                n: composed(plan[group][1], plan[group][0])
-                for group in groups
-                for n in groups[group]
-            },
-            plan,
-        )
+        return curves, ells
 
     def _group(self, name: str, row: Row) -> str:
         if not row.by_depth:

@@ -44,6 +44,7 @@ class Start:
         switch: The last step of the uniform schedule.
         steps: Of the whole run.
         order: Sequences of a batch are added up in another order for each number but 0.
+        decay: Form of the learning rate, as `Settings.rate_at` takes it.
     """
 
     architecture: str
@@ -53,12 +54,14 @@ class Start:
     switch: int = 100
     steps: int = 250
     order: int = 0
+    decay: str = "cosine"
 
     @property
     def key(self) -> str:
         """For names of files."""
         order = f"-order{self.order}" if self.order else ""
-        where = f"{self.steps}at{self.switch}"
+        decay = "" if self.decay == "cosine" else f"-{self.decay}"
+        where = f"{self.steps}at{self.switch}{decay}"
         return f"{self.architecture}-{self.seed}-{self.norm}-{self.rate:g}-{where}{order}"
 
 
@@ -123,7 +126,7 @@ def begin(start: Start, architecture: Architecture, corpus: Corpus, settings: Se
 
 def finish(
     snapshot: Snapshot,
-    schedules: Mapping[str, Schedule],
+    phases: Mapping[int, Mapping[str, Schedule]],
     corpus: Corpus,
     settings: Settings,
     *,
@@ -134,7 +137,7 @@ def finish(
 
     Args:
         snapshot: At the switch.
-        schedules: By name of the matrix.
+        phases: Schedules by name of the matrix, by the first step of each phase.
         corpus: Of the snapshot's run.
         settings: Of the snapshot's run.
         order: Other than that of the start from the switch on, for noise.
@@ -142,17 +145,25 @@ def finish(
     """
     start = snapshot.start
     model = copy.deepcopy(snapshot.model)
-    optimizer = build(model, schedules, start, settings)
-    names = [*optimizer.params_by_name]
-    report = import_state(optimizer, snapshot.state, names=names)
-    assert not report.untouched, report.untouched
-    assert not report.unused, report.unused
-    losses, spectra = _train(
-        *(model, optimizer, start, corpus, settings),
-        steps=range(start.switch + 1, start.steps + 1),
-        observed=evenly(settings.later_spectra, start.switch, start.steps) if observe else [],
-        order=order or start.order,
-    )
+    state = snapshot.state
+    losses: list[float] = []
+    spectra: dict[int, dict[str, Tensor]] = {}
+    ends = [*(first - 1 for first in phases), start.steps][1:]
+    for (first, schedules), last in zip(phases.items(), ends, strict=True):
+        optimizer = build(model, schedules, start, settings)
+        names = [*optimizer.params_by_name]
+        report = import_state(optimizer, state, names=names)
+        assert not report.untouched, report.untouched
+        assert not report.unused, report.unused
+        phase_losses, phase_spectra = _train(
+            *(model, optimizer, start, corpus, settings),
+            steps=range(first, last + 1),
+            observed=evenly(settings.later_spectra, start.switch, start.steps) if observe else [],
+            order=order or start.order,
+        )
+        losses += phase_losses
+        spectra |= phase_spectra
+        state = optimizer.state_dict()
     return End(model, losses, spectra)
 
 
@@ -176,7 +187,7 @@ def _train(
     losses, spectra = [], {}
     for step, batch in zip(steps, reordered(stream, order), strict=True):
         for group in optimizer.param_groups:
-            group["lr"] = start.rate * settings.rate_at(step, start.steps)
+            group["lr"] = start.rate * settings.rate_at(step, start.steps, start.decay)
         loss = loss_of(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), settings.max_norm)
