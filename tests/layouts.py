@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from amo_dist.distributed.layout import MatrixLayout, TensorLayout, matrix_layout, mesh_layout
+from amo_dist.distributed.layout import Matrix, TensorLayout, make_matrix, mesh_layout
 from amo_dist.operators.views import Fused, MatrixView, cut_views
 
 MAX_RANKS = 64
@@ -40,7 +40,7 @@ class Model:
     placements: tuple[Any, ...]
     tensors: tuple[TensorLayout, ...]
     views: tuple[tuple[MatrixView, ...], ...]
-    matrices: tuple[MatrixLayout, ...]
+    matrices: tuple[Matrix, ...]
 
     @property
     def ranks(self) -> list[int]:
@@ -82,7 +82,7 @@ def build(
     views = views or [default_views(shape) for shape in shapes]
     tensors = tuple(mesh_layout(shape, mesh, placements) for shape in shapes)
     matrices = tuple(
-        matrix_layout(f"p{index}{view.suffix}", tensor, index, view.boxes, view.dim)
+        make_matrix(f"p{index}{view.suffix}", tensor, index, view.boxes, view.dim)
         for index, tensor in enumerate(tensors)
         for view in views[index]
     )

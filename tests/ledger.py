@@ -10,7 +10,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 
-from amo_dist.distributed.layout import MatrixLayout
+from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.ownership import Job
 from amo_dist.distributed.plan import ExchangePlan, count_elements
 from amo_dist.tools.ledger import sent_by_owner
@@ -40,7 +40,7 @@ class Volume:
         return self.gathered + self.delivered
 
 
-def predict(matrices: Sequence[MatrixLayout], jobs: Sequence[Job]) -> Volume:
+def predict(matrices: Sequence[Matrix], jobs: Sequence[Job]) -> Volume:
     """What all ranks together send, in closed form.
 
     An owner gathers a matrix, or its slab of one, less what it holds of its own replica, and
@@ -53,14 +53,14 @@ def predict(matrices: Sequence[MatrixLayout], jobs: Sequence[Job]) -> Volume:
     total = Volume()
     for job in jobs:
         matrix = matrices[job.matrix]
-        kept, size = matrix.held_by(job.owner, job.box), math.prod(job.shape)
+        kept, size = matrix.num_held(job.owner, job.box), math.prod(job.shape)
         served = sum(replica[0] in job.targets for replica in matrix.replicas)
         total += Volume(gathered=size - kept, delivered=served * size - kept)
     return total
 
 
 def sent_by_pair(
-    matrices: Sequence[MatrixLayout], jobs: Sequence[Job], num_ranks: int
+    matrices: Sequence[Matrix], jobs: Sequence[Job], num_ranks: int
 ) -> dict[Pair, Volume]:
     """What each rank sends to each other rank.
 

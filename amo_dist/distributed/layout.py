@@ -53,12 +53,12 @@ class TensorLayout:
 
 
 @dataclasses.dataclass(frozen=True)
-class Piece:
-    """A box of a local tensor, and where it belongs in a matrix.
+class Region:
+    """A box of a rank's local tensor, and the box of the matrix that it holds.
 
     Attributes:
-        source: Box in the coordinates of the local tensor; see `flattened` where it has four dims.
-        target: Box ``(rows, columns)`` in the coordinates of the matrix.
+        source: Box in the local tensor; see `flattened` for tensors of four dims.
+        target: Box ``(rows, columns)`` in the matrix.
     """
 
     source: Box
@@ -66,7 +66,7 @@ class Piece:
 
     @functools.cached_property
     def source_shape(self) -> tuple[int, ...]:
-        """Of the box in the local tensor."""
+        """Shape of the box in the local tensor."""
         return tuple(stop - start for start, stop in self.source)
 
     @functools.cached_property
@@ -74,39 +74,41 @@ class Piece:
         """Elements in the box."""
         return math.prod(self.source_shape)
 
-    def within(self, box: Box) -> Piece | None:
-        """What of the piece lies in a box of the matrix; None for nothing."""
+    def within(self, box: Box) -> Region | None:
+        """The part of the region that lies in a box of the matrix; None if there is none."""
         pairs = list(zip(self.target, box, strict=True))
-        target = tuple((max(low, a), min(high, b)) for (low, high), (a, b) in pairs)
+        target = tuple((max(low, first), min(high, end)) for (low, high), (first, end) in pairs)
         if any(start >= stop for start, stop in target):
             return None
-        # Only leading dims of the local tensor are not those of the matrix.
+        # The last two dims of the local tensor are those of the matrix.
         shifts = [
-            own - low for (own, _), (low, _) in zip(self.source[-2:], self.target, strict=True)
+            start - low for (start, _), (low, _) in zip(self.source[-2:], self.target, strict=True)
         ]
         moved = tuple((a + by, b + by) for (a, b), by in zip(target, shifts, strict=True))
-        return Piece((*self.source[:-2], *moved), target)
+        return Region((*self.source[:-2], *moved), target)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class MatrixLayout:
-    """One matrix to orthogonalize, and the pieces of it that each rank holds.
+class Matrix:
+    """One matrix to orthogonalize, and the regions of it that each rank holds.
 
     Attributes:
-        name: Unique in the world.
-        tensor: Index of the tensor, among those of the caller, that the pieces are cut from.
-        shape: ``(m, n)``.
+        name: Name, unique in the world.
+        param: Index of the parameter, among those of the caller, that holds the matrix.
+        shape: Shape ``(m, n)`` of the whole matrix.
+        dim: Dim along which the boxes of its view are joined; for weights, that of the outputs.
         ranks: Global ranks of the mesh, in the mesh's order.
-        pieces_by_rank: Ranks that hold nothing of the matrix are absent.
-        replicas: As in `TensorLayout`.
+        regions_by_rank: Regions by rank; ranks that hold nothing of the matrix are absent.
+        replicas: Groups of ranks, as in `TensorLayout`.
         key: Text that tells this layout from any other, for digests.
     """
 
     name: str
-    tensor: int
+    param: int
     shape: tuple[int, int]
+    dim: int
     ranks: tuple[int, ...]
-    pieces_by_rank: Mapping[int, tuple[Piece, ...]]
+    regions_by_rank: Mapping[int, tuple[Region, ...]]
     replicas: tuple[tuple[int, ...], ...]
     key: str
 
@@ -115,16 +117,21 @@ class MatrixLayout:
         """Elements of the whole matrix."""
         return self.shape[0] * self.shape[1]
 
-    def held_by(self, rank: int, box: Box | None = None) -> int:
-        """Elements of the matrix, or of a box of it, that ``rank`` holds."""
-        return sum(piece.num_elements for piece in self.pieces_of(rank, box))
+    @property
+    def whole(self) -> Box:
+        """The box of the whole matrix."""
+        return (0, self.shape[0]), (0, self.shape[1])
 
-    def pieces_of(self, rank: int, box: Box | None = None) -> tuple[Piece, ...]:
-        """What ``rank`` holds of the matrix, or of a box of it."""
-        pieces = self.pieces_by_rank.get(rank, ())
-        if box is None or box == ((0, self.shape[0]), (0, self.shape[1])):
-            return pieces
-        return tuple(found for piece in pieces if (found := piece.within(box)) is not None)
+    def num_held(self, rank: int, box: Box | None = None) -> int:
+        """Elements of the matrix, or of a box of it, that ``rank`` holds."""
+        return sum(region.num_elements for region in self.regions_of(rank, box))
+
+    def regions_of(self, rank: int, box: Box | None = None) -> tuple[Region, ...]:
+        """Regions of the matrix, or of a box of it, that ``rank`` holds."""
+        regions = self.regions_by_rank.get(rank, ())
+        if box is None or box == self.whole:
+            return regions
+        return tuple(part for region in regions if (part := region.within(box)) is not None)
 
 
 def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> tuple[Interval, ...]:
@@ -154,7 +161,7 @@ def _application_order(mesh_shape: Sequence[int], placements: Placements) -> lis
 
     FSDP over tensor parallelism writes ``[_StridedShard(d, split_factor=tp), Shard(d)]``: tensor
     parallelism cuts first although its axis stands to the right. Cutting in the true order keeps
-    each local tensor in one piece, uneven sizes included.
+    each local tensor contiguous, uneven sizes included.
     """
     order: list[tuple[int, int]] = []
     deferred: list[tuple[int, int]] = []
@@ -261,10 +268,10 @@ def layout_of(tensor: torch.Tensor, name: str, ranks: Sequence[int]) -> TensorLa
     if (rank := mesh.get_rank()) not in layout.ranks:
         ranks = layout.ranks
         raise ValueError(f"{name}: found rank {rank}, expected one of its mesh's ranks, {ranks}")
-    found, expected = tuple(tensor.to_local().shape), layout.local_shape(rank)
-    if found != expected and math.prod(found) + math.prod(expected) > 0:
+    local_shape, expected = tuple(tensor.to_local().shape), layout.local_shape(rank)
+    if local_shape != expected and math.prod(local_shape) + math.prod(expected) > 0:
         raise ValueError(
-            f"{name}: found a local tensor of shape {found}, expected {expected} of "
+            f"{name}: found a local tensor of shape {local_shape}, expected {expected} of "
             f"{tuple(tensor.shape)} placed as {tensor.placements} on a mesh of shape "
             f"{tuple(mesh.mesh.shape)}"
         )
@@ -284,24 +291,41 @@ def zeros_per_slice(param: torch.Tensor, dim: int) -> torch.Tensor:
 
     Args:
         param: A DTensor, or a plain tensor.
-        dim: From the end, such as -1. Where it is sharded, the zeros are replicated. Of four dims
-            -1 means the last three, which are the columns of one matrix.
+        dim: Dim from the end, such as -1. Where it is sharded, the zeros are replicated. For a
+            tensor of four dims -1 means the last three, which are the columns of one matrix.
     """
-    shape, local = list(param.shape), list(local_tensor(param).shape)
-    dims = [len(shape) + each for each in ((-3, -2, -1) if len(shape) == 4 else (dim,))]
-    for each in dims:
-        shape[each] = local[each] = 1
-    zeros = torch.zeros(local, dtype=torch.float32, device=param.device)
+    shape, local_shape = list(param.shape), list(local_tensor(param).shape)
+    dims = [len(shape) + d for d in ((-3, -2, -1) if len(shape) == 4 else (dim,))]
+    for index in dims:
+        shape[index] = local_shape[index] = 1
+    placements: Placements = ()
+    if isinstance(param, DTensor):
+        placements = tuple(
+            Replicate() if isinstance(p, Shard) and p.dim % len(shape) in dims else p
+            for p in param.placements
+        )
+    return _zeros_beside(param, shape, local_shape, placements)
+
+
+def zeros_per_view(param: torch.Tensor, num_views: int) -> torch.Tensor:
+    """float32 zeros, one for each matrix in a parameter, replicated over the parameter's mesh."""
+    placements: Placements = ()
+    if isinstance(param, DTensor):
+        placements = (Replicate(),) * param.device_mesh.ndim
+    return _zeros_beside(param, [num_views], [num_views], placements)
+
+
+def _zeros_beside(
+    param: torch.Tensor, shape: list[int], local_shape: list[int], placements: Placements
+) -> torch.Tensor:
+    """float32 zeros on the device of a parameter, and on its mesh if it has one."""
+    zeros = torch.zeros(local_shape, dtype=torch.float32, device=param.device)
     if not isinstance(param, DTensor):
         return zeros
-    placements = [
-        Replicate() if isinstance(each, Shard) and each.dim % len(shape) in dims else each
-        for each in param.placements
-    ]
     stride = torch.empty(shape, device="meta").stride()
     size, mesh = torch.Size(shape), param.device_mesh
     made = DTensor.from_local(zeros, mesh, placements, run_check=False, shape=size, stride=stride)
-    # PyTorch has moved them to the mesh's device, also where the parameter lies in host memory.
+    # PyTorch moves a local tensor to the mesh's device, also where the parameter lies on the host.
     return made if made.device == zeros.device else made.to(zeros.device)
 
 
@@ -318,15 +342,17 @@ def _overlaps(
         offset += high - low
 
 
-def _box_pieces(
-    box: Box, place: tuple[int, int], local: tuple[tuple[Interval, ...], ...]
-) -> Iterator[Piece]:
-    """The pieces of one box of a view, put at ``place`` in the matrix, in one rank's tensor."""
-    row, column = place
-    choices = (tuple(_overlaps(*each)) for each in zip(box, local, strict=True))
+def _box_regions(
+    box: Box, origin: tuple[int, int], local: tuple[tuple[Interval, ...], ...]
+) -> Iterator[Region]:
+    """Regions of one box of a view, which starts at ``origin`` in the matrix, on one rank."""
+    row, column = origin
+    choices = (
+        tuple(_overlaps(extent, intervals)) for extent, intervals in zip(box, local, strict=True)
+    )
     for combination in itertools.product(*choices):
         (top, bottom), (left, right) = (target for _, target in combination[-2:])
-        yield Piece(
+        yield Region(
             source=tuple(source for source, _ in combination),
             target=((top + row, bottom + row), (left + column, right + column)),
         )
@@ -347,7 +373,7 @@ def flattened(tensor: torch.Tensor) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4096)
 def flattened_layout(layout: TensorLayout) -> TensorLayout:
-    """The layout of what `flattened` makes of the local tensors.
+    """Layout of the local tensors that `flattened` returns.
 
     Raises:
         ValueError: The tensor is sharded along its third or fourth dim.
@@ -356,7 +382,7 @@ def flattened_layout(layout: TensorLayout) -> TensorLayout:
     size = math.prod(inner)
     intervals_by_rank: dict[int, tuple[tuple[Interval, ...], ...]] = {}
     for rank, (outer, along, *rest) in layout.intervals_by_rank.items():
-        if any(found != ((0, whole),) for found, whole in zip(rest, inner, strict=True)):
+        if any(cuts != ((0, length),) for cuts, length in zip(rest, inner, strict=True)):
             raise ValueError(
                 f"layout: found {layout.key}, expected no shards along the last two dims"
             )
@@ -370,38 +396,39 @@ def flattened_layout(layout: TensorLayout) -> TensorLayout:
 @functools.lru_cache(maxsize=4096)
 def _view(
     layout: TensorLayout, boxes: tuple[Box, ...], dim: int
-) -> tuple[tuple[int, int], Mapping[int, tuple[Piece, ...]]]:
-    pieces: dict[int, list[Piece]] = defaultdict(list)
-    place = [0, 0]
+) -> tuple[tuple[int, int], Mapping[int, tuple[Region, ...]]]:
+    """Shape of a view's matrix, and its regions by rank; matrices of one layout share them."""
+    regions: dict[int, list[Region]] = defaultdict(list)
+    origin = [0, 0]
     for box in boxes:
         (top, bottom), (left, right) = box[-2:]
         shape = [bottom - top, right - left]
         for rank, local in layout.intervals_by_rank.items():
-            pieces[rank] += _box_pieces(box, (place[0], place[1]), local)
-        place[dim] += shape[dim]
-    shape[dim] = place[dim]
-    return (shape[0], shape[1]), {rank: tuple(found) for rank, found in pieces.items() if found}
+            regions[rank] += _box_regions(box, (origin[0], origin[1]), local)
+        origin[dim] += shape[dim]
+    shape[dim] = origin[dim]
+    return (shape[0], shape[1]), {rank: tuple(held) for rank, held in regions.items() if held}
 
 
-def matrix_layout(
+def make_matrix(
     name: str,
     layout: TensorLayout,
-    tensor: int,
+    param: int,
     boxes: Sequence[Box] | None = None,
     dim: int = 0,
-) -> MatrixLayout:
-    """The matrix that a view cuts out of a tensor.
+) -> Matrix:
+    """Make the matrix that a view cuts out of a parameter.
 
     Args:
         name: Name of the matrix.
-        layout: Of the tensor, which has at least two dims.
-        tensor: Index of the tensor, for `MatrixLayout.tensor`.
-        boxes: In the tensor's coordinates; leading dims have one element. ``None`` means all of
-            a tensor of two dims, or of four, of which the first are the rows.
-        dim: Dim of the matrix, 0 or 1, along which the boxes are concatenated.
+        layout: Layout of the parameter, which has at least two dims.
+        param: Index of the parameter, for `Matrix.param`.
+        boxes: Boxes in the parameter's coordinates; leading dims have one element. ``None`` means
+            all of a parameter of two dims, or of four, of which the first are the rows.
+        dim: Dim of the matrix, 0 or 1, along which the boxes are joined.
 
     Raises:
-        ValueError: ``boxes`` is None for a tensor of other dims, or one of four is sharded along
+        ValueError: ``boxes`` is None for a parameter of other dims, or one of four is sharded along
             the last two.
     """
     if boxes is None:
@@ -410,20 +437,21 @@ def matrix_layout(
         if len(layout.shape) != 2:
             raise ValueError(f"{name}: found shape {layout.shape}, expected a view for each matrix")
         boxes = (tuple((0, size) for size in layout.shape),)
-    shape, pieces = _view(layout, tuple(boxes), dim)
-    return MatrixLayout(
+    shape, regions = _view(layout, tuple(boxes), dim)
+    return Matrix(
         name=name,
-        tensor=tensor,
+        param=param,
         shape=shape,
+        dim=dim,
         ranks=layout.ranks,
-        pieces_by_rank=pieces,
+        regions_by_rank=regions,
         replicas=layout.replicas,
         key=f"{name}: {tuple(boxes)} along {dim} of {layout.key}",
     )
 
 
 def as_matrix(tensor: torch.Tensor) -> torch.Tensor:
-    """Without the leading dims of a piece, which all have size 1."""
+    """The tensor without its leading dims, which all have size 1; shares memory."""
     return tensor if tensor.dim() == 2 else tensor.view(tensor.shape[-2:])
 
 
@@ -435,6 +463,6 @@ def cut(local: torch.Tensor, box: Box) -> torch.Tensor:
 
 
 def cut_like(value: torch.Tensor, box: Box, shape: torch.Size) -> torch.Tensor:
-    """The box of a tensor in this shape, or with size 1 where the shape has another."""
+    """The box of a tensor in this shape; a dim in which it has size 1 is kept whole."""
     pairs = zip(box, value.shape, shape, strict=True)
-    return cut(value, tuple(each if size == whole else (0, 1) for each, size, whole in pairs))
+    return cut(value, tuple(edge if size == whole else (0, 1) for edge, size, whole in pairs))

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from amo_dist.config import Box
-from amo_dist.distributed.layout import MatrixLayout
+from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.teams import choices, member_costs, share_of, slabs
 
 _Block = tuple[int, ...]
@@ -26,13 +26,13 @@ class Job:
 
     Attributes:
         matrix: Index of the matrix.
-        owner: Rank that gathers it, orthogonalizes it and sends the pieces back.
-        sources: Ranks whose pieces together make up the matrix: the owner's replica.
-        targets: Ranks that get their pieces of the result from the owner: those of all replicas.
-        team: The ranks that share the matrix, the owner among them, in the order of their slabs;
-            empty where the owner has all of it.
-        box: What the owner has of the matrix.
-        share: The owner's flops over those of the whole matrix.
+        owner: Rank that gathers the matrix, orthogonalizes it and sends the results back.
+        sources: Ranks that together hold the matrix once: the owner's replica.
+        targets: Ranks that get results from the owner: those of all replicas.
+        team: Ranks that share the matrix, the owner among them, in the order of their slabs; empty
+            if the owner has all of it.
+        box: Box of the matrix that the owner orthogonalizes.
+        share: Flops of the owner over those of the whole matrix.
     """
 
     matrix: int
@@ -45,13 +45,13 @@ class Job:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Of the box."""
+        """Shape of the box."""
         (top, bottom), (left, right) = self.box
         return bottom - top, right - left
 
 
 def assign(
-    matrices: Sequence[MatrixLayout],
+    matrices: Sequence[Matrix],
     costs: Sequence[float],
     *,
     ownership: str = "round_robin",
@@ -59,99 +59,100 @@ def assign(
     itemsize: int = 2,
     turn: int = 0,
 ) -> tuple[Job, ...]:
-    """Deal matrices to ranks, apart for each set of ranks that shares some.
+    """Assign matrices to owner ranks, separately for each set of ranks that shares some.
 
-    Each set is dealt by itself: a rank that belongs to several must find the same owners as ranks
-    that know of one set alone.
+    A rank that belongs to several sets must compute the same owners as ranks that know one set
+    alone, so no set looks at the load of another.
 
-    A matrix that some rank holds whole, such as an expert sharded on its first dim, goes to a
-    rank that does, so that nothing need be gathered.
+    A matrix that one rank holds whole, such as an expert sharded on its first dim, goes to such a
+    rank, and nothing need be gathered.
 
-    With teams, ranks share matrices where that lowers the greatest load, what they send counted.
+    With teams, ranks share matrices if that lowers the greatest load, what they send counted.
     Teams are aligned blocks of neighbours in the mesh, so that they lie within a node.
 
     Args:
-        matrices: In the order in which round robin deals them.
-        costs: Flops of each, with the schedule it has now.
-        ownership: ``round_robin``, or ``balanced``: longest job first to the rank with the least
-            work, ties by name, unless round robin's greatest load is as low; loads are those of
-            the set. Among teams round robin deals the largest first, then the longest job.
-        max_team: Most ranks that share a matrix; 1: none do.
+        matrices: Matrices, in the order in which round robin assigns them.
+        costs: Flops of each matrix, with its schedule of this moment.
+        ownership: ``round_robin``, or ``balanced``: the longest job first to the rank with the
+            least work, ties by name, unless round robin's greatest load is as low; loads are those
+            of the set. Among teams round robin takes the largest first, then the longest job.
+        max_team: Most ranks that share a matrix; 1 means no teams.
         itemsize: Bytes of an element of what a team adds up.
-        turn: Round robin begins at this candidate, counted around. 0 with teams.
+        turn: Number of the candidate at which round robin begins, counted around; 0 with teams.
     """
     by_ranks: dict[tuple[int, ...], list[int]] = defaultdict(list)
     for index, matrix in enumerate(matrices):
         by_ranks[tuple(sorted(matrix.ranks))].append(index)
-    # Matrices of one shape and layout share their pieces: of a thousand ranks they are cut once.
-    alike = {id(matrix.pieces_by_rank): matrix for matrix in matrices}
-    known = {key: _candidates(matrix) for key, matrix in alike.items()}
-    candidates = [known[id(matrix.pieces_by_rank)] for matrix in matrices]
-    found: list[Job] = []
+    # Matrices of one layout share their regions: on a thousand ranks candidates are sought once.
+    by_layout = {id(matrix.regions_by_rank): matrix for matrix in matrices}
+    known = {key: _candidates(matrix) for key, matrix in by_layout.items()}
+    candidates = [known[id(matrix.regions_by_rank)] for matrix in matrices]
+    jobs: list[Job] = []
     for indices in by_ranks.values():
         by_size = {
             i: _costs_by_size(matrices[i], costs[i], len(candidates[i]), max_team, itemsize)
             for i in indices
         }
         balances = ownership == "balanced"
-        deal = functools.partial(_deal, matrices, candidates, by_size, balances, turn)
-        load, dealt = deal(dict.fromkeys(indices, 1))
+        try_sizes = functools.partial(_assign, matrices, candidates, by_size, balances, turn)
+        load, blocks = try_sizes(dict.fromkeys(indices, 1))
         for sizes in choices(by_size) if max_team > 1 else ():
-            # What no way of dealing goes below.
+            # No assignment has a greatest load below the mean, or below that of one member.
             members = [(size, by_size[index][size]) for index, size in sizes.items()]
             mean = sum(size * cost for size, cost in members) / len(matrices[indices[0]].ranks)
             if max(mean, *(cost for _, cost in members)) < load:
-                load, dealt = min((load, dealt), deal(sizes), key=lambda pair: pair[0])
-        found += _jobs(dealt, matrices)
-    return tuple(sorted(found, key=lambda job: job.matrix))
+                load, blocks = min((load, blocks), try_sizes(sizes), key=lambda pair: pair[0])
+        jobs += _jobs(blocks, matrices)
+    return tuple(sorted(jobs, key=lambda job: job.matrix))
 
 
 def load_by_rank(jobs: Sequence[Job], costs: Sequence[float]) -> dict[int, float]:
-    """Summed cost of the jobs of each rank that owns one; what teams send is not counted."""
+    """Summed cost of the jobs of each rank that owns any; what teams send is not counted."""
     loads: dict[int, float] = defaultdict(float)
     for job in jobs:
         loads[job.owner] += costs[job.matrix] * job.share
     return dict(loads)
 
 
-def _candidates(matrix: MatrixLayout) -> tuple[int, ...]:
-    """Who may own a matrix: those that hold it whole, where there are any."""
-    whole = (rank for rank in matrix.ranks if matrix.held_by(rank) == matrix.num_elements)
+def _candidates(matrix: Matrix) -> tuple[int, ...]:
+    """Ranks that may own a matrix: those that hold it whole if there are any, else all."""
+    whole = (rank for rank in matrix.ranks if matrix.num_held(rank) == matrix.num_elements)
     return tuple(whole) or tuple(matrix.ranks)
 
 
 def _costs_by_size(
-    matrix: MatrixLayout, cost: float, num_owners: int, max_team: int, itemsize: int
+    matrix: Matrix, cost: float, num_owners: int, max_team: int, itemsize: int
 ) -> dict[int, float]:
-    """Cost of a member for each size of its team; a matrix that some ranks hold stays whole."""
+    """Cost of a member for each size of its team; a matrix that a rank holds whole has none."""
     most = min(max_team, num_owners) if num_owners == len(matrix.ranks) else 1
     return member_costs(matrix.shape, cost, most, itemsize)
 
 
-def _deal(
-    matrices: Sequence[MatrixLayout],
+def _assign(
+    matrices: Sequence[Matrix],
     candidates: Sequence[tuple[int, ...]],
     by_size: Mapping[int, Mapping[int, float]],
     balances: bool,
     turn: int,
     sizes: Mapping[int, int],
 ) -> tuple[float, list[tuple[int, _Block]]]:
-    """The greatest load, and who gets which matrix."""
+    """The greatest load of a rank, and the owner or the team of each matrix."""
     costs = {index: by_size[index][size] for index, size in sizes.items()}
     order = list(sizes)
     if max(sizes.values()) > 1:  # blocks stay aligned as sizes fall
         order.sort(key=lambda i: (-sizes[i], -costs[i]))
-    ways = [list(_round_robin(order, candidates, sizes, turn))]
+    assignments = [list(_round_robin(order, candidates, sizes, turn))]
     if balances:
-        # Matrices without a choice come first: the others are dealt around them.
+        # Matrices with one candidate come first: the others fill up around them.
         order.sort(key=lambda i: (len(candidates[i]) > 1, -costs[i], matrices[i].name))
-        ways.append(list(_least_loaded(order, candidates, costs, sizes)))
-    return min(((_greatest(way, costs), way) for way in ways), key=lambda pair: pair[0])
+        assignments.append(list(_least_loaded(order, candidates, costs, sizes)))
+    pairs = ((_greatest_load(blocks, costs), blocks) for blocks in assignments)
+    return min(pairs, key=lambda pair: pair[0])
 
 
-def _greatest(dealt: Iterable[tuple[int, _Block]], costs: Mapping[int, float]) -> float:
+def _greatest_load(blocks: Iterable[tuple[int, _Block]], costs: Mapping[int, float]) -> float:
     loads: dict[int, float] = defaultdict(float)
-    for index, block in dealt:
+    for index, block in blocks:
         for rank in block:
             loads[rank] += costs[index]
     return max(loads.values())
@@ -163,7 +164,7 @@ def _round_robin(
     sizes: Mapping[int, int],
     turn: int,
 ) -> Iterator[tuple[int, _Block]]:
-    """Candidates in turn, of each list of candidates by itself."""
+    """Candidates in turn; each list of candidates has a turn of its own."""
     places: dict[tuple[int, ...], int] = {}
     for index in order:
         ranks, size = candidates[index], sizes[index]
@@ -179,20 +180,20 @@ def _least_loaded(
     costs: Mapping[int, float],
     sizes: Mapping[int, int],
 ) -> Iterator[tuple[int, _Block]]:
-    """For each matrix in turn the earliest of its candidates with the least load by then."""
-    ranks = {each: torch.tensor(each, device="cpu") for each in {*(candidates[i] for i in order)}}
-    most = 1 + max(int(some.max()) for some in ranks.values())
-    loads = torch.zeros(most, dtype=torch.float64, device="cpu")
+    """For each matrix in turn the earliest of its candidates with the least load so far."""
+    tensors = {ranks: torch.tensor(ranks, device="cpu") for ranks in {candidates[i] for i in order}}
+    num_ranks = 1 + max(int(ranks.max()) for ranks in tensors.values())
+    loads = torch.zeros(num_ranks, dtype=torch.float64, device="cpu")
     for index in order:
-        size, some = sizes[index], ranks[candidates[index]]
-        blocks = some[: len(some) // size * size].view(-1, size)
+        size, ranks = sizes[index], tensors[candidates[index]]
+        blocks = ranks[: len(ranks) // size * size].view(-1, size)
         place = size * int(loads[blocks].amax(dim=1).argmin())
         block = candidates[index][place : place + size]
         loads[list(block)] += costs[index]
         yield index, block
 
 
-def _jobs(chosen: Iterable[tuple[int, _Block]], matrices: Sequence[MatrixLayout]) -> list[Job]:
+def _jobs(chosen: Iterable[tuple[int, _Block]], matrices: Sequence[Matrix]) -> list[Job]:
     """A job for each owner of each matrix, in the order of the matrices."""
     jobs: list[Job] = []
     for index, block in sorted(chosen):

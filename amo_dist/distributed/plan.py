@@ -1,57 +1,49 @@
 """Who sends what to whom, and who computes what: a description, made without communication.
 
-A plan is a list of buckets. In a bucket each owner gathers at most a stated number of bytes (or
-one matrix that is larger), so that every rank of the mesh has work in every bucket and memory is
-bounded by the buckets in flight.
+A plan is a list of buckets. In a bucket each owner gathers at most a stated number of bytes (or one
+larger matrix), so that every rank of the mesh has work in every bucket, and the buckets in flight
+bound the memory.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import hashlib
+import itertools
 import math
 import operator
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
-from amo_dist.distributed.layout import MatrixLayout, Piece
+from amo_dist.distributed.layout import Matrix, Region
 from amo_dist.distributed.ownership import Job
 
-
-class Part(NamedTuple):
-    """A piece of one of the matrices."""
-
-    matrix: int
-    """Index of the matrix."""
-    piece: Piece
-    """Where it lies in the local tensor of the rank that holds it, and in the matrix."""
-
-
-PartsByPeer: TypeAlias = tuple[tuple[Part, ...], ...]
-"""One entry for each peer, in the order of the process group; parts in the order in which they
-travel."""
+Held: TypeAlias = tuple[int, Region]
+"""Index of a matrix, and a region of it."""
+ByPeer: TypeAlias = tuple[tuple[Held, ...], ...]
+"""Regions for each peer, in the order of the process group and in that in which they travel."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Bucket:
-    """Matrices that travel together, seen from one rank. Its own entries in transfers are empty.
+class BucketPlan:
+    """Matrices that travel together, seen from one rank. A rank sends nothing to itself.
 
     Attributes:
-        jobs: What this rank computes: first what it shares, team after team, then the rest.
-        kept: The parts of its jobs that this rank holds itself, and that travel nowhere.
-        to_owners: Parts of matrices that this rank sends to their owners.
-        from_holders: Parts of matrices that this rank receives as their owner.
-        to_holders: Parts of results that this rank sends to all whom it serves.
-        from_owners: Parts of results that this rank receives.
+        jobs: Jobs of this rank: first those of its teams, team after team, then its own.
+        kept: Regions of its jobs' matrices that this rank holds itself; they travel nowhere.
+        to_owners: Momentum that this rank sends to owners.
+        from_holders: Momentum that this rank receives as an owner.
+        to_holders: Results that this rank sends as an owner.
+        from_owners: Results that this rank receives.
     """
 
     jobs: tuple[Job, ...]
-    kept: tuple[Part, ...]
-    to_owners: PartsByPeer
-    from_holders: PartsByPeer
-    to_holders: PartsByPeer
-    from_owners: PartsByPeer
+    kept: tuple[Held, ...]
+    to_owners: ByPeer
+    from_holders: ByPeer
+    to_holders: ByPeer
+    from_owners: ByPeer
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -60,27 +52,28 @@ class ExchangePlan:
 
     Attributes:
         peers: Global ranks, in the order of the process group.
-        buckets: The same number, in the same order, on every peer.
+        buckets: Buckets that travel: the same number, in the same order, on every peer.
         local: This rank's buckets of matrices that need no communication.
-        digest: Equal on all peers if and only if their plans fit together.
+        digest: Hash that is equal on all peers if and only if their plans fit together.
     """
 
     peers: tuple[int, ...]
-    buckets: tuple[Bucket, ...]
-    local: tuple[Bucket, ...]
+    buckets: tuple[BucketPlan, ...]
+    local: tuple[BucketPlan, ...]
     digest: str
 
-    def sent_elements(self) -> Counter[int]:
-        """Elements that this rank sends to each peer, there and back."""
+    def num_sent(self) -> Counter[int]:
+        """Elements that this rank sends to each peer in a step, in both directions."""
         sent = Counter[int]()
         for bucket in self.buckets:
-            for transfer in (bucket.to_owners, bucket.to_holders):
-                sent.update(dict(zip(self.peers, map(count_elements, transfer), strict=True)))
+            for regions_by_peer in (bucket.to_owners, bucket.to_holders):
+                counts = map(count_elements, regions_by_peer)
+                sent.update(dict(zip(self.peers, counts, strict=True)))
         return +sent
 
 
 def plan_exchange(
-    matrices: Sequence[MatrixLayout],
+    matrices: Sequence[Matrix],
     jobs: Sequence[Job],
     *,
     rank: int,
@@ -90,105 +83,109 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Plan the exchange of ``jobs``, which all lie on ``peers``.
 
-    Members of a team communicate while they compute. So that none waits for another that waits for
-    it, all slabs of a matrix lie in buckets of one number, and in a bucket each rank comes to what
-    it shares before all else, in the order of ``jobs``; the digest tells this order.
+    Members of a team communicate while they compute. To avoid a deadlock, all slabs of a matrix lie
+    in buckets of one number, and in a bucket each rank runs what it shares before all else, in the
+    order of ``jobs``; the digest covers this order.
 
     Args:
         matrices: All matrices; jobs index them.
-        jobs: Those of one set of ranks, in the same order on every rank.
-        rank: Whose view to plan.
+        jobs: Jobs of one set of ranks, in the same order on every rank.
+        rank: Rank whose view to plan.
         peers: Global ranks in the order of the process group.
         itemsize: Bytes of an element on the wire.
-        bucket_bytes: Greatest size of what one owner gathers in one bucket.
+        bucket_bytes: Most bytes that one owner gathers in one bucket.
     """
     moving = [job for job in jobs if not _is_local(job, matrices[job.matrix])]
     own = [job for job in jobs if job.owner == rank and _is_local(job, matrices[job.matrix])]
     most = bucket_bytes // itemsize
-    groups, local = (_group(some, most) for some in (moving, own))
-    told = [str(tuple(peers))]
-    for some in groups:
-        told.append("bucket")
-        told += [f"{matrices[job.matrix].key} by {job.owner} of {job.team}" for job in some]
+    moving_groups, local_groups = _group(moving, most), _group(own, most)
+    lines = [str(tuple(peers))]
+    for group in moving_groups:
+        lines.append("bucket")
+        lines += [f"{matrices[job.matrix].key} by {job.owner} of {job.team}" for job in group]
     return ExchangePlan(
         peers=tuple(peers),
-        buckets=tuple(_bucket(matrices, rank, peers, some) for some in groups),
-        local=tuple(_bucket(matrices, rank, peers, some) for some in local),
-        digest=hashlib.sha256("\n".join(told).encode()).hexdigest(),
+        buckets=tuple(_plan_bucket(matrices, rank, peers, group) for group in moving_groups),
+        local=tuple(_plan_bucket(matrices, rank, peers, group) for group in local_groups),
+        digest=hashlib.sha256("\n".join(lines).encode()).hexdigest(),
     )
 
 
-def _is_local(job: Job, matrix: MatrixLayout) -> bool:
-    """Whether the owner has nothing to gather and nothing to deliver."""
+def _is_local(job: Job, matrix: Matrix) -> bool:
+    """Whether the owner has nothing to gather and nothing to send back."""
     others = {*job.sources, *job.targets, *job.team} - {job.owner}
-    return matrix.pieces_by_rank.keys().isdisjoint(others)
+    return matrix.regions_by_rank.keys().isdisjoint(others)
 
 
 def _group(jobs: Sequence[Job], most_elements: int) -> list[list[Job]]:
-    """Cut ``jobs`` into buckets."""
+    """Cut ``jobs`` into buckets, in which no owner has more elements than this, or one job."""
     buckets: dict[int, list[tuple[int, Job]]] = defaultdict(list)
-    # Of each owner: the bucket at hand, and the elements in it.
-    numbers, filled = Counter[int](), Counter[int]()
-    for some in _together(jobs):
-        size = max(math.prod(job.shape) for _, job in some)
-        owners = [job.owner for _, job in some]
+    # Each owner has a bucket that it fills, and a number of elements in it.
+    bucket_by_owner, filled_by_owner = Counter[int](), Counter[int]()
+    for team_jobs in _jobs_by_team(jobs):
+        size = max(math.prod(job.shape) for _, job in team_jobs)
+        owners = [job.owner for _, job in team_jobs]
         number = max(
-            numbers[each] + (filled[each] > 0 and filled[each] + size > most_elements)
-            for each in owners
+            bucket_by_owner[owner]
+            + (filled_by_owner[owner] > 0 and filled_by_owner[owner] + size > most_elements)
+            for owner in owners
         )
-        for each in owners:
-            filled[each] = size + (filled[each] if numbers[each] == number else 0)
-            numbers[each] = number
-        buckets[number] += some
+        for owner in owners:
+            before = filled_by_owner[owner] if bucket_by_owner[owner] == number else 0
+            bucket_by_owner[owner], filled_by_owner[owner] = number, before + size
+        buckets[number] += team_jobs
     in_order = (sorted(buckets[number], key=operator.itemgetter(0)) for number in sorted(buckets))
-    return [[job for _, job in some] for some in in_order]
+    return [[job for _, job in numbered] for numbered in in_order]
 
 
-def _together(jobs: Sequence[Job]) -> list[list[tuple[int, Job]]]:
-    """Places and jobs that must share a bucket: those of a team, the largest teams first.
+def _jobs_by_team(jobs: Sequence[Job]) -> list[list[tuple[int, Job]]]:
+    """Numbered jobs that must share a bucket: those of one team, the largest teams first.
 
-    What is shared comes before all else, so that the buckets of a team's members keep pace.
+    Shared jobs come before all others, so that the buckets of a team's members keep pace.
     """
     teams: dict[tuple[int, tuple[int, ...]], list[tuple[int, Job]]] = defaultdict(list)
-    for place, job in enumerate(jobs):
-        teams[job.matrix, job.team or (job.owner,)].append((place, job))
+    for number, job in enumerate(jobs):
+        teams[job.matrix, job.team or (job.owner,)].append((number, job))
     return sorted(teams.values(), key=len, reverse=True)
 
 
-def _bucket(
-    matrices: Sequence[MatrixLayout], rank: int, peers: Sequence[int], jobs: Sequence[Job]
-) -> Bucket:
+def _plan_bucket(
+    matrices: Sequence[Matrix], rank: int, peers: Sequence[int], jobs: Sequence[Job]
+) -> BucketPlan:
     by_owner: dict[int, list[Job]] = defaultdict(list)
     for job in jobs:
         by_owner[job.owner].append(job)
 
-    def parts(owner: int, holder: int, role: str) -> tuple[Part, ...]:
-        """What travels between an owner and a rank of its ``sources`` or ``targets``."""
+    def travelling(owner: int, holder: int, role: str) -> tuple[Held, ...]:
+        """Regions that travel between an owner and a rank of its ``sources`` or ``targets``."""
         # An owner is among both of its own matrices, but sends itself nothing.
-        found = by_owner[owner] if owner != holder else []
-        return _held(matrices, [job for job in found if holder in getattr(job, role)], holder)
+        owned = by_owner[owner] if owner != holder else []
+        return _held(matrices, [job for job in owned if holder in getattr(job, role)], holder)
 
     by_team: dict[tuple[int, ...], list[Job]] = defaultdict(list)
     for job in by_owner[rank]:
         by_team[job.team].append(job)
     alone = by_team.pop((), [])
-    own = (*(job for some in by_team.values() for job in some), *alone)
-    return Bucket(
+    own = (*itertools.chain(*by_team.values()), *alone)
+    return BucketPlan(
         jobs=own,
         kept=_held(matrices, own, rank),
-        to_owners=tuple(parts(peer, rank, "sources") for peer in peers),
-        from_holders=tuple(parts(rank, peer, "sources") for peer in peers),
-        to_holders=tuple(parts(rank, peer, "targets") for peer in peers),
-        from_owners=tuple(parts(peer, rank, "targets") for peer in peers),
+        to_owners=tuple(travelling(peer, rank, "sources") for peer in peers),
+        from_holders=tuple(travelling(rank, peer, "sources") for peer in peers),
+        to_holders=tuple(travelling(rank, peer, "targets") for peer in peers),
+        from_owners=tuple(travelling(peer, rank, "targets") for peer in peers),
     )
 
 
-def _held(matrices: Sequence[MatrixLayout], jobs: Sequence[Job], rank: int) -> tuple[Part, ...]:
-    """The parts that a rank holds of what some jobs compute, job after job."""
-    found = ((job.matrix, matrices[job.matrix].pieces_of(rank, job.box)) for job in jobs)
-    return tuple(Part(index, piece) for index, pieces in found for piece in pieces)
+def _held(matrices: Sequence[Matrix], jobs: Sequence[Job], rank: int) -> tuple[Held, ...]:
+    """Regions that a rank holds of the matrices that these jobs compute, job after job."""
+    return tuple(
+        (job.matrix, region)
+        for job in jobs
+        for region in matrices[job.matrix].regions_of(rank, job.box)
+    )
 
 
-def count_elements(parts: Sequence[Part]) -> int:
-    """Elements of all parts together."""
-    return sum(part.piece.num_elements for part in parts)
+def count_elements(held: Sequence[Held]) -> int:
+    """Elements of all regions together."""
+    return sum(region.num_elements for _, region in held)

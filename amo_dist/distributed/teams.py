@@ -36,7 +36,7 @@ def slabs(shape: Shape, size: int) -> tuple[Box, ...]:
     m, n = shape
     edges = [max(m, n) * number // size for number in range(size + 1)]
     ends = itertools.pairwise(edges)
-    return tuple((each, (0, n)) if m > n else ((0, m), each) for each in ends)
+    return tuple((edge, (0, n)) if m > n else ((0, m), edge) for edge in ends)
 
 
 def share_of(shape: Shape, box: Box) -> float:
@@ -47,7 +47,7 @@ def share_of(shape: Shape, box: Box) -> float:
 
 
 def member_costs(shape: Shape, cost: float, largest: int, itemsize: int) -> dict[int, float]:
-    """What the busiest member of a team computes and sends, as flops, by the team's size.
+    """Flops of the busiest member of a team, bytes that it sends counted as flops, by team size.
 
     A step takes ``2 * min^2 * (2 * width + min)`` flops of a slab, and of the Gram matrix a ring
     sends ``2 * (size - 1) / size``.
@@ -62,24 +62,24 @@ def member_costs(shape: Shape, cost: float, largest: int, itemsize: int) -> dict
         For 1 and the powers of two up to ``largest`` and the long side.
     """
     short, long = sorted(shape)
-    found, size = {1: cost}, 2
+    costs, size = {1: cost}, 2
     while size <= min(largest, long):
         width, sent = -(-long // size), (size - 1) / size * itemsize * FLOPS_PER_BYTE
-        found[size] = cost * (2 * width + short + sent) / (2 * long + short)
+        costs[size] = cost * (2 * width + short + sent) / (2 * long + short)
         size *= 2
-    return found
+    return costs
 
 
 def choices(costs: Mapping[int, Mapping[int, float]]) -> Iterator[dict[int, int]]:
     """For each bound on the cost of a member: the smallest team of each matrix that keeps it.
 
-    Where none does, the team with the least cost.
+    If none keeps it, the team with the least cost.
 
     Args:
-        costs: By matrix, that of a member by the team's size.
+        costs: Cost of a member by the team's size, for each matrix.
 
-    Returns:
-        Sizes by matrix.
+    Yields:
+        Team sizes by matrix.
     """
     known: set[tuple[int, ...]] = set()
     for bound in sorted({cost for by_size in costs.values() for cost in by_size.values()}):
@@ -93,9 +93,9 @@ def choices(costs: Mapping[int, Mapping[int, float]]) -> Iterator[dict[int, int]
 
 
 class TeamGroup:
-    """What the members of a team bring together while they compute, in place.
+    """Collectives of a team's members while they compute; they work in place.
 
-    Collectives wait as the current stream does, not the host.
+    They hold back the current stream, not the host.
 
     Args:
         group: Process group of the members.

@@ -1,4 +1,4 @@
-"""AdamW for what is not a matrix: PyTorch's functional form on local tensors."""
+"""AdamW for parameters without matrices: PyTorch's functional form on local tensors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from amo_dist.engine.parameters import Locals, Parameters, learning_rate
+from amo_dist.engine.hyperparameters import learning_rate
+from amo_dist.engine.parameters import Param
 from amo_dist.engine.rounding import Rounding
 
 
@@ -20,10 +21,10 @@ def make_state(param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Ten
 
     Args:
         param: The parameter.
-        dtype: Of the moments; None for that of the parameter.
+        dtype: Dtype of the moments; that of the parameter by default.
     """
     return {
-        # Fused kernels, which devices run, count steps where the parameter lies.
+        # Fused kernels, which devices run, count steps on the device of the parameter.
         "step": torch.zeros((), dtype=torch.float32, device=param.device),
         "exp_avg": torch.zeros_like(param, dtype=dtype),
         "exp_avg_sq": torch.zeros_like(param, dtype=dtype),
@@ -31,59 +32,52 @@ def make_state(param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Ten
 
 
 def adamw_step(
-    parameters: Parameters,
-    local: Locals,
+    params: Sequence[Param],
+    grads: Sequence[Tensor | None],
     groups: Sequence[Mapping[str, Any]],
     rounding: Rounding,
-    grads: Sequence[Tensor | None],
+    step: int,
     bad: Tensor | None = None,
 ) -> None:
-    """Update the parameters without matrices, in place; the bits are those of whole tensors.
+    """Update the parameters without matrices, in place; a shard gets the bits of the whole.
 
-    On CPU by PyTorch's foreach kernels: its fused one gives an element other bits in another
-    shard. On devices by the fused ones, which leave out a step without the host.
+    On a CPU it runs PyTorch's foreach kernels: the fused one gives an element other bits in another
+    shard. On a device it runs the fused ones, which skip a bad step without the host.
 
     Args:
-        parameters: Of this process.
-        local: Parts of them and of their state, as `make_state` made it.
+        params: Parameters of this process, with state as `make_state` made it.
+        grads: Local gradient of each parameter; None for a parameter to skip.
         groups: Parameter groups with ``lr``, ``lr_scale``, ``betas``, ``eps``, ``weight_decay``.
-        rounding: How bfloat16 parameters take their updates.
-        grads: Local gradients of all parameters; None for one to skip.
-        bad: 0-dim, boolean, on the device: where true, nothing changes.
+        rounding: Widens bfloat16 parameters, and rounds their updates.
+        step: Optimizer step, counted from 1.
+        bad: Verdict, 0-dim, boolean, on the device: if true, nothing changes.
     """
-    is_fused = parameters.device.type != "cpu"
-    found_inf = None if bad is None else bad.to(torch.float32)
-    by_group: dict[int, list[int]] = defaultdict(list)
-    for index, entry in enumerate(parameters.entries):
-        if not entry.views and grads[index] is not None:
-            by_group[entry.group].append(index)
+    by_group: dict[int, list[tuple[Param, Tensor]]] = defaultdict(list)
+    for param, grad in zip(params, grads, strict=True):
+        if not param.views and grad is not None:
+            by_group[param.group].append((param, grad))
     batches = list(by_group.items())
     if rounding.is_wanted:
-        # One by one: float32 copies of all at once would be a second model in memory.
-        batches = [(group, [index]) for group, indices in batches for index in indices]
-    for number, indices in batches:
+        # Each parameter is widened alone: float32 copies of all would be a second model in memory.
+        batches = [(group, [pair]) for group, pairs in batches for pair in pairs]
+    for number, pairs in batches:
         group = groups[number]
         beta1, beta2 = map(float, group["betas"])
         with contextlib.ExitStack() as stack:
-            params, gradients = [], []
-            for index in indices:
-                param, gradient = local.params[index], grads[index]
-                assert gradient is not None
-                if rounding.is_wanted:
-                    param = stack.enter_context(rounding.widened(index, param))
-                params.append(param)
-                gradients.append(gradient.to(param.dtype))
-            state = [local.state[index] for index in indices]
+            weights = [param.local for param, _ in pairs]
+            if rounding.is_wanted:
+                weights = [stack.enter_context(rounding.widened(pairs[0][0], weights[0], step))]
+            is_fused = not weights[0].is_cpu
             adamw(
-                params,
-                gradients,
-                [own["exp_avg"] for own in state],
-                [own["exp_avg_sq"] for own in state],
+                weights,
+                [grad.to(weight.dtype) for (_, grad), weight in zip(pairs, weights, strict=True)],
+                [param.state["exp_avg"] for param, _ in pairs],
+                [param.state["exp_avg_sq"] for param, _ in pairs],
                 [],
-                [own["step"] for own in state],
+                [param.state["step"] for param, _ in pairs],
                 foreach=not is_fused,
                 fused=is_fused,
-                found_inf=found_inf,
+                found_inf=None if bad is None else bad.to(torch.float32),
                 amsgrad=False,
                 beta1=beta1,
                 beta2=beta2,

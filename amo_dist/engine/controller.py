@@ -22,7 +22,7 @@ from torch.profiler import record_function
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import broadcast_text, check_alike, sum_over
-from amo_dist.distributed.layout import MatrixLayout
+from amo_dist.distributed.layout import Matrix
 from amo_dist.engine.step import Orders, Probe
 from amo_dist.engine.verdict import Verdict
 from amo_dist.engine.world import World
@@ -130,7 +130,7 @@ class Controller:
         self.steps_skipped += 1
         logger.warning("step %d skipped: %s", step, fault)
 
-    def orders(self, matrices: Sequence[MatrixLayout]) -> Orders:
+    def orders(self, matrices: Sequence[Matrix]) -> Orders:
         """What the next step does.
 
         Args:
@@ -155,7 +155,7 @@ class Controller:
             probes=tuple(probes),
         )
 
-    def _decide(self, step: int, matrices: Sequence[MatrixLayout]) -> _Decided:
+    def _decide(self, step: int, matrices: Sequence[Matrix]) -> _Decided:
         """What the policy says of a step, the same objects for as long as it says the same.
 
         Round robin looks at no cost. Who shares a matrix decides its bits: so teams follow from the
@@ -301,7 +301,7 @@ def agree_on_values(
     mine = {
         name: value.reshape(-1).tolist()
         for name, value in found.items()
-        if world.rank in world.homes[name]
+        if world.rank in world.reporting_ranks[name]
     }
     sent = chain.from_iterable(mine.get(name, nothing) for name in names)
     agreed = iter(sum_over(list(sent), world.group))

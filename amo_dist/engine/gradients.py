@@ -1,4 +1,4 @@
-"""Gradients of this rank: their kind, their bounds, and the ranks that lack one."""
+"""Gradients of this rank: their kind, their bounds, and checks that name ranks without one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from amo_dist.engine.parameters import Entry, raw_gradient
+from amo_dist.engine.parameters import Param
 
 ABSENT, PRESENT, EMPTY, FOREIGN = range(4)
 MISPLACED = 4
@@ -21,40 +21,52 @@ class MissingGradientError(RuntimeError):
     """A parameter has a gradient on some of its ranks only, or matrices had none for long."""
 
 
-def local_gradient(param: Tensor) -> tuple[int, Tensor | None]:
-    """Kind of a parameter's gradient, and this rank's part of it."""
-    grad = param.grad
-    if grad is None:
-        return ABSENT, None
-    if grad.is_sparse or (isinstance(param, DTensor) and not isinstance(grad, DTensor)):
-        return FOREIGN, None
-    kind = 0
-    if isinstance(grad, DTensor) and isinstance(param, DTensor):
-        # `placements` takes ten times as long, for hundreds of parameters.
-        kind = 0 if grad._spec.placements == param._spec.placements else MISPLACED
-        grad = raw_gradient(grad)
-    return kind + (PRESENT if grad.numel() else EMPTY), grad
-
-
-def place_gradients(
-    entries: Sequence[Entry], grads: Sequence[Tensor | None]
-) -> list[Tensor | None]:
-    """Local gradients in the placements of their parameters; a collective where one moves."""
-    placed = list(grads)
-    for index, entry in enumerate(entries):
-        param, grad = entry.param, entry.param.grad
-        if not (isinstance(grad, DTensor) and isinstance(param, DTensor)):
+def local_gradients(params: Sequence[Param]) -> tuple[bytes, list[Tensor | None]]:
+    """Kind of each parameter's gradient, and this rank's part of it."""
+    kinds = bytearray(len(params))
+    grads: list[Tensor | None] = [None] * len(params)
+    for index, param in enumerate(params):
+        tensor, grad = param.tensor, param.tensor.grad
+        if grad is None:
+            continue  # ABSENT
+        is_sharded = isinstance(tensor, DTensor)
+        if grad.is_sparse or (is_sharded and not isinstance(grad, DTensor)):
+            kinds[index] = FOREIGN
             continue
-        if grad.placements != param.placements:
-            placed[index] = raw_gradient(grad.redistribute(placements=param.placements))
+        if isinstance(grad, DTensor) and isinstance(tensor, DTensor):
+            # `placements` takes ten times as long as `_spec`, for hundreds of parameters.
+            if grad._spec.placements != tensor._spec.placements:
+                kinds[index] = MISPLACED
+            grad = _local_part(grad)
+        kinds[index] += PRESENT if grad.numel() else EMPTY
+        grads[index] = grad
+    return bytes(kinds), grads
+
+
+def place_gradients(params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Local gradients in the placements of their parameters; a collective if one must move."""
+    placed = list(grads)
+    for index, param in enumerate(params):
+        tensor, grad = param.tensor, param.tensor.grad
+        if isinstance(grad, DTensor) and isinstance(tensor, DTensor):
+            if grad.placements != tensor.placements:
+                placed[index] = _local_part(grad.redistribute(placements=tensor.placements))
     return placed
 
 
-def gradient_bound(entry: Entry, momentum: float) -> float:
+def _local_part(grad: Tensor) -> Tensor:
+    """This rank's part of a gradient as it is; a misplaced one is only one term of a sum."""
+    if not isinstance(grad, DTensor):
+        return grad
+    local: Tensor = grad._local_tensor
+    return local.wait() if hasattr(local, "wait") else local
+
+
+def gradient_bound(param: Param, momentum: float) -> float:
     """Largest entry of a gradient that the state of its parameter can take."""
-    if entry.views:
+    if param.views:
         return momentum_bound(torch.float32, momentum)
-    return second_moment_bound(entry.param.dtype)
+    return second_moment_bound(param.tensor.dtype)
 
 
 def momentum_bound(dtype: torch.dtype, momentum: float) -> float:

@@ -1,59 +1,56 @@
-"""What one optimizer of the Muon family does beside Newton-Schulz: the engine's public seam."""
+"""The part of an optimizer of the Muon family beside Newton-Schulz: the engine's public seam."""
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 from torch import Tensor
 
-from amo_dist.config import Box, MathConfig
-from amo_dist.distributed.layout import MatrixLayout
+from amo_dist.config import MathConfig
+from amo_dist.distributed.layout import Matrix
+from amo_dist.engine.parameters import Piece
 from amo_dist.kernels.elementwise import update_scale
 
-Finish: TypeAlias = Generator[Tensor, Tensor, Tensor]
-"""Yields this rank's share of a sum over the whole matrix, is sent the sum, returns the update."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MatrixPiece:
-    """A box of one matrix that lies on this rank. Tensors of a piece have the box's shape."""
-
-    matrix: MatrixLayout
-    """The whole matrix: name, shape, which rank holds what."""
-    box: Box
-    """``((first row, end), (first column, end))`` in the matrix."""
-    dim: int
-    """Dim of the matrix that counts outputs (neurons): 0, or 1 for a parameter fused by columns."""
-    param: Tensor
-    """The piece of the parameter, before this step; read only."""
-    state: Mapping[str, Tensor]
-    """By name, the piece of each tensor that `UpdateRule.state` made; write in place."""
-    group: Mapping[str, Any]
-    """The parameter group, with the rule's own hyperparameters."""
+AllSum: TypeAlias = Callable[[Sequence[Tensor | None]], list[Tensor]]
+"""Adds up shares over whole matrices: takes a 1-D tensor or None for each piece, returns the total
+over all pieces of its matrix, on all ranks, for each piece."""
 
 
 class UpdateRule:
-    """How momentum becomes what is orthogonalized, and the result an update.
+    """How momentum becomes the matrix to orthogonalize, and how the result updates the weight.
 
-    This base is Muon: momentum as it is, the result as it is. A subclass overrides what it needs,
-    and a subclass of `Muon` names it as ``rule_class``. Everything is called for the pieces of
-    matrices that this rank holds; what concerns a whole matrix goes through sums.
+    With ``M`` the momentum (Nesterov's step included), ``O`` what Newton-Schulz makes of a whole
+    matrix, ``U`` what `post` makes of ``O``, and ``s`` what `scale` returns::
+
+        O = orthogonalize(pre(M))
+        U = post(O)
+        W <- W * (1 - lr * weight_decay) - lr * s * U
+
+    or ``W <- U`` if the rule `sets_weights`. This base is Muon: ``pre`` and ``post`` change
+    nothing. A subclass overrides what it needs, and a subclass of `Muon` names it as
+    ``rule_class``. A rule sees the pieces of matrices that this rank holds; numbers of a whole
+    matrix come from ``allsum``.
 
     Args:
         config: Mathematics of the optimizer.
 
     Raises:
-        ValueError: ``config.adjust_lr`` asks for a size, and the rule has a `scale` of its own.
+        ValueError: ``config.adjust_lr`` asks for a scale, and the rule has a `scale` of its own.
     """
 
-    defaults: ClassVar[Mapping[str, float]] = MappingProxyType({})
-    """Hyperparameters of the rule's own: keywords of the optimizer, keys of its groups."""
+    defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    """Hyperparameters of the rule: keywords of the optimizer, and keys of its groups. ``lr``,
+    ``weight_decay``, ``betas`` and ``eps`` take the place of the optimizer's own defaults."""
+    numbers: ClassVar[tuple[str, ...]] = ()
+    """Names of state with one float32 number for each matrix, 0 at first."""
     sum_dtype: ClassVar[torch.dtype] = torch.float64
-    """Of the sums. Integers add up to the same bits however a matrix is cut; floats do not."""
+    """Dtype of the sums. Integers add up to the same bits however a matrix is cut; floats do
+    not."""
+    sets_weights: ClassVar[bool] = False
+    """Whether `post` returns new weights in place of updates; decay is then its own affair."""
 
     def __init__(self, config: MathConfig) -> None:
         kind = type(self)
@@ -63,11 +60,11 @@ class UpdateRule:
                 "updates itself, expected 'match_rms_adamw'"
             )
         self.config = config
-        self.prepares = kind.prepare is not UpdateRule.prepare
-        self.finishes = kind.finish is not UpdateRule.finish
+        self.has_pre = kind.pre is not UpdateRule.pre
+        self.has_post = kind.post is not UpdateRule.post
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """Refuse hyperparameters of the rule's own that mean nothing; for each step.
+        """Refuse hyperparameters that make no sense; at each step, for groups with matrices.
 
         Args:
             group: A parameter group.
@@ -80,47 +77,51 @@ class UpdateRule:
         """New state tensors beside ``momentum_buffer``, in the placements of the parameter.
 
         Args:
-            param: A parameter with matrices; a DTensor where it is sharded.
-            dim: As `MatrixPiece.dim`.
+            param: A parameter with matrices; a DTensor if it is sharded.
+            dim: Dim of the matrix that counts outputs, as `Piece.dim`.
 
         Returns:
-            By name; each in the shape of the parameter, or with size 1 in some dims.
+            Tensors by name; each in the shape of the parameter, or with size 1 in some dims.
         """
         return {}
 
-    def prepare(self, momentum: Tensor, piece: MatrixPiece) -> Tensor:
-        """What to orthogonalize.
+    def pre(self, momentum: Tensor, piece: Piece) -> Tensor:
+        """The matrix to orthogonalize, from this piece's momentum.
 
         Args:
-            momentum: With Nesterov's step if that is on, float32 at least; may be overwritten.
-            piece: Which piece it is.
+            momentum: Momentum with Nesterov's step if that is on, at least float32; a copy that may
+                be overwritten.
+            piece: The piece.
         """
         return momentum
 
-    def sums(self, matrix: MatrixLayout, dim: int) -> tuple[int, ...]:
-        """How many numbers each sum has that `finish` asks for, one after the other.
+    def sums(self, matrix: Matrix) -> tuple[int, ...]:
+        """Number of elements of each sum that `post` asks for, call by call; 0 for none.
 
         Args:
-            matrix: The answer must be the same on all of its ranks.
-            dim: As `MatrixPiece.dim`.
+            matrix: A matrix; the answer must be the same on all of its ranks, and the number of
+                calls the same for all matrices.
         """
         return ()
 
-    def finish(self, result: Tensor, piece: MatrixPiece) -> Finish:
-        """Turn a result into the update, before it is scaled and written.
-
-        A generator: each ``total = yield share`` adds up ``share``, 1-D in `sum_dtype`, over all
-        pieces of the matrix on all of its ranks. Yield as often as `sums` has entries.
+    def post(
+        self, results: Sequence[Tensor], pieces: Sequence[Piece], allsum: AllSum
+    ) -> Sequence[Tensor]:
+        """The updates of all pieces of this rank, or their new weights if the rule `sets_weights`.
 
         Args:
-            result: Orthogonalized; lent until the first ``yield``, so keep a copy, not the tensor.
-            piece: Which piece it is.
+            results: Orthogonalized momentum of each piece, in the dtype in which it travels; may be
+                overwritten.
+            pieces: The pieces, with new values of their `Piece.state` to be set. A rule with
+                `numbers` gets an empty piece of each matrix that this rank shares and holds nothing
+                of, so that all ranks keep the same numbers.
+            allsum: Adds up over whole matrices; a collective, called as often as `sums` has
+                entries. Takes a share for each piece, 1-D in `sum_dtype`, or None.
 
         Returns:
-            The update, a tensor of the result's shape.
+            Tensors of the results' shapes.
         """
-        return result
-        yield
+        return results
 
     def scale(self, shape: tuple[int, int]) -> float:
         """Factor on the update of a matrix of ``(outputs, inputs)``, beside the learning rate."""

@@ -1,9 +1,9 @@
-"""Pieces of matrices between host memory, where parameters lie, and the device that computes.
+"""Copies of matrix pieces between parameters in host memory and the device that computes.
 
-FSDP2's ``CPUOffloadPolicy`` keeps parameters, gradients and state in host memory. Momentum and
-updates are computed there, and all between them on the accelerator: pieces go up before they are
-gathered, so that whole matrices travel as those of device parameters do, by the same collectives,
-and come down when their results have arrived.
+FSDP2's ``CPUOffloadPolicy`` keeps parameters, gradients and state in host memory. The host computes
+momentum and updates, and the accelerator everything between them: pieces are uploaded before the
+gather, so that matrices travel by the same collectives as those of device parameters, and results
+are downloaded after the scatter.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from torch.distributed.tensor import DTensor
 
 
 def device_of_matrices(params: Iterable[Tensor], device: torch.device) -> torch.device:
-    """Where matrices are gathered, orthogonalized and measured.
+    """The device on which matrices are gathered, orthogonalized and measured.
 
-    The device of the parameters; for those in host memory the current accelerator, where a mesh of
-    theirs is of its kind. A mesh of CPUs, or none, says that all is computed on the CPU, whatever
-    else the machine has.
+    It is the device of the parameters. For parameters in host memory it is the current accelerator
+    if one of their meshes is of its kind; with a mesh of CPUs, or none, all runs on the CPU,
+    whatever else the machine has.
 
     Args:
-        params: Of this process.
-        device: On which all of them lie.
+        params: Parameters of this process.
+        device: Device of all of them.
     """
     if device.type == "cpu":
-        kinds = {each.device_mesh.device_type for each in params if isinstance(each, DTensor)}
-        found = torch.accelerator.current_accelerator(check_available=True) if kinds else None
-        if found is not None and found.type in kinds:
-            return torch.device(found.type, torch.accelerator.current_device_index())
+        kinds = {p.device_mesh.device_type for p in params if isinstance(p, DTensor)}
+        accelerator = torch.accelerator.current_accelerator(check_available=True) if kinds else None
+        if accelerator is not None and accelerator.type in kinds:
+            return torch.device(accelerator.type, torch.accelerator.current_device_index())
     return device
 
 
 def on_host(places: Sequence[Tensor]) -> list[Tensor]:
-    """New pinned memory for what goes up to places on a device, or comes down from them.
+    """New pinned host memory with the shapes of some places on a device.
 
-    PyTorch keeps such memory for the next call, and lends none that a copy still uses.
+    PyTorch keeps pinned memory for the next call, and reuses none that a copy still reads.
 
     Args:
-        places: Of one dtype.
+        places: Places of one dtype.
     """
     if not places:
         return []
@@ -52,18 +52,18 @@ def on_host(places: Sequence[Tensor]) -> list[Tensor]:
 
 
 def send_up(pieces: list[Tensor], places: list[Tensor]) -> None:
-    """Copy pieces of `on_host` to their places; waits for nothing.
+    """Upload pieces of `on_host` to their places; asynchronous.
 
     Args:
-        pieces: On the host; not to be written again.
-        places: On the device.
+        pieces: Pieces on the host; not to be written again.
+        places: Places on the device.
     """
     if places:
         torch._foreach_copy_(places, pieces, non_blocking=True)
 
 
 def bring_down(places: list[Tensor]) -> list[Tensor]:
-    """What lies in places on a device, on the host; waits once, for all of them."""
+    """Download places of a device to the host; waits once, for all of them."""
     if not places:
         return []
     pieces = on_host(places)

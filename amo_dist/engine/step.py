@@ -1,17 +1,33 @@
-"""One step: momentum in, orthogonalized by its owners, scaled update out."""
+"""One step of the optimizer: momentum, gather, orthogonalize, scatter, apply.
+
+Momentum stays sharded. For the length of a step each matrix has one owner rank, which gathers it,
+orthogonalizes it, and sends the results back::
+
+    rank 0   momentum ─┐           ┌─ orthogonalize its matrices ─┐            ┌─ apply
+    rank 1   momentum ─┼─ gather ──┼─ orthogonalize its matrices ─┼─ scatter ──┼─ apply
+    rank 2   momentum ─┘           └─ orthogonalize its matrices ─┘            └─ apply
+
+Five invariants hold in every step:
+
+1. All ranks call the same collectives in the same order.
+2. After the vote no rank raises alone: what fails on one rank is kept, and raised on all at the
+   next vote.
+3. A step between changes of plan never makes the host wait for a device.
+4. The sizes of messages never depend on which gradients exist: zeros stand in for missing ones.
+5. On a CPU, bits do not depend on how a matrix is cut over ranks.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
-import itertools
-import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -20,24 +36,19 @@ from torch.profiler import record_function
 
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike_by_ranks
-from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT, Exchange, Lane
+from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT, Bucket, make_buckets
 from amo_dist.distributed.groups import GroupLike, Membership
-from amo_dist.distributed.layout import as_matrix, cut, flattened
+from amo_dist.distributed.layout import Region, cut, flattened, zeros_per_view
 from amo_dist.distributed.ownership import assign
-from amo_dist.distributed.plan import Part, plan_exchange
+from amo_dist.distributed.plan import ExchangePlan, plan_exchange
 from amo_dist.distributed.teams import TeamGroup
 from amo_dist.engine.adamw import adamw_step, make_state
-from amo_dist.engine.parameters import (
-    Locals,
-    Parameters,
-    describe_group,
-    learning_rate,
-    momentum_of,
-)
+from amo_dist.engine.hyperparameters import describe_group, learning_rate, momentum_of
+from amo_dist.engine.parameters import MOMENTUM, Parameters, Piece
 from amo_dist.engine.rounding import Rounding
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.staging import bring_down, device_of_matrices, on_host, send_up
-from amo_dist.engine.sums import Sums
+from amo_dist.engine.sums import MatrixSums
 from amo_dist.engine.verdict import Agreement, Verdict
 from amo_dist.engine.world import World
 from amo_dist.kernels.elementwise import (
@@ -56,106 +67,93 @@ from amo_dist.kernels.team import drop_nonfinite_slabs, orthogonalize_slabs
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
 
-logger = logging.getLogger(__name__)
-
-Groups = Sequence[Mapping[str, Any]]
-State = MutableMapping[Tensor, dict[str, Tensor]]
+Groups: TypeAlias = Sequence[Mapping[str, Any]]
+State: TypeAlias = MutableMapping[Tensor, dict[str, Tensor]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Probe:
-    """A measurement of some matrices, made once by a rank that has each of them whole."""
+    """A measurement of some matrices, made by one rank that has each of them whole.
+
+    Attributes:
+        names: Names of the matrices to measure.
+        measure: Called with a matrix's name, its momentum ``(m, n)`` in float32 at least, and a
+            function that returns its Newton-Schulz result ``(m, n)``.
+        finish: Called after the step with its number, on all ranks, also if it was skipped and
+            nothing was measured: a collective that brings the measurements together.
+    """
 
     names: frozenset[str]
-    """The matrices to measure."""
     measure: Callable[[str, Tensor, Callable[[], Tensor]], None]
-    """Called with a matrix's name, its momentum ``(m, n)`` in float32 at least, and what computes
-    the result of Newton-Schulz for it, ``(m, n)``."""
     finish: Callable[[int], None]
-    """Called after the step with its number, on all ranks, also where it was skipped and nothing
-    was measured: brings together what ranks have found; a collective over the world."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Orders:
-    """What the controller asks of one step."""
-
-    step: int
-    """Optimizer step, counted from 1."""
-    schedules: Sequence[Schedule]
-    """Of each matrix of this process; the same object for as long as none changes."""
-    deal: Hashable
-    """Matrices are dealt to owners anew when this changes."""
-    intent: Sequence[str]
-    """Lines that are alike on all ranks where they are about to do the same."""
-    turn: int = 0
-    """Counts residuals: the ranks that may own a matrix measure in turn."""
-    probes: tuple[Probe, ...] = ()
-    """All measurements."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Pieces:
-    """Pieces of matrices on this rank, as parts of local tensors.
+    """The controller's orders for one step.
 
     Attributes:
-        parts: Which.
-        places: Where their momentum goes to or their results lie, ``(m, n)`` each.
-        momenta: Of the momentum buffers.
-        params: Of the parameters.
-        by_group: Positions in these lists, by parameter group.
+        step: Optimizer step, counted from 1.
+        schedules: Schedule of each matrix of this process; the same object until one changes.
+        deal: Value whose change means that owners are assigned anew.
+        intent: Lines that must be alike on all ranks.
+        turn: Number of the residual measurement; owners of measured matrices take turns by it.
+        probes: Measurements of this step.
     """
 
-    parts: Sequence[Part]
-    places: list[Tensor]
-    momenta: list[Tensor]
-    params: list[Tensor]
-    by_group: dict[int, list[int]]
+    step: int
+    schedules: Sequence[Schedule]
+    deal: Hashable
+    intent: Sequence[str]
+    turn: int = 0
+    probes: tuple[Probe, ...] = ()
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Batch:
-    """Matrices of one shape and schedule, or slabs of them, that are orthogonalized together."""
+@dataclasses.dataclass(slots=True, eq=False)
+class StepContext:
+    """Everything that belongs to the step at hand.
 
-    wholes: list[Tensor]
-    names: tuple[str, ...]
-    shape: tuple[int, int]
-    """Of each whole matrix."""
-    schedule: Schedule
-    team: TeamGroup | None
+    Attributes:
+        number: Optimizer step, counted from 1.
+        schedules: Schedule of each matrix of this process.
+        grads: Local gradient of each parameter, or None.
+        momenta: Momentum of each group, and whether it is Nesterov's.
+        bad: 0-dim boolean on the device: if true, nothing may change; None if the host knows that
+            the step is good.
+        results: Pieces whose results wait for the rule's `post`.
+        outcomes: Names of orthogonalized matrices, and flags of those whose result was NaN or inf.
+        norms: Least norm that the exact norm scales in full, and the norms of the results.
+    """
 
-
-@dataclasses.dataclass(frozen=True, slots=True, eq=False)
-class _Laid:
-    """A lane with all views of local tensors and batches that a step needs."""
-
-    exchange: Exchange
-    lane: Lane
-    batches: list[_Batch]
-    kept: _Pieces
-    sent: _Pieces
-    returned: _Pieces
+    number: int
+    schedules: Sequence[Schedule]
+    grads: list[Tensor | None]
+    momenta: Sequence[tuple[float, bool]]
+    bad: Tensor | None
+    results: list[tuple[Piece, Tensor]] = dataclasses.field(default_factory=list)
+    outcomes: list[tuple[tuple[str, ...], Tensor]] = dataclasses.field(default_factory=list)
+    norms: list[tuple[float, Tensor]] = dataclasses.field(default_factory=list)
 
 
 class Engine:
-    """Runs steps; made once per optimizer, and anew where a checkpoint is loaded.
+    """Runs steps; made once per optimizer, and anew when a checkpoint is loaded.
 
-    It is told a schedule for each matrix and which matrices to measure, and knows no phase.
+    The controller gives it a schedule for each matrix, and names the matrices to measure.
 
     Args:
-        parameters: Of this process.
+        parameters: Parameters of this process.
         groups: Parameter groups of the optimizer, read at every step.
-        state: Of the optimizer, by parameter.
-        rule: What this optimizer does beside Newton-Schulz.
-        config: Numerics and exchange.
-        process_group: Of the user, for `Membership`.
+        state: State of the optimizer, by parameter.
+        rule: The optimizer's rule.
+        config: Mathematics and exchange.
+        process_group: Process group of the user, for `Membership`.
 
     Raises:
-        ValueError: The settings cannot run with this rule, or the process group is not one for
-            these parameters.
+        ValueError: The settings cannot run with this rule, or the process group does not fit these
+            parameters.
     """
 
-    # Of `world` and `verdict`, once `connect` has been called.
+    # `connect` sets both; `world` and `verdict` are None until then.
     _world: World
     _verdict: Verdict
 
@@ -168,66 +166,69 @@ class Engine:
         config: MuonConfig,
         process_group: GroupLike = None,
     ) -> None:
-        self.parameters, self.config = parameters, config
-        self.membership = Membership((entry.param for entry in parameters.entries), process_group)
+        self.parameters, self.config, self.rule = parameters, config, rule
+        self.groups, self.state = groups, state
+        self.membership = Membership(parameters.tensors, process_group)
         self.world: World | None = None
+        """Agreed structure of all ranks; None before `connect`."""
         self.verdict: Verdict | None = None
-        self.groups, self.state, self.rule = groups, state, rule
-        self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
-        self._wire: torch.dtype = getattr(torch, config.wire)
-        self._is_far = parameters.device.type != "cpu"
-        self.device = device_of_matrices(parameters.params, parameters.device)
-        """Where matrices are gathered and orthogonalized."""
-        self._is_staged = self.device != parameters.device
-        if config.max_team > 1 and (rule.prepares or rule.finishes):
+        if config.max_team > 1 and (rule.has_pre or rule.has_post):
             raise ValueError(
                 f"max_team: found {config.max_team} with {type(rule).__name__}, which works on "
                 "pieces of matrices that slabs cut otherwise, expected 1"
             )
-        self._local = local = Locals(parameters, state)
-        self._rounding = Rounding(parameters, local, config)
-        self._sums = Sums(parameters, local, groups, rule, self.device)
-        # Of outputs and inputs.
-        dims = (parameters.entries[matrix.tensor].views[0].dim for matrix in parameters.matrices)
-        shapes = [
-            matrix.shape if dim == 0 else matrix.shape[::-1]
-            for matrix, dim in zip(parameters.matrices, dims, strict=True)
-        ]
+        self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
+        self._wire: torch.dtype = getattr(torch, config.wire)
+        self._is_on_device = parameters.device.type != "cpu"
+        self.device = device_of_matrices(parameters.tensors, parameters.device)
+        """Device on which matrices are gathered and orthogonalized."""
+        self._is_staged = self.device != parameters.device
+        self._rounding = Rounding(parameters.params, config)
+        shapes = [m.shape if m.dim == 0 else m.shape[::-1] for m in parameters.matrices]
         self._scales = [rule.scale(shape) for shape in shapes]
         self.sizes = [UpdateRule.scale(rule, shape) for shape in shapes]
-        """Of each matrix, what its update is multiplied by beside the learning rate; rules that
-        scale updates themselves give them the same norm."""
-        self._exchanges: list[Exchange] = []
+        """Size of each matrix's update beside the learning rate, for plans; a rule that scales
+        updates itself gives them this size."""
+        self._sum_sizes = [rule.sums(matrix) for matrix in parameters.matrices]
+        if len(set(map(len, self._sum_sizes))) > 1:
+            raise ValueError(
+                f"{type(rule).__name__}.sums: found {sorted(set(map(len, self._sum_sizes)))} sums, "
+                "expected the same number for all matrices, with 0 elements for those without one"
+            )
+        self._numbers = [
+            number for param in parameters.params for number in range(len(param.views))
+        ]
+        self._places: list[int] = []
         self._deal: Hashable = None
+        self._bucket_lists: list[list[Bucket[Piece]]] = []
+        """Buckets of each set of ranks that shares matrices with this one."""
+        self._sent: Sequence[Mapping[int, int]] = []
+        """Elements sent in a step by peer, for each of these sets."""
+        self._schedules: Sequence[Schedule] = ()
+        """Schedules for which the buckets are batched."""
         self.teams: dict[tuple[int, ...], TeamGroup] = {}
-        """Teams of this rank by their ranks; planning adds what it needs."""
-        self._laid: list[_Laid] = []
-        self._laid_for: Sequence[Schedule] = ()
-        self._sent: list[Mapping[tuple[int, int], int]] = []
-        """Of each exchange of the last step, elements sent by peer and bytes of one."""
-        # Of the step at hand.
-        self._grads: Sequence[Tensor | None] = ()
-        self._bad: Tensor | None = None
-        self._momenta: list[tuple[float, bool]] = []
-        self._outcomes: list[tuple[tuple[str, ...], Tensor]] = []
-        """Names of matrices, and which of their results were NaN or inf."""
+        """Teams of this rank by their ranks; planning adds those that it needs."""
+        self._sent_bytes: list[tuple[Mapping[int, int], int]] = []
+        """Elements sent in the last step by peer, and bytes of one, for each exchange."""
         self._norms: list[tuple[float, Tensor]] = []
-        """Norms of results of the last step, and the least that the exact norm scales in full."""
+        """`StepContext.norms` of the last step, for metrics."""
 
     def make_state(self) -> None:
-        """State for every parameter, zero, so that all ranks have the same keys."""
-        for entry in self.parameters.entries:
-            param = entry.param
-            if entry.views:
-                own = self.rule.state(param, entry.views[0].dim)
-                dtype = torch.promote_types(param.dtype, torch.float32)
-                state = {"momentum_buffer": torch.zeros_like(param, dtype=dtype), **own}
+        """Make zero state for every parameter, so that all ranks have the same keys."""
+        for param in self.parameters.params:
+            tensor = param.tensor
+            if param.views:
+                dtype = torch.promote_types(tensor.dtype, torch.float32)
+                state = {MOMENTUM: torch.zeros_like(tensor, dtype=dtype)}
+                state |= self.rule.state(tensor, param.views[0].dim)
+                for name in self.rule.numbers:
+                    state[name] = zeros_per_view(tensor, len(param.views))
             else:
-                state = make_state(param, torch.float32 if self._rounding.is_for(param) else None)
-            state |= self._rounding.make_state(param)
+                state = make_state(tensor, torch.float32 if self._rounding.is_for(tensor) else None)
+            state |= self._rounding.make_state(tensor)
             for value in state.values():
                 value.requires_grad_(False)
-            self.state[param] = state
+            self.state[tensor] = state
 
     def connect(
         self, world: World, teams: Mapping[tuple[int, ...], TeamGroup] = MappingProxyType({})
@@ -245,462 +246,520 @@ class Engine:
     # ---------------------------------------------------------------- one step
 
     def agree(self, orders: Orders) -> Agreement:
-        """Agree on what a step is about to do and on its gradients; a collective over the world.
+        """Vote on the coming step and on its gradients; a collective over the world.
 
         Raises:
             As `Verdict.agree`.
         """
-        deals = orders.deal != self._deal
-        # What is measured of a step that may be none would have to be forgotten, and dealing is a
-        # collective that reads.
-        waits = not self._is_far or deals or bool(orders.probes)
-        # Elsewhere, as between stages of a pipeline, ranks have groups of their own.
-        groups = self.groups if self._world.shares_all else []
-        lines = [*orders.intent, f"{'a new' if deals else 'the last'} exchange plan"]
+        is_new = orders.deal != self._deal
+        # A skipped step must not be recorded, and the checks of a new plan read the device.
+        waits = not self._is_on_device or is_new or bool(orders.probes)
+        lines = [*orders.intent, f"{'a new' if is_new else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         # A rank that measured alone, as with a tracker of its own, would leave the others waiting.
-        lines += [
-            f"measures {len(probe.names)} matrices: {_digest(probe)}" for probe in orders.probes
-        ]
-        for index, group in enumerate(groups):
+        lines += [f"measures {len(p.names)} matrices: {_digest(p)}" for p in orders.probes]
+        # Stages of a pipeline have groups of their own.
+        for index, group in enumerate(self.groups if self._world.shares_all else []):
             lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
-        self._momenta = [momentum_of(group, self.config) for group in self.groups]
-        momentum, _ = max(self._momenta)
+        momentum = max(momentum_of(group, self.config)[0] for group in self.groups)
         return self._verdict.agree(orders.step, "\n".join(lines), momentum, waits=waits)
 
     def run(self, orders: Orders, agreed: Agreement) -> None:
         """Update every parameter; a collective over the ranks that share parameters.
 
-        What fails on this rank alone stops no other one: this rank sends what it has, or NaN in
-        place of momentum, for which nobody writes an update, and all raise at their next agreement.
+        If something fails on this rank alone, it sends what it has, or NaN in place of momentum,
+        for which nobody writes an update. All ranks raise at their next vote.
 
         Args:
-            orders: As all ranks have agreed on them.
-            agreed: What `agree` returned.
+            orders: Orders on which all ranks have agreed.
+            agreed: Result of `agree`.
         """
-        self._rounding.step, self._bad = orders.step, agreed.bad
-        deals = orders.deal != self._deal
-        measuring = self._plan(orders) if deals or orders.probes else []
-        self._sent = [exchange.sent for exchange in (*self._exchanges, *measuring)]
-        self._outcomes, self._norms = [], []
+        measured: list[Bucket[Piece]] = []
+        measured_sent: Sequence[Mapping[int, int]] = []
+        if orders.deal != self._deal or orders.probes:
+            measured, measured_sent = self._plan(orders)
+        self._sent_bytes = [(counts, self._wire.itemsize) for counts in self._sent]
+        self._sent_bytes += [(counts, torch.float32.itemsize) for counts in measured_sent]
+        momenta = [momentum_of(group, self.config) for group in self.groups]
+        step = StepContext(orders.step, orders.schedules, list(agreed.grads), momenta, agreed.bad)
         try:
-            # All views and batches, where local tensors have moved or schedules have changed.
-            has_moved = self._local.refresh()
-            self._begin(agreed.grads)
-            if has_moved or not self._laid or self._laid_for is not orders.schedules:
-                self._laid_for = orders.schedules
-                self._laid = [
-                    self._lay(exchange, lane, orders.schedules)
-                    for exchange in self._exchanges
-                    for lane in exchange.lanes
-                ]
-            if measuring:
-                self._measure(orders, measuring)
-            self._pipeline()
-            for number in range(self._sums.num_rounds):
-                with record_function("amo::sums"):
-                    totals = self._sums.add_up(number, self._world)
-                with self._deferring("finishing updates"):
-                    self._write(*self._sums.go_on(totals))
+            self._bind(orders.schedules, measured)
+            self._update_momentum(step)
+            for bucket in measured:
+                self._measure(step, bucket, orders.probes)
+            # AdamW runs under the first gather.
+            adamw: Callable[[], None] | None = functools.partial(self._adamw, step)
+            for buckets in self._bucket_lists or [[]]:
+                self._pipeline(step, buckets, adamw)
+                adamw = None
+            if self.rule.has_post and self.parameters.matrices:
+                self._post(step)
         except BaseException:
-            # What is still under way must not arrive in the buffers of a later step.
-            self._deal, self._exchanges, self._laid = None, [], []
+            # Messages still under way must not arrive in the buffers of a later step.
+            self._deal, self._bucket_lists = None, []
             raise
-        finally:
-            # Gradients would live on, past the user's zero_grad().
-            self._grads = ()
-        self._verdict.report_updates(self._outcomes, agreed.bad)
+        self._norms = step.norms
+        self._verdict.report_updates(step.outcomes, step.bad)
 
-    def _begin(self, grads: Sequence[Tensor | None]) -> None:
+    def _update_momentum(self, step: StepContext) -> None:
         """Take this rank's gradients into the momentum."""
-        entries = self.parameters.entries
-        self._grads = found = list(grads)
-        if self.rule.prepares or self.rule.finishes:
-            self._sums.begin(self._bad)
-        with record_function("amo::momentum"), self._deferring("updating momentum"):
-            for index in self.parameters.convolutions:
-                if (grad := found[index]) is not None:
-                    found[index] = flattened(grad.contiguous())
-            moving: dict[float, list[int]] = defaultdict(list)
-            for index, entry in enumerate(entries):
-                if entry.views and found[index] is not None:
-                    moving[self._momenta[entry.group][0]].append(index)
-            for momentum, some in moving.items():
-                buffers = [self._local.state[index]["momentum_buffer"] for index in some]
-                of_some: Any = [found[index] for index in some]
-                update_momentum(buffers, of_some, momentum, bad=self._bad)
+        with record_function("amo::momentum"), self._deferring(step, "updating momentum"):
+            by_momentum: dict[float, list[tuple[Tensor, Tensor]]] = defaultdict(list)
+            for index, param in enumerate(self.parameters.params):
+                grad = step.grads[index]
+                if not param.views or grad is None:
+                    continue
+                if param.is_convolution:
+                    grad = step.grads[index] = flattened(grad.contiguous())
+                momentum, _ = step.momenta[param.group]
+                by_momentum[momentum].append((param.state[MOMENTUM], grad))
+            for momentum, pairs in by_momentum.items():
+                buffers, grads = map(list, zip(*pairs, strict=True))
+                update_momentum(buffers, grads, momentum, bad=step.bad)
 
-    def _pipeline(self) -> None:
-        """Run buckets to their end, some on their way while others are computed.
-
-        AdamW and the buckets that need no exchange run while the first gathers are under way.
-        """
-        local, moving = list[Iterator[None]](), list[Iterator[None]]()
-        for laid in self._laid:
-            (moving if laid.lane.moves else local).append(self._bucket(laid))
-        for bucket in moving[:BUCKETS_IN_FLIGHT]:
-            next(bucket)
-        with record_function("amo::adamw"), self._deferring("AdamW"):
+    def _adamw(self, step: StepContext) -> None:
+        with record_function("amo::adamw"), self._deferring(step, "AdamW"):
             adamw_step(
-                self.parameters, self._local, self.groups, self._rounding, self._grads, self._bad
+                self.parameters.params,
+                step.grads,
+                self.groups,
+                self._rounding,
+                step.number,
+                step.bad,
             )
-        for bucket in local:
-            for _ in bucket:
+
+    def _pipeline(
+        self,
+        step: StepContext,
+        buckets: Sequence[Bucket[Piece]],
+        meanwhile: Callable[[], None] | None,
+    ) -> None:
+        """Run the buckets of one set of ranks to their end, with double buffering.
+
+        Bucket k takes the buffers of bucket k - 2. A column is one turn of the loop::
+
+            bucket 0   gather | compute         | apply
+            bucket 1   gather |                 | compute         | apply
+            bucket 2          |         gather  |                 | compute         | apply
+            bucket 3          |                 |         gather  |                 | ...
+
+        All of them end before those of the next set begin: three sets that overlap in pairs could
+        otherwise wait for one another in a circle.
+        """
+        local = [self._bucket(step, bucket) for bucket in buckets if not bucket.moves]
+        moving = [self._bucket(step, bucket) for bucket in buckets if bucket.moves]
+        for run in moving[:BUCKETS_IN_FLIGHT]:
+            next(run)  # the gather starts
+        if meanwhile is not None:
+            meanwhile()
+        for run in local:
+            for _ in run:
                 pass
-        # One is computed, one gathered, and the results of the one before are taken.
-        stages = itertools.zip_longest(moving, moving[BUCKETS_IN_FLIGHT:], [None, *moving])
-        for each in itertools.chain(*stages):
-            if each is not None:
-                next(each, None)
+        for number, run in enumerate(moving):
+            next(run)  # gathered, orthogonalized; the scatter starts
+            if number + BUCKETS_IN_FLIGHT < len(moving):
+                next(moving[number + BUCKETS_IN_FLIGHT])
+            if number:
+                next(moving[number - 1], None)  # results have arrived, and are applied
+        if moving:
+            next(moving[-1], None)
 
-    def _bucket(self, laid: _Laid) -> Iterator[None]:
-        """One bucket, from momentum to updated parameters."""
-        lane, start = laid.lane, laid.exchange.start
+    def _bucket(self, step: StepContext, bucket: Bucket[Piece]) -> Iterator[None]:
+        """One bucket, from momentum to updated parameters; pauses while it travels."""
         with record_function("amo::gather"):
-            self._read(laid.sent)
-            gather = start(lane.sent, lane.arriving) if lane.moves else None
+            self._pack_momentum(step, bucket.sent)
+            bucket.start_gather()
         yield
         with record_function("amo::gather"):
-            self._read(laid.kept)
-            if gather is not None:
-                gather.wait()
-                _copy(lane.arriving.views, lane.arrivals)
+            self._pack_momentum(step, bucket.kept)
+            bucket.finish_gather()
         with record_function("amo::orthogonalize"):
-            for batch in laid.batches:
-                self._orthogonalize(batch)
+            for (team, shape, schedule), positions in bucket.batches.items():
+                self._orthogonalize(step, bucket, positions, shape, schedule, team)
         with record_function("amo::scatter"):
-            if gather is not None:
-                _copy(lane.departures, lane.leaving.views)
-                deliver = start(lane.leaving, lane.returned)
-        self._update(laid.kept)
+            bucket.start_scatter()
+        self._take_results(step, bucket.kept)
         yield
-        if gather is not None:
-            with record_function("amo::scatter"):
-                deliver.wait()
-            self._update(laid.returned)
+        with record_function("amo::scatter"):
+            bucket.finish_scatter()
+        self._take_results(step, bucket.returned)
 
-    def _read(self, pieces: _Pieces) -> None:
-        """Write the momentum to orthogonalize into its places, NaN where that fails.
+    def _pack_momentum(self, step: StepContext, pieces: Sequence[Piece]) -> None:
+        """Write the momentum to orthogonalize into its places; NaN if that fails.
 
-        Zeros where a parameter has no gradient: what travels must not depend on which exist, for
-        sizes were agreed before.
+        A parameter without a gradient sends zeros: the sizes of messages were agreed before.
         """
-        rule, matrices = self.rule, self.parameters.matrices
-        with self._deferring("reading momentum"):
-            places = on_host(pieces.places) if self._is_staged else pieces.places
-            for group, positions in pieces.by_group.items():
-                momentum, is_nesterov = self._momenta[group]
-                momenta, grads, out, parts = [], [], [], []
-                for position in positions:
-                    part, place = pieces.parts[position], places[position]
-                    grad = self._grads[matrices[part.matrix].tensor]
-                    if grad is None:
-                        place.zero_()
-                        continue
-                    momenta.append(pieces.momenta[position])
-                    grads.append(cut(grad, part.piece.source))
-                    out.append(place)
-                    parts.append(part)
-                found = out
-                if rule.prepares:  # before anything is rounded to travel
-                    dtypes = (wide_dtype(each.dtype) for each in momenta)
-                    pairs = zip(out, dtypes, strict=True)
-                    found = [torch.empty_like(each, dtype=dtype) for each, dtype in pairs]
-                if is_nesterov:
-                    nesterov(momenta, grads, momentum, out=found)
+        with self._deferring(step, "reading momentum"):
+            targets = [piece.place for piece in pieces]
+            places = on_host(targets) if self._is_staged else targets
+            by_group: dict[int, list[tuple[Piece, Tensor, Tensor]]] = defaultdict(list)
+            for piece, place in zip(pieces, places, strict=True):
+                grad = step.grads[piece.matrix.param]
+                if grad is None:
+                    place.zero_()
                 else:
-                    _copy(momenta, found)
-                if rule.prepares:
-                    for part, place, each in zip(parts, out, found, strict=True):
-                        place.copy_(rule.prepare(each, self._sums.piece(part)))
+                    grad = cut(grad, piece.region.source)
+                    by_group[piece.param.group].append((piece, place, grad))
+            for group, rows in by_group.items():
+                momentum, is_nesterov = step.momenta[group]
+                momenta = [piece.momentum for piece, _, _ in rows]
+                out = [place for _, place, _ in rows]
+                if self.rule.has_pre:  # before anything is rounded to travel
+                    out = [torch.empty_like(x, dtype=wide_dtype(x.dtype)) for x in momenta]
+                if is_nesterov:
+                    nesterov(momenta, [grad for _, _, grad in rows], momentum, out=out)
+                else:
+                    torch._foreach_copy_(out, momenta)
+                if self.rule.has_pre:
+                    for (piece, place, _), values in zip(rows, out, strict=True):
+                        place.copy_(self.rule.pre(values, piece))
             if self._is_staged:
-                send_up(places, pieces.places)
+                send_up(places, targets)
             return
-        for place in pieces.places:
-            place.fill_(math.nan)
+        for piece in pieces:
+            piece.place.fill_(math.nan)
 
-    def _orthogonalize(self, batch: _Batch) -> None:
-        """Orthogonalize matrices in place; one whose result is NaN or inf gives zeros.
+    def _orthogonalize(
+        self,
+        step: StepContext,
+        bucket: Bucket[Piece],
+        positions: Sequence[int],
+        shape: tuple[int, int],
+        schedule: Schedule,
+        team: TeamGroup | None,
+    ) -> None:
+        """Orthogonalize matrices of one shape and schedule in place; zeros for results not finite.
 
-        Where that fails the results are zeros: this rank goes on to send them. Of shared matrices
-        nothing can be sent: the team waits for sums, and the error is raised here.
+        If that fails, the results are zeros, and this rank goes on to send them. A team cannot go
+        on, as its members wait for sums: the error is raised here.
         """
-        team = batch.team
-        # On a CPU a product of two matrices takes less to call than one of two batches.
-        together = [(batch.names, batch.wholes)]
-        if self.device.type == "cpu":
-            together = [((name,), [x]) for name, x in zip(batch.names, batch.wholes, strict=True)]
+        matrices = self.parameters.matrices
+        names = [matrices[bucket.jobs[i].matrix].name for i in positions]
+        wholes = [bucket.wholes[i] for i in positions]
+        # A CPU takes two products of one matrix faster than one product of a batch of two.
+        size = 1 if self.device.type == "cpu" else len(wholes)
         try:
-            for names, wholes in together:
-                x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
-                found = self._newton_schulz(x, batch.shape, batch.schedule, team)
-                found = found if found.dim() == 3 else found.unsqueeze(0)
-                bad = drop_nonfinite_slabs(found, team) if team else drop_nonfinite(found)
-                self._outcomes.append((names, bad))
+            for start in range(0, len(wholes), size):
+                batch = wholes[start : start + size]
+                x = torch.stack(batch) if len(batch) > 1 else batch[0]
+                results = self._newton_schulz(x, shape, schedule, team)
+                results = results if results.dim() == 3 else results.unsqueeze(0)
+                bad = drop_nonfinite_slabs(results, team) if team else drop_nonfinite(results)
+                step.outcomes.append((tuple(names[start : start + size]), bad))
                 if self.config.update_norm == "exact":
-                    norms = scale_to_exact_norm(found, batch.shape, team.add if team else None)
-                    self._norms.append((math.sqrt(min(batch.shape)) / EXACT_NORM_BOUND, norms))
-                torch._foreach_copy_(wholes, found.unbind())
+                    norms = scale_to_exact_norm(results, shape, team.add if team else None)
+                    step.norms.append((math.sqrt(min(shape)) / EXACT_NORM_BOUND, norms))
+                torch._foreach_copy_(batch, results.unbind())
         except Exception as error:
             if team is not None:
                 raise
-            self._tell(f"orthogonalizing {batch.names[0]}", error)
-            for whole in batch.wholes:
+            self._report(step, f"orthogonalizing {names[0]}", error)
+            for whole in wholes:
                 whole.zero_()
 
     def _newton_schulz(
         self, x: Tensor, shape: tuple[int, int], schedule: Schedule, team: TeamGroup | None = None
     ) -> Tensor:
-        """Of matrices ``(m, n)`` or ``(b, m, n)``, or of slabs of them."""
-        steps = schedule.coefficients
-        how: dict[str, Any] = {
+        """Newton-Schulz of matrices ``(m, n)`` or ``(b, m, n)``, or of slabs of them."""
+        options: dict[str, Any] = {
             "norm_scale": schedule.norm_scale,
             "preconditioner": schedule.preconditioner,
             "dtype": self._dtype,
         }
         if team is None:
-            return newton_schulz(x, steps, **how)
-        return orthogonalize_slabs(x, steps, team=team, is_tall=shape[0] > shape[1], **how)
+            return newton_schulz(x, schedule.coefficients, **options)
+        is_tall = shape[0] > shape[1]
+        return orthogonalize_slabs(x, schedule.coefficients, team=team, is_tall=is_tall, **options)
 
-    def _update(self, pieces: _Pieces) -> None:
-        """Take results into parameters, at once or when their sums are known."""
-        with self._deferring("updating matrices"):
-            places = bring_down(pieces.places) if self._is_staged else pieces.places
-            if not self.rule.finishes:
-                self._write(pieces.parts, places, pieces.params)
-                return
-            found = zip(pieces.parts, places, strict=True)
-            some = [each for each in found if self._grads[self._tensor(each[0])] is not None]
-            self._write(*self._sums.take(some))
+    def _take_results(self, step: StepContext, pieces: Sequence[Piece]) -> None:
+        """Apply results, or keep them for the rule's `post`."""
+        with self._deferring(step, "updating matrices"):
+            results = [piece.place for piece in pieces]
+            if self._is_staged:
+                results = bring_down(results)
+            pairs = zip(pieces, results, strict=True)
+            present = [(p, x) for p, x in pairs if step.grads[p.matrix.param] is not None]
+            if not self.rule.has_post:
+                self._apply(step, present)
+            elif self._is_staged:
+                step.results += present
+            else:  # the buffer serves the next bucket
+                step.results += [(piece, result.clone()) for piece, result in present]
 
-    def _tensor(self, part: Part) -> int:
-        return self.parameters.matrices[part.matrix].tensor
+    def _post(self, step: StepContext) -> None:
+        """Apply what the rule makes of all results of this rank; a collective for each sum."""
+        if self.rule.numbers:
+            step.results += self._empty_pieces(step)
+        pieces = [piece for piece, _ in step.results]
+        sums = MatrixSums(
+            self.parameters.matrices,
+            self._sum_sizes,
+            pieces,
+            self._world,
+            self.rule.sum_dtype,
+            self.device,
+            self.parameters.device,
+        )
+        with self._deferring(step, "finishing updates"):
+            try:
+                for piece in pieces:
+                    piece.state = piece.own_state()
+                    if self.rule.sets_weights:
+                        box = piece.region.source
+                        piece.weight = self._rounding.wide(piece.param, piece.weight, box)
+                with record_function("amo::post"):
+                    updates = self.rule.post([x for _, x in step.results], pieces, sums)
+            finally:
+                sums.finish()
+                step.results = []
+            for piece in pieces:
+                _write_state(piece, step.bad)
+                if self.rule.sets_weights:
+                    piece.bind()
+            self._apply(step, list(zip(pieces, updates, strict=True)))
+        if sums.error is not None:
+            raise sums.error
+
+    def _empty_pieces(self, step: StepContext) -> list[tuple[Piece, Tensor]]:
+        """Pieces without elements of the matrices that this rank shares and holds nothing of."""
+        pairs = []
+        for index, matrix in enumerate(self.parameters.matrices):
+            is_empty = not matrix.regions_by_rank.get(self._world.rank)
+            if is_empty and step.grads[matrix.param] is not None:
+                param = self.parameters.params[matrix.param]
+                place = param.local.new_empty((0, 0))
+                region = Region(((0, 0),) * param.local.dim(), ((0, 0), (0, 0)))
+                piece = self._make_piece(index, region, place)
+                piece.bind()
+                pairs.append((piece, place))
+        return pairs
+
+    def _apply(self, step: StepContext, pairs: Sequence[tuple[Piece, Tensor]]) -> None:
+        """Decay pieces of parameters, and subtract their scaled updates; or set new weights."""
+        by_group: dict[int, list[tuple[Piece, Tensor]]] = defaultdict(list)
+        for piece, update in pairs:
+            by_group[piece.param.group].append((piece, update))
+        with record_function("amo::update"):
+            for index, members in by_group.items():
+                if not self._rounding.is_wanted:
+                    self._write(step, index, members, [piece.weight for piece, _ in members])
+                    continue
+                # Each piece is widened alone: float32 copies of all would be a second model.
+                for piece, update in members:
+                    box = piece.region.source
+                    with self._rounding.widened(
+                        piece.param, piece.weight, step.number, box
+                    ) as values:
+                        self._write(step, index, [(piece, update)], [values])
 
     def _write(
-        self, parts: Sequence[Part], updates: Sequence[Tensor], params: Sequence[Tensor] = ()
+        self,
+        step: StepContext,
+        index: int,
+        members: Sequence[tuple[Piece, Tensor]],
+        weights: list[Tensor],
     ) -> None:
-        """Decay pieces of parameters, and subtract their scaled updates.
-
-        Args:
-            parts: Which pieces; those without a gradient stay as they are.
-            updates: Of each.
-            params: Views of them, where they are known.
-        """
-        matrices, entries = self.parameters.matrices, self.parameters.entries
-        by_group: dict[int, list[int]] = defaultdict(list)
-        for position, part in enumerate(parts):
-            tensor = matrices[part.matrix].tensor
-            if self._grads[tensor] is not None:
-                by_group[entries[tensor].group].append(position)
-        if not params:
-            params = [
-                cut(self._local.params[self._tensor(part)], part.piece.source) for part in parts
-            ]
-        with record_function("amo::update"):
-            for index, positions in by_group.items():
-                group = self.groups[index]
-                # What is widened one by one: float32 copies of all would be a second model.
-                for some in [[i] for i in positions] if self._rounding.is_wanted else [positions]:
-                    with contextlib.ExitStack() as stack:
-                        targets = [params[i] for i in some]
-                        if self._rounding.is_wanted:
-                            tensor, box = self._tensor(parts[some[0]]), parts[some[0]].piece.source
-                            wide = self._rounding.widened(tensor, targets[0], box)
-                            targets = [stack.enter_context(wide)]
-                        apply_update(
-                            targets,
-                            [updates[i] for i in some],
-                            lr=learning_rate(group),
-                            weight_decay=float(group["weight_decay"]),
-                            scale=[self._scales[parts[i].matrix] for i in some],
-                            cautious=self.config.cautious_decay,
-                            bad=self._bad,
-                        )
+        """Write the updates of one group into weights, which are widened if need be."""
+        updates = [update for _, update in members]
+        if self.rule.sets_weights:
+            for weight, update in zip(weights, updates, strict=True):
+                value = update.to(weight.dtype)
+                weight.copy_(value if step.bad is None else torch.where(step.bad, weight, value))
+            return
+        group = self.groups[index]
+        apply_update(
+            weights,
+            updates,
+            lr=learning_rate(group),
+            weight_decay=float(group["weight_decay"]),
+            scale=[piece.scale for piece, _ in members],
+            cautious=self.config.cautious_decay,
+            bad=step.bad,
+        )
 
     @contextlib.contextmanager
-    def _deferring(self, what: str) -> Iterator[None]:
-        """Go on where the body, which must not communicate, fails here alone: others wait."""
+    def _deferring(self, step: StepContext, part: str) -> Iterator[None]:
+        """Go on if the body, which must not communicate, fails on this rank alone."""
         try:
             yield
         except Exception as error:
-            self._tell(what, error)
+            self._report(step, part, error)
 
-    def _tell(self, what: str, error: Exception) -> None:
+    def _report(self, step: StepContext, part: str, error: Exception) -> None:
         if isinstance(error, torch.AcceleratorError):
             raise error  # the device is lost: each later call would fail and be logged in turn
-        self._verdict.report_failure(f"step {self._rounding.step}: {what}", error)
+        self._verdict.report_failure(f"step {step.number}: {part}", error)
 
-    # ---------------------------------------------------------------- exchange
+    # ---------------------------------------------------------------- plans and buffers
 
-    def _plan(self, orders: Orders) -> list[Exchange]:
-        """Deal matrices anew where that is due; a collective over the world, which may wait.
+    def _bind(self, schedules: Sequence[Schedule], measured: Sequence[Bucket[Piece]]) -> None:
+        """Bind pieces anew if local tensors moved, and batch anew if schedules changed."""
+        places = self.parameters.places(self.state)
+        new = list(measured)
+        if places != self._places or schedules is not self._schedules:
+            new += [bucket for buckets in self._bucket_lists for bucket in buckets]
+        if places != self._places:
+            self.parameters.bind(self.state)
+        for bucket in new:
+            for piece in (*bucket.kept, *bucket.sent, *bucket.returned):
+                piece.bind()
+            bucket.batches = defaultdict(list)
+            for position, job in enumerate(bucket.jobs):
+                shape = self.parameters.matrices[job.matrix].shape
+                team = self.teams[job.team] if job.team else None
+                bucket.batches[team, shape, schedules[job.matrix]].append(position)
+        self._places, self._schedules = places, schedules
+
+    def _make_piece(self, matrix: int, region: Region, place: Tensor) -> Piece:
+        layout = self.parameters.matrices[matrix]
+        param = self.parameters.params[layout.param]
+        number, scale = self._numbers[matrix], self._scales[matrix]
+        return Piece(layout, region, number, scale, param, self.groups, place)
+
+    def _plan(self, orders: Orders) -> tuple[list[Bucket[Piece]], Sequence[Mapping[int, int]]]:
+        """Assign owners anew if that is due; a collective over the world, which may wait.
 
         Returns:
-            Exchanges of the matrices that are measured, made for this step alone: what trains
-            knows nothing of them. They travel in the dtype of momentum.
+            Buckets of the matrices to measure, made for this step alone, so that the exchange of
+            training does not depend on measurements; they travel in float32. And the elements that
+            they send to each peer.
         """
-        matrices, planned = self.parameters.matrices, self._exchanges
-        new, measuring = list[Exchange](), list[Exchange]()
-        if orders.deal != self._deal:
-            # First, to free their buffers; and after a failure all plan anew.
-            self._exchanges, self._laid, self._deal = [], [], None
-            planned = new = self._exchanges_of(range(len(matrices)), orders, self._wire)
+        matrices = self.parameters.matrices
+        is_new = orders.deal != self._deal
+        plans: list[tuple[ExchangePlan, dist.ProcessGroup | None, torch.dtype]] = []
+        if is_new:
+            # The old buffers are freed first; and if this fails, all ranks plan anew.
+            self._bucket_lists, self._sent, self._deal = [], [], None
+            plans += self._exchange_plans(range(len(matrices)), orders, self._wire)
+        num_trained = len(plans)
         if orders.probes:
             names = frozenset[str]().union(*(probe.names for probe in orders.probes))
-            some = [i for i, matrix in enumerate(matrices) if matrix.name in names]
-            measuring = self._exchanges_of(some, orders, torch.float32, measures=True)
-        with self._deferring("allocating buffers"):
-            for exchange in (*new, *measuring):
-                exchange.allocate()
+            sampled = [i for i, matrix in enumerate(matrices) if matrix.name in names]
+            plans += self._exchange_plans(sampled, orders, torch.float32, measures=True)
+        bucket_lists: list[list[Bucket[Piece]]] = []
+        try:
+            for plan, group, dtype in plans:
+                bucket_lists.append(
+                    make_buckets(
+                        plan, self._make_piece, group=group, device=self.device, dtype=dtype
+                    )
+                )
+        except Exception as error:
+            self._verdict.report_failure(f"step {orders.step}: allocating buffers", error)
         self._verdict.agree_on_text(f"the exchange plan of step {orders.step}")
-        self._exchanges, self._deal = planned, orders.deal
-        return measuring
+        sent = [plan.num_sent() for plan, _, _ in plans]
+        if is_new:
+            self._bucket_lists, self._deal = bucket_lists[:num_trained], orders.deal
+            self._sent = sent[:num_trained]
+        measured = [bucket for buckets in bucket_lists[num_trained:] for bucket in buckets]
+        return measured, sent[num_trained:]
 
-    def _exchanges_of(
-        self, some: Sequence[int], orders: Orders, dtype: torch.dtype, *, measures: bool = False
-    ) -> list[Exchange]:
-        """One exchange for each set of ranks that shares some of these matrices with this one.
+    def _exchange_plans(
+        self, indices: Sequence[int], orders: Orders, dtype: torch.dtype, *, measures: bool = False
+    ) -> list[tuple[ExchangePlan, dist.ProcessGroup | None, torch.dtype]]:
+        """One plan for each set of ranks that shares some of these matrices with this one.
 
-        Deals them to owners; a collective over the world.
+        Assigns them to owners; a collective over the world.
 
         Args:
-            some: Indices of matrices.
-            orders: Have the schedules: the cost of a matrix is that of its Newton-Schulz steps.
-            dtype: In which they travel.
-            measures: Whether one rank gets each of them whole, and nothing goes back.
+            indices: Indices of matrices.
+            orders: Orders with schedules: the cost of a matrix is that of its Newton-Schulz steps.
+            dtype: Dtype in which the matrices travel.
+            measures: Whether each matrix goes to one rank as a whole, and nothing is sent back.
 
         Raises:
-            RankMismatchError: On every rank, where ranks of a set plan differently.
+            RankMismatchError: On every rank, if ranks of a set plan differently.
         """
         world, config, matrices = self._world, self.config, self.parameters.matrices
-        chosen = [matrices[index] for index in some]
         costs = [
-            float(orders.schedules[index].num_steps * ns_step_flops(*matrices[index].shape))
-            for index in some
+            float(orders.schedules[i].num_steps * ns_step_flops(*matrices[i].shape))
+            for i in indices
         ]
         max_team = 1 if measures else config.max_team
-        jobs = assign(
-            chosen,
-            costs,
-            ownership=config.ownership,
-            max_team=max_team,
-            itemsize=self._dtype.itemsize,
-            turn=orders.turn if measures else 0,
-        )
+        jobs = [
+            dataclasses.replace(job, matrix=indices[job.matrix])
+            for job in assign(
+                [matrices[i] for i in indices],
+                costs,
+                ownership=config.ownership,
+                max_team=max_team,
+                itemsize=self._dtype.itemsize,
+                turn=orders.turn if measures else 0,
+            )
+        ]
         if measures:
-            jobs = tuple(dataclasses.replace(j, matrix=some[j.matrix], targets=()) for j in jobs)
+            jobs = [dataclasses.replace(job, targets=()) for job in jobs]
         if max_team > 1:
             own = {job.team for job in jobs if job.team and job.owner == world.rank}
-            made = self.membership.groups(own - self.teams.keys(), world.group)
-            self.teams.update({ranks: TeamGroup(group) for ranks, group in made.items() if group})
-        exchanges: list[Exchange] = []
+            groups = self.membership.groups(own - self.teams.keys(), world.group)
+            self.teams.update({ranks: TeamGroup(group) for ranks, group in groups.items() if group})
+        plans = []
         digests: dict[tuple[int, ...], str] = {}
         for ranks, group in world.groups_by_ranks.items():
-            here = [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
+            own_jobs = [job for job in jobs if tuple(sorted(matrices[job.matrix].ranks)) == ranks]
             plan = plan_exchange(
                 matrices,
-                here,
+                own_jobs,
                 rank=world.rank,
                 peers=ranks if group is None else dist.get_process_group_ranks(group),
                 itemsize=dtype.itemsize,
                 bucket_bytes=config.bucket_bytes,
             )
             digests[ranks] = plan.digest
-            if here:
-                exchanges.append(Exchange(plan, group=group, device=self.device, dtype=dtype))
+            if own_jobs:
+                plans.append((plan, group, dtype))
         check_alike_by_ranks("exchange plan", digests, world.group)
-        return exchanges
-
-    def _lay(self, exchange: Exchange, lane: Lane, schedules: Sequence[Schedule]) -> _Laid:
-        matrices = self.parameters.matrices
-        # By whole shapes: slabs may be alike on one member of a team alone.
-        alike: dict[Any, list[int]] = defaultdict(list)
-        for position, job in enumerate(lane.jobs):
-            alike[job.team, matrices[job.matrix].shape, schedules[job.matrix]].append(position)
-        batches = [
-            _Batch(
-                [lane.wholes[position] for position in positions],
-                tuple(matrices[lane.jobs[position].matrix].name for position in positions),
-                shape,
-                schedule,
-                self.teams[team] if team else None,
-            )
-            for (team, shape, schedule), positions in alike.items()
-        ]
-        kept, sent, returned = (
-            self._pieces(parts, places)
-            for parts, places in (
-                (lane.kept, lane.kept_views),
-                (lane.sent.parts, lane.sent.views),
-                (lane.returned.parts, lane.returned.views),
-            )
-        )
-        return _Laid(exchange, lane, batches, kept, sent, returned)
-
-    def _pieces(self, parts: Sequence[Part], places: Sequence[Tensor]) -> _Pieces:
-        params, momenta = list[Tensor](), list[Tensor]()
-        by_group: dict[int, list[int]] = defaultdict(list)
-        for position, part in enumerate(parts):
-            tensor, box = self._tensor(part), part.piece.source
-            by_group[self.parameters.entries[tensor].group].append(position)
-            params.append(cut(self._local.params[tensor], box))
-            momenta.append(cut(self._local.state[tensor]["momentum_buffer"], box))
-        return _Pieces(parts, list(map(as_matrix, places)), momenta, params, by_group)
+        return plans
 
     # ---------------------------------------------------------------- measurements
 
-    def _measure(self, orders: Orders, exchanges: Sequence[Exchange]) -> None:
-        """Gather the matrices that are measured, and measure each where it is whole."""
-        for exchange in exchanges:
-            for lane in exchange.lanes:
-                laid = self._lay(exchange, lane, orders.schedules)
-                self._read(laid.sent)
-                self._read(laid.kept)
-                if lane.moves:
-                    exchange.start(lane.sent, lane.arriving).wait()
-                    _copy(lane.arriving.views, lane.arrivals)
-                for job, whole in zip(lane.jobs, lane.wholes, strict=True):
-                    name = self.parameters.matrices[job.matrix].name
-                    with self._deferring(f"measuring {name}"):
-                        self._probe(orders, job.matrix, name, whole)
+    def _measure(self, step: StepContext, bucket: Bucket[Piece], probes: Sequence[Probe]) -> None:
+        """Gather a bucket of matrices, and measure each on the rank that has it whole."""
+        self._pack_momentum(step, bucket.sent)
+        bucket.start_gather()
+        self._pack_momentum(step, bucket.kept)
+        bucket.finish_gather()
+        for job, momentum in zip(bucket.jobs, bucket.wholes, strict=True):
+            matrix, schedule = self.parameters.matrices[job.matrix], step.schedules[job.matrix]
+            result = functools.partial(self._result, momentum, matrix.shape, schedule)
+            with self._deferring(step, f"measuring {matrix.name}"):
+                for probe in probes:
+                    if matrix.name in probe.names:
+                        probe.measure(matrix.name, momentum, result)
 
-    def _probe(self, orders: Orders, index: int, name: str, momentum: Tensor) -> None:
-        """Measure one whole matrix."""
-        shape, schedule = self.parameters.matrices[index].shape, orders.schedules[index]
-
-        def result() -> Tensor:
-            return self._newton_schulz(momentum.to(self._wire), shape, schedule)
-
-        for probe in orders.probes:
-            if name in probe.names:
-                probe.measure(name, momentum, result)
+    def _result(self, momentum: Tensor, shape: tuple[int, int], schedule: Schedule) -> Tensor:
+        """Newton-Schulz of one matrix that travelled in float32, as training has it."""
+        return self._newton_schulz(momentum.to(self._wire), shape, schedule)
 
     def sent_bytes_by_peer(self) -> dict[int, int]:
         """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""
-        found = Counter[int]()
-        for sent in self._sent:
-            for (peer, itemsize), number in sent.items():
-                found[peer] += number * itemsize
-        return dict(found)
+        total = Counter[int]()
+        for counts, itemsize in self._sent_bytes:
+            for peer, count in counts.items():
+                total[peer] += count * itemsize
+        return dict(total)
 
     def metrics(self) -> dict[str, float]:
         """Traffic and bounded updates of this rank in the last step; waits for the device."""
         bounded = sum(
             int(((norms > 0) & (norms < least)).sum().item()) for least, norms in self._norms
         )
+        elements = sum(sum(counts.values()) for counts, _ in self._sent_bytes)
         return {
             "newton_schulz/bounded": float(bounded),
             "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
-            "exchange/sent_elements": float(sum(sum(sent.values()) for sent in self._sent)),
+            "exchange/sent_elements": float(elements),
         }
+
+
+def _write_state(piece: Piece, bad: Tensor | None) -> None:
+    """Write the state that a rule has set, unless the step is bad."""
+    for name, place in piece.own_state().items():
+        value = piece.state[name]
+        if value.data_ptr() != place.data_ptr():
+            place.copy_(value if bad is None else torch.where(bad, place, value))
 
 
 def _digest(probe: Probe) -> str:
     """A short text that is alike on ranks whose probe measures the same matrices."""
     return hashlib.sha256("\n".join(sorted(probe.names)).encode()).hexdigest()[:16]
-
-
-def _copy(sources: list[Tensor], places: list[Tensor]) -> None:
-    """Copy each tensor to its place, if there are any."""
-    if places:
-        torch._foreach_copy_(places, sources)

@@ -1,143 +1,110 @@
-"""Rules that look at pieces of matrices and at sums over whole ones, as NorMuon and AdaMuon do."""
+"""Sums over whole matrices whose pieces lie on several ranks."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.profiler import record_function
 
-from amo_dist.distributed.layout import as_matrix, cut, cut_like
-from amo_dist.distributed.plan import Part
-from amo_dist.engine.parameters import Locals, Parameters
-from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
+from amo_dist.distributed.layout import Matrix
+from amo_dist.engine.parameters import Piece
 from amo_dist.engine.world import World
 
-Done: TypeAlias = tuple[list[Part], list[Tensor]]
-"""Pieces with their updates."""
 
+class MatrixSums:
+    """The ``allsum`` of one step: each call is one reduction for each set of ranks.
 
-class Sums:
-    """Runs a rule over pieces: those that ask for a sum wait until all ranks have added to it.
+    Every rank calls as often as the rule's `sums` declares, also if its rule fails: `finish` makes
+    up for missing calls, so that no rank waits for another.
 
     Args:
-        parameters: Of this process.
-        local: Parts of them and of their state.
-        groups: Parameter groups of the optimizer.
-        rule: Turns results into updates.
-        device: Over which ranks add up; sums of host memory go there and back.
+        matrices: Matrices of this process.
+        sizes: Number of elements of each sum, call by call, for each matrix.
+        pieces: Pieces of this rank, in the order of shares.
+        world: Says which ranks share matrices.
+        dtype: Dtype of shares and totals.
+        device: Device over which ranks add up.
+        home: Device of shares and totals, which go to ``device`` and back.
     """
 
     def __init__(
         self,
-        parameters: Parameters,
-        local: Locals,
-        groups: Sequence[Mapping[str, Any]],
-        rule: UpdateRule,
+        matrices: Sequence[Matrix],
+        sizes: Sequence[tuple[int, ...]],
+        pieces: Sequence[Piece],
+        world: World,
+        dtype: torch.dtype,
         device: torch.device,
+        home: torch.device,
     ) -> None:
-        self._parameters, self._local, self._groups = parameters, local, groups
-        self._rule, self._device = rule, device
-        self._sizes = [
-            rule.sums(matrix, parameters.entries[matrix.tensor].views[0].dim)
-            for matrix in parameters.matrices
-        ]
-        self.num_rounds = max(map(len, self._sizes), default=0)
-        """How often a step must `add_up`, each time for `go_on`; alike on all ranks."""
-        # Results whose rule waits for a sum over the matrix, each with this rank's share of it.
-        self._waiting: list[tuple[Part, Finish, Tensor]] = []
-        self._bad: Tensor | None = None
+        self._matrices, self._sizes, self._pieces = matrices, sizes, pieces
+        self._world, self._dtype, self._device, self._home = world, dtype, device, home
+        self._indices = {matrix.name: index for index, matrix in enumerate(matrices)}
+        self._num_left = max(map(len, sizes), default=0)
+        self._num_calls = 0
+        self.error: Exception | None = None
+        """Error of a reduction, after which no rank can go on."""
 
-    def begin(self, bad: Tensor | None) -> None:
-        """Begin a step.
+    def __call__(self, shares: Sequence[Tensor | None]) -> list[Tensor]:
+        """Add up shares over all pieces of each matrix, on all of its ranks.
 
-        Args:
-            bad: 0-dim, boolean, on the device: where true, the rule's own state stays as it is.
+        Raises:
+            ValueError: The rule asks for more sums than it declared, or gives another number of
+                shares than there are pieces.
         """
-        self._bad, self._waiting = bad, []
-
-    def piece(self, part: Part) -> MatrixPiece:
-        """What a rule is told of a piece."""
-        matrix = self._parameters.matrices[part.matrix]
-        entry = self._parameters.entries[matrix.tensor]
-        param, box = self._local.params[matrix.tensor], part.piece.source
-        state = {
-            name: cut_like(value, box, param.shape)
-            for name, value in self._local.state[matrix.tensor].items()
-        }
-        dim, group = entry.views[0].dim, self._groups[entry.group]
-        return MatrixPiece(matrix, part.piece.target, dim, cut(param, box), state, group)
-
-    def take(self, results: Sequence[tuple[Part, Tensor]]) -> Done:
-        """Give the rule results for pieces; returns the updates that wait for no sum."""
-        with record_function("amo::finish"):
-            return self._advance(
-                (part, self._rule.finish(as_matrix(value), self.piece(part)), None)
-                for part, value in results
+        if not self._num_left or len(shares) != len(self._pieces):
+            raise ValueError(
+                f"allsum: found call {self._num_calls + 1} with {len(shares)} shares, expected "
+                f"{self._num_calls + self._num_left} calls, as `sums` declares, each with a share "
+                f"for each of {len(self._pieces)} pieces"
             )
+        totals: dict[int, Tensor] = {}
+        for piece, share in zip(self._pieces, shares, strict=True):
+            # Replicas hold the same numbers: only the first one counts.
+            if share is not None and self._world.rank in piece.matrix.replicas[0]:
+                index = self._indices[piece.matrix.name]
+                totals[index] = totals[index] + share if index in totals else share
+        totals = self._reduce(totals)
+        zero = torch.zeros(1, dtype=self._dtype, device=self._home)
+        return [totals.get(self._indices[piece.matrix.name], zero) for piece in self._pieces]
 
-    def go_on(self, totals: Mapping[int, Tensor]) -> Done:
-        """Give the rule the sums that `add_up` found; returns the updates that wait for no other.
+    def finish(self) -> None:
+        """Take part in the sums that the rule has not asked for; nothing after a failed one."""
+        while self._num_left and self.error is None:
+            self._reduce({})
 
-        Args:
-            totals: By matrix.
-        """
-        waiting, self._waiting = self._waiting, []
-        with record_function("amo::finish"):
-            return self._advance((part, each, totals[part.matrix]) for part, each, _ in waiting)
-
-    def _advance(self, waiting: Iterable[tuple[Part, Finish, Tensor | None]]) -> Done:
-        """Send each generator its sum; those that return are done, the others wait for the next."""
-        parts: list[Part] = []
-        updates: list[Tensor] = []
-        for part, finish, total in waiting:
-            with self._guarded(part):
-                try:
-                    share = finish.send(total)  # type: ignore[arg-type]
-                except StopIteration as stop:
-                    parts.append(part)
-                    updates.append(stop.value)
-                else:
-                    self._waiting.append((part, finish, share))
-        return parts, updates
-
-    @contextlib.contextmanager
-    def _guarded(self, part: Part) -> Iterator[None]:
-        """Take back what the body does to state of the rule's own, where the step is bad."""
-        if self._bad is None:
-            yield
-            return
-        own = [value for name, value in self.piece(part).state.items() if name != "momentum_buffer"]
-        before = [value.clone() for value in own]
-        yield
-        for value, old in zip(own, before, strict=True):
-            value.copy_(torch.where(self._bad, old, value))
-
-    def add_up(self, number: int, world: World) -> dict[int, Tensor]:
-        """The totals of the ``number``-th sum, by matrix, over all of its ranks.
-
-        One all-reduce for each set of ranks that shares matrices.
-        """
-        matrices = self._parameters.matrices
-        dtype, device = self._rule.sum_dtype, self._parameters.device
-        totals = {
-            index: torch.zeros(sizes[number], dtype=dtype, device=device)
-            for index, sizes in enumerate(self._sizes)
-            if number < len(sizes)
-        }
-        for part, _, share in self._waiting:
-            # Of replicas only the first counts.
-            if world.rank in matrices[part.matrix].replicas[0]:
-                totals[part.matrix] += share
-        for ranks, group in world.groups_by_ranks.items():
-            here = [index for index in totals if tuple(sorted(matrices[index].ranks)) == ranks]
-            if here and group is not None:
-                vector = torch.cat([totals[index] for index in here]).to(self._device)
-                dist.all_reduce(vector, group=group)
-                parts = vector.to(device).split([totals[index].numel() for index in here])
-                totals.update(zip(here, parts, strict=True))
+    def _reduce(self, totals: dict[int, Tensor]) -> dict[int, Tensor]:
+        number = self._num_calls
+        self._num_calls, self._num_left = number + 1, self._num_left - 1
+        sizes = {i: size[number] for i, size in enumerate(self._sizes) if number < len(size)}
+        try:
+            with record_function("amo::sums"):
+                for ranks, group in self._world.groups_by_ranks.items():
+                    shared = [
+                        index
+                        for index, size in sizes.items()
+                        if size and tuple(sorted(self._matrices[index].ranks)) == ranks
+                    ]
+                    if shared and group is not None:
+                        self._add_up(totals, [(index, sizes[index]) for index in shared], group)
+        except Exception as error:
+            self.error = error
+            raise
         return totals
+
+    def _add_up(
+        self, totals: dict[int, Tensor], shared: list[tuple[int, int]], group: dist.ProcessGroup
+    ) -> None:
+        """All-reduce the totals of some matrices as one vector, in place."""
+        zeros = {
+            size: torch.zeros(size, dtype=self._dtype, device=self._device)
+            for size in {size for _, size in shared}
+        }
+        parts = [totals.get(index, zeros[size]).to(self._device) for index, size in shared]
+        vector = torch.cat(parts)
+        dist.all_reduce(vector, group=group)
+        sums = vector.to(self._home).split([size for _, size in shared])
+        totals.update({index: total for (index, _), total in zip(shared, sums, strict=True)})

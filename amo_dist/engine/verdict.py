@@ -1,10 +1,9 @@
-"""The vote of all ranks before each step: on the step, on which gradients exist, on their values.
+"""The verdict of all ranks on each step: may it change parameters and state, and if not, why.
 
-One reduction of a small vector carries flags and fingerprints. Words, with the culprit named, are
-gathered only where a flag is set. Every rank reaches the same verdict, so that no rank raises while
-others wait for it. On a CPU the verdict is read before anything changes. On a device reading would
-wait for the backward pass: there a bad step leaves parameters and state as they were, and the next
-step, or saving, reads why.
+`amo_dist.engine.vote` carries flags and fingerprints. Words, with the culprit named, are gathered
+only if a flag is set. Every rank reaches the same verdict, so no rank raises while others wait for
+it. On a CPU the verdict is read before anything changes. On a device, reading would wait for the
+backward pass: a bad step leaves parameters and state as they were, and the next step reads why.
 """
 
 from __future__ import annotations
@@ -22,31 +21,18 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import (
     RankMismatchError,
     check_alike,
-    control_device,
     failure_text,
-    fingerprint56,
     gather_json,
-    max_over,
 )
 from amo_dist.engine import gradients
 from amo_dist.engine.gradients import MissingGradientError
 from amo_dist.engine.parameters import Parameters
+from amo_dist.engine.vote import Pattern, Tally, Vote, fetch
 from amo_dist.engine.world import World, sharing_ranks
 from amo_dist.kernels.elementwise import exceed
 
 logger = logging.getLogger(__name__)
 
-_EXISTS, _FOREIGN, _GRADIENT, _UPDATE, _MARKS = range(5)
-"""Positions in the vector. ``_EXISTS`` is 1 where any gradient exists and 2 where one of a matrix
-does; the other flags are the number of a rank plus one. From ``_MARKS`` on come fingerprints: of
-waiting, of the text, and per set of ranks that shares parameters of which gradients exist; then
-their negatives, so that unlike fingerprints show in a maximum."""
-_TEXT = _MARKS + 1
-_SETS = slice(2, None)
-"""Fingerprints of gradients among all fingerprints."""
-_ABSTAIN = -(2**60)
-"""Identity of the maximum: fingerprint, and negative, for sets of ranks without this one."""
-_MAX_PATTERNS = 64
 MAX_IDLE_STEPS = 10
 """Steps in a row without any gradient of a matrix; the last of them is an error."""
 
@@ -66,8 +52,8 @@ class Agreement:
     Attributes:
         fault: Reason for which the step must leave parameters and state untouched, or nothing.
         grads: This rank's part of each gradient in its parameter's placements, None without one.
-        bad: Whether the step must leave them untouched after all: 0-dim, boolean, on the device.
-            None where ``fault`` tells.
+        bad: 0-dim boolean on the device: whether the step must leave them untouched after all.
+            None if ``fault`` tells.
         is_idle: Whether no gradient has ever existed: the step does nothing and does not count.
     """
 
@@ -78,64 +64,44 @@ class Agreement:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class _Pattern:
-    """Constants that follow from which gradients exist, on the device.
+class _Ballot:
+    """This rank's vote, from which words are made if any rank asks.
 
     Attributes:
-        kinds: Kind of each parameter's gradient.
-        vector: This rank's vote, but for the text and the values.
-        nonempty: Indices of parameters whose gradient has entries on this rank.
-        bounds: Largest entry that each gradient of ``nonempty`` may have.
-        is_misplaced: Whether a gradient has placements of its own.
+        step: Optimizer step, 0 for a vote on a text alone.
+        text: Lines that must be alike on all ranks.
+        pattern: Gradients of this rank.
+        exceeds: Whether each gradient of ``pattern.nonempty`` is unusable.
+        names: Names of matrices that this rank updated in the last step.
+        updates: Whether each of these updates was NaN or inf.
     """
-
-    kinds: bytes
-    vector: Tensor
-    nonempty: tuple[int, ...]
-    bounds: Tensor
-    is_misplaced: bool
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _LocalStatus:
-    """This rank's vote, from which words are made where they are asked for."""
 
     step: int
     text: str
-    pattern: _Pattern
-    exceeds: Tensor | None = None
-    """Whether each gradient of ``pattern.nonempty`` is unusable."""
-    updates: tuple[Sequence[str], Tensor] | None = None
-    """Names of matrices, and whether the last update of each was NaN or inf."""
+    pattern: Pattern
+    exceeds: Tensor | None
+    names: Sequence[str]
+    updates: Tensor | None
 
 
 class Verdict:
     """Compares the ranks of the world before each step.
 
-    A step whose gradients exist as before copies nothing from the host to the device.
-
     Args:
         world: All ranks, and the sets of them that share parameters.
         parameters: Parameters of this process.
-        config: Bounds gradients by its momentum; says whether a bad gradient skips the step.
+        config: Says whether a bad gradient skips the step; its momentum bounds gradients.
     """
 
     def __init__(self, world: World, parameters: Parameters, config: MuonConfig) -> None:
-        self._world, self._entries = world, parameters.entries
+        self._world, self._params = world, parameters.params
         self._skips = config.nonfinite == "skip_step"
-        self._momentum = config.momentum
-        is_far = parameters.device.type != "cpu"
-        self._device = parameters.device if is_far else control_device(world.group)
-        self._num_marks = 2 + len(world.rank_sets)
-        size = _MARKS + 2 * self._num_marks
-        self._vector = torch.zeros(size, dtype=torch.int64, device=self._device)
-        self._slots = self._vector.unbind()
-        self._patterns: dict[tuple[bool, bytes], _Pattern] = {}
-        self._has_begun, self._num_idle = False, 0
-        self._updates: tuple[Sequence[str], Tensor] | None = None
-        self._failure = ""
-        self._pending: tuple[_LocalStatus, Callable[[], list[int]]] | None = None
-        """Vote on the last step, and what reads the result, if nobody has yet."""
+        self._vote = Vote(world, parameters, config.momentum)
+        self._has_begun, self._num_idle, self._failure = False, 0, ""
+        self._names: Sequence[str] = ()
+        self._updates: Tensor | None = None
+        self._pending: tuple[_Ballot, Callable[[], list[int]]] | None = None
+        """Ballot of the last step, and a function that reads the result, until somebody has."""
 
     # ---------------------------------------------------------------- before a step
 
@@ -146,7 +112,7 @@ class Verdict:
             step: Number of the coming step.
             text: Lines that must be alike on all ranks; ``waits`` is one of them.
             momentum: Greatest momentum of any group, which bounds gradients from now on.
-            waits: Whether to read the verdict now; else it holds on the device, and `settle` reads.
+            waits: Whether to read the verdict now; else it stays on the device until `settle`.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
@@ -158,73 +124,64 @@ class Verdict:
             NonFiniteGradientError: On every rank; names a parameter and a rank.
             RuntimeError: On every rank, for what `report_failure` got on one of them.
         """
-        if momentum > self._momentum:
-            self._momentum = momentum
-            self._patterns.clear()
-        pairs = [gradients.local_gradient(entry.param) for entry in self._entries]
-        grads = [grad for _, grad in pairs]
-        pattern = self._pattern(waits, bytes(kind for kind, _ in pairs))
-        exceeds = None
+        self._vote.raise_momentum(momentum)
+        kinds, grads = gradients.local_gradients(self._params)
+        pattern, exceeds = self._vote.pattern(waits, kinds), None
         if pattern.nonempty:
             exceeds = exceed([grads[i] for i in pattern.nonempty], pattern.bounds)  # type: ignore[misc]
-        updates, self._updates = self._updates, None
-        text, self._failure = self._failure or text, ""
-        status = _LocalStatus(step, text, pattern, exceeds, updates)
-        vector = self._all_reduce(status)
+        ballot, vector = self._cast(step, text, pattern, exceeds, with_updates=True)
+        self._names, self._updates = (), None
         if not waits:
-            self._pending = status, _fetch(vector)
-            # Moving a gradient is a collective, which hangs where a rank has none: this waits for
-            # the backward pass until all ranks are known to have one.
-            if pattern.is_misplaced and not any(self._unlike(vector.tolist())[_SETS]):
-                grads = gradients.place_gradients(self._entries, grads)
-            flags, marks, negatives = vector[_FOREIGN:].split(
-                [_MARKS - _FOREIGN, self._num_marks, self._num_marks]
-            )
-            return Agreement("", grads, torch.cat([flags, marks + negatives]).any())
-        is_first, values = not self._has_begun, vector.tolist()
-        fault = self._raise_if_bad(status, values)
-        if is_first and not values[_EXISTS]:
+            self._pending = ballot, fetch(vector)
+            # Moving a gradient is a collective, which hangs if a rank has none: this waits for the
+            # backward pass until all ranks are known to have one.
+            if pattern.is_misplaced and not self._vote.tally(vector.tolist()).gradients_differ:
+                grads = gradients.place_gradients(self._params, grads)
+            return Agreement("", grads, self._vote.is_bad(vector))
+        is_first, tally = not self._has_begun, self._vote.tally(vector.tolist())
+        fault = self._judge(ballot, tally)
+        if is_first and not tally.exists:
             return Agreement("", [], is_idle=True)
         if is_first:
             self._warn_of_missing(grads, step)
-        if not fault and pattern.is_misplaced:
-            grads = gradients.place_gradients(self._entries, grads)
-        return Agreement(fault, [] if fault else grads)
+        if fault:
+            return Agreement(fault, [])
+        if pattern.is_misplaced:
+            grads = gradients.place_gradients(self._params, grads)
+        return Agreement("", grads)
 
     def agree_on_text(self, text: str, *, with_updates: bool = False) -> None:
         """Vote on a text alone; a collective over the world, of the form of `agree`.
 
-        A rank that is at its next step meanwhile meets this one there, and both raise.
+        A rank that is at its next step meets this one there, and both raise.
 
         Args:
             text: Lines that must be alike on all ranks.
-            with_updates: Whether to agree on what `report_updates` got, too; the next `agree` does
+            with_updates: Whether to vote on what `report_updates` got, too; the next `agree` does
                 so again.
 
         Raises:
             RankMismatchError: On every rank; names the ranks and the line that differs.
-            NonFiniteUpdateError: As `agree`.
+            NonFiniteUpdateError: On every rank, as in `agree`.
             RuntimeError: On every rank, for what `report_failure` got on one of them.
         """
-        text, self._failure = self._failure or text, ""
-        pattern = self._pattern(True, bytes(len(self._entries)))
-        updates = self._updates if with_updates else None
-        status = _LocalStatus(0, text, pattern, updates=updates)
-        values = self._all_reduce(status).tolist()
-        self._compare(status, values)
-        if values[_UPDATE]:
-            self._raise_for_updates(self._gather(status))
+        pattern = self._vote.pattern(True, bytes(len(self._params)))
+        ballot, vector = self._cast(0, text, pattern, None, with_updates=with_updates)
+        tally = self._vote.tally(vector.tolist())
+        self._compare(ballot, tally)
+        if tally.update:
+            self._raise_for_updates(self._gather(ballot))
 
     def report_failure(self, what: str, error: Exception) -> None:
-        """Keep a failure of this rank alone, as others wait for it: all raise at the next vote.
+        """Keep a failure of this rank alone: others wait for it, so all raise at the next vote.
 
         Args:
-            what: Name of what failed.
-            error: Its exception, raised at once where there is one rank.
+            what: Name of the failed part of a step.
+            error: Its exception; raised at once in a world of one rank.
         """
         if self._world.group is None:
             raise error
-        # Text alone: the error would keep alive what its frames hold, on a full device.
+        # Only text is kept: the error would keep alive the tensors of its frames on a full device.
         logger.error("%s failed; all ranks raise at their next agreement", what, exc_info=error)
         self._failure = self._failure or failure_text(what, error)
 
@@ -237,35 +194,35 @@ class Verdict:
             outcomes: Names of matrices, and a flag for each, on the device.
             bad: ``bad`` of this step's `Agreement`: a bad step says nothing about its updates.
         """
-        self._updates = None
+        self._names, self._updates = (), None
         if outcomes:
-            names, parts = zip(*outcomes, strict=True)
-            flags = torch.cat(parts).flatten()
-            flags = flags if bad is None else flags.masked_fill_(bad, False)
-            self._updates = [*itertools.chain(*names)], flags
+            names, flags = zip(*outcomes, strict=True)
+            updates = torch.cat(flags).flatten()
+            self._names = [*itertools.chain(*names)]
+            self._updates = updates if bad is None else updates.masked_fill_(bad, False)
 
     # ---------------------------------------------------------------- after a step
 
     def settle(self) -> str:
-        """Read the verdict of the last step, where nobody has; gathers words if it is bad.
+        """Read the verdict of the last step if nobody has; gathers words if it is bad.
 
         Returns:
             Reason for which that step left parameters and state untouched, or nothing.
 
         Raises:
-            As `agree`, of the last step; parameters and state are those before it.
+            As `agree`, for the last step; parameters and state are those before it.
         """
         if self._pending is None:
             return ""
-        (status, read), self._pending = self._pending, None
-        return self._raise_if_bad(status, read())
+        (ballot, read), self._pending = self._pending, None
+        return self._judge(ballot, self._vote.tally(read()))
 
     def peek(self) -> Literal["taken", "skipped", "undone"]:
-        """Outcome of the last step, for saving: communicates nothing, waits for it, and logs.
+        """Outcome of the last step, for saving: waits for it, and logs a bad one.
 
-        `settle` tells of it again, with the words of all ranks.
+        It communicates nothing, as one rank may save alone; `settle` gives the words of all ranks.
         """
-        for name in _flagged(self._updates):
+        for name in self._bad_updates(self._names, self._updates):
             logger.warning(
                 "%s: the last update of this matrix was NaN or inf and was left out: what is "
                 "saved now lacks it, and all ranks raise at their next step",
@@ -273,98 +230,55 @@ class Verdict:
             )
         if self._pending is None:
             return "taken"
-        status, read = self._pending
+        ballot, read = self._pending
         values = read()
-        self._pending = status, lambda: values
-        unlike = self._unlike(values)
-        is_skip = False
-        if any(unlike[:2]):
-            cause = "ranks were about to do different things"
-        elif values[_FOREIGN] or any(unlike):
-            cause = "gradients were not alike"
-        elif values[_UPDATE]:
-            cause = f"the update before was NaN or inf on rank {values[_UPDATE] - 1}"
-        elif values[_GRADIENT]:
-            is_skip = self._skips
-            cause = f"a gradient was NaN, inf or too large on rank {values[_GRADIENT] - 1}"
-        else:
+        self._pending = ballot, lambda: values
+        tally = self._vote.tally(values)
+        if not tally.is_bad:
             return "taken"
-        logger.warning("step %d changed nothing: %s; the next step tells more", status.step, cause)
-        return "skipped" if is_skip else "undone"
-
-    # ---------------------------------------------------------------- the vector
-
-    def _all_reduce(self, status: _LocalStatus) -> Tensor:
-        """Maximum of all ranks' votes."""
-        fingerprint, own = fingerprint56(status.text), self._world.rank + 1
-        self._vector.copy_(status.pattern.vector)
-        self._slots[_TEXT].fill_(fingerprint)
-        self._slots[_TEXT + self._num_marks].fill_(-fingerprint)
-        _, updates = status.updates or (None, None)
-        for slot, flags in ((_GRADIENT, status.exceeds), (_UPDATE, updates)):
-            if flags is not None:
-                self._slots[slot].masked_fill_(flags.any().to(self._device), own)
-        return max_over(self._vector, self._world.group)
-
-    def _pattern(self, waits: bool, kinds: bytes) -> _Pattern:
-        """Constants of these kinds; copied to the device once, which waits."""
-        if (waits, kinds) in self._patterns:
-            return self._patterns[waits, kinds]
-        if len(self._patterns) >= _MAX_PATTERNS:
-            self._patterns.clear()
-        pairs, world = list(zip(self._entries, kinds, strict=True)), self._world
-        exists = max(
-            ((2 if e.views or not world.registry else 1) for e, k in pairs if k), default=0
-        )
-        marks = [int(waits), 0]
-        for ranks in world.rank_sets:
-            own = [bool(kind) for e, kind in pairs if sharing_ranks(e.layout.ranks) == ranks]
-            marks.append(fingerprint56(str(own)) if world.rank in ranks else _ABSTAIN)
-        negatives = [mark if mark == _ABSTAIN else -mark for mark in marks]
-        flags = [exists, (world.rank + 1) * (gradients.FOREIGN in kinds), 0, 0]
-        nonempty = [i for i, k in enumerate(kinds) if k & ~gradients.MISPLACED == gradients.PRESENT]
-        # A rank sees one term of a gradient that is a sum over ranks.
-        num_ranks = max([len(ranks) for ranks in world.rank_sets], default=1)
-        bounds = [
-            gradients.gradient_bound(self._entries[i], self._momentum)
-            / (num_ranks if kinds[i] & gradients.MISPLACED else 1)
-            for i in nonempty
-        ]
-        pattern = self._patterns[waits, kinds] = _Pattern(
-            kinds,
-            torch.tensor([*flags, *marks, *negatives], dtype=torch.int64, device=self._device),
-            tuple(nonempty),
-            torch.tensor(bounds, dtype=torch.float64, device=self._entries[0].param.device),
-            any(kind & gradients.MISPLACED for kind in kinds),
-        )
-        return pattern
-
-    def _unlike(self, values: Sequence[int]) -> list[bool]:
-        """Whether ranks differ: in waiting, in their text, in each set's gradients."""
-        marks, negatives = values[_MARKS : _MARKS + self._num_marks], values[-self._num_marks :]
-        return [mark != -other for mark, other in zip(marks, negatives, strict=True)]
+        cause, outcome = "ranks differed", "undone"
+        if tally.gradient:
+            cause = f"a gradient was NaN, inf or too large on rank {tally.gradient - 1}"
+            is_alone = not dataclasses.replace(tally, gradient=0).is_bad
+            outcome = "skipped" if self._skips and is_alone else "undone"
+        elif tally.update:
+            cause = f"the update before was NaN or inf on rank {tally.update - 1}"
+        logger.warning("step %d changed nothing: %s; the next step says more", ballot.step, cause)
+        return "skipped" if outcome == "skipped" else "undone"
 
     # ---------------------------------------------------------------- the words
 
-    def _raise_if_bad(self, status: _LocalStatus, values: Sequence[int]) -> str:
-        """Reason to leave a step out, or nothing; raises where that is an error."""
-        self._compare(status, values)
-        is_unlike = bool(values[_FOREIGN]) or any(self._unlike(values)[_SETS])
-        words: dict[int, dict[str, Any]] = {}
-        if is_unlike or values[_GRADIENT] or values[_UPDATE]:
-            words = self._gather(status)
-        if is_unlike:
-            gradients.check_presence(status.step, {rank: w["kinds"] for rank, w in words.items()})
-        self._count_idle(status.step, values[_EXISTS])
-        if values[_UPDATE]:
+    def _cast(
+        self,
+        step: int,
+        text: str,
+        pattern: Pattern,
+        exceeds: Tensor | None,
+        *,
+        with_updates: bool,
+    ) -> tuple[_Ballot, Tensor]:
+        """Make this rank's ballot, and reduce the votes of all ranks."""
+        text, self._failure = self._failure or text, ""
+        names, updates = (self._names, self._updates) if with_updates else ((), None)
+        ballot = _Ballot(step, text, pattern, exceeds, names, updates)
+        return ballot, self._vote.reduce(pattern, text, exceeds, updates)
+
+    def _judge(self, ballot: _Ballot, tally: Tally) -> str:
+        """Reason to leave a step out, or nothing; raises if that is an error."""
+        self._compare(ballot, tally)
+        words = self._gather(ballot) if tally.is_bad else {}
+        if tally.foreign or tally.gradients_differ:
+            gradients.check_presence(ballot.step, {rank: w["kinds"] for rank, w in words.items()})
+        self._count_idle(ballot.step, tally.exists)
+        if tally.update:
             self._raise_for_updates(words)
-        if not values[_GRADIENT]:
+        if not tally.gradient:
             return ""
-        ranks = {name: rank for rank, own in words.items() for name in own["bad"]}
+        ranks = {name: rank for rank, own in words.items() for name in own["gradients"]}
         name = min(ranks)
         reason = (
             f"{name}: found a NaN, an inf or an entry too large for the optimizer's state in its "
-            f"gradient on rank {ranks[name]} in step {status.step} (the first of {len(ranks)} such "
+            f"gradient on rank {ranks[name]} in step {ballot.step} (the first of {len(ranks)} such "
             "parameters)"
         )
         if self._skips:
@@ -374,26 +288,26 @@ class Verdict:
             "steps"
         )
 
-    def _gather(self, status: _LocalStatus) -> dict[int, dict[str, Any]]:
+    def _gather(self, ballot: _Ballot) -> dict[int, dict[str, Any]]:
         """Words of each rank; a collective over the world."""
-        flags = [] if status.exceeds is None else status.exceeds.tolist()
+        flags = [] if ballot.exceeds is None else ballot.exceeds.tolist()
         kinds: dict[str, dict[str, int]] = {}
-        for entry, kind in zip(self._entries, status.pattern.kinds, strict=True):
-            ranks = str(sharing_ranks(entry.layout.ranks) or f"rank {self._world.rank} alone")
-            kinds.setdefault(ranks, {})[entry.name] = kind & ~gradients.MISPLACED
-        bad = [self._entries[i].name for i in itertools.compress(status.pattern.nonempty, flags)]
-        own = {"kinds": kinds, "bad": bad, "updates": _flagged(status.updates)}
+        for param, kind in zip(self._params, ballot.pattern.kinds, strict=True):
+            ranks = str(sharing_ranks(param.layout.ranks) or f"rank {self._world.rank} alone")
+            kinds.setdefault(ranks, {})[param.name] = kind & ~gradients.MISPLACED
+        bad = [self._params[i].name for i in itertools.compress(ballot.pattern.nonempty, flags)]
+        updates = self._bad_updates(ballot.names, ballot.updates)
+        own = {"kinds": kinds, "gradients": bad, "updates": updates}
         return dict(zip(self._world.ranks, gather_json(own, self._world.group), strict=True))
 
-    def _compare(self, status: _LocalStatus, values: Sequence[int]) -> None:
-        waiting, text, *_ = self._unlike(values)
-        if waiting:  # ranks that go on have no collective in common with those that wait
+    def _compare(self, ballot: _Ballot, tally: Tally) -> None:
+        if tally.waits_differ:  # ranks that do not wait take part in no collective of words
             raise RankMismatchError(
                 "the coming step: ranks are about to do different things; this one (another one "
-                f"has other lines):\n{status.text}"
+                f"has other lines):\n{ballot.text}"
             )
-        if text:
-            check_alike("the coming step", status.text, self._world.group)
+        if tally.texts_differ:
+            check_alike("the coming step", ballot.text, self._world.group)
 
     def _raise_for_updates(self, words: dict[int, dict[str, Any]]) -> None:
         owners = {name: rank for rank, own in words.items() for name in own["updates"]}
@@ -413,12 +327,12 @@ class Verdict:
             return
         self._num_idle += 1
         names = [matrix.name for matrix in self._world.registry]
-        names = names or [entry.name for entry in self._entries]
+        names = names or [param.name for param in self._params]
         text = f"{_first_names(names)}: found no gradient on any rank in step {step}"
         if self._num_idle >= MAX_IDLE_STEPS or (exists and not self._has_begun):
-            row = f", the last of {self._num_idle} such steps" if self._num_idle > 1 else ""
+            count = f", the last of {self._num_idle} such steps" if self._num_idle > 1 else ""
             raise MissingGradientError(
-                f"{text}{row}, expected that of one at least: call backward() before step(), and "
+                f"{text}{count}, expected that of one at least: call backward() before step(), and "
                 "build the optimizer after all that replaces the model's parameters, such as "
                 "fully_shard: it holds those that it was built with, unless a trainer swaps them "
                 "in its param_groups before the first step"
@@ -428,8 +342,8 @@ class Verdict:
 
     def _warn_of_missing(self, grads: Sequence[Tensor | None], step: int) -> None:
         """Log which matrices have no gradient in the first step that has gradients."""
-        pairs = zip(self._entries, grads, strict=True)
-        names = [entry.name for entry, grad in pairs if entry.views and grad is None]
+        pairs = zip(self._params, grads, strict=True)
+        names = [param.name for param, grad in pairs if param.views and grad is None]
         if names:
             logger.warning(
                 "%s: found no gradient in step %d, as of a parameter that the model does not use, "
@@ -437,31 +351,10 @@ class Verdict:
                 *(_first_names(names), step),
             )
 
-
-def _fetch(values: Tensor) -> Callable[[], list[int]]:
-    """Begin to bring a small vector to the host; the returned function waits until it is there.
-
-    On CUDA it is copied to pinned memory behind the work of the stream. Each vector has memory of
-    its own: the one before may not have been read yet.
-    """
-    if values.device.type != "cuda":
-        return values.clone().tolist
-    landing, event = torch.empty_like(values, device="cpu", pin_memory=True), torch.cuda.Event()
-    landing.copy_(values, non_blocking=True)
-    event.record(torch.cuda.current_stream(values.device))
-
-    def read() -> list[int]:
-        event.synchronize()
-        numbers: list[int] = landing.tolist()
-        return numbers
-
-    return read
-
-
-def _flagged(updates: tuple[Sequence[str], Tensor] | None) -> list[str]:
-    """Names whose flag is set; reads the flags on the host."""
-    names, flags = updates or ([], torch.empty(0, device="cpu"))
-    return [*itertools.compress(names, flags.tolist())]
+    @staticmethod
+    def _bad_updates(names: Sequence[str], updates: Tensor | None) -> list[str]:
+        """Names whose flag is set; reads the flags on the host."""
+        return [] if updates is None else [*itertools.compress(names, updates.tolist())]
 
 
 def _first_names(names: Sequence[str]) -> str:

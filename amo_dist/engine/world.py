@@ -1,4 +1,4 @@
-"""What the ranks of the world agree on before the first step: structure, groups, registry."""
+"""The structure that all ranks agree on before the first step: groups of ranks, all matrices."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from amo_dist.engine.parameters import Parameters
 from amo_dist.schedule.types import MatrixInfo
 
 Listed: TypeAlias = tuple[Sequence[int], Sequence[Sequence[Any]]]
-"""A parameter as ranks tell each other of it: its ranks, and the fields of its matrices."""
+"""A parameter as ranks exchange it: its ranks, and the fields of its matrices."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
@@ -29,14 +29,14 @@ class World:
     """The agreed structure.
 
     Attributes:
-        group: Its process group, or None on a single rank.
-        rank: This process, in the job.
+        group: Process group, or None on a single rank.
+        rank: Rank of this process in the job.
         registry: Every matrix of the world, sorted by name.
-        homes: By matrix name, the ranks that report its observation: the first that list it.
-            Where plain tensors are private to each rank, many hold a matrix of one name.
+        reporting_ranks: Ranks whose observation of a matrix counts, by its name: the first that
+            list it. Plain tensors that are private to each rank share names.
         ranks: All ranks, in the order of the group.
-        rank_sets: Each set of ranks that shares parameters, sorted.
-        groups_by_ranks: Process group of each set of ranks that shares parameters here.
+        rank_sets: Sets of ranks that share parameters, sorted.
+        groups_by_ranks: Process group of each set of ranks that shares parameters with this one.
         shares_all: Whether every rank shares every parameter, as under DDP and FSDP; False on a
             single process.
     """
@@ -44,7 +44,7 @@ class World:
     group: dist.ProcessGroup | None
     rank: int
     registry: tuple[MatrixInfo, ...]
-    homes: Mapping[str, tuple[int, ...]]
+    reporting_ranks: Mapping[str, tuple[int, ...]]
     ranks: tuple[int, ...]
     rank_sets: tuple[tuple[int, ...], ...]
     groups_by_ranks: Mapping[tuple[int, ...], dist.ProcessGroup | None]
@@ -58,7 +58,7 @@ class World:
 
 def agree_on_world(
     parameters: Parameters,
-    rates: Sequence[float],
+    scales: Sequence[float],
     hyperparameters: Sequence[str],
     configuration: Mapping[str, Any],
     membership: Membership,
@@ -67,12 +67,12 @@ def agree_on_world(
     """Compare the structure of all ranks; a collective over the world.
 
     Args:
-        parameters: Of this process.
-        rates: Of each matrix, what its update is multiplied by beside the learning rate.
-        hyperparameters: Of each parameter group, as text.
+        parameters: Parameters of this process.
+        scales: Factor on the update of each matrix beside the learning rate.
+        hyperparameters: Hyperparameters of each parameter group, as text.
         configuration: JSON values that must be alike on all ranks.
-        membership: Of this process.
-        group: The world's, as ``membership`` gave it.
+        membership: Membership of this process.
+        group: Process group of the world, as ``membership`` returned it.
 
     Raises:
         RankMismatchError: On every rank; names the rank and the parameter or field that differs.
@@ -80,25 +80,26 @@ def agree_on_world(
     lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(configuration.items())]
     check_alike("configuration", "\n".join(lines), group)
     infos: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
-    for matrix, *rest in zip(parameters.matrices, parameters.operator_types, rates, strict=True):
-        infos[matrix.tensor].append((matrix.name, matrix.shape, *rest))
+    for matrix, *rest in zip(parameters.matrices, parameters.operator_types, scales, strict=True):
+        infos[matrix.param].append((matrix.name, matrix.shape, *rest))
     listed: list[Listed] = []
     lines_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
-    for index, entry in enumerate(parameters.entries):
-        listed.append((entry.layout.ranks, infos[index]))
-        told = f"{entry.param.dtype}, {entry.layout.key}, {infos[index] or 'adamw'}"
-        line = f"{entry.name}: {told}, {hyperparameters[entry.group]}"
-        lines_by_ranks[entry.layout.ranks].append(line)
-    text_by_ranks = {ranks: "\n".join(found) for ranks, found in lines_by_ranks.items()}
+    for index, param in enumerate(parameters.params):
+        ranks = param.layout.ranks
+        listed.append((ranks, infos[index]))
+        structure = f"{param.tensor.dtype}, {param.layout.key}, {infos[index] or 'adamw'}"
+        line = f"{param.name}: {structure}, {hyperparameters[param.group]}"
+        lines_by_ranks[ranks].append(line)
+    text_by_ranks = {ranks: "\n".join(lines) for ranks, lines in lines_by_ranks.items()}
     check_alike_by_ranks("parameters", text_by_ranks, group)
     by_rank = gather_json(listed, group)
-    registry, homes, sets = _survey(by_rank)
-    wanted = (tuple(sorted(entry.layout.ranks)) for entry in parameters.entries)
+    registry, reporting_ranks, sets = _survey(by_rank)
+    wanted = (tuple(sorted(param.layout.ranks)) for param in parameters.params)
     return World(
         group=group,
         rank=this_rank(),
         registry=registry,
-        homes=homes,
+        reporting_ranks=reporting_ranks,
         ranks=(this_rank(),) if group is None else tuple(dist.get_process_group_ranks(group)),
         rank_sets=tuple(sorted(sets - {()})),
         groups_by_ranks=membership.groups(wanted, group),
@@ -107,27 +108,27 @@ def agree_on_world(
 
 
 def sharing_ranks(ranks: Sequence[int]) -> tuple[int, ...]:
-    """Who shares a parameter; nobody where it is private to one rank."""
+    """Ranks that share a parameter; none if it is private to one rank."""
     return tuple(ranks) if len(ranks) > 1 else ()
 
 
 def _survey(
     by_rank: Sequence[Sequence[Listed]],
 ) -> tuple[tuple[MatrixInfo, ...], dict[str, tuple[int, ...]], set[tuple[int, ...]]]:
-    """Registry, homes, and who shares parameters, from the parameters of every rank."""
+    """Registry, reporting ranks, and sets of sharing ranks, from the parameters of every rank."""
     registry: dict[str, MatrixInfo] = {}
-    homes: dict[str, tuple[int, ...]] = {}
+    reporting_ranks: dict[str, tuple[int, ...]] = {}
     sets: set[tuple[int, ...]] = set()
-    # Each list once: of a thousand ranks few differ.
+    # Equal lists are one object: a thousand ranks have few different ones.
     for listed in {id(listed): listed for listed in by_rank}.values():
         for ranks, matrices in listed:
             sets.add(sharing_ranks(ranks))
             for name, (m, n), *rest in matrices:
                 info = MatrixInfo(name, (m, n), *rest)
-                home = homes.setdefault(name, tuple(ranks))
+                first_ranks = reporting_ranks.setdefault(name, tuple(ranks))
                 expected = registry.setdefault(name, info)
                 if info != expected:
                     raise RankMismatchError(
-                        f"{name}: rank {home[0]} has {expected}; rank {ranks[0]} has {info}"
+                        f"{name}: rank {first_ranks[0]} has {expected}; rank {ranks[0]} has {info}"
                     )
-    return tuple(registry[name] for name in sorted(registry)), homes, sets
+    return tuple(registry[name] for name in sorted(registry)), reporting_ranks, sets

@@ -6,13 +6,15 @@ Source: AdaMuon, as the AMO paper sets it up.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from amo_dist.distributed.layout import MatrixLayout
-from amo_dist.engine.parameters import momentum_of
-from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
+from amo_dist.distributed.layout import Matrix
+from amo_dist.engine.hyperparameters import momentum_of
+from amo_dist.engine.parameters import Piece
+from amo_dist.engine.rule import AllSum, UpdateRule
 from amo_dist.kernels.exact_sums import fraction_bits, norm_factor, sum_of_squares
 from amo_dist.optimizers.muon import Muon
 
@@ -20,48 +22,54 @@ EPS = 1e-8
 """Added to the root of the second moment."""
 
 
-def update_second_moment(moment: Tensor, value: Tensor, decay: float) -> None:
-    """``V <- decay * V + (1 - decay) * O * O``, in place; each operation is rounded by itself.
-
-    Args:
-        moment: ``V``, float32; modified.
-        value: ``O``, of the same shape, any floating dtype.
-        decay: That of the momentum.
-    """
-    square = value.to(moment.dtype).square()
-    moment.mul_(decay).add_(square.mul_(1 - decay))
-
-
 class AdaMuonRule(UpdateRule):
-    """Signs in; divided by the root of the second moment, and scaled to a given norm, out."""
+    """The sign of the momentum, and an elementwise second moment of the result.
+
+    With the momentum ``M``, and the result ``O`` of m outputs and n inputs::
+
+        O = orthogonalize(sign(M))
+        V <- momentum * V + (1 - momentum) * O * O
+        N = O / (sqrt(V) + 1e-8)
+        U = N * update_scale * sqrt(m * n) / ||N||_F
+    """
 
     sum_dtype = torch.int64
 
     def state(self, param: Tensor, dim: int) -> dict[str, Tensor]:
-        """``second_moment``, float32, as large as the parameter."""
+        """``second_moment``, float32, in the shape of the parameter."""
         return {"second_moment": torch.zeros_like(param, dtype=torch.float32)}
 
-    def prepare(self, momentum: Tensor, piece: MatrixPiece) -> Tensor:
+    def pre(self, momentum: Tensor, piece: Piece) -> Tensor:
         """The sign of the momentum, elementwise."""
         return momentum.sign_()
 
-    def sums(self, matrix: MatrixLayout, dim: int) -> tuple[int, ...]:
+    def sums(self, matrix: Matrix) -> tuple[int, ...]:
         """The squared norm."""
         return (1,)
 
-    def finish(self, result: Tensor, piece: MatrixPiece) -> Finish:
+    def post(
+        self, results: Sequence[Tensor], pieces: Sequence[Piece], allsum: AllSum
+    ) -> Sequence[Tensor]:
         """``O / (sqrt(V) + EPS)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``."""
-        (decay, _), num_elements = momentum_of(piece.group, self.config), piece.matrix.num_elements
-        moment = piece.state["second_moment"]
-        update_second_moment(moment, result, decay)
-        update = result.to(moment.dtype) / moment.sqrt().add_(EPS)
-        bits = fraction_bits(num_elements, decay)
-        total = yield sum_of_squares(update, bits)
-        wanted = self.config.update_factor * math.sqrt(num_elements)
-        return update.mul_(norm_factor(total, bits, wanted))
+        updates, shares, bits = [], [], []
+        for result, piece in zip(results, pieces, strict=True):
+            decay, _ = momentum_of(piece.group, self.config)
+            wide = result.to(torch.float32)
+            # Each operation is rounded by itself: a fused one may have other bits in another shard.
+            moment = piece.state["second_moment"] * decay + wide.square().mul_(1 - decay)
+            piece.state["second_moment"] = moment
+            updates.append(wide / moment.sqrt().add_(EPS))
+            bits.append(fraction_bits(piece.matrix.num_elements, decay))
+            shares.append(sum_of_squares(updates[-1], bits[-1]))
+        for update, total, num_bits, piece in zip(
+            updates, allsum(shares), bits, pieces, strict=True
+        ):
+            target = self.config.update_factor * math.sqrt(piece.matrix.num_elements)
+            update.mul_(norm_factor(total, num_bits, target))
+        return updates
 
     def scale(self, shape: tuple[int, int]) -> float:
-        """One: `finish` has scaled the update."""
+        """One: `post` has scaled the update."""
         return 1.0
 
 
@@ -71,12 +79,12 @@ class AdaMuon(Muon):
     ``B <- momentum * B + G``; ``O = orthogonalize(sign(G + momentum * B))`` with five steps of the
     ``kj`` table; ``V <- momentum * V + (1 - momentum) * O * O``; the update is ``O / (sqrt(V) +
     1e-8)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``. That norm is one of the
-    whole matrix: each rank sums the squares of its pieces, and one all-reduce a step (for each set
-    of ranks that shares parameters) adds them up, in integers: sharded training equals that of
+    whole matrix: each rank sums the squares of its pieces, and one all-reduce per step (for each
+    set of ranks that shares parameters) adds them up, in integers: sharded training equals that of
     whole matrices bit for bit.
 
     State: beside that of `Muon`, ``second_moment`` for matrices, float32, with the placements of
-    the parameter; two values a parameter in all, as with AdamW.
+    the parameter; two values per element in all, as with AdamW.
     """
 
     rule_class = AdaMuonRule

@@ -6,7 +6,8 @@ import contextlib
 import dataclasses
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
@@ -19,15 +20,17 @@ from amo_dist.distributed.agreement import check_alike, failure_text, take_devic
 from amo_dist.distributed.groups import GroupLike, PicklableGroup, replica_ranks
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.engine.controller import Controller
+from amo_dist.engine.hyperparameters import (
+    check_groups,
+    check_hyperparameters,
+    describe_group,
+)
 from amo_dist.engine.parameters import (
     Parameters,
-    check_groups,
-    check_half,
-    check_hyperparameters,
+    check_float16_eps,
     check_swap,
-    describe_group,
-    resolve,
-    take_apart,
+    lay_out,
+    split_groups,
 )
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.step import Engine, Probe
@@ -45,6 +48,11 @@ logger = logging.getLogger(__name__)
 
 
 _Config = TypeVar("_Config", bound=MuonConfig)
+
+_DEFAULTS: Mapping[str, Any] = MappingProxyType(
+    {"lr": 1e-3, "weight_decay": 0.1, "betas": (0.9, 0.95), "eps": 1e-8}
+)
+"""Defaults of the optimizer's own hyperparameters; a rule may have others."""
 
 
 class Tracker(Protocol):
@@ -116,33 +124,30 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         params: Any,
-        lr: float | Tensor = 1e-3,
-        weight_decay: float = 0.1,
+        lr: float | Tensor | None = None,
+        weight_decay: float | None = None,
         *,
         schedule: str | Schedule | Mapping[str, Schedule] | Policy = "kj",
         config: MuonConfig | None = None,
-        betas: tuple[float, float] = (0.9, 0.95),
-        eps: float = 1e-8,
+        betas: tuple[float, float] | None = None,
+        eps: float | None = None,
         process_group: GroupLike = None,
         allow_no_matrices: bool = False,
         **own: float,
     ) -> None:
         config = check_config(config, MuonConfig)
         if unknown := sorted(set(own) - set(self.rule_class.defaults)):
-            told = f"{type(self).__name__} got unexpected keyword arguments {unknown}"
-            raise TypeError(told + _remedy({name: own[name] for name in unknown}, config))
+            text = f"{type(self).__name__} got unexpected keyword arguments {unknown}"
+            raise TypeError(text + _remedy({name: own[name] for name in unknown}, config))
         policy = as_policy(schedule)
-        groups, structure = take_apart(params, replica_ranks(process_group))
+        groups, structure = split_groups(params, replica_ranks(process_group))
         if allow_no_matrices and not any(structure.views) and not policy.is_fixed:
             policy = as_policy("kj")  # there is nothing to observe or to fit
-        defaults: dict[str, Any] = {
-            "lr": lr,
-            "weight_decay": weight_decay,
-            "betas": betas,
-            "eps": eps,
-        }
+        arguments = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, **own}
+        defaults = {**_DEFAULTS, **self.rule_class.defaults}
+        defaults |= {name: value for name, value in arguments.items() if value is not None}
         check_hyperparameters(defaults)
-        defaults |= {**self.rule_class.defaults, **own, "lr_scale": 1.0, "control": ""}
+        defaults |= {"lr_scale": 1.0, "control": ""}
         self._is_built = False
         super().__init__(groups, defaults)
         self._is_built = True
@@ -155,15 +160,15 @@ class Muon(torch.optim.Optimizer):
         self.tracker: Tracker | None = None
         """Measures every matrix at the steps that it names; set it on all ranks."""
         self._assemble(Control(0, 0, config, policy, policy.start()))
-        check_groups(self.param_groups, self._engine.rule)
-        check_half(self._engine.parameters, self.param_groups)
+        self._check_groups(self.param_groups)
+        check_float16_eps(self._engine.parameters, self.param_groups)
         if len(self._engine.membership.ranks) == 1:
             self._check_matrices(len(self._engine.parameters.matrices))
         self._engine.make_state()
 
     def _assemble(self, control: Control, parameters: Parameters | None = None) -> None:
         """Make the engine and the controller, which go on from a control state."""
-        parameters = parameters or resolve(self.param_groups, self._structure)
+        parameters = parameters or lay_out(self.param_groups, self._structure)
         self._engine = Engine(
             parameters,
             self.param_groups,
@@ -179,6 +184,9 @@ class Muon(torch.optim.Optimizer):
             control.steps_taken,
             control.steps_skipped,
         )
+
+    def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        check_groups(groups, self.rule_class.defaults, self._engine.rule.check)
 
     # ---------------------------------------------------------------- one step
 
@@ -241,7 +249,7 @@ class Muon(torch.optim.Optimizer):
         fault = ""
         try:
             self._follow()
-            check_groups(self.param_groups, self._engine.rule)
+            self._check_groups(self.param_groups)
         except ValueError as error:
             fault = str(error)
         if self._engine.world is None:
@@ -279,16 +287,15 @@ class Muon(torch.optim.Optimizer):
             "optimizer": type(self).__name__,
             "policy": self.policy.name,
         }
-        own = self.rule_class.defaults
-        groups = [describe_group(group, own) for group in self.param_groups]
+        groups = [describe_group(group, self.rule_class.defaults) for group in self.param_groups]
         parameters = self._engine.parameters
-        scales = [float(self.param_groups[each.group]["lr_scale"]) for each in parameters.entries]
+        lr_scales = [float(self.param_groups[p.group]["lr_scale"]) for p in parameters.params]
         sizes = zip(parameters.matrices, self._engine.sizes, strict=True)
-        rates = [scales[matrix.tensor] * size for matrix, size in sizes]
+        scales = [lr_scales[matrix.param] * size for matrix, size in sizes]
         with membership.patience():
             group = membership.join()
             take_device(group, self._engine.device)
-            world = agree_on_world(parameters, rates, groups, configuration, membership, group)
+            world = agree_on_world(parameters, scales, groups, configuration, membership, group)
         self._check_matrices(len(world.registry))
         if self._process_group is None and len(world.ranks) > 1 and not any(world.rank_sets):
             logger.warning(
@@ -327,7 +334,7 @@ class Muon(torch.optim.Optimizer):
         is_same = engine.groups is self.param_groups and engine.state is self.state
         if is_same and before.are_in(self.param_groups):
             if len(self.state) < len(before.params):
-                name = next(e.name for e in before.entries if e.param not in self.state)
+                name = next(p.name for p in before.params if p.tensor not in self.state)
                 raise ValueError(
                     f"state: found none of {name}, expected that of every parameter, which is made "
                     "at construction: to start anew, build a new optimizer"
@@ -335,11 +342,11 @@ class Muon(torch.optim.Optimizer):
             return
         check_swap(before, self.param_groups)
         if self.num_steps_taken or engine.world is not None or _holds_values(self.state):
-            found = [param for group in self.param_groups for param in group["params"]]
-            pairs = zip(before.entries, found, strict=True)
-            names = [entry.name for entry, param in pairs if entry.param is not param]
+            tensors = [tensor for group in self.param_groups for tensor in group["params"]]
+            pairs = zip(before.params, tensors, strict=True)
+            names = [param.name for param, tensor in pairs if param.tensor is not tensor]
             raise ValueError(
-                f"{[*names, before.entries[0].name][0]}: found another tensor in param_groups than "
+                f"{[*names, before.params[0].name][0]}: found another tensor in param_groups than "
                 "before, or another param_groups or state, after the first step or after a state "
                 "was loaded, expected the same: swap parameters (as fully_shard and trainers do) "
                 "first, then load and step"
@@ -349,17 +356,17 @@ class Muon(torch.optim.Optimizer):
         self._engine.make_state()
 
     def _check_matrices(self, num_matrices: int) -> None:
-        """Refuse to train by AdamW alone, unless told so."""
+        """Refuse to train by AdamW alone unless the user allows it."""
         if num_matrices or self._allow_no_matrices:
             return
-        entries = self._engine.parameters.entries
-        shapes = {entry.name: tuple(entry.layout.shape) for entry in entries}
-        # What might be a matrix comes first.
-        told = sorted(shapes.items(), key=lambda pair: len(pair[1]) < 2)[:3]
-        some = ", ".join(f"{name} {shape}" for name, shape in told)
+        params = self._engine.parameters.params
+        shapes = {param.name: tuple(param.layout.shape) for param in params}
+        # Parameters that might hold a matrix come first.
+        first = sorted(shapes.items(), key=lambda pair: len(pair[1]) < 2)[:3]
+        examples = ", ".join(f"{name} {shape}" for name, shape in first)
         large = {name: shape for name, shape in shapes.items() if len(shape) > 1}
         raise ValueError(
-            f"params: found no matrix among {len(shapes)} parameters ({some}...), expected at "
+            f"params: found no matrix among {len(shapes)} parameters ({examples}...), expected at "
             "least one: name yours by param_groups(model, patterns={...}), take all by "
             "unknown='matrix', or have AdamW train all of them by allow_no_matrices=True"
             + (f". To paste and to edit:\n{format_patterns(large, anywhere=True)}" if large else "")
@@ -382,20 +389,20 @@ class Muon(torch.optim.Optimizer):
         try:
             yield
         except Exception as error:
-            self._tell_of(what, error)
+            self._agree_on_outcome(what, error)
             raise
-        self._tell_of(what, None)
+        self._agree_on_outcome(what, None)
 
-    def _tell_of(self, what: str, failure: Exception | None) -> None:
+    def _agree_on_outcome(self, name: str, failure: Exception | None) -> None:
         membership, verdict = self._engine.membership, self._engine.verdict
         if len(membership.ranks) == 1:
             return
-        text = what if failure is None else failure_text(what, failure)
+        text = name if failure is None else failure_text(name, failure)
         if verdict is not None:
             verdict.agree_on_text(text)
             return
         with membership.patience():
-            # What the first step of another rank begins with.
+            # The first step of another rank begins with this collective, too.
             check_alike("configuration", text, membership.join())
 
     def check_last_update(self) -> None:
@@ -448,7 +455,7 @@ class Muon(torch.optim.Optimizer):
     def params_by_name(self) -> dict[str, Tensor]:
         """The parameters of this process by their cleaned names, in the order of the groups."""
         self._follow()
-        return {entry.name: entry.param for entry in self._engine.parameters.entries}
+        return {param.name: param.tensor for param in self._engine.parameters.params}
 
     @property
     def num_steps_taken(self) -> int:
@@ -572,7 +579,7 @@ class Muon(torch.optim.Optimizer):
             control = self._restored(loaded.control)
             # Last: state of another optimizer has been named by then.
             pairs = zip(self.param_groups, loaded.groups, strict=True)
-            check_groups([{**own, **saved} for own, saved in pairs], self._engine.rule)
+            self._check_groups([{**own, **saved} for own, saved in pairs])
         self._go_on_from(control)
         loaded.fill(self)
 

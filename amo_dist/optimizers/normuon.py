@@ -6,16 +6,17 @@ Source: Li et al., "NorMuon: Making Muon more efficient and scalable" (arXiv 251
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from amo_dist.distributed.layout import MatrixLayout, zeros_per_slice
-from amo_dist.engine.parameters import is_between
-from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
+from amo_dist.distributed.layout import Matrix, zeros_per_slice
+from amo_dist.engine.hyperparameters import is_below
+from amo_dist.engine.parameters import Piece
+from amo_dist.engine.rule import AllSum, UpdateRule
 from amo_dist.kernels.exact_sums import fraction_bits, norm_factor, sum_of_squares
 from amo_dist.optimizers.muon import Muon
 
@@ -26,57 +27,82 @@ LARGEST = 2.0
 
 
 class NorMuonRule(UpdateRule):
-    """One second moment a neuron, and a given norm of the whole update."""
+    """One second moment per neuron, and a fixed norm of the whole update.
+
+    For each neuron i, a row of ``nn.Linear``'s weight, with m outputs and n inputs::
+
+        v_i <- beta2 * v_i + (1 - beta2) * mean_j O_ij^2
+        V_ij = O_ij / (sqrt(v_i) + 1e-8)
+        U = V * update_scale * sqrt(m * n) / ||V||_F
+    """
 
     defaults = MappingProxyType({"beta2": 0.95})
     sum_dtype = torch.int64
 
     def check(self, group: Mapping[str, Any]) -> None:
-        """``beta2`` is a decay."""
-        if not is_between(group.get("beta2"), 1.0):
+        """Refuse a ``beta2`` outside of [0, 1)."""
+        if not is_below(group.get("beta2"), 1.0):
             raise ValueError(f"beta2: found {group.get('beta2')!r}, expected a number in [0, 1)")
 
     def state(self, param: Tensor, dim: int) -> dict[str, Tensor]:
         """``neuron_moment``, float32: as the parameter, with size 1 along a neuron's inputs."""
         return {"neuron_moment": zeros_per_slice(param, -1 - dim)}
 
-    def sums(self, matrix: MatrixLayout, dim: int) -> tuple[int, ...]:
-        """Squares by neuron, where ranks hold parts of one; then the squared norm."""
-        return (1,) if _is_whole(matrix, dim) else (matrix.shape[dim], 1)
+    def sums(self, matrix: Matrix) -> tuple[int, ...]:
+        """Squares by neuron if ranks hold parts of neurons; then the squared norm."""
+        return (0 if _has_whole_neurons(matrix) else matrix.shape[matrix.dim], 1)
 
-    def finish(self, result: Tensor, piece: MatrixPiece) -> Finish:
+    def post(
+        self, results: Sequence[Tensor], pieces: Sequence[Piece], allsum: AllSum
+    ) -> Sequence[Tensor]:
         """``O / (sqrt(v) + EPS)``, scaled to the Frobenius norm ``update_scale * sqrt(m n)``."""
-        beta2, dim, matrix = piece.group["beta2"], piece.dim, piece.matrix
         # Beyond this bound, which no orthogonal matrix reaches, sums of squares would leave int64.
-        update = result.to(torch.float32, copy=True).clamp_(-LARGEST, LARGEST)
-        moment, num_inputs = piece.state["neuron_moment"], matrix.shape[1 - dim]
-        # Before the sum: two pieces of one rank may hold parts of the same neurons.
-        decayed = moment * beta2
-        # Exact sums: the same bits however the matrix is cut.
-        bits = 62 - math.ceil(math.log2(num_inputs * LARGEST**2))
-        squares = sum_of_squares(update, bits, 1 - dim)
-        if not _is_whole(matrix, dim):
-            share = squares.new_zeros(matrix.shape[dim])
-            share[slice(*piece.box[dim])] = squares
-            squares = (yield share)[slice(*piece.box[dim])]
-        mean = (squares.to(torch.float64) * (2.0**-bits / num_inputs)).float()
-        moment.copy_(decayed.add_(mean.view(moment.shape).mul_(1 - beta2)))
-        update.div_(moment.sqrt().add_(EPS))
-        bits = fraction_bits(matrix.num_elements, beta2)
-        total = yield sum_of_squares(update, bits)
-        wanted = self.config.update_factor * math.sqrt(matrix.num_elements)
-        return update.mul_(norm_factor(total, bits, wanted))
+        updates = [x.to(torch.float32, copy=True).clamp_(-LARGEST, LARGEST) for x in results]
+        # Sums of integers have the same bits however the matrix is cut.
+        bits = [62 - math.ceil(math.log2(_num_inputs(p) * LARGEST**2)) for p in pieces]
+        squares = [
+            sum_of_squares(update, num_bits, 1 - piece.dim)
+            for update, num_bits, piece in zip(updates, bits, pieces, strict=True)
+        ]
+        totals = allsum(list(map(_share, squares, pieces)))
+        for i, piece in enumerate(pieces):
+            if not _has_whole_neurons(piece.matrix):
+                squares[i] = totals[i][slice(*piece.box[piece.dim])]
+            mean = (squares[i].to(torch.float64) * (2.0 ** -bits[i] / _num_inputs(piece))).float()
+            beta2, moment = piece.group["beta2"], piece.state["neuron_moment"]
+            moment = moment * beta2 + mean.view(moment.shape).mul_(1 - beta2)
+            piece.state["neuron_moment"] = moment
+            updates[i].div_(moment.sqrt().add_(EPS))
+        bits = [fraction_bits(p.matrix.num_elements, p.group["beta2"]) for p in pieces]
+        norms = allsum(list(map(sum_of_squares, updates, bits)))
+        for update, norm, num_bits, piece in zip(updates, norms, bits, pieces, strict=True):
+            target = self.config.update_factor * math.sqrt(piece.matrix.num_elements)
+            update.mul_(norm_factor(norm, num_bits, target))
+        return updates
 
     def scale(self, shape: tuple[int, int]) -> float:
-        """One: `finish` has scaled the update."""
+        """One: `post` has scaled the update."""
         return 1.0
 
 
-def _is_whole(matrix: MatrixLayout, dim: int) -> bool:
-    """Whether every piece of the matrix holds its neurons whole."""
-    whole = (0, matrix.shape[1 - dim])
-    pieces = (piece for held in matrix.pieces_by_rank.values() for piece in held)
-    return all(piece.target[1 - dim] == whole for piece in pieces)
+def _num_inputs(piece: Piece) -> int:
+    return piece.matrix.shape[1 - piece.dim]
+
+
+def _share(squares: Tensor, piece: Piece) -> Tensor | None:
+    """This rank's squares among those of all neurons of the matrix."""
+    if _has_whole_neurons(piece.matrix):
+        return None
+    share = squares.new_zeros(piece.matrix.shape[piece.dim])
+    share[slice(*piece.box[piece.dim])] = squares
+    return share
+
+
+def _has_whole_neurons(matrix: Matrix) -> bool:
+    """Whether every rank that holds part of a neuron of the matrix holds all of it."""
+    whole = (0, matrix.shape[1 - matrix.dim])
+    regions = (region for held in matrix.regions_by_rank.values() for region in held)
+    return all(region.target[1 - matrix.dim] == whole for region in regions)
 
 
 class NorMuon(Muon):
@@ -86,10 +112,10 @@ class NorMuon(Muon):
     beta2 * v_i + (1 - beta2) * mean_j O_ij^2``; the update is ``O_ij / (sqrt(v_i) + 1e-8)``, scaled
     to the Frobenius norm ``update_scale * sqrt(m n)``.
 
-    State: beside that of `Muon`, ``neuron_moment``, one float32 a neuron. One all-reduce a step
-    adds up the norms; another one the squares of neurons that ranks hold in parts, as tensor
-    parallelism does. Both are in integers: sharded training equals that of whole matrices bit for
-    bit.
+    State: beside that of `Muon`, ``neuron_moment``, one float32 per neuron. One all-reduce per step
+    adds up the norms; another one adds up the squares of neurons that ranks hold in parts, as under
+    tensor parallelism. Both are sums of integers: sharded training equals that of whole matrices
+    bit for bit.
 
     Args:
         beta2: Decay of the second moment, in [0, 1), 0.95 by default; a keyword, and a key of

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 
 from amo_dist.config import Box
-from amo_dist.distributed.layout import MatrixLayout
+from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.ownership import Job
 
 
 def sent_by_owner(
-    matrices: Sequence[MatrixLayout], jobs: Sequence[Job], num_ranks: int
+    matrices: Sequence[Matrix], jobs: Sequence[Job], num_ranks: int
 ) -> dict[int, torch.Tensor]:
     """Count the elements that each owner gathers from, and delivers to, each rank.
 
@@ -41,18 +41,18 @@ def sent_by_owner(
 
 
 def _held(
-    matrix: MatrixLayout, box: Box, num_ranks: int, known: dict[tuple[int, Box], torch.Tensor]
+    matrix: Matrix, box: Box, num_ranks: int, known: dict[tuple[int, Box], torch.Tensor]
 ) -> torch.Tensor:
     """Count the elements of a matrix's box that each rank holds: int64, ``(num_ranks,)``."""
     # The key is an identity, because matrices of one shape and layout share this object.
-    key = id(matrix.pieces_by_rank), box
+    key = id(matrix.regions_by_rank), box
     if key not in known:
-        known[key] = torch.tensor([matrix.held_by(rank, box) for rank in range(num_ranks)])
+        known[key] = torch.tensor([matrix.num_held(rank, box) for rank in range(num_ranks)])
     return known[key]
 
 
 def sent_by_rank(
-    matrices: Sequence[MatrixLayout], jobs: Sequence[Job], num_ranks: int, ranks_per_node: int
+    matrices: Sequence[Matrix], jobs: Sequence[Job], num_ranks: int, ranks_per_node: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Count the elements that each rank sends.
 
@@ -76,7 +76,7 @@ def sent_by_rank(
 
 
 def reduced_by_rank(
-    matrices: Sequence[MatrixLayout],
+    matrices: Sequence[Matrix],
     jobs: Sequence[Job],
     steps: Sequence[int],
     num_ranks: int,

@@ -14,8 +14,8 @@ import torch
 from torch.distributed.tensor import Replicate, Shard
 
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT
-from amo_dist.distributed.layout import MatrixLayout, matrix_layout, mesh_layout
+from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT
+from amo_dist.distributed.layout import Matrix, make_matrix, mesh_layout
 from amo_dist.distributed.ownership import Job, assign
 from amo_dist.distributed.plan import count_elements, plan_exchange
 from amo_dist.schedule.budget import ns_step_flops
@@ -27,7 +27,7 @@ OWNERSHIPS = ("round_robin", "balanced")
 
 def lay_out(
     registry: Sequence[MatrixInfo], ranks: int, *, layout: str = "fsdp", replica_size: int = 8
-) -> list[MatrixLayout]:
+) -> list[Matrix]:
     """The matrices as FSDP shards them, on dim 0 as `torch.chunk` does, or as DDP repeats them.
 
     Args:
@@ -49,7 +49,7 @@ def lay_out(
             )
         mesh, placements = mesh.view(-1, replica_size), [Replicate(), Shard(0)]
     return [
-        matrix_layout(info.name, mesh_layout(info.shape, mesh, placements), index)
+        make_matrix(info.name, mesh_layout(info.shape, mesh, placements), index)
         for index, info in enumerate(registry)
     ]
 
@@ -75,7 +75,7 @@ class StepCost:
     def __init__(
         self,
         registry: Sequence[MatrixInfo],
-        matrices: Sequence[MatrixLayout],
+        matrices: Sequence[Matrix],
         steps: Mapping[str, int],
         num_ranks: int,
         *,

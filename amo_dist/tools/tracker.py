@@ -98,7 +98,11 @@ class GeometryTracker:
             step: Step just taken; a skipped one leaves no records.
             world: World that the ranks agreed on.
         """
-        own = {name: m for name, m in self._measured.items() if world.rank in world.homes[name]}
+        own = {
+            name: m
+            for name, m in self._measured.items()
+            if world.rank in world.reporting_ranks[name]
+        }
         measured = ChainMap(*gather_json(own, world.group))
         self.seconds = slowest(self._seconds, world.group)
         self._measured, self._seconds = {}, 0.0

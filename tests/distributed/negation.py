@@ -4,51 +4,53 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from types import SimpleNamespace
-from typing import Any
-from unittest import mock
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.distributed.exchange import Exchange
+from amo_dist.distributed.bucket import Bucket, make_buckets
+from amo_dist.distributed.layout import Region
 from amo_dist.distributed.ownership import assign
-from amo_dist.distributed.plan import Part, plan_exchange
-from amo_dist.engine import step
+from amo_dist.distributed.plan import plan_exchange
 from amo_dist.engine.step import Engine
 from tests.layouts import Model, local_tensor
 
 
+class PlainPiece(NamedTuple):
+    """A region of a matrix on this rank, and its place in a bucket."""
+
+    matrix: int
+    region: Region
+    place: Tensor
+
+
 class Negation(Engine):
-    """What a rank holds of a model, and an exchange that negates every matrix of it.
+    """The tensors that a rank holds of a model, and a pipeline that negates every matrix of it.
 
     Args:
-        model: Laid out over the world.
-        rank: This one.
-        dtype: In which matrices travel.
-        bucket_bytes: As for `plan_exchange`.
+        model: Model laid out over the world.
+        rank: This rank.
+        dtype: Dtype in which matrices travel.
+        bucket_bytes: Argument of `plan_exchange`.
     """
 
     def __init__(self, model: Model, rank: int, dtype: torch.dtype, bucket_bytes: int) -> None:
         self.model, self.rank, self.dtype = model, rank, dtype
-        jobs = assign(model.matrices, [1.0] * len(model.matrices))
         self.plan = plan_exchange(
             model.matrices,
-            jobs,
+            assign(model.matrices, [1.0] * len(model.matrices)),
             rank=rank,
             peers=range(dist.get_world_size()),
             itemsize=dtype.itemsize,
             bucket_bytes=bucket_bytes,
         )
-        self.exchange = Exchange(
-            self.plan, group=dist.group.WORLD, device=torch.device("cpu"), dtype=dtype
-        )
-        nothing: Any = None
-        self.parameters = self._local = self.groups = self._rounding = nothing
-        self._grads, self._bad = (), None
+        self.buckets: list[Bucket[PlainPiece]] = []
+        self.numbers: dict[int, int] = {}
+        """Number of the bucket of each list of pieces, by its identity."""
         self.events: list[str] = []
-        """What happened, with the number of the bucket, in order."""
+        """Events with the number of the bucket, in order."""
         self.local: list[Tensor] = []
         self.written: list[Tensor] = []
 
@@ -64,61 +66,58 @@ class Negation(Engine):
 
     def negate(self) -> None:
         """One step; a collective over the world."""
-        if not self.exchange.lanes:
-            self.exchange.allocate()
-        laid: Any = [
-            SimpleNamespace(
-                exchange=self.exchange,
-                lane=lane,
-                batches=[(number, lane)],
-                sent=(number, lane.sent.parts, lane.sent.views, lane),
-                kept=(number, lane.kept, lane.kept_views, None),
-                returned=(number, lane.returned.parts, lane.returned.views, None),
+        if not self.buckets:
+            self.buckets = make_buckets(
+                self.plan,
+                PlainPiece,
+                group=dist.group.WORLD,
+                device=torch.device("cpu"),
+                dtype=self.dtype,
             )
-            for number, lane in enumerate(self.exchange.lanes)
-        ]
-        self._laid = laid
-        with mock.patch.object(step, "adamw_step", self._adamw):
-            self._pipeline()
+        self.numbers = {
+            id(pieces): number
+            for number, bucket in enumerate(self.buckets)
+            for pieces in (bucket.sent, bucket.kept, bucket.returned)
+        }
+        for number, bucket in enumerate(self.buckets):
+            bucket.batches = {(None, number, None): []}
+        buckets: Any = self.buckets
+        step: Any = None
+        self._pipeline(step, buckets, lambda: self.events.append("meanwhile"))
 
     def check(self) -> None:
         """Each element was written once, and is the negative of what was held."""
         for tensor, expected in zip(self.written, self.local, strict=True):
             assert torch.equal(tensor, -expected)
 
-    def _cut(self, tensors: Sequence[Tensor], part: Part) -> Tensor:
-        box = tuple(slice(*interval) for interval in part.piece.source)
-        return tensors[self.model.matrices[part.matrix].tensor][box]
+    def _cut(self, tensors: Sequence[Tensor], piece: PlainPiece) -> Tensor:
+        box = tuple(slice(*interval) for interval in piece.region.source)
+        return tensors[self.model.matrices[piece.matrix].param][box]
 
-    # What follows stands in for the engine's own, which `_bucket` and `_pipeline` call.
+    # The methods below stand in for the engine's own, which `_bucket` calls.
 
-    def _adamw(self, *_: object) -> None:
-        self.events.append("meanwhile")
-
-    def _read(self, pieces: Any) -> None:
-        number, parts, places, starting = pieces
+    def _pack_momentum(self, step: Any, pieces: Any) -> None:
+        number = self.numbers[id(pieces)]
         self.events.append(f"read {number}")
-        if starting is not None:
-            for whole in starting.wholes:
+        bucket = self.buckets[number]
+        if pieces is bucket.sent:
+            for whole in bucket.wholes:
                 whole.fill_(math.nan)  # nothing of an earlier bucket is read from now on
-        for part, place in zip(parts, places, strict=True):
-            value = self._cut(self.local, part)
-            assert place.shape == value.shape
-            place.copy_(value)
+        for piece in pieces:
+            piece.place.copy_(self._cut(self.local, piece).view(piece.place.shape))
 
-    def _orthogonalize(self, batch: Any) -> None:
-        number, lane = batch
+    def _orthogonalize(self, step: Any, bucket: Any, *_: Any) -> None:
+        number = self.numbers[id(bucket.sent)]
         self.events.append(f"compute {number}")
-        for job, whole in zip(lane.jobs, lane.wholes, strict=True):
+        for job, whole in zip(bucket.jobs, bucket.wholes, strict=True):
             assert whole.shape == self.model.matrices[job.matrix].shape
             assert whole.dtype == self.dtype
             assert not whole.isnan().any()  # all of it has arrived
             whole.neg_()
 
-    def _update(self, pieces: Any) -> None:
-        number, parts, places, _ = pieces
-        self.events.append(f"write {number}")
-        for part, value in zip(parts, places, strict=True):
-            place = self._cut(self.written, part)
-            assert place.isnan().all()  # each element is written once
-            place.copy_(value)
+    def _take_results(self, step: Any, pieces: Any) -> None:
+        self.events.append(f"write {self.numbers[id(pieces)]}")
+        for piece in pieces:
+            target = self._cut(self.written, piece)
+            assert target.isnan().all()  # each element is written once
+            target.copy_(piece.place.view(target.shape))

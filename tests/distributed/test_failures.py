@@ -7,7 +7,7 @@ import copy
 import functools
 import logging
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from unittest import mock
 
@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, NorMuon, import_state, param_groups
-from amo_dist.distributed.exchange import Exchange
 from amo_dist.engine import controller
 from amo_dist.engine import step as one_step
-from amo_dist.engine.rule import Finish, MatrixPiece, UpdateRule
+from amo_dist.engine.parameters import Piece
+from amo_dist.engine.rule import AllSum, UpdateRule
 from amo_dist.optimizers.normuon import NorMuonRule
 from amo_dist.tools.tracker import GeometryTracker
 from tests.distributed import models
@@ -177,29 +177,30 @@ def test_a_single_process_raises_at_once() -> None:
 # ------------------------------------------------------------------ the rest of a step
 
 
-def finish_without_memory(self: UpdateRule, result: Tensor, piece: MatrixPiece) -> Finish:
-    """`finish` of a rule that asks for a sum, and fails once it has it."""
-    (size,) = self.sums(piece.matrix, piece.dim)
-    yield torch.zeros(size, dtype=self.sum_dtype)
+def post_without_memory(
+    self: UpdateRule, results: Sequence[Tensor], pieces: Sequence[Piece], allsum: AllSum
+) -> Sequence[Tensor]:
+    """`post` of a rule that fails after the first of its two sums."""
+    allsum([None] * len(pieces))
     raise FULL
 
 
-FAILING: dict[str, tuple[Any, str, Any]] = {
-    "updating momentum": (one_step, "update_momentum", FULL),
-    "reading momentum": (one_step, "nesterov", FULL),
-    "AdamW": (one_step, "adamw_step", FULL),
-    "updating matrices": (NorMuonRule, "finish", FULL),
-    "finishing updates": (NorMuonRule, "finish", finish_without_memory),
+FAILING: dict[str, tuple[type[Muon], Any, str, Any]] = {
+    "updating momentum": (NorMuon, one_step, "update_momentum", FULL),
+    "reading momentum": (NorMuon, one_step, "nesterov", FULL),
+    "AdamW": (NorMuon, one_step, "adamw_step", FULL),
+    "updating matrices": (Muon, one_step, "apply_update", FULL),
+    "finishing updates": (NorMuon, NorMuonRule, "post", post_without_memory),
 }
-"""By what the error names: what fails, and how."""
+"""Optimizer, function and failure by what the error names."""
 
 
 def fail_in_a_step(rank: int, world_size: int) -> dict[str, tuple[list[str], float]]:
     """Of each: what four steps raised, and seconds from the failure until it was raised here."""
     found = {}
-    for what, (target, name, how) in FAILING.items():
+    for what, (kind, target, name, how) in FAILING.items():
         model = models.make_model("fsdp", models.shapes())
-        optimizer = NorMuon(param_groups(model), lr=1e-2, config=MuonConfig(bucket_bytes=256))
+        optimizer = kind(param_groups(model), lr=1e-2, config=MuonConfig(bucket_bytes=256))
         texts = [take(model, optimizer, 1)]
         patch = {"side_effect": how} if how is FULL else {"new": how}
         start = time.perf_counter()
@@ -229,7 +230,7 @@ def fail_to_plan(rank: int, world_size: int) -> tuple[str, bool, str]:
     model = models.make_model("fsdp", models.shapes())
     optimizer = Muon(param_groups(model), lr=1e-2)
     before = everything(model, optimizer)
-    with full(Exchange, "allocate", rank == 1):
+    with full(one_step, "make_buckets", rank == 1):
         failed = take(model, optimizer, 1)
     return failed, same_bits(everything(model, optimizer), before), take(model, optimizer, 1)
 

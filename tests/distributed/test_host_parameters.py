@@ -127,9 +127,10 @@ def train(
             else [],
             waits,
             sum(
-                bool(side.parts)
-                for laid in optimizer._engine._laid
-                for side in (laid.kept, laid.returned)
+                bool(pieces)
+                for buckets in optimizer._engine._bucket_lists
+                for bucket in buckets
+                for pieces in (bucket.kept, bucket.returned)
             ),
         )
 

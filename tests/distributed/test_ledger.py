@@ -11,7 +11,7 @@ import pytest
 import torch.distributed as dist
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, param_groups
-from amo_dist.distributed.layout import layout_of, matrix_layout
+from amo_dist.distributed.layout import layout_of, make_matrix
 from amo_dist.distributed.ownership import assign
 from amo_dist.schedule.budget import ns_step_flops
 from tests.distributed import models
@@ -62,7 +62,7 @@ def _count(
     replicas = list(range(world_size)) if group is not None else [rank]
     groups = param_groups(model)
     matrices = [
-        matrix_layout(name, layout_of(param, name, replicas), 0)
+        make_matrix(name, layout_of(param, name, replicas), 0)
         for name, param in groups[0]["params"]
     ]
     if observes:

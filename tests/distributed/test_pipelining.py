@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amo_dist import Muon, MuonConfig, param_groups
-from amo_dist.distributed.exchange import BUCKETS_IN_FLIGHT, Lane
+from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.negation import Negation
@@ -87,14 +87,14 @@ CONFIG = MuonConfig(bucket_bytes=256)
 
 
 def buffers(optimizer: Muon) -> list[Tensor]:
-    """What travels, and where it is put together."""
-
-    def of(lane: Lane) -> list[Tensor]:
-        sides = (lane.sent, lane.arriving, lane.leaving, lane.returned)
-        return [*(side.memory for side in sides), *lane.wholes]
-
-    lanes = [lane for each in optimizer._engine._exchanges for lane in each.lanes]
-    return [memory for lane in lanes for memory in of(lane) if memory.numel()]
+    """Memory in which matrices travel and are put together."""
+    found = list[Tensor]()
+    for buckets in optimizer._engine._bucket_lists:
+        for bucket in buckets:
+            packed = (bucket._momentum_out, bucket._momentum_in)
+            packed += (bucket._results_out, bucket._results_in)
+            found += [*(side.memory for side in packed), *bucket.wholes]
+    return [memory for memory in found if memory.numel()]
 
 
 def fail_once(rank: int, world_size: int) -> None:

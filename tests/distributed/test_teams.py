@@ -67,8 +67,8 @@ def shared_by(optimizer: Muon) -> Shared:
     matrices = engine.parameters.matrices
     return {
         (team, tuple(matrices[job.matrix].name for job in jobs))
-        for exchange in engine._exchanges
-        for bucket in exchange.plan.buckets
+        for buckets in engine._bucket_lists
+        for bucket in buckets
         for team, jobs in itertools.groupby(bucket.jobs, lambda job: job.team)
         if team
     }

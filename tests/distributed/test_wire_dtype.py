@@ -34,9 +34,8 @@ def train(
             models.set_gradients(model, 7, step)
             optimizer.step()
     whole = {name: models.whole(param) for name, param in model.named_parameters()}
-    sent = optimizer._engine._exchanges
-    elements = float(sum(sum(each.sent.values()) for each in sent))
-    num_bytes = float(sum(n * size for each in sent for (_, size), n in each.sent.items()))
+    elements = float(sum(sum(counts.values()) for counts in optimizer._engine._sent))
+    num_bytes = elements * optimizer._engine._wire.itemsize
     return whole, measured, elements, num_bytes
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -88,11 +89,12 @@ def test_a_lost_device_is_raised_at_once_and_not_once_a_bucket(
     logged = []
     verdict = type("Verdict", (), {"report_failure": lambda *arguments: logged.append(arguments)})
     monkeypatch.setattr(optimizer._engine, "_verdict", verdict(), raising=False)
+    step: Any = SimpleNamespace(number=1)
     lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
     with pytest.raises(torch.AcceleratorError):
-        optimizer._engine._tell("updating momentum", lost)
+        optimizer._engine._report(step, "updating momentum", lost)
     assert logged == []
-    optimizer._engine._tell("updating momentum", MemoryError("no memory"))
+    optimizer._engine._report(step, "updating momentum", MemoryError("no memory"))
     assert len(logged) == 1
 
 

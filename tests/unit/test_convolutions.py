@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import Shard
 
 from amo_dist import AMO, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
-from amo_dist.distributed.layout import matrix_layout, mesh_layout
+from amo_dist.distributed.layout import make_matrix, mesh_layout
 from tests.distributed.models import build, gradient, initial
 
 SHAPES = {
@@ -71,4 +71,4 @@ def test_memory_in_another_order_is_an_error() -> None:
 def test_shards_along_the_last_dims_are_an_error() -> None:
     layout = mesh_layout((8, 4, 3, 2), torch.arange(3), [Shard(2)])
     with pytest.raises(ValueError, match="expected no shards along the last two dims"):
-        matrix_layout("conv", layout, 0)
+        make_matrix("conv", layout, 0)

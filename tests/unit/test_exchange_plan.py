@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from amo_dist.distributed.ownership import Job, assign
-from amo_dist.distributed.plan import Bucket, ExchangePlan, Part, plan_exchange
+from amo_dist.distributed.plan import BucketPlan, ExchangePlan, Held, plan_exchange
 from tests.layouts import Model, build, local_tensor, models
 from tests.ledger import Volume, predict, sent_by_pair, sent_by_plan
 
@@ -84,7 +84,7 @@ def test_plans_move_what_the_ledger_says(problem: tuple) -> None:
     assert {
         (rank, peer): elements
         for rank, plan in plans.items()
-        for peer, elements in plan.sent_elements().items()
+        for peer, elements in plan.num_sent().items()
     } == {pair: volume.elements for pair, volume in pairs.items()}
     assert sum(pairs.values(), Volume()) == predict(model.matrices, jobs)
 
@@ -161,11 +161,12 @@ def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int,
     ]
     after = [{rank: torch.zeros_like(local) for rank, local in held.items()} for held in before]
 
-    def source(tensors: list[dict[int, torch.Tensor]], part: Part, rank: int) -> torch.Tensor:
-        local = tensors[model.matrices[part.matrix].tensor][rank]
-        return local[tuple(slice(*interval) for interval in part.piece.source)]
+    def source(tensors: list[dict[int, torch.Tensor]], held: Held, rank: int) -> torch.Tensor:
+        matrix, region = held
+        local = tensors[model.matrices[matrix].param][rank]
+        return local[tuple(slice(*interval) for interval in region.source)]
 
-    def gathered(bucket: Bucket, rank: int) -> dict[int, torch.Tensor]:
+    def gathered(bucket: BucketPlan, rank: int) -> dict[int, torch.Tensor]:
         whole = {
             job.matrix: torch.zeros(model.matrices[job.matrix].shape, dtype=torch.int64)
             for job in bucket.jobs
@@ -173,10 +174,10 @@ def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int,
         arrivals = [(rank, part) for part in bucket.kept]
         for peer, parts in zip(plans[rank].peers, bucket.from_holders, strict=True):
             arrivals += [(peer, part) for part in parts]
-        for peer, part in arrivals:
-            rows, columns = (slice(*interval) for interval in part.piece.target)
-            place = whole[part.matrix][rows, columns]
-            place += source(before, part, peer).reshape(place.shape)
+        for peer, (matrix, region) in arrivals:
+            rows, columns = (slice(*interval) for interval in region.target)
+            place = whole[matrix][rows, columns]
+            place += source(before, (matrix, region), peer).reshape(place.shape)
         return whole
 
     for rank, plan in plans.items():
@@ -185,10 +186,10 @@ def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int,
             deliveries = [(rank, part) for part in bucket.kept]
             for peer, parts in zip(plan.peers, bucket.to_holders, strict=True):
                 deliveries += [(peer, part) for part in parts]
-            for peer, part in deliveries:
-                rows, columns = (slice(*interval) for interval in part.piece.target)
-                place = source(after, part, peer)
-                place += whole[part.matrix][rows, columns].reshape(place.shape)
+            for peer, (matrix, region) in deliveries:
+                rows, columns = (slice(*interval) for interval in region.target)
+                place = source(after, (matrix, region), peer)
+                place += whole[matrix][rows, columns].reshape(place.shape)
     return after
 
 

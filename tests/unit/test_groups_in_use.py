@@ -26,7 +26,7 @@ from amo_dist import (
     make_optimizer,
     param_groups,
 )
-from amo_dist.engine.parameters import check_groups
+from amo_dist.engine.hyperparameters import check_groups
 from amo_dist.optimizers.foreign import import_state
 from tests.distributed import models
 from tests.unit.checkpoint_runs import BAD_RATES, everything
@@ -123,9 +123,9 @@ def test_a_rate_on_a_device_is_not_read() -> None:
     """The host would wait at each step; on ``meta`` a read raises."""
     model = models.plain_model(SHAPES)
     groups = [{**group, "lr": torch.tensor(1e-3, device="meta")} for group in param_groups(model)]
-    check_groups(groups, None)
+    check_groups(groups, is_complete=False)
     with pytest.raises(ValueError, match=r"^groups\[0\]\.lr: found "):
-        check_groups([{**groups[0], "lr": torch.ones(2, device="meta")}], None)
+        check_groups([{**groups[0], "lr": torch.ones(2, device="meta")}], is_complete=False)
 
 
 def test_a_scheduler_that_ends_a_hair_below_zero_is_no_fault() -> None:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import Partial, Replicate, Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from amo_dist.distributed.layout import layout_of, matrix_layout, mesh_layout, replicated_layout
+from amo_dist.distributed.layout import layout_of, make_matrix, mesh_layout, replicated_layout
 from tests.layouts import KINDS, Model, build, cut_view, local_tensor, meshes, models
 
 few = settings(max_examples=40, deadline=None)
@@ -89,8 +89,8 @@ def test_the_pieces_of_each_replica_make_up_each_matrix(model: Model) -> None:
             found = torch.full(matrix.shape, -1)
             for rank in replica:
                 local = local_tensor(layout, whole, rank)
-                pieces = matrix.pieces_by_rank.get(rank, ())
-                assert matrix.held_by(rank) == sum(piece.num_elements for piece in pieces)
+                pieces = matrix.regions_by_rank.get(rank, ())
+                assert matrix.num_held(rank) == sum(piece.num_elements for piece in pieces)
                 for piece in pieces:
                     rows, columns = (slice(*interval) for interval in piece.target)
                     assert found[rows, columns].max() == -1  # nobody else put anything here
@@ -144,7 +144,7 @@ def test_too_few_placements_are_an_error() -> None:
 def test_a_tensor_of_three_dims_needs_views() -> None:
     layout = replicated_layout((2, 3, 4), [0])
     with pytest.raises(ValueError, match=r"w: found shape \(2, 3, 4\), expected a view"):
-        matrix_layout("w", layout, 0)
+        make_matrix("w", layout, 0)
 
 
 def test_a_plain_tensor_is_laid_out_over_its_replicas() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -102,18 +103,22 @@ def test_a_group_may_have_its_own_decay() -> None:
 
 def test_entries_beyond_those_of_orthogonal_matrices_do_not_overflow_the_sums() -> None:
     """Sums of squares are int64: of entries of 10 their total was negative, and the factor NaN."""
-    piece = SimpleNamespace(
+    piece: Any = SimpleNamespace(
         group={"beta2": 0.95},
         dim=0,
-        matrix=SimpleNamespace(shape=(64, 64), num_elements=64 * 64, pieces_by_rank={}),
+        matrix=SimpleNamespace(shape=(64, 64), dim=0, num_elements=64 * 64, regions_by_rank={}),
         state={"neuron_moment": torch.zeros(64, 1)},
         box=((0, 64), (0, 64)),
     )
-    finish: Any = NorMuonRule(MuonConfig()).finish(torch.full((64, 64), 10.0), piece)  # type: ignore[arg-type]
-    total = next(finish)
+    totals: list[Tensor] = []
+
+    def allsum(shares: Sequence[Tensor | None]) -> list[Tensor]:
+        totals.extend(share for share in shares if share is not None)
+        return totals
+
+    (update,) = NorMuonRule(MuonConfig()).post([torch.full((64, 64), 10.0)], [piece], allsum)
+    (total,) = totals
     assert total > 0
-    with pytest.raises(StopIteration) as stop:
-        finish.send(total)
     # A sum of 4,096 equal squares in float32 is off by a few roundings.
-    norm = stop.value.value.double().norm()
+    norm = update.double().norm()
     assert norm.item() == pytest.approx(0.2 * 64, rel=1e-6)

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from amo_dist.distributed.layout import MatrixLayout
+from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from tests.layouts import Model, build, models
 from tests.ledger import sent_by_pair
@@ -82,7 +82,7 @@ def test_what_a_set_of_ranks_gets_follows_from_its_matrices_alone(
     parts: list[Model], data: st.DataObject, ownership: str
 ) -> None:
     """Ranks that share one set may know different others, disjoint from it or not."""
-    by_ranks: dict[tuple[int, ...], list[MatrixLayout]] = defaultdict(list)
+    by_ranks: dict[tuple[int, ...], list[Matrix]] = defaultdict(list)
     for number, part in enumerate(parts):
         for matrix in part.matrices:
             renamed = dataclasses.replace(matrix, name=f"{number}.{matrix.name}")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from amo_dist.distributed.layout import MatrixLayout, matrix_layout, replicated_layout
+from amo_dist.distributed.layout import Matrix, make_matrix, replicated_layout
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import MOST_WORLD, Subparsers, positive, print_text, whole
@@ -157,7 +157,7 @@ def _registry(groups: Sequence[Mapping[str, Any]]) -> list[MatrixInfo]:
         for name, parameter in group["params"]:
             layout = replicated_layout(parameter.shape, [0])
             for view in group.get("matrix_views", {}).get(name, ()):
-                shape = matrix_layout("", layout, 0, view.boxes, view.dim).shape
+                shape = make_matrix("", layout, 0, view.boxes, view.dim).shape
                 registry.append(MatrixInfo(name + view.suffix, shape, view.operator_type))
     return registry
 
@@ -295,7 +295,7 @@ def _add_costs(
 
 def _layouts(
     registry: Sequence[MatrixInfo], degrees: Mapping[str, int], shards: int
-) -> list[MatrixLayout]:
+) -> list[Matrix]:
     if shards == 1:  # plain tensors, private to each rank, which does everything itself
         return lay_out(registry, 1)
     if degrees["replicate"] == 1:

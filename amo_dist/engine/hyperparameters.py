@@ -1,0 +1,143 @@
+"""Hyperparameters of parameter groups: which keys there are, which values make sense."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from numbers import Real
+from typing import Any
+
+from torch import Tensor
+
+from amo_dist.config import MathConfig
+
+_KEYS = frozenset(
+    {
+        *("params", "algorithm", "control", "lr", "lr_scale", "weight_decay"),
+        *("betas", "eps", "momentum", "nesterov"),
+    }
+)
+"""Keys of a parameter group that every optimizer reads."""
+_NOTES = frozenset(
+    {
+        *("name", "param_names", "matrix_views", "initial_lr", "max_lr", "min_lr", "swa_lr"),
+        *("base_momentum", "max_momentum"),
+    }
+)
+"""Keys in which users, PyTorch's schedulers and checkpoint helpers keep notes of their own."""
+_REQUIRED = ("params", "algorithm", "lr", "lr_scale", "weight_decay", "betas", "eps")
+"""Keys that every parameter group must have."""
+_LEAST_RATE = -1e-12
+"""Least number that counts as zero: PyTorch's ``LinearLR`` ends at -1e-18 by rounding."""
+
+
+def check_groups(
+    groups: Sequence[Mapping[str, Any]],
+    own_keys: Iterable[str] = (),
+    check: Callable[[Mapping[str, Any]], None] | None = None,
+    *,
+    is_complete: bool = True,
+) -> None:
+    """Refuse groups with which no step can be taken; at each step, as schedulers write to them.
+
+    A tensor on a device is not read: the host would wait.
+
+    Args:
+        groups: Parameter groups.
+        own_keys: Keys of a rule's own hyperparameters.
+        check: Check of a rule, called with each group that has matrices.
+        is_complete: Whether every group must have every required key.
+
+    Raises:
+        ValueError: A key that nothing reads, such as a misspelt one, or a value out of range; names
+            the group and the field, what was found and what was expected.
+    """
+    own = set(own_keys)
+    for index, group in enumerate(groups):
+        place = f"groups[{index}]."
+        if unknown := sorted(group.keys() - _KEYS - _NOTES - own, key=str):
+            known = ", ".join(sorted((_KEYS - {"params", "algorithm", "control"}) | own))
+            raise ValueError(
+                f"{place}{unknown[0]}: found a key that nothing reads, expected one of {known}"
+            )
+        missing = [key for key in _REQUIRED if key not in group] if is_complete else []
+        if missing:
+            raise ValueError(f"{place}{missing[0]}: found none, expected its value")
+        check_hyperparameters(group, place)
+        if check is not None and group.get("algorithm") == "muon":
+            try:
+                check(group)
+            except ValueError as error:
+                raise ValueError(f"{place}{error}") from None
+
+
+def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
+    """Refuse values with which no training makes sense.
+
+    Args:
+        values: Any of ``lr``, ``lr_scale``, ``weight_decay``, ``eps``, ``betas``, ``momentum`` and
+            ``nesterov``.
+        place: Text that goes before the field in the message, such as ``groups[1].``.
+
+    Raises:
+        ValueError: Names the field, what was found and what was expected.
+    """
+    for field in ("lr", "lr_scale", "weight_decay", "eps"):
+        if field in values and not is_below(values[field], math.inf):
+            raise ValueError(
+                f"{place}{field}: found {values[field]!r}, expected a finite number >= 0"
+            )
+    betas = values.get("betas", (0.0, 0.0))
+    is_pair = isinstance(betas, Sequence) and len(betas) == 2
+    if not is_pair or not all(is_below(beta, 1.0) for beta in betas):
+        raise ValueError(f"{place}betas: found {betas!r}, expected two numbers in [0, 1)")
+    momentum, nesterov = values.get("momentum", 0.0), values.get("nesterov", True)
+    if not is_below(momentum, 1.0):
+        raise ValueError(f"{place}momentum: found {momentum!r}, expected a number in [0, 1)")
+    if not isinstance(nesterov, bool):
+        raise ValueError(f"{place}nesterov: found {nesterov!r}, expected True or False")
+
+
+def is_below(value: object, end: float) -> bool:
+    """Whether a value is a number from 0 up to and without ``end``; a device is not read."""
+    if isinstance(value, Tensor):
+        is_number = value.numel() == 1 and not value.is_complex()
+        return is_number and (value.device.type != "cpu" or is_below(value.item(), end))
+    try:
+        return isinstance(value, Real) and _LEAST_RATE <= float(value) < end
+    except OverflowError:  # an int that is greater than any float
+        return False
+
+
+def describe_group(group: Mapping[str, Any], own_keys: Iterable[str] = ()) -> str:
+    """The hyperparameters of a group as text, for comparison among ranks.
+
+    A learning rate on a device is left out: to read it would wait for the device.
+
+    Args:
+        group: A parameter group.
+        own_keys: Keys of a rule's own hyperparameters.
+    """
+    lr = group["lr"]
+    is_on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
+    words = [f"lr {'of a tensor' if is_on_device else float(lr)}"]
+    keys = ("lr_scale", "weight_decay", "eps", *own_keys, "momentum", "nesterov")
+    for key in dict.fromkeys(keys):
+        if key in group and key not in ("lr", "betas"):
+            words.append(f"{key} {float(group[key])}")
+    beta1, beta2 = group["betas"]
+    words.append(f"betas {(float(beta1), float(beta2))}")
+    return ", ".join(words)
+
+
+def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
+    """Learning rate of a group times its ``lr_scale``; a tensor only if it lies on a device."""
+    rate: float | Tensor = group["lr"] * group["lr_scale"]
+    is_on_cpu = isinstance(rate, Tensor) and rate.device.type == "cpu"
+    return float(rate) if is_on_cpu else rate
+
+
+def momentum_of(group: Mapping[str, Any], config: MathConfig) -> tuple[float, bool]:
+    """Momentum of a group, and whether it is Nesterov's; those of the settings by default."""
+    momentum = group.get("momentum", config.momentum)
+    return float(momentum), bool(group.get("nesterov", config.nesterov))
