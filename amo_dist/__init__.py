@@ -7,10 +7,13 @@ optimizer = AMO(param_groups(model), lr=1.8e-3, weight_decay=0.1, config=AMOConf
 
 from amo_dist.config import AMOConfig, MuonConfig, __version__
 from amo_dist.distributed.agreement import RankMismatchError
-from amo_dist.engine.gradients import MissingGradientError
 from amo_dist.engine.parameters import Piece
 from amo_dist.engine.rule import UpdateRule
-from amo_dist.engine.verdict import NonFiniteGradientError, NonFiniteUpdateError
+from amo_dist.engine.verdict import (
+    MissingGradientError,
+    NonFiniteGradientError,
+    NonFiniteUpdateError,
+)
 from amo_dist.operators.groups import param_groups
 from amo_dist.operators.views import Fused, MatrixView
 from amo_dist.optimizers.adamuon import AdaMuon

@@ -30,7 +30,7 @@ EXAMPLES = {
     "metrics.py": "docs/loops.md",
     "rates.py": "docs/optimizers.md",
     "train.py": "docs/checkpoints.md",
-    "trust.py": "CONTRIBUTING.md",
+    "muonh.py": "CONTRIBUTING.md",
 }
 """Each example has a test here."""
 
@@ -98,7 +98,7 @@ def test_the_page_about_an_optimizer_of_ones_own_is_short() -> None:
 @pytest.mark.slow
 def test_an_optimizer_of_ones_own_on_two_ranks(tmp_path: Path) -> None:
     """Both ranks print the loss, perhaps into one line; it is about one at the start."""
-    losses = [float(found) for found in re.findall(r"\d\.\d{3}", run_example("trust.py", tmp_path))]
+    losses = [float(found) for found in re.findall(r"\d\.\d{3}", run_example("muonh.py", tmp_path))]
     assert len(losses) == 2
     assert max(losses) < 0.5
 

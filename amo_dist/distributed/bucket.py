@@ -110,12 +110,14 @@ class Bucket(Generic[Piece]):
         """Wait for the momentum of this rank's jobs, and put it into ``wholes``."""
         if self.moves:
             self._work.wait()
-            _copy(self._momentum_in.views, self._arrivals)
+            if self._arrivals:
+                torch._foreach_copy_(self._arrivals, self._momentum_in.views)
 
     def start_scatter(self) -> None:
         """Start to send results from ``wholes`` back to the ranks that hold their pieces."""
         if self.moves:
-            _copy(self._departures, self._results_out.views)
+            if self._departures:
+                torch._foreach_copy_(self._results_out.views, self._departures)
             self._work = self._exchange(self._results_out, self._results_in)
 
     def finish_scatter(self) -> None:
@@ -201,8 +203,3 @@ def _flat(by_peer: Sequence[Sequence[tuple[int, Region]]]) -> Iterator[tuple[int
 def _spaces(jobs: Sequence[Job]) -> list[int]:
     """Elements that the box of each job takes in memory, padded."""
     return [-(-math.prod(job.shape) // _ALIGNMENT) * _ALIGNMENT for job in jobs]
-
-
-def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-    if targets:
-        torch._foreach_copy_(targets, sources)

@@ -18,7 +18,6 @@ from amo_dist.distributed.layout import (
     Matrix,
     Region,
     TensorLayout,
-    cut,
     cut_like,
     flattened,
     layout_of,
@@ -112,11 +111,20 @@ class Piece:
     weight: Tensor = dataclasses.field(init=False)
     momentum: Tensor = dataclasses.field(init=False)
     state: dict[str, Tensor] = dataclasses.field(init=False, default_factory=dict)
+    _slices: tuple[slice, ...] | None = dataclasses.field(init=False, default=None)
+    """Slices of the region in a local tensor; None if it is all of it."""
 
     def bind(self) -> None:
         """Take the views of the parameter and of its momentum anew."""
-        self.weight = cut(self.param.local, self.region.source)
-        self.momentum = cut(self.param.state[MOMENTUM], self.region.source)
+        local, source = self.param.local, self.region.source
+        is_whole = self.region.source_shape == tuple(local.shape)
+        self._slices = None if is_whole else tuple(slice(*edge) for edge in source)
+        self.weight, self.momentum = self.of(local), self.of(self.param.state[MOMENTUM])
+
+    def of(self, local: Tensor) -> Tensor:
+        """View ``(m, n)`` of this piece in a tensor of the local parameter's shape."""
+        box = local if self._slices is None else local[self._slices]
+        return box if box.dim() == 2 else box.view(box.shape[-2:])
 
     def own_state(self) -> dict[str, Tensor]:
         """Views of the rule's state tensors, by name."""

@@ -38,7 +38,7 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike_by_ranks
 from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT, Bucket, make_buckets
 from amo_dist.distributed.groups import GroupLike, Membership
-from amo_dist.distributed.layout import Region, cut, flattened, zeros_per_view
+from amo_dist.distributed.layout import Region, flattened, zeros_per_view
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import ExchangePlan, plan_exchange
 from amo_dist.distributed.teams import TeamGroup
@@ -257,7 +257,8 @@ class Engine:
         lines = [*orders.intent, f"{'a new' if is_new else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         # A rank that measured alone, as with a tracker of its own, would leave the others waiting.
-        lines += [f"measures {len(p.names)} matrices: {_digest(p)}" for p in orders.probes]
+        for probe in orders.probes:
+            lines.append(f"measures {len(probe.names)} matrices: {_digest(probe)}")
         # Stages of a pipeline have groups of their own.
         for index, group in enumerate(self.groups if self._world.shares_all else []):
             lines.append(f"group {index}: {describe_group(group, self.rule.defaults)}")
@@ -398,8 +399,7 @@ class Engine:
                 if grad is None:
                     place.zero_()
                 else:
-                    grad = cut(grad, piece.region.source)
-                    by_group[piece.param.group].append((piece, place, grad))
+                    by_group[piece.param.group].append((piece, place, piece.of(grad)))
             for group, rows in by_group.items():
                 momentum, is_nesterov = step.momenta[group]
                 momenta = [piece.momentum for piece, _, _ in rows]

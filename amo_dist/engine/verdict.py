@@ -11,7 +11,8 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -24,10 +25,18 @@ from amo_dist.distributed.agreement import (
     failure_text,
     gather_json,
 )
-from amo_dist.engine import gradients
-from amo_dist.engine.gradients import MissingGradientError
 from amo_dist.engine.parameters import Parameters
-from amo_dist.engine.vote import Pattern, Tally, Vote, fetch
+from amo_dist.engine.vote import (
+    ABSENT,
+    FOREIGN,
+    MISPLACED,
+    Pattern,
+    Tally,
+    Vote,
+    fetch,
+    local_gradients,
+    place_gradients,
+)
 from amo_dist.engine.world import World, sharing_ranks
 from amo_dist.kernels.elementwise import exceed
 
@@ -35,6 +44,10 @@ logger = logging.getLogger(__name__)
 
 MAX_IDLE_STEPS = 10
 """Steps in a row without any gradient of a matrix; the last of them is an error."""
+
+
+class MissingGradientError(RuntimeError):
+    """A parameter has a gradient on some of its ranks only, or matrices had none for long."""
 
 
 class NonFiniteGradientError(FloatingPointError):
@@ -124,9 +137,8 @@ class Verdict:
             NonFiniteGradientError: On every rank; names a parameter and a rank.
             RuntimeError: On every rank, for what `report_failure` got on one of them.
         """
-        self._vote.raise_momentum(momentum)
-        kinds, grads = gradients.local_gradients(self._params)
-        pattern, exceeds = self._vote.pattern(waits, kinds), None
+        kinds, grads = local_gradients(self._params)
+        pattern, exceeds = self._vote.pattern(waits, kinds, momentum), None
         if pattern.nonempty:
             exceeds = exceed([grads[i] for i in pattern.nonempty], pattern.bounds)  # type: ignore[misc]
         ballot, vector = self._cast(step, text, pattern, exceeds, with_updates=True)
@@ -136,7 +148,7 @@ class Verdict:
             # Moving a gradient is a collective, which hangs if a rank has none: this waits for the
             # backward pass until all ranks are known to have one.
             if pattern.is_misplaced and not self._vote.tally(vector.tolist()).gradients_differ:
-                grads = gradients.place_gradients(self._params, grads)
+                grads = place_gradients(self._params, grads)
             return Agreement("", grads, self._vote.is_bad(vector))
         is_first, tally = not self._has_begun, self._vote.tally(vector.tolist())
         fault = self._judge(ballot, tally)
@@ -147,7 +159,7 @@ class Verdict:
         if fault:
             return Agreement(fault, [])
         if pattern.is_misplaced:
-            grads = gradients.place_gradients(self._params, grads)
+            grads = place_gradients(self._params, grads)
         return Agreement("", grads)
 
     def agree_on_text(self, text: str, *, with_updates: bool = False) -> None:
@@ -268,7 +280,7 @@ class Verdict:
         self._compare(ballot, tally)
         words = self._gather(ballot) if tally.is_bad else {}
         if tally.foreign or tally.gradients_differ:
-            gradients.check_presence(ballot.step, {rank: w["kinds"] for rank, w in words.items()})
+            _check_presence(ballot.step, {rank: w["kinds"] for rank, w in words.items()})
         self._count_idle(ballot.step, tally.exists)
         if tally.update:
             self._raise_for_updates(words)
@@ -294,7 +306,7 @@ class Verdict:
         kinds: dict[str, dict[str, int]] = {}
         for param, kind in zip(self._params, ballot.pattern.kinds, strict=True):
             ranks = str(sharing_ranks(param.layout.ranks) or f"rank {self._world.rank} alone")
-            kinds.setdefault(ranks, {})[param.name] = kind & ~gradients.MISPLACED
+            kinds.setdefault(ranks, {})[param.name] = kind & ~MISPLACED
         bad = [self._params[i].name for i in itertools.compress(ballot.pattern.nonempty, flags)]
         updates = self._bad_updates(ballot.names, ballot.updates)
         own = {"kinds": kinds, "gradients": bad, "updates": updates}
@@ -361,3 +373,36 @@ def _first_names(names: Sequence[str]) -> str:
     """The first three names, and the number of the others."""
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{', '.join(names[:3])}{more}"
+
+
+def _check_presence(
+    step: int, kinds_by_rank: Mapping[int, Mapping[str, Mapping[str, int]]]
+) -> None:
+    """Raise for the first foreign gradient, or one that only some ranks of its parameter have.
+
+    Args:
+        step: Optimizer step, for the message.
+        kinds_by_rank: Kind of each gradient, by rank, sharing ranks and name.
+
+    Raises:
+        ValueError: Names a parameter and a rank with a foreign gradient.
+        MissingGradientError: Names a parameter, a rank with a gradient and one without.
+    """
+    ranks_by_kind: dict[tuple[str, str], dict[int, int]] = defaultdict(dict)
+    for rank, kinds_by_set in kinds_by_rank.items():
+        for sharing, kinds in kinds_by_set.items():
+            for name, kind in kinds.items():
+                ranks_by_kind[name, sharing][kind] = rank
+    for (name, _), ranks in sorted(ranks_by_kind.items()):
+        if FOREIGN in ranks:
+            raise ValueError(
+                f"{name}: found a sparse gradient, or a plain one of a DTensor, on rank "
+                f"{ranks[FOREIGN]} in step {step}, expected a dense one in the form of the "
+                "parameter"
+            )
+        if ABSENT in ranks and len(ranks) > 1:
+            lacking = ranks.pop(ABSENT)
+            raise MissingGradientError(
+                f"{name}: found a gradient on rank {max(ranks.values())} and none on rank "
+                f"{lacking} in step {step}, expected one on all of its ranks or on none"
+            )

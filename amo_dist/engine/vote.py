@@ -1,4 +1,4 @@
-"""The small integer vector that all ranks reduce before each step: flags and fingerprints.
+"""The vote of this rank on its gradients, in a small integer vector that all ranks reduce.
 
 The reduction is a maximum. A flag holds the number of a rank plus one, so the greatest rank that
 raised it shows. A fingerprint stands in the vector together with its negative, so that unlike
@@ -8,16 +8,22 @@ fingerprints show in the maximum, too.
 from __future__ import annotations
 
 import dataclasses
+import math
+import operator
 from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from amo_dist.distributed.agreement import control_device, fingerprint56, max_over
-from amo_dist.engine import gradients
-from amo_dist.engine.parameters import Parameters
+from amo_dist.engine.parameters import Param, Parameters
 from amo_dist.engine.world import World, sharing_ranks
 
+ABSENT, PRESENT, EMPTY, FOREIGN = range(4)
+"""Kinds of gradients: none, with entries on this rank, without, and in no form of the parameter."""
+MISPLACED = 4
+"""Addend for the kind of a gradient whose placements differ from those of its parameter."""
 _EXISTS, _FOREIGN, _GRADIENT, _UPDATE, _MARKS = range(5)
 """Positions in the vector. ``_EXISTS`` is 1 if any gradient exists, and 2 if one of a matrix does.
 From ``_MARKS`` on come fingerprints: of waiting, of the text, and, for each set of ranks that
@@ -98,12 +104,6 @@ class Vote:
         self._slots = self._vector.unbind()
         self._patterns: dict[tuple[bool, bytes], Pattern] = {}
 
-    def raise_momentum(self, momentum: float) -> None:
-        """Take a greater momentum into the bounds on gradients."""
-        if momentum > self._momentum:
-            self._momentum = momentum
-            self._patterns.clear()
-
     def reduce(
         self, pattern: Pattern, text: str, exceeds: Tensor | None, updates: Tensor | None
     ) -> Tensor:
@@ -127,9 +127,7 @@ class Vote:
     def tally(self, values: Sequence[int]) -> Tally:
         """The meaning of a reduced vector that was read on the host."""
         marks, negatives = values[_MARKS : _MARKS + self._num_marks], values[-self._num_marks :]
-        waits, text, *by_set = (
-            mark != -other for mark, other in zip(marks, negatives, strict=True)
-        )
+        waits, text, *by_set = map(operator.ne, marks, map(operator.neg, negatives))
         exists, foreign, gradient, update = values[:_MARKS]
         return Tally(exists, foreign, gradient, update, waits, text, any(by_set))
 
@@ -140,8 +138,17 @@ class Vote:
         )
         return torch.cat([flags, marks + negatives]).any()
 
-    def pattern(self, waits: bool, kinds: bytes) -> Pattern:
-        """Constants of these kinds of gradients; copied to the device once, which waits."""
+    def pattern(self, waits: bool, kinds: bytes, momentum: float = 0.0) -> Pattern:
+        """Constants of these kinds of gradients; copied to the device once, which waits.
+
+        Args:
+            waits: Whether this rank waits for the tally.
+            kinds: Kind of each parameter's gradient.
+            momentum: Greatest momentum of any group, which bounds gradients from now on.
+        """
+        if momentum > self._momentum:
+            self._momentum = momentum
+            self._patterns.clear()
         if (waits, kinds) in self._patterns:
             return self._patterns[waits, kinds]
         if len(self._patterns) >= _MAX_PATTERNS:
@@ -156,13 +163,13 @@ class Vote:
             own = [bool(kind) for p, kind in pairs if sharing_ranks(p.layout.ranks) == ranks]
             marks.append(fingerprint56(str(own)) if world.rank in ranks else _ABSTAIN)
         negatives = [mark if mark == _ABSTAIN else -mark for mark in marks]
-        flags = [exists, (world.rank + 1) * (gradients.FOREIGN in kinds), 0, 0]
-        nonempty = [i for i, k in enumerate(kinds) if k & ~gradients.MISPLACED == gradients.PRESENT]
+        flags = [exists, (world.rank + 1) * (FOREIGN in kinds), 0, 0]
+        nonempty = [i for i, k in enumerate(kinds) if k & ~MISPLACED == PRESENT]
         # A misplaced gradient is a sum over ranks, of which this rank sees one term.
         num_terms = max([len(ranks) for ranks in world.rank_sets], default=1)
         bounds = [
-            gradients.gradient_bound(self._params[i], self._momentum)
-            / (num_terms if kinds[i] & gradients.MISPLACED else 1)
+            gradient_bound(self._params[i], self._momentum)
+            / (num_terms if kinds[i] & MISPLACED else 1)
             for i in nonempty
         ]
         pattern = self._patterns[waits, kinds] = Pattern(
@@ -170,9 +177,67 @@ class Vote:
             torch.tensor([*flags, *marks, *negatives], dtype=torch.int64, device=self._device),
             tuple(nonempty),
             torch.tensor(bounds, dtype=torch.float64, device=self._bounds_device),
-            any(kind & gradients.MISPLACED for kind in kinds),
+            any(kind & MISPLACED for kind in kinds),
         )
         return pattern
+
+
+def local_gradients(params: Sequence[Param]) -> tuple[bytes, list[Tensor | None]]:
+    """Kind of each parameter's gradient, and this rank's part of it."""
+    kinds = bytearray(len(params))
+    grads: list[Tensor | None] = [None] * len(params)
+    for index, param in enumerate(params):
+        tensor, grad = param.tensor, param.tensor.grad
+        if grad is None:
+            continue  # ABSENT
+        is_sharded = isinstance(tensor, DTensor)
+        if grad.is_sparse or (is_sharded and not isinstance(grad, DTensor)):
+            kinds[index] = FOREIGN
+            continue
+        if isinstance(grad, DTensor) and isinstance(tensor, DTensor):
+            # `placements` takes ten times as long as `_spec`, for hundreds of parameters.
+            if grad._spec.placements != tensor._spec.placements:
+                kinds[index] = MISPLACED
+            local: Tensor = grad._local_tensor
+            grad = local.wait() if hasattr(local, "wait") else local
+        kinds[index] += PRESENT if grad.numel() else EMPTY
+        grads[index] = grad
+    return bytes(kinds), grads
+
+
+def place_gradients(params: Sequence[Param], grads: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Local gradients in the placements of their parameters; a collective if one must move."""
+    placed = list(grads)
+    for index, param in enumerate(params):
+        tensor, grad = param.tensor, param.tensor.grad
+        is_sharded = isinstance(grad, DTensor) and isinstance(tensor, DTensor)
+        if is_sharded and grad.placements != tensor.placements:
+            placed[index] = grad.redistribute(placements=tensor.placements).to_local()
+    return placed
+
+
+def gradient_bound(param: Param, momentum: float) -> float:
+    """Largest entry of a gradient that the state of its parameter can take."""
+    if param.views:
+        return momentum_bound(torch.float32, momentum)
+    return second_moment_bound(param.tensor.dtype)
+
+
+def momentum_bound(dtype: torch.dtype, momentum: float) -> float:
+    """Largest gradient entry that can never overflow a momentum buffer of this dtype.
+
+    A sum of gradients below ``bound`` stays below ``bound / (1 - momentum)``, with Nesterov too;
+    a factor of two is left for rounding.
+    """
+    return torch.finfo(dtype).max * (1.0 - momentum) / 2.0
+
+
+def second_moment_bound(dtype: torch.dtype) -> float:
+    """Largest gradient entry whose square AdamW's ``exp_avg_sq`` can hold, with room to round.
+
+    An infinite second moment never recovers: its parameter would stand still for good.
+    """
+    return math.sqrt(torch.finfo(dtype).max) / 2.0
 
 
 def fetch(values: Tensor) -> Callable[[], list[int]]:

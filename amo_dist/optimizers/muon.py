@@ -186,7 +186,8 @@ class Muon(torch.optim.Optimizer):
         )
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
-        check_groups(groups, self.rule_class.defaults, self._engine.rule.check)
+        rule = self._engine.rule
+        check_groups(groups, rule.defaults, rule.check if rule.has_check else None)
 
     # ---------------------------------------------------------------- one step
 
@@ -241,8 +242,8 @@ class Muon(torch.optim.Optimizer):
             try:
                 self._run()
             except RuntimeError as error:
-                what = f"step {self.num_steps_taken + 1} of the optimizer"
-                name_absent(error, what, self._engine.membership.ranks)
+                part = f"step {self.num_steps_taken + 1} of the optimizer"
+                name_absent(error, part, self._engine.membership.ranks)
                 raise
 
     def _run(self) -> None:
@@ -273,7 +274,7 @@ class Muon(torch.optim.Optimizer):
             engine.run(orders, agreed)
         controller.finish(orders)
         if orders.probes:
-            # Where a measurement has failed; this step waits anyway, and state may be saved next.
+            # A failed measurement is raised now: this step waits anyway, and a save may follow.
             engine.verdict.agree_on_text(f"the end of step {orders.step}")
 
     def _connect(self, fault: str) -> None:

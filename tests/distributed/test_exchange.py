@@ -22,8 +22,7 @@ from amo_dist.distributed.agreement import (
     max_over,
     sum_over,
 )
-from amo_dist.engine.gradients import MissingGradientError
-from amo_dist.engine.verdict import NonFiniteGradientError
+from amo_dist.engine.verdict import MissingGradientError, NonFiniteGradientError
 from tests.distributed.harness import Ranks
 from tests.distributed.negation import Negation
 from tests.layouts import build
