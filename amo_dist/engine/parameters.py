@@ -69,11 +69,11 @@ class Param:
     layout: TensorLayout
     local: Tensor
     state: dict[str, Tensor] = dataclasses.field(default_factory=dict)
+    is_convolution: bool = dataclasses.field(init=False)
+    """Whether its four dims are one matrix."""
 
-    @property
-    def is_convolution(self) -> bool:
-        """Whether its four dims are one matrix."""
-        return bool(self.views) and self.tensor.dim() == 4
+    def __post_init__(self) -> None:
+        self.is_convolution = bool(self.views) and self.tensor.dim() == 4
 
     def bind(self, state: Mapping[str, Tensor]) -> None:
         """Take the local tensors of the parameter and of its state anew."""

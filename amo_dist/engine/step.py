@@ -55,6 +55,7 @@ from amo_dist.kernels.elementwise import (
     apply_update,
     drop_nonfinite,
     nesterov,
+    set_weights,
     update_momentum,
     wide_dtype,
 )
@@ -513,7 +514,10 @@ class Engine:
                 sums.finish()
                 step.results = []
             for piece in pieces:
-                _write_state(piece, step.bad)
+                places = piece.own_state()
+                set_weights(
+                    list(places.values()), [piece.state[name] for name in places], bad=step.bad
+                )
                 if self.rule.sets_weights:
                     piece.bind()
             self._apply(step, list(zip(pieces, updates, strict=True)))
@@ -537,45 +541,35 @@ class Engine:
     def _apply(self, step: StepContext, pairs: Sequence[tuple[Piece, Tensor]]) -> None:
         """Decay pieces of parameters, and subtract their scaled updates; or set new weights."""
         by_group: dict[int, list[tuple[Piece, Tensor]]] = defaultdict(list)
-        for piece, update in pairs:
-            by_group[piece.param.group].append((piece, update))
-        with record_function("amo::update"):
-            for index, members in by_group.items():
-                if not self._rounding.is_wanted:
-                    self._write(step, index, members, [piece.weight for piece, _ in members])
+        for pair in pairs:
+            by_group[pair[0].param.group].append(pair)
+        batches = list(by_group.items())
+        if self._rounding.is_wanted:
+            # Each piece is widened alone: float32 copies of all would be a second model.
+            batches = [(index, [pair]) for index, members in batches for pair in members]
+        for index, members in batches:
+            with record_function("amo::update"), contextlib.ExitStack() as stack:
+                weights = [piece.weight for piece, _ in members]
+                if self._rounding.is_wanted:
+                    piece = members[0][0]
+                    wide = self._rounding.widened(
+                        piece.param, weights[0], step.number, piece.region.source
+                    )
+                    weights = [stack.enter_context(wide)]
+                updates = [update for _, update in members]
+                if self.rule.sets_weights:
+                    set_weights(weights, updates, bad=step.bad)
                     continue
-                # Each piece is widened alone: float32 copies of all would be a second model.
-                for piece, update in members:
-                    box = piece.region.source
-                    with self._rounding.widened(
-                        piece.param, piece.weight, step.number, box
-                    ) as values:
-                        self._write(step, index, [(piece, update)], [values])
-
-    def _write(
-        self,
-        step: StepContext,
-        index: int,
-        members: Sequence[tuple[Piece, Tensor]],
-        weights: list[Tensor],
-    ) -> None:
-        """Write the updates of one group into weights, which are widened if need be."""
-        updates = [update for _, update in members]
-        if self.rule.sets_weights:
-            for weight, update in zip(weights, updates, strict=True):
-                value = update.to(weight.dtype)
-                weight.copy_(value if step.bad is None else torch.where(step.bad, weight, value))
-            return
-        group = self.groups[index]
-        apply_update(
-            weights,
-            updates,
-            lr=learning_rate(group),
-            weight_decay=float(group["weight_decay"]),
-            scale=[piece.scale for piece, _ in members],
-            cautious=self.config.cautious_decay,
-            bad=step.bad,
-        )
+                group = self.groups[index]
+                apply_update(
+                    weights,
+                    updates,
+                    lr=learning_rate(group),
+                    weight_decay=float(group["weight_decay"]),
+                    scale=[piece.scale for piece, _ in members],
+                    cautious=self.config.cautious_decay,
+                    bad=step.bad,
+                )
 
     @contextlib.contextmanager
     def _deferring(self, step: StepContext, part: str) -> Iterator[None]:
@@ -630,6 +624,7 @@ class Engine:
         if is_new:
             # The old buffers are freed first; and if this fails, all ranks plan anew.
             self._bucket_lists, self._sent, self._deal = [], [], None
+            self._schedules = ()  # the new buckets are not bound yet
             plans += self._exchange_plans(range(len(matrices)), orders, self._wire)
         num_trained = len(plans)
         if orders.probes:
@@ -750,14 +745,6 @@ class Engine:
             "exchange/sent_bytes": float(sum(self.sent_bytes_by_peer().values())),
             "exchange/sent_elements": float(elements),
         }
-
-
-def _write_state(piece: Piece, bad: Tensor | None) -> None:
-    """Write the state that a rule has set, unless the step is bad."""
-    for name, place in piece.own_state().items():
-        value = piece.state[name]
-        if value.data_ptr() != place.data_ptr():
-            place.copy_(value if bad is None else torch.where(bad, place, value))
 
 
 def _digest(probe: Probe) -> str:

@@ -248,15 +248,18 @@ class Verdict:
         tally = self._vote.tally(values)
         if not tally.is_bad:
             return "taken"
-        cause, outcome = "ranks differed", "undone"
-        if tally.gradient:
-            cause = f"a gradient was NaN, inf or too large on rank {tally.gradient - 1}"
-            is_alone = not dataclasses.replace(tally, gradient=0).is_bad
-            outcome = "skipped" if self._skips and is_alone else "undone"
+        is_skip = False
+        if tally.waits_differ or tally.texts_differ:
+            cause = "ranks were about to do different things"
+        elif tally.foreign or tally.gradients_differ:
+            cause = "gradients were not alike"
         elif tally.update:
             cause = f"the update before was NaN or inf on rank {tally.update - 1}"
+        else:
+            is_skip = self._skips
+            cause = f"a gradient was NaN, inf or too large on rank {tally.gradient - 1}"
         logger.warning("step %d changed nothing: %s; the next step says more", ballot.step, cause)
-        return "skipped" if outcome == "skipped" else "undone"
+        return "skipped" if is_skip else "undone"
 
     # ---------------------------------------------------------------- the words
 
@@ -277,11 +280,16 @@ class Verdict:
 
     def _judge(self, ballot: _Ballot, tally: Tally) -> str:
         """Reason to leave a step out, or nothing; raises if that is an error."""
-        self._compare(ballot, tally)
-        words = self._gather(ballot) if tally.is_bad else {}
+        words: dict[int, dict[str, Any]] = {}
+        if tally.is_bad:
+            self._compare(ballot, tally)
+            words = self._gather(ballot)
         if tally.foreign or tally.gradients_differ:
             _check_presence(ballot.step, {rank: w["kinds"] for rank, w in words.items()})
-        self._count_idle(ballot.step, tally.exists)
+        if tally.exists == 2:
+            self._has_begun, self._num_idle = True, 0
+        else:
+            self._count_idle(ballot.step, tally.exists)
         if tally.update:
             self._raise_for_updates(words)
         if not tally.gradient:
@@ -334,9 +342,6 @@ class Verdict:
 
     def _count_idle(self, step: int, exists: int) -> None:
         """Warn of a step without any gradient of a matrix, and raise for many in a row."""
-        if exists == 2:
-            self._has_begun, self._num_idle = True, 0
-            return
         self._num_idle += 1
         names = [matrix.name for matrix in self._world.registry]
         names = names or [param.name for param in self._params]

@@ -210,8 +210,9 @@ def place_gradients(params: Sequence[Param], grads: Sequence[Tensor | None]) -> 
     placed = list(grads)
     for index, param in enumerate(params):
         tensor, grad = param.tensor, param.tensor.grad
-        is_sharded = isinstance(grad, DTensor) and isinstance(tensor, DTensor)
-        if is_sharded and grad.placements != tensor.placements:
+        if not isinstance(grad, DTensor) or not isinstance(tensor, DTensor):
+            continue
+        if grad.placements != tensor.placements:
             placed[index] = grad.redistribute(placements=tensor.placements).to_local()
     return placed
 

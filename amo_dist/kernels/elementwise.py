@@ -228,6 +228,21 @@ def apply_update(
             torch._foreach_copy_(params_part, wide)
 
 
+@torch.no_grad()
+def set_weights(targets: Tensors, values: Tensors, *, bad: Tensor | None = None) -> None:
+    """``W <- V``, in place.
+
+    Args:
+        targets: Weights, or state of a rule; modified.
+        values: New values of the same shapes, any floating dtype; may be the targets themselves.
+        bad: Verdict, 0-dim, boolean, on their device: where true, no target changes.
+    """
+    for target, value in zip(targets, values, strict=True):
+        if bad is not None:
+            value = torch.where(bad, target, value.to(target.dtype))
+        target.copy_(value)
+
+
 def _cautious(values: Tensor, updates: Tensor, kept: float | Tensor) -> Tensor:
     """``kept`` where a value and its update have one sign, else one; in the dtype of values."""
     return torch.where(values.sign() == updates.sign(), kept, torch.ones_like(values))

@@ -219,7 +219,7 @@ def save_after(rank: int, world_size: int, fault: str) -> tuple[list[str], dict[
 def test_saving_after_a_bad_step_tells_and_saves(run_on: Ranks, fault: str) -> None:
     for messages, control in run_on(2)(save_after, fault):
         cause = SAVED_CAUSES[fault]
-        assert messages == [f"step 3 changed nothing: {cause}; the next step tells more"]
+        assert messages == [f"step 3 changed nothing: {cause}; the next step says more"]
         assert control == {"steps_taken": 2, "steps_skipped": 0}
 
 

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from amo_dist import Muon, MuonConfig, param_groups
-from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT
+from amo_dist.distributed.bucket import BUCKETS_IN_FLIGHT, Bucket
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from tests.distributed.negation import Negation
@@ -137,3 +142,45 @@ def fail_once(rank: int, world_size: int) -> None:
 
 def test_what_an_error_left_under_way_does_not_arrive_in_a_later_step(run_on: Ranks) -> None:
     run_on(2)(fail_once)
+
+
+# ------------------------------------------------------------------ overlapping sets of ranks
+
+
+def collectives_by_group(rank: int, world_size: int) -> list[tuple[int, ...]]:
+    """Ranks of each exchange of a step, over three sets of ranks that overlap."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))
+    tensors = {}
+    for number in range(4):
+        for name in ("rows", "columns", "all"):
+            placements = [Shard(0), Replicate()] if name == "all" else [Shard(0)]
+            whole = models.initial(f"{name}{number}", (8, 4))
+            own = mesh if name == "all" else mesh[name]
+            tensors[f"layers.{number}.{name}"] = nn.Parameter(
+                distribute_tensor(whole, own, placements)  # type: ignore[arg-type]
+            )
+    model = models.build(tensors)
+    groups = param_groups(model, unknown="matrix")
+    optimizer = Muon(groups, lr=0.1, config=MuonConfig(bucket_bytes=64))
+    ranks = list[tuple[int, ...]]()
+    start = Bucket._exchange
+
+    def spy(bucket: Bucket[Any], *packed: Any) -> Any:
+        ranks.append(tuple(dist.get_process_group_ranks(bucket._group)))
+        return start(bucket, *packed)
+
+    for step in (1, 2):
+        models.set_gradients(model, 1, step)
+        ranks.clear()
+        with mock.patch.object(Bucket, "_exchange", spy):
+            optimizer.step()
+    return ranks
+
+
+def test_the_buckets_of_one_set_of_ranks_end_before_those_of_the_next(run_on: Ranks) -> None:
+    """Else three sets could wait for one another in a circle, each rank in a set of its own."""
+    for rank, ranks in enumerate(run_on(4)(collectives_by_group)):
+        in_a_row = [each for each, _ in itertools.groupby(ranks)]
+        assert len(in_a_row) == len(set(ranks)) == 3, rank
+        assert in_a_row == sorted(in_a_row)
+        assert len(ranks) > 2 * 3  # several buckets of a set
