@@ -230,13 +230,18 @@ class CheckpointManager(titan.CheckpointManager):
         self._saved_step = curr_step
         return True
 
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are written."""
+        return self.enable and not self.load_only
+
     def save_and_wait(self, step: int) -> None:
         """Save everything that a resume needs, unless ``step`` is saved, and wait for the disk.
 
         Raises:
             CheckpointError: As for a save.
         """
-        if not self.enable or self.load_only:
+        if not self.saves:
             return
         if self._saved_step != step:
             # The last step of a run may save less, in another format.
