@@ -2,13 +2,13 @@
 # Shared by the scripts of this folder: a Python environment with the project in it. Source it, then:
 #
 #   amo_activate titan        # extras of pyproject.toml, e.g. dev; installs what is missing
-#   amo_use                   # what is installed, as it is
+#   amo_use                   # activates what is installed already
 #   amo_slurm_nodes           # in a Slurm job: NODES, HEAD, GPUS, and AMO_SRUN for a task on each node
 #   amo_probe_nodes 60        # in a Slurm job: the nodes that fail the doctor's probe
 #
 # An active virtual environment (or conda environment) is used as it is; otherwise `.venv` in the
-# repository root is created and activated. An installed torch is kept, whatever its build. The
-# second call costs a fraction of a second: a stamp records what was installed.
+# repository root is created and activated. An installed torch is kept, whatever its build. A
+# second call takes a fraction of a second: a stamp records the installation.
 #
 # AMO_PYTHON         the interpreter `.venv` is made with (default python3)
 # AMO_TORCH_VERSION  a PyTorch to run on instead, such as 2.15.0: in .venv-2.15.0, made once,
@@ -24,17 +24,25 @@ amo_die() {
   exit 1
 }
 
-# Runs a command with its output in a log; shows the log's end only when the command fails.
+# Runs a command with its output in a log; shows the log's last line every ten seconds, and its end only
+# when the command fails.
 _amo_quietly() {
-  local log="$1"
+  local log="$1" start=$SECONDS ticker status=0
   shift
-  if ! "$@" >>"$log" 2>&1; then
+  while sleep 10 && kill -0 $$ 2>/dev/null; do
+    amo_say "$((SECONDS - start)) s: $(tail -n 1 "$log" | cut -c -80)"
+  done &
+  ticker=$!
+  "$@" >>"$log" 2>&1 || status=$?
+  kill "$ticker"
+  wait "$ticker" 2>/dev/null || true
+  if ((status)); then
     tail -n 25 "$log" >&2
     amo_die "failed: $* (whole log: $log)"
   fi
 }
 
-# torchtitan needs it; an older one would pass it by in silence.
+# torchtitan needs this version; pip would leave torchtitan out for an older one, without a word.
 _amo_require_version() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     amo_die "$1 is $("$1" --version), Python >= 3.11 is needed; $2"
@@ -55,7 +63,7 @@ _amo_create_venv() {
   fi
 }
 
-# Everything on which the installation depends, in one word.
+# A digest of all that the installation depends on.
 _amo_fingerprint() {
   python - "$AMO_ROOT" "$1" <<'PY'
 import hashlib, pathlib, sys
@@ -77,7 +85,7 @@ _amo_install() {
   # Read from its metadata: importing a torch without NumPy warns.
   python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
     >"$constraints"
-  amo_say "installing the project with $extras (minutes the first time; log: $log)"
+  amo_say "installing the project with $extras (some minutes the first time; log: $log)"
   _amo_quietly "$log" python -m pip install -c "$constraints" -e "${AMO_ROOT}[$extras]"
   rm -f "$constraints"
 }
@@ -100,7 +108,12 @@ amo_activate() {
   fi
 }
 
-# Nothing is installed here: several nodes would do so at once, in the same place.
+# Tells how to find `amo` in the user's own shell, which a script cannot activate.
+amo_hint() {
+  amo_say "in a new shell, \`amo\` needs: source $(python -c 'import sys; print(sys.prefix)')/bin/activate"
+}
+
+# Activates without installing: several nodes would install at once, in the same place.
 amo_use() {
   if [[ -z "${VIRTUAL_ENV:-}" && -z "${CONDA_PREFIX:-}" && -f "$AMO_ROOT/.venv/bin/activate" ]]; then
     # shellcheck disable=SC1091

@@ -23,7 +23,7 @@ _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 def end_with_parent(parent: int) -> None:
-    """Have the kernel terminate this process when its parent is gone (Linux; elsewhere a no-op).
+    """Make the kernel terminate this process when its parent is gone (Linux; elsewhere a no-op).
 
     A killed torchrun leaves its ranks running, and the next start would train beside them.
 

@@ -21,7 +21,7 @@ class StopVote:
     """Whether a signal asked any rank to stop; one question at a time.
 
     Args:
-        device: Of the collectives.
+        device: Device of the collectives.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class StopVote:
 
 
 def install() -> None:
-    """Have torchtitan's trainer and its subclasses stop on a signal; a no-op when repeated.
+    """Make torchtitan's trainer and its subclasses stop on a signal; a no-op when repeated.
 
     SIGTERM or SIGINT on any rank ends training at the next step, after a checkpoint of it, on all
     ranks alike. An override is imported while torchtitan builds its trainer, whose class no

@@ -305,11 +305,11 @@ class MetricsReader:
             return self._metrics
         except OSError as error:
             raise ValueError(f"{self._path}: cannot be read: {error.strerror}") from None
-        *lines, rest = data.split(b"\n")
+        *lines, cut_line = data.split(b"\n")
         for line in lines:
             self._num_lines += 1
             self._add(f"{self._path}, line {self._num_lines}", line)
-        self._num_bytes += len(data) - len(rest)
+        self._num_bytes += len(data) - len(cut_line)
         return self._metrics
 
     def _add(self, place: str, line: bytes) -> None:
@@ -330,7 +330,7 @@ def read_metrics(folder: Path) -> Metrics:
     """The metrics of the run in a dump folder; none where it has logged nothing.
 
     Raises:
-        ValueError: As :meth:`MetricsReader.read`.
+        ValueError: The file cannot be read, or a line is no such record.
     """
     return MetricsReader(folder).read()
 
@@ -341,31 +341,31 @@ NUMBER = (int, float, type(None))
 _FIELDS: dict[str, Any] = {"phase": str, "num_steps_by_type": dict, "optimizer": dict}
 
 
-def _check_record(where: str, record: dict[str, Any]) -> None:
+def _check_record(place: str, record: dict[str, Any]) -> None:
     record.update({key: record.get(key) or kind() for key, kind in _FIELDS.items()})
     kinds: dict[str, Any] = dict.fromkeys(record, NUMBER)
     if "changes" in record:
         kinds["changes"] = list
-    check_fields(where, record, kinds | _FIELDS | {"step": int})
+    check_fields(place, record, kinds | _FIELDS | {"step": int})
     for key in ("num_steps_by_type", "optimizer"):
-        check_fields(f"{where}: {key}", record[key], dict.fromkeys(record[key], NUMBER))
+        check_fields(f"{place}: {key}", record[key], dict.fromkeys(record[key], NUMBER))
     for change in record.get("changes", ()):
-        check_fields(where, {"changes": change}, {"changes": dict})
+        check_fields(place, {"changes": change}, {"changes": dict})
         change_fields = {"step": int, "phase": str, "num_steps_by_type": dict}
-        check_fields(f"{where}: changes", change, change_fields)
+        check_fields(f"{place}: changes", change, change_fields)
 
 
-def check_fields(where: str, record: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+def check_fields(place: str, record: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
     """Check the types of some fields of a record.
 
     Raises:
         ValueError: One is of another type, or missing where ``None`` is none of its types.
     """
     for key, kind in kinds.items():
-        if not isinstance(found := record.get(key), kind):
+        if not isinstance(value := record.get(key), kind):
             kinds_of = kind if isinstance(kind, tuple) else (kind,)
-            expected = " or ".join(one.__name__ for one in kinds_of if one is not type(None))
-            fail(f"{where}: {key}", found, expected)
+            expected = " or ".join(kind.__name__ for kind in kinds_of if kind is not type(None))
+            fail(f"{place}: {key}", value, expected)
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -379,8 +379,9 @@ def checkpoint_step(checkpoint: Path) -> int | None:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder by step, in order; those that were cut short included."""
-    found = {checkpoint_step(path): path for path in folder.glob("step-*")}
-    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+    path_by_step = {checkpoint_step(path): path for path in folder.glob("step-*")}
+    steps = sorted(step for step in path_by_step if step is not None)
+    return {step: path_by_step[step] for step in steps}
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -406,9 +407,9 @@ def find_checkpoint(path: Path) -> Path:
         return path
     config = read_config(path) or {}
     folder = path / str((config.get("checkpoint") or {}).get("folder", "checkpoint"))
-    for one in (folder, path):
-        if steps := complete_steps(one):
-            return one / f"step-{max(steps)}"
+    for parent in (folder, path):
+        if steps := complete_steps(parent):
+            return parent / f"step-{max(steps)}"
     raise ValueError(
         f"checkpoint: found no complete one in {path}, expected step-<n> or the dump folder of a "
         "run that has saved"

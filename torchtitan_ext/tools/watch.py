@@ -91,8 +91,8 @@ def view(name: str, metrics: Metrics, *, width: int = 80) -> list[str]:
     """The lines to show.
 
     Args:
-        name: Of the run.
-        metrics: Of the run.
+        name: Name of the run.
+        metrics: Metrics of the run.
         width: Columns; longer lines are cut.
     """
     records = metrics.steps
