@@ -20,7 +20,7 @@ source "$root/launch/lib.sh"
 if [[ -n "${SLURM_JOB_NODELIST:-}" && -z "${HEAD:-}" ]]; then
   amo_slurm_nodes
   export RUN_ID="doctor-$SLURM_JOB_ID"
-  amo_srun --ntasks-per-node=1 --nodes="$NODES" "$root/launch/doctor.sh" "$@"
+  "${AMO_SRUN[@]}" "$root/launch/doctor.sh" "$@"
   exit
 fi
 amo_use

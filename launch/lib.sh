@@ -2,13 +2,13 @@
 # Shared by the scripts of this folder: a Python environment with the project in it. Source it, then:
 #
 #   amo_activate titan        # extras of pyproject.toml, e.g. dev; installs what is missing
-#   amo_use                   # what is installed, as it is
-#   amo_slurm_nodes           # in a Slurm job: NODES, HEAD and GPUS
-#   amo_srun ...              # a task on each node, with all of its CPUs
+#   amo_use                   # activates what is installed already
+#   amo_slurm_nodes           # in a Slurm job: NODES, HEAD, GPUS, and AMO_SRUN for a task on each node
+#   amo_probe_nodes 60        # in a Slurm job: the nodes that fail the doctor's probe
 #
 # An active virtual environment (or conda environment) is used as it is; otherwise `.venv` in the
-# repository root is created and activated. An installed torch is kept, whatever its build. The
-# second call costs a fraction of a second: a stamp records what was installed.
+# repository root is created and activated. An installed torch is kept, whatever its build. A
+# second call takes a fraction of a second: a stamp records the installation.
 #
 # AMO_PYTHON         the interpreter `.venv` is made with (default python3)
 # AMO_TORCH_VERSION  a PyTorch to run on instead, such as 2.15.0: in .venv-2.15.0, made once,
@@ -24,17 +24,25 @@ amo_die() {
   exit 1
 }
 
-# Runs a command with its output in a log; shows the log's end only when the command fails.
+# Runs a command with its output in a log; shows the log's last line every ten seconds, and its end only
+# when the command fails.
 _amo_quietly() {
-  local log="$1"
+  local log="$1" start=$SECONDS ticker status=0
   shift
-  if ! "$@" >>"$log" 2>&1; then
+  while sleep 10 && kill -0 $$ 2>/dev/null; do
+    amo_say "$((SECONDS - start)) s: $(tail -n 1 "$log" | cut -c -80)"
+  done &
+  ticker=$!
+  "$@" >>"$log" 2>&1 || status=$?
+  kill "$ticker"
+  wait "$ticker" 2>/dev/null || true
+  if ((status)); then
     tail -n 25 "$log" >&2
     amo_die "failed: $* (whole log: $log)"
   fi
 }
 
-# torchtitan needs it; an older one would pass it by in silence.
+# torchtitan needs this version; pip would leave torchtitan out for an older one, without a word.
 _amo_require_version() {
   "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' ||
     amo_die "$1 is $("$1" --version), Python >= 3.11 is needed; $2"
@@ -55,7 +63,7 @@ _amo_create_venv() {
   fi
 }
 
-# Everything on which the installation depends, in one word.
+# A digest of all that the installation depends on.
 _amo_fingerprint() {
   python - "$AMO_ROOT" "$1" <<'PY'
 import hashlib, pathlib, sys
@@ -77,7 +85,7 @@ _amo_install() {
   # Read from its metadata: importing a torch without NumPy warns.
   python -c 'from importlib.metadata import version; print("torch==" + version("torch"))' \
     >"$constraints"
-  amo_say "installing the project with $extras (minutes the first time; log: $log)"
+  amo_say "installing the project with $extras (some minutes the first time; log: $log)"
   _amo_quietly "$log" python -m pip install -c "$constraints" -e "${AMO_ROOT}[$extras]"
   rm -f "$constraints"
 }
@@ -100,7 +108,12 @@ amo_activate() {
   fi
 }
 
-# Nothing is installed here: several nodes would do so at once, in the same place.
+# Tells how to find `amo` in the user's own shell, which a script cannot activate.
+amo_hint() {
+  amo_say "in a new shell, \`amo\` needs: source $(python -c 'import sys; print(sys.prefix)')/bin/activate"
+}
+
+# Activates without installing: several nodes would install at once, in the same place.
 amo_use() {
   if [[ -z "${VIRTUAL_ENV:-}" && -z "${CONDA_PREFIX:-}" && -f "$AMO_ROOT/.venv/bin/activate" ]]; then
     # shellcheck disable=SC1091
@@ -108,16 +121,54 @@ amo_use() {
   fi
 }
 
-# Where the nodes of a Slurm job meet.
+# Where the nodes of a Slurm job meet, and how srun starts a task on each. Linux hands out ports from 32768
+# on to any program. The task of a node starts all of its ranks and needs all CPUs: srun would give it one.
+# After a stop nodes end a few seconds apart and with status 75, and the first must not kill the others.
 amo_slurm_nodes() {
   local nodes
   mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
   export NODES="${#nodes[@]}"
-  export HEAD="${nodes[0]}:$((20000 + SLURM_JOB_ID % 20000))"
+  export HEAD="${nodes[0]}:$((20000 + SLURM_JOB_ID % 10000))"
   export GPUS="${GPUS:-${SLURM_GPUS_ON_NODE:-auto}}"
+  AMO_SRUN=(srun --kill-on-bad-exit=0 --wait=60 --ntasks-per-node=1 --nodes="$NODES"
+    --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}")
 }
 
-# The task of a node starts all of its ranks and needs all CPUs: srun would give it one.
-amo_srun() {
-  srun --kill-on-bad-exit=1 --cpus-per-task="${SLURM_CPUS_PER_TASK:-$SLURM_CPUS_ON_NODE}" "$@"
+# Runs a command of Slurm, whose controller may be busy for a minute, until it succeeds.
+amo_retry() {
+  local pause
+  for pause in 2 5 15 30 0; do
+    "$@" && return 0 # in a trap a bare return has the status from before the trap
+    amo_say "failed: $*; again in $pause s"
+    sleep "$pause"
+  done
+  return 1
+}
+
+# amo_probe_nodes SECONDS: prints the nodes that do not pass the doctor's probe alone, in time.
+amo_probe_nodes() {
+  local task passed node
+  # shellcheck disable=SC2016 # the task expands it
+  task='NODES=1 HEAD=localhost:0 RUN_ID=probe timeout -k 10 "$1" launch/doctor.sh --probe . --seconds "$1" >&2 &&
+    echo "passed $SLURMD_NODENAME"'
+  # A node whose task does not even start holds nobody up for longer than this.
+  passed="$(timeout -k 10 $(($1 + 60)) "${AMO_SRUN[@]}" bash -c "$task" probe "$1")" || true
+  while read -r node; do
+    grep -qxF "passed $node" <<<"$passed" || echo "$node"
+  done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+}
+
+# amo_probe_network SECONDS: the same probe on all nodes together.
+amo_probe_network() {
+  export RUN_ID="probe-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
+  timeout -k 10 $(($1 + 60)) "${AMO_SRUN[@]}" launch/doctor.sh --probe . --seconds "$1"
+}
+
+# amo_exclude NODE...: keeps the job, which must be pending, away from these nodes, too.
+amo_exclude() {
+  local excluded nodes
+  excluded="$(scontrol show job "$SLURM_JOB_ID" | sed -n 's/.*ExcNodeList=\([^ (]*\).*/\1/p')"
+  nodes="$(IFS=,; echo "$*")"
+  amo_retry scontrol update "JobId=$SLURM_JOB_ID" "ExcNodeList=${excluded:+$excluded,}$nodes" ||
+    amo_say "scontrol failed: $nodes are not excluded, and the next start probes them again"
 }

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Installs what training needs, once, where all nodes see it: on a login node, before any job.
+# Installs training and its report, once, where all nodes see it: on a login node, before any job.
 #
-#   launch/setup.sh            # .venv in the repository, or the active environment
+#   launch/setup.sh            # into .venv in the repository, or into the active environment
 #   launch/setup.sh dev        # other extras of pyproject.toml
 #
 # AMO_PYTHON  the interpreter that .venv is made with (default python3)
@@ -9,5 +9,7 @@ set -euo pipefail
 # shellcheck source=launch/lib.sh
 source "$(dirname "${BASH_SOURCE[0]}")/lib.sh"
 
-amo_activate "${1:-titan}"
+was_active="${VIRTUAL_ENV:-}${CONDA_PREFIX:-}"
+amo_activate "${1:-titan,plots}"
 amo_say "ready: $(command -v python)"
+[[ -n "$was_active" ]] || amo_hint

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from torchtitan_ext.parent import end_with_parent
+from torchtitan_ext.signals import STOPPED, end_with_parent, leave_outcome, stop_request
 
 logger = logging.getLogger(__name__)
 
@@ -24,8 +24,11 @@ USER_ERROR = 2
 FAILED = 1
 """Exit status for a failure that one line explains; torchrun restarts from the last checkpoint."""
 
-ENDED = "ended"
-"""File that a rank leaves beside where torchrun looks for its error, when it has ended well."""
+UNSAVED = 143
+"""Exit status of a run that was stopped and did not save."""
+
+LAUNCHER = "AMO_LAUNCHER"
+"""Variable of the environment with the process id of `amo train`, for its ranks."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
@@ -35,12 +38,18 @@ def main(args: Sequence[str] | None = None) -> int:
         args: torchtitan's arguments; those of the process by default.
 
     Returns:
-        The exit status: 0 (at the end, or stopped by SIGTERM and saved), 2 for a mistake of the
-        user, 1 for a checkpoint that cannot be written or ranks that are gone; all explained in
-        one line.
+        The exit status: 0 at the end, 75 for a stop after which the same command goes on, 143 for
+        one that saved nothing, 2 for a mistake of the user, and 1 for a checkpoint that cannot be
+        written or ranks that are gone; each error is explained in one line. Under torchrun, which
+        would start a stopped rank again, a stop is 0 once a step was made.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()
+        end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
+    with stop_request():
+        return _main(sys.argv[1:] if args is None else args)
+
+
+def _main(args: Sequence[str]) -> int:
     from torchtitan.tools.logging import init_logger
 
     from amo_dist.distributed.absence import AbsentRanksError
@@ -54,25 +63,26 @@ def main(args: Sequence[str] | None = None) -> int:
             "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment, as `amo train` does"
         )
     try:
-        config = settings.parse(sys.argv[1:] if args is None else args)
+        config = settings.parse(args)
     except ValueError as error:
         _leave(error)
-        # Every rank reads the same config: one of them tells.
+        # Every rank reads the same config: the first one reports the mistake.
         if os.environ.get("RANK", "0") == "0":
             print(f"error: {error}", file=sys.stderr, flush=True)
         return USER_ERROR
     try:
-        train(config)
+        outcome = train(config)
     except Exception as error:
         _leave(error)
         if isinstance(error, (AbsentRanksError, CheckpointError)):
-            return _told(error, FAILED)
+            return _explained(error, FAILED)
         if isinstance(error, ValueError) and is_users_mistake(error):
-            return _told(error, USER_ERROR)
+            return _explained(error, USER_ERROR)
         raise
-    if file := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        Path(file).with_name(ENDED).touch()
-    return 0
+    leave_outcome(outcome)
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        return 0
+    return {"done": 0, "stopped": STOPPED, "unsaved": UNSAVED}[outcome]
 
 
 def _shares_store() -> bool:
@@ -82,26 +92,30 @@ def _shares_store() -> bool:
 
 
 def _leave(error: Exception) -> None:
-    """Leave an error where torchrun looks for it: its last words then tell the first rank's."""
+    """Leave an error in torchrun's error file: the launcher's last line is then that error."""
     if "TORCHELASTIC_ERROR_FILE" in os.environ:
         from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
         get_error_handler().record_exception(error)
 
 
-def _told(error: Exception, status: int) -> int:
-    """``status``, after the error is told in one line; its traceback goes to the log."""
+def _explained(error: Exception, status: int) -> int:
+    """``status``, after the error is printed in one line; its traceback goes to the log."""
     logger.info("", exc_info=error)
     rank = os.environ.get("RANK", "0")
     print(f"error (rank {rank}): {error}", file=sys.stderr, flush=True)
     return status
 
 
-def train(config: Any) -> None:
-    """Run torchtitan's trainer to its end, or write a seed checkpoint where that is asked for.
+def train(config: Any) -> str:
+    """Run torchtitan's trainer to its end, or write a seed checkpoint if the config asks for one.
 
     Args:
-        config: From :func:`torchtitan_ext.config.settings.parse`.
+        config: Config of :func:`torchtitan_ext.config.settings.parse`.
+
+    Returns:
+        ``done``; or, for a run that a signal stopped before its end, ``stopped`` if the last step
+        is saved, else ``unsaved``.
 
     Raises:
         ValueError: For a config that turns out not to work.
@@ -112,7 +126,7 @@ def train(config: Any) -> None:
 
     if config.debug.enable_structured_logging:
         structured_logger.init_structured_logger(source="training", output_dir=config.dump_folder)
-    trainer = None
+    trainer, outcome = None, "done"
     try:
         if config.checkpoint.create_seed_checkpoint:
             _require_one_rank(config)
@@ -121,16 +135,19 @@ def train(config: Any) -> None:
         elif config.comm.mode != "local_tensor":  # whose models are never initialized
             trainer = config.build()
             trainer.train()
-            _tell_if_complete(trainer)
+            if trainer.ballot.has_stopped:
+                outcome = "stopped" if trainer.checkpointer.saves else "unsaved"
+            _report_if_complete(trainer)
     finally:
         if trainer is not None:
             trainer.close()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+    return outcome
 
 
-def _tell_if_complete(trainer: Any) -> None:
-    """Say so where the checkpoint is of the last step: such a run ends without any other line."""
+def _report_if_complete(trainer: Any) -> None:
+    """Log that the checkpoint is of the last step: such a run ends without any other line."""
     import torch
 
     from torchtitan_ext.plugin.metrics import progress
@@ -138,7 +155,8 @@ def _tell_if_complete(trainer: Any) -> None:
     steps = trainer.config.training.steps
     if not trainer.has_trained and trainer.step >= steps and torch.distributed.get_rank() == 0:
         progress.info(
-            "the run in %s is complete (its checkpoint is of step %d of %d): nothing was trained",
+            "the run in %s is complete (its checkpoint is of step %d of %d): nothing was trained; "
+            "a larger training.steps goes on",
             trainer.config.dump_folder,
             trainer.step,
             steps,
@@ -160,8 +178,8 @@ def is_users_mistake(error: ValueError) -> bool:
     A ``ValueError`` from the depths of another library keeps its traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    here = Path(__file__).resolve().parent
-    ours = (here, here.parent / "amo_dist")
+    package = Path(__file__).resolve().parent
+    ours = (package, package.parent / "amo_dist")
     raised_in = Path(frames[-1].filename).resolve() if frames else Path()
     return any(folder in raised_in.parents for folder in ours)
 

@@ -51,12 +51,13 @@ def fail(field: str, found: object, expected: str) -> NoReturn:
     raise ValueError(f"{place}: found {show(found)}, expected {expected}")
 
 
-def read_file(path: str | Path, most: int = 2**26) -> bytes:
+def read_file(path: str | Path, most: int = 2**26, offset: int = 0) -> bytes:
     """What a file of a user's holds.
 
     Args:
         path: The file.
         most: Bytes that it may hold: a file that has no end is refused before memory has.
+        offset: First byte to read.
 
     Raises:
         OSError: It cannot be read, holds more, or is no regular file: a pipe may wait for good.
@@ -68,6 +69,7 @@ def read_file(path: str | Path, most: int = 2**26) -> bytes:
     with open(path, "rb", opener=open_at_once) as stream:
         if not stat.S_ISREG(os.fstat(stream.fileno()).st_mode):
             raise OSError(errno.EINVAL, "not a regular file", os.fspath(path))
+        stream.seek(offset)
         data = stream.read(most + 1)
     if len(data) > most:
         raise OSError(errno.EFBIG, f"more than {most} bytes", os.fspath(path))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -18,7 +19,7 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.ownership import Job, assign
 from amo_dist.engine import step as steps
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.doctor import examination, machine, optimizer
+from amo_dist.tools.doctor import examination, machine, optimizer, probe
 from amo_dist.tools.doctor.examination import Check, Examination, Verdict
 from amo_dist.tools.doctor.models import make_model
 from amo_dist.tools.doctor.site import Fault, Site, make_site
@@ -140,6 +141,30 @@ def test_bytes_that_are_lost_on_the_way(run_on: Ranks, path: str) -> None:
     found = run_on(2)(with_lost_bytes, path)
     assert found[0] == found[1]
     assert failures(found[0])["all-to-all"].startswith("rank 1: from rank 0: found other bytes")
+
+
+def with_wrong_sum(rank: int, world_size: int, path: str) -> tuple[Lines, Lines]:
+    site = site_of(path, 1)
+    assert site.hosts == (socket.gethostname(),) * world_size
+    sound = examine(site, probe.checks(site, Path(path).parent))
+    reduce = dist.all_reduce
+
+    def lose(tensor: torch.Tensor) -> None:
+        reduce(tensor)
+        if rank == 1:
+            tensor[-1] += 1
+
+    (check,) = (c for c in probe.checks(site, Path(path)) if c.name == "all-reduce")
+    with mock.patch.object(dist, "all_reduce", lose):
+        return sound, examine(site, [check])
+
+
+def test_the_probe_on_two_ranks(run_on: Ranks, path: str) -> None:
+    first, second = run_on(2)(with_wrong_sum, path)
+    assert first == second
+    sound, torn = first
+    assert [verdict for verdict, _ in sound.values()] == ["ok", "ok", "ok"]
+    assert torn["all-reduce"] == ("FAIL", "rank 1: the sum of all ranks is wrong")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 64])

@@ -1,4 +1,4 @@
-"""Which checkpoints are kept, and what a failed one says; whole runs are integration tests."""
+"""Checkpoints that are kept, loaded or refused; whole runs are integration tests."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     made: Any = object.__new__(checkpoints.CheckpointManager)
     made.enable, made.folder, made.purge_queue = False, str(tmp_path), queue.Queue()
+    made._verifies, made._keep_every = True, 0
     made.save_future = made.purge_thread = made.stager = None
     made.states = {"optimizer": SimpleNamespace(optimizers=[]), "lr_scheduler": []}
     for step in (2, 4, 6, 8, 10):
@@ -37,19 +38,22 @@ def manager(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("under_way", "keep", "purged"),
+    ("under_way", "keep", "every", "purged"),
     [
-        (12, 2, [2, 4, 6, 8]),  # what is under way may fail: 10 is to be kept, and not for 8
-        (12, 3, [2, 4, 8]),
-        (12, 9, [8]),
-        (12, 0, []),
-        (8, 2, [2, 4]),  # beyond it lies another run's, or a user's
+        (12, 2, 0, [2, 4, 6, 8]),  # The save under way may fail, so 10 is kept, and 8 is no help.
+        (12, 3, 0, [2, 4, 8]),
+        (12, 9, 0, [8]),
+        (12, 0, 0, []),
+        (8, 2, 0, [2, 4]),  # Later steps belong to another run, or to the user.
+        (12, 2, 4, [2, 6, 8]),  # 4 is a milestone; 8 would be one, but was cut short.
+        (12, 2, 6, [2, 4, 8]),
     ],
 )
 def test_only_complete_checkpoints_count(
-    manager: Any, under_way: int, keep: int, purged: list[int]
+    manager: Any, under_way: int, keep: int, every: int, purged: list[int]
 ) -> None:
     manager._step_under_way, manager.keep_latest_k = under_way, keep
+    manager._keep_every = every
     manager._purge_stale_checkpoints()
     found = [Path(manager.purge_queue.get()).name for _ in range(manager.purge_queue.qsize())]
     assert found == [f"step-{step}" for step in purged]
@@ -152,8 +156,50 @@ def test_all_ranks_go_by_what_the_first_one_sees(
     monkeypatch.setattr(
         "torch.distributed.broadcast_object_list", lambda found, src: found.__setitem__(0, [99])
     )
-    with pytest.raises(ValueError, match=r"found no step-99 in .* on rank 3, expected what the"):
+    with pytest.raises(ValueError, match=r"found no step-99 in .* on rank\(s\) 0, expected it as"):
         loading.load()
+
+
+def test_every_rank_raises_if_one_misses_the_folder(
+    loading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that raised alone left the others in the next collective until its timeout."""
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: 3)
+
+    def gather(damage_by_rank: list[Any], damage: str | None) -> None:
+        damage_by_rank[:] = [damage, None, None]
+
+    monkeypatch.setattr("torch.distributed.all_gather_object", gather)
+    with pytest.raises(ValueError, match=r"found no step-10 in .* on rank\(s\) 1, 2, expected"):
+        loading.load()
+
+
+def test_checksums_are_read_unless_they_are_off(
+    loading: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "find_damage", lambda *_: "cut")
+    loading._verifies = False
+    assert loading.load()
+    assert Path(loading.loaded[-1][0]).name == "step-10"
+    verified: list[bool] = []
+    monkeypatch.setattr(
+        checkpoints.loading, "load", lambda *_, verify: verified.append(verify), raising=True
+    )
+    loading.states["model"] = SimpleNamespace(load_state_dict=lambda _: None)
+    for verifies in (False, True):
+        loading._verifies = verifies
+        checkpoints.CheckpointManager.dcp_load(loading, {}, "another", False, False)
+    assert verified == [False, True]
+
+
+@pytest.mark.parametrize("address", ["s3://bucket/run", "gs://bucket/run"])
+def test_object_stores_are_refused(address: str, tmp_path: Path) -> None:
+    expected = rf"found '{address}', expected a folder of a file system"
+    with pytest.raises(ValueError, match=f"checkpoint.folder: {expected}"):
+        checkpoints.CheckpointManager.Config(folder=address)
+    config = checkpoints.CheckpointManager.Config()
+    with pytest.raises(ValueError, match=f"dump_folder: {expected}"):
+        config.build(base_folder=address)
 
 
 def damage(*steps: int) -> dict[str, str]:
@@ -234,8 +280,9 @@ def test_a_config_is_checked_without_a_word_about_its_defaults(
     config = checkpoints.CheckpointManager.Config()
     assert config.initial_load_model_only
     assert not caplog.records
-    with pytest.raises(ValueError, match=r"checkpoint.folder: found 'gs://a/b', expected"):
-        checkpoints.CheckpointManager.Config(folder="gs://a/b")
+    assert not config.last_save_model_only  # A finished run goes on with more steps.
+    with pytest.raises(ValueError, match=r"keep_every: found 30, expected a multiple of checkpo"):
+        checkpoints.CheckpointManager.Config(interval=20, keep_every=30)
 
 
 def test_schedules_go_on_from_the_peak_that_was_loaded(loading: Any) -> None:

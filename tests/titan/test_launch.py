@@ -1,4 +1,4 @@
-"""Ranks under torchrun's launcher: what they find, when they are started again, how all ends."""
+"""Ranks under torchrun's launcher: their environment, restarts, stops and exit statuses."""
 
 from __future__ import annotations
 
@@ -200,7 +200,8 @@ def test_a_dead_rank_is_started_again_in_the_same_environment(tmp_path: Path) ->
 if start == "0" and rank == "0":
     os.kill(os.getpid(), signal.SIGKILL)
 time.sleep(600 if start == "0" else 0)
-(folder / f"found-{rank}").write_text("\\n".join(f"{k}={v}" for k, v in os.environ.items()))
+if os.environ["AMO_LAUNCHER"] == str(os.getppid()):
+    (folder / f"found-{rank}").write_text("\\n".join(f"{k}={v}" for k, v in os.environ.items()))
 """
     node = begin(tmp_path, program, restarts=1)
     assert node.communicate(timeout=300) == ("", "")
@@ -211,12 +212,24 @@ time.sleep(600 if start == "0" else 0)
         assert {*expected, "AMO_DEVICE=cpu", "TORCHELASTIC_USE_AGENT_STORE=False"} <= {*found}
 
 
-@pytest.mark.parametrize("late", ["", "1"])
-def test_a_stop_is_done_where_every_rank_has_left(tmp_path: Path, late: str) -> None:
+@pytest.mark.parametrize(
+    ("outcomes", "status", "line"),
+    [
+        (("stopped", "stopped"), 75, ""),
+        (("done", "done"), 0, ""),
+        (("stopped", ""), 143, "error: stopped by SIGTERM, and not every rank saved and left"),
+        (("unsaved", "unsaved"), 143, "error: stopped, and nothing is saved: checkpoints are off"),
+    ],
+)
+def test_a_stop_says_go_on_if_every_rank_has_saved(
+    tmp_path: Path, outcomes: tuple[str, str], status: int, line: str
+) -> None:
     program = f"""
+from torchtitan_ext.signals import leave_outcome
+
 def save(*_):
-    if rank != "{late}":
-        pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).with_name("ended").touch()
+    if outcome := {outcomes}[int(rank)]:
+        leave_outcome(outcome)
     os._exit(0)
 
 signal.signal(signal.SIGTERM, save)
@@ -228,14 +241,40 @@ time.sleep(600)
         assert node.poll() is None
         time.sleep(0.05)
     node.send_signal(signal.SIGTERM)
-    told = node.communicate(timeout=300)[1]
-    if late:
-        assert node.returncode == 128 + signal.SIGTERM
-        assert told.startswith(
-            "error: stopped by SIGTERM, and not every rank saved and left within"
-        )
-    else:
-        assert (node.returncode, told) == (0, "")
+    output, errors = node.communicate(timeout=300)
+    assert node.returncode == status
+    assert errors.startswith(line)
+    assert bool(errors) == bool(line)
+    assert (output == "Stopped; the same command goes on.\n") == (status == 75)
+
+
+def test_a_stop_that_another_node_was_sent_says_go_on(tmp_path: Path) -> None:
+    """The ranks of this node leave by the vote, and their launcher hears of no signal."""
+    program = """
+from torchtitan_ext.signals import leave_outcome
+leave_outcome("stopped")
+"""
+    node = begin(tmp_path, program)
+    assert node.communicate(timeout=300) == ("Stopped; the same command goes on.\n", "")
+    assert node.returncode == 75
+
+
+def test_a_rank_whose_launcher_died_before_it_asked_ends_at_once() -> None:
+    """The kernel signals a death of the parent only after the call that asks for it."""
+    program = """
+import os, sys, time
+from torchtitan_ext.signals import end_with_parent
+end_with_parent(int(sys.argv[1]))
+time.sleep(600)
+"""
+    command = [sys.executable, "-c", program]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    orphan = subprocess.run([*command, "1"], env=environment, timeout=60, check=False)
+    assert orphan.returncode == -signal.SIGTERM
+    with subprocess.Popen([*command, str(os.getpid())], env=environment) as child:
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(2)
+        child.kill()
 
 
 # ------------------------------------------------------------------ ends without processes
@@ -247,7 +286,7 @@ def config_for(folder: Path) -> Any:
 
 
 def ended(patch: pytest.MonkeyPatch, folder: Path, end: Any) -> tuple[int, Any]:
-    """The exit status where torchrun's launcher ends so, and what it was asked."""
+    """The exit status if torchrun's launcher ends like this, and the config that it got."""
     patch.setattr(command, "_tokenize_first", lambda _: None)
     call = mock.Mock(side_effect=end) if isinstance(end, Exception) else mock.Mock(return_value=end)
     launch = mock.Mock(return_value=call)
@@ -262,7 +301,7 @@ def test_ranks_that_hang_in_the_kernel_are_no_success(
     """torchrun's launcher then returns as after success, with the results of no rank."""
     status, asked = ended(monkeypatch, tmp_path, {})
     assert status == 1
-    assert "error: ranks neither ended nor failed" in capsys.readouterr().err
+    assert "error: some ranks did not exit after SIGKILL" in capsys.readouterr().err
     assert ended(monkeypatch, tmp_path, {2: None, 3: None})[0] == 0
     assert asked.shutdown_timeout > 60  # ranks end themselves first, and say so
     assert asked.numa_options.affinity_mode.value == "node"
@@ -276,7 +315,7 @@ def test_a_meeting_that_fails_is_told(
 
     assert ended(monkeypatch, tmp_path, RendezvousClosedError())[0] == 1
     told = capsys.readouterr().err
-    assert told.startswith("error: no meeting of all nodes at a:1: RendezvousClosedError; another")
+    assert told.startswith("error: not all nodes met at a:1: RendezvousClosedError; another node")
     assert ended(monkeypatch, tmp_path, SignalException("x", signal.SIGINT))[0] == 130
 
 

@@ -42,3 +42,20 @@ def test_what_a_checkpoint_lacks_is_told(tmp_path: Path, then: str, now: str, to
         load({now: torch.zeros(4)}, path)
     assert now in str(error.value)
     assert str(tmp_path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("steps", "remedy"),
+    [
+        ((3, 6), r"--checkpoint\.load_step 6 goes on from the one before it"),
+        ((), "expected another dump_folder, with these weights as checkpoint.initial_load_path"),
+    ],
+)
+def test_weights_of_a_finished_run_name_the_option_that_goes_on(
+    tmp_path: Path, steps: tuple[int, ...], remedy: str
+) -> None:
+    for step in steps:
+        saved(tmp_path / f"step-{step}", "norm.weight", "optimizer.state.norm.weight.exp_avg")
+    path = saved(tmp_path / "step-9", "norm.weight")
+    with pytest.raises(ValueError, match=remedy):
+        load({"optimizer.state.norm.weight.exp_avg": torch.zeros(4)}, path)

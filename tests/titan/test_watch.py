@@ -9,7 +9,10 @@ from typing import Any
 
 import pytest
 
-from torchtitan_ext.runs.run_files import Metrics
+from amo_dist.tools import files
+from amo_dist.tools.records import append_records, drop_from
+from torchtitan_ext.runs import run_files
+from torchtitan_ext.runs.run_files import Metrics, MetricsReader
 from torchtitan_ext.tools import watch
 
 TYPES = ("attn_q", "mlp_down")
@@ -50,7 +53,7 @@ def watched(folder: Path, **options: Any) -> int:
 
 
 def write(folder: Path, *records: dict[str, Any]) -> None:
-    (folder / "metrics.jsonl").write_text("".join(json.dumps(r) + "\n" for r in records))
+    files.replace(folder / "metrics.jsonl", "".join(json.dumps(r) + "\n" for r in records))
 
 
 def test_the_view_says_how_far_and_how_long() -> None:
@@ -116,6 +119,39 @@ def test_following_prints_each_new_step_until_the_run_is_complete(
     assert [f"{step}/200" in out for step in (40, 50, 200)] == [True] * 3
     assert out.count(tmp_path.name) == 3  # the view that shows nothing new is left out
     assert next(coming, None) is None
+
+
+def test_only_new_lines_are_parsed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A view of 10,000 records parsed all of them again, every two seconds."""
+    parsed: list[bytes] = []
+    loads = json.loads
+    monkeypatch.setattr(run_files.json, "loads", lambda line: (parsed.append(line), loads(line))[1])
+    file, reader = tmp_path / "metrics.jsonl", MetricsReader(tmp_path)
+    assert reader.read() == Metrics([], [])
+    write(tmp_path, *(record(step) for step in range(1, 1001)))
+    assert len(reader.read().steps) == len(parsed) == 1000
+    with file.open("a") as stream:
+        stream.write(json.dumps(record(1001)) + "\n" + json.dumps(record(1002))[:9])
+    assert [one["step"] for one in reader.read().steps[-2:]] == [1000, 1001]
+    with file.open("a") as stream:
+        stream.write(json.dumps(record(1002))[9:] + '\n{"step": 1002, "validation_loss": 2.5}\n')
+    metrics = reader.read()
+    assert (metrics.steps[-1]["step"], metrics.validations) == (1002, [(1002, 2.5)])
+    assert len(parsed) == 1003
+    with file.open("a") as stream:
+        stream.write("{\n")
+    with pytest.raises(ValueError, match=r"metrics.jsonl, line 1004: not JSON"):
+        reader.read()
+
+
+def test_a_resumed_run_is_read_anew(tmp_path: Path) -> None:
+    reader = MetricsReader(tmp_path)
+    write(tmp_path, *(record(step) for step in (10, 20, 30)))
+    assert len(reader.read().steps) == 3
+    drop_from(tmp_path / "metrics.jsonl", 20)
+    append_records(tmp_path / "metrics.jsonl", [record(step, loss=1.0) for step in (20, 30, 40)])
+    steps = {one["step"]: one["loss"] for one in reader.read().steps}
+    assert steps == {10: 5.9, 20: 1.0, 30: 1.0, 40: 1.0}
 
 
 def test_a_terminal_is_refreshed_in_place(

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from amo_dist.tools.cli import main
-from amo_dist.tools.doctor import examination, machine, optimizer
+from amo_dist.tools.doctor import examination, machine, optimizer, probe
 from amo_dist.tools.doctor import site as sites
 from amo_dist.tools.doctor.examination import Check, Examination, Verdict
 from amo_dist.tools.doctor.site import Fault, Site
@@ -181,6 +181,47 @@ def test_a_load_that_should_be_refused_is_told(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(optimizer.AMO, "load_state_dict", lambda self, state: None)
     with pytest.raises(Fault, match="no JSON was loaded"):
         optimizer.skipped(ONE)
+
+
+# ------------------------------------------------------------------ the probe
+
+
+def test_a_newton_schulz_that_is_off_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    orthogonalize = probe.orthogonalize
+
+    def wrong_in_bfloat16(matrix: torch.Tensor, *args: Any, dtype: torch.dtype) -> torch.Tensor:
+        return orthogonalize(matrix, *args, dtype=dtype) * (1.1 if dtype.itemsize == 2 else 1.0)
+
+    monkeypatch.setattr(probe, "orthogonalize", wrong_in_bfloat16)
+    with pytest.raises(Fault, match=r"the result differs by 0.1\d* from the CPU's"):
+        probe.newton_schulz(ONE)
+
+
+def test_a_slow_device_is_named() -> None:
+    values = [{"difference": 0.01, "seconds": seconds} for seconds in (1.0, 1.1, 2.5, 1.2)]
+    with pytest.raises(Fault, match=r"^rank 2: 2\.1 times as slow as the median$"):
+        probe.newton_schulz_figure(values, compares=True)
+    assert probe.newton_schulz_figure(values, compares=False).startswith("within 1.0e-02 of")
+
+
+def test_a_disk_that_loses_bytes_fails_and_nothing_stays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert probe.disk(ONE, tmp_path) > 0
+    with pytest.raises(FileNotFoundError):
+        probe.disk(ONE, tmp_path / "missing")
+    monkeypatch.setattr(Path, "read_bytes", lambda _: b"")
+    with pytest.raises(Fault, match="found other bytes than were written"):
+        probe.disk(ONE, tmp_path)
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_the_probe_of_one_rank(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--probe", str(tmp_path)]) == 0
+    lines = [line.split(":")[0] for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["amo doctor", "ok   newton-schulz", "ok   disk", "skip all-reduce"]
+    assert main(["doctor", "--probe", str(tmp_path / "missing")]) == 1
+    assert "FAIL disk: FileNotFoundError" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------ the command

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan_ext.data import loader
 from torchtitan_ext.plugin import geometry, losses, models, optimizers
+from torchtitan_ext.runs.run_files import require_local
 
 _MOST = 10**15
 """Of steps, and of tokens in a sequence: no run comes near."""
@@ -33,6 +34,7 @@ def validate(config: Any) -> None:
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
+    require_local("dump_folder", config.dump_folder)
     optimizers.validate(config.optimizer)
     _check_numbers(config.optimizer)
     check_degrees(config.parallelism)

@@ -35,8 +35,8 @@ from torchtitan_ext.data.shards import (
     write_index,
     write_shard,
 )
-from torchtitan_ext.parent import end_with_parent
 from torchtitan_ext.runs.differences import differences
+from torchtitan_ext.signals import end_with_parent
 
 logger = logging.getLogger(__name__)
 
@@ -79,8 +79,8 @@ _here: dict[str, Any] = {}
 """``tokenizer``, in a process that makes tokens."""
 
 
-def _start(tokenizer: Any) -> None:
-    end_with_parent()  # killed, it would leave us waiting for more
+def _start(tokenizer: Any, parent: int) -> None:
+    end_with_parent(parent)  # A killed parent would leave this process waiting for more rows.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a process is a thread here
     _here["tokenizer"] = tokenizer
 
@@ -213,7 +213,7 @@ def _executor(tokenizer: Any, files: Files, processes: int) -> Executor:
         return ThreadPoolExecutor(1, initializer=_here.update, initargs=({"tokenizer": tokenizer},))
     # Forked, processes would share the state of threads that they do not have.
     context = multiprocessing.get_context("spawn")
-    return ProcessPoolExecutor(processes, context, _start, (tokenizer,))
+    return ProcessPoolExecutor(processes, context, _start, (tokenizer, os.getpid()))
 
 
 def _shards(

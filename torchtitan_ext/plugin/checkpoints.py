@@ -1,4 +1,4 @@
-"""Checkpoints of a run: what is kept, what is told when one cannot be written."""
+"""Checkpoints of a run: which are kept, and errors when one cannot be written."""
 
 from __future__ import annotations
 
@@ -21,7 +21,12 @@ from amo_dist import CheckpointWriter
 from amo_dist.state.storage import find_damage
 from torchtitan_ext.plugin import hyperparameters, loading
 from torchtitan_ext.plugin.optimizers import check_last_update
-from torchtitan_ext.runs.run_files import COMPLETE_FILES, checkpoints, complete_steps
+from torchtitan_ext.runs.run_files import (
+    COMPLETE_FILES,
+    checkpoints,
+    complete_steps,
+    require_local,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -33,12 +38,12 @@ class CheckpointError(RuntimeError):
 class CheckpointManager(titan.CheckpointManager):
     """torchtitan's manager, with corrections.
 
-    All ranks load what the first one sees. Only complete checkpoints count for ``keep_latest_k``:
-    what a killed save left behind would otherwise take the place of the one checkpoint that can be
-    loaded. A checkpoint that is written over is incomplete until it is whole again. A failed save
-    is told in one line, on every rank. Copies that run beside training begin when the optimizer's
-    step has ended on the device. Schedules go on from the peak rate that ``[optimizer]`` decides
-    for.
+    All ranks load the checkpoint that the first rank finds. Only complete checkpoints count for
+    ``keep_latest_k``: the rest of a killed save would otherwise take the place of the only
+    checkpoint that can be loaded. A checkpoint that is written over is incomplete until it is whole
+    again. A failed save is an error of one line, on every rank. Copies that run beside training
+    begin when the optimizer's step has ended on the device. Schedules go on from the peak rate
+    that ``[optimizer]`` chooses by ``on_config_change``.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -46,17 +51,28 @@ class CheckpointManager(titan.CheckpointManager):
         """``[checkpoint]``."""
 
         initial_load_path: str | None = None
-        """Checkpoint to start from where there is no complete one in ``folder``."""
+        """Checkpoint to start from if ``folder`` holds no complete one."""
 
         initial_load_model_only: bool = True
-        """Whether what ``initial_load_path`` names gives weights alone."""
+        """Whether only the weights of ``initial_load_path`` are loaded."""
+
+        last_save_model_only: bool = False
+        """Whether the last checkpoint of a run holds weights alone; such a run cannot go on with
+        more steps."""
+
+        keep_every: int = 0
+        """Multiples of this step are kept, beside the newest ``keep_latest_k``; 0 for none."""
+
+        verify: bool = True
+        """Whether each start reads the whole checkpoint and compares checksums; without it a
+        flipped bit is loaded."""
 
         damaged: str = "skip"
-        """A checkpoint whose files are not as they were written: ``skip`` goes on from the one
-        before it, ``error`` stops."""
+        """Start from a checkpoint whose checksums differ: ``skip`` takes the one before it,
+        ``error`` stops."""
 
         stop_seconds: int = 600
-        """How long ranks that are told to stop may take to save; then they end themselves."""
+        """Seconds that ranks have to save after a stop signal; then they end themselves."""
 
         def __post_init__(self) -> None:
             """Check the fields.
@@ -72,20 +88,26 @@ class CheckpointManager(titan.CheckpointManager):
                 raise ValueError(
                     f"checkpoint.stop_seconds: found {self.stop_seconds}, expected an integer >= 1"
                 )
-            if is_remote(self.folder):
+            if self.keep_every < 0 or self.keep_every % self.interval:
                 raise ValueError(
-                    f"checkpoint.folder: found {self.folder!r}, expected a folder of a file system"
+                    f"checkpoint.keep_every: found {self.keep_every}, expected a multiple of "
+                    f"checkpoint.interval, which is {self.interval}"
                 )
+            require_local("checkpoint.folder", self.folder)
             if self.initial_load_path and not is_remote(self.initial_load_path):
                 self.initial_load_path = str(Path(self.initial_load_path).absolute())
-            given = self.initial_load_model_only
+            model_only = self.initial_load_model_only
             if not (self.initial_load_path or self.initial_load_in_hf):
-                self.initial_load_model_only = False  # torchtitan warns of its own default
+                self.initial_load_model_only = False  # torchtitan warns about its own default.
             titan.CheckpointManager.Config.__post_init__(self)
-            self.initial_load_model_only = given
+            self.initial_load_model_only = model_only
 
     def __init__(self, config: Config, **parts: Any) -> None:
+        # DCP would write to an object store, where no resume looks.
+        require_local("dump_folder", parts.get("base_folder", ""))
         super().__init__(config, **parts)
+        self._verifies = config.verify
+        self._keep_every = config.keep_every
         self._skips_damaged = config.damaged == "skip"
         self._latest_step = -1
         self._step_under_way = -1
@@ -95,7 +117,7 @@ class CheckpointManager(titan.CheckpointManager):
         """Load the checkpoint of ``step``, by default the latest complete one, or initial weights.
 
         Raises:
-            ValueError: If a rank does not see the checkpoint that the first one found.
+            ValueError: On every rank, if a rank does not find the checkpoint of the first one.
         """
         if step == -1:
             self._latest_step = self._agree_on_latest_step()
@@ -107,16 +129,16 @@ class CheckpointManager(titan.CheckpointManager):
     def dcp_load(
         self, state_dict: dict[str, Any], checkpoint_id: str, from_hf: bool, from_quantized: bool
     ) -> None:
-        """Load what a checkpoint holds.
+        """Load a checkpoint.
 
         Raises:
-            ValueError: If it lacks something.
+            ValueError: If it lacks a key that this run needs.
         """
         if from_hf:
             super().dcp_load(state_dict, checkpoint_id, from_hf, from_quantized)
             return
         is_verified = checkpoint_id == self._create_checkpoint_id(self._latest_step)
-        loading.load(state_dict, checkpoint_id, verify=not is_verified)
+        loading.load(state_dict, checkpoint_id, verify=self._verifies and not is_verified)
         self.states[titan.MODEL].load_state_dict(state_dict)
 
     def dcp_save(
@@ -127,7 +149,7 @@ class CheckpointManager(titan.CheckpointManager):
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
     ) -> Any:
-        """As torchtitan, with checksums."""
+        """Save like torchtitan, with checksums."""
         if to_hf:
             return super().dcp_save(
                 state_dict, checkpoint_id, async_mode, enable_garbage_collection, to_hf
@@ -152,57 +174,62 @@ class CheckpointManager(titan.CheckpointManager):
         return self._latest_step
 
     def _agree_on_latest_step(self) -> int:
-        """The latest complete step that the first rank sees, undamaged; -1 where none is complete.
+        """The latest complete, undamaged step that the first rank finds; -1 for none.
 
         Raises:
-            ValueError: On every rank, if all are damaged, or one is and ``damaged`` says so.
+            ValueError: On every rank, if all are damaged, or one is and ``damaged`` is ``error``.
         """
-        found = [complete_steps(Path(self.folder))]
-        dist.broadcast_object_list(found, src=0)
+        shared = [complete_steps(Path(self.folder))]
+        dist.broadcast_object_list(shared, src=0)
+        (steps,) = shared
         incomplete = checkpoints(Path(self.folder))
-        if not found[0] and incomplete and dist.get_rank() == 0:
+        if not steps and incomplete and dist.get_rank() == 0:
             logger.warning(
                 "no checkpoint in %s is complete (a save was cut short: %s); the run starts anew",
                 self.folder,
                 ", ".join(f"step-{step}" for step in incomplete),
             )
-        for step in reversed(found[0]):
+        for step in reversed(steps):
             damage = self._agree_on_damage(step)
             if not damage:
                 return int(step)
-            told = f"{self._create_checkpoint_id(step)} is damaged: {damage}"
+            line = f"{self._create_checkpoint_id(step)} is damaged: {damage}"
             if not self._skips_damaged:
-                raise ValueError(f"{told}; checkpoint.damaged = 'skip' goes on from one before it")
+                raise ValueError(f"{line}; checkpoint.damaged = 'skip' goes on from one before it")
             if dist.get_rank() == 0:
-                logger.warning("%s; looking for one before it", told)
-        if found[0]:
+                logger.warning("%s; looking for one before it", line)
+        if steps:
             raise ValueError(
-                f"{told}, and no checkpoint before it can be read; expected one, or another "
+                f"{line}, and no checkpoint before it can be read; expected one, or another "
                 "checkpoint.folder to start anew"
             )
         return -1
 
     def _agree_on_damage(self, step: int) -> str:
-        """What the first rank that finds something finds wrong with a checkpoint; ranks share it.
+        """The first damage that ranks find in a checkpoint, whose files they share; or empty.
 
         Raises:
-            ValueError: If this rank does not see what the first one does.
+            ValueError: On every rank, if the folder is missing on any: a rank that raised alone
+                would leave the others waiting.
         """
-        folder = self._create_checkpoint_id(step)
+        folder = Path(self._create_checkpoint_id(step))
         rank, world_size = dist.get_rank(), dist.get_world_size()
-        damage: list[str] = [""] * world_size
-        seen = Path(folder).is_dir()
-        dist.all_gather_object(damage, find_damage(Path(folder), rank, world_size) if seen else "")
-        if not seen:
+        damage = None
+        if folder.is_dir():
+            damage = find_damage(folder, rank, world_size) if self._verifies else ""
+        damage_by_rank: list[str | None] = [""] * world_size
+        dist.all_gather_object(damage_by_rank, damage)
+        missing = [str(rank) for rank, damage in enumerate(damage_by_rank) if damage is None]
+        if missing:
             raise ValueError(
-                f"checkpoint.folder: found no step-{step} in {self.folder} on rank {rank}, "
-                "expected what the first rank sees there: checkpoints belong on a file system "
-                "that all ranks share"
+                f"checkpoint.folder: found no step-{step} in {self.folder} on rank(s) "
+                f"{', '.join(missing)}, expected it as on the first rank: checkpoints belong on a "
+                "file system that all ranks share"
             )
-        return next(filter(None, damage), "")
+        return next(filter(None, damage_by_rank), "")
 
     def _save(self, curr_step: int, last_step: bool = False) -> bool:
-        """Save where torchtitan would; returns whether it did.
+        """Save if torchtitan would; returns whether it did.
 
         Raises:
             CheckpointError: On every rank, if a rank could not write its part of this checkpoint
@@ -216,12 +243,12 @@ class CheckpointManager(titan.CheckpointManager):
         self.maybe_wait_for_saving()  # of the last checkpoint, whose step an error names
         self._step_under_way = curr_step
         if dist.get_rank() == 0:
-            # The coordinator, which hands out the work: nobody writes before.
+            # No rank writes before this one has handed out the work.
             for name in COMPLETE_FILES:
                 Path(self._create_checkpoint_id(curr_step), name).unlink(missing_ok=True)
         if self.async_mode == titan.AsyncMode.ASYNC_WITH_PINNED_MEM:
-            # PyTorch copies on a stream of its own, which waits for no other: it would read
-            # parameters and state that the last kernels of the step have yet to write.
+            # PyTorch copies on a stream that waits for no other: it would read parameters and
+            # state before the last kernels of the step have written them.
             torch.accelerator.synchronize()
         try:
             super()._save(curr_step, last_step)
@@ -230,16 +257,21 @@ class CheckpointManager(titan.CheckpointManager):
         self._saved_step = curr_step
         return True
 
+    @property
+    def saves(self) -> bool:
+        """Whether checkpoints are written."""
+        return self.enable and not self.load_only
+
     def save_and_wait(self, step: int) -> None:
-        """Save everything that a resume needs, unless ``step`` is saved, and wait for the disk.
+        """Save all state, unless ``step`` is saved, and wait for the disk.
 
         Raises:
-            CheckpointError: As for a save.
+            CheckpointError: A rank could not write its part.
         """
-        if not self.enable or self.load_only:
+        if not self.saves:
             return
         if self._saved_step != step:
-            # The last step of a run may save less, in another format.
+            # torchtitan's last save may be weights alone, in another format: no resume.
             self.last_save_model_only = self.last_save_in_hf = False
             self.save(step, last_step=True)
         self.maybe_wait_for_saving()
@@ -265,7 +297,8 @@ class CheckpointManager(titan.CheckpointManager):
             return
         current = self._step_under_way
         older = [step for step in complete_steps(Path(self.folder)) if step < current]
-        kept = {current, *older[-(self.keep_latest_k - 1) :]}
+        milestones = (step for step in older if self._keep_every and not step % self._keep_every)
+        kept = {current, *older[-(self.keep_latest_k - 1) :], *milestones}
         for step, folder in checkpoints(Path(self.folder)).items():
             if step < current and step not in kept:
                 self.purge_queue.put(str(folder))
@@ -275,8 +308,8 @@ def _reason(error: BaseException) -> str:
     """The failure below all wrappers, and the rank it happened on."""
     rank = ""
     if isinstance(error, CheckpointException) and error.failures:
-        number, (found, _) = min(error.failures.items(), key=lambda item: item[0])
-        rank, error = f" (on rank {number})", found
+        number, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+        rank, error = f" (on rank {number})", cause
     while error.__cause__ is not None:
         error = error.__cause__
     text = f"{type(error).__name__}: {error}"

@@ -21,7 +21,7 @@ from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.plugin import geometry, optimizers
 from torchtitan_ext.plugin.console import duration
 from torchtitan_ext.plugin.machine import cpu_is_needed, resident_peak
-from torchtitan_ext.runs.run_files import RunFiles
+from torchtitan_ext.runs.run_files import RunFiles, require_local
 
 progress = logging.getLogger("torchtitan_ext.progress")
 """Lines for the one who watches; see :mod:`torchtitan_ext.plugin.console`."""
@@ -60,6 +60,7 @@ class MetricsProcessor(titan.MetricsProcessor):
     _tracker: GeometryTracker | None = None
 
     def __init__(self, config: Config, **options: Any) -> None:
+        require_local("dump_folder", options["dump_folder"])
         super().__init__(config, **options)
         # torchtitan would hold any CPU against an A100; so it tells no share of peak flops.
         self.has_quantization |= cpu_is_needed()

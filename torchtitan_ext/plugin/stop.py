@@ -1,14 +1,9 @@
-"""Stop signals: torchtitan's trainer saves and leaves when it is told to stop."""
+"""Stop signals: torchtitan's trainer saves and leaves at the next step."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import os
-import signal
-import socket
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,68 +14,14 @@ from amo_dist.distributed.absence import name_absent
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import progress
 from torchtitan_ext.plugin.optimizers import check_last_update
-
-_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class StopRequest:
-    """Whether this process was told to stop; it then has a limited time to do so.
-
-    Schedulers announce a preemption by SIGTERM, and torchrun passes it on. A thread notices the
-    signal even where the main thread waits in a collective for a rank that is gone, and ends the
-    process when the time is over.
-
-    Args:
-        grace: Seconds from the signal to the end of the process.
-    """
-
-    def __init__(self, grace: float) -> None:
-        self._is_made = threading.Event()
-        self._grace = grace
-
-    def is_made(self) -> bool:
-        """Whether a signal has come."""
-        return self._is_made.is_set()
-
-    @contextlib.contextmanager
-    def listening(self) -> Iterator[None]:
-        """Take SIGTERM and SIGINT for the request while the context lasts; main thread only."""
-        inbox, outbox = socket.socketpair()
-        outbox.setblocking(False)
-        previous = {number: signal.signal(number, lambda *_: None) for number in _SIGNALS}
-        # The interpreter runs handlers between two of its instructions: never, in a collective.
-        # It writes a signal's number here at once.
-        previous_fd = signal.set_wakeup_fd(outbox.fileno(), warn_on_full_buffer=False)
-        is_over = threading.Event()
-        thread = threading.Thread(target=self._watch, args=(inbox, is_over), daemon=True)
-        thread.start()
-        try:
-            yield
-        finally:
-            signal.set_wakeup_fd(previous_fd)
-            for number, handler in previous.items():
-                signal.signal(number, handler)
-            is_over.set()
-            # A process that reads ahead has a copy, which a close here would leave open.
-            outbox.shutdown(socket.SHUT_WR)
-            outbox.close()
-            thread.join()
-            inbox.close()
-
-    def _watch(self, inbox: socket.socket, is_over: threading.Event) -> None:
-        while received := inbox.recv(1):
-            if received[0] in _SIGNALS:
-                self._is_made.set()
-                if not is_over.wait(self._grace):
-                    os._exit(128 + received[0])
-                return
+from torchtitan_ext.signals import StopRequest, stop_request
 
 
 class StopVote:
-    """Whether any rank was told to stop; one question at a time.
+    """Whether a signal asked any rank to stop; one question at a time.
 
     Args:
-        device: Of the collectives.
+        device: Device of the collectives.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -107,7 +48,7 @@ class StopVote:
 
 
 def install() -> None:
-    """Have torchtitan's trainer and its subclasses stop on a signal; a no-op when repeated.
+    """Make torchtitan's trainer and its subclasses stop on a signal; a no-op when repeated.
 
     SIGTERM or SIGINT on any rank ends training at the next step, after a checkpoint of it, on all
     ranks alike. An override is imported while torchtitan builds its trainer, whose class no
@@ -129,7 +70,7 @@ def _replacement(stock: Callable[..., Any], method: Callable[..., Any]) -> Calla
 
 
 def _train(stock: Callable[[Any], None], trainer: Any) -> None:
-    """Train to the end, or until told to stop.
+    """Train to the end, or to the step after a stop signal.
 
     Raises:
         AbsentRanksError: A collective failed as other ranks are gone or stopped; names them.
@@ -137,20 +78,18 @@ def _train(stock: Callable[[Any], None], trainer: Any) -> None:
     if not isinstance(trainer.checkpointer, CheckpointManager):
         stock(trainer)
         return
-    request = StopRequest(grace=float(trainer.config.checkpoint.stop_seconds))
-    vote = StopVote(trainer.device)
-    trainer.ballot = ballot = Ballot(request, vote)
-    with request.listening():
+    with stop_request() as request:
+        request.grace = float(trainer.config.checkpoint.stop_seconds)
+        trainer.ballot = ballot = Ballot(request, StopVote(trainer.device))
         try:
             stock(trainer)
             trainer.checkpointer.maybe_wait_for_saving()
-            check_last_update(trainer.optimizers)  # which no further step tells of
+            check_last_update(trainer.optimizers)  # no further step would report it
         except RuntimeError as error:
             name_absent(error, f"step {trainer.step}")
             raise
         if ballot.has_stopped:
-            saves = trainer.checkpointer.enable and not trainer.checkpointer.load_only
-            result = "saved" if saves else "not saved: checkpoints are off"
+            result = "saved" if trainer.checkpointer.saves else "not saved: checkpoints are off"
             progress.info("stopped at step %d, which is %s", trainer.step, result)
 
 
@@ -164,8 +103,8 @@ def _should_continue(stock: Callable[[Any], bool], trainer: Any) -> bool:
         trainer.checkpointer.save_and_wait(trainer.step)
         ballot.has_stopped = True
         return False
-    # Asked before a step, and heard after it: a wait here would leave the device idle while data
-    # is read.
+    # Ranks are asked before a step and answer after it: a wait would leave the device idle while
+    # data is read.
     ballot.ask()
     return True
 
@@ -174,7 +113,7 @@ class Ballot:
     """The question before each step whether ranks stop, and its answer after the step.
 
     Args:
-        request: Request of this process.
+        request: Stop request of this process.
         vote: Vote of all ranks.
 
     Attributes:
@@ -192,5 +131,6 @@ class Ballot:
         self._is_asked = True
 
     def stops(self) -> bool:
-        """Whether any rank was told to stop when all were last asked; False before that."""
+        """Whether any rank had a request when all were last asked; False before the first step."""
+        self._request.has_trained = self._is_asked
         return self._is_asked and self._vote.answer()

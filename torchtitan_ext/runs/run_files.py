@@ -1,4 +1,4 @@
-"""Files that a run writes into its dump folder, and the lock that makes it the only one to."""
+"""Files of a run's dump folder, and the lock that lets only one run write there."""
 
 from __future__ import annotations
 
@@ -15,44 +15,58 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TextIO
 
-from amo_dist.schedule.fields import fail, read_file
+from amo_dist.schedule.fields import fail, read_file, show
 from amo_dist.schedule.plan import PLAN_FILE, Plan
 from amo_dist.tools import files
 from amo_dist.tools.command import printable
-from amo_dist.tools.records import METRICS_FILE, append_records, drop_from, read_records
+from amo_dist.tools.records import METRICS_FILE, MOST_RECORDS, append_records, drop_from
 
 GEOMETRY_FILE = "geometry.jsonl"
 VALIDATION = "validation_loss"
-"""Field of a record of ``metrics.jsonl`` that is no logged step, but a validation after one."""
+"""Field by which a record of ``metrics.jsonl`` is a validation after a step, not a logged step."""
 RUN_FILE = "run.json"
 """The config of the run."""
 LOCK_FILE = "lock"
 _SECTIONS = ("model", "optimizer", "training", "checkpoint", "tokenizer")
-"""Those that tools look into."""
+"""Sections that tools read."""
 
 COMPLETE_FILES = (".metadata", "model.safetensors.index.json")
-"""Files that are written last: torchtitan takes a checkpoint for complete that has one of them."""
+"""Files that are written last: to torchtitan a checkpoint with one of them is complete."""
 
 
 LOCK_SECONDS = 120.0
-"""How long a rank waits for a lock; the others wait for it, and give it up after 300 s or more."""
+"""Seconds that a rank waits for a lock; the other ranks give this rank up after 300 s or more."""
+
+
+def require_local(field: str, folder: str) -> None:
+    """Check that a folder lies on a file system, where locks, records and resumes look.
+
+    Args:
+        field: Field of the config, for the error.
+        folder: Its value.
+
+    Raises:
+        ValueError: If it is the address of an object store, such as ``s3://``.
+    """
+    if "://" in folder:
+        raise ValueError(f"{field}: found {folder!r}, expected a folder of a file system")
 
 
 def lock(folder: Path, seconds: float = LOCK_SECONDS, *, reads: bool = False) -> TextIO:
     """Claim a dump folder; the claim ends with the process, or when the result is closed.
 
     Two runs in one folder would mix their checkpoints. Forked processes, which read data ahead and
-    may end later, do not share the claim. A claim from another host is waited for: it may be that
-    of a node that is dead, whose locks a file system of a network keeps for minutes, or of a run
-    that was told to stop and saves.
+    may end later, do not share the claim. This function waits for a claim from another host: a
+    network file system keeps the locks of a dead node for minutes, and a run that was stopped
+    saves.
 
     Args:
-        folder: Exists.
-        seconds: The longest wait.
-        reads: Only look, beside others who do, and leave no number and host.
+        folder: Existing dump folder.
+        seconds: Longest wait.
+        reads: Take a shared lock; do not write process id and host.
 
     Returns:
-        The open lock file, which holds the process's number and host.
+        The open lock file, which holds process id and host.
 
     Raises:
         ValueError: If a live process of this host holds the folder, another host holds it for
@@ -64,24 +78,24 @@ def lock(folder: Path, seconds: float = LOCK_SECONDS, *, reads: bool = False) ->
         raise ValueError(
             f"dump_folder: cannot write {folder / LOCK_FILE}: {error.strerror}"
         ) from None
-    start, lines = time.monotonic(), 0
+    start, num_lines = time.monotonic(), 0
     while not _claim(file, fcntl.LOCK_SH if reads else fcntl.LOCK_EX):
-        # Opened anew: a network's file system may hold an older content for an open file.
+        # The file is opened anew: a network file system may show old content of an open one.
         holder = printable(read_file(folder / LOCK_FILE).decode(errors="replace").strip())
-        told = f"{folder} is being written by process {holder}"
+        line = f"{folder} is being written by process {holder}"
         waited = time.monotonic() - start
-        is_here = _is_alive_here(holder)
-        if is_here or waited >= seconds:
+        is_alive = _is_alive_on_host(holder)
+        if is_alive or waited >= seconds:
             file.close()
             raise ValueError(
-                f"dump_folder: {told}; wait for it, end it, or use another folder"
-                if is_here
-                else f"dump_folder: {told}, after {waited:.0f} s; end it there, or use another "
+                f"dump_folder: {line}; wait for it, end it, or use another folder"
+                if is_alive
+                else f"dump_folder: {line}, after {waited:.0f} s; end it there, or use another "
                 "folder; where that host is dead, its file system frees the lock in a while"
             )
-        if waited >= 30 * lines:
-            lines += 1
-            print(f"{told}; waiting for it, at most {seconds:.0f} s", flush=True)
+        if waited >= 30 * num_lines:
+            num_lines += 1
+            print(f"{line}; waiting for it, at most {seconds:.0f} s", flush=True)
         time.sleep(min(1.0, seconds))
     if reads:
         return file
@@ -94,7 +108,7 @@ def lock(folder: Path, seconds: float = LOCK_SECONDS, *, reads: bool = False) ->
 
 
 def _claim(file: TextIO, kind: int) -> bool:
-    """Whether the lock is ours, or the file system knows no locks: then there is no guard."""
+    """Take the lock; True also on a file system without locks, which guards nothing."""
     try:
         fcntl.flock(file, kind | fcntl.LOCK_NB)
     except OSError as error:
@@ -102,13 +116,13 @@ def _claim(file: TextIO, kind: int) -> bool:
     return True
 
 
-def _is_alive_here(holder: str) -> bool:
-    """Whether ``<number> on <host>`` is a process of this machine."""
-    number, _, host = holder.partition(" on ")
-    if host != socket.gethostname() or not number.isdecimal():
+def _is_alive_on_host(holder: str) -> bool:
+    """Whether ``<process id> on <host>`` is a live process of this host."""
+    process, _, host = holder.partition(" on ")
+    if host != socket.gethostname() or not process.isdecimal():
         return False
     try:
-        os.kill(int(number), 0)
+        os.kill(int(process), 0)
     except (ProcessLookupError, OverflowError):
         return False
     except PermissionError:
@@ -127,7 +141,7 @@ def require_unlocked(folder: Path, seconds: float) -> None:
 
     Args:
         folder: The dump folder.
-        seconds: How long to wait for a run on another host.
+        seconds: Longest wait for a run on another host.
 
     Raises:
         ValueError: If one is.
@@ -140,7 +154,7 @@ def save_config(folder: Path, config: Mapping[str, Any]) -> None:
     """Write the config of a run into its dump folder.
 
     Args:
-        folder: Exists.
+        folder: Existing dump folder.
         config: Sections of fields, JSON values.
     """
     files.replace(folder / RUN_FILE, json.dumps(config, indent=1) + "\n")
@@ -154,17 +168,18 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     """
     file = folder / RUN_FILE
     try:
-        found = json.loads(read_file(file))
+        sections = json.loads(read_file(file))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: found {type(found).__name__}, expected an object of sections")
-    check_fields(str(file), found, {key: (dict, type(None)) for key in _SECTIONS})
-    return found
+    if not isinstance(sections, dict):
+        kind = type(sections).__name__
+        raise ValueError(f"{file}: found {kind}, expected an object of sections")
+    check_fields(str(file), sections, {key: (dict, type(None)) for key in _SECTIONS})
+    return sections
 
 
 def read_plan(folder: Path) -> Plan | None:
@@ -205,15 +220,15 @@ class RunFiles:
         """The record of the latest logged step."""
 
     def start(self, step: int, config: Mapping[str, Any] | None = None) -> None:
-        """Drop what earlier runs wrote for ``step`` and later ones.
+        """Drop records that earlier starts wrote from ``step`` on.
 
         Args:
-            step: The first one to come.
-            config: Of this run; takes the place of an earlier start's in ``run.json``.
+            step: First step of this start.
+            config: Config of this start, which replaces that in ``run.json``.
         """
         drop_from(self._metrics, step)
         self.last = next(reversed(read_metrics(self._folder).steps), None)
-        self._plan.unlink(missing_ok=True)  # comes back at the first log where there is one
+        self._plan.unlink(missing_ok=True)  # The first log writes a plan again, if there is one.
         if config is not None:
             save_config(self._folder, config)
 
@@ -227,7 +242,7 @@ class RunFiles:
         append_records(self._metrics, [{"step": step, VALIDATION: loss}])
 
     def save_plan(self, plan: str) -> bool:
-        """Write the plan; whether it is new to this object."""
+        """Write the plan, and return whether it differs from the last one."""
         if plan == self._saved_plan:
             return False
         files.replace(self._plan, plan + "\n")
@@ -235,38 +250,89 @@ class RunFiles:
         return True
 
     def close(self) -> None:
-        """Give the folder back."""
+        """Release the folder."""
         self._lock.close()
 
 
 class Metrics(NamedTuple):
-    """What ``metrics.jsonl`` holds."""
+    """Records of ``metrics.jsonl``."""
 
     steps: list[dict[str, Any]]
-    """A record of each logged step.
+    """Records of logged steps.
 
-    Each has a step, a phase (empty if unknown), ``num_steps_by_type`` and ``optimizer``. All else
-    is a number or ``None``.
+    A record has a step, a phase (empty if unknown), ``num_steps_by_type`` and ``optimizer``; its
+    other fields are numbers or ``None``.
     """
     validations: list[tuple[int, float]]
     """``(step, loss)`` of each validation whose loss is a number."""
+
+
+class MetricsReader:
+    """The metrics of a run that goes on; each read parses only lines that are new.
+
+    Args:
+        folder: The dump folder.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / METRICS_FILE
+        self._restart()
+
+    def _restart(self) -> None:
+        self._metrics = Metrics([], [])
+        self._num_bytes = self._num_lines = self._inode = 0
+
+    def read(self) -> Metrics:
+        """All metrics so far; none where the run has logged nothing.
+
+        A last line that is cut short, by a kill or by a write under way, is left for the next read.
+
+        Raises:
+            ValueError: The file cannot be read, a line is not a JSON object, or a field is of
+                another type.
+        """
+        try:
+            data = None
+            while data is None or self._path.stat().st_ino != self._inode:
+                status = self._path.stat()
+                # A start that resumes replaces the file, without the steps that it trains again.
+                if status.st_ino != self._inode or status.st_size < self._num_bytes:
+                    self._restart()
+                self._inode = status.st_ino
+                data = read_file(self._path, MOST_RECORDS, self._num_bytes)
+        except FileNotFoundError:
+            self._restart()
+            return self._metrics
+        except OSError as error:
+            raise ValueError(f"{self._path}: cannot be read: {error.strerror}") from None
+        *lines, cut_line = data.split(b"\n")
+        for line in lines:
+            self._num_lines += 1
+            self._add(f"{self._path}, line {self._num_lines}", line)
+        self._num_bytes += len(data) - len(cut_line)
+        return self._metrics
+
+    def _add(self, place: str, line: bytes) -> None:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:  # of JSON, and of UTF-8
+            raise ValueError(f"{place}: not JSON: {error}") from None
+        if not isinstance(record, dict):
+            raise ValueError(f"{place}: found {show(record)}, expected an object")
+        _check_record(place, record)
+        if VALIDATION not in record:
+            self._metrics.steps.append(record)
+        elif record[VALIDATION] is not None:
+            self._metrics.validations.append((record["step"], record[VALIDATION]))
 
 
 def read_metrics(folder: Path) -> Metrics:
     """The metrics of the run in a dump folder; none where it has logged nothing.
 
     Raises:
-        ValueError: As `read_records`, or a field is of another type.
+        ValueError: The file cannot be read, or a line is no such record.
     """
-    path = folder / METRICS_FILE
-    records = read_records(path)
-    for number, record in enumerate(records, start=1):
-        _check_record(f"{path}, line {number}", record)
-    losses = [(one["step"], one[VALIDATION]) for one in records if VALIDATION in one]
-    return Metrics(
-        [one for one in records if VALIDATION not in one],
-        [(step, loss) for step, loss in losses if loss is not None],
-    )
+    return MetricsReader(folder).read()
 
 
 NUMBER = (int, float, type(None))
@@ -275,31 +341,31 @@ NUMBER = (int, float, type(None))
 _FIELDS: dict[str, Any] = {"phase": str, "num_steps_by_type": dict, "optimizer": dict}
 
 
-def _check_record(where: str, record: dict[str, Any]) -> None:
+def _check_record(place: str, record: dict[str, Any]) -> None:
     record.update({key: record.get(key) or kind() for key, kind in _FIELDS.items()})
     kinds: dict[str, Any] = dict.fromkeys(record, NUMBER)
     if "changes" in record:
         kinds["changes"] = list
-    check_fields(where, record, kinds | _FIELDS | {"step": int})
+    check_fields(place, record, kinds | _FIELDS | {"step": int})
     for key in ("num_steps_by_type", "optimizer"):
-        check_fields(f"{where}: {key}", record[key], dict.fromkeys(record[key], NUMBER))
+        check_fields(f"{place}: {key}", record[key], dict.fromkeys(record[key], NUMBER))
     for change in record.get("changes", ()):
-        check_fields(where, {"changes": change}, {"changes": dict})
+        check_fields(place, {"changes": change}, {"changes": dict})
         change_fields = {"step": int, "phase": str, "num_steps_by_type": dict}
-        check_fields(f"{where}: changes", change, change_fields)
+        check_fields(f"{place}: changes", change, change_fields)
 
 
-def check_fields(where: str, record: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+def check_fields(place: str, record: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
     """Check the types of some fields of a record.
 
     Raises:
         ValueError: One is of another type, or missing where ``None`` is none of its types.
     """
     for key, kind in kinds.items():
-        if not isinstance(found := record.get(key), kind):
+        if not isinstance(value := record.get(key), kind):
             kinds_of = kind if isinstance(kind, tuple) else (kind,)
-            expected = " or ".join(one.__name__ for one in kinds_of if one is not type(None))
-            fail(f"{where}: {key}", found, expected)
+            expected = " or ".join(kind.__name__ for kind in kinds_of if kind is not type(None))
+            fail(f"{place}: {key}", value, expected)
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -313,8 +379,9 @@ def checkpoint_step(checkpoint: Path) -> int | None:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder by step, in order; those that were cut short included."""
-    found = {checkpoint_step(path): path for path in folder.glob("step-*")}
-    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+    path_by_step = {checkpoint_step(path): path for path in folder.glob("step-*")}
+    steps = sorted(step for step in path_by_step if step is not None)
+    return {step: path_by_step[step] for step in steps}
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -340,9 +407,9 @@ def find_checkpoint(path: Path) -> Path:
         return path
     config = read_config(path) or {}
     folder = path / str((config.get("checkpoint") or {}).get("folder", "checkpoint"))
-    for one in (folder, path):
-        if steps := complete_steps(one):
-            return one / f"step-{max(steps)}"
+    for parent in (folder, path):
+        if steps := complete_steps(parent):
+            return parent / f"step-{max(steps)}"
     raise ValueError(
         f"checkpoint: found no complete one in {path}, expected step-<n> or the dump folder of a "
         "run that has saved"

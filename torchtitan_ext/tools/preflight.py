@@ -78,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
     report: dict[str, Any] = {}
     if not problems:
         report = build(config, args.world, args.gpus_per_node, args.plan)
+        report["notes"] += preflight_checks.timeout_notes(config)
         lacks = preflight_here.lacks(config)
         if args.elsewhere:
             report["notes"] += [f"on this machine: {one}" for one in lacks]

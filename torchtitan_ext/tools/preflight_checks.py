@@ -11,7 +11,7 @@ from torchtitan_ext.plugin import models
 from torchtitan_ext.tools.preflight_memory import check_memory, checkpoint_sizes
 
 DISK_GB_PER_S = 1.0
-"""What all ranks together are taken to write to a file system that they share."""
+"""Write speed that notes assume of a shared file system; real ones write 1 to 100 times as fast."""
 
 
 def config_file(args: Sequence[str]) -> str:
@@ -64,7 +64,6 @@ def check(config: Any, world_size: int, memory_gb: float | None = None) -> list[
         collect(problems, one)
     if memory_gb is not None and not problems:  # for what fits together otherwise
         collect(problems, lambda: check_memory(config, degrees(config, world_size), memory_gb))
-        collect(problems, lambda: _check_timeouts(config))
     return list(dict.fromkeys(problems))
 
 
@@ -118,24 +117,25 @@ def _check_batch(config: Any, found: Mapping[str, int]) -> None:
         )
 
 
-def _check_timeouts(config: Any) -> None:
-    """What ranks wait for one another through must end before they give one another up."""
+def timeout_notes(config: Any) -> list[str]:
+    """Notes on limits within which a checkpoint has to be written, on a slow file system."""
     if not config.checkpoint.enable:
-        return
+        return []
     size = checkpoint_sizes(config)["checkpoint_bytes"]
     seconds = size / (DISK_GB_PER_S * 1e9)
-    written = (
-        f"expected more than the {seconds:.0f} s in which a checkpoint of {size / 1e9:.1f} GB is "
-        f"written at {DISK_GB_PER_S} GB/s"
-    )
-    timeout = config.comm.train_timeout_seconds
-    if timeout <= seconds and config.checkpoint.async_mode == "disabled":
-        raise ValueError(
-            f"comm.train_timeout_seconds: found {timeout}, {written} (or checkpoint.async_mode = "
-            "'async')"
-        )
-    if (grace := config.checkpoint.stop_seconds) <= seconds:
-        raise ValueError(f"checkpoint.stop_seconds: found {grace}, {written}")
+    notes = []
+    # With every async_mode the last save, and that of a stop, is one that ranks wait for.
+    limits = {
+        "checkpoint.stop_seconds": config.checkpoint.stop_seconds,
+        "comm.train_timeout_seconds": config.comm.train_timeout_seconds,
+    }
+    for field, limit in limits.items():
+        if limit <= seconds:
+            notes.append(
+                f"{field} = {limit}: a checkpoint of {size / 1e9:.1f} GB needs more than "
+                f"{size / 1e9 / limit:.1f} GB/s; at {DISK_GB_PER_S} GB/s it takes {seconds:.0f} s"
+            )
+    return notes
 
 
 def _check_schedule(config: Any) -> None:

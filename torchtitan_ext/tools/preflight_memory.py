@@ -71,7 +71,10 @@ def checkpoint_sizes(config: Any) -> dict[str, int]:
     if section.enable:
         saved = steps // section.interval + (steps % section.interval != 0)
     params, state = held_bytes(config, 1)
-    kept = min(saved, section.keep_latest_k) if section.keep_latest_k else saved
+    kept = saved
+    if section.keep_latest_k:
+        milestones = steps // section.keep_every if section.keep_every else 0
+        kept = min(saved, section.keep_latest_k + milestones)
     return {
         "checkpoint_bytes": params + state,
         "checkpoints_saved": saved,

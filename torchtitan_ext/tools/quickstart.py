@@ -12,6 +12,7 @@ from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
 from amo_dist.tools.records import METRICS_FILE
 from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs.run_files import read_metrics, read_plan, require_unlocked
+from torchtitan_ext.signals import STOPPED
 from torchtitan_ext.tools import train
 
 CONFIG = Path(__file__).resolve().parents[2] / "configs" / "quickstart.toml"
@@ -37,8 +38,7 @@ def run(args: argparse.Namespace) -> int:
     """Start the run or go on with it, and print the result.
 
     Returns:
-        0, 130 where training was told to stop before its end, or the exit status of the rank that
-        failed first.
+        The status of :func:`train.start`: 75 where training was stopped before its end.
 
     Raises:
         ValueError: For a config that cannot work, or that is not the one of the run in its folder.
@@ -60,13 +60,10 @@ def run(args: argparse.Namespace) -> int:
         _announce(folder.path, step, steps, num_ranks)
         start = time.monotonic()
         status = train.start(arguments, config, num_ranks)
-        if 0 < status < 128:
-            return status
-        # Ranks that are told to stop save, and end well: only what they have saved tells.
-        saves = config.checkpoint.enable and not config.checkpoint.load_only
-        if status or (saves and folder.latest_step() < steps):
+        if status == STOPPED or status >= 128:
             _tell_stop(folder.latest_step(), steps)
-            return 130
+        if status:
+            return status
         print(f"Trained in {time.monotonic() - start:.0f} s.")
     _summarize(config, folder.checkpoints)
     return 0

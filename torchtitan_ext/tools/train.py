@@ -1,7 +1,8 @@
 """``amo train``: where every training starts.
 
-A config is checked, text is tokenized, and torchrun's launcher starts the ranks of this node, each
-as ``python -m torchtitan_ext.train``. Under torchrun itself the command is one of its ranks.
+The command checks a config and tokenizes its text; torchrun's launcher then starts the ranks of
+this node, each as ``python -m torchtitan_ext.train``. Under torchrun itself the command is one of
+its ranks.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from amo_dist.tools.command import MOST_RANKS, MOST_WORLD, Subparsers, whole
 from torchtitan_ext import environment, train
 from torchtitan_ext.plugin import machine
 from torchtitan_ext.runs.folder import LOGS
-from torchtitan_ext.runs.run_files import require_unlocked
+from torchtitan_ext.runs.run_files import complete_steps, require_unlocked
+from torchtitan_ext.signals import OUTCOME_FILE, STOPPED
 
 ALONE = {
     "RANK": "0",
@@ -36,10 +38,10 @@ ALONE = {
     "MASTER_ADDR": "localhost",
     "MASTER_PORT": "0",  # any free one
 }
-"""What torchrun would tell a rank, for one that nothing has told anything."""
+"""Environment that torchrun would set for the only rank of a run."""
 
 RANK = ("-u", "-m", "torchtitan_ext.train")
-"""What Python runs as a rank."""
+"""Arguments of Python that start a rank."""
 
 NUMA = ("node", "socket", "exclusive", "core-complex")
 """Modes of torchrun's ``--numa-binding``."""
@@ -50,31 +52,41 @@ def add_command(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "train",
         help="check a config and train it, on this node or on several",
-        description="Check what a TOML file says and train it, on the GPUs of this node or on two "
-        "CPU ranks; as many as its batch can be dealt to. On several nodes the same command is "
-        "given on each of them. Under torchrun, as one of its ranks.",
+        description="Check a TOML file and train it, on the GPUs of this node or on two CPU ranks, "
+        "at most as many as divide its global batch. On several nodes start the same command on "
+        "each of them. Under torchrun it is one of the ranks. Exit status 75: the run was stopped, "
+        "and the same command goes on.",
         epilog="Other options go to torchtitan, e.g. --training.steps 200 --optimizer.lr 2e-3.",
     )
-    parser.add_argument("config", metavar="FILE", help="TOML file, such as those of configs")
+    parser.add_argument("config", metavar="FILE", help="TOML file, such as those in configs")
     parser.add_argument(
-        "--ranks", type=whole(1, MOST_RANKS), help="processes of a node; 1 trains in this one"
+        "--ranks", type=whole(1, MOST_RANKS), help="processes per node; 1 trains in this process"
     )
     parser.add_argument(
         "--nodes",
         type=whole(1, MOST_WORLD),
-        help="nodes of the run, on whose accelerators all ranks run (AMO_DEVICE=cpu: on CPUs)",
+        help="nodes of the run; each needs accelerators (or AMO_DEVICE=cpu)",
     )
     parser.add_argument(
-        "--head", metavar="HOST:PORT", help="where nodes meet: one of them, and a port free there"
+        "--head",
+        metavar="HOST:PORT",
+        help="address at which nodes meet: one of them, and a free port of it",
     )
     parser.add_argument(
-        "--run-id", default="amo", help="tells this run from others that meet at --head"
+        "--run-id",
+        default="amo",
+        help="name that keeps this run apart from others that meet at --head",
     )
     parser.add_argument(
         "--restarts",
         type=whole(0, 1000),
         default=0,
-        help="how often all ranks are started again after one failed (default 0)",
+        help="most restarts of all ranks after one failed (default 0)",
+    )
+    parser.add_argument(
+        "--newest-step",
+        action="store_true",
+        help="check the file, print the step of the newest complete checkpoint (or 0), and end",
     )
     parser.add_argument(
         "--numa-binding", choices=NUMA, help="CPUs of a rank, near its GPU, as torchrun binds them"
@@ -86,17 +98,21 @@ def run(args: argparse.Namespace) -> int:
     """Train for parsed arguments.
 
     Returns:
-        As :func:`start`; 2 for mistakes, which are told all at once.
+        The status of :func:`start`; 2 for mistakes, which are reported all at once.
 
     Raises:
         ValueError: For a file that is no TOML, a folder that another run writes into, a number of
             ranks that cannot work, or a node that cannot meet others.
     """
+    from torchtitan_ext.tools import preflight_checks
+
     arguments = ["--job.config_file", args.config, *args.overrides]
     if "RANK" in os.environ:  # torchrun's
         return _train(arguments)
-    from torchtitan_ext.tools import preflight_checks
-
+    if args.newest_step:
+        config = preflight_checks.load(arguments)
+        print(max(complete_steps(Path(config.dump_folder, config.checkpoint.folder)), default=0))
+        return 0
     nodes, head = args.nodes or 1, args.head or "localhost:0"
     if not head.rpartition(":")[2].isdecimal() or (nodes > 1 and not args.head):
         raise ValueError(f"--head: found {args.head!r}, expected host:port of one of the nodes")
@@ -119,8 +135,8 @@ def run(args: argparse.Namespace) -> int:
         _tokenize_first(config)
         os.environ.update(ALONE | {k: v for k, v in os.environ.items() if k in ALONE})
         return _train(arguments)
-    where = f" on {nodes} nodes" if nodes > 1 else ""
-    print(f"Training on {ranks * nodes} ranks{where}, in {folder}.", flush=True)
+    on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
+    print(f"Training on {ranks * nodes} ranks{on_nodes}, in {folder}.", flush=True)
     return start(
         arguments,
         config,
@@ -134,12 +150,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def find_problems(config: Any, ranks: int, nodes: int = 1) -> list[str]:
-    """What is wrong with a config on this node, or else what this machine lacks; a line each.
+    """List mistakes of a config on this node, or else what this machine lacks.
 
     Args:
-        config: Parsed; what follows from other fields is filled in.
-        ranks: Processes of a node.
-        nodes: Of the run.
+        config: Parsed config; fields that follow from others are filled in.
+        ranks: Processes per node.
+        nodes: Number of nodes of the run.
     """
     from torchtitan_ext.tools import preflight_checks, preflight_here
 
@@ -158,23 +174,23 @@ def start(
     restarts: int = 0,
     numa_binding: str | None = None,
 ) -> int:
-    """Start the ranks of this node by torchrun's launcher, and tell in one line why they failed.
+    """Start the ranks of this node by torchrun's launcher, and report a failure in one line.
 
     Args:
-        arguments: Of torchtitan.
-        config: Theirs, checked; its dump folder gets what ranks write to standard error.
+        arguments: Arguments of torchtitan.
+        config: Checked config of the arguments; its dump folder gets the logs of the ranks.
         ranks: Processes of this node.
-        nodes: Of the run.
-        head: ``host:port`` where they meet.
-        run_id: The same on all of them.
-        restarts: How often all ranks are started again after a failure, a mistake that only a rank
-            can see included: torchrun knows no difference.
+        nodes: Number of nodes of the run.
+        head: ``host:port`` at which the nodes meet.
+        run_id: Name of the run, the same on all nodes.
+        restarts: Most restarts of all ranks after a failure. A mistake that only a rank can see
+            is restarted, too: torchrun knows no difference.
         numa_binding: One of `NUMA`.
 
     Returns:
-        0 where training is done, or was told to stop and every rank has saved and left; else the
-        status of the rank that failed first, 1 where it had none, or 128 and the number of the
-        signal where ranks that were told to stop did not end well in time.
+        0 where training is done; 75 where it was stopped, all ranks have saved, and the same
+        command goes on; 143 (or 128 and the signal's number) where a stop did not save; else the
+        status of the rank that failed first, 1 where it had none.
     """
     from torch.distributed import DistError
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException, Std
@@ -183,10 +199,11 @@ def start(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     from torch.numa.binding import AffinityMode, NumaOptions
 
-    if nodes == 1:  # of several, the first rank does so while the others wait
+    if nodes == 1:  # On several nodes the first rank tokenizes while the others wait.
         _tokenize_first(config)
     environment.settle(ranks)
-    # Also at a restart, when a device may be gone.
+    os.environ[train.LAUNCHER] = str(os.getpid())
+    # A rank that finds no device at a restart must fail, instead of training on its CPU.
     os.environ.setdefault("AMO_DEVICE", machine.device_type())
     host = socket.gethostname().partition(".")[0]
     logs = Path(config.dump_folder, LOGS, f"{time.strftime('%Y%m%d-%H%M%S')}-{host}")
@@ -201,7 +218,7 @@ def start(
         run_id=run_id,
         rdzv_backend="c10d",
         rdzv_endpoint=head,
-        local_addr="localhost" if nodes == 1 else None,  # whatever a machine calls itself
+        local_addr="localhost" if nodes == 1 else None,  # The host's name may not resolve.
         max_restarts=restarts,
         logs_specs=DefaultLogsSpecs(str(logs), redirects=to_files),
         numa_options=NumaOptions(AffinityMode(numa_binding)) if numa_binding else None,
@@ -213,51 +230,70 @@ def start(
         with _launchers_log(logs):
             done = elastic_launch(launch, sys.executable)(*RANK, *arguments)
         if len(done) == ranks:
-            return 0
-        reason, status = (
-            "error: ranks neither ended nor failed: they hang in the kernel",
-            train.FAILED,
-        )
+            return _end(logs, ranks, 0)
+        reason, status = "error: some ranks did not exit after SIGKILL", train.FAILED
     except ChildFailedError as error:
         reason, status = explain(error.failures)
     except SignalException as error:
-        if _ended_well(logs, ranks):
-            return 0
         status = 128 + error.sigval
+        if _outcomes(logs, ranks):
+            return _end(logs, ranks, status)
         reason = f"error: stopped by {error.sigval.name}, and not every rank saved and left within "
         reason += f"checkpoint.stop_seconds = {stop_seconds}"
     except (RendezvousError, DistError) as error:
-        what = " ".join(str(error).split()) or type(error).__name__
-        reason = f"error: no meeting of all nodes at {head}: {what}; another node may tell why"
+        cause = " ".join(str(error).split()) or type(error).__name__
+        reason = f"error: not all nodes met at {head}: {cause}; another node may print why"
         status = train.FAILED
     print(f"{reason}; logs: {logs}", file=sys.stderr)
     return status
 
 
-def explain(failures: Mapping[int, Any]) -> tuple[str, int]:
-    """Why ranks failed, in one line, and the exit status that says so.
+def _end(logs: Path, ranks: int, status: int) -> int:
+    """Exit status of a run whose ranks ended in order; ``status`` where a stop saved nothing."""
+    outcomes = _outcomes(logs, ranks)
+    if "unsaved" in outcomes:
+        print("error: stopped, and nothing is saved: checkpoints are off", file=sys.stderr)
+        return status or train.UNSAVED
+    if "stopped" in outcomes:
+        print("Stopped; the same command goes on.", flush=True)
+        return STOPPED
+    return 0
 
-    A user's mistake comes first, then who was killed, then who failed first; who misses another
-    rank has the least to tell.
+
+def _outcomes(logs: Path, ranks: int) -> set[str]:
+    """Outcomes of the ranks of the start in which each rank left one; empty if none did."""
+    for start_folder in logs.glob("*/attempt_*"):
+        files = [*start_folder.glob(f"*/{OUTCOME_FILE}")]
+        if len(files) == ranks:
+            return {file.read_text() for file in files}
+    return set()
+
+
+def explain(failures: Mapping[int, Any]) -> tuple[str, int]:
+    """The reason why ranks failed, in one line, and the exit status.
+
+    A user's mistake comes first, then a rank that was killed, then the rank that failed first. A
+    rank that only misses another one comes last.
 
     Args:
-        failures: torch's ``ProcessFailure`` by rank.
+        failures: ``ProcessFailure`` of torch by rank.
     """
 
     def order(rank: int) -> tuple[object, ...]:
-        one = failures[rank]
-        # torchrun ends ranks by SIGTERM; who was killed otherwise dragged them along.
-        was_killed = one.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-        is_lost = DID_NOT_ANSWER in _told(one)
-        return one.exitcode != train.USER_ERROR, not was_killed, is_lost, one.timestamp, rank
+        failure = failures[rank]
+        # torchrun ends the other ranks by SIGTERM, so another signal was the first failure.
+        was_killed = failure.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
+        is_lost = DID_NOT_ANSWER in _message(failure)
+        is_mistake = failure.exitcode == train.USER_ERROR
+        return not is_mistake, not was_killed, is_lost, failure.timestamp, rank
 
     rank = min(failures, key=order)
     status = failures[rank].exitcode
-    return f"error (rank {rank}): {_told(failures[rank])}", max(status, train.FAILED)
+    return f"error (rank {rank}): {_message(failures[rank])}", max(status, train.FAILED)
 
 
-def _told(failure: Any) -> str:
-    """What a rank has left as its error, or how it ended."""
+def _message(failure: Any) -> str:
+    """The error that a rank has left, or the status or signal by which it ended."""
     if isinstance(failure.message, dict):
         message = " ".join(str(failure.message.get("message")).split())[:400]
         is_mistake = failure.exitcode == train.USER_ERROR
@@ -268,15 +304,9 @@ def _told(failure: Any) -> str:
     return f"ended by {name}{'; its memory may have run out' if name == 'SIGKILL' else ''}"
 
 
-def _ended_well(logs: Path, ranks: int) -> bool:
-    """Whether each rank of the last start ended well, as it has left a file to say so."""
-    starts = logs.glob("*/attempt_*")
-    return any(len([*one.glob(f"*/{train.ENDED}")]) == ranks for one in starts)
-
-
 @contextmanager
 def _launchers_log(folder: Path) -> Iterator[None]:
-    """Have torchrun's own log, a screen for each failure, in a file; and its signals given back."""
+    """Write torchrun's own log, a screen per failure, to a file; restore its signal handlers."""
     log = logging.getLogger("torch.distributed.elastic")
     handler = logging.FileHandler(folder / "torchrun.txt")
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
@@ -288,8 +318,8 @@ def _launchers_log(folder: Path) -> Iterator[None]:
         log.removeHandler(handler)
         log.propagate = True
         handler.close()
-        for number, how in before.items():
-            signal.signal(number, how)
+        for number, handler_before in before.items():
+            signal.signal(number, handler_before)
 
 
 def _tokenize_first(config: Any) -> None:
@@ -303,7 +333,7 @@ def _train(arguments: list[str]) -> int:
     try:
         return train.main(arguments)
     except (OSError, ValueError):
-        # No mistake of the user's, those are told already: the front door would hide where it is.
+        # Mistakes of the user are explained already; the front door would drop the traceback.
         traceback.print_exc()
         return 1
 
@@ -313,10 +343,10 @@ def _num_gpus() -> int:
     return 0 if machine.cpu_is_needed() else torch.cuda.device_count()
 
 
-def _pick(given: int | None, nodes: int | None, config: Any) -> int:
-    """Processes of this node: as asked for, or else the most that a config fits.
+def _pick(ranks: int | None, nodes: int | None, config: Any) -> int:
+    """Processes of this node: ``--ranks``, or the most that divide the global batch.
 
-    Among several nodes all GPUs count: one that sees fewer than others must not train along.
+    On several nodes all GPUs count: a node that sees fewer than the others must not train.
 
     Raises:
         ValueError: For a number above that of the GPUs, or for a node of several without any.
@@ -329,12 +359,12 @@ def _pick(given: int | None, nodes: int | None, config: Any) -> int:
             f"AMO_DEVICE: found no accelerator on {socket.gethostname()}, expected one (nvidia-smi "
             "shows what the driver sees); AMO_DEVICE=cpu trains on CPUs"
         )
-    if given is not None:
-        if gpus and given > gpus:
+    if ranks is not None:
+        if gpus and ranks > gpus:
             raise ValueError(
-                f"--ranks: found {given}, expected 1 to {gpus}, the GPUs of {socket.gethostname()}"
+                f"--ranks: found {ranks}, expected 1 to {gpus}, the GPUs of {socket.gethostname()}"
             )
-        return given
+        return ranks
     most = gpus or 2
     if nodes:
         return most
@@ -343,7 +373,7 @@ def _pick(given: int | None, nodes: int | None, config: Any) -> int:
 
 
 def _memory_gb(num_ranks: int) -> float:
-    """The memory that a rank of this machine has, in 1e9 bytes."""
+    """Memory per rank of this machine, in 1e9 bytes."""
     if _num_gpus():
         return torch.cuda.get_device_properties(0).total_memory / 1e9
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks / 1e9

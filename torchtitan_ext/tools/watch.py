@@ -17,7 +17,7 @@ from amo_dist.config import sort_operator_types
 from amo_dist.tools.command import Subparsers, positive, printable
 from torchtitan_ext.plugin.console import duration
 from torchtitan_ext.runs import costs
-from torchtitan_ext.runs.run_files import Metrics, read_metrics
+from torchtitan_ext.runs.run_files import Metrics, MetricsReader
 
 Record = Mapping[str, Any]
 
@@ -66,9 +66,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(folder: Path, out: TextIO, *, follows: bool, interval: float) -> None:
     in_place = out.isatty() and os.environ.get("TERM") != "dumb"
-    shown = 0
+    reader, shown = MetricsReader(folder), 0
     while True:
-        metrics = read_metrics(folder)
+        metrics = reader.read()
         records = metrics.steps
         step = records[-1]["step"] if records else 0
         if in_place or step != shown or shown == 0:
@@ -91,8 +91,8 @@ def view(name: str, metrics: Metrics, *, width: int = 80) -> list[str]:
     """The lines to show.
 
     Args:
-        name: Of the run.
-        metrics: Of the run.
+        name: Name of the run.
+        metrics: Metrics of the run.
         width: Columns; longer lines are cut.
     """
     records = metrics.steps

@@ -30,6 +30,13 @@ def add_doctor_command(subparsers: Subparsers) -> None:
         epilog="example: torchrun --nproc-per-node 8 -m amo_dist doctor "
         "--json doctor.json; launch/doctor.sh runs this on a node or under Slurm",
     )
+    parser.add_argument(
+        "--probe",
+        type=Path,
+        metavar="FOLDER",
+        help="only the checks of a minute before training: one Newton-Schulz, the disk of FOLDER, "
+        "an all-reduce",
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
     parser.add_argument(
         "--seconds",
@@ -47,9 +54,9 @@ def run_doctor(args: argparse.Namespace) -> int:
         1 on rank 0 if a check failed, else 0.
     """
     # Imported here, because other commands need not wait for these modules.
-    from amo_dist.tools.doctor import machine, optimizer
+    from amo_dist.tools.doctor import machine, optimizer, probe
     from amo_dist.tools.doctor.examination import Examination, Verdict
-    from amo_dist.tools.doctor.site import Fault, join
+    from amo_dist.tools.doctor.site import Fault, join, name_ranks
 
     is_first = os.environ.get("RANK", "0") == "0"
     if is_first and args.json is not None:
@@ -68,6 +75,8 @@ def run_doctor(args: argparse.Namespace) -> int:
         print_first(missing)
         return _write(args.json if is_first else None, "", [missing])
     print_first(f"amo doctor: {site}")
+    for host, ranks in zip(site.hosts, site.nodes, strict=False):
+        print_first(f"node {host}: {name_ranks(ranks)}")
     logger = logging.getLogger("amo_dist")
     level = logger.level
     examination = Examination(
@@ -75,7 +84,10 @@ def run_doctor(args: argparse.Namespace) -> int:
     )
     logger.setLevel(logging.ERROR)  # checks provoke its warnings
     try:
-        examination.run([*machine.checks(site), *optimizer.checks(site)])
+        if args.probe is None:
+            examination.run([*machine.checks(site), *optimizer.checks(site)])
+        else:
+            examination.run(probe.checks(site, args.probe))
     finally:
         logger.setLevel(level)
     status = _write(args.json, str(site), examination.verdicts) if is_first else 0

@@ -30,6 +30,7 @@ class Site:
         rank: Rank of this process.
         nodes: Ranks of each node.
         device: Device of this rank: ``cuda`` with its index, or ``cpu``.
+        hosts: Host of each node, where there are several.
         control: Group of all ranks on the CPU that no check uses; None on one rank.
         store: Store of all ranks that nothing else uses; None on one rank.
     """
@@ -37,6 +38,7 @@ class Site:
     rank: int
     nodes: tuple[tuple[int, ...], ...]
     device: torch.device
+    hosts: tuple[str, ...] = ()
     control: dist.ProcessGroup | None = None
     store: Any = None
 
@@ -114,7 +116,7 @@ def join(seconds: float) -> Site:
             store, rank, world_size = next(rendezvous("env://", timeout=meeting))
         except RuntimeError as error:
             raise Fault(f"the ranks did not meet: {error}") from error
-    site = Site(rank, (tuple(range(world_size)),), device, None, store)
+    site = Site(rank, (tuple(range(world_size)),), device, store=store)
     # A group with a missing or unlike rank could wait for good; hence the roll call comes first.
     call_roll(site, problem)
     if store is None:
@@ -135,10 +137,12 @@ def make_site(site: Site, node: str) -> Site:
     """
     timeout = datetime.timedelta(seconds=MEETING_SECONDS)
     site = dataclasses.replace(site, control=dist.new_group(backend="gloo", timeout=timeout))
-    ranks_by_node: dict[str, list[int]] = {}
-    for rank, name in enumerate(site.gather(node)):
-        ranks_by_node.setdefault(name, []).append(rank)
-    return dataclasses.replace(site, nodes=tuple(map(tuple, ranks_by_node.values())))
+    ranks_by_node: dict[tuple[str, str], list[int]] = {}
+    for rank, (name, host) in enumerate(site.gather((node, socket.gethostname()))):
+        ranks_by_node.setdefault((name, host), []).append(rank)
+    nodes = tuple(map(tuple, ranks_by_node.values()))
+    hosts = tuple(host for _, host in ranks_by_node) if len(nodes) > 1 else ()
+    return dataclasses.replace(site, nodes=nodes, hosts=hosts)
 
 
 def _take_device() -> tuple[torch.device, str]:
