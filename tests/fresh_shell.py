@@ -72,7 +72,10 @@ def main() -> int:
     args = parser.parse_args()
     subprocess.run(["git", "clone", "--quiet", str(ROOT), str(args.folder)], check=True)
     steps = in_order((args.folder / "README.md").read_text(), args.torch)
-    kept = {name: os.environ[name] for name in ("HOME", "PATH", "LANG") if name in os.environ}
+    wanted = re.compile(
+        "HOME|PATH|LANG|PIP_.*"
+    )  # the shell of a login, and how pip finds its index
+    kept = {name: value for name, value in os.environ.items() if wanted.fullmatch(name)}
     kept["PATH"] = os.pathsep.join(
         part for part in kept["PATH"].split(os.pathsep) if part != str(Path(sys.executable).parent)
     )
