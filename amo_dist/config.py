@@ -7,7 +7,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 OPERATOR_TYPES = ("attn_q", "attn_k", "attn_v", "attn_o", "mlp_gate", "mlp_up", "mlp_down")
 """Types of a dense decoder, in their declared order."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import re
 import subprocess
@@ -15,17 +16,18 @@ from tests.source_tree import FOLDERS, ROOT, imports, module_name, package_of, r
 
 BOTTOM = ("schedule", "kernels", "distributed", "operators")
 MIDDLE = ("engine", "state")
+BASE = ("config", "compat")
 BELOW: dict[str, tuple[str, ...]] = {
-    "config": (),
-    **dict.fromkeys(BOTTOM, ("config",)),
-    **dict.fromkeys(MIDDLE, ("config", *BOTTOM)),
-    "optimizers": ("config", *BOTTOM, *MIDDLE),
-    "tools": ("config", *BOTTOM, *MIDDLE, "optimizers"),
-    "": ("config", *BOTTOM, *MIDDLE, "optimizers", "tools"),
-    "__main__": ("config", *BOTTOM, *MIDDLE, "optimizers", "tools", ""),
+    **dict.fromkeys(BASE, ()),
+    **dict.fromkeys(BOTTOM, BASE),
+    **dict.fromkeys(MIDDLE, (*BASE, *BOTTOM)),
+    "optimizers": (*BASE, *BOTTOM, *MIDDLE),
+    "tools": (*BASE, *BOTTOM, *MIDDLE, "optimizers"),
+    "": (*BASE, *BOTTOM, *MIDDLE, "optimizers", "tools"),
+    "__main__": (*BASE, *BOTTOM, *MIDDLE, "optimizers", "tools", ""),
 }
 """By room of amo_dist, or module that stands loose ("" is the package): what it may import."""
-LOOSE = {"__init__.py", "__main__.py", "config.py", "py.typed"}
+LOOSE = {"__init__.py", "__main__.py", "compat.py", "config.py", "py.typed"}
 TOP_LEVEL = {
     ".ci",
     "amo_dist",
@@ -112,6 +114,39 @@ def strays(root: Path) -> list[str]:
 
 def test_modules_stand_in_rooms() -> None:
     assert strays(ROOT / "amo_dist") == []
+
+
+def private_names(source: str) -> set[str]:
+    """Private attributes that a module reads of what it did not define, and private imports."""
+    nodes = list(ast.walk(ast.parse(source)))
+    attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
+    own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
+    own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+    read = {node.attr for node in attributes} - own
+    names = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    read |= {part for node in names for part in str(node.module).split(".")}
+    return {name for name in read if re.match(r"_[a-zA-Z]", name)}
+
+
+# Operations on lists of tensors have no public name, and many of PyTorch's users call them.
+LISTS = re.compile("_foreach_")
+
+
+@pytest.mark.parametrize("name", ["distributed", "operators", "schedule", "state"])
+def test_private_names_of_pytorch_stand_in_one_file(name: str) -> None:
+    read = {
+        f"{path.name}: {word}"
+        for path in sources(f"amo_dist/{name}")
+        for word in private_names(path.read_text())
+        if not LISTS.match(word)
+    }
+    # FileSystemReader finds its file by a method that readers of other storages override.
+    assert read <= {"storage.py: _get_metadata_path"}
+
+
+def test_a_private_name_is_seen() -> None:
+    source = "from torch._compile import x\nmesh._get_root_mesh()\nself._own = self._own.y"
+    assert private_names(source) == {"_compile", "_get_root_mesh"}
 
 
 Graph = Mapping[str, set[str]]

@@ -1,7 +1,7 @@
-"""What all ranks of the world must hold alike: observations, plan, structure, and each step.
+"""Agreement of all ranks of a world, on observations, plans, structure and each step.
 
-Every function here is a collective over its group: all ranks of it call in the same order. With
-no group (one process) each is the identity.
+Most functions are collectives over a group, which all of its ranks call in the same order. Without
+a group (one process) they return what they get.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 import torch.distributed as dist
 
 _DIRECT_RANKS = 16
-"""Up to so many ranks send small vectors to each other at once on CPU: gloo's ring takes two rounds
-of as many messages, one after the other, which is most of what a reduction costs."""
+"""Most ranks that exchange small vectors directly on CPU. gloo's ring would take two rounds of one
+message per rank, one after the other, and these messages are most of the cost of a reduction."""
 
 
 _FAILED = "\0failed\0"
-"""Begins a text that tells of a failure."""
+"""Start of a text that reports a failure."""
 
 
 class RankMismatchError(RuntimeError):
@@ -37,14 +37,15 @@ def world_group() -> dist.ProcessGroup | None:
 
 
 _devices: WeakKeyDictionary[dist.ProcessGroup, torch.device] = WeakKeyDictionary()
-"""Device of the parameters that are trained over a group; a group made later may have its name."""
+"""Device of the parameters by group. Keys are objects, as a later group may get an earlier name."""
 
 
 def control_device(group: dist.ProcessGroup | None) -> torch.device:
-    """Device of small control tensors: the CPU where the group can reduce there.
+    """Device of small control tensors.
 
-    Else that of ``init_process_group(device_id=...)`` or of the parameters, as nobody may have set
-    a current device.
+    It is the CPU if the group has a backend for it, else the device of
+    ``init_process_group(device_id=...)``, else that of the parameters: a script may never have set
+    the current device.
     """
     if group is None or "cpu:" in dist.get_backend_config(group):
         return torch.device("cpu")
@@ -58,25 +59,24 @@ def control_device(group: dist.ProcessGroup | None) -> torch.device:
 
 
 def take_device(group: dist.ProcessGroup | None, device: torch.device) -> None:
-    """Put control tensors of a group where the parameters lie, if it can send them there.
+    """Remember the device of the parameters for control tensors, if the group has a backend for it.
 
     Args:
-        group: The world.
-        device: Of the parameters.
+        group: Group of the world.
+        device: Device of the parameters.
 
     Raises:
-        ValueError: Names the backends that were found, and the line that initialises what is
-            needed.
+        ValueError: The group has no backend for the device; names the line that initialises one.
     """
     if group is None:
         return
     if device.type != "cpu":
         _devices[group] = device
-    found = dist.get_backend_config(group)
-    if f"{device.type}:" not in found:
+    backends = dist.get_backend_config(group)
+    if f"{device.type}:" not in backends:
         needed = "'cpu:gloo,cuda:nccl'" if device.type in ("cpu", "cuda") else "one for both"
         raise ValueError(
-            f"process_group: found the backends {found!r} and parameters on {device.type}, "
+            f"process_group: found the backends {backends!r} and parameters on {device.type}, "
             f"expected a backend for {device.type}: init_process_group({needed})"
         )
 
@@ -84,7 +84,7 @@ def take_device(group: dist.ProcessGroup | None, device: torch.device) -> None:
 def sum_over(values: Sequence[float], group: dist.ProcessGroup | None) -> list[float]:
     """Elementwise sum over ranks, in float64.
 
-    Where each slot is written by one rank and is zero elsewhere, the sum is exact.
+    The sum is exact if only one rank has a value other than zero in a slot.
     """
     if group is None:
         return list(values)
@@ -107,12 +107,12 @@ def max_over(values: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Ten
 
 
 def broadcast_text(text: str | None, group: dist.ProcessGroup | None) -> str:
-    """The text that the group's first rank holds; what the others pass is not looked at."""
+    """The text of the group's first rank; those of the other ranks are ignored."""
     return text or "" if group is None else _broadcast(text or "", 0, group)
 
 
 def _broadcast(text: str, source: int, group: dist.ProcessGroup) -> str:
-    """The text that the rank ``source`` of the group passes; as tensors, nothing is pickled."""
+    """The text of the rank ``source`` of the group; it travels as a tensor and not as a pickle."""
     device, is_source = control_device(group), dist.get_rank(group) == source
     payload = list(text.encode()) if is_source else []
     size = torch.tensor([len(payload)], device=device)
@@ -125,15 +125,15 @@ def _broadcast(text: str, source: int, group: dist.ProcessGroup) -> str:
 def gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
     """The texts of all ranks of the group, in rank order.
 
-    Each distinct text travels once, and none where all are alike: with a thousand ranks of a few
-    kinds (pipeline stages), gathering every rank's own would be gigabytes.
+    Each distinct text travels once, and none travels if all are alike. A thousand ranks of a few
+    kinds (pipeline stages) would otherwise send gigabytes.
     """
     if group is None:
         return [text]
     digest = hashlib.sha256(text.encode()).digest()
-    mine = torch.tensor(list(digest), dtype=torch.uint8, device=control_device(group))
-    parts = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, mine, group=group)
+    own = torch.tensor(list(digest), dtype=torch.uint8, device=control_device(group))
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, own, group=group)
     digests = [bytes(part.tolist()) for part in parts]
     known = {digest: text}
     distinct = list(dict.fromkeys(digests))
@@ -142,93 +142,94 @@ def gather_text(text: str, group: dist.ProcessGroup | None) -> list[str]:
     return [known[other] for other in digests]
 
 
-def failure_text(what: str, error: Exception) -> str:
-    """A text for `check_alike`, unlike that of any other rank: all raise what failed on this one.
+def failure_text(activity: str, error: Exception) -> str:
+    """A text for `check_alike` that makes all ranks raise what failed on this one.
 
     Args:
-        what: Failed.
-        error: How; a ``ValueError`` is one on all ranks, else all raise ``RuntimeError``.
+        activity: Name of what failed.
+        error: Error of this rank. All ranks raise ``ValueError`` for a ``ValueError``, and
+            ``RuntimeError`` for any other.
     """
     kind = type(error).__name__
-    return f"{_FAILED}{kind}{_FAILED}{what} failed on rank {dist.get_rank()}: {kind}: {error}"
+    return f"{_FAILED}{kind}{_FAILED}{activity} failed on rank {dist.get_rank()}: {kind}: {error}"
 
 
 def _raise_failure(texts: Iterable[str]) -> None:
-    """Raise the first failure that one of the texts tells of."""
+    """Raise the first failure among the texts."""
     for text in texts:
         if text.startswith(_FAILED):
-            _, kind, told = text.split(_FAILED, 2)
-            raise ValueError(told) if kind == "ValueError" else RuntimeError(told)
+            _, kind, message = text.split(_FAILED, 2)
+            raise ValueError(message) if kind == "ValueError" else RuntimeError(message)
 
 
 def fingerprint56(text: str) -> int:
-    """A positive integer of 56 bits that tells texts apart."""
+    """A positive integer of 56 bits that differs between different texts."""
     return int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
 
 
-def check_alike(what: str, text: str, group: dist.ProcessGroup | None) -> None:
-    """Raise on every rank where the ranks of the world hold different texts.
+def check_alike(subject: str, text: str, group: dist.ProcessGroup | None) -> None:
+    """Raise on every rank if the ranks of the world hold different texts.
 
     Args:
-        what: Names the text in the error.
-        text: The same on all ranks, or the error tells which ranks differ and where.
-        group: The world.
+        subject: Name of the text, for the error.
+        text: Text of this rank.
+        group: Group of the world.
 
     Raises:
         RankMismatchError: Names the ranks that differ from the first, and a line that differs.
-        RuntimeError: A text is a `failure_text`; names its rank and its error. Or ValueError.
+        RuntimeError: A text is a `failure_text`; names its rank and its error.
+        ValueError: Likewise, for a ``ValueError``.
     """
     ranks = (0,) if group is None else tuple(dist.get_process_group_ranks(group))
-    check_alike_by_ranks(what, {ranks: text}, group)
+    check_alike_by_ranks(subject, {ranks: text}, group)
 
 
 def check_alike_by_ranks(
-    what: str, text_by_ranks: Mapping[tuple[int, ...], str], group: dist.ProcessGroup | None
+    subject: str, text_by_ranks: Mapping[tuple[int, ...], str], group: dist.ProcessGroup | None
 ) -> None:
     """`check_alike` for many sets of ranks at once, as one collective over the world.
 
-    Every rank of the world learns of a mismatch, those outside of the set included: they would
-    else wait for it in the next collective.
+    Every rank of the world raises for a mismatch, also a rank outside of the set: it would
+    otherwise wait for the others in the next collective.
 
     Args:
-        what: Names the texts in the error.
-        text_by_ranks: For each set of global ranks that this rank belongs to, its text.
-        group: The world.
+        subject: Name of the texts, for the error.
+        text_by_ranks: Text of this rank by set of global ranks, for the sets that it belongs to.
+        group: Group of the world.
 
     Raises:
         RankMismatchError: Names the ranks of a set that differ from its first, or that do not
             know of it, and a line that differs.
-        RuntimeError: As `check_alike`.
+        RuntimeError: A text is a `failure_text`, see `check_alike`.
     """
-    all_found = gather_json(list(text_by_ranks.items()), group)
-    members = range(len(all_found)) if group is None else dist.get_process_group_ranks(group)
+    gathered = gather_json(list(text_by_ranks.items()), group)
+    members = range(len(gathered)) if group is None else dist.get_process_group_ranks(group)
     by_rank = {
-        rank: {tuple(ranks): text for ranks, text in found}
-        for rank, found in zip(members, all_found, strict=True)
+        rank: {tuple(ranks): text for ranks, text in items}
+        for rank, items in zip(members, gathered, strict=True)
     }
-    _raise_failure(text for found in by_rank.values() for text in found.values())
-    for ranks in sorted({ranks for found in by_rank.values() for ranks in found}):
+    _raise_failure(text for texts in by_rank.values() for text in texts.values())
+    for ranks in sorted({ranks for texts in by_rank.values() for ranks in texts}):
         texts = {rank: by_rank.get(rank, {}).get(ranks, "nothing") for rank in ranks}
         expected = texts[ranks[0]]
         others = [rank for rank in ranks if texts[rank] != expected]
         if others:
             ours, theirs = _first_difference(expected, texts[others[0]])
             raise RankMismatchError(
-                f"{what}: rank(s) {', '.join(map(str, others))} differ from rank {ranks[0]}; "
+                f"{subject}: rank(s) {', '.join(map(str, others))} differ from rank {ranks[0]}; "
                 f"rank {ranks[0]} has {ours}; rank {others[0]} has {theirs}"
             )
 
 
-def _first_difference(one: str, other: str) -> tuple[str, str]:
-    """The first line that only one of two texts has, of each; or where their order differs."""
-    left, right = one.split("\n"), other.split("\n")
-    mine, theirs = dict.fromkeys(left), dict.fromkeys(right)
-    if mine.keys() == theirs.keys():
-        pairs = itertools.zip_longest(left, right, fillvalue="nothing")
+def _first_difference(left: str, right: str) -> tuple[str, str]:
+    """The first line of each text that the other lacks, or the first place of another order."""
+    left_lines, right_lines = left.split("\n"), right.split("\n")
+    if set(left_lines) == set(right_lines):
+        pairs = itertools.zip_longest(left_lines, right_lines, fillvalue="nothing")
         return next(pair for pair in pairs if pair[0] != pair[1])
     return (
-        next((line for line in mine if line not in theirs), "nothing"),
-        next((line for line in theirs if line not in mine), "nothing"),
+        next((line for line in left_lines if line not in right_lines), "nothing"),
+        next((line for line in right_lines if line not in left_lines), "nothing"),
     )
 
 
@@ -240,6 +241,6 @@ def gather_json(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 
 def slowest(seconds: float, group: dist.ProcessGroup | None) -> float:
-    """The most seconds of any rank of the group, to a nanosecond; a collective over it."""
+    """Seconds of the slowest rank of the group, to a nanosecond; a collective over it."""
     nanoseconds = torch.tensor([round(seconds * 1e9)], device=control_device(group))
     return float(max_over(nanoseconds, group).item()) / 1e9

@@ -1,4 +1,4 @@
-"""Which ranks an optimizer runs on, and the process groups of sets of them."""
+"""Ranks that an optimizer runs on, and the process groups of sets of them."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from amo_dist.compat import group_timeout, process_groups, root_mesh
 from amo_dist.distributed.agreement import (
     RankMismatchError,
     control_device,
@@ -28,41 +29,41 @@ logger = logging.getLogger(__name__)
 Ranks: TypeAlias = tuple[int, ...]
 """Global ranks, sorted."""
 GroupLike: TypeAlias = "dist.ProcessGroup | DeviceMesh | None"
-"""What a user may pass as ``process_group``."""
+"""Values that a user may pass as ``process_group``."""
 
 _WARN_AFTER_S = 60.0
-"""Seconds until a rank says for whom it waits."""
+"""Seconds until a rank logs the ranks that it waits for."""
 
 
-def replica_ranks(given: GroupLike) -> list[int]:
-    """Global ranks over which plain tensors are replicas: this one alone where nothing is given.
+def replica_ranks(process_group: GroupLike) -> list[int]:
+    """Global ranks over which plain tensors are replicas; this rank alone without a group.
 
     Raises:
         ValueError: Neither a mesh nor a process group that this rank is in.
     """
-    if isinstance(given, DeviceMesh):
-        return [int(rank) for rank in given.mesh.flatten().tolist()]
-    if given is None:
+    if isinstance(process_group, DeviceMesh):
+        return [int(rank) for rank in process_group.mesh.flatten().tolist()]
+    if process_group is None:
         return [this_rank()]
-    if not isinstance(given, dist.ProcessGroup):
+    if not isinstance(process_group, dist.ProcessGroup):
         raise ValueError(
-            f"process_group: found {given!r} on rank {this_rank()}, expected a process group with "
-            "this rank in it, or a mesh"
+            f"process_group: found {process_group!r} on rank {this_rank()}, expected a process "
+            "group with this rank in it, or a mesh"
         )
-    return dist.get_process_group_ranks(given)
+    return dist.get_process_group_ranks(process_group)
 
 
 class PicklableGroup:
-    """``process_group`` of an optimizer in its copies, as PyTorch copies no process group.
+    """``process_group`` of an optimizer that is copied, as PyTorch copies no process group.
 
-    A deep copy has the same one. A pickled one has the job's group of the same ranks.
+    A deep copy shares the group. A pickle finds the job's group of the same ranks when it is read.
 
     Args:
         group: ``process_group`` of `Muon`.
         ranks: Ranks of the world.
 
     Raises:
-        ValueError: The job that reads a pickled one has no such group on this rank.
+        ValueError: The job that reads a pickle has no such group on this rank.
     """
 
     def __init__(self, group: GroupLike, ranks: Ranks) -> None:
@@ -87,30 +88,30 @@ class PicklableGroup:
 
 
 class Membership:
-    """The ranks of an optimizer's world, and the process groups that are there already.
+    """The ranks of an optimizer's world, and the process groups that exist already.
 
-    A mesh stands for the ranks of the mesh that it is a slice of: stages of a pipeline, each on its
+    A slice of a mesh stands for the ranks of the whole mesh: stages of a pipeline, each on its
     slice, are one world.
 
     Args:
-        tensors: The parameters.
-        given: ``process_group`` of `Muon`.
+        tensors: Parameters of the optimizer.
+        process_group: ``process_group`` of `Muon`.
 
     Attributes:
-        ranks: A process group that is given; else the ranks of the meshes, of DTensors or given;
-            else of the job.
+        ranks: Ranks of ``process_group`` if it is a process group. Otherwise the ranks of the
+            parameters' meshes and of ``process_group`` if it is a mesh. Without either, the ranks
+            of the job.
 
     Raises:
-        ValueError: A rank of a DTensor's mesh is not in the process group that is given.
+        ValueError: A rank of a DTensor's mesh is not in ``process_group``.
     """
 
-    def __init__(self, tensors: Iterable[Tensor], given: GroupLike) -> None:
-        meshes = {each.device_mesh: None for each in tensors if isinstance(each, DTensor)}
-        if isinstance(given, DeviceMesh):
-            meshes[given] = None
-        # PyTorch has no public name for it.
-        roots = {mesh._get_root_mesh(): None for mesh in meshes}
-        self._group = given if isinstance(given, dist.ProcessGroup) else None
+    def __init__(self, tensors: Iterable[Tensor], process_group: GroupLike) -> None:
+        meshes = {tensor.device_mesh: None for tensor in tensors if isinstance(tensor, DTensor)}
+        if isinstance(process_group, DeviceMesh):
+            meshes[process_group] = None
+        roots = {root_mesh(mesh): None for mesh in meshes}
+        self._group = process_group if isinstance(process_group, dist.ProcessGroup) else None
         self._meshes, self._ranks_by_root = (*meshes, *roots), {r: _ranks_of(r) for r in roots}
         if self._group is not None:
             self.ranks = _members(self._group)
@@ -126,11 +127,11 @@ class Membership:
             self.ranks = tuple(range(_num_ranks()))
 
     def join(self) -> dist.ProcessGroup | None:
-        """The process group of the world, None on a single rank; a collective over these ranks.
+        """The process group of the world, None for a single rank; a collective over these ranks.
 
         Raises:
-            RankMismatchError: On every rank, where ranks that share a mesh have different worlds.
-            ValueError: On every rank: there is no such group.
+            RankMismatchError: Ranks that share a mesh have different worlds; on every rank.
+            ValueError: No such group exists; on every rank.
         """
         if len(self.ranks) == 1:
             return None
@@ -146,46 +147,48 @@ class Membership:
         return known[self.ranks]
 
     def groups(
-        self, wanted: Iterable[Ranks], world: dist.ProcessGroup | None
+        self, rank_sets: Iterable[Ranks], world: dist.ProcessGroup | None
     ) -> dict[Ranks, dist.ProcessGroup | None]:
-        """Process group of each set of ranks, None of a single rank; a collective over the world.
+        """Process group by set of ranks, None for a single rank; a collective over the world.
 
-        Where the world is the whole job it makes those that a rank misses, all ranks taking part,
-        as PyTorch wants it: NCCL can then split each off a communicator of the job.
+        If the world is the whole job, this makes the groups that a rank lacks. All ranks take part,
+        as PyTorch requires: NCCL can then split each group off a communicator of the job.
 
         Args:
-            wanted: Sets with this rank in them.
-            world: What `join` returned.
+            rank_sets: Sets of ranks that this rank belongs to.
+            world: Group that `join` returned.
 
         Raises:
-            ValueError: On every rank: one misses a group, and others of the job would have to help.
+            ValueError: A group is missing, and ranks outside of the world would have to help to
+                make it; on every rank.
         """
-        wanted = sorted(set(wanted))
+        rank_sets = sorted(set(rank_sets))
         known = self._known() if world is not None else {}
-        missing = [ranks for ranks in wanted if len(ranks) > 1 and ranks not in known]
-        of_all = sorted({tuple(ranks) for some in gather_json(missing, world) for ranks in some})
-        if of_all and not _is_whole(self.ranks):
+        missing = [ranks for ranks in rank_sets if len(ranks) > 1 and ranks not in known]
+        gathered = gather_json(missing, world)
+        to_make = sorted({tuple(ranks) for sets in gathered for ranks in sets})
+        if to_make and not _is_whole(self.ranks):
             raise ValueError(
-                f"process_group: found no group of ranks {list(of_all[0])}, which share a matrix, "
+                f"process_group: found no group of ranks {list(to_make[0])}, which share a matrix, "
                 f"in a world of ranks {list(self.ranks)}, expected one where these are not the "
                 "whole job: have all ranks of the job make it before the first step, "
-                f"dist.new_group({list(of_all[0])})"
+                f"dist.new_group({list(to_make[0])})"
             )
-        for ranks in of_all:
-            made = dist.new_group(list(ranks), timeout=_timeout())
+        for ranks in to_make:
+            group = dist.new_group(list(ranks), timeout=_timeout())
             if this_rank() in ranks:
-                known[ranks] = made
-        return {ranks: known[ranks] if len(ranks) > 1 else None for ranks in wanted}
+                known[ranks] = group
+        return {ranks: known[ranks] if len(ranks) > 1 else None for ranks in rank_sets}
 
     @contextlib.contextmanager
     def patience(self) -> Iterator[None]:
-        """Log once for whom this rank waits, if the body takes long."""
+        """Log once for which ranks this one waits, if the body takes long."""
         text = (
             "rank %d has waited %g s for ranks %s, the world of its optimizer, to take their first "
             "step or to load a state; where others train than these, pass process_group to it"
         )
-        told = (text, this_rank(), _WARN_AFTER_S, list(self.ranks))
-        timer = threading.Timer(_WARN_AFTER_S, logger.warning, told)
+        message = (text, this_rank(), _WARN_AFTER_S, list(self.ranks))
+        timer = threading.Timer(_WARN_AFTER_S, logger.warning, message)
         timer.daemon = True
         timer.start()
         try:
@@ -194,9 +197,9 @@ class Membership:
             timer.cancel()
 
     def _known(self) -> dict[Ranks, dist.ProcessGroup]:
-        """The groups that are there, by their ranks: the user's, the job's, those of meshes.
+        """Groups that exist, by their ranks: the user's, the job's, those of meshes.
 
-        Ranks that cannot make one, as they are not the whole job, take any other.
+        A world that is not the whole job cannot make groups, and takes any other group as well.
         """
         axes = (
             mesh.get_group(axis)
@@ -204,18 +207,18 @@ class Membership:
             for axis in range(mesh.ndim)
             if mesh.size(axis) > 1
         )
-        given = [] if self._group is None else [self._group]
-        found = {_members(group): group for group in (*axes, *given)}
+        own = [] if self._group is None else [self._group]
+        group_by_ranks = {_members(group): group for group in (*axes, *own)}
         whole = dist.group.WORLD
         assert whole is not None
         others = {} if _is_whole(self.ranks) else _groups_of_the_job()
-        return {**others, **found, _members(whole): whole}
+        return {**others, **group_by_ranks, _members(whole): whole}
 
     def _compare(self) -> None:
         """Compare worlds over the meshes that are not the whole job.
 
-        Each mesh has a group for each of its axes. All ranks go through their meshes in the same
-        order, and none raises before it has told all of them.
+        A mesh has one group per axis. All ranks visit their meshes in the same order, and none
+        raises before it has sent its mark through all of them, or the others would hang.
         """
         if self._group is not None:
             return
@@ -227,8 +230,8 @@ class Membership:
             for axis in range(mesh.ndim):
                 if mesh.size(axis) > 1:
                     group = mesh.get_group(axis)
-                    told = torch.tensor(marks, device=control_device(group))
-                    marks = max_over(told, group).tolist()
+                    sent = torch.tensor(marks, device=control_device(group))
+                    marks = max_over(sent, group).tolist()
         if marks[0] != -marks[1]:
             raise RankMismatchError(
                 f"the world of an optimizer: this rank has {list(self.ranks)}, the ranks of its "
@@ -238,21 +241,22 @@ class Membership:
 
 
 def _groups_of_the_job() -> dict[Ranks, dist.ProcessGroup]:
-    """By ranks, the first that was made: of several alike the same one on all of its ranks.
+    """Groups of the job by their ranks: of several with the same ranks the oldest, on all of them.
 
-    Those with other backends are for something else, as for checkpoints on the host.
+    Groups with other backends serve something else, such as checkpoints on the host.
     """
     backends = dist.get_backend_config()
-    groups = reversed([*dist.distributed_c10d._world.pg_map])
-    return {_members(each): each for each in groups if dist.get_backend_config(each) == backends}
+    return {
+        _members(group): group
+        for group in reversed(process_groups())
+        if dist.get_backend_config(group) == backends
+    }
 
 
 def _timeout() -> datetime.timedelta | None:
-    """That of the job's group: PyTorch gives a new one its own default, of up to half an hour."""
+    """Time-out of the job's group. A new group would get PyTorch's default, up to half an hour."""
     assert dist.group.WORLD is not None
-    backend = dist.group.WORLD._get_backend(control_device(dist.group.WORLD))
-    found: datetime.timedelta | None = getattr(backend.options, "_timeout", None)
-    return found
+    return group_timeout(dist.group.WORLD, control_device(dist.group.WORLD))
 
 
 def _is_distributed() -> bool:
@@ -260,7 +264,7 @@ def _is_distributed() -> bool:
 
 
 def this_rank() -> int:
-    """Of this process, in the job; 0 where there is one process."""
+    """Rank of this process in the job; 0 for a single process."""
     return dist.get_rank() if _is_distributed() else 0
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from amo_dist.compat import load_hooks
 from amo_dist.distributed.layout import local_tensor
 from amo_dist.kernels.rounding import ROUNDED_OFF
 from amo_dist.schedule.fields import fail, read_json, read_record
@@ -22,9 +23,9 @@ class Loaded:
     """A state dict that fits an optimizer.
 
     Attributes:
-        groups: Its parameter groups.
-        control: The record of the control state, which is not checked.
-        copies: Tensors of the optimizer, each with what it becomes.
+        groups: Parameter groups that were saved.
+        control: Record of the control state, which is not checked.
+        copies: Pairs of a tensor of the optimizer and the saved tensor that replaces its values.
     """
 
     groups: Sequence[Mapping[str, Any]]
@@ -34,15 +35,16 @@ class Loaded:
     def fill(self, optimizer: torch.optim.Optimizer) -> None:
         """Fill the optimizer's state tensors, in their own dtypes, and its groups; run its hooks.
 
-        PyTorch's own would cast momentum to the dtype of the parameter.
+        PyTorch's ``load_state_dict`` would cast momentum to the dtype of the parameter.
         """
         for target, source in self.copies:
             target.copy_(source)
         for group, saved in zip(optimizer.param_groups, self.groups, strict=True):
             kept = {"params": group["params"], "control": group["control"]}
-            # Copied, as PyTorch does: a tensor learning rate must not be shared with the file.
+            # A copy, as in PyTorch: training must not change a tensor learning rate of the file.
             group.update({**copy.deepcopy(dict(saved)), **kept})
-        for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+        _, hooks_after = load_hooks(optimizer)
+        for hook in hooks_after:
             hook(optimizer)
 
 
@@ -54,20 +56,21 @@ def read(
 ) -> Loaded:
     """Check what ``state_dict()`` of the optimizer returned, and change nothing.
 
-    Checkpoint helpers that read in place have changed the tensors before this is called.
+    A checkpoint helper that reads in place changes the tensors before it calls this.
 
     Args:
-        optimizer: With its control state in its parameter groups.
-        params_by_name: Its parameters, in the order of the groups.
+        optimizer: Optimizer whose parameter groups hold its control state.
+        params_by_name: Parameters of the optimizer, in the order of the groups.
         names_by_group: Names of the parameters in each group.
         state_dict: State that ``state_dict()`` returned.
 
     Raises:
-        ValueError: The state is of another structure or optimizer, or damaged.
+        ValueError: The state has another structure, belongs to another optimizer, or is damaged.
     """
     _check_mapping(state_dict)
     loaded = dict(state_dict)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+    hooks_before, _ = load_hooks(optimizer)
+    for hook in hooks_before:
         replaced = hook(optimizer, loaded)
         loaded = loaded if replaced is None else replaced
     _check_form(loaded)
@@ -78,15 +81,16 @@ def read(
     return Loaded(groups, read_json("control", groups[0]["control"]), copies)
 
 
-def _check_mapping(found: object) -> None:
-    if not isinstance(found, Mapping):
-        fail("state_dict", found, "the dict that state_dict() of an optimizer returns")
+def _check_mapping(state_dict: object) -> None:
+    if not isinstance(state_dict, Mapping):
+        fail("state_dict", state_dict, "the dict that state_dict() of an optimizer returns")
 
 
-def _check_form(found: Mapping[str, Any]) -> None:
-    """Refuse the flattened form, which PyTorch's helper leaves where it cannot undo it."""
-    flat = next((key for key in found if str(key).startswith(("state.", "param_groups."))), None)
-    if flat is not None and "state" not in found:
+def _check_form(state_dict: Mapping[str, Any]) -> None:
+    """Refuse the flattened form, which PyTorch's helper passes on if it cannot undo it."""
+    flat_keys = (key for key in state_dict if str(key).startswith(("state.", "param_groups.")))
+    flat = next(flat_keys, None)
+    if flat is not None and "state" not in state_dict:
         fail(
             str(flat),
             "a flattened key",
@@ -95,10 +99,15 @@ def _check_form(found: Mapping[str, Any]) -> None:
         )
 
 
-def _check_groups(found: object, expected: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    if not isinstance(found, Sequence) or not all(isinstance(group, Mapping) for group in found):
-        raise ValueError(f"param_groups: found {type(found).__name__}, expected a list of groups")
-    groups = [dict(group) for group in found]
+def _check_groups(
+    saved_groups: object, expected: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    if not isinstance(saved_groups, Sequence) or not all(
+        isinstance(group, Mapping) for group in saved_groups
+    ):
+        kind = type(saved_groups).__name__
+        raise ValueError(f"param_groups: found {kind}, expected a list of groups")
+    groups = [dict(group) for group in saved_groups]
     _check_origin(groups)
     if len(groups) != len(expected):
         fail("param_groups", len(groups), f"{len(expected)} groups")
@@ -115,14 +124,14 @@ def _check_groups(found: object, expected: Sequence[Mapping[str, Any]]) -> list[
 def _order_by_name(
     groups: Sequence[dict[str, Any]], saved: object, names_by_group: Sequence[Sequence[str]]
 ) -> None:
-    """Bring saved parameters to the order of this optimizer's names, where a state dict has names.
+    """Bring saved parameters to the order of this optimizer's names, if a state dict has names.
 
-    By position two parameters of one shape would silently take each other's state.
+    Without names two parameters of one shape could silently take each other's state.
 
     Args:
         groups: Saved groups, whose ``params`` are put in order.
-        saved: Names that were saved, by group; None for state dicts of PyTorch's helpers, which go
-            by names themselves.
+        saved: Names that were saved, by group; None for state dicts of PyTorch's helpers, which
+            match names themselves.
         names_by_group: Names of this optimizer.
 
     Raises:
@@ -161,11 +170,11 @@ _ORIGIN_BY_KEY = {
     "dampening": "torch.optim.SGD",
     "amsgrad": "torch.optim.AdamW or Adam",
 }
-"""Which optimizer has a key in its parameter groups; the first that is there tells."""
+"""Optimizer by a key of its parameter groups; the first key that they have decides."""
 
 
 def describe_origin(groups: Sequence[Mapping[str, Any]]) -> str:
-    """Which optimizer made these parameter groups, by their keys."""
+    """Name of the optimizer that made these parameter groups, by their keys."""
     keys = {key for group in groups for key in group}
     unknown = f"an unknown optimizer (keys {sorted(map(str, keys))})"
     return next((origin for key, origin in _ORIGIN_BY_KEY.items() if key in keys), unknown)
@@ -182,37 +191,38 @@ def _check_state(
     keys = [key for group in groups for key in group["params"]]
     pairs: list[tuple[Tensor, Tensor]] = []
     for (name, own), key in zip(own_by_name.items(), keys, strict=True):
-        saved = read_record(f"state of {name}", _with_rest(state.get(key, {}), own), own)
+        record = _with_rounded_off(state.get(key, {}), own)
+        saved = read_record(f"state of {name}", record, own)
         for field, target in own.items():
             source = check_source(f"state of {name}.{field}", saved[field], target)
             pairs.append((target, source))
     return pairs
 
 
-def _with_rest(saved: object, own: Mapping[str, Tensor]) -> object:
-    """Zeros for what rounding took off where the checkpoint has none; not what nobody asks for.
+def _with_rounded_off(saved: object, own: Mapping[str, Tensor]) -> object:
+    """Add zeros for what rounding took off if only this optimizer keeps it; drop it if it does not.
 
-    Whether ``bfloat16_params`` may change, the settings tell.
+    The check of the settings decides whether ``bfloat16_params`` may change.
     """
     if not isinstance(saved, Mapping) or (ROUNDED_OFF in saved) == (ROUNDED_OFF in own):
         return saved
-    rest = {ROUNDED_OFF: torch.zeros_like(own[ROUNDED_OFF])} if ROUNDED_OFF in own else {}
-    return {key: value for key, value in saved.items() if key != ROUNDED_OFF} | rest
+    added = {ROUNDED_OFF: torch.zeros_like(own[ROUNDED_OFF])} if ROUNDED_OFF in own else {}
+    return {key: value for key, value in saved.items() if key != ROUNDED_OFF} | added
 
 
-def check_source(place: str, found: object, target: Tensor) -> Tensor:
+def check_source(place: str, value: object, target: Tensor) -> Tensor:
     """The saved value as a tensor that can be copied to ``target``.
 
     Raises:
-        ValueError: Of another kind, shape or layout, or with a NaN or inf on this rank; names
+        ValueError: The value has another kind, shape or layout, or a NaN or inf on this rank; names
             ``place``.
     """
-    if not isinstance(found, (Tensor, int, float)) or isinstance(found, bool):
-        raise ValueError(f"{place}: found {type(found).__name__}, expected a tensor")
-    source = found if isinstance(found, Tensor) else torch.tensor(found, device="cpu")
+    if not isinstance(value, (Tensor, int, float)) or isinstance(value, bool):
+        raise ValueError(f"{place}: found {type(value).__name__}, expected a tensor")
+    source = value if isinstance(value, Tensor) else torch.tensor(value, device="cpu")
     if source.shape != target.shape:
-        found, expected = tuple(source.shape), tuple(target.shape)
-        raise ValueError(f"{place}: found shape {found}, expected {expected}")
+        shape, expected = tuple(source.shape), tuple(target.shape)
+        raise ValueError(f"{place}: found shape {shape}, expected {expected}")
     if _placement(source) != _placement(target):
         raise ValueError(
             f"{place}: found {_placement(source)}, expected {_placement(target)}; "

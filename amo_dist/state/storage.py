@@ -1,8 +1,8 @@
 """Checkpoints of ``torch.distributed.checkpoint``, checked, and read without running their pickles.
 
-PyTorch keeps a checkpoint's metadata, and values that are no tensors, as pickles, and loads them
-as such: whoever can write into a run's folder can run code at its next resume. Nor does it notice
-a file that was cut, exchanged, or changed in a bit.
+PyTorch saves a checkpoint's metadata, and values that are no tensors, as pickles, and unpickles
+them: whoever can write into a run's folder can run code at its next resume. PyTorch also does not
+notice a file that was cut, exchanged, or changed in a bit.
 """
 
 from __future__ import annotations
@@ -50,33 +50,34 @@ _KNOWN = {
         *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex"),
         *("StorageMeta", "TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     },
-    # The folder it was saved to; the module depends on the version of Python.
+    # Metadata names the folder of the checkpoint; the module depends on the version of Python.
     "pathlib": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
     "pathlib._local": {"Path", "PosixPath", "PurePath", "PurePosixPath"},
     "torch": {"Size"},
     "torch.serialization": {"_get_layout"},
 }
-"""What metadata is made of, by module; and dtypes."""
+"""Names that metadata may contain, by module; dtypes are allowed, too."""
 
 
 _METADATA = ".metadata"
 CHECKSUMS = "checksums.json"
-"""Written last: the size and the CRC-32 of every other file, by name."""
+"""File with the size and CRC-32 of every other file, by name; written last."""
 _BLOCK = 2**22
 _MOST_SUMS = 2**26
-"""Bytes of `CHECKSUMS` at most: a line for each file of a million ranks."""
+"""Most bytes of `CHECKSUMS`: enough for one line per file of a million ranks."""
 
 
 def _open(path: Path, mode: str) -> BinaryIO:
-    """Open a file to read, or a new one to write, in place of what has its name.
+    """Open a file to read, or replace it by a new one to write.
 
-    A pipe or a device, which may give bytes without end, is refused; a link is not written through.
+    Pipes and devices are refused, as they may give bytes without end; links are replaced, so that
+    nothing is written through them.
     """
     if mode == "wb":
         path.unlink(missing_ok=True)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     else:
-        flags = os.O_RDONLY | os.O_NONBLOCK  # a pipe would wait for its writer
+        flags = os.O_RDONLY | os.O_NONBLOCK  # opening a pipe would wait for its writer
     file = os.open(path, flags, 0o666)
     if not stat.S_ISREG(os.fstat(file).st_mode):
         os.close(file)
@@ -86,24 +87,24 @@ def _open(path: Path, mode: str) -> BinaryIO:
 
 
 class _Files(FileSystem):
-    """The files of a checkpoint, as `_open` opens them."""
+    """File system whose files `_open` opens."""
 
     @contextlib.contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """As the base class."""
+        """Open a file, see the base class."""
         with _open(Path(path), mode) as stream:
             yield stream
 
 
 class CheckpointWriter(FileSystemWriter):
-    """Writes a checkpoint as PyTorch does, and beside it the checksums of its files.
+    """Writes a checkpoint as PyTorch does, and the checksums of its files beside it.
 
-    Give it to ``torch.distributed.checkpoint.save`` as ``storage_writer``. Each rank reads back
-    what it wrote. PyTorch's own reader reads what this writes. A checkpoint that is written over is
-    incomplete until it is whole again.
+    Pass it to ``torch.distributed.checkpoint.save`` as ``storage_writer``. Each rank reads its
+    files back to compute the checksums. PyTorch's own reader can read the checkpoint. While a
+    checkpoint is written over, it counts as incomplete.
 
     Args:
-        path: The checkpoint's folder.
+        path: Folder of the checkpoint.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -111,24 +112,24 @@ class CheckpointWriter(FileSystemWriter):
         self.fs = _Files()
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """As the base class; on one rank, before any of them writes."""
+        """Plan the files, see the base class; one rank calls this before any rank writes."""
         for name in (CHECKSUMS, _METADATA):
             Path(self.path, name).unlink(missing_ok=True)
         return super().prepare_global_plan(plans)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """As the base class."""
+        """Write this rank's files, see the base class."""
         written = super().write_data(plan, planner)
         sums: dict[str, tuple[int, int]] = {}
         for result in written.wait():
             name = result.storage_data.relative_path
             sums[name] = sums.get(name) or _sum(Path(self.path, name))
-            # Rides to the rank that gathers.
+            # The result carries the checksum to the rank that calls `finish`.
             result.storage_data.sum = sums[name]
         return written
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """As the base class; checksums lie there first, as a kill may leave nothing else behind."""
+        """Write the metadata, see the base class; checksums come first, in case of a kill."""
         infos = [result.storage_data for result in itertools.chain(*results)]
         sums = {info.relative_path: vars(info).pop("sum") for info in infos}
         self._write_sums(sums)
@@ -155,25 +156,25 @@ def _sum(path: Path) -> tuple[int, int]:
 
 
 def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
-    """What is wrong with the files of a checkpoint, in one line; empty where nothing is.
+    """Damage of the files of a checkpoint, in one line; empty if there is none.
 
-    Without `CHECKSUMS`, as older versions wrote checkpoints, only sizes can be checked.
+    Only sizes can be checked of a checkpoint without `CHECKSUMS`, such as PyTorch's own.
 
     Args:
-        folder: The checkpoint.
-        part: Which of the files to read: ranks share them, and the first reads the metadata. Sizes
-            are compared for all.
-        num_parts: How many ranks share them.
+        folder: Folder of the checkpoint.
+        part: Index of this rank's share of the files, from 0. The first share includes the
+            metadata. Sizes of all files are compared whatever the share.
+        num_parts: Number of ranks that share the files.
     """
     try:
         sums = _read_sums(folder)
         expected = _ends(folder) if sums is None else sums
         for index, (name, (size, crc)) in enumerate(sorted(expected.items())):
-            found = (folder / name).stat().st_size
-            if found < size or (found > size and crc is not None):
-                return f"{name} has {found} bytes, {size} were written"
-            is_mine = crc is not None and index % num_parts == part
-            if is_mine and _sum(folder / name) != (size, crc):
+            num_bytes = (folder / name).stat().st_size
+            if num_bytes < size or (num_bytes > size and crc is not None):
+                return f"{name} has {num_bytes} bytes, {size} were written"
+            is_own = crc is not None and index % num_parts == part
+            if is_own and _sum(folder / name) != (size, crc):
                 return f"{name} has other bytes than were written"
         for name in _ends(folder) if part == 0 else ():
             if name not in expected:
@@ -186,13 +187,13 @@ def find_damage(folder: Path, part: int = 0, num_parts: int = 1) -> str:
 
 
 def _read_sums(folder: Path) -> dict[str, tuple[int, int | None]] | None:
-    """Size and CRC-32 of each file, None where they were not written; ValueError for damage."""
+    """Size and CRC-32 by file; None without a file of checksums; ValueError for damage."""
     try:
         with _open(folder / CHECKSUMS, "rb") as stream:
-            found = json.loads(stream.read(_MOST_SUMS))  # of a longer one a half, which is damaged
-        for name in found:
+            sums = json.loads(stream.read(_MOST_SUMS))  # a longer file is cut, and so damaged
+        for name in sums:
             _check_place(CHECKSUMS, name)
-        return {name: (int(size), int(crc)) for name, (size, crc) in found.items()}
+        return {name: (int(size), int(crc)) for name, (size, crc) in sums.items()}
     except FileNotFoundError:
         return None
     except (OSError, ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -200,7 +201,7 @@ def _read_sums(folder: Path) -> dict[str, tuple[int, int | None]] | None:
 
 
 def _ends(folder: Path) -> dict[str, tuple[int, int | None]]:
-    """The bytes that each data file has at least, as the metadata says."""
+    """Least size in bytes of each data file, from the metadata."""
     ends: dict[str, tuple[int, int | None]] = {}
     metadata: Any = CheckpointReader(folder, verify=False).read_metadata()
     for info in metadata.storage_data.values():
@@ -212,14 +213,14 @@ def _ends(folder: Path) -> dict[str, tuple[int, int | None]]:
 class CheckpointReader(FileSystemReader):
     """Reads a checkpoint that ``torch.distributed.checkpoint.save`` wrote, as plain data.
 
-    Give it to ``torch.distributed.checkpoint.load`` as ``storage_reader``. Loading raises
-    ``ValueError``, which DCP wraps in its ``CheckpointException``, where the metadata is damaged or
-    names anything but DCP's own classes, where a value is not what ``torch.load`` takes with
-    ``weights_only=True``, or where data lies outside of the checkpoint's folder. Files that a
-    `CheckpointWriter` wrote are compared with their checksums first; this rank reads some of them.
+    Pass it to ``torch.distributed.checkpoint.load`` as ``storage_reader``. Loading raises
+    ``ValueError``, which DCP wraps in its ``CheckpointException``, in four cases: the metadata is
+    damaged; it names other classes than DCP's own; ``torch.load(weights_only=True)`` refuses a
+    value; or a file lies outside of the checkpoint's folder. Files of a `CheckpointWriter` are
+    compared with their checksums before, and the ranks share this work.
 
     Args:
-        path: The checkpoint's folder.
+        path: Folder of the checkpoint.
         verify: Whether to compare checksums.
     """
 
@@ -229,11 +230,11 @@ class CheckpointReader(FileSystemReader):
         self.fs = _Files()
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """As the base class."""
+        """Read the metadata, see the base class."""
         try:
             return self._read_metadata(self._get_metadata_path(kwargs.get("rank")))
         except ValueError as error:
-            logger.error("%s", error)  # DCP of PyTorch 2.11 says no more than that there is none
+            logger.error("%s", error)  # PyTorch 2.11 reports only that there is no metadata
             raise
 
     def _read_metadata(self, path: Any) -> Metadata:
@@ -242,7 +243,7 @@ class CheckpointReader(FileSystemReader):
         with self.fs.create_stream(path, "rb") as stream:
             try:
                 metadata = _Unpickler(stream).load()
-            except Exception as error:  # garbage raises whatever its bytes happen to mean
+            except Exception as error:  # damaged bytes can raise any error
                 raise ValueError(f"{path}: {_why(error)}") from None
         if not isinstance(metadata, Metadata):
             raise ValueError(f"{path}: found {type(metadata).__name__}, expected Metadata")
@@ -254,14 +255,14 @@ class CheckpointReader(FileSystemReader):
         return metadata
 
     def _check_metadata(self, path: Path) -> None:
-        # Or a key with a flipped bit would be told as missing.
+        # Without this check, a flipped bit in a key would be reported as a missing key.
         sums = _read_sums(path.parent) or {}
-        # A writer that was killed at the end left none of the metadata.
+        # The checksum of the metadata is missing if its writer was killed just before the end.
         if _METADATA in sums and _sum(path) != sums[_METADATA]:
             raise ValueError(f"{path}: found other bytes than were written")
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """As the base class."""
+        """Read this rank's part of the data, see the base class."""
         if self._verify:
             group = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
             if damage := find_damage(Path(self.path), *group):
@@ -270,7 +271,7 @@ class CheckpointReader(FileSystemReader):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes of metadata alone."""
+    """Unpickles the classes of metadata and no others."""
 
     def find_class(self, module: str, name: str) -> Any:
         is_dtype = module == "torch" and isinstance(getattr(torch, name, None), torch.dtype)
@@ -280,9 +281,9 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _PlainPlanner(DefaultLoadPlanner):
-    """What reading asks of another planner, which gets no bytes that would run code.
+    """Planner that passes only plain data on to another planner.
 
-    Planners of PyTorch unpickle what is no tensor.
+    PyTorch's planners unpickle every value that is no tensor, and so would run its code.
     """
 
     def __init__(self, path: str | os.PathLike[str], planner: LoadPlanner) -> None:
@@ -292,7 +293,7 @@ class _PlainPlanner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
             torch.load(value, map_location="cpu", weights_only=True)
-        except Exception as error:  # garbage raises whatever its bytes happen to mean
+        except Exception as error:  # damaged bytes can raise any error
             name = read_item.storage_index.fqn
             raise ValueError(f"{self._path}: {name}: {_why(error)}") from None
         value.seek(0)
@@ -311,10 +312,10 @@ def _check_place(path: Any, name: str) -> None:
 
 
 def _why(error: Exception) -> str:
-    """One line of what is wrong."""
+    """The error in one line."""
     text = str(error).strip() or type(error).__name__
     if isinstance(error, ValueError) and text.startswith("found "):
         return text
-    if named := re.search(r"GLOBAL (\S+)", text):  # as PyTorch refuses a class
+    if named := re.search(r"GLOBAL (\S+)", text):  # PyTorch's message for a refused class
         return f"found {named[1]}, expected plain data"
     return f"damaged, or not written by {_DCP}: {text.splitlines()[0]}"

@@ -1,6 +1,6 @@
-"""What an optimizer step costs on many ranks, from layouts and plans alone: work, bytes, memory.
+"""Cost of an optimizer step on many ranks, from layouts and plans alone: flops, bytes, memory.
 
-No second is predicted: what a machine makes of flops and bytes only the machine tells.
+Seconds are not predicted: they depend on the machine.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ OWNERSHIPS = ("round_robin", "balanced")
 def lay_out(
     registry: Sequence[MatrixInfo], ranks: int, *, layout: str = "fsdp", replica_size: int = 8
 ) -> list[Matrix]:
-    """The matrices as FSDP shards them, on dim 0 as `torch.chunk` does, or as DDP repeats them.
+    """Layouts of matrices that FSDP shards on dim 0, as `torch.chunk` does, or that DDP repeats.
 
     Args:
-        registry: Name and shape of each.
+        registry: Name and shape of the matrices.
         ranks: Size of the world.
         layout: ``fsdp``; ``hsdp``: sharded over ``replica_size`` consecutive ranks, and
             replicated over the others; or ``ddp``: whole on every rank.
-        replica_size: Ranks of a replica under ``hsdp``.
+        replica_size: Number of ranks of a replica under ``hsdp``.
 
     Raises:
         ValueError: ``replica_size`` does not divide ``ranks``.
@@ -55,21 +55,21 @@ def lay_out(
 
 
 class StepCost:
-    """What one optimizer step under a schedule costs each rank.
+    """Cost of one optimizer step under a schedule, by rank.
 
     Args:
-        registry: Every matrix.
-        matrices: Their layouts, in the same order.
-        steps: Newton-Schulz steps of each operator type of the registry.
-        num_ranks: Ranks that the layouts speak of.
-        ranks_per_node: Consecutive ranks of one node.
-        config: How matrices are dealt, and in which dtype they travel.
+        registry: Name, shape and operator type of all matrices.
+        matrices: Layouts of the matrices, in the same order.
+        steps: Newton-Schulz steps by operator type.
+        num_ranks: Number of ranks of the layouts.
+        ranks_per_node: Number of consecutive ranks that form a node.
+        config: Settings of ownership, teams and dtypes.
 
     Attributes:
-        jobs: Who orthogonalizes what.
-        flops: Newton-Schulz of each rank, float64 ``(num_ranks,)``.
-        within: Bytes that each rank sends to ranks of its node, its teams among them; int64.
-        across: Likewise to other nodes.
+        jobs: Matrix and owner of each piece of work.
+        flops: Newton-Schulz flops by rank, float64 ``(num_ranks,)``.
+        within: Bytes that a rank sends within its node, teams included; int64 ``(num_ranks,)``.
+        across: Bytes that a rank sends to other nodes; int64 ``(num_ranks,)``.
     """
 
     def __init__(
@@ -105,23 +105,24 @@ class StepCost:
         sent = sent_by_rank(matrices, self.jobs, *sizes)
         reduced = reduced_by_rank(matrices, self.jobs, counts, *sizes)
         self.within, self.across = (
-            self._wire * one + self._itemsize * other
-            for one, other in zip(sent, reduced, strict=True)
+            self._wire * elements + self._itemsize * reduced_elements
+            for elements, reduced_elements in zip(sent, reduced, strict=True)
         )
 
     @property
     def imbalance(self) -> float:
-        """Greatest flops of a rank over the mean of all; 1 where there is nothing to do."""
+        """Flops of the busiest rank over the mean of all ranks; 1 without any work."""
         mean = self.flops.mean().item()
         return self.flops.max().item() / mean if mean else 1.0
 
     def summary(self) -> dict[str, Any]:
-        """What tables and JSON tell.
+        """Summary over ranks, for tables and JSON.
 
         Returns:
-            ``owners``: ranks that own a matrix. ``teams``: how many matrices are shared, by ranks.
-            Of a rank, the ``least``, the ``mean`` and the ``most``: ``gflop`` of Newton-Schulz, in
-            1e9; bytes ``sent_within`` its node, ``sent_across`` nodes, and ``sent`` in all.
+            ``owners``: number of ranks that own a matrix. ``teams``: number of shared matrices by
+            size of their team. The ``least``, ``mean`` and ``most`` over ranks of: ``gflop`` of
+            Newton-Schulz, in 1e9; bytes ``sent_within`` a node, ``sent_across`` nodes, and ``sent``
+            in total.
         """
         teams = Counter(len(job.team) for job in self.jobs if job.team)
         return {
@@ -134,12 +135,12 @@ class StepCost:
         }
 
     def memory(self) -> int:
-        """Bytes that the busiest rank holds for the exchange at its worst moment.
+        """Peak bytes that the busiest rank holds for the exchange.
 
-        Each transfer of a bucket has a buffer in every second bucket; the matrices of the bucket
-        at hand are held once, and Newton-Schulz on its largest batch comes on top.
+        Buckets in flight take turns with the buffers of each kind of transfer. The matrices of the
+        current bucket are held once, and Newton-Schulz on its largest batch comes on top.
         """
-        # Of the rank with the most work; buckets of one rank need no exchange.
+        # The busiest rank decides; local buckets, on one rank, need no exchange.
         plan = plan_exchange(
             self._matrices,
             self.jobs,
@@ -149,7 +150,7 @@ class StepCost:
             bucket_bytes=self._config.bucket_bytes,
         )
         buckets = plan.buckets or plan.local
-        elements = max((sum(math.prod(j.shape) for j in each.jobs) for each in buckets), default=0)
+        elements = max((sum(math.prod(j.shape) for j in b.jobs) for b in buckets), default=0)
         for side in ("to_owners", "from_holders", "to_holders", "from_owners"):
             sizes = [sum(map(count_elements, getattr(bucket, side))) for bucket in buckets]
             for turn in range(BUCKETS_IN_FLIGHT):
@@ -174,17 +175,17 @@ def newton_schulz_bytes(
     *,
     wire: int | None = None,
 ) -> int:
-    """Bytes that Newton-Schulz holds at its worst moment for a batch, its stack among them.
+    """Peak bytes of Newton-Schulz on a batch, its stack included.
 
-    The stack is scaled in float32, or wider, and rounded to the first iterate. Then a single step
-    holds stack, first iterate, the one at hand and the next, a Gram matrix and its polynomial. A
-    pair of steps holds no more: it is taken for long matrices alone.
+    The stack is scaled in float32, or wider, and rounded to the first iterate. A step then holds
+    the stack, the first, the current and the next iterate, a Gram matrix and its polynomial. A pair
+    of steps holds no more, because only long matrices take pairs.
 
     Args:
         count: Number of matrices in the batch.
-        shape: ``(m, n)`` of each.
-        itemsize: Bytes of an element of the products.
-        wire: Bytes of an element of the stack; None for those of the products.
+        shape: Shape ``(m, n)`` of a matrix.
+        itemsize: Bytes per element of the products.
+        wire: Bytes per element of the stack; None for the same as the products.
     """
     elements, squares = count * math.prod(shape), count * min(shape) ** 2
     wire = wire or itemsize

@@ -35,6 +35,7 @@ def main(output: Path) -> None:
             (pages / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / name, pages / name)
         shutil.copyfile(SITE / "reference.md", pages / "docs" / "reference.md")
+        shutil.copyfile(SITE / "extra.css", pages / "extra.css")
         config = (SITE / "mkdocs.yml").read_text().replace("REPOSITORY", str(ROOT))
         (Path(folder) / "mkdocs.yml").write_text(config)
         # A cache would be written beside the configuration and go with it.

@@ -9,22 +9,22 @@ import pytest
 import torch
 from torch import nn
 
-from amo_dist import AdaMuon, Muon, MuonConfig, NorMuon, param_groups
-from tests.examples import ROOT
+from amo_dist import AMO, ROOT, AdaMuon, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
+from tests.examples import ROOT as FOLDER
 
-PAGE = (ROOT / "docs" / "questions.md").read_text()
+PAGE = (FOLDER / "docs" / "questions.md").read_text()
 ROWS = re.findall(r"^\| (matrix|other) \| (.+?) \| (\d+) \| (\d+) \|$", PAGE, re.MULTILINE)
-CLASSES: dict[str, type[Muon]] = {"Muon": Muon, "NorMuon": NorMuon, "AdaMuon": AdaMuon}
+CLASSES: dict[str, type[Muon]] = {cls.__name__: cls for cls in (Muon, AMO, ROOT, NorMuon, AdaMuon)}
 
 
-def bytes_per_parameter(kind: str, title: str, dtype: torch.dtype) -> float:
-    """Bytes of state that the optimizer of a row holds per parameter of a matrix, or of AdamW."""
+def bytes_per_parameter(cls: type[Muon], kind: str, title: str, dtype: torch.dtype) -> float:
+    """Bytes of state that an optimizer of a row holds per parameter of a matrix, or of AdamW."""
     model = nn.Sequential(*(nn.Linear(256, 256, bias=False, dtype=dtype) for _ in range(2)))
     groups = param_groups(model, patterns={r"0\.weight": "mlp_up", r"1\.weight": "adamw"})
     option = re.search(r'bfloat16_params="(\w+)"', title)
-    config: Any = MuonConfig(bfloat16_params=option[1]) if option else MuonConfig()  # type: ignore[arg-type]
-    name = next((name for name in CLASSES if f"`{name}" in title), "Muon")
-    optimizer = CLASSES[name](groups, config=config)
+    fields: Any = {"bfloat16_params": option[1]} if option else {}
+    config = AMOConfig(**fields) if cls is AMO else MuonConfig(**fields)
+    optimizer = cls(groups, config=config)
     weight = model[0 if kind == "matrix" else 1].weight
     state = optimizer.state[weight].values()
     return sum(value.numel() * value.element_size() for value in state) / weight.numel()
@@ -33,9 +33,12 @@ def bytes_per_parameter(kind: str, title: str, dtype: torch.dtype) -> float:
 @pytest.mark.parametrize("row", ROWS, ids=[f"{kind}: {title}" for kind, title, _, _ in ROWS])
 def test_the_table_is_what_the_state_takes(row: tuple[str, str, str, str]) -> None:
     kind, title, *cells = row
-    for dtype, cell in zip((torch.float32, torch.bfloat16), cells, strict=True):
-        # One number per output of NorMuon and one counter of AdamW stand below the table.
-        assert bytes_per_parameter(kind, title, dtype) == pytest.approx(int(cell), abs=0.02)
+    classes = [cls for name, cls in CLASSES.items() if f"`{name}" in title] or [Muon]
+    for cls in classes:
+        for dtype, cell in zip((torch.float32, torch.bfloat16), cells, strict=True):
+            # One number per output of NorMuon and one counter of AdamW stand below the table.
+            num_bytes = bytes_per_parameter(cls, kind, title, dtype)
+            assert num_bytes == pytest.approx(int(cell), abs=0.02), cls.__name__
 
 
 def test_the_table_has_all_rows() -> None:

@@ -309,7 +309,7 @@ def add_command(subparsers: Subparsers) -> None:
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the weights (default %(default)s)",
+        help="dtype of the exported weights (default %(default)s)",
     )
     parser.set_defaults(run=run)
 

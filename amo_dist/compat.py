@@ -1,0 +1,44 @@
+"""Private names of PyTorch, so that a new version of it can break this file alone."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+def root_mesh(mesh: DeviceMesh) -> DeviceMesh:
+    """The mesh that a mesh is a slice of; itself where it is no slice."""
+    root: DeviceMesh = mesh._get_root_mesh()
+    return root
+
+
+def process_groups() -> list[dist.ProcessGroup]:
+    """All process groups with this rank in them, in the order in which they were made."""
+    return [*dist.distributed_c10d._world.pg_map]
+
+
+def group_timeout(group: dist.ProcessGroup, device: torch.device) -> datetime.timedelta | None:
+    """Time after which a collective of the group fails on a device; None where PyTorch hides it."""
+    backend = group._get_backend(device)
+    timeout: datetime.timedelta | None = getattr(backend.options, "_timeout", None)
+    return timeout
+
+
+def default_store() -> torch._C._distributed_c10d.Store:
+    """The key-value store through which the ranks of the job found one another."""
+    store: torch._C._distributed_c10d.Store = dist.distributed_c10d._get_default_store()
+    return store
+
+
+def load_hooks(
+    optimizer: torch.optim.Optimizer,
+) -> tuple[Iterable[Callable[..., Any]], Iterable[Callable[..., Any]]]:
+    """Hooks that a user registered for before and for after ``load_state_dict``."""
+    before = optimizer._optimizer_load_state_dict_pre_hooks
+    after = optimizer._optimizer_load_state_dict_post_hooks
+    return before.values(), after.values()

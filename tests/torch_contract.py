@@ -1,0 +1,476 @@
+"""PyTorch's own database of optimizers, asked of this family: ``python -m tests.torch_contract``.
+
+The wheel of PyTorch ships the hyperparameters, mistakes and schedulers with which its test suite
+tries every optimizer (``torch.testing._internal.common_optimizers``), but not the suite. The cases
+here ask what that suite asks, with those inputs. The classes take parameters by name from
+`param_groups`; `build` names the tensors that PyTorch's inputs come with.
+
+It runs as a process of its own, since importing PyTorch's test helpers freezes the flags of
+``torch.backends`` for the whole process. It needs the package ``expecttest``, as they do.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import json
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ReduceLROnPlateau
+from torch.testing._internal import common_optimizers as outside
+
+from amo_dist import (
+    AMO,
+    ROOT,
+    AdaMuon,
+    AMOConfig,
+    Muon,
+    MuonConfig,
+    NorMuon,
+    Schedule,
+    param_groups,
+)
+
+CPU = torch.device("cpu")
+SHORT = AMOConfig(observe_until=4, observe_every=2, sample_size=2, transition_steps=3)
+CLASSES: dict[str, type[Muon]] = {
+    "AMO": AMO,
+    "Muon": Muon,
+    "AdaMuon": AdaMuon,
+    "NorMuon": NorMuon,
+    "ROOT": ROOT,
+}
+INFO = {info.optim_cls.__name__: info for info in outside.optim_db}
+INPUTS = [
+    *(("Muon", entry) for entry in INFO["Muon"].optim_inputs_func(CPU)),
+    *(("AdamW", entry) for entry in INFO["AdamW"].optim_inputs_func(CPU)),
+]
+"""Hyperparameters of the two optimizers whose work each class does."""
+NOT_OFFERED = {
+    "maximize": "no option: negate the loss",
+    "amsgrad": "no option of our AdamW",
+    "foreach": "no option: lists of tensors are always updated at once",
+}
+"""Options of PyTorch's optimizers that these classes lack."""
+SETTINGS = {"momentum": "momentum", "adjust_lr_fn": "adjust_lr"}
+"""Options of PyTorch's Muon that are settings here."""
+
+
+class Skipped(Exception):
+    """A case that does not apply; the text is the reason."""
+
+
+def build(cls: type[Muon], params: Iterable[Any], **kwargs: Any) -> Muon:
+    """An optimizer of plain tensors: matrices as one operator type, the rest to AdamW."""
+    options: dict[str, Any] = {}
+    fields: dict[str, Any] = {}
+    for name, value in kwargs.items():
+        if name in NOT_OFFERED:
+            raise Skipped(f"{name}: {NOT_OFFERED[name]}")
+        if name in SETTINGS:
+            fields[SETTINGS[name]] = value
+        elif name not in ("ns_steps", "ns_coefficients"):
+            options[name] = value
+    options["config"] = dataclasses.replace(SHORT if cls is AMO else MuonConfig(), **fields)
+    if "ns_steps" in kwargs or "ns_coefficients" in kwargs:
+        if cls in (AMO, ROOT):
+            raise Skipped("ns_steps, ns_coefficients: AMO and ROOT choose coefficients themselves")
+        triple = kwargs.get("ns_coefficients", (3.4445, -4.775, 2.0315))
+        options["schedule"] = Schedule((triple,) * kwargs.get("ns_steps", 5))
+    model = nn.Module()
+    for index, param in enumerate(params):
+        model.register_parameter(f"p{index}", param)
+    matrices = [name for name, param in model.named_parameters() if param.dim() == 2]
+    return cls(param_groups(model, patterns=dict.fromkeys(matrices, "matrix")), **options)
+
+
+def problem(*shapes: tuple[int, ...]) -> tuple[list[nn.Parameter], Callable[[], Tensor]]:
+    """Parameters of a linear layer, and a function that computes a loss and its gradients."""
+    torch.manual_seed(0)
+    params = [nn.Parameter(torch.randn(shape)) for shape in shapes or ((10, 5), (10,))]
+    inputs = torch.randn(5)
+
+    def loss() -> Tensor:
+        for param in params:
+            param.grad = None
+        value = (params[0].mv(inputs) + params[1]).square().sum()
+        value.backward()
+        return value.detach()
+
+    return params, loss
+
+
+def train(optimizer: Muon, loss: Callable[[], Tensor], steps: int = 8) -> list[float]:
+    return [float(optimizer.step(loss)) for _ in range(steps)]  # type: ignore[arg-type]
+
+
+def same(left: Iterable[Tensor], right: Iterable[Tensor]) -> bool:
+    return all(map(torch.equal, left, right))
+
+
+# ---------------------------------------------------------------- cases with every input
+
+
+def the_loss_falls(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    params, loss = problem()
+    before = float(loss())
+    optimizer = build(cls, params, **kwargs)
+    repr(optimizer)
+    train(optimizer, loss, 30)
+    assert float(loss()) < before
+
+
+def the_loss_falls_with_strides(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    params, loss = problem()
+    with torch.no_grad():
+        for param in params:
+            param.data = torch.stack([param.data, param.data], dim=-1)[..., 0]
+    before = float(loss())
+    train(build(cls, params, **kwargs), loss, 30)
+    assert not params[0].is_contiguous()
+    assert float(loss()) < before
+
+
+def the_loss_falls_with_schedulers(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    for constructors in (INFO["SGD"].scheduler_inputs, INFO["Adam"].scheduler_inputs):
+        for several in constructors:
+            params, loss = problem()
+            before = float(loss())
+            # Schedulers change a tensor learning rate in place.
+            optimizer = build(cls, params, **{"lr": 1e-2, **copy.deepcopy(kwargs)})
+            schedulers = [constructor(optimizer) for constructor in several]
+            for _ in range(30):
+                value = optimizer.step(loss)  # type: ignore[arg-type]
+                for scheduler in schedulers:
+                    is_plateau = isinstance(scheduler, ReduceLROnPlateau)
+                    scheduler.step(*([value] if is_plateau else []))
+            assert float(loss()) < before
+
+
+def a_loaded_state_goes_on_alike(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    params, loss = problem()
+    optimizer = build(cls, params, **kwargs)
+    train(optimizer, loss)
+    twins, twin_loss = problem()
+    for twin, param in zip(twins, params, strict=True):
+        twin.data = param.data.clone()
+    other = build(cls, twins, **kwargs)
+    saved = copy.deepcopy(optimizer.state_dict())
+    other.load_state_dict(saved)
+    for _ in range(8):
+        train(optimizer, loss, 1)
+        train(other, twin_loss, 1)
+        assert same(params, twins)
+    assert repr(optimizer.state_dict()) == repr(other.state_dict())
+    fresh = build(cls, problem()[0], **kwargs)
+    fresh.load_state_dict(saved)
+    assert repr(fresh.state_dict()["param_groups"]) == repr(saved["param_groups"])
+
+
+def a_saved_file_is_plain_data(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    params, loss = problem()
+    optimizer = build(cls, params, **kwargs)
+    train(optimizer, loss)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=True)
+    assert repr(loaded) == repr(optimizer.state_dict())
+    build(cls, params, **kwargs).load_state_dict(loaded)
+
+
+def steps_of_older_files_are_numbers(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    params, loss = problem()
+    optimizer = build(cls, params, **kwargs)
+    train(optimizer, loss)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for state in saved["state"].values():
+        if "step" in state:
+            state["step"] = state["step"].item()
+    optimizer.load_state_dict(saved)
+    train(optimizer, loss, 1)
+
+
+def a_copy_has_all_attributes(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    params, loss = problem()
+    optimizer = build(cls, params, **kwargs)
+    train(optimizer, loss)
+    twin = copy.deepcopy(optimizer)
+    public = [name for name in vars(optimizer) if not name.startswith("_")]
+    assert public == [name for name in vars(twin) if not name.startswith("_")]
+
+
+def zero_gradients_change_nothing(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    params, _ = problem()
+    optimizer = build(cls, params, **{**kwargs, "weight_decay": 0.0})
+    before = [param.detach().clone() for param in params]
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    for _ in range(3):
+        optimizer.step()
+    assert same(params, before)
+
+
+def a_step_without_gradients_changes_nothing(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    params, _ = problem()
+    optimizer = build(cls, params, **kwargs)
+    before = [param.detach().clone() for param in params]
+    saved = repr(optimizer.state_dict()["state"])
+    optimizer.step()
+    assert same(params, before)
+    assert repr(optimizer.state_dict()["state"]) == saved
+    assert optimizer.num_steps_taken == 0
+
+
+def parameters_without_elements(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    params, loss = problem()
+    empty = nn.Parameter(torch.randn(5, 0))
+    optimizer = build(cls, [*params, empty], **kwargs)
+    for _ in range(2):
+        loss()
+        empty.grad = torch.randn(5, 0)
+        optimizer.step()
+
+
+def a_rate_may_be_a_tensor(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    results = []
+    for rate in (1e-2, torch.tensor(1e-2)):
+        params, loss = problem()
+        train(build(cls, params, **{**kwargs, "lr": rate}), loss)
+        results.append(params)
+    # 0.01 is rounded to float32 in the tensor: a relative 2^-25 of every update of eight steps.
+    assert all(torch.allclose(*pair, rtol=1e-5, atol=1e-6) for pair in zip(*results, strict=True))
+
+
+def two_groups_have_rates_of_their_own(cls: type[Muon], kwargs: dict[str, Any]) -> None:
+    params, loss = problem()
+    optimizer = build(cls, params, **kwargs)
+    optimizer.param_groups[-1]["lr"] = 0.0
+    before = [param.detach().clone() for param in params]
+    train(optimizer, loss)
+    assert not torch.equal(params[0], before[0])
+    assert torch.equal(params[1], before[1])
+
+
+# ---------------------------------------------------------------- cases of their own
+
+
+def hooks_of_steps_run(cls: type[Muon]) -> None:
+    params, loss = problem()
+    optimizer, calls = build(cls, params), []
+    handles = [
+        optimizer.register_step_pre_hook(lambda *_: calls.append("before")),
+        optimizer.register_step_post_hook(lambda *_: calls.append("after")),
+    ]
+    train(optimizer, loss, 2)
+    for handle in handles:
+        handle.remove()
+    train(optimizer, loss, 1)
+    assert calls == ["before", "after"] * 2
+
+
+def hooks_of_state_dicts_run(cls: type[Muon]) -> None:
+    optimizer = build(cls, problem()[0])
+    calls: list[str] = []
+    optimizer.register_state_dict_pre_hook(lambda own: calls.append("first"))
+    optimizer.register_state_dict_pre_hook(lambda own: calls.append("zeroth"), prepend=True)
+    optimizer.register_state_dict_post_hook(lambda own, state: {**state, "extra": 1})
+    state = optimizer.state_dict()
+    assert state["extra"] == 1
+    assert calls == ["zeroth", "first"]
+
+
+def hooks_of_loads_run(cls: type[Muon]) -> None:
+    optimizer = build(cls, problem()[0], lr=0.5)
+    saved = optimizer.state_dict()
+
+    def halve(own: Any, state: dict[str, Any]) -> dict[str, Any]:
+        groups = [{**group, "lr": group["lr"] / 2} for group in state["param_groups"]]
+        return {**state, "param_groups": groups}
+
+    calls: list[str] = []
+    optimizer.register_load_state_dict_pre_hook(halve)
+    optimizer.register_load_state_dict_post_hook(lambda own: calls.append("after"))
+    optimizer.load_state_dict(saved)
+    assert optimizer.param_groups[0]["lr"] == 0.25
+    assert calls == ["after"]
+
+
+def the_profiler_sees_step_and_zero_grad(cls: type[Muon]) -> None:
+    params, loss = problem()
+    optimizer = build(cls, params)
+    train(optimizer, loss, 1)
+    with torch.profiler.profile() as profile:
+        train(optimizer, loss, 1)
+        optimizer.zero_grad()
+    names = {event.name for event in profile.events() or ()}
+    assert f"Optimizer.step#{cls.__name__}.step" in names
+    assert f"Optimizer.zero_grad#{cls.__name__}.zero_grad" in names
+
+
+def a_closure_gives_the_loss(cls: type[Muon]) -> None:
+    params, loss = problem()
+    optimizer = build(cls, params)
+    assert float(optimizer.step(lambda: loss())) == float(  # type: ignore[arg-type]
+        problem()[1]()
+    )
+
+
+def old_files_lack_new_options(cls: type[Muon]) -> None:
+    params, loss = problem()
+    optimizer = build(cls, params)
+    train(optimizer, loss)
+    saved = copy.deepcopy(optimizer.state_dict())
+    for group in saved["param_groups"]:
+        group.pop("lr_scale", None)
+    optimizer.load_state_dict(saved)
+    train(optimizer, loss, 1)
+
+
+def files_with_names_load_by_name(cls: type[Muon]) -> None:
+    params, loss = problem((10, 5), (10,), (10, 5))
+    params[2].grad = None
+    optimizer = build(cls, params)
+    for seed in range(3):
+        loss()
+        torch.manual_seed(seed)
+        params[2].grad = torch.randn(10, 5)
+        optimizer.step()
+    saved = optimizer.state_dict()
+    assert saved["param_names"][0] == ["p0", "p2"]
+    keys = saved["param_groups"][0]["params"]
+    saved["param_groups"][0]["params"] = keys[::-1]
+    saved["param_names"][0] = ["p2", "p0"]
+    twins = [nn.Parameter(param.detach().clone()) for param in params]
+    other = build(cls, twins)
+    other.load_state_dict(saved)
+    for param, twin in ((params[0], twins[0]), (params[2], twins[2])):
+        assert torch.equal(
+            other.state[twin]["momentum_buffer"], optimizer.state[param]["momentum_buffer"]
+        )
+
+
+PER_INPUT = (
+    the_loss_falls,
+    the_loss_falls_with_strides,
+    the_loss_falls_with_schedulers,
+    a_loaded_state_goes_on_alike,
+    a_saved_file_is_plain_data,
+    steps_of_older_files_are_numbers,
+    a_copy_has_all_attributes,
+    zero_gradients_change_nothing,
+    a_step_without_gradients_changes_nothing,
+    parameters_without_elements,
+    a_rate_may_be_a_tensor,
+    two_groups_have_rates_of_their_own,
+)
+PER_CLASS = (
+    hooks_of_steps_run,
+    hooks_of_state_dicts_run,
+    hooks_of_loads_run,
+    the_profiler_sees_step_and_zero_grad,
+    a_closure_gives_the_loss,
+    old_files_lack_new_options,
+    files_with_names_load_by_name,
+)
+NOT_ASKED = {
+    "complex parameters": "refused at construction",
+    "sparse gradients": "refused: a matrix is orthogonalized whole",
+    "foreach, fused and differentiable alike": "no such options",
+    "several devices": "one device per optimizer; needs a GPU",
+    "memory on a GPU": "needs a GPU",
+    "a loaded state moves to a GPU": "needs a GPU",
+    "add_param_group": "refused: the groups of all ranks are fixed at construction",
+    "torch.compile of the step": "tests/unit/test_torch_contract.py compiles a training step",
+}
+"""What PyTorch's suite asks beside, with the reason why it is not asked here."""
+
+
+def refuse(cls: type[Muon], mistake: Any) -> None:
+    """A mistake of PyTorch's database is an error at construction, in words of our own."""
+    entry = mistake.optimizer_error_input
+    if entry.desc == "only support 2D parameters":
+        raise Skipped("params: a tensor of three dims is a stack of matrices")
+    if entry.desc == "betas must be either both floats or both Tensors":
+        raise Skipped("betas: a float and a tensor may stand together")
+    text = ""
+    try:
+        if entry.params is None or "adjust_lr_fn" in entry.kwargs:
+            build(cls, problem()[0], **entry.kwargs)
+        elif isinstance(entry.params, list) and all(isinstance(p, Tensor) for p in entry.params):
+            named = [(f"p{index}", param) for index, param in enumerate(entry.params)]
+            cls([{"params": named, "algorithm": "adamw"}])
+        else:
+            cls(entry.params)
+    except ValueError as error:
+        text = str(error)
+    assert ": found " in text
+
+
+def mistakes() -> Iterator[Any]:
+    """Mistakes of Muon's and AdamW's entries, without those of options that are not offered."""
+    texts = set()
+    for name in ("Muon", "AdamW"):
+        for mistake in INFO[name].optim_error_inputs_func(CPU, torch.float32):
+            if (text := mistake.optimizer_error_input.desc) not in texts:
+                texts.add(text)
+                yield mistake
+
+
+def cases() -> Iterator[tuple[str, str, Callable[[], None]]]:
+    """Class, title and function of each case."""
+    for name, cls in CLASSES.items():
+        for case in PER_INPUT:
+            for origin, entry in INPUTS:
+                title = f"{case.__name__}: {origin}, {entry.desc}"
+                yield name, title, lambda c=case, k=cls, e=entry: c(k, copy.deepcopy(e.kwargs))  # type: ignore[misc]
+        for single in PER_CLASS:
+            yield name, single.__name__, lambda c=single, k=cls: c(k)  # type: ignore[misc]
+        for mistake in mistakes():
+            title = f"refuse: {mistake.optimizer_error_input.desc}"
+            yield name, title, lambda k=cls, m=mistake: refuse(k, m)  # type: ignore[misc]
+
+
+def run() -> list[tuple[str, str, str, str]]:
+    """Class, title, result and reason of each case."""
+    records = []
+    for name, title, case in cases():
+        result, reason = "passed", ""
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # a first step without gradients warns
+                case()
+        except Skipped as skipped:
+            result, reason = "skipped", str(skipped)
+        except Exception as error:
+            result, reason = "failed", f"{type(error).__name__}: {error}"
+        records.append((name, title, result, reason))
+    return records
+
+
+def main() -> None:
+    records = run()
+    if "--json" in sys.argv:
+        print(json.dumps(records))
+        return
+    for name in CLASSES:
+        results = [result for own, _, result, _ in records if own == name]
+        counts = {word: results.count(word) for word in ("passed", "skipped", "failed")}
+        print(name, len(results), counts)
+    for reason in sorted({reason for *_, result, reason in records if result == "skipped"}):
+        print("skipped", sum(reason == own for *_, own in records), reason)
+    for subject, reason in NOT_ASKED.items():
+        print(f"not asked: {subject}: {reason}")
+    for record in records:
+        if record[2] == "failed":
+            print(*record)
+
+
+if __name__ == "__main__":
+    main()
