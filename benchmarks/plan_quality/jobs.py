@@ -94,9 +94,16 @@ def ladder_jobs() -> list[Job]:
     first, *_, last = ARCHITECTURES
     few, others = range(3), range(3, 5)
     fixed_and_ladders, every_row = (*UNIFORM, *LADDERS), (*UNIFORM, *LADDERS, *OTHERS)
+    needed = ("uniform-5", "uniform-3", *LADDERS)
     return [
-        *balanced(fixed_and_ladders, few),
+        *balanced(fixed_and_ladders, range(2)),
+        *balanced(needed, (2,)),
+        *balanced(needed, (0,), decay="linear"),
         *(Job(Start(first, 0, order=order), ("uniform-5",)) for order in range(1, 6)),
+        *(job for switch in (50, 25) for job in balanced(("ladder-2",), (0,), switch=switch)),
+        *balanced(("uniform-5", "ladder-2"), (0,), decay="constant"),
+        *balanced(needed, (1,), decay="linear"),
+        *balanced(fixed_and_ladders, few),
         *balanced(fixed_and_ladders, few, decay="linear"),
         *balanced(fixed_and_ladders, range(1), decay="constant"),
         *(job for switch in (50, 25) for job in balanced(LADDERS, few, switch=switch)),
