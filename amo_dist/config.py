@@ -41,6 +41,9 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 BUDGET_RATIO = 1.0
 """Default of ``PlanConfig.budget_ratio``."""
 
+LADDER_TAU = 0.0
+"""Default of ``PlanConfig.ladder_tau``: no ladder."""
+
 MOST_STEPS = 100
 """Most Newton-Schulz steps of a type; rounding dominates the error long before."""
 
@@ -226,30 +229,30 @@ class PlanConfig:
     """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]. Only
     ``planner = paper`` reads it."""
     transition_steps: int = 300
-    """``Delta``: optimizer steps from the uniform schedule, or the last plan, to the new plan; at
-    least 1."""
+    """``Delta``: optimizer steps from the uniform schedule to the plan; at least 1."""
     base_steps: int = 5
-    """``T_base``: Newton-Schulz steps of every operator type before the first plan."""
+    """``T_base``: Newton-Schulz steps of every operator type before the plan."""
     base_ell: float = 1e-3
     """``ell_base``: lower bound for which the uniform schedule is composed; in (0, 0.99]."""
     budget_ratio: float = BUDGET_RATIO
     """Planned Newton-Schulz work over that of the uniform schedule; > 0."""
-    as_good_as: str | None = None
-    """Schedule whose error on the same spectra the plan must not exceed, with the fewest flops,
-    instead of a budget: ``uniform``, or the name of a fixed schedule such as ``kj``."""
     min_steps: int = 3
     """Fewest steps of a type (relaxed, and logged, only if the budget is infeasible)."""
     max_steps: int = 7
     """Most steps of a type (relaxed, and logged, only if the budget is infeasible)."""
+    ladder_tau: float = LADDER_TAU
+    """``tau``: error that the ladder allows. After the lock, each learning rate has the fewest
+    flops for which the squared rate, times the squared error of the direction, is at most ``tau``
+    times that of the uniform schedule at the greatest rate up to the plan. 0: no ladder.
+    ``planner = paper`` has none."""
+    ladder_min_steps: int = 2
+    """Fewest steps of a type on the ladder."""
     granularity: str = "operator_type"
     """Unit that shares a schedule: ``operator_type``, ``layer_group`` (type and third of the
     depth), or ``shape`` (short side x long side, whatever the type)."""
     observe_only: bool = False
     """Whether to observe and record without a plan: the uniform schedule stays for the whole
     run."""
-    replan_every: int = 0
-    """Optimizer steps from one plan to the next, which is made from the observations since the
-    lock; 0: plan once."""
 
     def __post_init__(self) -> None:
         _require_int("observe_until", self.observe_until, 1)
@@ -268,29 +271,18 @@ class PlanConfig:
         _require_int("base_steps", self.base_steps, 1, MOST_STEPS)
         _require_real("base_ell", self.base_ell, "a number in (0, 0.99]", 5e-324, 0.99)
         _require_real("budget_ratio", self.budget_ratio, "a number > 0", 5e-324, math.inf)
-        if self.as_good_as is not None:
-            _require(isinstance(self.as_good_as, str), "as_good_as", self.as_good_as, "a name")
-            for field, expected in (("planner", "measured"), ("budget_ratio", BUDGET_RATIO)):
-                value = getattr(self, field)
-                _require(value == expected, field, value, f"{expected!r} with as_good_as")
         _require_int("min_steps", self.min_steps, 1, MOST_STEPS)
         _require_int("max_steps", self.max_steps, self.min_steps, MOST_STEPS)
+        _require_real("ladder_tau", self.ladder_tau, "a number >= 0", 0.0, math.inf)
+        _require(
+            self.planner == "measured" or self.ladder_tau in (0, LADDER_TAU),
+            "ladder_tau",
+            self.ladder_tau,
+            f"0 with planner = {self.planner!r}, whose plans have no ladder",
+        )
+        _require_int("ladder_min_steps", self.ladder_min_steps, 1, MOST_STEPS)
         _require_choice("granularity", self.granularity, _GRANULARITIES)
         _require_bool("observe_only", self.observe_only)
-        self._check_replan()
-
-    def _check_replan(self) -> None:
-        _require_int("replan_every", self.replan_every, 0)
-        if not self.replan_every:
-            return
-        _require(
-            self.replan_every % self.interval == 0 and self.replan_every >= self.transition_steps,
-            "replan_every",
-            self.replan_every,
-            f"a multiple of observe_every = {self.interval}, and no less than "
-            f"transition_steps = {self.transition_steps}",
-        )
-        _require(not self.observe_only, "replan_every", self.replan_every, "0 with observe_only")
 
     @property
     def interval(self) -> int:
@@ -301,8 +293,13 @@ class PlanConfig:
         return self.observe_until // min(counts, key=lambda count: abs(count - 8))
 
     @property
+    def has_ladder(self) -> bool:
+        """Whether steps fall with the learning rate."""
+        return self.planner == "measured" and self.ladder_tau > 0
+
+    @property
     def lock_step(self) -> int:
-        """Step at which the first plan locks, ``observe_until + transition_steps``."""
+        """Step at which the plan locks, ``observe_until + transition_steps``."""
         return self.observe_until + self.transition_steps
 
 

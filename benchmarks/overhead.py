@@ -28,6 +28,7 @@ from amo_dist.engine.controller import trial_tensor
 from amo_dist.kernels.spectra import schedule_errors
 from amo_dist.operators.groups import param_groups
 from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.observation import Observed
 from benchmarks.measure import CLOCKS, paired, report
 from benchmarks.shapes import ELL_BY_TYPE, MODELS, DecoderShape
 
@@ -160,8 +161,8 @@ def _transition(
     types = {info.name: info.operator_type for info in groups.matrices}
     ells = {name: ELL_BY_TYPE[types[name]] for name in policy.sample(state, groups, 1)}
     tried = trial_tensor(policy.trials())
-    errors = {name: _errors(ell, *tried) for name, ell in ells.items()}
-    state = policy.record(state, groups, 1, ells, errors)
+    observed = {name: Observed(ell, *_errors(ell, *tried)) for name, ell in ells.items()}
+    state = policy.record(state, groups, 1, observed)
     start = now()
     state = policy.adopt_plan(state, groups, policy.make_plan(state, groups))
     plan_seconds = now() - start
@@ -173,10 +174,10 @@ def _transition(
     return plan_seconds, [_timed(lambda step=step: run(step), now) for step in steps]
 
 
-def _errors(ell: float, coefficients: Tensor, norm_scale: float) -> list[float]:
-    """Errors of all trials on a spectrum that falls evenly, in logarithms, to ``ell``."""
+def _errors(ell: float, coefficients: Tensor, norm_scale: float) -> list[list[float]]:
+    """Residuals and distances of all trials on a spectrum that falls evenly in logarithms."""
     sigma = torch.logspace(math.log10(ell), -1, 64, dtype=torch.float64)
-    return schedule_errors(sigma / norm_scale, coefficients).view(-1).tolist()
+    return schedule_errors(sigma / norm_scale, coefficients).tolist()
 
 
 if __name__ == "__main__":

@@ -136,18 +136,18 @@ def measure_errors(shape: tuple[int, int], kind: str, kappa: float) -> dict[str,
     """
     sigma = spectrum(kind, shape[0], kappa)
     x = with_spectrum(sigma, shape[1])
-    observed = observe(x, trials(), NORM_SCALE)
+    ell, errors = observe(x, trials(), NORM_SCALE)
     exact = torch.linalg.svdvals(x)
     expected = schedule_errors(exact / (NORM_SCALE * torch.linalg.vector_norm(exact)), trials())
     row: dict[str, object] = {"shape": f"{shape[0]}x{shape[1]}", "spectrum": kind, "kappa": kappa}
     for name, own, reference in zip(
-        ("residual", "distance"), observed[1:].view(2, -1).sqrt(), expected.sqrt(), strict=True
+        ("residual", "distance"), errors.sqrt(), expected.sqrt(), strict=True
     ):
         beyond = ((own - reference).abs() - ROUNDING).clamp(min=0)
         row[name] = 2 * (beyond / reference).max().item()  # of the square
     if kind == "deficient":
         return row | dict.fromkeys(("ell", *METHODS), math.nan)
-    row["ell"] = abs(observed[0].item() * torch.linalg.vector_norm(sigma).item() * kappa - 1)
+    row["ell"] = abs(ell.item() * torch.linalg.vector_norm(sigma).item() * kappa - 1)
     return row | {name: abs(method(x) * kappa - 1) for name, method in METHODS.items()}
 
 

@@ -47,13 +47,12 @@ CONTROL_FIELDS = {
     "steps_taken": (),
     "steps_skipped": (),
     "observations": ("step", "ell", "num_sampled", "num_invalid"),
-    "observations_since_plan": ("step", "ell", "num_sampled", "num_invalid"),
     "plan": (
         *("operator_types", "ell_robust", "ell_target", "allocation", "objective"),
         *("base_steps", "base_ell", "planner", "budget_unit", "budget"),
         *("min_steps", "max_steps", "costs", "curves"),
     ),
-    "transition_from": (),
+    "ladder_steps": (),
     "fits": ("triple", "objective", "calibration"),
 }
 """What is hashed of the control state, and of records below it; no names: all that is there."""
@@ -155,9 +154,7 @@ RUNS: dict[str, Run] = {
     "llama root fp32": Run("llama", "root", fields=FP32),
     "gpt uniform bf16": Run("gpt", "kj"),
     "gpt pe fp32, no Nesterov": Run("gpt", "pe", fields={**FP32, "nesterov": False}),
-    "gpt paper fp32, replanned": amo(
-        "gpt", replan_every=6, num_steps=16, granularity="layer_group", **FP32
-    ),
+    "gpt paper fp32, by depth": amo("gpt", num_steps=16, granularity="layer_group", **FP32),
     "gpt paper bf16, a step skipped": amo("gpt", sample_size=3, nonfinite="skip_step", nan_at=5),
     "gpt paper fp32, by shape": amo("gpt", granularity="shape", **FP32),
     "wide paper bf16": amo("wide"),

@@ -8,7 +8,7 @@ from typing import Any
 from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.grouping import Groups
-from amo_dist.schedule.observation import Observation
+from amo_dist.schedule.observation import Observation, Observed
 from amo_dist.schedule.plan import Plan, StepsAndElls
 from amo_dist.schedule.policies import Policy
 from amo_dist.schedule.types import MatrixInfo, Schedule
@@ -49,7 +49,7 @@ class Held:
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        return self.state.all_observations  # type: ignore[no-any-return]
+        return self.state.observations  # type: ignore[no-any-return]
 
     @property
     def config(self) -> AMOConfig:
@@ -78,8 +78,11 @@ class Held:
     def trials(self) -> tuple[Schedule, ...]:
         return self.policy.trials()
 
-    def record(self, step: int, ells: Mapping[str, Any], errors: Mapping[str, Any]) -> None:
-        self.state = self.policy.record(self.state, self.groups, step, ells, errors)
+    def record(self, step: int, observed: Mapping[str, Observed]) -> None:
+        self.state = self.policy.record(self.state, self.groups, step, observed)
+
+    def follow(self, step: int, rate: float) -> None:
+        self.state = self.policy.follow(self.state, step, rate)
 
     def plan_due(self) -> bool:
         return self.policy.plan_due(self.state)

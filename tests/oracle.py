@@ -62,13 +62,17 @@ class Oracle:
         self.allocation: dict[str, int] = {}
         self.targets: dict[str, float] = {}
         self.planned_at: int | None = None
-        self.start: dict[str, tuple[int, float]] = {}  # where the glide to the plan begins
+        self.peak_rate = 0.0
+        self.planned: dict[str, int] = {}  # the plan's steps, above its ladder
+        self.losses: dict[str, dict[int, tuple[float, float]]] = {}  # weighted, and -ell, by steps
+        self.uniform_loss = 0.0
         found = set(types.values())
         self.order = [t for t in ORDER if t in found] + sorted(found - set(ORDER))
 
     @torch.no_grad()
     def step(self, grads: Mapping[str, Tensor | None]) -> None:
         self.step_number += 1
+        self._follow_rate()
         schedules = self._schedules()
         sample = self._sample()
         sampled: dict[str, Tensor] = {}
@@ -137,7 +141,7 @@ class Oracle:
         if not isinstance(config, AMOConfig):
             return set()
         step = self.step_number
-        if step % config.interval or not self._is_observed(config, step):
+        if step % config.interval or step > config.observe_until:
             return set()
         drawn: set[str] = set()
         for operator_type in self.order:
@@ -152,18 +156,14 @@ class Oracle:
                 names = names[1:]
         return drawn
 
-    def _is_observed(self, config: AMOConfig, step: int) -> bool:
-        if self.planned_at is None:
-            return step <= config.observe_until
-        return bool(config.replan_every) and step >= self.planned_at + config.transition_steps
-
     def _trials(self, config: AMOConfig) -> list[tuple[int, float]]:
         """Every number of steps with every ell: ten a decade, to three digits, and the base."""
         decades = {
             float(f"{10 ** (i / 10):.3g}e{power}") for power in range(-5, -1) for i in range(10)
         }
         ells = sorted({*decades, 0.1, config.base_ell})
-        return [(k, ell) for k in range(config.min_steps, config.max_steps + 1) for ell in ells]
+        low = min(config.min_steps, config.ladder_min_steps)
+        return [(k, ell) for k in range(low, config.max_steps + 1) for ell in ells]
 
     def _observe(self, sampled: Mapping[str, Tensor]) -> None:
         config = self.config
@@ -176,17 +176,15 @@ class Oracle:
         by_type: dict[str, list[list[float]]] = {}
         for name in sorted(sampled):
             exact = config.update_norm == "exact"
-            found = observe(sampled[name], table, SAFETY, exact_norm=exact).tolist()
-            row = [self._weight(name), found[0], *found[1 + len(trials) :]]
+            ell, errors = observe(sampled[name], table, SAFETY, exact_norm=exact)
+            row = [self._weight(name), ell.item(), *errors[1].tolist()]
             by_type.setdefault(self.types[name], []).append(row)
         self.observations.append(
             {kind: statistics.median(v[1] / SAFETY for v in rows) for kind, rows in by_type.items()}
         )
         self.distances.append({kind: self._mean(rows) for kind, rows in by_type.items()})
-        first, every = config.observe_until, config.replan_every
-        if self.step_number < (first if self.planned_at is None else self.planned_at + every):
+        if self.step_number < config.observe_until:
             return
-        start = self._state(config)
         for kind in self.order:
             robust = statistics.median(found[kind] for found in self.observations)
             alpha = Fraction(str(config.shrinkage))  # exact, and rounded once
@@ -197,8 +195,7 @@ class Oracle:
         else:
             budget = Fraction(str(config.budget_ratio)) * len(self.order) * config.base_steps
             self.allocation = self._greedy(math.floor(budget + Fraction(1, 2)))
-        self.planned_at, self.start = self.step_number, start
-        self.observations, self.distances = [], []
+        self.planned_at, self.planned = self.step_number, dict(self.allocation)
 
     def _weight(self, name: str) -> float:
         """The squared norm of an exact update, but for the learning rate."""
@@ -234,10 +231,16 @@ class Oracle:
         shares = [weight / math.fsum(weights) for weight in weights]
         ranked: list[tuple[float, tuple[int, ...]]] = []
         steps = range(config.min_steps, config.max_steps + 1)
-        losses = [
-            {k: share * best[kind][k][0] for k in steps}
-            for kind, share in zip(self.order, shares, strict=True)
-        ]
+        base = trials.index((config.base_steps, config.base_ell))
+        uniform = []
+        for kind, share in zip(self.order, shares, strict=True):
+            self.losses[kind] = {k: (share * d, ell) for k, (d, ell) in best[kind].items()}
+            total = 0.0
+            for found in self.distances:
+                total += found[kind][base]
+            uniform.append(share * (total / len(self.distances)))
+        self.uniform_loss = math.fsum(uniform)
+        losses = [{k: self.losses[kind][k][0] for k in steps} for kind in self.order]
         for choice in itertools.product(steps, repeat=len(self.order)):
             if sum(k * cost for k, cost in zip(choice, costs, strict=True)) <= ceiling:
                 ranked.append((math.fsum(map(dict.__getitem__, losses, choice)), choice))
@@ -251,6 +254,44 @@ class Oracle:
         least = min(near, key=lambda choice: (exact(choice), choice))
         allocation = dict(zip(self.order, least, strict=True))
         return allocation, {kind: -best[kind][k][1] for kind, k in allocation.items()}
+
+    def _follow_rate(self) -> None:
+        """The ladder, by looking at every allocation: one type moves by one step."""
+        config = self.config
+        if not isinstance(config, AMOConfig) or not config.ladder_tau:
+            return
+        if self.planned_at is None:
+            self.peak_rate = max(self.peak_rate, self.lr)
+            return
+        if self.step_number <= self.planned_at + config.transition_steps:
+            return
+        costs = {
+            one: sum(self._flops(name) for name, kind in self.types.items() if kind == one)
+            for one in self.order
+        }
+
+        def flops(choice: tuple[int, ...]) -> int:
+            return sum(k * costs[kind] for kind, k in zip(self.order, choice, strict=True))
+
+        def loss(choice: tuple[int, ...]) -> Fraction:
+            pairs = zip(self.order, choice, strict=True)
+            return sum((Fraction(self.losses[kind][k][0]) for kind, k in pairs), Fraction(0))
+
+        limit = Fraction(config.ladder_tau) * Fraction(self.uniform_loss)
+        square = (Fraction(self.lr) / Fraction(self.peak_rate)) ** 2
+        plan = tuple(self.planned.values())
+        choices = itertools.product(
+            range(config.ladder_min_steps, config.max_steps + 1), repeat=len(plan)
+        )
+        cheap = [choice for choice in choices if flops(choice) < flops(plan)]
+        within = [(flops(c), loss(c), c) for c in cheap if square * loss(c) <= limit]
+        goal = dict(zip(self.order, min(within)[2] if within else plan, strict=True))
+        gaps = {kind: goal[kind] - self.allocation[kind] for kind in self.order}
+        rises = [kind for kind, gap in gaps.items() if gap > 0]
+        falls = [kind for kind, gap in gaps.items() if gap < 0]
+        for kind in (rises or falls)[:1]:
+            self.allocation[kind] += 1 if rises else -1
+            self.targets[kind] = -self.losses[kind][self.allocation[kind]][1]
 
     def _flops(self, name: str) -> int:
         short, long = sorted(self.params[name].shape)
@@ -300,13 +341,12 @@ class Oracle:
     def _state(self, config: AMOConfig) -> dict[str, tuple[int, float]]:
         """Newton-Schulz steps and ell of each type at this step."""
         if self.planned_at is None or self.step_number <= self.planned_at:
-            return self.start or dict.fromkeys(self.order, (config.base_steps, config.base_ell))
+            return dict.fromkeys(self.order, (config.base_steps, config.base_ell))
         u = min(self.step_number - self.planned_at, config.transition_steps)
         p = Fraction(u, config.transition_steps)
-        exact = {
-            kind: count + p * (self.allocation[kind] - count)
-            for kind, (count, _) in self.start.items()
-        }
+        base = config.base_steps
+        exact = {kind: base + p * (self.allocation[kind] - base) for kind in self.order}
+        ell = Fraction(config.base_ell)
         total = math.floor(sum(exact.values()) + Fraction(1, 2))
         counts = {kind: math.floor(value) for kind, value in exact.items()}
         by_remainder = sorted(self.order, key=lambda kind: counts[kind] - exact[kind])
@@ -321,9 +361,9 @@ class Oracle:
         return {
             kind: (
                 counts[kind],
-                float(Fraction(ell) + p * (Fraction(self.targets[kind]) - Fraction(ell))),
+                float(ell + p * (Fraction(self.targets[kind]) - ell)),
             )
-            for kind, (_, ell) in self.start.items()
+            for kind in self.order
         }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from amo_dist.schedule.policies import Policy
+from amo_dist.schedule.observation import Observed
 from amo_dist.schedule.types import Schedule
 
 SIZE = 6
@@ -38,21 +38,26 @@ def errors_left(
     return found
 
 
-def errors_by_name(policy: Policy, ell_by_name: Mapping[str, Any]) -> dict[str, list[float]]:
-    """What the trials of a policy leave of matrices of which only ``ell`` is known."""
+def observed(policy: Any, ell_by_name: Mapping[str, Any]) -> dict[str, Observed]:
+    """Observations of matrices of which only ``ell`` is known.
+
+    An ``ell`` that is none comes with NaN, as from a kernel.
+    """
     trials = policy.trials()
     return {name: _of_ell(trials, ell) for name, ell in ell_by_name.items()}
 
 
-def record(policy: Policy, step: int, ell_by_name: Mapping[str, Any]) -> None:
-    """An observation of such matrices; an ``ell`` that is none comes with NaN, as from a kernel."""
-    policy.record(step, ell_by_name, errors_by_name(policy, ell_by_name))
+def record(policy: Any, step: int, ell_by_name: Mapping[str, Any]) -> None:
+    """An observation of such matrices."""
+    policy.record(step, observed(policy, ell_by_name))
 
 
-def _of_ell(trials: tuple[Schedule, ...], ell: Any) -> list[float]:
+def _of_ell(trials: tuple[Schedule, ...], ell: Any) -> Observed:
+    count = len(trials)
     if type(ell) is not float or not 0 < ell < math.inf:
-        return [math.nan] * (2 * len(trials))
-    return _left_of(trials, ell)
+        return Observed(ell, [math.nan] * count, [math.nan] * count)
+    errors = _left_of(trials, ell)
+    return Observed(ell, errors[:count], errors[count:])
 
 
 @functools.lru_cache(maxsize=4096)

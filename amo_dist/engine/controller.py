@@ -1,4 +1,4 @@
-"""The controller: which schedule each matrix gets, what a step measures, and what that leads to.
+"""The controller: it gives each matrix its schedule, and turns measurements into plans.
 
 The engine moves tensors; the controller decides. A schedule that never changes is one whose policy
 neither observes nor plans.
@@ -6,15 +6,17 @@ neither observes nor plans.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
 import json
 import logging
 import math
+import sys
 import time
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from itertools import chain, islice
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -29,7 +31,8 @@ from amo_dist.engine.world import World
 from amo_dist.kernels.geometry import ns_residual
 from amo_dist.kernels.spectra import observe
 from amo_dist.schedule.grouping import Groups
-from amo_dist.schedule.policies import Policy
+from amo_dist.schedule.observation import Observed
+from amo_dist.schedule.policies import Control, Policy, State
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 GUARD_BOUND = 1.1
@@ -39,106 +42,138 @@ GUARD_BOUND = 1.1
 logger = logging.getLogger(__name__)
 
 
-class _Decided(NamedTuple):
+class _Decision(NamedTuple):
+    """Schedules of a step, which hold for the steps and rates up to the next change."""
+
+    steps: range
+    """Optimizer steps for which it holds."""
+    rates: tuple[float, float]
+    """Learning rates for which it holds: above the first, up to the second."""
+    state: State
+    """State of the policy in which the step is taken."""
     schedules: Sequence[Schedule]
-    """Of each matrix of this process."""
+    """Schedule of each matrix of this process."""
     digest: str
-    """Of the schedules of all."""
+    """Digest of the state and of the schedules of all matrices."""
     deal: Hashable
-    """Matrices are dealt to owners anew where it changes."""
+    """Value at whose change matrices are dealt to owners anew."""
     observed: Sequence[str]
     """Names of the matrices to observe."""
 
 
 class Controller:
-    """Decides what each step does, and is what a checkpoint holds beside tensors.
+    """Decides what each step does, and holds what a checkpoint does beside tensors.
 
     Args:
-        policy: Which schedule when.
-        state: What the policy remembers; an immutable value.
-        config: When to measure residuals, and what to do about them.
-        steps_taken: Optimizer steps so far, skipped ones included.
-        steps_skipped: Of those, the ones that changed nothing.
+        control: Counts, settings, policy and state to go on from.
     """
 
-    # Once `connect` has been called.
+    # Set by `connect`.
     _world: World
 
-    def __init__(
-        self,
-        policy: Policy,
-        state: Any,
-        config: MuonConfig,
-        steps_taken: int = 0,
-        steps_skipped: int = 0,
-    ) -> None:
-        self.policy, self.state, self.config = policy, state, config
-        self.steps_taken, self.steps_skipped = steps_taken, steps_skipped
+    def __init__(self, control: Control) -> None:
+        self.control = control
+        """The value after the last step, as far as its verdict is known."""
         self.residual = 0.0
         """The last one measured."""
         self.observe_seconds = 0.0
-        """What the last observation cost this rank."""
+        """Seconds of the last observation on this rank."""
         self.groups: Groups | None = None
         """The matrices that share schedules; None before the ranks know one another."""
-        self._measured: dict[str, Tensor] = {}
+        self._undone = control
+        """The value to go on from if the verdict undoes the last step."""
+        self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._residuals: dict[str, Tensor] = {}
-        self._last: tuple[tuple[int, float, Any], _Decided] | None = None
-        trials = policy.trials()
-        self._num_values = 1 + 2 * len(trials)
+        self._decision: _Decision | None = None
+        trials = control.policy.trials()
+        self._num_trials = len(trials)
         self._trials = trial_tensor(trials)
+
+    @property
+    def policy(self) -> Policy:
+        """Rule by which schedules follow from the state."""
+        return self.control.policy
+
+    @property
+    def state(self) -> State:
+        """Memory of the policy."""
+        return self.control.state
+
+    @property
+    def config(self) -> MuonConfig:
+        """Settings in force."""
+        return self.control.config
+
+    def _change(self, **changes: Any) -> None:
+        self.control = dataclasses.replace(self.control, **changes)
 
     # ---------------------------------------------------------------- before steps
 
     def connect(self, world: World, *, is_new: bool) -> None:
-        """Take the structure on which all ranks agreed, and plan where that is due.
+        """Take the structure on which all ranks agreed, and plan if a plan is due.
 
         Args:
             world: The structure.
             is_new: Whether the ranks meet for the first time: a collective over the world then.
 
         Raises:
-            RankMismatchError: On every rank, where only some have restored a state.
+            RankMismatchError: On every rank, if only some of them have restored a state.
             ValueError: The policy cannot run these matrices.
         """
         if is_new:
             self._check_alike(world)
         self.groups = groups = self.policy.groups(world.registry)
         self._world = world
-        # Strict: a state that was restored before the matrices were known may not fit them.
-        self.state = self.policy.from_dict(self.policy.to_dict(self.state), groups)
+        # A state that was restored before the matrices were known may not fit them.
+        self._change(state=self.policy.from_dict(self.policy.to_dict(self.state), groups))
         if is_new:
-            self._plan_where_due()
+            self._plan_if_due()
 
     def settle(self, verdict: Verdict | None) -> None:
-        """Look at the verdict of the last step, where nobody waited for it.
+        """Read the verdict of the last step, if nobody has read it.
 
         Raises:
-            As `Verdict.settle`, of that step, which then counts as not taken.
+            As `Verdict.settle`, for that step, which then counts as not taken.
         """
         if verdict is None:
             return
         try:
             fault = verdict.settle()
         except Exception:
-            self.steps_taken -= 1
+            self.control = self._undone
             raise
         if fault:
-            self.skipped(self.steps_taken, fault)
+            self.skipped(self.control.steps_taken, fault)
+
+    def control_after(self, outcome: Literal["taken", "skipped", "undone"]) -> Control:
+        """The value to save, if the last step has this outcome."""
+        if outcome == "undone":
+            return self._undone
+        skipped = self.control.steps_skipped + (outcome == "skipped")
+        return dataclasses.replace(self.control, steps_skipped=skipped)
 
     def skipped(self, step: int, fault: str) -> None:
         """Count a step that changed nothing."""
-        self.steps_skipped += 1
+        self._change(steps_skipped=self.control.steps_skipped + 1)
         logger.warning("step %d skipped: %s", step, fault)
 
-    def orders(self, matrices: Sequence[Matrix]) -> Orders:
-        """What the next step does.
+    def orders(self, matrices: Sequence[Matrix], rate: float = 0.0) -> Orders:
+        """The orders of the next step; nothing changes before `finish`.
 
         Args:
-            matrices: Those of this process.
+            matrices: Matrices of this process.
+            rate: Greatest learning rate of the groups that have matrices, if the policy follows it.
         """
-        step, config = self.steps_taken + 1, self.config
-        schedules, digest, deal, observed = self._decide(step, matrices)
-        every, probes = config.ns_guard_every, list[Probe]()
+        step, every, probes = self.control.steps_taken + 1, self.config.ns_guard_every, []
+        decision = self._decision
+        if not (
+            decision is not None
+            and step in decision.steps
+            and decision.rates[0] < rate <= decision.rates[1]
+            and decision.state is self.state
+        ):
+            decision = self._decision = self._decide(step, rate, matrices, decision)
+        observed = decision.observed
         turn = step // every if every and step % every == 0 else 0
         if observed:
             self.observe_seconds, record = 0.0, functools.partial(self._record, observed)
@@ -146,41 +181,50 @@ class Controller:
         if turn and (checked := matrix_to_check(self._world.registry, turn)) is not None:
             check = functools.partial(self._check_residual, checked)
             probes.append(Probe(frozenset([checked]), self._take_residual, check))
+        intent = [f"step {step}", f"schedules and state {decision.digest}"]
+        if self.policy.follows_rate:
+            intent.append(f"greatest learning rate of matrices {rate}")
         return Orders(
             step,
-            schedules=schedules,
-            deal=deal,
-            intent=[f"step {step}", f"schedules and state {digest}", f"observed {list(observed)}"],
+            schedules=decision.schedules,
+            deal=decision.deal,
+            intent=[*intent, f"observed {list(observed)}"],
             turn=turn,
             probes=tuple(probes),
         )
 
-    def _decide(self, step: int, matrices: Sequence[Matrix]) -> _Decided:
-        """What the policy says of a step, the same objects for as long as it says the same.
+    def _decide(
+        self, step: int, rate: float, matrices: Sequence[Matrix], last: _Decision | None
+    ) -> _Decision:
+        """The policy's answer for a step; the same schedules object as before if all are alike.
 
-        Round robin looks at no cost. Who shares a matrix decides its bits: so teams follow from the
-        schedules of the world alone, and a run that goes on from a checkpoint finds the same.
+        Round robin looks at no cost. Sharing decides the bits of a matrix: so teams follow from the
+        schedules of the world alone, and a run that goes on from a checkpoint makes the same.
         """
-        policy, state = self.policy, self.state
-        if self._last is not None:
-            (first, change, seen), decided = self._last
-            if seen is state and first <= step < change:
-                return decided
-        groups = self.known_groups
+        policy, groups, state = self.policy, self.known_groups, self.state
+        if policy.follows_rate:
+            state = policy.follow(state, step, rate)
         observed = policy.sample(state, groups, step)
         by_group = policy.schedules(state, groups, step)
-        found: Sequence[Schedule] = [by_group[groups.group_of[m.name]] for m in matrices]
-        if self._last is not None and found == self._last[1].schedules:
-            found = self._last[1].schedules
+        schedules: Sequence[Schedule] = [by_group[groups.group_of[m.name]] for m in matrices]
+        if last is not None and schedules == last.schedules:
+            schedules = last.schedules
         deal: Hashable = "round robin"
         if self.config.max_team > 1 or self.config.ownership != "round_robin":
-            deal = policy.phase(state, step) in ("locked", "uniform")
-        if self.config.max_team > 1:
-            deal = deal, tuple(by_group[group].num_steps for group in sorted(by_group))
-        decided = _Decided(found, policy.digest(state, groups, step), deal, observed)
+            counts = tuple(by_group[group].num_steps for group in sorted(by_group))
+            is_last = policy.phase(state, step) in ("locked", "uniform")
+            # The transition changes costs at each step, and a deal is a collective that waits.
+            deal = (is_last, counts if is_last or self.config.max_team > 1 else ())
         change = step + 1 if observed else policy.next_change(state, step)
-        self._last = (step, change, state), decided
-        return decided
+        return _Decision(
+            range(step, sys.maxsize if math.isinf(change) else int(change)),
+            policy.steady_rates(state, step, rate),
+            state,
+            schedules,
+            policy.digest(state, groups, step),
+            deal,
+            observed,
+        )
 
     @property
     def known_groups(self) -> Groups:
@@ -199,8 +243,10 @@ class Controller:
     # ---------------------------------------------------------------- after steps
 
     def finish(self, orders: Orders) -> None:
-        """Count a step, and act on what was measured in it; a collective where something was."""
-        self.steps_taken = orders.step
+        """Count a step, and act on its measurements; a collective over the world if it has any."""
+        assert self._decision is not None
+        self._undone = self.control
+        self._change(steps_taken=orders.step, state=self._decision.state)
         for probe in orders.probes:
             probe.finish(orders.step)
 
@@ -213,27 +259,31 @@ class Controller:
 
     def _take_residual(self, name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
         with record_function("amo::residual"):
-            found = result()
-            # The residual of zeros, as without a gradient, says nothing.
-            is_zero = ~(found != 0).any()
-            self._residuals[name] = ns_residual(found).masked_fill(is_zero, math.nan)
+            update = result()
+            # A matrix without a gradient is zero, and its residual says nothing.
+            is_zero = ~(update != 0).any()
+            self._residuals[name] = ns_residual(update).masked_fill(is_zero, math.nan)
 
-    def _record(self, observed: Sequence[str], step: int) -> None:
-        """Agree on what was observed, and plan where it is time to."""
+    def _record(self, names: Sequence[str], step: int) -> None:
+        """Agree on the spectra of a step, and plan if a plan is due."""
         measured, self._measured = self._measured, {}
+        count = self._num_trials
+        flat = {name: torch.cat([ell.view(1), e.view(-1)]) for name, (ell, e) in measured.items()}
         with record_function("amo::observe"):
-            values = agree_on_values(measured, observed, self._world, self._num_values)
-        ells = {name: found[0] for name, found in values.items()}
-        errors = {name: found[1:] for name, found in values.items()}
-        self.state = self.policy.record(self.state, self.known_groups, step, ells, errors)
-        self._plan_where_due()
+            values = agree_on_values(flat, names, self._world, 1 + 2 * count)
+        observed = {
+            name: Observed(ell, errors[:count], errors[count:])
+            for name, (ell, *errors) in values.items()
+        }
+        self._change(state=self.policy.record(self.state, self.known_groups, step, observed))
+        self._plan_if_due()
 
-    def _plan_where_due(self) -> None:
-        """One rank plans, all adopt; a collective over the world where a plan is due.
+    def _plan_if_due(self) -> None:
+        """One rank plans, all adopt; a collective over the world if a plan is due.
 
         Raises:
-            ValueError: On every rank, where planning failed so.
-            RuntimeError: On the others, where it failed otherwise on the one that plans.
+            ValueError: On every rank, if planning raised one.
+            RuntimeError: On the other ranks, if planning failed otherwise.
         """
         if not self.policy.plan_due(self.state):
             return
@@ -246,7 +296,8 @@ class Controller:
                 text = f"{type(error).__name__}:{error}"
         kind, _, payload = broadcast_text(text, self._world.group).partition(":")
         if kind == "plan":
-            self.state = self.policy.adopt_plan(self.state, self.known_groups, payload)
+            state = self.policy.adopt_plan(self.state, self.known_groups, payload)
+            self._change(state=state)
             return
         if failure is not None:
             raise failure
@@ -277,36 +328,57 @@ class Controller:
 
         Ranks of unlike state would part ways: some plan, and others wait for them elsewhere.
         """
-        fields = {"optimizer steps taken": self.steps_taken, **self.policy.to_dict(self.state)}
+        taken = {"optimizer steps taken": self.control.steps_taken}
+        fields = {**taken, **self.policy.to_dict(self.state)}
         lines = [f"{field}: {_brief(value)}" for field, value in fields.items()]
         check_alike("the state before the first step", "\n".join(lines), world.group)
 
 
 def agree_on_values(
-    found: Mapping[str, Tensor], names: Sequence[str], world: World, width: int = 1
+    measured: Mapping[str, Tensor], names: Sequence[str], world: World, width: int = 1
 ) -> dict[str, list[float]]:
-    """What was measured of each matrix, on every rank; a collective over the world.
+    """The measurements of all ranks, on every rank; a collective over the world.
 
     Args:
-        found: By matrix name, `width` values: what this rank measured.
-        names: Of which matrices; the same on every rank.
-        world: Says which rank's values of a matrix count.
-        width: How many values there are of a matrix, on every rank.
+        measured: Measurements of this rank by matrix name, `width` values each.
+        names: Names of the matrices to agree on; the same on every rank.
+        world: Knows the rank whose values of a matrix count.
+        width: Number of values of a matrix, on every rank.
 
     Returns:
         By name; the first value is NaN where it was NaN, zero, or not measured, as in a skipped
         step.
     """
     nothing = [0.0] * width
-    mine = {
+    own = {
         name: value.reshape(-1).tolist()
-        for name, value in found.items()
+        for name, value in measured.items()
         if world.rank in world.reporting_ranks[name]
     }
-    sent = chain.from_iterable(mine.get(name, nothing) for name in names)
+    sent = chain.from_iterable(own.get(name, nothing) for name in names)
     agreed = iter(sum_over(list(sent), world.group))
     values = {name: list(islice(agreed, width)) for name in names}
     return {name: [first or math.nan, *rest] for name, (first, *rest) in values.items()}
+
+
+def greatest_rate(groups: Sequence[Mapping[str, Any]]) -> float:
+    """Greatest learning rate of the groups that have matrices, or of all if none has.
+
+    Args:
+        groups: Parameter groups of an optimizer.
+
+    Raises:
+        ValueError: A rate is a tensor on a device, which each step would wait for.
+    """
+    rates = [group["lr"] for group in groups if group["algorithm"] == "muon"]
+    rates = rates or [group["lr"] for group in groups]
+    for rate in rates:
+        if isinstance(rate, Tensor) and rate.device.type != "cpu":
+            raise ValueError(
+                f"lr: found a tensor on {rate.device}, expected a number or a tensor on the CPU "
+                "while ladder_tau is set, as each step would wait to read it"
+            )
+    return max(map(float, rates))
 
 
 def matrix_to_check(registry: Sequence[MatrixInfo], turn: int) -> str | None:

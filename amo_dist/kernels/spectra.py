@@ -37,7 +37,7 @@ _CHUNK = 2**16
 @torch.no_grad()
 def observe(
     x: Tensor, coefficients: Tensor, norm_scale: float, *, exact_norm: bool = False
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """``ell`` of one matrix, and the errors that trial schedules leave of its spectrum.
 
     With ``s`` a singular value of ``x / (norm_scale * ||x||_F)`` and ``p`` the polynomial of a
@@ -54,10 +54,10 @@ def observe(
             `schedule_errors`.
 
     Returns:
-        Float64, shape ``(1 + 2 * num_schedules,)``, on the device of ``x``: ``ell``; of each
-        schedule the mean of ``(p(s)^2 - 1)^2``, the mean squared residual; of each schedule the
-        mean of ``(p(s) - 1)^2``, the mean squared distance to the polar factor. NaN throughout
-        where ``ell`` is (see `ell_and_spectrum`).
+        ``ell``, 0-dim, and the errors, ``(2, num_schedules)``, float64 on the device of ``x``: the
+        mean of ``(p(s)^2 - 1)^2``, the mean squared residual; the mean of ``(p(s) - 1)^2``, the
+        mean squared distance to the polar factor. NaN throughout where ``ell`` is (see
+        `ell_and_spectrum`).
 
     Raises:
         ValueError: ``x`` has not two dims or no floating dtype, or ``coefficients`` another shape.
@@ -70,8 +70,7 @@ def observe(
         )
     ell, spectrum = ell_and_spectrum(x)
     sigma = spectrum / norm_scale
-    errors = schedule_errors(sigma, coefficients.to(x.device), exact_norm=exact_norm)
-    return torch.cat((ell.view(1), errors.view(-1)))
+    return ell, schedule_errors(sigma, coefficients.to(x.device), exact_norm=exact_norm)
 
 
 def ell_and_spectrum(x: Tensor, tau: float = DEFAULT_TAU) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from amo_dist.distributed.absence import name_absent
 from amo_dist.distributed.agreement import check_alike, failure_text, take_device
 from amo_dist.distributed.groups import GroupLike, PicklableGroup, replica_ranks
 from amo_dist.distributed.layout import local_tensor
-from amo_dist.engine.controller import Controller
+from amo_dist.engine.controller import Controller, greatest_rate
 from amo_dist.engine.hyperparameters import (
     check_groups,
     check_hyperparameters,
@@ -38,11 +38,10 @@ from amo_dist.engine.world import World, agree_on_world
 from amo_dist.operators.patterns import format_patterns
 from amo_dist.schedule.observation import Observation
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.policies import Policy, as_policy
+from amo_dist.schedule.policies import Control, Policy, as_policy
 from amo_dist.schedule.types import Schedule
 from amo_dist.state import control as controls
 from amo_dist.state import load
-from amo_dist.state.control import Control
 
 logger = logging.getLogger(__name__)
 
@@ -177,13 +176,7 @@ class Muon(torch.optim.Optimizer):
             control.config,
             self._process_group,
         )
-        self._controller = Controller(
-            control.policy,
-            control.state,
-            control.config,
-            control.steps_taken,
-            control.steps_skipped,
-        )
+        self._controller = Controller(control)
 
     def _check_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
         rule = self._engine.rule
@@ -247,10 +240,12 @@ class Muon(torch.optim.Optimizer):
                 raise
 
     def _run(self) -> None:
-        fault = ""
+        fault, rate = "", 0.0
         try:
             self._follow()
             self._check_groups(self.param_groups)
+            if self.policy.follows_rate:
+                rate = greatest_rate(self.param_groups)
         except ValueError as error:
             fault = str(error)
         if self._engine.world is None:
@@ -261,7 +256,7 @@ class Muon(torch.optim.Optimizer):
         if fault:
             engine.verdict.agree_on_text(fault)
             raise ValueError(fault)
-        orders, tracker = controller.orders(engine.parameters.matrices), self.tracker
+        orders, tracker = controller.orders(engine.parameters.matrices, rate), self.tracker
         if tracker is not None and tracker.is_due(orders.step):
             probes = (*orders.probes, self._tracked(tracker))
             orders = dataclasses.replace(orders, probes=probes)
@@ -439,8 +434,8 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        """Those of the plan in force and those since, in the order of steps."""
-        return tuple(getattr(self._controller.state, "all_observations", ()))
+        """Observations of the plan, or toward it, in the order of steps."""
+        return tuple(getattr(self._controller.state, "observations", ()))
 
     @property
     def world(self) -> World | None:
@@ -461,7 +456,7 @@ class Muon(torch.optim.Optimizer):
     @property
     def num_steps_taken(self) -> int:
         """Optimizer steps so far, skipped ones included."""
-        return self._controller.steps_taken
+        return self._controller.control.steps_taken
 
     @property
     def phase(self) -> str:
@@ -496,7 +491,7 @@ class Muon(torch.optim.Optimizer):
         return {
             **found,
             "newton_schulz/residual": controller.residual,
-            "optimizer/steps_skipped": float(controller.steps_skipped),
+            "optimizer/steps_skipped": float(controller.control.steps_skipped),
             "optimizer/seconds": self._stopwatch.seconds(),
             "optimizer/observe_seconds": controller.observe_seconds,
         }
@@ -518,13 +513,8 @@ class Muon(torch.optim.Optimizer):
 
     def _control(self) -> Control:
         """Control state of a copy, and of what is saved."""
-        controller, verdict = self._controller, self._engine.verdict
-        outcome = "taken" if verdict is None else verdict.peek()
-        return Control(
-            controller.steps_taken - (outcome == "undone"),
-            controller.steps_skipped + (outcome == "skipped"),
-            *(self.config, self.policy, controller.state),
-        )
+        verdict = self._engine.verdict
+        return self._controller.control_after("taken" if verdict is None else verdict.peek())
 
     @torch.inference_mode(False)
     def load_control_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""AMO's policy: observe, plan, glide to the plan, lock; and again where it is asked to."""
+"""AMO's policy: observe, plan, glide to the plan, lock, step down with the learning rate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,17 @@ from fractions import Fraction
 from typing import Any
 
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.schedule.amo_state import AMOState
+from amo_dist.schedule.amo_state import AMOState, Timeline
 from amo_dist.schedule.fields import fail
 from amo_dist.schedule.grouping import Groups, group_matrices
-from amo_dist.schedule.observation import Observation, draw, effective_ell, robust_ells
+from amo_dist.schedule.ladder import one_step_towards, rates_alike
+from amo_dist.schedule.observation import (
+    Observation,
+    Observed,
+    draw,
+    effective_ell,
+    robust_ells,
+)
 from amo_dist.schedule.plan import Plan, StepsAndElls
 from amo_dist.schedule.plan_table import plan_table, starved
 from amo_dist.schedule.planning import (
@@ -28,15 +35,13 @@ from amo_dist.schedule.planning import (
 )
 from amo_dist.schedule.polar_express import composed
 from amo_dist.schedule.policies import Policy
-from amo_dist.schedule.trials import REFERENCES, Errors, ErrorSums, Trials
+from amo_dist.schedule.trials import ErrorSums, Trials
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 logger = logging.getLogger(__name__)
 
 PHASES = ("observation", "transition", "locked", "uniform")
-"""The phases of AMO, in their order. ``uniform`` follows ``observation`` under ``observe_only``;
-``transition`` comes after ``locked`` again where a later plan is made."""
-
+"""The phases of AMO, in their order; ``uniform`` follows ``observation`` under ``observe_only``."""
 
 _WEIGHTS = {"update_norm", "adjust_lr"}
 """Settings of every optimizer of the family by which errors are measured and weighted."""
@@ -48,9 +53,10 @@ class AMOPolicy(Policy):
 
     Optimizer steps 1 to ``observe_until`` run the uniform schedule and are observed; the plan is
     adopted within the last of them. The next ``transition_steps`` interpolate; from the last of
-    these on (``lock_step``) the plan itself is in force. With ``observe_only`` no plan is made: the
-    uniform schedule stays, and its phase after the last observation is ``uniform``. With
-    ``replan_every`` the locked run is observed too, and glides from plan to plan.
+    these on (``lock_step``) the plan itself is in force. After it a plan with a ladder follows the
+    learning rate: each step moves one group by one Newton-Schulz step toward the allocation of its
+    rate. With ``observe_only`` no plan is made: the uniform schedule stays, and its phase after the
+    last observation is ``uniform``.
     """
 
     name = "amo"
@@ -59,10 +65,10 @@ class AMOPolicy(Policy):
     config: AMOConfig
     """When to observe, how to plan, how long to glide."""
 
-    def __post_init__(self) -> None:
-        known = ("uniform", *REFERENCES)
-        if self.config.as_good_as not in (None, *known):
-            fail("as_good_as", self.config.as_good_as, f"one of {', '.join(known)}")
+    @property
+    def follows_rate(self) -> bool:
+        """Whether plans have a ladder."""
+        return self.config.has_ladder
 
     def groups(self, registry: Sequence[MatrixInfo]) -> Groups:
         """See `Policy.groups`; refuses a budget that cannot be met.
@@ -77,34 +83,52 @@ class AMOPolicy(Policy):
 
     def start(self) -> AMOState:
         """Nothing observed."""
-        return AMOState()
+        return AMOState(self._timeline(0))
 
     # ---------------------------------------------------------------- schedules
 
     def schedules(self, state: AMOState, groups: Groups, step: int) -> Mapping[str, Schedule]:
-        """Uniform, interpolated or planned schedules."""
-        found = self.state_at(state, groups, step)
-        return {group: composed(ell, steps) for group, (steps, ell) in found.items()}
+        """Uniform, interpolated or planned schedules, or those of the ladder."""
+        state_by_group = self.state_at(state, groups, step)
+        return {group: composed(ell, steps) for group, (steps, ell) in state_by_group.items()}
 
     def next_change(self, state: AMOState, step: int) -> float:
         """The next observation, the end of this phase, or the next step of the transition."""
-        horizon, due = self._horizon(state), self._next_observation(state, step)
-        change: float = math.inf if due is None else due
-        if step <= horizon:
-            return min(change, horizon + 1)
-        if state.plan is not None and step < horizon + self.config.transition_steps:
-            return step + 1
-        return change
+        timeline, due = state.timeline, self._next_observation(state, step)
+        if step <= timeline.observe_until:
+            return timeline.observe_until + 1 if due is None else due
+        if timeline.lock_step is None or state.plan is None:
+            return math.inf
+        # The ladder begins after the lock.
+        return step + 1 if step < timeline.lock_step + self.follows_rate else math.inf
+
+    def follow(self, state: AMOState, step: int, rate: float) -> AMOState:
+        """Note the greatest rate up to the plan; after the lock, move one group by one step."""
+        plan, timeline = state.plan, state.timeline
+        if plan is None:
+            if step <= timeline.observe_until and rate > state.peak_rate:
+                return dataclasses.replace(state, peak_rate=rate)
+        elif timeline.phase(step - 1) == "locked":
+            steps = state.ladder_steps or plan.allocation
+            moved = one_step_towards(steps, plan.steps_at(rate, state.peak_rate))
+            if moved != steps:
+                return dataclasses.replace(state, ladder_steps=moved)
+        return state
+
+    def steady_rates(self, state: AMOState, step: int, rate: float) -> tuple[float, float]:
+        """Rates up to the peak before the plan; after the lock those between two rungs."""
+        plan, timeline = state.plan, state.timeline
+        if self.follows_rate and plan is None and step <= timeline.observe_until:
+            return -math.inf, state.peak_rate
+        if plan is None or plan.ladder is None or timeline.phase(step - 1) != "locked":
+            return -math.inf, math.inf
+        if (state.ladder_steps or plan.allocation) != plan.steps_at(rate, state.peak_rate):
+            return rate, rate  # no rate: the next step moves on
+        return rates_alike(plan.ladder.rungs, rate, state.peak_rate)
 
     def phase(self, state: AMOState, step: int) -> str:
         """One of ``PHASES``."""
-        done = step - self._horizon(state)
-        if done <= 0:
-            # A later plan is made while the one before is locked.
-            return "observation" if state.transition_from is None else "locked"
-        if self.config.observe_only and state.plan is None:
-            return "uniform"
-        return "transition" if done < self.config.transition_steps else "locked"
+        return state.timeline.phase(step)
 
     def state_at(self, state: AMOState, groups: Groups, step: int) -> StepsAndElls:
         """Newton-Schulz steps and effective ``ell`` of each group at an optimizer step.
@@ -112,21 +136,22 @@ class AMOPolicy(Policy):
         Raises:
             ValueError: The step lies beyond the observation phase and there is no plan.
         """
-        if self.phase(state, step) in ("observation", "uniform"):
+        plan, timeline = state.plan, state.timeline
+        if timeline.phase(step) in ("observation", "uniform"):
             return dict.fromkeys(groups.members, (self.config.base_steps, self.config.base_ell))
-        if state.plan is None:
-            fail("step", step, f"at most {self._horizon(state)} while no plan is adopted")
-        done = self._steps_of_transition(state, step)
-        progress = Fraction(done, self.config.transition_steps)
-        return state.plan.state_at(progress, state.transition_from)
+        if plan is None:
+            fail("step", step, f"at most {timeline.plan_step} while no plan is adopted")
+        assert timeline.plan_step is not None
+        assert timeline.lock_step is not None
+        if state.ladder_steps is not None and timeline.phase(step - 1) == "locked":
+            return plan.ladder_state(state.ladder_steps)
+        length = timeline.lock_step - timeline.plan_step
+        return plan.state_at(Fraction(min(step - timeline.plan_step, length), length))
 
     # ---------------------------------------------------------------- observation
 
     def sample(self, state: AMOState, groups: Groups, step: int) -> tuple[str, ...]:
-        """Names of the matrices to observe at a step, sorted; ``()`` at most steps.
-
-        Of the steps up to the plan in force nothing is told.
-        """
+        """Names of the matrices to observe at a step, sorted; ``()`` at most steps."""
         if step != self._next_observation(state, step - 1):
             return ()
         drawn: list[str] = []
@@ -136,7 +161,7 @@ class AMOPolicy(Policy):
         return tuple(sorted(drawn))
 
     def trials(self) -> tuple[Schedule, ...]:
-        """Every number of steps that a plan may give, with every ``ell`` of a grid."""
+        """Every number of steps that a plan or ladder may give, with every ``ell`` of a grid."""
         return self._trials.schedules()
 
     def record(
@@ -144,57 +169,60 @@ class AMOPolicy(Policy):
         state: AMOState,
         groups: Groups,
         step: int,
-        ell_by_name: Mapping[str, float],
-        errors_by_name: Mapping[str, Errors],
+        observed_by_name: Mapping[str, Observed],
     ) -> AMOState:
         """Keep the medians of one observation, and add up the errors; see `Policy.record`."""
-        due = self._next_observation(state, state.latest_pending)
+        due = self._next_observation(state, state.latest_step)
         if step != due:
             fail("step", step, f"{due}, the next observation")
         sample = self.sample(state, groups, step)
-        if set(ell_by_name) != set(sample):
-            fail("ell_by_name", sorted(ell_by_name), f"the names {sample}")
+        if set(observed_by_name) != set(sample):
+            fail("observed_by_name", sorted(observed_by_name), f"the names {sample}")
         ell, num_sampled, num_invalid = {}, {}, {}
-        errors: dict[str, list[tuple[float, Errors]]] = {}
+        valid_by_group: dict[str, list[tuple[float, Observed]]] = {}
         for group, members in groups.members.items():
-            names = [matrix.name for matrix in members if matrix.name in ell_by_name]
-            values = {name: effective_ell(name, ell_by_name[name]) for name in names}
-            valid = {name: value for name, value in values.items() if value is not None}
-            ell[group] = statistics.median(valid.values()) if valid else None
-            num_sampled[group] = len(values)
-            num_invalid[group] = len(values) - len(valid)
-            errors[group] = [
-                (matrix.weight, self._trials.errors_of(matrix, errors_by_name[matrix.name]))
+            observed = {m.name: observed_by_name[m.name] for m in members if m.name in sample}
+            ells = {name: effective_ell(name, one.ell) for name, one in observed.items()}
+            valid = [value for value in ells.values() if value is not None]
+            ell[group] = statistics.median(valid) if valid else None
+            num_sampled[group] = len(ells)
+            num_invalid[group] = len(ells) - len(valid)
+            valid_by_group[group] = [
+                (matrix.weight, observed[matrix.name])
                 for matrix in members
-                if matrix.name in valid
+                if ells.get(matrix.name) is not None
             ]
-            if len(valid) < len(values):
-                invalid = ", ".join(name for name in values if name not in valid)
+            if len(valid) < len(ells):
+                invalid = ", ".join(name for name, value in ells.items() if value is None)
                 logger.warning("step %d: no valid ell for %s: left out", step, invalid)
         observation = Observation(step, ell, num_sampled, num_invalid)
         sums = state.error_sums or ErrorSums.empty(groups.members, self._trials)
-        return state.observed(observation, sums.plus(errors))
+        return dataclasses.replace(
+            state,
+            observations=(*state.observations, observation),
+            error_sums=sums.plus(valid_by_group),
+        )
 
     # ---------------------------------------------------------------- plan
 
     def plan_due(self, state: AMOState) -> bool:
-        """Whether every observation toward the next plan is made, and it is not adopted yet."""
+        """Whether every observation is made, and the plan is not adopted yet."""
         return self._is_complete(state) and not self.config.observe_only
 
     def make_plan(self, state: AMOState, groups: Groups) -> str:
         """Plan from the observations; a pure function of them and of the configuration."""
-        seen, config = self._evidence(state, groups), self.config
-        for group, ell in robust_ells(state.pending).items():
+        evidence, config = self._evidence(state, groups), self.config
+        for group, ell in robust_ells(state.observations).items():
             if ell is None:
                 logger.warning(
                     "%s has no valid observation; it falls back to base_ell = %g",
                     *(group, config.base_ell),
                 )
         is_measured = config.planner == "measured"
-        found = seen.pop("measured" if is_measured else "ell_target")
-        by_group = dict(zip(groups.members, found, strict=True))
+        values = evidence.pop("measured" if is_measured else "ell_target")
+        by_group = dict(zip(groups.members, values, strict=True))
         make: Any = plan_measured if is_measured else plan_allocation
-        plan: Plan = make(config, by_group, costs=costs_of(groups), **seen)
+        plan: Plan = make(config, by_group, costs=costs_of(groups), **evidence)
         logger.info("the plan, beside the uniform schedule:\n%s", plan_table(plan))
         for line in starved(plan):
             logger.warning("%s", line)
@@ -211,10 +239,7 @@ class AMOPolicy(Policy):
         for key, value in expected.items():
             if getattr(plan, key) != value:
                 fail(f"plan.{key}", getattr(plan, key), f"{value!r}, as this rank has recorded")
-        start = None
-        if state.plan is not None:
-            start = self.state_at(state, groups, state.pending[-1].step + 1)
-        return AMOState(state.pending, plan, state.replanned_at, start)
+        return dataclasses.replace(state, error_sums=None, plan=plan)
 
     # ---------------------------------------------------------------- saved state
 
@@ -235,12 +260,12 @@ class AMOPolicy(Policy):
         the later ones.
         """
         state: AMOState = self.from_dict(found)
+        policy = AMOPolicy(config) if isinstance(config, AMOConfig) else self
         shared = {field.name for field in dataclasses.fields(MuonConfig)} - _WEIGHTS
         if set(changed) - shared:
-            # What was observed of other groups says nothing of these.
-            kept = () if "granularity" in changed else state.all_observations
-            state = AMOState(kept, replanned_at=steps_taken)
-        policy = AMOPolicy(config) if isinstance(config, AMOConfig) else self
+            # Observations of other groups say nothing of these.
+            kept = () if "granularity" in changed else state.observations
+            state = AMOState(policy._timeline(steps_taken), kept)
         policy._check_fits(state, None if groups is None else policy.groups(groups.matrices))
         policy._check_progress(state, steps_taken)
         return policy, state
@@ -249,9 +274,7 @@ class AMOPolicy(Policy):
         return state.to_dict()
 
     def _read(self, found: Mapping[str, Any], groups: Groups | None) -> AMOState:
-        # Files of version 0.1.0 tell which groups gave up their plan, which none does any more.
-        kept = {key: value for key, value in found.items() if key != "fallbacks"}
-        state = AMOState.from_dict(kept, "state")
+        state = AMOState.from_dict(found, "state")
         self._check_fits(state, groups)
         return state
 
@@ -263,15 +286,18 @@ class AMOPolicy(Policy):
 
     def _check_progress(self, state: AMOState, steps_taken: int) -> None:
         """Refuse a restored state that is not one of a run of ``steps_taken`` optimizer steps."""
-        latest = state.latest_step
+        timeline = self._timeline(state.timeline.begin)
+        if state.timeline != timeline:
+            fail("timeline", state.timeline, f"{timeline}, as the settings have it")
+        latest = max(timeline.begin, state.latest_step)
         if latest > steps_taken:
             fail("steps_taken", steps_taken, f"at least {latest}, as in the observations")
-        due = self._next_observation(state, state.latest_pending)
+        due = self._next_observation(state, state.latest_step)
         if due is not None and due <= steps_taken:
-            made = [observation.step for observation in state.all_observations]
+            made = [observation.step for observation in state.observations]
             fail("observations", made, f"the one of step {due} too, after {steps_taken} steps")
         if self.plan_due(state):
-            fail("plan", state.plan, f"a newer plan after {steps_taken} steps")
+            fail("plan", state.plan, f"a plan after {steps_taken} steps")
 
     def metrics(self, state: AMOState, groups: Groups, step: int) -> dict[str, float]:
         """Plain numbers for a logger, the same keys at every step.
@@ -279,11 +305,11 @@ class AMOPolicy(Policy):
         ``amo/phase`` is 0 in observation, 1 in transition, 2 when locked, 3 when uniform. By group,
         ``amo/ns_steps`` is the number of Newton-Schulz steps, ``amo/ell`` the latest observed
         effective ``ell`` and ``amo/ell_target`` the plan's; both are ``base_ell`` where there is
-        none yet. ``amo/observations`` and ``amo/invalid_observations``, the matrices left out of
-        their medians, count those of the plan in force and those since.
+        none yet. ``amo/observations`` counts observations, ``amo/invalid_observations`` the
+        matrices left out of their medians.
         """
         values = super().metrics(state, groups, step)
-        plan, observations = state.plan, state.all_observations
+        plan, observations = state.plan, state.observations
         for i, name in enumerate(groups.members):
             valid = [ell for o in observations if (ell := o.ell[name]) is not None]
             values[f"amo/ell/{name}"] = valid[-1] if valid else self.config.base_ell
@@ -302,55 +328,34 @@ class AMOPolicy(Policy):
         config = self.config
         return Trials(steps_to_try(config), config.base_steps, config.base_ell)
 
+    def _timeline(self, begin: int) -> Timeline:
+        """The timeline from a step on; at least one observation is made after that."""
+        last = max(self.config.observe_until, self._following(begin))
+        if self.config.observe_only:
+            return Timeline(begin, last, plan_step=None, lock_step=None)
+        return Timeline(begin, last, plan_step=last, lock_step=last + self.config.transition_steps)
+
     def _following(self, step: int) -> int:
         """The first multiple of ``observe_every`` after a step."""
         return (step // self.config.interval + 1) * self.config.interval
 
-    def _horizon(self, state: AMOState) -> int:
-        """The step of the plan in force, or of the first to come: it begins to count after it."""
-        if state.plan_step is not None:
-            return state.plan_step
-        # Where a changed configuration dropped a plan, at least one observation is made after that.
-        return max(self.config.observe_until, self._following(state.replanned_at or 0))
-
-    def _next_plan(self, state: AMOState) -> int | None:
-        """The step within which the next plan is made; None for never."""
-        if state.plan_step is None:
-            return self._horizon(state)
-        again = self.config.replan_every
-        return self._following(state.plan_step + again - 1) if again else None
-
-    def _steps_of_transition(self, state: AMOState, step: int) -> int:
-        """How many of its steps the transition has taken at ``step``."""
-        return min(max(step - self._horizon(state), 0), self.config.transition_steps)
-
     def _next_observation(self, state: AMOState, last: int) -> int | None:
-        """The step of the first observation after a step; None where none is due before a plan.
-
-        Those toward a later plan begin at the lock of the plan before.
-        """
-        until, done = self._next_plan(state), state.replanned_at or 0
-        if until is None:
-            return None
-        if state.plan_step is not None:
-            done = state.plan_step + self.config.transition_steps - 1
-        due = self._following(max(done, last))
-        return due if due <= until else None
+        """The step of the first observation after a step; None once all are made."""
+        due = self._following(max(state.timeline.begin, last))
+        return due if state.plan is None and due <= state.timeline.observe_until else None
 
     def _is_complete(self, state: AMOState) -> bool:
-        """Whether every observation toward the next plan is made."""
-        until = self._next_plan(state)
-        return until is not None and state.latest_pending >= until
+        """Whether every observation toward a plan is made."""
+        return state.plan is None and state.latest_step >= state.timeline.observe_until
 
     def _evidence(self, state: AMOState, groups: Groups) -> dict[str, Any]:
-        """What the observations say: fields of the plan that is to be made of them."""
+        """Fields of the plan that follow from the observations."""
         if not self._is_complete(state):
-            until = self._next_plan(state)
-            found = [observation.step for observation in state.pending]
-            fail("observations", found, f"observations up to step {until}")
-        robust, base = robust_ells(state.pending), self.config.base_ell
+            steps = [observation.step for observation in state.observations]
+            fail("observations", steps, f"observations up to step {state.timeline.observe_until}")
+        robust, base = robust_ells(state.observations), self.config.base_ell
         ells = tuple(base if ell is None else ell for ell in robust.values())
-        seen: dict[str, Any] = {
+        evidence: dict[str, Any] = {
             "ell_robust": ells,
             "num_matrices": tuple(map(len, groups.members.values())),
         }
@@ -358,12 +363,11 @@ class AMOPolicy(Policy):
         means = [None if sums is None else sums.mean(group) for group in groups.members]
         if self.config.planner == "measured":
             weights = shares_of(groups)
-            return seen | {"weights": weights, "measured": tuple(map(trials.best, means))}
-        seen["ell_target"] = targets(self.config, ells)
+            return evidence | {"weights": weights, "measured": tuple(map(trials.best, means))}
+        evidence["ell_target"] = targets(self.config, ells)
         inputs = plan_inputs(self.config, groups.members, costs_of(groups))
-        is_tried = trials.steps == range(inputs["min_steps"], inputs["max_steps"] + 1)
-        # The paper's budget may need steps that nobody asked for, and version 0.1.0 tried none.
-        if sums is None or not is_tried:
-            return seen | {"measured": None}
-        pairs = zip(means, seen["ell_target"], strict=True)
-        return seen | {"measured": tuple(trials.at(errors, ell) for errors, ell in pairs)}
+        # The paper's budget may need numbers of steps outside of the settings' range.
+        if sums is None or trials.steps != range(inputs["min_steps"], inputs["max_steps"] + 1):
+            return evidence | {"measured": None}
+        pairs = zip(means, evidence["ell_target"], strict=True)
+        return evidence | {"measured": tuple(trials.at(errors, ell) for errors, ell in pairs)}

@@ -1,9 +1,8 @@
-"""What AMO remembers of a run, and a checkpoint holds."""
+"""The memory of AMO over a run, which a checkpoint holds."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 
 from amo_dist.schedule import fields
 from amo_dist.schedule.observation import Observation
@@ -12,80 +11,65 @@ from amo_dist.schedule.trials import ErrorSums
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Timeline(fields.Stored):
+    """The steps at which the phases of a run begin and end."""
+
+    begin: fields.CountOrZero
+    """Step after which observations count: 0, or that at which changed settings dropped a plan."""
+    observe_until: fields.Count
+    """Step of the last observation."""
+    plan_step: fields.Count | None
+    """Step within which the plan is made and adopted; None: no plan is made."""
+    lock_step: fields.Count | None
+    """First step of the plan itself, which locks the schedules, but for the ladder's."""
+
+    def phase(self, step: int) -> str:
+        """``observation``, ``transition``, ``locked``; ``uniform`` after observations alone."""
+        if step <= self.observe_until:
+            return "observation"
+        if self.lock_step is None:
+            return "uniform"
+        return "transition" if step < self.lock_step else "locked"
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class AMOState(fields.Stored):
-    """Observations, the plan made of them, and what became of it."""
+    """Timeline, observations, the plan made of them, and the place on its ladder."""
 
+    timeline: Timeline
     observations: tuple[Observation, ...] = ()
-    """Those the plan in force was made of; without a plan, those toward the first."""
-    plan: Plan | None = None
-    replanned_at: fields.CountOrZero | None = None
-    """Where a changed configuration dropped a plan: observations up to this step may have been
-    made by another configuration."""
-    transition_from: Mapping[str, tuple[fields.Steps, fields.Ell]] | None = None
-    """What the plan's transition starts from, by group: Newton-Schulz steps and effective ``ell``.
-    The uniform schedule where None, as for every first plan."""
-    observations_since_plan: tuple[Observation, ...] = ()
-    """Those toward the next plan."""
+    """Observations of the plan, or those toward it."""
     error_sums: ErrorSums | None = None
-    """What trial schedules left of the spectra observed toward the next plan; None before the
-    first of them."""
-
-    @property
-    def all_observations(self) -> tuple[Observation, ...]:
-        """Those of the plan in force and those since, in the order of steps."""
-        return self.observations + self.observations_since_plan
-
-    @property
-    def plan_step(self) -> int | None:
-        """The step within which the plan in force was made."""
-        return None if self.plan is None else self.observations[-1].step
-
-    @property
-    def pending(self) -> tuple[Observation, ...]:
-        """The observations toward the next plan."""
-        return self.observations if self.plan is None else self.observations_since_plan
-
-    @property
-    def latest_pending(self) -> int:
-        """The step of the last observation toward the next plan; 0 before the first."""
-        return self.pending[-1].step if self.pending else 0
+    """Errors of trial schedules on the observed spectra; None before the first observation, and
+    once there is a plan."""
+    plan: Plan | None = None
+    peak_rate: fields.Float = 0.0
+    """Greatest learning rate up to the plan; 0 without a ladder."""
+    ladder_steps: tuple[fields.Steps, ...] | None = None
+    """Newton-Schulz steps of each group, in the order of the plan, since the ladder first changed
+    them; None: those of the plan."""
 
     @property
     def latest_step(self) -> int:
-        """The last step of which this knows; 0 for none."""
-        made = [observation.step for observation in self.all_observations]
-        return max([*made, self.replanned_at or 0])
-
-    def observed(self, observation: Observation, error_sums: ErrorSums | None) -> AMOState:
-        """The same with one more observation toward the next plan.
-
-        Args:
-            observation: The medians.
-            error_sums: With those of this observation.
-        """
-        pending = (*self.pending, observation)
-        if self.plan is None:
-            return dataclasses.replace(self, observations=pending, error_sums=error_sums)
-        return dataclasses.replace(self, observations_since_plan=pending, error_sums=error_sums)
+        """The last step that the observations name; 0 for none."""
+        return self.observations[-1].step if self.observations else 0
 
     def check_groups(self, groups: tuple[str, ...], field: str) -> None:
         """Refuse a state of other groups of matrices than these.
 
         Args:
-            groups: In the order of plans.
-            field: Names the state in errors.
+            groups: Names in the order of plans.
+            field: Name of the state in errors.
 
         Raises:
             ValueError: Names the part of the state.
         """
-        found = [("observations", tuple(each.ell)) for each in self.all_observations]
+        parts = [("observations", tuple(observation.ell)) for observation in self.observations]
         if self.plan is not None:
-            found.append(("plan.operator_types", self.plan.operator_types))
-        if self.transition_from is not None:
-            found.append(("transition_from", tuple(self.transition_from)))
+            parts.append(("plan.operator_types", self.plan.operator_types))
         if self.error_sums is not None:
-            found.append(("error_sums.totals", tuple(self.error_sums.totals)))
-        for part, names in found:
+            parts.append(("error_sums.totals", tuple(self.error_sums.totals)))
+        for part, names in parts:
             if names != groups:
                 expected = f"the operator types {list(groups)}: is this another model's state?"
                 fields.fail(f"{field}.{part}", names, expected)
@@ -93,7 +77,10 @@ class AMOState(fields.Stored):
     def _check(self, field: str) -> None:
         if self.plan is not None and not self.observations:
             fields.fail(f"{field}.plan", "a plan", "null without observations")
-        if self.plan is None and self.transition_from is not None:
-            fields.fail(f"{field}.transition_from", self.transition_from, "null without a plan")
         if self.observations:
             self.check_groups(tuple(self.observations[0].ell), field)
+        steps, plan = self.ladder_steps, self.plan
+        if steps is not None:
+            if plan is None or plan.ladder is None:
+                fields.fail(f"{field}.ladder_steps", steps, "null without a ladder")
+            plan.check_ladder_steps(steps, f"{field}.ladder_steps")

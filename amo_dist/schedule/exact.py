@@ -30,26 +30,6 @@ def least_error(
     return _first_of_least(errors, costs, budget, _fronts(errors, costs, budget))
 
 
-def least_flops(
-    curves: Sequence[Mapping[int, float]], limits: Sequence[float], costs: Sequence[int]
-) -> tuple[int, ...] | None:
-    """The allocation of fewest flops whose error is within a limit; None where there is none.
-
-    Args:
-        curves: As for `least_error`.
-        limits: Errors whose sum is the most that an allocation may leave.
-        costs: As for `least_error`.
-
-    Returns:
-        Of equal flops the allocation of least error, then the lexicographically smallest.
-    """
-    *errors, limit = _as_integers([*curves, dict(enumerate(limits))])
-    most, enough = max(curves[0]) * sum(costs), sum(limit.values())
-    fronts = _fronts(errors, costs, most)
-    budget = next((flops for flops, error in fronts[0] if error <= enough), None)
-    return None if budget is None else _first_of_least(errors, costs, budget, fronts)
-
-
 def frontier(
     curves: Sequence[Mapping[int, float]], budget: int, costs: Sequence[int]
 ) -> list[tuple[int, ...]]:

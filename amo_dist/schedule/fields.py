@@ -1,7 +1,8 @@
 """Strict reading of JSON state: each departure is one ``ValueError`` that names the field.
 
 How a dataclass that derives from ``Stored`` is read and written follows from its annotations. A
-field with a default may be missing, as in the file of an older version; an unknown one is an error.
+missing field and an unknown one are errors; in a file that users write by hand, a field with a
+default may be missing.
 """
 
 from __future__ import annotations
@@ -201,6 +202,8 @@ class Stored:
     """
 
     __slots__ = ()
+    _is_handwritten = False
+    """Whether fields with defaults may be missing."""
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values, floats as ``float.hex()``."""
@@ -212,14 +215,15 @@ class Stored:
         """Read and check what ``to_dict`` wrote; ``field`` names it in errors.
 
         Raises:
-            ValueError: A field without a default is missing, or one is unknown, malformed or at
-                odds with another; the message names it.
+            ValueError: A field is missing, unknown, malformed or at odds with another; the message
+                names it.
         """
         hints, missing = get_type_hints(cls, include_extras=True), dataclasses.MISSING
         required = [
             one.name
             for one in dataclasses.fields(cls)  # type: ignore[arg-type]
-            if one.default is missing and one.default_factory is missing
+            if not cls._is_handwritten
+            or (one.default is missing and one.default_factory is missing)
         ]
         record = read_record(field, found, required, hints)
         made = cls(**{key: _read(hints[key], f"{field}.{key}", record[key]) for key in record})

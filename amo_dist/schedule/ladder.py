@@ -11,10 +11,12 @@ the greatest one up to the plan.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
+from amo_dist.schedule import fields
 from amo_dist.schedule.exact import frontier
 
 _LARGEST = Fraction(2) ** 1000
@@ -22,16 +24,30 @@ _LARGEST = Fraction(2) ** 1000
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Rung:
-    """The allocation for rates from the next rung's up to its own.
+class Rung(fields.Stored):
+    """The allocation for rates from the next rung's up to its own."""
 
-    Attributes:
-        rate: Greatest rate of the rung, over the reference rate.
-        steps: Number of steps of each type.
-    """
+    rate: fields.Float
+    """Greatest rate of the rung, over the reference rate."""
+    steps: tuple[fields.Steps, ...]
+    """Number of steps of each type."""
 
-    rate: float
-    steps: tuple[int, ...]
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ladder(fields.Stored):
+    """The rungs below a plan, and the settings that they were made with."""
+
+    tau: fields.Float
+    """Error allowed, in errors of the uniform schedule at the reference rate."""
+    min_steps: fields.Steps
+    """Fewest steps of a type."""
+    rungs: tuple[Rung, ...]
+    """Rungs in the order of falling rates and of falling flops."""
+
+    def _check(self, field: str) -> None:
+        rates = [rung.rate for rung in self.rungs]
+        if rates != sorted(rates, reverse=True):
+            fields.fail(f"{field}.rungs", rates, "falling rates")
 
 
 def ladder(
@@ -75,16 +91,32 @@ def ladder(
     return tuple(rungs[::-1])
 
 
-def steps_at(rungs: Sequence[Rung], plan: Sequence[int], rate: float) -> tuple[int, ...]:
+def steps_at(
+    rungs: Sequence[Rung], plan: Sequence[int], rate: float, reference: float = 1.0
+) -> tuple[int, ...]:
     """The steps of each type at a rate.
 
     Args:
         rungs: As `ladder` returns them.
         plan: Steps of each type above the first rung.
-        rate: Learning rate over the reference rate, at least 0.
+        rate: Learning rate, at least 0.
+        reference: Reference rate.
     """
-    allowed = (rung.steps for rung in reversed(rungs) if rate <= rung.rate)
+    allowed = (rung.steps for rung in reversed(rungs) if rate <= rung.rate * reference)
     return next(allowed, tuple(plan))
+
+
+def rates_alike(rungs: Sequence[Rung], rate: float, reference: float = 1.0) -> tuple[float, float]:
+    """The rates that have the same steps as this one: above the first, up to the second.
+
+    Args:
+        rungs: Argument of `steps_at`.
+        rate: Argument of `steps_at`.
+        reference: Argument of `steps_at`.
+    """
+    bounds = [math.inf, *(rung.rate * reference for rung in rungs), -math.inf]
+    pairs = itertools.pairwise(bounds)
+    return next((low, high) for high, low in pairs if low < rate <= high)
 
 
 def one_step_towards(steps: Sequence[int], goal: Sequence[int]) -> tuple[int, ...]:

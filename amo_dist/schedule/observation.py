@@ -16,6 +16,19 @@ _ELL_SLACK = 1e-6
 """How far rounding may take an ``ell`` above 1; farther is a mistake of the caller."""
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Observed:
+    """The spectrum of one sampled matrix, in the terms that policies ask for."""
+
+    ell: float
+    """``sigma_min / ||M||_F``, not divided by the safety factor; NaN for a matrix with a
+    non-finite entry or zeros alone, whose errors say nothing."""
+    residuals: Sequence[float]
+    """Mean squared residual of each of `Policy.trials`."""
+    distances: Sequence[float]
+    """Mean squared distance to the polar factor of each of them."""
+
+
 def draw(seed: int, step: int, group: str, names: Sequence[str], size: int) -> tuple[str, ...]:
     """Draw names uniformly without replacement, alike on every rank, machine and Python version.
 
@@ -72,7 +85,7 @@ def effective_ell(name: str, ell_raw: float) -> float | None:
     """``ell_raw / SAFETY``, or ``None`` for a matrix without a valid ``ell``."""
     is_real = isinstance(ell_raw, (int, float)) and not isinstance(ell_raw, bool)
     if not is_real or ell_raw < 0 or 1 + _ELL_SLACK < ell_raw < math.inf:
-        fields.fail(f"ell_by_name.{name}", ell_raw, "a number in (0, 1], or NaN")
+        fields.fail(f"observed_by_name.{name}.ell", ell_raw, "a number in (0, 1], or NaN")
     if not math.isfinite(ell_raw) or ell_raw == 0:
         return None
     return min(float(ell_raw), 1.0) / SAFETY

@@ -12,6 +12,7 @@ from typing import Annotated, TypeAlias
 
 from amo_dist.schedule import budget as budgets
 from amo_dist.schedule import fields
+from amo_dist.schedule.ladder import Ladder, steps_at
 from amo_dist.schedule.polar_express import composed, scaled
 from amo_dist.schedule.trials import Measured
 from amo_dist.schedule.types import Schedule
@@ -60,15 +61,14 @@ class Plan(fields.Stored):
     distances of the sampled matrices of a group; or the ``projected`` error, that of a singular
     value at ``ell_target``."""
     num_matrices: tuple[fields.Count, ...] | None = None
-    """Matrices of each group; None in the plan of an older version."""
+    """Matrices of each group; None if unknown."""
     measured: tuple[Measured, ...] | None = None
-    """What the spectra of each group say of its schedules; None where there are none."""
+    """Errors of the schedules of each group on its spectra; None without spectra."""
     weights: tuple[fields.Float, ...] | None = None
-    """Of each group, its share of the whole update's squared norm, which its error counts; None
-    where it counts one."""
-    as_good_as: fields.Name | None = None
-    """The schedule whose objective was the limit, and flops what was minimised; None where flops
-    were the limit."""
+    """Share of each group in the whole update's squared norm, by which its error counts; None if
+    each counts one."""
+    ladder: Ladder | None = None
+    """Allocations for lower learning rates; None without a ladder."""
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -90,10 +90,6 @@ class Plan(fields.Stored):
         """The objective of the uniform schedule."""
         return self._weighted(self.uniform_errors)
 
-    def objective_of(self, name: str) -> float:
-        """The objective of a fixed schedule, or ``uniform``, by the error of the update."""
-        return self._weighted([one.distance_of(name) for one in self.measured or ()])
-
     @property
     def error_name(self) -> str:
         """What reports tell of each group, where spectra were observed a root mean square."""
@@ -102,24 +98,44 @@ class Plan(fields.Stored):
         return "distance" if self.criterion == "update" else "residual"
 
     def _weighted(self, errors: Sequence[float]) -> float:
-        """The objective of some errors of the groups."""
+        """The objective of errors of the groups."""
         return budgets.weighted_sum(errors, self.weights or (1,) * len(errors))
 
     @property
     def flops_ratio(self) -> float | None:
         """Flops of the plan over those of the uniform schedule; None where costs are unknown."""
+        return self.flops_ratio_of(self.allocation)
+
+    def flops_ratio_of(self, allocation: Sequence[int]) -> float | None:
+        """Flops of an allocation over those of the uniform schedule; None without costs."""
         if self.costs is None:
             return None
-        spent = sum(map(operator.mul, self.costs, self.allocation))
+        spent = sum(map(operator.mul, self.costs, allocation))
         return float(spent / (self.base_steps * sum(self.costs)))
+
+    def steps_at(self, rate: float, peak_rate: float = 1.0) -> tuple[int, ...]:
+        """Steps of each group at a learning rate, once the ladder has come to rest.
+
+        Args:
+            rate: Learning rate.
+            peak_rate: Greatest rate up to the plan.
+        """
+        rungs = () if self.ladder is None else self.ladder.rungs
+        return steps_at(rungs, self.allocation, rate, peak_rate)
 
     def schedules(self) -> dict[str, Schedule]:
         """The planned schedule of each group."""
         planned = zip(self.operator_types, self.ell_target, self.allocation, strict=True)
         return {name: composed(ell, steps) for name, ell, steps in planned}
 
-    def state_at(self, progress: Fraction, start: StepsAndElls | None = None) -> StepsAndElls:
-        """Steps and effective ``ell`` of each group on the way to the plan.
+    def ladder_state(self, steps: Sequence[int]) -> StepsAndElls:
+        """Steps and effective ``ell`` of each group for an allocation of the ladder."""
+        assert self.measured is not None
+        groups = zip(self.operator_types, steps, self.measured, strict=True)
+        return {name: (k, measured.ell(k)) for name, k, measured in groups}
+
+    def state_at(self, progress: Fraction) -> StepsAndElls:
+        """Steps and effective ``ell`` of each group on the way from the uniform schedule.
 
         Both interpolate linearly in exact arithmetic. A plan by the error of the update rounds the
         steps of each group by themselves, halves toward the plan, so that none turns back. Of any
@@ -127,21 +143,18 @@ class Plan(fields.Stored):
         largest remainder, so that they sum to it.
 
         Args:
-            progress: In [0, 1]; 0 is the start, 1 the plan.
-            start: What the way begins with; the uniform schedule by default.
+            progress: Share of the way, in [0, 1]; 1 is the plan.
         """
 
         def between(first: float, last: float) -> Fraction:
             return Fraction(first) + progress * (Fraction(last) - Fraction(first))
 
-        start = start or dict.fromkeys(self.operator_types, (self.base_steps, self.base_ell))
-        first_steps, first_ells = zip(*(start[name] for name in self.operator_types), strict=True)
-        exact = list(map(between, first_steps, self.allocation))
+        exact = [between(self.base_steps, steps) for steps in self.allocation]
         if self.criterion == "update":
             steps = list(map(_round_toward, exact, self.allocation))
         else:
             steps = _round_to_sum(exact)
-        ells = map(float, map(between, first_ells, self.ell_target))
+        ells = (float(between(self.base_ell, ell)) for ell in self.ell_target)
         return dict(zip(self.operator_types, zip(steps, ells, strict=True), strict=True))
 
     def to_json(self) -> str:
@@ -171,8 +184,32 @@ class Plan(fields.Stored):
         for i, (curve, steps) in enumerate(zip(self.curves, self.allocation, strict=True)):
             fields.read_list(f"{field}.curves[{i}]", curve, num_steps)
             fields.read_int(f"{field}.allocation[{i}]", steps, self.min_steps, self.max_steps)
+        lowest = (
+            self.min_steps if self.ladder is None else min(self.min_steps, self.ladder.min_steps)
+        )
         for i, one in enumerate(self.measured or ()):
-            fields.read_list(f"{field}.measured[{i}].ells", one.ells, num_steps)
+            if one.min_steps > lowest or one.max_steps < self.max_steps:
+                tried = f"{one.min_steps} to {one.max_steps} steps"
+                fields.fail(f"{field}.measured[{i}]", tried, f"{lowest} to {self.max_steps} steps")
+        if self.ladder is not None:
+            if self.measured is None:
+                fields.fail(f"{field}.ladder", self.ladder, "null without measurements")
+            for i, rung in enumerate(self.ladder.rungs):
+                self.check_ladder_steps(rung.steps, f"{field}.ladder.rungs[{i}].steps")
+
+    def check_ladder_steps(self, steps: Sequence[int], field: str) -> None:
+        """Refuse an allocation that this plan's ladder cannot have.
+
+        Args:
+            steps: Steps of each group.
+            field: Name of the allocation in the error.
+
+        Raises:
+            ValueError: Names the field.
+        """
+        fields.read_list(field, steps, len(self.operator_types))
+        for i, (k, one) in enumerate(zip(steps, self.measured or (), strict=True)):
+            fields.read_int(f"{field}[{i}]", k, one.min_steps, one.max_steps)
 
 
 def _round_toward(value: Fraction, end: int) -> int:

@@ -37,7 +37,7 @@ def plan_table(plan: Plan) -> str:
         told = ["NS Gflop/step", *(f"{flops / 1e9:+.4g}" for flops in (*more, sum(more)))]
         for row, text in zip(table, told, strict=True):
             row.append(text)
-    return "\n".join([*_aligned(table), *_summary(plan)])
+    return "\n".join([*_aligned(table), *_summary(plan), *_ladder_lines(plan)])
 
 
 def errors_beside_uniform(plan: Plan) -> tuple[list[float], list[float]]:
@@ -51,7 +51,7 @@ def errors_beside_uniform(plan: Plan) -> tuple[list[float], list[float]]:
     if plan.criterion == "projected":
         chosen = zip(plan.measured, plan.allocation, strict=True)
         before = tuple(one.uniform_residual for one in plan.measured)
-        after = tuple(one.residuals[steps - plan.min_steps] for one, steps in chosen)
+        after = tuple(one.residual(steps) for one, steps in chosen)
     return list(map(math.sqrt, before)), list(map(math.sqrt, after))
 
 
@@ -86,14 +86,23 @@ def starved(plan: Plan) -> list[str]:
 def _summary(plan: Plan) -> list[str]:
     kind = OBJECTIVES[plan.criterion]
     flops = "" if plan.flops_ratio is None else f"; {plan.flops_ratio:.4f} of its flops"
-    limit, limits = plan.as_good_as, f"{plan.min_steps} to {plan.max_steps} steps a type"
-    asked = f"budget {plan.budget} {plan.budget_unit}"
-    if limit is not None:
-        asked = f"as good as {limit}, {plan.objective_of(limit):.5f}"
+    limits = f"{plan.min_steps} to {plan.max_steps} steps a type"
     return [
         f"{kind} {plan.objective:.5f}, of uniform {plan.uniform_objective:.5f}{flops}",
-        f"{asked}, {limits}, {plan.planner} planner",
+        f"budget {plan.budget} {plan.budget_unit}, {limits}, {plan.planner} planner",
     ]
+
+
+def _ladder_lines(plan: Plan) -> list[str]:
+    """The ladder at rates that tell its form."""
+    if plan.ladder is None:
+        return []
+    rows = [("learning rate / peak", *plan.operator_types, "flops / uniform")]
+    for rate in (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
+        steps = plan.steps_at(rate)
+        rows.append((f"{rate:g}", *map(str, steps), f"{plan.flops_ratio_of(steps):.3f}"))
+    head = f"ladder after the lock: tau {plan.ladder.tau:g}, {len(plan.ladder.rungs)} rungs"
+    return [head, *_aligned(rows)]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

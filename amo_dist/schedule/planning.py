@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,8 +12,9 @@ from typing import Any
 from amo_dist.config import PlanConfig, sort_operator_types
 from amo_dist.schedule import budget as budgets
 from amo_dist.schedule import fields
-from amo_dist.schedule.exact import least_error, least_flops
+from amo_dist.schedule.exact import least_error
 from amo_dist.schedule.grouping import Groups
+from amo_dist.schedule.ladder import Ladder, ladder
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.polar_express import error_curve, scaled
 from amo_dist.schedule.trials import Measured
@@ -35,21 +37,30 @@ def targets(config: PlanConfig, ell_robust: Sequence[float]) -> tuple[float, ...
 
 
 def shares_of(groups: Groups) -> tuple[float, ...]:
-    """Of each group, the share of the whole update's squared norm: see `MatrixInfo.weight`."""
+    """Share of each group in the whole update's squared norm: see `MatrixInfo.weight`."""
     weights = [math.fsum(m.weight for m in members) for members in groups.members.values()]
     whole = math.fsum(weights)
     return tuple(weight / whole if whole else 1 / len(weights) for weight in weights)
 
 
-def steps_to_try(config: PlanConfig) -> range:
-    """Numbers of steps that are measured: all that a plan by measurements may give."""
+def plan_range(config: PlanConfig) -> tuple[int, int]:
+    """Fewest and most steps that a plan by measurements may give a group."""
     low, high, base = config.min_steps, config.max_steps, config.base_steps
-    if config.planner == "measured":
-        if config.as_good_as is None:
-            low = min(low, max(math.floor(budgets.exact_ratio(config.budget_ratio) * base), 1))
-        if config.budget_ratio >= 1:
-            low, high = min(low, base), max(high, base)  # no plan may be worse than uniform
-    return range(low, high + 1)
+    low = min(low, max(math.floor(budgets.exact_ratio(config.budget_ratio) * base), 1))
+    if config.budget_ratio >= 1:
+        low, high = min(low, base), max(high, base)  # no plan may be worse than uniform
+    return low, high
+
+
+def steps_to_try(config: PlanConfig) -> range:
+    """Numbers of steps that are measured: all that a plan by measurements or its ladder may give.
+
+    The ladder's are measured without a ladder, too: it may be made later from the plan of a run.
+    """
+    if config.planner == "paper":
+        return range(config.min_steps, config.max_steps + 1)
+    low, high = plan_range(config)
+    return range(min(low, config.ladder_min_steps), high + 1)
 
 
 def plan_inputs(
@@ -59,7 +70,7 @@ def plan_inputs(
 
     Args:
         config: Objective, budget and range of steps.
-        groups: Which groups of matrices there are, in any order.
+        groups: Names of the groups of matrices, in any order.
         costs: Flops of one Newton-Schulz step of each group. The paper's plans do without.
 
     Raises:
@@ -80,13 +91,10 @@ def plan_inputs(
     elif known is None:
         fields.fail("costs", None, "the shapes of the matrices of each group")
     else:
-        low, high = steps_to_try(config)[0], steps_to_try(config)[-1]
-        total = high * sum(known)
-        if config.as_good_as is None:
-            total = budgets.flop_budget(config.budget_ratio, known, config.base_steps)
+        low, high = plan_range(config)
+        total = budgets.flop_budget(config.budget_ratio, known, config.base_steps)
         budgets.check_affordable(total, sum(known))
         inputs |= {"planner": "exact", "budget_unit": "flops", "criterion": "update"}
-        inputs["as_good_as"] = config.as_good_as
     return inputs | {"budget": total, "min_steps": low, "max_steps": high}
 
 
@@ -139,54 +147,46 @@ def plan_measured(
     function of its arguments, the same bits on every machine.
 
     Args:
-        config: Budget and range of steps.
-        measured_by_group: The best schedule of each number of steps that a group may get.
-        weights: The share of each group in the whole update's squared norm, in the order of the
-            plan's groups.
+        config: Budget, range of steps, and ladder.
+        measured_by_group: Best schedule of each number of steps of each group.
+        weights: Share of each group in the whole update's squared norm, in the order of the plan's
+            groups.
         costs: Flops of one Newton-Schulz step of each group.
         kept: Fields of the plan for reports: ``ell_robust`` and ``num_matrices``.
 
     Raises:
-        ValueError: The budget is infeasible, or the schedule to compare with was not measured.
+        ValueError: The budget is infeasible.
     """
     fields.read_choice("planner", config.planner, "measured")
     inputs = plan_inputs(config, measured_by_group, costs)
     _tell_relaxed(config, inputs)
-    names, low = inputs["operator_types"], inputs["min_steps"]
-    measured = [measured_by_group[name] for name in names]
-    curves = [
-        dict(enumerate((weight * distance for distance in one.distances), start=low))
-        for one, weight in zip(measured, weights, strict=True)
-    ]
-    allocation, reference = None, config.as_good_as
-    if reference is not None:
-        limits = [
-            weight * one.distance_of(reference)
+    known, low, high = inputs["costs"], inputs["min_steps"], inputs["max_steps"]
+    measured = [measured_by_group[name] for name in inputs["operator_types"]]
+
+    def curves(fewest: int) -> list[dict[int, float]]:
+        return [
+            {k: weight * one.distance(k) for k in range(fewest, high + 1)}
             for one, weight in zip(measured, weights, strict=True)
         ]
-        allocation = least_flops(curves, limits, inputs["costs"])
-        if allocation is None:
-            logger.warning(
-                "no plan of %d to %d steps is as good as %s: this is the best",
-                *(low, inputs["max_steps"], reference),
-            )
-    if allocation is None:
-        allocation = least_error(curves, inputs["budget"], inputs["costs"])
+
+    allocation = least_error(curves(low), inputs["budget"], known)
     plan = Plan(
         **inputs,
         **kept,
-        ell_target=tuple(
-            one.ells[steps - low] for one, steps in zip(measured, allocation, strict=True)
-        ),
-        curves=tuple(one.distances for one in measured),
+        ell_target=tuple(one.ell(k) for one, k in zip(measured, allocation, strict=True)),
+        curves=tuple(tuple(one.distance(k) for k in range(low, high + 1)) for one in measured),
         allocation=allocation,
-        objective=budgets.objective(curves, allocation),
+        objective=budgets.objective(curves(low), allocation),
         weights=tuple(weights),
         measured=tuple(measured),
     )
-    is_bound = config.as_good_as is None and config.budget_ratio >= 1
-    assert not is_bound or plan.objective <= plan.uniform_objective
-    return plan
+    assert config.budget_ratio < 1 or plan.objective <= plan.uniform_objective
+    if not config.has_ladder:
+        return plan
+    fewest = min(config.ladder_min_steps, high)
+    limit, tau = plan.uniform_objective, float(config.ladder_tau)
+    rungs = ladder(curves(fewest), known, allocation, limit, tau)
+    return dataclasses.replace(plan, ladder=Ladder(tau, fewest, rungs))
 
 
 def _tell_relaxed(config: PlanConfig, inputs: Mapping[str, Any]) -> None:

@@ -15,6 +15,7 @@ from amo_dist.config import MuonConfig, sort_operator_types
 from amo_dist.schedule import fields
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.grouping import Groups, group_matrices
+from amo_dist.schedule.observation import Observed
 from amo_dist.schedule.types import MatrixInfo, Schedule
 
 logger = logging.getLogger(__name__)
@@ -43,8 +44,13 @@ class Policy(abc.ABC):
     is_fixed: ClassVar[bool] = True
     """Whether it neither observes nor plans."""
 
+    @property
+    def follows_rate(self) -> bool:
+        """Whether schedules depend on the learning rate; `follow` is called only then."""
+        return False
+
     def groups(self, registry: Sequence[MatrixInfo]) -> Groups:
-        """Which matrices share a schedule.
+        """The matrices that share schedules.
 
         Args:
             registry: Every matrix of every rank, in any order; names are unique.
@@ -73,6 +79,29 @@ class Policy(abc.ABC):
         """
         return math.inf
 
+    def follow(self, state: State, step: int, rate: float) -> State:
+        """The state in which an optimizer step is taken.
+
+        Args:
+            state: State after the step before.
+            step: Optimizer step.
+            rate: Greatest learning rate of the groups that have matrices.
+        """
+        return state
+
+    def steady_rates(self, state: State, step: int, rate: float) -> tuple[float, float]:
+        """The rates for which `follow` leaves the state of this step as it is.
+
+        Args:
+            state: State in which the step is taken.
+            step: Optimizer step.
+            rate: Learning rate of the step.
+
+        Returns:
+            Bounds of the rates, above the first and up to the second, until `next_change`.
+        """
+        return -math.inf, math.inf
+
     def phase(self, state: State, step: int) -> str:
         """``uniform``; for AMO see ``PHASES``."""
         return "uniform"
@@ -90,20 +119,15 @@ class Policy(abc.ABC):
         state: State,
         groups: Groups,
         step: int,
-        ell_by_name: Mapping[str, float],
-        errors_by_name: Mapping[str, Sequence[float]],
+        observed_by_name: Mapping[str, Observed],
     ) -> State:
         """The state with one more observation.
 
         Args:
-            state: Before it.
-            groups: What `groups` gave.
+            state: State before it.
+            groups: Result of `groups`.
             step: Optimizer step.
-            ell_by_name: ``sigma_min / ||M||_F`` of each matrix of `sample`, not divided by the
-                safety factor; NaN for a matrix with a non-finite entry or zeros alone.
-            errors_by_name: Of each of them the mean squared residual that each of `trials`
-                leaves, then the mean squared distances to the polar factor. Not looked at for a
-                matrix whose ``ell`` is NaN.
+            observed_by_name: Spectrum of each matrix of `sample`.
 
         Raises:
             ValueError: No observation is due at this step, or the names are not those sampled.
@@ -139,7 +163,7 @@ class Policy(abc.ABC):
 
         Args:
             found: JSON values.
-            groups: Which the state must fit, where they are known.
+            groups: Groups that the state must fit, if they are known.
 
         Raises:
             ValueError: A field is unknown or malformed, or at odds with another or with the
@@ -164,11 +188,11 @@ class Policy(abc.ABC):
         """The policy and the state that go on from a saved state.
 
         Args:
-            found: What `to_dict` returned.
-            groups: As for `from_dict`.
+            found: Result of `to_dict`.
+            groups: Argument of `from_dict`.
             steps_taken: Optimizer steps of the saved run.
             config: Settings to go on with.
-            changed: Names of those that the saved run had otherwise.
+            changed: Names of the settings that the saved run had otherwise.
 
         Raises:
             ValueError: The state is malformed, or not one of a run of so many steps.
@@ -197,6 +221,25 @@ class Policy(abc.ABC):
     @abc.abstractmethod
     def _read(self, found: Mapping[str, Any], groups: Groups | None) -> State:
         """The state of which `_fields` gave these."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Control:
+    """The part of an optimizer beside tensors, from which it goes on; an immutable value.
+
+    Attributes:
+        steps_taken: Optimizer steps, skipped ones included.
+        steps_skipped: Steps that changed nothing.
+        config: Settings in force.
+        policy: Rule by which schedules follow from the state.
+        state: Memory of the policy.
+    """
+
+    steps_taken: int
+    steps_skipped: int
+    config: MuonConfig
+    policy: Policy
+    state: State
 
 
 @dataclasses.dataclass(frozen=True)

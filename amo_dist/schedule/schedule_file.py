@@ -100,6 +100,8 @@ _Number: TypeAlias = Annotated[float, _read_number]
 class _Section(fields.Stored):
     """``[schedules.TYPE]``."""
 
+    _is_handwritten = True
+
     steps: fields.Count
     norm_scale: _Number
     preconditioner: fields.Name
@@ -129,6 +131,8 @@ class _Section(fields.Stored):
 @dataclasses.dataclass(frozen=True, slots=True)
 class _File(fields.Stored):
     """A whole file."""
+
+    _is_handwritten = True
 
     format: Annotated[int, fields.choice(1)]
     source: fields.Name

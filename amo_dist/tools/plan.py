@@ -10,12 +10,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.config import BUDGET_RATIO, AMOConfig
+from amo_dist.config import AMOConfig
 from amo_dist.schedule import budget as budgets
 from amo_dist.schedule.fields import read_file
 from amo_dist.schedule.plan import PLAN_FILE, Plan
 from amo_dist.schedule.plan_table import plan_table, starved
-from amo_dist.schedule.planning import plan_allocation, plan_inputs, plan_measured
+from amo_dist.schedule.planning import (
+    plan_allocation,
+    plan_inputs,
+    plan_measured,
+    steps_to_try,
+)
 from amo_dist.schedule.trials import Measured
 from amo_dist.tools.command import Subparsers, print_text, read_pair
 
@@ -24,8 +29,10 @@ _OPTIONS = {
     "base_steps": "steps of the uniform schedule",
     "min_steps": "fewest steps a type may get",
     "max_steps": "most steps a type may get",
+    "ladder_tau": "with --plan: error that a ladder over learning rates allows; 0: no ladder",
+    "ladder_min_steps": "with --plan: fewest steps a type may get on the ladder",
 }
-"""Fields of the config that are options, and what their help says."""
+"""Fields of the config that are options, and their help."""
 
 
 def add_plan_command(subparsers: Subparsers) -> None:
@@ -37,7 +44,7 @@ def add_plan_command(subparsers: Subparsers) -> None:
         "coefficients: by projected errors for given targets, as the AMO paper does, or by what "
         "the plan of a run holds. Each plan stands beside the uniform schedule.",
         epilog="examples: %(prog)s --ell attn_q=3.0e-4 --ell attn_k=1.3e-3 --budget-ratio 0.9; "
-        "%(prog)s --plan outputs/quickstart --as-good-as kj",
+        "%(prog)s --plan outputs/quickstart --ladder-tau 2",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -49,8 +56,8 @@ def add_plan_command(subparsers: Subparsers) -> None:
     source.add_argument(
         "--plan",
         metavar="FILE",
-        help=f"{PLAN_FILE} of a run, or the run's folder: show its plan; with a budget or a range "
-        "of steps, plan again from what was observed",
+        help=f"{PLAN_FILE} of a run, or the run's folder: show its plan; with a budget, a range "
+        "of steps or a ladder, plan again from what was observed",
     )
     for field, text in _OPTIONS.items():
         default = getattr(AMOConfig.paper(), field)
@@ -59,12 +66,6 @@ def add_plan_command(subparsers: Subparsers) -> None:
             type=type(default),
             help=f"{text} (default {default}; with --plan the run's)",
         )
-    parser.add_argument(
-        "--as-good-as",
-        metavar="SCHEDULE",
-        help="with --plan: the fewest flops whose error is no greater than that of uniform, or of "
-        "a fixed schedule such as kj, on the same spectra",
-    )
     parser.add_argument("--json", action="store_true", help="print the plan as a run's file has it")
     parser.set_defaults(run=run_plan)
 
@@ -75,47 +76,32 @@ def run_plan(args: argparse.Namespace) -> int:
     Raises:
         ValueError: An argument is malformed, a plan cannot be read, or a budget is infeasible.
     """
-    found: Plan | None = None
+    stored: Plan | None = None
     if args.plan is None:
-        _refuse("--as-good-as", args.as_good_as, "--ell: it needs spectra")
+        for name in ("ladder_tau", "ladder_min_steps"):
+            _refuse(f"--{name.replace('_', '-')}", getattr(args, name), "--ell: it needs spectra")
         ells, settings = _ells(args.ell), AMOConfig.paper()
         make = functools.partial(plan_allocation, ell_target_by_type=ells)
     else:
         _refuse("--base-steps", args.base_steps, "--plan: the uniform schedule is the run's")
-        found = read_plan(args.plan)
-        make, settings = functools.partial(_plan_again, found), _settings(found)
-    given = _given(args, settings)
-    config = dataclasses.replace(settings, **given)
-    plan = make(config) if given or found is None else found
+        stored = read_plan(args.plan)
+        make, settings = functools.partial(_plan_again, stored), _settings(stored)
+    changes = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
+    config = dataclasses.replace(settings, **changes)
+    plan = make(config) if changes or stored is None else stored
     warnings = [f"warning: {line}" for line in starved(plan)]
     lines = [plan_table(plan), *warnings]
     print_text(plan.to_json() if args.json else "\n".join(lines))
     return 0
 
 
-def _given(args: argparse.Namespace, settings: AMOConfig) -> dict[str, Any]:
-    """Fields of the config that options change."""
-    given = {name: getattr(args, name) for name in _OPTIONS if getattr(args, name) is not None}
-    if args.as_good_as is not None:
-        _refuse(
-            "--budget-ratio", args.budget_ratio, "--as-good-as, which asks for the fewest flops"
-        )
-        if settings.planner == "paper":
-            expected = "one by measured errors, which knows what other schedules leave"
-            raise ValueError(f"--as-good-as: found a plan by projected errors, expected {expected}")
-        return {**given, "as_good_as": args.as_good_as, "budget_ratio": BUDGET_RATIO}
-    if args.budget_ratio is not None:
-        given["as_good_as"] = None
-    return given
-
-
 def _refuse(flag: str, value: object, beside: str) -> None:
-    """Refuse an option that has nothing to say beside another."""
+    """Refuse an option that means nothing beside another."""
     if value is not None:
         raise ValueError(f"{flag}: found {value!r}, expected none with {beside}")
 
 
-# ---------------------------------------------------------------- given targets
+# ---------------------------------------------------------------- targets
 
 
 def _ells(texts: Sequence[str]) -> dict[str, float]:
@@ -159,13 +145,17 @@ def read_plan(text: str) -> Plan:
 
 
 def _settings(plan: Plan) -> AMOConfig:
-    """Those with which a plan was made."""
+    """The settings with which a plan was made."""
+    settings: dict[str, Any] = {"planner": "paper", "ladder_tau": 0.0}
+    if plan.criterion == "update":
+        assert plan.measured is not None
+        settings = {"planner": "measured", "ladder_min_steps": plan.measured[0].min_steps}
+        settings["ladder_tau"] = 0.0 if plan.ladder is None else plan.ladder.tau
     return AMOConfig(
-        planner="paper" if plan.criterion == "projected" else "measured",
+        **settings,
         base_steps=plan.base_steps,
         base_ell=plan.base_ell,
-        budget_ratio=_budget_ratio(plan) if plan.as_good_as is None else BUDGET_RATIO,
-        as_good_as=plan.as_good_as,
+        budget_ratio=_budget_ratio(plan),
         min_steps=plan.min_steps,
         max_steps=plan.max_steps,
     )
@@ -182,47 +172,46 @@ def _budget_ratio(plan: Plan) -> float:
     return ratio
 
 
-def _plan_again(found: Plan, config: AMOConfig) -> Plan:
-    """Plan from what a plan holds; only with the numbers of steps that were measured."""
-    names = found.operator_types
-    costs = None if found.costs is None else dict(zip(names, found.costs, strict=True))
-    measured = _measured(found, plan_inputs(config, names, costs))
-    if found.criterion == "projected":
+def _plan_again(stored: Plan, config: AMOConfig) -> Plan:
+    """Plan again from what a plan holds, with the numbers of steps that were measured alone."""
+    names = stored.operator_types
+    costs = None if stored.costs is None else dict(zip(names, stored.costs, strict=True))
+    inputs = plan_inputs(config, names, costs)
+    if stored.criterion == "projected":
         return plan_allocation(
             config,
-            dict(zip(names, found.ell_target, strict=True)),
-            ell_robust=found.ell_robust,
+            dict(zip(names, stored.ell_target, strict=True)),
+            ell_robust=stored.ell_robust,
             costs=costs,
-            num_matrices=found.num_matrices,
-            measured=measured,
+            num_matrices=stored.num_matrices,
+            measured=_measured(stored, inputs["min_steps"], inputs["max_steps"], inputs),
         )
+    tried = steps_to_try(config)
+    measured = _measured(stored, tried[0], tried[-1], inputs)
     assert measured is not None
     assert costs is not None
-    assert found.weights is not None
+    assert stored.weights is not None
     return plan_measured(
         config,
         dict(zip(names, measured, strict=True)),
-        num_matrices=found.num_matrices,
-        weights=found.weights,
-        ell_robust=found.ell_robust,
+        num_matrices=stored.num_matrices,
+        weights=stored.weights,
+        ell_robust=stored.ell_robust,
         costs=costs,
     )
 
 
-def _measured(plan: Plan, inputs: Mapping[str, Any]) -> tuple[Measured, ...] | None:
-    """What was measured, of the numbers of steps that a plan may give."""
-    low, high = inputs["min_steps"], inputs["max_steps"]
+def _measured(
+    plan: Plan, low: int, high: int, inputs: Mapping[str, Any]
+) -> tuple[Measured, ...] | None:
+    """The measurements of a plan for a range of steps."""
     if plan.measured is None:
         return None
-    if low < plan.min_steps or high > plan.max_steps:
+    first, last = plan.measured[0].min_steps, plan.measured[0].max_steps
+    if low < first or high > last:
         raise ValueError(
-            f"--plan: found measurements of {plan.min_steps} to {plan.max_steps} steps, "
-            f"expected {low} to {high}, which --min-steps, --max-steps or a budget of "
+            f"--plan: found measurements of {first} to {last} steps, expected {low} to {high}, "
+            "which --min-steps, --max-steps, --ladder-min-steps or a budget of "
             f"{inputs['budget']} {inputs['budget_unit']} need"
         )
-    some = slice(low - plan.min_steps, high - plan.min_steps + 1)
-    names = ("ells", "residuals", "distances")
-    return tuple(
-        dataclasses.replace(one, **{name: getattr(one, name)[some] for name in names})
-        for one in plan.measured
-    )
+    return tuple(one.within(low, high) for one in plan.measured)

@@ -92,19 +92,34 @@ def ladder_jobs() -> list[Job]:
         ]
 
     first, *_, last = ARCHITECTURES
+    few, others = range(3), range(3, 5)
+    fixed_and_ladders, every_row = (*UNIFORM, *LADDERS), (*UNIFORM, *LADDERS, *OTHERS)
+    needed = ("uniform-5", "uniform-3", *LADDERS)
     return [
-        *balanced((*UNIFORM, *LADDERS), range(5)),
+        *balanced(fixed_and_ladders, range(2)),
+        *balanced(needed, (2,)),
+        *balanced(needed, (0,), decay="linear"),
         *(Job(Start(first, 0, order=order), ("uniform-5",)) for order in range(1, 6)),
-        *balanced(OTHERS, range(5)),
-        *(
-            job
-            for decay in ("linear", "constant")
-            for job in balanced((*UNIFORM, *LADDERS, *OTHERS), range(5), decay=decay)
-        ),
+        *(job for switch in (50, 25) for job in balanced(("ladder-2",), (0,), switch=switch)),
+        *balanced(("uniform-5", "ladder-2"), (0,), decay="constant"),
+        *balanced(needed, (1,), decay="linear"),
+        *balanced(fixed_and_ladders, few),
+        *balanced(fixed_and_ladders, few, decay="linear"),
+        *balanced(fixed_and_ladders, range(1), decay="constant"),
+        *(job for switch in (50, 25) for job in balanced(LADDERS, few, switch=switch)),
+        Job(Start(first, 0, steps=2000, switch=800), ("uniform-5", "uniform-3", "ladder-2")),
+        *balanced(OTHERS, few),
+        *balanced(every_row, others),
+        *(job for decay in ("linear", "constant") for job in balanced(every_row, few, decay=decay)),
         *(
             job
             for switch in (50, 25)
             for job in balanced((*LADDERS, *OTHERS), range(5), switch=switch)
+        ),
+        *(
+            job
+            for decay in ("linear", "constant")
+            for job in balanced(every_row, others, decay=decay)
         ),
         *(
             Job(Start(name, 0, steps=2000, switch=switch), (*rows, *LADDERS, *OTHERS))

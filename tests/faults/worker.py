@@ -37,8 +37,8 @@ FIELDS: dict[str, Any] = {
     "transition_steps": 3,
     "bucket_bytes": 256,
 }
-# Plans at steps 4 and 8; the residual of a matrix is measured at each.
-REPLANS: dict[str, Any] = {"replan_every": 4, "ns_guard_every": 1}
+# The plan locks at step 7, and rates fall after it; a residual is measured at each step.
+LADDER: dict[str, Any] = {"ladder_tau": 1.0, "ns_guard_every": 1}
 SHAPES = {
     "tok_embeddings.weight": (5, 8),
     "layers.0.attention.wq.weight": (12, 8),
@@ -76,7 +76,7 @@ class Run:
         save_every: Steps from one checkpoint to the next.
         saves_async: Whether a checkpoint is written while training goes on.
         kill: Where it ends, if not at the last step.
-        replans: Whether a second plan is made.
+        has_ladder: Whether steps fall with the rate after the lock; with ``measured`` alone.
         planner: What plans minimise: ``measured`` or ``paper``.
     """
 
@@ -85,14 +85,14 @@ class Run:
     save_every: int
     saves_async: bool
     kill: Kill | None = None
-    replans: bool = False
+    has_ladder: bool = False
     planner: str = "measured"
 
     @property
     def config(self) -> AMOConfig:
         """Settings of the optimizer."""
-        again = REPLANS if self.replans else {}
-        return AMOConfig(planner=self.planner, **FIELDS, **again)
+        ladder = LADDER if self.has_ladder and self.planner == "measured" else {}
+        return AMOConfig(planner=self.planner, **FIELDS, **ladder)
 
 
 def _die() -> None:
@@ -216,6 +216,8 @@ def train(rank: int, run: Run, folder: Path, resumed: Path | None = None) -> dic
     saver, schedules = _Saver(folder, run, rank), {}
     for step in range(first + 1, STEPS + 1):
         models.set_gradients(model, SEED, step)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-2 * min(1.0, 1.3 - 0.1 * step)
         kill = run.kill if run.kill and run.kill.step == step and rank in run.kill.ranks else None
         if kill and kill.point == "before_step":
             _die()

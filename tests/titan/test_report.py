@@ -6,7 +6,6 @@ import argparse
 import html.parser
 import json
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -221,6 +220,7 @@ def test_figures_are_read_on_a_phone(tmp_path: Path) -> None:
     """A picture shrunk to 360 pixels still has letters of nine or more, and nothing lies on top."""
     pytest.importorskip("matplotlib")
     metrics = [metric(step, lr=1e-6 * step, tokens_per_second=1e6 + step) for step in (1, 20, 30)]
+    metrics[-1]["num_steps_by_type"] = dict.fromkeys(OPERATOR_TYPES, 2)
     run = data.load_one(write_run(tmp_path / "run", metrics, geometry_log()))
     with style.applied():
         sections, _ = report.make_sections([run])
@@ -233,21 +233,23 @@ def test_figures_are_read_on_a_phone(tmp_path: Path) -> None:
                 for axis in (axes.xaxis, axes.yaxis):
                     assert axis.get_offset_text().get_text() == ""
                     assert all(tick.get_size() * scale >= 9 for tick in axis.get_ticklabels())
+        bars, rates = report.figures.timeline(run).axes
+        assert len(bars.patches) > len(OPERATOR_TYPES)
+        assert rates.lines[0].get_xydata().tolist() == [[s, 1e-6 * s] for s in (1, 20, 30)]
 
 
-def with_plan(run: Path, plan: Plan, without: Sequence[str] = ()) -> Path:
-    fields = {name: value for name, value in plan.to_dict().items() if name not in without}
-    (run / "plan.json").write_text(json.dumps(fields))
+def with_plan(run: Path, plan: Plan) -> Path:
+    (run / "plan.json").write_text(plan.to_json())
     return run
 
 
 @pytest.mark.slow
 def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
     # Little is left of the directions of attn_q in 6 and 7 steps, and of attn_k in any.
-    hard = Measured((1e-4,) * 5, (0.5,) * 5, (1.0, 0.81, 0.49, 0.04, 0.01), 0.5, 0.64, {})
-    easy = Measured((1e-3,) * 5, (0.0,) * 5, (0.04, 0.01, 0.0, 0.0, 0.0), 0.0, 0.01, {})
+    hard = Measured(3, (1e-4,) * 5, (0.5,) * 5, (1.0, 0.81, 0.49, 0.04, 0.01), 0.5, 0.64)
+    easy = Measured(3, (1e-3,) * 5, (0.0,) * 5, (0.04, 0.01, 0.0, 0.0, 0.0), 0.0, 0.01)
     measured = plan_measured(
-        AMOConfig(),
+        AMOConfig(ladder_tau=1.0, ladder_min_steps=3),
         {"attn_q": hard, "attn_k": easy},
         num_matrices=(2, 1),
         weights=[0.75, 0.25],
@@ -257,11 +259,10 @@ def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
     assert measured.allocation == (7, 3)
     ells = {name: row["ell_target"] for name, row in QWEN.items()}
     starving = plan_allocation(AMOConfig.paper(budget_ratio=0.9143), ells)
-    older = ("criterion", "num_matrices", "measured")
     page = make(
         tmp_path,
         with_plan(write_run(tmp_path / "new", [metric(10)], []), measured),
-        with_plan(write_run(tmp_path / "old", [metric(10)], []), starving, without=older),
+        with_plan(write_run(tmp_path / "old", [metric(10)], []), starving),
         write_run(tmp_path / "none", [metric(10)], []),
         png=str(tmp_path / "png"),
     )
@@ -275,6 +276,9 @@ def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
         f"error, plan over uniform {objective / uniform:.3f} 0.819",
         "steps of the uniform schedule 10 35 steps of the plan 10 32",
         "flops, plan over uniform 1.0000 \N{EN DASH}",  # no costs, no flops
+        "ladder, tau 1 \N{EN DASH}",
+        "flops over uniform, half the peak rate 0.6000",
+        "a tenth of the peak rate 0.6000 \N{EN DASH}",
         "10 steps instead of 10, at 100.0 % of the flops",
         "Not shown for none: plan: the run has none.",
     ):

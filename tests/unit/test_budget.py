@@ -16,7 +16,7 @@ from amo_dist.schedule.budget import (
     round_half_up,
     step_budget,
 )
-from amo_dist.schedule.exact import least_error, least_flops
+from amo_dist.schedule.exact import least_error
 
 Curves = list[dict[int, float]]
 
@@ -63,23 +63,6 @@ def test_the_least_error_is_that_of_all_allocations(
     budget = data.draw(st.integers(least, most + 1))
     within = [c for c in candidates if flops(c, costs) <= budget]
     assert least_error(found, budget, costs) == brute_force(found, within)
-
-
-@settings(deadline=None, max_examples=100)
-@given(case=knapsacks(), data=st.data())
-def test_the_fewest_flops_are_those_of_all_allocations(
-    case: tuple[Curves, list[int]], data: Any
-) -> None:
-    found, costs = case
-    limits = data.draw(st.lists(ERRORS, min_size=1, max_size=5))
-    limit = sum(map(Fraction, limits), Fraction(0))
-    candidates = itertools.product(*(sorted(curve) for curve in found))
-    within = [c for c in candidates if exact_cost(found, c) <= limit]
-    expected = None
-    if within:
-        fewest = min(flops(c, costs) for c in within)
-        expected = brute_force(found, [c for c in within if flops(c, costs) == fewest])
-    assert least_flops(found, limits, costs) == expected
 
 
 def plain_greedy(found: Curves, budget: int, base_steps: int) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.planning import plan_allocation, plan_measured
 from amo_dist.schedule.trials import Trials
-from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.cli import main
 
 # Hard, middling and easy; the hard type is dear, so that a plan has something to weigh.
@@ -35,12 +33,12 @@ def errors(trials: Trials, spectrum: list[float]) -> list[float]:
     count = len(spectrum)
     residuals = [sum((y * y - 1) ** 2 for y in ys) / count for ys in images]
     distances = [sum((y - 1) ** 2 for y in ys) / count for ys in images]
-    return list(trials.errors_of(MatrixInfo("m", (40, 40), "attn_q"), residuals + distances))
+    return residuals + distances
 
 
 def measured_plan(steps: range = range(3, 8), **changes: Any) -> Plan:
     """A plan as a run with the default settings makes it."""
-    trials = Trials(steps, 5, 1e-3)
+    trials = Trials(range(2, steps.stop), 5, 1e-3)
     return plan_measured(
         AMOConfig(min_steps=steps[0], max_steps=steps[-1], **changes),
         {name: trials.best(errors(trials, spectrum)) for name, spectrum in SPECTRA.items()},
@@ -63,8 +61,8 @@ def projected_plan(**changes: Any) -> Plan:
     )
 
 
-def older_plan() -> Plan:
-    """As before residuals were measured."""
+def unmeasured_plan() -> Plan:
+    """A projected plan without observations, as of ``amo plan --ell``."""
     return plan_allocation(AMOConfig.paper(), ELLS, costs=COSTS)
 
 
@@ -78,7 +76,7 @@ def output(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
     return capsys.readouterr().out
 
 
-@pytest.mark.parametrize("plan", [measured_plan(), projected_plan(), older_plan()])
+@pytest.mark.parametrize("plan", [measured_plan(), projected_plan(), unmeasured_plan()])
 def test_a_run_s_plan_is_shown_as_it_is(
     plan: Plan, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -88,27 +86,14 @@ def test_a_run_s_plan_is_shown_as_it_is(
     assert Plan.from_json(output(capsys, "--plan", folder, "--json")) == plan
 
 
-def test_a_file_of_an_older_version_still_shows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    fields = older_plan().to_dict()
-    for name in ("criterion", "num_matrices", "measured"):
-        del fields[name]
-    (tmp_path / "plan.json").write_text(json.dumps(fields))
-    assert output(capsys, "--plan", str(tmp_path)) == output(
-        capsys, "--plan", write(tmp_path, older_plan())
-    )
-    assert "projected error" in output(capsys, "--plan", str(tmp_path), "--budget-ratio=0.9")
-
-
 @pytest.mark.parametrize(
     ("plan", "option"),
     [
         (measured_plan(budget_ratio=0.87), "--max-steps=7"),
         (measured_plan(budget_ratio=1.13), "--min-steps=3"),
-        (measured_plan(as_good_as="kj"), "--max-steps=7"),
+        (measured_plan(ladder_tau=2.0), "--max-steps=7"),
         (projected_plan(budget_ratio=0.9), "--max-steps=7"),
-        (older_plan(), "--budget-ratio=1.0"),
+        (unmeasured_plan(), "--budget-ratio=1.0"),
     ],
 )
 def test_planning_again_as_the_run_did_gives_its_plan(
@@ -125,42 +110,40 @@ def test_another_budget_gives_the_plan_that_the_run_would_have_made(
     ratio: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     option, expected = f"--budget-ratio={ratio}", measured_plan(budget_ratio=ratio)
-    for made in (measured_plan(), measured_plan(as_good_as="kj")):
-        folder = write(tmp_path, made)
-        assert output(capsys, "--plan", folder, option) == plan_table(expected) + "\n"
+    folder = write(tmp_path, measured_plan())
+    assert output(capsys, "--plan", folder, option) == plan_table(expected) + "\n"
     folder, paper = write(tmp_path, projected_plan()), projected_plan(budget_ratio=ratio)
     assert output(capsys, "--plan", folder, option).startswith(plan_table(paper) + "\n")
 
 
-@pytest.mark.parametrize("name", ["kj", "uniform", "a2"])
-def test_as_good_as_another_schedule_is_the_plan_that_the_run_would_have_made(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("tau", [0.0, 1.0, 4.0])
+def test_another_tau_gives_the_ladder_that_the_run_would_have_made(
+    tau: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    expected = measured_plan(as_good_as=name)
-    limit = expected.objective_of(name)
-    assert expected.objective <= limit
-    for made in (measured_plan(), measured_plan(budget_ratio=0.8)):
+    """Of a run without a ladder, too."""
+    expected = measured_plan(ladder_tau=tau)
+    for made in (measured_plan(), measured_plan(ladder_tau=2.0)):
         folder = write(tmp_path, made)
-        found = output(capsys, "--plan", folder, f"--as-good-as={name}")
+        found = output(capsys, "--plan", folder, f"--ladder-tau={tau:g}")
         assert found == plan_table(expected) + "\n"
-    assert f"as good as {name}, {limit:.5f}, 3 to 7 steps a type" in found
+    assert ("ladder after the lock: tau" in found) == (tau > 0)
+    three = output(capsys, "--plan", folder, f"--ladder-tau={tau:g}", "--ladder-min-steps=3")
+    assert three == plan_table(measured_plan(ladder_tau=tau, ladder_min_steps=3)) + "\n"
 
 
-def test_a_plan_without_distances_is_told(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", "--plan", write(tmp_path, projected_plan()), "--as-good-as=kj"]) == 2
-    assert "found a plan by projected errors, expected one by m" in capsys.readouterr().err
+def test_a_projected_plan_has_no_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--plan", write(tmp_path, projected_plan()), "--ladder-tau=2"]) == 2
+    assert "ladder_tau: found 2.0, expected 0 with planner = 'paper'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--budget-ratio=0.5"], "found measurements of 3 to 7 steps, expected 2 to 7, which"),
-        (["--max-steps=8"], "found measurements of 3 to 7 steps, expected 3 to 8, which"),
+        (["--budget-ratio=0.3"], "found measurements of 2 to 7 steps, expected 1 to 7, which"),
+        (["--max-steps=8"], "found measurements of 2 to 7 steps, expected 2 to 8, which"),
         (["--budget-ratio=0.1"], "budget: found"),
-        (["--as-good-as=muon"], "as_good_as: found 'muon', expected one of uniform, a1, a2, a3"),
-        (["--as-good-as=kj", "--budget-ratio=1"], "--budget-ratio: found 1.0, expected none with"),
+        (["--ladder-tau=2", "--ladder-min-steps=1"], "of 2 to 7 steps, expected 1 to 7, which"),
+        (["--ladder-tau=-1"], "ladder_tau: found -1.0, expected a number >= 0"),
         (["--base-steps=4"], "--base-steps: found 4, expected none with --plan: the uniform"),
     ],
 )

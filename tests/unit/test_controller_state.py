@@ -20,7 +20,7 @@ from tests.unit.checkpoint_runs import JUNK, paths
 from tests.unit.controller_runs import (
     BOTH,
     CONFIG,
-    ELL,
+    MEASURED,
     REGISTRY,
     controller,
     observe,
@@ -57,35 +57,33 @@ def test_state_round_trips_bit_for_bit(
 
 
 STATE = planned().state_dict()
-AGAIN = dataclasses.replace(CONFIG, replan_every=6)
-"""Plans at steps 6, 12 and 18, the second of which locks at step 16."""
+LADDER = dataclasses.replace(MEASURED, ladder_tau=2.0)
 
 
-def planned_again(config: AMOConfig = AGAIN) -> Held:
-    """At its second plan, with an observation toward the third."""
-    target = planned(config)
-    for step, ell in ((10, 1.0), (12, 0.1), (16, 0.01)):
-        observe(target, step, {name: value * ell for name, value in ELL.items()})
+def on_ladder(until: int, rate: float = 0.01) -> Held:
+    """A run with a ladder up to a step; after the lock its rate is a hundredth of the peak."""
+    target = controller(LADDER)
+    for step in range(1, until + 1):
+        target.follow(step, 1.0 if step <= LADDER.lock_step else rate)
+        if target.sample(step):
+            observe(target, step)
         if target.plan_due():
             target.adopt_plan(target.make_plan())
     return target
 
 
-MEASURED_AGAIN = dataclasses.replace(AGAIN, planner="measured")
 STATES = [
     (CONFIG, STATE),
-    (AGAIN, planned_again().state_dict()),
-    (MEASURED_AGAIN, planned_again(MEASURED_AGAIN).state_dict()),
+    (LADDER, on_ladder(4).state_dict()),
+    (LADDER, on_ladder(LADDER.lock_step + 2).state_dict()),
 ]
-LATER = ["transition_from", "observations_since_plan", "error_sums"]
 
 
-@pytest.mark.parametrize("field", LATER)
-def test_every_field_is_among_the_states_that_are_corrupted(field: str) -> None:
-    assert not STATES[0][1][field]
-    assert STATES[1][1][field]
-    assert STATES[2][1][field]
+def test_every_field_is_among_the_states_that_are_corrupted() -> None:
+    assert STATES[1][1]["error_sums"]
+    assert STATES[2][1]["ladder_steps"]
     assert STATES[2][1]["plan"]["criterion"] == "update"
+    assert STATES[2][1]["plan"]["ladder"]["rungs"]
 
 
 PLAN_DEFAULTS = {
@@ -93,7 +91,7 @@ PLAN_DEFAULTS = {
     "num_matrices": None,
     "measured": None,
     "weights": None,
-    "as_good_as": None,
+    "ladder": None,
 }
 
 
@@ -200,7 +198,7 @@ def changed(**changes: Any) -> dict[str, Any]:
                 f"plan__measured__1__{key}": [(0.5).hex()]
                 for key in ("ells", "residuals", "distances")
             },
-            r"plan\.measured\[1\]\.ells: found .*, expected a list of 5",
+            r"plan\.measured\[1\]: found '3 to 3 steps', expected 3 to 7 steps",
         ),
     ],
 )
@@ -218,8 +216,7 @@ def test_each_corruption_is_named(changes: dict[str, Any], message: str) -> None
         {"observations__1__ell__expert": (0.5).hex()},
         {"plan__budget": 16},
         {"plan__allocation": [3, 5, 7]},
-        {"replanned_at": 0},
-        {"transition_from": {name: [4, (1e-3).hex()] for name in ELL}},
+        {"peak_rate": (0.5).hex()},
     ],
 )
 def test_an_edited_state_fails_by_its_digest(changes: dict[str, Any]) -> None:
@@ -259,21 +256,6 @@ def test_a_state_of_other_operator_types_is_refused_when_the_registry_comes() ->
         ValueError, match=r"observations: found .*, expected the operator types \['attn_q'\]"
     ):
         restored.bind(REGISTRY[:5])
-
-
-def test_a_plan_of_another_configuration_stays_in_force() -> None:
-    """Whether it may is for the settings to say: see ``resumed``."""
-    other = AMOConfig(observe_until=100, observe_every=20, transition_steps=2, shrinkage=0.1)
-    for bind_first in (True, False):
-        target = Held(AMOPolicy(other))
-        if bind_first:
-            target.bind(REGISTRY)
-        target.load_state_dict(STATE)
-        target.bind(REGISTRY)
-        # The plan came at step 6 and stays; only the glide is as long as now configured.
-        assert [target.phase(step) for step in (6, 7, 8)] == ["observation", "transition", "locked"]
-        assert target.sample(20) == ()
-        assert target.state_at(8) == planned().state_at(10)
 
 
 def test_an_empty_registry_is_refused() -> None:

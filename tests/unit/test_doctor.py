@@ -123,9 +123,9 @@ def test_a_spectrum_that_is_off_is_told(
 ) -> None:
     real = machine.observe
 
-    def observe(*args: Any) -> torch.Tensor:
+    def observe(*args: Any) -> tuple[torch.Tensor, torch.Tensor]:
         found = real(*args)
-        found[which] *= 1.01
+        found[which].mul_(1.01)
         return found
 
     monkeypatch.setattr(machine, "observe", observe)

@@ -1,7 +1,7 @@
 """Whole runs with random settings: saved and resumed anywhere, they are the run that went through.
 
-A run observes, plans and plans again; its settings change on resume. Bad observations,
-skipped steps and matrices without a gradient are among it.
+A run observes, plans and steps down a ladder; its settings change on resume. Bad observations,
+skipped steps, matrices without a gradient, and rates of any form are among it.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ Events = Mapping[int, Any]
 @st.composite
 def configs(draw: st.DrawFn, **fields: Any) -> AMOConfig:
     every, length = draw(st.integers(1, 3)), draw(st.integers(1, 6))
-    plans_again = draw(st.integers(0, 2)) > 0
+    planner = draw(st.sampled_from(["measured", "paper"]))
     found = {
         "observe_every": every,
         "observe_until": every * draw(st.integers(1, 4)),
         "transition_steps": length,
-        "replan_every": plans_again * every * (-(-length // every) + draw(st.integers(0, 2))),
-        "observe_only": not plans_again and draw(st.integers(0, 3)) == 0,
+        "observe_only": draw(st.integers(0, 3)) == 0,
         "sample_size": draw(st.integers(1, 6)),
         "granularity": draw(st.sampled_from(["operator_type", "layer_group", "shape"])),
-        "planner": draw(st.sampled_from(["measured", "paper"])),
+        "planner": planner,
+        "ladder_tau": draw(st.sampled_from([0.0, 1.0, 4.0])) if planner == "measured" else 0.0,
         "shrinkage": draw(st.sampled_from([0.0, 0.7, 1.0])),
         "budget_ratio": draw(st.sampled_from([0.8, 1.0, 1.2])),
         "seed": draw(st.integers(0, 3)),
@@ -63,8 +63,14 @@ def observed(name: str, step: int) -> float:
     return generator.choice([good, good, good, math.nan])
 
 
+def rate(step: int) -> float:
+    """A learning rate that depends on nothing else: it falls, rises, stays, and is zero."""
+    return random.Random(f"rate {step // 2}").choice([0.0, 1e-4, 2e-4, 5e-4, 1e-3])
+
+
 def take(policy: Held, step: int) -> tuple[Any, ...]:
     """One optimizer step of a policy; what it did."""
+    policy.follow(step, rate(step))
     applied = policy.phase(step), dict(policy.schedules(step)), policy.digest(step)
     sample = policy.sample(step)
     if sample:
@@ -118,21 +124,26 @@ def test_a_policy_resumed_anywhere_goes_on_as_it_would_have(
 @settings(deadline=None, max_examples=20)
 @given(config=configs())
 def test_a_glide_begins_where_the_run_is_and_ends_at_the_plan(config: AMOConfig) -> None:
+    """After the lock one group moves by one step at a time, where there is a ladder."""
     policy = Held(AMOPolicy(config))
     policy.bind(REGISTRY)
     planned_at = None
     for step in range(1, STEPS + 1):
-        before, plan = policy.state_at(step), policy.plan
+        last, plan = policy.state_at(max(step - 1, 1)), policy.plan
         take(policy, step)
+        before = policy.state_at(step)
         if policy.plan is not plan:
             planned_at = step
-            assert policy.state_at(step) == before
+            assert last == before
         elif plan is not None and policy.phase(step) == "locked":
             assert planned_at is not None
             assert step >= planned_at + config.transition_steps
             planned = zip(plan.allocation, plan.ell_target, strict=True)
-            for name, state in zip(plan.operator_types, planned, strict=True):
-                assert before[name] == state
+            if plan.ladder is None or step == planned_at + config.transition_steps:
+                assert before == dict(zip(plan.operator_types, planned, strict=True))
+            else:
+                moves = [before[name][0] - last[name][0] for name in plan.operator_types]
+                assert sum(map(abs, moves)) <= 1
 
 
 # ---------------------------------------------------------------- optimizers
@@ -163,6 +174,8 @@ def run(
             fresh.load_state_dict(copy.deepcopy(optimizer.state_dict()))
             model, optimizer = other, fresh
         set_gradients(model, step, events.get(step))
+        for group in optimizer.param_groups:
+            group["lr"] = rate(step)
         optimizer.step()
         phases.append(optimizer.phase)
     params = [param.detach().clone() for param in model.parameters()]

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from amo_dist.kernels import spectra as module
 from amo_dist.kernels.geometry import spectral_metrics
 from amo_dist.kernels.sigma_min import SMALL, sigma_min
-from amo_dist.kernels.spectra import observe, schedule_errors, singular_values
+from amo_dist.kernels.spectra import schedule_errors, singular_values
 from amo_dist.schedule.polar_express import compose
 from benchmarks.spectra import ell, ell_by_svd, with_spectrum
 
@@ -33,6 +33,13 @@ def stacked(schedules: list[tuple[tuple[float, float, float], ...]]) -> Tensor:
 
 
 TRIALS = stacked(SCHEDULES)
+
+
+def observe(x: Tensor, coefficients: Tensor, norm_scale: float) -> Tensor:
+    """One vector: ``ell``, residuals, distances."""
+    ell, errors = module.observe(x, coefficients, norm_scale)
+    assert errors.shape == (2, len(coefficients))
+    return torch.cat([ell.view(1), errors.view(-1)])
 
 
 def spectrum(kind: str, m: int, kappa: float) -> Tensor:

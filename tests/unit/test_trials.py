@@ -15,29 +15,30 @@ import pytest
 
 from amo_dist.schedule import fields
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.coefficients import SCHEDULE_NAMES
+from amo_dist.schedule.observation import Observed
 from amo_dist.schedule.polar_express import composed, simulate
-from amo_dist.schedule.trials import GRID, REFERENCES, ErrorSums, Trials
+from amo_dist.schedule.trials import GRID, ErrorSums, Trials
 from tests import spectra
 from tests.held import Held
 from tests.unit.controller_runs import MEASURED, REGISTRY, TYPES, controller, observe
 
-TRIALS = Trials(range(3, 8), 5, 1e-3)
+TRIALS = Trials(range(2, 8), 5, 1e-3)
+"""Trials of the default settings: a plan of 3 to 7 steps, and a ladder down to 2."""
 ELLS = sorted({*GRID, 1e-3})
 
 
 def made_up(seed: int, trials: Trials = TRIALS) -> list[float]:
     """Errors without any rule, so that a wrong place shows."""
     generator = random.Random(seed)
-    return [generator.random() for _ in range(2 * trials.num_composed + len(REFERENCES))]
+    return [generator.random() for _ in range(2 * trials.count)]
 
 
 def residual(errors: list[float], k: int, ell: float) -> float:
-    return errors[(k - 3) * len(ELLS) + ELLS.index(ell)]
+    return errors[(k - 2) * len(ELLS) + ELLS.index(ell)]
 
 
 def distance(errors: list[float], k: int, ell: float) -> float:
-    return residual(errors[TRIALS.num_composed :], k, ell)
+    return residual(errors[TRIALS.count :], k, ell)
 
 
 def test_the_grid_has_ten_a_decade_and_both_ends() -> None:
@@ -52,7 +53,7 @@ def test_the_grid_has_ten_a_decade_and_both_ends() -> None:
 @pytest.mark.parametrize(
     ("trials", "num_steps", "num_ells"),
     [
-        (TRIALS, 5, 41),
+        (TRIALS, 6, 41),
         (Trials(range(3, 8), 5, 2e-3), 5, 41),
         (Trials(range(3, 8), 5, 3e-3), 5, 42),
         (Trials(range(3, 8), 9, 1e-3), 6, 41),
@@ -63,15 +64,11 @@ def test_every_number_of_steps_is_tried_with_every_ell(
     trials: Trials, num_steps: int, num_ells: int
 ) -> None:
     schedules = trials.schedules()
-    own, fixed = schedules[: trials.num_composed], schedules[trials.num_composed :]
-    assert len(own) == len(set(own)) == num_steps * num_ells
-    assert composed(trials.base_ell, trials.base_steps) in own
-    counts = [schedule.num_steps for schedule in own]
+    assert len(schedules) == len(set(schedules)) == trials.count == num_steps * num_ells
+    assert composed(trials.base_ell, trials.base_steps) in schedules
+    counts = [schedule.num_steps for schedule in schedules]
     assert counts == sorted(counts)
-    # You, PE, CANS, and Jordan's at 4 to 7 steps, of which the tables are made.
-    assert len(fixed) == len(set(fixed)) == 7
     assert {schedule.norm_scale for schedule in schedules} == {1.01}
-    assert set(REFERENCES) == set(SCHEDULE_NAMES) - {"turbo", "deepseek_v4"}
 
 
 def test_the_best_ell_of_each_number_of_steps() -> None:
@@ -83,17 +80,19 @@ def test_the_best_ell_of_each_number_of_steps() -> None:
         assert found.residuals[i] == residual(errors, k, found.ells[i])
     assert found.uniform_residual == residual(errors, 5, 1e-3)
     assert found.uniform_distance == distance(errors, 5, 1e-3)
-    assert [found.distance_of(name) for name in REFERENCES] == errors[-len(REFERENCES) :]
-    assert found.distance_of("uniform") == found.uniform_distance
+    assert [found.distance(k) for k in TRIALS.steps] == list(found.distances)
+    assert (found.min_steps, found.max_steps) == (2, 7)
+    assert found.within(3, 6).distances == found.distances[1:-1]
+    assert found.within(3, 6).ell(4) == found.ell(4)
 
 
 def test_ties_go_to_the_greater_ell() -> None:
     errors = [0.25] * len(made_up(0))
-    first = TRIALS.num_composed
+    first = TRIALS.count
     errors[first + ELLS.index(0.01)] = errors[first + ELLS.index(1e-4)] = 0.125
     found = TRIALS.best(errors)
-    assert found.ells == (0.01, 0.1, 0.1, 0.1, 0.1)
-    assert found.distances == (0.125, 0.25, 0.25, 0.25, 0.25)
+    assert found.ells == (0.01, *[0.1] * 5)
+    assert found.distances == (0.125, *[0.25] * 5)
 
 
 def test_a_uniform_schedule_that_no_plan_may_give_is_tried_all_the_same() -> None:
@@ -109,7 +108,7 @@ def test_on_the_grid_nothing_is_interpolated_and_outside_it_ends() -> None:
     errors = made_up(2)
     for ell in ELLS:
         found = TRIALS.at(errors, ell)
-        assert found.ells == (ell,) * 5
+        assert found.ells == (ell,) * 6
         expected = [residual(errors, k, ell) for k in TRIALS.steps]
         # One rounding of a sum and a difference, where the upper end of an interval is asked for.
         assert found.residuals == pytest.approx(expected, rel=1e-14)
@@ -117,7 +116,7 @@ def test_on_the_grid_nothing_is_interpolated_and_outside_it_ends() -> None:
         outside, inside = TRIALS.at(errors, ell), TRIALS.at(errors, end)
         assert outside.residuals == inside.residuals
         assert outside.distances == inside.distances
-        assert outside.ells == (ell,) * 5
+        assert outside.ells == (ell,) * 6
 
 
 def test_between_two_ells_of_the_grid_errors_are_linear() -> None:
@@ -155,7 +154,8 @@ def test_without_a_valid_matrix_all_singular_values_are_at_the_base(trials: Tria
 
 def test_an_observation_without_a_valid_matrix_counts_for_nothing() -> None:
     one = made_up(0)
-    sums = ErrorSums.empty(("a", "b"), TRIALS).plus({"a": [(7.0, one)], "b": []})
+    observed = Observed(0.1, one[: TRIALS.count], one[TRIALS.count :])
+    sums = ErrorSums.empty(("a", "b"), TRIALS).plus({"a": [(7.0, observed)], "b": []})
     sums = sums.plus({"a": [], "b": []})
     assert sums.mean("a") == one
     assert sums.mean("b") is None
@@ -171,9 +171,9 @@ def test_matrices_that_are_invalid_now_and_then_are_left_out() -> None:
         if step == 4:
             ells |= {name: math.nan for name in sample if name.endswith("expert")}
             ells |= {next(n for n in sample if n.endswith("attn_q")): math.inf}
-        errors = spectra.errors_by_name(target, ells)
+        observed = spectra.observed(target, ells)
         kept = {
-            m.name: TRIALS.errors_of(m, errors[m.name])
+            m.name: [*observed[m.name].residuals, *observed[m.name].distances]
             for m in REGISTRY
             if m.name in sample and math.isfinite(ells[m.name])
         }
@@ -182,7 +182,7 @@ def test_matrices_that_are_invalid_now_and_then_are_left_out() -> None:
             if valid:
                 means = [math.fsum(v) / len(valid) for v in zip(*valid, strict=True)]
                 expected.setdefault(kind, []).append(means)
-        target.record(step, ells, errors)
+        target.record(step, observed)
     assert [len(expected[kind]) for kind in TYPES] == [3, 3, 2]
     target.adopt_plan(target.make_plan())
     assert target.plan is not None
@@ -198,7 +198,7 @@ def test_matrices_that_are_invalid_now_and_then_are_left_out() -> None:
 # ---------------------------------------------------------------- saved state
 
 
-def observed() -> dict[str, Any]:
+def observed_state() -> dict[str, Any]:
     target = controller(MEASURED)
     for step in (2, 4):
         observe(target, step)
@@ -207,11 +207,11 @@ def observed() -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     "other",
-    [Trials(range(3, 9), 5, 1e-3), Trials(range(3, 8), 5, 3e-3), Trials(range(3, 8), 9, 1e-3)],
+    [Trials(range(3, 8), 5, 1e-3), Trials(range(2, 8), 5, 3e-3), Trials(range(2, 8), 9, 1e-3)],
 )
 @pytest.mark.parametrize("bind_first", [True, False])
 def test_the_sums_of_other_trials_are_refused(other: Trials, bind_first: bool) -> None:
-    state = observed()
+    state = observed_state()
     totals = ErrorSums.empty(TYPES, other).to_dict()["totals"]
     state["error_sums"]["totals"] = totals
     restored = Held(AMOPolicy(MEASURED))
@@ -219,8 +219,7 @@ def test_the_sums_of_other_trials_are_refused(other: Trials, bind_first: bool) -
         restored.bind(REGISTRY)
     else:
         restored.load_state_dict(state)
-    width = 2 * other.num_composed + len(REFERENCES)
-    found = f"found '{width} errors', expected 419: other schedules were tried"
+    found = f"found '{2 * other.count} errors', expected 492: other schedules were tried"
     refused = partial(restored.load_state_dict, state)
     if not bind_first:
         refused = partial(restored.bind, REGISTRY)
@@ -257,7 +256,7 @@ def test_packed_floats_keep_their_bits() -> None:
 def test_damaged_base64_is_refused(damaged: Any) -> None:
     with pytest.raises(ValueError, match=r"p: found .*, expected base64 of finite float64 values"):
         fields.read_packed("p", damaged)
-    state = copy.deepcopy(observed())
+    state = copy.deepcopy(observed_state())
     state["error_sums"]["totals"]["expert"] = damaged
     target = controller(MEASURED)
     with pytest.raises(ValueError, match=r"state\.error_sums\.totals\.expert: found .*, expected"):
@@ -266,13 +265,13 @@ def test_damaged_base64_is_refused(damaged: Any) -> None:
 
 
 def test_sums_and_counts_are_of_the_same_groups() -> None:
-    state = observed()
+    state = observed_state()
     del state["error_sums"]["counts"]["expert"]
     with pytest.raises(
         ValueError, match=r"error_sums\.counts: found .*, expected the groups \['at"
     ):
         controller(MEASURED).load_state_dict(state)
-    state = observed()
+    state = observed_state()
     for part in ("counts", "totals"):
         state["error_sums"][part]["more"] = state["error_sums"][part].pop("expert")
     with pytest.raises(ValueError, match=r"error_sums\.totals: found .*, expected the operator ty"):

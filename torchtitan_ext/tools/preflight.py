@@ -143,6 +143,7 @@ def build(config: Any, world_size: int, ranks_per_node: int, plan: str) -> dict[
         "plan_origin": origin,
         "run": _run(config, degrees),
         "timeline": _timeline(config),
+        "ladder": preflight_schedule.ladder(config, registry),
     }
     _add_costs(report, config, degrees, registry, (before, after))
     return report
@@ -213,21 +214,15 @@ def _timeline(config: Any) -> list[dict[str, Any]]:
 
 
 def _plans(amo: Any) -> list[tuple[int, str]]:
-    """What follows the observations; of later plans the first stands for all."""
+    """The events after the observations."""
     if amo.observe_only:
         return [(amo.observe_until, "last observation; the uniform schedule stays")]
-    events = [
+    ladder = "; steps fall with the rate from here on" if amo.has_ladder else ""
+    return [
         (amo.observe_until, "last observation, and the plan"),
         (amo.observe_until + 1, "transition starts"),
-        (amo.lock_step, "locked"),
+        (amo.lock_step, f"locked{ladder}"),
     ]
-    if amo.replan_every:
-        events[0] = (amo.observe_until, "last observation before the plan, and the plan")
-        again = amo.observe_until + amo.replan_every
-        events.append(
-            (again, f"planned again from new observations, every {amo.replan_every} steps")
-        )
-    return events
 
 
 # ------------------------------------------------------------------ the run

@@ -84,7 +84,23 @@ def _run(report: Mapping[str, Any]) -> list[str]:
         + (f", accumulated in {parts} parts" if parts > 1 else ""),
         f"  {run['checkpoints_saved']} checkpoints of {_gb(size)}, {kept} kept: {_gb(kept * size)}",
     ]
-    return lines + [f"  step {one['step']:>7,}  {one['event']}" for one in report["timeline"]]
+    lines += [f"  step {one['step']:>7,}  {one['event']}" for one in report["timeline"]]
+    return lines + (_ladder(report["ladder"]) if report["ladder"] else [])
+
+
+def _ladder(ladder: Mapping[str, Any]) -> list[str]:
+    head = ["step", "rate / peak", *ladder["rows"][0]["steps"], "flops / uniform"]
+    rows = []
+    for row in ladder["rows"]:
+        steps = map(str, row["steps"].values())
+        rows.append([f"{row['step']:,}", f"{row['rate']:.3f}", *steps, f"{row['flops']:.3f}"])
+    after, whole = f"{ladder['flops_after']:.3f}", f"{ladder['flops']:.3f}"
+    return [
+        "",
+        f"ladder, tau {ladder['tau']:g}, for errors that are typical of small models",
+        *_table(head, rows),
+        f"  Newton-Schulz flops over uniform's: {after} after the lock, {whole} over the run",
+    ]
 
 
 def _step(report: Mapping[str, Any]) -> list[str]:

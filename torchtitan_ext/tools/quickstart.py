@@ -102,6 +102,4 @@ def _summarize(config: Any, checkpoints: Path) -> None:
 
 def _plan_title(config: Any) -> str:
     amo, steps = config.optimizer.amo, config.training.steps
-    if amo.replan_every and steps >= amo.observe_until + amo.replan_every:
-        return "The last plan"  # the file holds no other, nor when it was made
     return "The plan" + (f", locked at step {amo.lock_step}" if steps >= amo.lock_step else "")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import OBJECTIVES, starved
 from amo_dist.tools import files
 from amo_dist.tools.command import Subparsers
@@ -201,7 +202,8 @@ _PLAN = (
 
 def _timeline_caption(run: Run) -> str:
     spent = _spent(run)
-    text = "Newton-Schulz steps of each operator type."
+    text = "Newton-Schulz steps of each operator type"
+    text += ", above the learning rate." if run.series("lr") else "."
     return f"{text} The plan spends {spent}." if spent else text
 
 
@@ -312,11 +314,22 @@ def _plan_table(runs: Sequence[Run]) -> Table | None:
                 "steps of the uniform schedule": f"{plan.base_steps * len(plan.operator_types)}",
                 "steps of the plan": f"{sum(plan.allocation)}",
                 "flops, plan over uniform": None if flops is None else f"{flops:.4f}",
+                **_ladder_cells(plan),
             }
         )
     if not columns:
         return None
     return _table(planned, [(name, [column[name] for column in columns]) for name in columns[0]])
+
+
+def _ladder_cells(plan: Plan) -> dict[str, str | None]:
+    """``tau`` of a plan's ladder, and its flops at some rates."""
+    cells = {"ladder, tau": None if plan.ladder is None else f"{plan.ladder.tau:g}"}
+    for name, rate in (("half", 0.5), ("a quarter of", 0.25), ("a tenth of", 0.1)):
+        flops = None if plan.ladder is None else plan.flops_ratio_of(plan.steps_at(rate))
+        text = None if flops is None else f"{flops:.4f}"
+        cells[f"flops over uniform, {name} the peak rate"] = text
+    return cells
 
 
 def _facts(runs: Sequence[Run]) -> Table:

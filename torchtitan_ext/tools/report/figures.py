@@ -17,12 +17,12 @@ DEPTH_TYPES = ("attn_q", "mlp_up")
 """Operator types whose depth the AMO paper compares."""
 
 
-def _new(height: float = 3.1) -> tuple[Any, Any]:
-    """A figure as narrow as a phone, so that its text is readable there."""
+def _new(height: float = 3.1, **axes: Any) -> tuple[Any, Any]:
+    """A figure as narrow as a phone, so that its text is readable there, and its axes."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(5.0, height), layout="constrained")
-    return figure, figure.subplots()
+    return figure, figure.subplots(**axes)
 
 
 def _legend(figure: Any, axes: Any, columns: int = 4) -> None:
@@ -104,16 +104,26 @@ def _columns(series: Sequence[tuple[int, float]]) -> tuple[list[int], list[float
 
 
 def timeline(run: Run) -> Any:
-    """Newton-Schulz steps of each operator type: a row each, a bar for every stretch of steps.
+    """Newton-Schulz steps of each operator type, and the learning rate below them.
 
-    None if they never change: the page prints the number then.
+    Each type has a row, with a bar for every stretch of steps. None if they never change: the page
+    prints the number then.
     """
     types = sort_operator_types(run.metrics[-1]["num_steps_by_type"])
     rows = [_places(run, "num_steps_by_type", name) for name in types]
     if not any(len(row) > 1 for row in rows):
         return None
     counts, end = [count for row in rows for count, _, _ in row], run.metrics[-1]["step"]
-    figure, axes = _new(0.32 * len(types) + 0.8)
+    height, rates = 0.32 * len(types) + 0.8, run.series("lr")
+    if rates:
+        ratios = {"height_ratios": [height, 1.1]}
+        figure, (axes, bottom) = _new(height + 1.1, nrows=2, sharex=True, gridspec_kw=ratios)
+        bottom.plot(*_columns(rates), color="#444444")
+        bottom.set(ylabel="learning rate", ylim=(0, None))
+        _plain(bottom.yaxis)
+    else:
+        figure, axes = _new(height)
+        bottom = axes
     low, high = min(3, *counts), max(7, *counts)
     colors = _shades(high - low + 1)
     for y, row in enumerate(rows):
@@ -132,9 +142,9 @@ def timeline(run: Run) -> Any:
     _shade(axes, run)
     for spine in axes.spines.values():
         spine.set_visible(False)
-    axes.set_xlabel("optimizer step")
+    bottom.set_xlabel("optimizer step")
     axes.set_xlim(0, end)
-    _whole(axes)
+    _whole(bottom)
     return figure
 
 
