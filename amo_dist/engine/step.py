@@ -49,6 +49,7 @@ from amo_dist.kernels.elementwise import (
 )
 from amo_dist.kernels.newton_schulz import (
     EXACT_NORM_BOUND,
+    batch_size,
     newton_schulz,
     scale_to_exact_norm,
 )
@@ -426,12 +427,11 @@ class Engine:
         nothing can be sent: the team waits for sums, and the error is raised here.
         """
         team = batch.team
-        # On a CPU a product of two matrices takes less to call than one of two batches.
-        together = [(batch.names, batch.wholes)]
-        if self.device.type == "cpu":
-            together = [((name,), [x]) for name, x in zip(batch.names, batch.wholes, strict=True)]
+        size = len(batch.wholes) if team else batch_size(batch.shape, self._dtype, self.device)
         try:
-            for names, wholes in together:
+            for start in range(0, len(batch.wholes), size):
+                names = batch.names[start : start + size]
+                wholes = batch.wholes[start : start + size]
                 x = torch.stack(wholes) if len(wholes) > 1 else wholes[0]
                 found = self._newton_schulz(x, batch.shape, batch.schedule, team)
                 found = found if found.dim() == 3 else found.unsqueeze(0)
