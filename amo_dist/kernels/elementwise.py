@@ -112,19 +112,17 @@ def drop_nonfinite(updates: Tensor) -> Tensor:
     Returns:
         Flags of the matrices that were zeroed, boolean, ``(b, 1, 1)``.
     """
-    dims = (-2, -1)
-    if not on_cpu(updates):
-        # The sum of finite entries is finite in float64, to which the kernel casts as it reads.
-        total = updates.sum(dim=dims, keepdim=True, dtype=torch.float64)
-        bad = total.sub_(total) != 0  # NaN where it is not finite, in fewer launches than isfinite
-        updates.masked_fill_(bad, 0.0)
-        return bad
-    # On a CPU a sum in float64 copies narrow matrices first, which takes ten times as long. In
-    # their own dtype finite entries may add up to inf: their largest entry tells.
-    bad = ~torch.isfinite(updates.sum(dim=dims, keepdim=True))
-    if bad.any():
+    # The sum of finite entries is finite in float64, to which a device casts as it reads. A CPU
+    # copies narrow matrices first, which takes ten times as long. In their own dtype finite entries
+    # may add up to inf: there the largest entry tells.
+    dims, is_near = (-2, -1), on_cpu(updates)
+    total = updates.sum(dim=dims, keepdim=True, dtype=None if is_near else torch.float64)
+    bad = total.sub_(total) != 0  # NaN where it is not finite, in fewer calls than isfinite
+    if is_near:
+        if not bad.any():
+            return bad
         bad = ~torch.isfinite(updates.abs().amax(dim=dims, keepdim=True))
-        updates.masked_fill_(bad, 0.0)
+    updates.masked_fill_(bad, 0.0)
     return bad
 
 

@@ -129,6 +129,63 @@ def test_devices_scale_momentum_in_one_pass(dtype: torch.dtype) -> None:
     assert expected[:-2].abs().amax(dim=(-2, -1)).min() > 0.05
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("source", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_norm_in_range_gives_the_bits_of_the_general_case(
+    source: torch.dtype, dtype: torch.dtype
+) -> None:
+    x = torch.randn(7, 33, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    for size in (1e-38, 1e-13, 1e-11, 1.0, 1e16, 1e18, 1e37):  # on either side of both bounds
+        matrix = (size * x).to(source).t()
+        found, _ = module.first_iterate(matrix, 1.01, "frobenius", dtype, 1e-7)
+        with mock.patch.object(module, "_GREATEST_NORM", 0.0):
+            expected, _ = module.first_iterate(matrix, 1.01, "frobenius", dtype, 1e-7)
+        assert found.dtype == dtype
+        assert torch.equal(found, expected)
+    x[3, 4] = torch.nan
+    found, _ = module.first_iterate(x.to(source), 1.01, "frobenius", dtype, 1e-7)
+    assert found.isnan().all()
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (96, 96), (96, 288), (288, 96), (256, 1024)])
+@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
+def test_batches_of_small_matrices_have_the_bits_of_single_ones(
+    shape: tuple[int, int], preconditioner: str
+) -> None:
+    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    options: Any = {"norm_scale": 1.01, "preconditioner": preconditioner, "dtype": torch.bfloat16}
+    module._batch_is_loop.cache_clear()
+    with mock.patch.object(module, "run_steps", wraps=module.run_steps) as run:
+        found = newton_schulz(x, KJ, **options)
+    # Two of 256 x 1024 are a batch, so that a cache holds them.
+    largest = max(len(call.args[0]) for call in run.mock_calls if call.args[0].dim() == 3)
+    assert largest == min(3, module.batch_size(shape, torch.bfloat16, CPU))
+    singles = [newton_schulz(matrix, KJ, **options) for matrix in x]
+    assert torch.equal(found, torch.stack(singles))
+
+
+def test_batches_of_other_bits_are_run_one_by_one() -> None:
+    x = torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    options: Any = {"norm_scale": 1.01, "preconditioner": "frobenius", "dtype": torch.bfloat16}
+    expected = newton_schulz(x, KJ, **options)
+    product = torch.bmm
+    # A library that adds up in another order.
+    other = mock.Mock(side_effect=lambda *args, **kwargs: product(*args, **kwargs).mul_(1.01))
+    module._batch_is_loop.cache_clear()
+    with mock.patch.object(torch, "bmm", other):
+        assert torch.equal(newton_schulz(x, KJ, **options), expected)
+        assert other.called
+    module._batch_is_loop.cache_clear()
+
+
+def test_large_and_wide_matrices_come_one_by_one_on_a_cpu() -> None:
+    sizes = {(257, 257): 1, (96, 96): 56, (256, 1024): 2, (256, 2**20): 1}
+    for shape, size in sizes.items():
+        assert module.batch_size(shape, torch.bfloat16, CPU) == size
+        assert module.batch_size(shape, torch.float32, CPU) == 1
+        assert module.batch_size(shape, torch.float32, torch.device("cuda")) > 1000
+
+
 def chosen(
     m: int, n: int, dtype: torch.dtype, device: str = "cpu", backend: str = "auto"
 ) -> tuple[int, ...]:
@@ -143,23 +200,25 @@ WIDE = (torch.float32, torch.float64)
 def test_auto_takes_pairs_where_they_save_time() -> None:
     for dtype in WIDE:
         assert chosen(1024, 3072, dtype) == chosen(3072, 1024, dtype) == (2, 2, 1)
-        assert chosen(128, 256, dtype) == (2, 2, 1)
+        assert chosen(64, 128, dtype) == (2, 2, 1)
         assert chosen(1024, 2047, dtype) == chosen(1024, 1024, dtype) == SINGLE
-        assert chosen(127, 1024, dtype) == SINGLE
+        assert chosen(63, 1024, dtype) == SINGLE
         assert chosen(1024, 3072, dtype, "cuda") == chosen(1024, 3072, dtype, "meta") == SINGLE
     for dtype in NARROW:
         for device in ("cpu", "cuda", "meta"):
             assert chosen(1024, 2560, dtype, device) == chosen(2560, 1024, dtype, device)
             assert chosen(1024, 2560, dtype, device) == (1, 2, 2)
-            assert chosen(1024, 2559, dtype, device) == chosen(127, 1024, dtype, device) == SINGLE
+            assert chosen(1024, 2559, dtype, device) == SINGLE
+        assert chosen(64, 1024, dtype) == chosen(128, 1024, dtype, "cuda") == (1, 2, 2)
+        assert chosen(63, 1024, dtype) == chosen(127, 1024, dtype, "cuda") == SINGLE
 
 
 def test_pairs_by_name_are_taken_for_every_aspect() -> None:
     for dtype, sizes in {torch.float32: (2, 2, 1), torch.bfloat16: (1, 2, 2)}.items():
-        for device in ("cpu", "cuda"):
-            assert chosen(300, 128, dtype, device, "gram") == sizes
+        for device, least in {"cpu": 64, "cuda": 128}.items():
+            assert chosen(300, least, dtype, device, "gram") == sizes
             assert chosen(300, 300, dtype, device, "gram") == sizes
-            assert chosen(300, 127, dtype, device, "gram") == SINGLE
+            assert chosen(300, least - 1, dtype, device, "gram") == SINGLE
             assert chosen(128, 3000, dtype, device, "standard") == SINGLE
 
 

@@ -60,7 +60,7 @@ def add_command(subparsers: Subparsers) -> None:
         "--max-bad-rows", type=float, default=0.01, metavar="SHARE", help="left out (0.01)"
     )
     size = whole(1, 2**32)
-    parser.add_argument("--processes", type=size, help="number of worker processes (default: all cores)")
+    parser.add_argument("--processes", type=size, help="worker processes (default: all cores)")
     parser.add_argument("--shard-tokens", type=size, default=2**26, metavar="N")
     parser.add_argument("--part", default="0/1", metavar="I/N", help="one of N parts, from 0")
     parser.add_argument("--hub-config", default="", help="subset of a hub dataset")
