@@ -17,6 +17,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
+from torchdata.nodes import IterableWrapper, Prefetcher
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
@@ -40,6 +41,9 @@ the order of the files, the end token of each is a label alone, and a resume nee
 of ranks."""
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+BATCHES_AHEAD = 16
+"""Batches that a thread reads while steps run: more than most steps accumulate."""
 
 _START_ANEW = (
     "; `--checkpoint.exclude_from_loading dataloader` starts the data from the beginning, which "
@@ -193,11 +197,21 @@ class PackedLoader(BaseDataLoader):
         Where the config asks for ``positions`` the inputs have them too, (B, S) int64 that restart
         after an end token, whose label is ignored. A validation fills the last batch with sequences
         that no loss counts.
+
+        A thread reads :data:`BATCHES_AHEAD` of them ahead; its errors are raised here. The position
+        of :meth:`state_dict` is that of the batch that this iterator returned last.
         """
+        batches = IterableWrapper(self._read(self._next))
+        ahead = Prefetcher(batches, prefetch_factor=BATCHES_AHEAD, snapshot_frequency=0)
+        for batch, self._next in ahead:
+            yield batch
+
+    def _read(self, start: int) -> Iterator[tuple[Batch, int]]:
+        """Batches from sequence ``start`` on, each with the number of the sequence after it."""
         while True:
-            first = self._next + self._rank * self._batch_size
-            stop = self._next + self._world * self._batch_size
-            last = self._next if self._config._validates else stop - 1
+            first = start + self._rank * self._batch_size
+            stop = start + self._world * self._batch_size
+            last = start if self._config._validates else stop - 1
             if self._end is not None and last >= self._end:
                 return
             numbers = range(first, first + self._batch_size)
@@ -209,8 +223,8 @@ class PackedLoader(BaseDataLoader):
                 batch["positions"] = document_positions(inputs, self._eos_id)
                 labels[inputs == self._eos_id] = IGNORE_INDEX
             labels[max(0, end - first) :] = IGNORE_INDEX
-            self._next = stop
-            yield batch, labels
+            start = stop
+            yield (batch, labels), stop
 
     def _tokens(self, number: int) -> Any:
         """The tokens of a sequence of the run, and the one after them."""
