@@ -21,6 +21,7 @@ from torchdata.nodes import IterableWrapper, Prefetcher
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import derive
 from torchtitan.hf_datasets import text_datasets as titan
 
 from torchtitan_ext.batch import sequences_per_step
@@ -29,6 +30,7 @@ from torchtitan_ext.data.order import Mixture, shuffled
 from torchtitan_ext.data.pack import Options, tokenize, with_bar
 from torchtitan_ext.data.shards import Corpus, read_index
 from torchtitan_ext.data.tokenizers import identity
+from torchtitan_ext.imports import import_class
 from torchtitan_ext.runs.differences import differences
 
 logger = logging.getLogger(__name__)
@@ -75,8 +77,8 @@ class PackedLoader(BaseDataLoader):
 
         dataset: str = "c4_test"
         """
-        ``packed``, ``text``, ``stdlib`` (the sources of Python's standard library), or a name that
-        torchtitan knows.
+        ``packed``, ``text``, ``stdlib`` (the sources of Python's standard library), a name that
+        torchtitan knows, or the import path of a loader, ``my_module.MyLoader``.
         """
 
         dataset_path: str | None = None
@@ -142,6 +144,10 @@ class PackedLoader(BaseDataLoader):
             """
             with named_for(self._validates):
                 check(self)
+                if "." in self.dataset:
+                    own = import_class(self.dataset, BaseDataLoader, "dataloader.dataset")
+                    loader: BaseDataLoader = own(derive(self, own.Config), **options)
+                    return loader
                 return (PackedLoader if self.dataset in DATASETS else _Stock)(self, **options)
 
     def __init__(
@@ -388,6 +394,9 @@ def check(config: PackedLoader.Config) -> None:
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
+    if "." in config.dataset:
+        import_class(config.dataset, BaseDataLoader, "dataloader.dataset")
+        return
     if config.dataset not in DATASETS:
         # Without this a typo is told by torchtitan, which knows its own datasets alone.
         if config.dataset.lower() not in titan.DATASETS:

@@ -140,6 +140,7 @@ def _train(stock: Callable[[Any], None], trainer: Any) -> None:
     request = StopRequest(grace=float(trainer.config.checkpoint.stop_seconds))
     vote = StopVote(trainer.device)
     trainer.ballot = ballot = Ballot(request, vote)
+    trainer.metrics_processor.callbacks.attach(trainer)
     with request.listening():
         try:
             stock(trainer)
@@ -163,6 +164,7 @@ def _should_continue(stock: Callable[[Any], bool], trainer: Any) -> bool:
     if ballot.stops():
         trainer.checkpointer.save_and_wait(trainer.step)
         ballot.has_stopped = True
+        trainer.metrics_processor.callbacks.run("on_stop", trainer.step)
         return False
     # Asked before a step, and heard after it: a wait here would leave the device idle while data
     # is read.
