@@ -196,7 +196,9 @@ def paths(text: str) -> set[str]:
     # What runs write, folders of a user's machine, data sets of the hub, words of NCCL, metrics.
     metrics = "amo/|newton_schulz/|exchange/|optimizer/"
     hub = "meta-llama/|DKYoon/|HuggingFaceFW/|Qwen/"
-    made = re.compile(rf"\.venv/|outputs/|assets/|data/|sample/|\.\./|NET/|{hub}|{metrics}")
+    made = re.compile(
+        rf"\.venv/|outputs/|assets/|data/|sample/|mixer\.toml|\.\./|NET/|{hub}|{metrics}"
+    )
     return {word for word in named if is_path.fullmatch(word) and not made.match(word)}
 
 

@@ -1,6 +1,7 @@
 """The pages' Python blocks run as printed, by the command in their first line.
 
-Those of docs/recipes.md have tests of their own, in test_recipes.py.
+Those of docs/recipes.md have tests of their own in test_recipes.py, those of docs/extend.md in
+integration/test_extend.py.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import amo_dist
 from amo_dist.schedule.plan import Plan
 from tests.examples import DOCUMENTS, ROOT, assert_same, blocks, code_blocks, examples, run
 
-PAGES = tuple(page for page in DOCUMENTS if page != "docs/recipes.md")
+PAGES = tuple(page for page in DOCUMENTS if page not in ("docs/recipes.md", "docs/extend.md"))
 ANSWERS = "docs/questions.md"
 """Its blocks are lines of a loop, which run one after the other."""
 EXAMPLES = {

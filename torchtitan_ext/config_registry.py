@@ -1,8 +1,9 @@
 """Configs of ``torchtitan.train --module torchtitan_ext --config NAME``.
 
 ``NAME`` is that of a file of ``configs/`` (``qwen3_1.7b``), the path of a TOML file, or module and
-name of a config of torchtitan (``llama3.llama3_debugmodel``), which then trains on this machine: on
-CPUs, and with a PyTorch before 2.14. torchtitan lays further arguments over the result.
+name of a config of torchtitan (``llama3.llama3_debugmodel``) or of yours (``my_module.my_config``),
+which then trains on this machine: on CPUs, and with a PyTorch before 2.14. torchtitan lays further
+arguments over the result.
 """
 
 from __future__ import annotations
@@ -37,8 +38,10 @@ def __getattr__(name: str) -> Callable[[], Any]:
         if path.is_file():
             return functools.partial(read, path)
     module, dot, function = name.rpartition(".")
-    if dot and importlib.util.find_spec(f"torchtitan.models.{module}") is not None:
-        return functools.partial(stock, module, function)
+    registry = f"{module}.config_registry"
+    for source in (f"torchtitan.models.{registry}", registry, module):
+        if dot and _exists(source):
+            return functools.partial(stock, source, function)
     known = {file.stem for folder in FOLDERS for file in folder.glob("*.toml")}
     near = difflib.get_close_matches(name, known, n=1)
     named = ", ".join(sorted(known)) or "none, as the project's lie in the configs of its sources"
@@ -59,32 +62,41 @@ def read(path: Path) -> Any:
     return settings.from_file(path, "--config")
 
 
+def _exists(module: str) -> bool:
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:  # of a package above it
+        return False
+
+
 def stock(module: str, function: str) -> Any:
-    """A config of torchtitan, for the device and the PyTorch at hand.
+    """Config made by a function, for the device and the PyTorch at hand.
 
     Args:
-        module: Name of torchtitan's model, such as ``llama3``.
-        function: Name of the config in its ``config_registry``.
+        module: Module of the function, such as ``torchtitan.models.llama3.config_registry``.
+        function: Name of the function.
 
     Raises:
-        ValueError: For a name that torchtitan does not have, or a model that a CPU cannot train.
+        ValueError: The module has no such function, or a CPU cannot train its model.
     """
+    from torchtitan.models.common.decoder import Decoder
+
     from torchtitan_ext.plugin import machine, models, patches
     from torchtitan_ext.plugin.parallelize import parallelize
 
     patches.install()
-    try:
-        registry = importlib.import_module(f"torchtitan.models.{module}.config_registry")
-        config = getattr(registry, function)()
-    except (ModuleNotFoundError, AttributeError) as error:
+    make = getattr(importlib.import_module(module), function, None)
+    if not callable(make):
         raise ValueError(
-            f"--config: found '{module}.{function}', expected a config of torchtitan such as "
-            f"llama3.llama3_debugmodel ({error})"
-        ) from error
+            f"--config: found {function!r}, which is no function of {module}, expected one that "
+            "makes a config, such as llama3_debugmodel of llama3"
+        )
+    config: Any = make()
     config.parallelism.spmd_backend = machine.spmd_backend()
     if machine.cpu_is_needed():
-        logger.warning("on CPUs attention is 'sdpa': documents of one row are not kept apart")
-        models.use_sdpa(config.model_spec.model, config.model_spec.name)
+        if isinstance(config.model_spec.model, Decoder.Config):
+            logger.warning("on CPUs attention is 'sdpa': documents of one row are not kept apart")
+            models.use_sdpa(config.model_spec.model, config.model_spec.name)
         wrapped = functools.partial(parallelize, config.model_spec.parallelize_fn)
         config.model_spec = dataclasses.replace(config.model_spec, parallelize_fn=wrapped)
     return config

@@ -7,7 +7,8 @@ An override for an optimizer replaces the sections of optimizer, checkpoints and
 CUDA graphs off. Its arguments are fields of ``[optimizer]``, ``[optimizer.muon]`` and
 ``[optimizer.amo]`` by their bare names. ``lr``, ``weight_decay``, ``beta1``, ``beta2`` and ``eps``
 default to those of the config's AdamW, and its groups of another rate or without decay stay.
-``amo_dist`` decides by name and shape which parameter is a matrix.
+``amo_dist`` decides by name and shape which parameter is a matrix. ``callbacks`` lists import paths
+of :class:`torchtitan_ext.plugin.callbacks.Callback`.
 """
 
 from __future__ import annotations
@@ -115,13 +116,14 @@ def _replacement(
         ValueError: For a field that does not exist, a value of a wrong type, or a section that
             cannot be replaced.
     """
+    callbacks = _typed("callbacks", fields.pop("callbacks", []), MetricsProcessor.Config)
     if isinstance(section, TrainingConfig):
         return _without_graphs(section)
     if isinstance(section, ParallelismConfig):
         _check_backend(section)
         return section
     if isinstance(section, metrics.MetricsProcessor.Config):
-        return _derived(section, metrics.MetricsProcessor.Config, MetricsProcessor.Config)
+        return _metrics(section, callbacks)
     if isinstance(section, checkpointer.BaseCheckpointManager.Config):
         return _derived(section, dcp.CheckpointManager.Config, CheckpointManager.Config)
     if isinstance(section, OptimizersContainer.Config):
@@ -130,6 +132,11 @@ def _replacement(
             f"this project, expected optimizer.name = {names[0]!r} and its fields there"
         )
     return _optimizer(section, names, fields)
+
+
+def _metrics(section: Any, callbacks: list[str]) -> Any:
+    section = _derived(section, metrics.MetricsProcessor.Config, MetricsProcessor.Config)
+    return dataclasses.replace(section, callbacks=[*section.callbacks, *callbacks])
 
 
 def _without_graphs(section: TrainingConfig) -> TrainingConfig:
@@ -216,8 +223,8 @@ def _has_type(value: Any, kind: Any) -> bool:
         return any(_has_type(value, argument) for argument in arguments)
     if origin is Literal:
         return value in arguments
-    if origin is tuple:  # of strings, of any number
-        return isinstance(value, tuple) and all(_has_type(item, arguments[0]) for item in value)
+    if origin in (tuple, list):  # of strings, of any number
+        return isinstance(value, origin) and all(_has_type(item, arguments[0]) for item in value)
     if isinstance(value, bool):
         return kind is bool
     return isinstance(value, (int, float) if kind is float else kind)

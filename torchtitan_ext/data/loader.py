@@ -17,9 +17,11 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import tyro
+from torchdata.nodes import IterableWrapper, Prefetcher
 from torchtitan.components.dataloader import BaseDataLoader
 from torchtitan.components.loss import IGNORE_INDEX
 from torchtitan.components.tokenizer import BaseTokenizer
+from torchtitan.config import derive
 from torchtitan.hf_datasets import text_datasets as titan
 
 from torchtitan_ext.batch import sequences_per_step
@@ -28,6 +30,7 @@ from torchtitan_ext.data.order import Mixture, shuffled
 from torchtitan_ext.data.pack import Options, tokenize, with_bar
 from torchtitan_ext.data.shards import Corpus, read_index
 from torchtitan_ext.data.tokenizers import identity
+from torchtitan_ext.imports import import_class
 from torchtitan_ext.runs.differences import differences
 
 logger = logging.getLogger(__name__)
@@ -40,6 +43,9 @@ the order of the files, the end token of each is a label alone, and a resume nee
 of ranks."""
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
+
+BATCHES_AHEAD = 16
+"""Batches that a thread reads while steps run: more than most steps accumulate."""
 
 _START_ANEW = (
     "; `--checkpoint.exclude_from_loading dataloader` starts the data from the beginning, which "
@@ -71,8 +77,8 @@ class PackedLoader(BaseDataLoader):
 
         dataset: str = "c4_test"
         """
-        ``packed``, ``text``, ``stdlib`` (the sources of Python's standard library), or a name that
-        torchtitan knows.
+        ``packed``, ``text``, ``stdlib`` (the sources of Python's standard library), a name that
+        torchtitan knows, or the import path of a loader, ``my_module.MyLoader``.
         """
 
         dataset_path: str | None = None
@@ -138,6 +144,10 @@ class PackedLoader(BaseDataLoader):
             """
             with named_for(self._validates):
                 check(self)
+                if "." in self.dataset:
+                    own = import_class(self.dataset, BaseDataLoader, "dataloader.dataset")
+                    loader: BaseDataLoader = own(derive(self, own.Config), **options)
+                    return loader
                 return (PackedLoader if self.dataset in DATASETS else _Stock)(self, **options)
 
     def __init__(
@@ -193,11 +203,21 @@ class PackedLoader(BaseDataLoader):
         Where the config asks for ``positions`` the inputs have them too, (B, S) int64 that restart
         after an end token, whose label is ignored. A validation fills the last batch with sequences
         that no loss counts.
+
+        A thread reads :data:`BATCHES_AHEAD` of them ahead; its errors are raised here. The position
+        of :meth:`state_dict` is that of the batch that this iterator returned last.
         """
+        batches = IterableWrapper(self._read(self._next))
+        ahead = Prefetcher(batches, prefetch_factor=BATCHES_AHEAD, snapshot_frequency=0)
+        for batch, self._next in ahead:
+            yield batch
+
+    def _read(self, start: int) -> Iterator[tuple[Batch, int]]:
+        """Batches from sequence ``start`` on, each with the number of the sequence after it."""
         while True:
-            first = self._next + self._rank * self._batch_size
-            stop = self._next + self._world * self._batch_size
-            last = self._next if self._config._validates else stop - 1
+            first = start + self._rank * self._batch_size
+            stop = start + self._world * self._batch_size
+            last = start if self._config._validates else stop - 1
             if self._end is not None and last >= self._end:
                 return
             numbers = range(first, first + self._batch_size)
@@ -209,8 +229,8 @@ class PackedLoader(BaseDataLoader):
                 batch["positions"] = document_positions(inputs, self._eos_id)
                 labels[inputs == self._eos_id] = IGNORE_INDEX
             labels[max(0, end - first) :] = IGNORE_INDEX
-            self._next = stop
-            yield batch, labels
+            start = stop
+            yield (batch, labels), stop
 
     def _tokens(self, number: int) -> Any:
         """The tokens of a sequence of the run, and the one after them."""
@@ -374,6 +394,9 @@ def check(config: PackedLoader.Config) -> None:
     Raises:
         ValueError: Naming the field, what was found and what was expected.
     """
+    if "." in config.dataset:
+        import_class(config.dataset, BaseDataLoader, "dataloader.dataset")
+        return
     if config.dataset not in DATASETS:
         # Without this a typo is told by torchtitan, which knows its own datasets alone.
         if config.dataset.lower() not in titan.DATASETS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,9 @@ class CheckpointManager(titan.CheckpointManager):
                 self.initial_load_model_only = False  # torchtitan warns about its own default.
             titan.CheckpointManager.Config.__post_init__(self)
             self.initial_load_model_only = model_only
+
+    on_save: Callable[[int], object] = staticmethod(lambda step: None)
+    """Function of the step, called after each save."""
 
     def __init__(self, config: Config, **parts: Any) -> None:
         # DCP would write to an object store, where no resume looks.
@@ -255,6 +259,7 @@ class CheckpointManager(titan.CheckpointManager):
         except (CheckpointException, OSError) as error:
             raise self._explained(error) from error
         self._saved_step = curr_step
+        self.on_save(curr_step)
         return True
 
     @property

@@ -2,23 +2,27 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal
 
 import torch
 import torchtitan.components.metrics as titan
+from torchtitan.config import derive
 
 from amo_dist.distributed.agreement import control_device, max_over, slowest, world_group
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools import run_log
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
+from torchtitan_ext.imports import import_class
 from torchtitan_ext.plugin import geometry, optimizers
+from torchtitan_ext.plugin.callbacks import Callbacks
 from torchtitan_ext.plugin.console import duration
 from torchtitan_ext.plugin.machine import cpu_is_needed, resident_peak
 from torchtitan_ext.runs.run_files import RunFiles, require_local
@@ -56,11 +60,32 @@ class MetricsProcessor(titan.MetricsProcessor):
         ``log_rank<r>.txt`` in the dump folder.
         """
 
+        callbacks: list[str] = field(default_factory=list)
+        """Import paths of callbacks, called in this order; see ``docs/extend.md``."""
+
+        processor: str = ""
+        """Import path of a class that extends this section's, in its place."""
+
+        def build(self, **options: Any) -> MetricsProcessor:
+            """Make the processor.
+
+            Raises:
+                ValueError: ``processor`` or ``callbacks`` name no such class.
+            """
+            owner: Any = self._owner
+            config = self
+            if self.processor:
+                owner = import_class(self.processor, MetricsProcessor, "metrics.processor")
+                config = derive(self, owner.Config)
+            processor: MetricsProcessor = owner(config, **options)
+            return processor
+
     _optimizers: Any = None
     _tracker: GeometryTracker | None = None
 
     def __init__(self, config: Config, **options: Any) -> None:
         require_local("dump_folder", options["dump_folder"])
+        self.callbacks = Callbacks(config.callbacks)
         super().__init__(config, **options)
         # torchtitan would hold any CPU against an A100; so it tells no share of peak flops.
         self.has_quantization |= cpu_is_needed()
@@ -90,6 +115,8 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._step_ended = self.time_last_log
         self._tokens_at_end = 0
         self._observed_step = 0
+        self._step = 0
+        self._plan: Any = None
         self._data_seconds: list[float] = []  # by step since the last log
 
     @property
@@ -106,15 +133,21 @@ class MetricsProcessor(titan.MetricsProcessor):
             container.register_step_post_hook(self._end_step)
 
     def should_log(self, step: int) -> bool:
-        """Whether torchtitan logs this step; the first call tells where the run starts."""
+        """Whether torchtitan logs this step, which asks before it: callbacks run here.
+
+        The first call tells where the run starts.
+        """
+        self._step = step
         if self._first_step is None:
             self._first_step, self._logged_step = step, step - 1
             self._observed_step = step - 1
+            self._plan = getattr(self._optimizer, "plan", None)
             if self._files is not None:
                 self._files.start(step, self._config_dict)
                 start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
                 progress.info("training %s of %d", start, self._num_steps)
                 self._show_plan()
+        self.callbacks.run("before_step", step)
         # The last step too: a run's final loss is what one looks for.
         return bool(super().should_log(step)) or step == self._num_steps
 
@@ -162,7 +195,9 @@ class MetricsProcessor(titan.MetricsProcessor):
         }
         extra_metrics["optimizer/seconds_per_step"] = optimizer_seconds
         extra_metrics["data/seconds_per_step"] = data_seconds
-        extra_metrics |= report.metrics
+        figures = self.callbacks.figures(step, record)
+        record |= figures
+        extra_metrics |= {**report.metrics, **figures}
         self._tail = line_tail(record, self._num_steps)
         super().log(step, global_avg_loss, global_max_loss, grad_norm, extra_metrics)
         self._tail = ""
@@ -206,6 +241,11 @@ class MetricsProcessor(titan.MetricsProcessor):
     def _end_step(self, *_: object) -> None:
         self._step_ended, self._tokens_at_end = time.perf_counter(), self.ntokens_since_last_log
         self._data_seconds.append(sum(self.data_loading_times) - sum(self._data_seconds))
+        plan = getattr(self._optimizer, "plan", None)
+        if plan is not None and plan is not self._plan:
+            self.callbacks.run("on_plan", self._step, json.loads(plan.to_json()))
+        self._plan = plan
+        self.callbacks.run("after_step", self._step)
 
     def _changes(self, logged: int) -> list[dict[str, Any]]:
         """Steps since the last record from which on phase or Newton-Schulz steps are others."""

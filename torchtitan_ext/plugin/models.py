@@ -31,6 +31,7 @@ from torchtitan.protocols.model_spec import ModelSpec
 
 from amo_dist.operators.patterns import clean_name
 from amo_dist.tools.shapes import MODELS, DecoderShape
+from torchtitan_ext.imports import import_module
 from torchtitan_ext.plugin.parallelize import parallelize
 
 INIT_STD = 0.02
@@ -69,7 +70,8 @@ class Model:
     """The ``[model]`` section."""
 
     name: str = "llama3"
-    """A model of torchtitan: ``llama3``, ``qwen3``, ``deepseek_v3``, ``gpt_oss`` and others."""
+    """Model of torchtitan (``llama3``, ``qwen3``, ``deepseek_v3``, ``gpt_oss`` and others), or a
+    module with a function ``model_registry`` as torchtitan's have it."""
 
     flavor: str = "debugmodel"
     """Its size: one of :data:`FLAVORS`, or of torchtitan's own."""
@@ -96,7 +98,7 @@ def spec(model: Model) -> ModelSpec:
         ValueError: For a name, a flavor or an attention that there is not.
     """
     if model.name not in NAMES:
-        raise ValueError(f"model.name: found {model.name!r}, expected one of {', '.join(NAMES)}")
+        return _own(model)
     module = importlib.import_module(f"torchtitan.models.{model.name}")
     ours = FLAVORS.get(model.name, {})
     theirs = next(
@@ -124,6 +126,29 @@ def spec(model: Model) -> ModelSpec:
         model=config,
         parallelize_fn=functools.partial(parallelize, stock.parallelize_fn),
     )
+
+
+def _own(model: Model) -> ModelSpec:
+    """Model of a user's module.
+
+    Raises:
+        ValueError: The module does not exist, or makes no model of the flavor.
+    """
+    try:
+        module = import_module(model.name, "model.name")
+        make = module.model_registry
+    except (ValueError, AttributeError) as error:
+        raise ValueError(
+            f"model.name: found {model.name!r}, expected one of {', '.join(NAMES)}, or a module "
+            f"with a function model_registry(flavor, attn_backend): {error}"
+        ) from None
+    try:
+        own: ModelSpec = make(model.flavor, attn_backend=model.attention)
+    except KeyError as error:
+        raise ValueError(
+            f"model.flavor: found {model.flavor!r}, which {model.name} does not have"
+        ) from error
+    return replace(own, parallelize_fn=functools.partial(parallelize, own.parallelize_fn))
 
 
 def use_sdpa(config: Decoder.Config, name: str) -> None:

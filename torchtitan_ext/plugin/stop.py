@@ -81,6 +81,7 @@ def _train(stock: Callable[[Any], None], trainer: Any) -> None:
     with stop_request() as request:
         request.grace = float(trainer.config.checkpoint.stop_seconds)
         trainer.ballot = ballot = Ballot(request, StopVote(trainer.device))
+        trainer.metrics_processor.callbacks.attach(trainer)
         try:
             stock(trainer)
             trainer.checkpointer.maybe_wait_for_saving()
@@ -102,6 +103,7 @@ def _should_continue(stock: Callable[[Any], bool], trainer: Any) -> bool:
     if ballot.stops():
         trainer.checkpointer.save_and_wait(trainer.step)
         ballot.has_stopped = True
+        trainer.metrics_processor.callbacks.run("on_stop", trainer.step)
         return False
     # Ranks are asked before a step and answer after it: a wait would leave the device idle while
     # data is read.

@@ -109,7 +109,8 @@ def _data(loader: Any, tokenizer: Any) -> None:
                 find_files(where, loader.pattern)
             elif tokenizer is not None:
                 open_packed(where, tokenizer, loader.order)
-        if name not in DATASETS and not Path(path or titan.DATASETS[name.lower()].path).exists():
+        stock = titan.DATASETS.get(name.lower())  # a loader of the user is not among them
+        if stock is not None and not Path(path or stock.path).exists():
             raise ValueError(f"dataloader.dataset_path: no such file or folder: {path!r}")
 
 
