@@ -15,7 +15,7 @@ from amo_dist.engine.verdict import (
     NonFiniteUpdateError,
 )
 from amo_dist.operators.groups import param_groups
-from amo_dist.operators.views import Fused, MatrixView
+from amo_dist.operators.views import Fused
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.foreign import ImportReport, import_state
@@ -37,7 +37,6 @@ __all__ = [
     "CheckpointWriter",
     "Fused",
     "ImportReport",
-    "MatrixView",
     "MissingGradientError",
     "Muon",
     "MuonConfig",

@@ -16,8 +16,8 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.placement_types import _StridedShard
 
+from amo_dist.compat import StridedShard
 from amo_dist.config import Box
 
 Interval = tuple[int, int]
@@ -166,7 +166,7 @@ def _application_order(mesh_shape: Sequence[int], placements: Placements) -> lis
     order: list[tuple[int, int]] = []
     deferred: list[tuple[int, int]] = []
     for axis, placement in enumerate(placements):
-        if isinstance(placement, _StridedShard):
+        if isinstance(placement, StridedShard):
             to_the_right = zip(mesh_shape[axis + 1 :], placements[axis + 1 :], strict=True)
             cuts = [size for size, other in to_the_right if other == Shard(placement.dim)]
             if cuts and math.prod(cuts) == placement.split_factor:

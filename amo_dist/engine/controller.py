@@ -55,8 +55,8 @@ class _Decision(NamedTuple):
     """Schedule of each matrix of this process."""
     digest: str
     """Digest of the state and of the schedules of all matrices."""
-    deal: Hashable
-    """Value at whose change matrices are dealt to owners anew."""
+    owner_epoch: Hashable
+    """Value at whose change owners are assigned anew."""
     observed: Sequence[str]
     """Names of the matrices to observe."""
 
@@ -181,14 +181,14 @@ class Controller:
         if turn and (checked := matrix_to_check(self._world.registry, turn)) is not None:
             check = functools.partial(self._check_residual, checked)
             probes.append(Probe(frozenset([checked]), self._take_residual, check))
-        intent = [f"step {step}", f"schedules and state {decision.digest}"]
+        lines = [f"step {step}", f"schedules and state {decision.digest}"]
         if self.policy.follows_rate:
-            intent.append(f"greatest learning rate of matrices {rate}")
+            lines.append(f"greatest learning rate of matrices {rate}")
         return Orders(
             step,
             schedules=decision.schedules,
-            deal=decision.deal,
-            intent=[*intent, f"observed {list(observed)}"],
+            owner_epoch=decision.owner_epoch,
+            fingerprint=[*lines, f"observed {list(observed)}"],
             turn=turn,
             probes=tuple(probes),
         )
@@ -209,12 +209,12 @@ class Controller:
         schedules: Sequence[Schedule] = [by_group[groups.group_of[m.name]] for m in matrices]
         if last is not None and schedules == last.schedules:
             schedules = last.schedules
-        deal: Hashable = "round robin"
+        owner_epoch: Hashable = "round robin"
         if self.config.max_team > 1 or self.config.ownership != "round_robin":
             counts = tuple(by_group[group].num_steps for group in sorted(by_group))
             is_last = policy.phase(state, step) in ("locked", "uniform")
-            # The transition changes costs at each step, and a deal is a collective that waits.
-            deal = (is_last, counts if is_last or self.config.max_team > 1 else ())
+            # The transition changes costs at each step, and a new assignment waits for all ranks.
+            owner_epoch = (is_last, counts if is_last or self.config.max_team > 1 else ())
         change = step + 1 if observed else policy.next_change(state, step)
         return _Decision(
             range(step, sys.maxsize if math.isinf(change) else int(change)),
@@ -222,7 +222,7 @@ class Controller:
             state,
             schedules,
             policy.digest(state, groups, step),
-            deal,
+            owner_epoch,
             observed,
         )
 

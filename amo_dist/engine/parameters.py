@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from amo_dist.compat import local_of
 from amo_dist.config import Box
 from amo_dist.distributed.layout import (
     Matrix,
@@ -202,7 +203,7 @@ class Parameters:
     def places(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> list[int]:
         """Addresses of all local tensors of parameters and state; they tell whether any moved."""
         tensors = [x for param in self.tensors for x in (param, *state[param].values())]
-        return [(x._local_tensor if isinstance(x, DTensor) else x).data_ptr() for x in tensors]
+        return [(local_of(x) if isinstance(x, DTensor) else x).data_ptr() for x in tensors]
 
     def bind(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
         """Take local tensors anew. A view takes the host as long as a launch: they are kept."""

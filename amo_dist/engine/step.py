@@ -97,16 +97,16 @@ class Orders:
     Attributes:
         step: Optimizer step, counted from 1.
         schedules: Schedule of each matrix of this process; the same object until one changes.
-        deal: Value whose change means that owners are assigned anew.
-        intent: Lines that must be alike on all ranks.
+        owner_epoch: Value at whose change owners are assigned anew.
+        fingerprint: Lines that must be alike on all ranks.
         turn: Number of the residual measurement; owners of measured matrices take turns by it.
         probes: Measurements of this step.
     """
 
     step: int
     schedules: Sequence[Schedule]
-    deal: Hashable
-    intent: Sequence[str]
+    owner_epoch: Hashable
+    fingerprint: Sequence[str]
     turn: int = 0
     probes: tuple[Probe, ...] = ()
 
@@ -201,7 +201,7 @@ class Engine:
             number for param in parameters.params for number in range(len(param.views))
         ]
         self._places: list[int] = []
-        self._deal: Hashable = None
+        self._owner_epoch: Hashable = None
         self._bucket_lists: list[list[Bucket[Piece]]] = []
         """Buckets of each set of ranks that shares matrices with this one."""
         self._sent: Sequence[Mapping[int, int]] = []
@@ -253,10 +253,10 @@ class Engine:
         Raises:
             As `Verdict.agree`.
         """
-        is_new = orders.deal != self._deal
+        is_new = orders.owner_epoch != self._owner_epoch
         # A skipped step must not be recorded, and the checks of a new plan read the device.
         waits = not self._is_on_device or is_new or bool(orders.probes)
-        lines = [*orders.intent, f"{'a new' if is_new else 'the last'} exchange plan"]
+        lines = [*orders.fingerprint, f"{'a new' if is_new else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
         # A rank that measured alone, as with a tracker of its own, would leave the others waiting.
         for probe in orders.probes:
@@ -279,7 +279,7 @@ class Engine:
         """
         measured: list[Bucket[Piece]] = []
         measured_sent: Sequence[Mapping[int, int]] = []
-        if orders.deal != self._deal or orders.probes:
+        if orders.owner_epoch != self._owner_epoch or orders.probes:
             measured, measured_sent = self._plan(orders)
         self._sent_bytes = [(counts, self._wire.itemsize) for counts in self._sent]
         self._sent_bytes += [(counts, torch.float32.itemsize) for counts in measured_sent]
@@ -299,7 +299,7 @@ class Engine:
                 self._post(step)
         except BaseException:
             # Messages still under way must not arrive in the buffers of a later step.
-            self._deal, self._bucket_lists = None, []
+            self._owner_epoch, self._bucket_lists = None, []
             raise
         self._norms = step.norms
         self._verdict.report_updates(step.outcomes, step.bad)
@@ -619,11 +619,11 @@ class Engine:
             they send to each peer.
         """
         matrices = self.parameters.matrices
-        is_new = orders.deal != self._deal
+        is_new = orders.owner_epoch != self._owner_epoch
         plans: list[tuple[ExchangePlan, dist.ProcessGroup | None, torch.dtype]] = []
         if is_new:
             # The old buffers are freed first; and if this fails, all ranks plan anew.
-            self._bucket_lists, self._sent, self._deal = [], [], None
+            self._bucket_lists, self._sent, self._owner_epoch = [], [], None
             self._schedules = ()  # the new buckets are not bound yet
             plans += self._exchange_plans(range(len(matrices)), orders, self._wire)
         num_trained = len(plans)
@@ -644,7 +644,7 @@ class Engine:
         self._verdict.agree_on_text(f"the exchange plan of step {orders.step}")
         sent = [plan.num_sent() for plan, _, _ in plans]
         if is_new:
-            self._bucket_lists, self._deal = bucket_lists[:num_trained], orders.deal
+            self._bucket_lists, self._owner_epoch = bucket_lists[:num_trained], orders.owner_epoch
             self._sent = sent[:num_trained]
         measured = [bucket for buckets in bucket_lists[num_trained:] for bucket in buckets]
         return measured, sent[num_trained:]

@@ -12,8 +12,8 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 import torch
 from torch import Tensor
-from torch._compile import _disable_dynamo
 
+from amo_dist.compat import disable_dynamo
 from amo_dist.config import MuonConfig
 from amo_dist.distributed.absence import name_absent
 from amo_dist.distributed.agreement import check_alike, failure_text, take_device
@@ -227,7 +227,7 @@ class Muon(torch.optim.Optimizer):
         self._step()
         return loss
 
-    @_disable_dynamo
+    @disable_dynamo
     @torch.inference_mode(False)  # buffers outlive the caller's mode
     @torch.no_grad()
     def _step(self) -> None:
