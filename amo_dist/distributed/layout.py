@@ -381,8 +381,8 @@ def flattened_layout(layout: TensorLayout) -> TensorLayout:
     rows, columns, *inner = layout.shape
     size = math.prod(inner)
     intervals_by_rank: dict[int, tuple[tuple[Interval, ...], ...]] = {}
-    for rank, (outer, along, *rest) in layout.intervals_by_rank.items():
-        if any(cuts != ((0, length),) for cuts, length in zip(rest, inner, strict=True)):
+    for rank, (outer, along, *last) in layout.intervals_by_rank.items():
+        if any(cuts != ((0, length),) for cuts, length in zip(last, inner, strict=True)):
             raise ValueError(
                 f"layout: found {layout.key}, expected no shards along the last two dims"
             )

@@ -184,18 +184,18 @@ class Verdict:
         if tally.update:
             self._raise_for_updates(self._gather(ballot))
 
-    def report_failure(self, what: str, error: Exception) -> None:
+    def report_failure(self, part: str, error: Exception) -> None:
         """Keep a failure of this rank alone: others wait for it, so all raise at the next vote.
 
         Args:
-            what: Name of the failed part of a step.
+            part: Name of the failed part of a step.
             error: Its exception; raised at once in a world of one rank.
         """
         if self._world.group is None:
             raise error
         # Only text is kept: the error would keep alive the tensors of its frames on a full device.
-        logger.error("%s failed; all ranks raise at their next agreement", what, exc_info=error)
-        self._failure = self._failure or failure_text(what, error)
+        logger.error("%s failed; all ranks raise at their next agreement", part, exc_info=error)
+        self._failure = self._failure or failure_text(part, error)
 
     def report_updates(
         self, outcomes: Sequence[tuple[Sequence[str], Tensor]], bad: Tensor | None

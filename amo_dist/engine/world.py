@@ -80,8 +80,8 @@ def agree_on_world(
     lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(configuration.items())]
     check_alike("configuration", "\n".join(lines), group)
     infos: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
-    for matrix, *rest in zip(parameters.matrices, parameters.operator_types, scales, strict=True):
-        infos[matrix.param].append((matrix.name, matrix.shape, *rest))
+    for matrix, *fields in zip(parameters.matrices, parameters.operator_types, scales, strict=True):
+        infos[matrix.param].append((matrix.name, matrix.shape, *fields))
     listed: list[Listed] = []
     lines_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for index, param in enumerate(parameters.params):
@@ -123,8 +123,8 @@ def _survey(
     for listed in {id(listed): listed for listed in by_rank}.values():
         for ranks, matrices in listed:
             sets.add(sharing_ranks(ranks))
-            for name, (m, n), *rest in matrices:
-                info = MatrixInfo(name, (m, n), *rest)
+            for name, (m, n), *fields in matrices:
+                info = MatrixInfo(name, (m, n), *fields)
                 first_ranks = reporting_ranks.setdefault(name, tuple(ranks))
                 expected = registry.setdefault(name, info)
                 if info != expected:

@@ -97,19 +97,21 @@ class Muon(torch.optim.Optimizer):
     A subclass that names another ``rule_class`` is another optimizer of the family.
 
     Args:
-        params: What `amo_dist.param_groups` returns. Groups may be split further.
-        lr: Learning rate of all groups; ``lr_scale`` of a group multiplies it.
-        weight_decay: Decoupled, of all groups that do not name their own.
+        params: Groups that `amo_dist.param_groups` returns; they may be split further.
+        lr: Learning rate of groups that do not name their own, 1e-3 by default; ``lr_scale`` of a
+            group multiplies it.
+        weight_decay: Decoupled weight decay of groups that do not name their own, 0.1 by default.
         schedule: A name such as ``kj``, a `Schedule`, one for each operator type, or a `Policy`.
-        config: Numerics and exchange.
-        betas: Of AdamW.
-        eps: Of AdamW.
-        process_group: The world. Over its ranks plain tensors are replicas, as under DDP: each
-            matrix is then orthogonalized once, not once a rank. Without it plain tensors are this
-            rank's own. A `DeviceMesh` tells the replicas alone, and is one more mesh of the world.
-        allow_no_matrices: Accept a world without any matrix, all of which AdamW trains. By default
-            that is an error, as names that `amo_dist.param_groups` does not know lead to it.
-        own: Hyperparameters of the rule's own, for all groups that do not name theirs.
+        config: Mathematics, exchange and checks.
+        betas: Betas of AdamW, (0.9, 0.95) by default.
+        eps: Epsilon of AdamW, 1e-8 by default.
+        process_group: The world. Plain tensors are replicas over its ranks, as under DDP: each
+            matrix is then orthogonalized once, not once per rank. Without it each rank has plain
+            tensors of its own. A `DeviceMesh` only says which ranks hold replicas, and counts as
+            one more mesh of the world.
+        allow_no_matrices: Accept a world without any matrix, in which AdamW trains everything. By
+            default that is an error: `amo_dist.param_groups` may not know the model's names.
+        own: Hyperparameters of the rule, for groups that do not name their own.
 
     Raises:
         ValueError: Groups of another origin or with an unknown key, meta tensors, no matrix, a bad
@@ -142,8 +144,8 @@ class Muon(torch.optim.Optimizer):
         groups, structure = split_groups(params, replica_ranks(process_group))
         if allow_no_matrices and not any(structure.views) and not policy.is_fixed:
             policy = as_policy("kj")  # there is nothing to observe or to fit
-        arguments = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps, **own}
-        defaults = {**_DEFAULTS, **self.rule_class.defaults}
+        arguments = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        defaults = {**_DEFAULTS, **self.rule_class.defaults, **own}
         defaults |= {name: value for name, value in arguments.items() if value is not None}
         check_hyperparameters(defaults)
         defaults |= {"lr_scale": 1.0, "control": ""}
@@ -369,13 +371,13 @@ class Muon(torch.optim.Optimizer):
         )
 
     @contextlib.contextmanager
-    def together(self, what: str) -> Iterator[None]:
+    def together(self, name: str) -> Iterator[None]:
         """Raise on every rank what the body raises on one; a collective over the world.
 
         A rank that is at its next step meanwhile meets this there, and raises, too.
 
         Args:
-            what: Names the body, which must change nothing, in the error.
+            name: Name of the body, for the error; the body must change nothing.
 
         Raises:
             ValueError: On every rank, where the body raises one; names the rank and its error.
@@ -385,9 +387,9 @@ class Muon(torch.optim.Optimizer):
         try:
             yield
         except Exception as error:
-            self._agree_on_outcome(what, error)
+            self._agree_on_outcome(name, error)
             raise
-        self._agree_on_outcome(what, None)
+        self._agree_on_outcome(name, None)
 
     def _agree_on_outcome(self, name: str, failure: Exception | None) -> None:
         membership, verdict = self._engine.membership, self._engine.verdict
@@ -402,10 +404,10 @@ class Muon(torch.optim.Optimizer):
             check_alike("configuration", text, membership.join())
 
     def check_last_update(self) -> None:
-        """Look now for what only the next step would tell; a collective over the world.
+        """Raise now what the next step would raise of the last one; a collective over the world.
 
-        For the end of training and for checkpoints: saving communicates nothing, so that one rank
-        may save alone, and what a rank left out is known to that rank only.
+        Call it at the end of training, and before checkpoints: saving communicates nothing, so
+        that one rank may save alone, and only the owner knows of an update that was left out.
 
         Raises:
             NonFiniteUpdateError: On every rank, where the last update of a matrix was left out.
@@ -439,7 +441,7 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def world(self) -> World | None:
-        """What all ranks agreed on at the first step; None before."""
+        """Structure on which all ranks agreed at the first step; None before."""
         return self._engine.world
 
     @property
@@ -483,13 +485,13 @@ class Muon(torch.optim.Optimizer):
 
     def metrics(self) -> dict[str, float]:
         """Plain numbers for a logger, about the last step taken."""
-        controller, found = self._controller, dict[str, float]()
+        controller, values = self._controller, dict[str, float]()
         if self.world is not None:
             step = max(self.num_steps_taken, 1)
-            found = self.policy.metrics(controller.state, controller.known_groups, step)
-            found = {**found, **self._engine.metrics()}
+            values = self.policy.metrics(controller.state, controller.known_groups, step)
+            values = {**values, **self._engine.metrics()}
         return {
-            **found,
+            **values,
             "newton_schulz/residual": controller.residual,
             "optimizer/steps_skipped": float(controller.control.steps_skipped),
             "optimizer/seconds": self._stopwatch.seconds(),
@@ -529,7 +531,7 @@ class Muon(torch.optim.Optimizer):
         self._go_on_from(self._restored(state))
 
     def _restored(self, state: Mapping[str, Any]) -> Control:
-        """What `control_state_dict` returned, once it is known to be good; nothing changes."""
+        """Control state from `control_state_dict`'s values, after all checks; changes nothing."""
         groups = self._controller.groups
         control = controls.restore(state, self.config, self.policy, groups)
         self.rule_class(control.config)  # refuses settings
@@ -543,7 +545,7 @@ class Muon(torch.optim.Optimizer):
             self._engine.connect(engine.world, engine.teams)
 
     def state_dict(self) -> dict[str, Any]:
-        """As for any PyTorch optimizer; ``control`` of each group is `control_state_dict`.
+        """The state, as for any PyTorch optimizer; ``control`` of groups is `control_state_dict`.
 
         ``param_names`` lists the names of each group's parameters, by which loading orders state.
         """
@@ -592,23 +594,23 @@ class Muon(torch.optim.Optimizer):
         super().add_param_group(param_group)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What is copied and pickled: as for any PyTorch optimizer without hooks."""
+        """The state to copy or pickle, as for any PyTorch optimizer without hooks."""
         self._follow()
-        given = PicklableGroup(self._process_group, self._engine.membership.ranks)
+        group = PicklableGroup(self._process_group, self._engine.membership.ranks)
         kept = {"_structure": self._structure, "_allow_no_matrices": self._allow_no_matrices}
-        kept |= {"_is_built": True, "_process_group": given, "control": self._control()}
+        kept |= {"_is_built": True, "_process_group": group, "control": self._control()}
         return {**super().__getstate__(), **kept}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Build a copy, which agrees with all ranks at its first step, as a new optimizer does."""
-        rest = {key: value for key, value in state.items() if key != "control"}
-        given = state["_process_group"].group
-        super().__setstate__({**rest, "_process_group": given, "tracker": None})
+        kept = {key: value for key, value in state.items() if key != "control"}
+        group = state["_process_group"].group
+        super().__setstate__({**kept, "_process_group": group, "tracker": None})
         self._stopwatch = _Stopwatch()
         self._assemble(state["control"])
 
     def __repr__(self) -> str:
-        """As for any PyTorch optimizer, without the key of groups that only files fill."""
+        """The text of any PyTorch optimizer, without the key of groups that only files fill."""
         lines = super().__repr__().split("\n")
         return "\n".join(line for line in lines if not line.startswith("    control: "))
 
@@ -623,22 +625,23 @@ def check_config(config: Any, kind: type[_Config]) -> _Config:
         return kind()
     if not isinstance(config, kind):
         name = kind.__name__
-        found = f"a {type(config).__name__}"
-        raise ValueError(f"config: found {found}, expected an {name}: config={name}(...)")
+        raise ValueError(
+            f"config: found a {type(config).__name__}, expected an {name}: config={name}(...)"
+        )
     return config
 
 
 _STEPS = {"ns_steps", "steps", "num_ns_steps", "ns_coefficients"}
-"""What other optimizers call the number of Newton-Schulz steps, and their coefficients."""
+"""Arguments of other optimizers for the number of Newton-Schulz steps and their coefficients."""
 
 
-def _remedy(found: Mapping[str, Any], config: MuonConfig) -> str:
-    """Where a user finds what was given as an argument of the optimizer."""
+def _remedy(arguments: Mapping[str, Any], config: MuonConfig) -> str:
+    """Advice for settings that a user passed as arguments of the optimizer."""
     kind, settings = type(config).__name__, {field.name for field in dataclasses.fields(config)}
-    known = {"base_steps" if name in _STEPS else name: value for name, value in found.items()}
-    given = ", ".join(f"{name}={known[name]!r}" for name in known if name in settings)
-    if given:
-        return f"; what is a setting goes into the config: config={kind}({given})"
+    known = {"base_steps" if name in _STEPS else name: value for name, value in arguments.items()}
+    fields = ", ".join(f"{name}={known[name]!r}" for name in known if name in settings)
+    if fields:
+        return f"; what is a setting goes into the config: config={kind}({fields})"
     if "base_steps" in known:
         return "; the schedule says how many steps: schedule='kj', or a Schedule"
     return ""
