@@ -94,14 +94,14 @@ class Piece:
         box: Box ``((first row, end), (first column, end))`` in the matrix.
         weight: This box of the parameter before the step; read only.
         momentum: This box of the momentum; read only.
-        state: This box of each state tensor of the rule, by name, 0-dim for those of
-            `UpdateRule.numbers`. A rule sets new values in this dict, and writes none in place.
+        state: This box of each state tensor of the rule, by name; 0-dim for those of
+            `UpdateRule.scalar_state`. A rule replaces values in this dict, never in place.
     """
 
     matrix: Matrix
     region: Region
-    number: int
-    """Number of the matrix among those of its parameter."""
+    view_index: int
+    """Index of the matrix among those of its parameter."""
     scale: float
     """Factor on the update beside the learning rate."""
     param: Param
@@ -131,7 +131,7 @@ class Piece:
         """Views of the rule's state tensors, by name."""
         shape = self.param.local.shape
         return {
-            name: value[self.number]
+            name: value[self.view_index]
             if value.dim() == 1
             else cut_like(value, self.region.source, shape)
             for name, value in self.param.state.items()
@@ -200,7 +200,7 @@ class Parameters:
                 require(kind == expected, param.name, f"{dtype} on {device.type}", before)
         return True
 
-    def places(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> list[int]:
+    def addresses(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> list[int]:
         """Addresses of all local tensors of parameters and state; they tell whether any moved."""
         tensors = [x for param in self.tensors for x in (param, *state[param].values())]
         return [(local_of(x) if isinstance(x, DTensor) else x).data_ptr() for x in tensors]

@@ -10,9 +10,10 @@ orthogonalizes it, and sends the results back::
 Five invariants hold in every step:
 
 1. All ranks call the same collectives in the same order.
-2. After the vote no rank raises alone: what fails on one rank is kept, and raised on all at the
-   next vote.
-3. A step between changes of plan never makes the host wait for a device.
+2. After the vote no rank raises alone: a failure of one rank is kept for the next vote, by which
+   all ranks raise.
+3. The host never waits for a device in a step that measures nothing, keeps its owners and finds
+   gradients in the placements of their parameters.
 4. The sizes of messages never depend on which gradients exist: zeros stand in for missing ones.
 5. On a CPU, bits do not depend on how a matrix is cut over ranks.
 """
@@ -188,19 +189,18 @@ class Engine:
         self._rounding = Rounding(parameters.params, config)
         shapes = [m.shape if m.dim == 0 else m.shape[::-1] for m in parameters.matrices]
         self._scales = [rule.scale(shape) for shape in shapes]
-        self.sizes = [UpdateRule.scale(rule, shape) for shape in shapes]
-        """Size of each matrix's update beside the learning rate, for plans; a rule that scales
-        updates itself gives them this size."""
+        self.update_scales = [UpdateRule.scale(rule, shape) for shape in shapes]
+        """Muon's own scale of each matrix, also if the rule has another; plans weight by it."""
         self._sum_sizes = [rule.sums(matrix) for matrix in parameters.matrices]
         if len(set(map(len, self._sum_sizes))) > 1:
             raise ValueError(
                 f"{type(rule).__name__}.sums: found {sorted(set(map(len, self._sum_sizes)))} sums, "
                 "expected the same number for all matrices, with 0 elements for those without one"
             )
-        self._numbers = [
-            number for param in parameters.params for number in range(len(param.views))
+        self._view_indices = [
+            index for param in parameters.params for index in range(len(param.views))
         ]
-        self._places: list[int] = []
+        self._addresses: list[int] = []
         self._owner_epoch: Hashable = None
         self._bucket_lists: list[list[Bucket[Piece]]] = []
         """Buckets of each set of ranks that shares matrices with this one."""
@@ -223,7 +223,7 @@ class Engine:
                 dtype = torch.promote_types(tensor.dtype, torch.float32)
                 state = {MOMENTUM: torch.zeros_like(tensor, dtype=dtype)}
                 state |= self.rule.state(tensor, param.views[0].dim)
-                for name in self.rule.numbers:
+                for name in self.rule.scalar_state:
                     state[name] = zeros_per_view(tensor, len(param.views))
             else:
                 state = make_state(tensor, torch.float32 if self._rounding.is_for(tensor) else None)
@@ -254,7 +254,7 @@ class Engine:
             As `Verdict.agree`.
         """
         is_new = orders.owner_epoch != self._owner_epoch
-        # A skipped step must not be recorded, and the checks of a new plan read the device.
+        # A skipped step must not be recorded, and the checks of new owners read the device.
         waits = not self._is_on_device or is_new or bool(orders.probes)
         lines = [*orders.fingerprint, f"{'a new' if is_new else 'the last'} exchange plan"]
         lines.append(f"{'waits' if waits else 'does not wait'} for the verdict")
@@ -280,7 +280,7 @@ class Engine:
         measured: list[Bucket[Piece]] = []
         measured_sent: Sequence[Mapping[int, int]] = []
         if orders.owner_epoch != self._owner_epoch or orders.probes:
-            measured, measured_sent = self._plan(orders)
+            measured, measured_sent = self._assign_owners(orders)
         self._sent_bytes = [(counts, self._wire.itemsize) for counts in self._sent]
         self._sent_bytes += [(counts, torch.float32.itemsize) for counts in measured_sent]
         momenta = [momentum_of(group, self.config) for group in self.groups]
@@ -292,7 +292,7 @@ class Engine:
                 self._measure(step, bucket, orders.probes)
             # AdamW runs under the first gather.
             adamw: Callable[[], None] | None = functools.partial(self._adamw, step)
-            for buckets in self._bucket_lists or [[]]:
+            for buckets in self._bucket_lists or [[]]:  # AdamW runs without any bucket, too
                 self._pipeline(step, buckets, adamw)
                 adamw = None
             if self.rule.has_post and self.parameters.matrices:
@@ -393,10 +393,10 @@ class Engine:
         A parameter without a gradient sends zeros: the sizes of messages were agreed before.
         """
         with self._deferring(step, "reading momentum"):
-            targets = [piece.place for piece in pieces]
-            places = on_host(targets) if self._is_staged else targets
+            places = [piece.place for piece in pieces]
+            staging = on_host(places) if self._is_staged else places
             by_group: dict[int, list[tuple[Piece, Tensor, Tensor]]] = defaultdict(list)
-            for piece, place in zip(pieces, places, strict=True):
+            for piece, place in zip(pieces, staging, strict=True):
                 grad = step.grads[piece.matrix.param]
                 if grad is None:
                     place.zero_()
@@ -416,9 +416,9 @@ class Engine:
                     for (piece, place, _), values in zip(rows, out, strict=True):
                         place.copy_(self.rule.pre(values, piece))
             if self._is_staged:
-                send_up(places, targets)
+                send_up(staging, places)
             return
-        for piece in pieces:
+        for piece in pieces:  # reached only if the body has failed
             piece.place.fill_(math.nan)
 
     def _orthogonalize(
@@ -489,7 +489,7 @@ class Engine:
 
     def _post(self, step: StepContext) -> None:
         """Apply what the rule makes of all results of this rank; a collective for each sum."""
-        if self.rule.numbers:
+        if self.rule.scalar_state:
             step.results += self._empty_pieces(step)
         pieces = [piece for piece, _ in step.results]
         sums = MatrixSums(
@@ -573,7 +573,11 @@ class Engine:
 
     @contextlib.contextmanager
     def _deferring(self, step: StepContext, part: str) -> Iterator[None]:
-        """Go on if the body, which must not communicate, fails on this rank alone."""
+        """Go on if the body fails on this rank alone.
+
+        The body must not communicate: a rank that skips a collective leaves the others waiting.
+        The exception is `_post`, whose `MatrixSums.finish` makes up for skipped ones.
+        """
         try:
             yield
         except Exception as error:
@@ -588,11 +592,11 @@ class Engine:
 
     def _bind(self, schedules: Sequence[Schedule], measured: Sequence[Bucket[Piece]]) -> None:
         """Bind pieces anew if local tensors moved, and batch anew if schedules changed."""
-        places = self.parameters.places(self.state)
+        addresses = self.parameters.addresses(self.state)
         new = list(measured)
-        if places != self._places or schedules is not self._schedules:
+        if addresses != self._addresses or schedules is not self._schedules:
             new += [bucket for buckets in self._bucket_lists for bucket in buckets]
-        if places != self._places:
+        if addresses != self._addresses:
             self.parameters.bind(self.state)
         for bucket in new:
             for piece in (*bucket.kept, *bucket.sent, *bucket.returned):
@@ -602,15 +606,17 @@ class Engine:
                 shape = self.parameters.matrices[job.matrix].shape
                 team = self.teams[job.team] if job.team else None
                 bucket.batches[team, shape, schedules[job.matrix]].append(position)
-        self._places, self._schedules = places, schedules
+        self._addresses, self._schedules = addresses, schedules
 
     def _make_piece(self, matrix: int, region: Region, place: Tensor) -> Piece:
         layout = self.parameters.matrices[matrix]
         param = self.parameters.params[layout.param]
-        number, scale = self._numbers[matrix], self._scales[matrix]
-        return Piece(layout, region, number, scale, param, self.groups, place)
+        index, scale = self._view_indices[matrix], self._scales[matrix]
+        return Piece(layout, region, index, scale, param, self.groups, place)
 
-    def _plan(self, orders: Orders) -> tuple[list[Bucket[Piece]], Sequence[Mapping[int, int]]]:
+    def _assign_owners(
+        self, orders: Orders
+    ) -> tuple[list[Bucket[Piece]], Sequence[Mapping[int, int]]]:
         """Assign owners anew if that is due; a collective over the world, which may wait.
 
         Returns:

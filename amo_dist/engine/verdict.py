@@ -3,7 +3,13 @@
 `amo_dist.engine.vote` carries flags and fingerprints. Words, with the culprit named, are gathered
 only if a flag is set. Every rank reaches the same verdict, so no rank raises while others wait for
 it. On a CPU the verdict is read before anything changes. On a device, reading would wait for the
-backward pass: a bad step leaves parameters and state as they were, and the next step reads why.
+backward pass::
+
+    step k      vote (stays on the device), exchange, update unless the vote is bad
+    step k + 1  read the vote of step k: raise, or count a skipped step; then vote again
+
+A bad step leaves parameters and state as they were. A failure in step k itself goes into the vote
+of step k + 1, which leaves that step out, and step k + 2 raises.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class World:
 
 def agree_on_world(
     parameters: Parameters,
-    scales: Sequence[float],
+    update_scales: Sequence[float],
     hyperparameters: Sequence[str],
     configuration: Mapping[str, Any],
     membership: Membership,
@@ -68,7 +68,7 @@ def agree_on_world(
 
     Args:
         parameters: Parameters of this process.
-        scales: Factor on the update of each matrix beside the learning rate.
+        update_scales: Factor on the update of each matrix beside the learning rate.
         hyperparameters: Hyperparameters of each parameter group, as text.
         configuration: JSON values that must be alike on all ranks.
         membership: Membership of this process.
@@ -80,7 +80,9 @@ def agree_on_world(
     lines = [f"{key} = {json.dumps(value)}" for key, value in sorted(configuration.items())]
     check_alike("configuration", "\n".join(lines), group)
     infos: dict[int, list[tuple[Any, ...]]] = defaultdict(list)
-    for matrix, *fields in zip(parameters.matrices, parameters.operator_types, scales, strict=True):
+    for matrix, *fields in zip(
+        parameters.matrices, parameters.operator_types, update_scales, strict=True
+    ):
         infos[matrix.param].append((matrix.name, matrix.shape, *fields))
     listed: list[Listed] = []
     lines_by_ranks: dict[tuple[int, ...], list[str]] = defaultdict(list)

@@ -199,17 +199,18 @@ class Muon(torch.optim.Optimizer):
             What ``closure`` returned, else None.
 
         Raises:
-            ValueError: On every rank, before anything has changed, where parameters were cast,
-                moved or swapped too late, a group has an unknown key or a bad hyperparameter, or
-                there is no matrix.
+            ValueError: Before anything has changed: parameters were cast, moved or swapped too
+                late, a group has an unknown key or a bad hyperparameter, or there is no matrix.
+                Ranks without this fault raise RankMismatchError, which shows it.
             NonFiniteGradientError: On every rank, before anything has changed, where a gradient
                 of any rank is NaN, inf, or so large that state would overflow, and
                 ``config.nonfinite`` is ``error``.
             NonFiniteUpdateError: On every rank, before anything has changed, where the update of
                 a matrix was NaN or inf in the step before, and left out: see `check_last_update`.
-            MissingGradientError: On every rank, where a parameter has a gradient on some of its
-                ranks only, or no matrix has had one on any rank in ten steps. Steps before the
-                first gradient of any parameter change nothing and do not count.
+            MissingGradientError: On every rank, if a parameter has a gradient on some of its ranks
+                only, if no matrix has one in ten steps in a row, or if the first step with
+                gradients has none of a matrix. A step without any gradient changes nothing, and
+                before the first gradient it does not count.
             RankMismatchError: On every rank, where ranks hold different structures, schedules or
                 hyperparameters.
             RuntimeError: On every rank, where something has failed on one, as without memory left:
@@ -219,8 +220,10 @@ class Muon(torch.optim.Optimizer):
             AbsentRanksError: A collective failed or timed out, as ranks are gone; names them.
 
         On devices most steps do not wait for the device: a bad step leaves parameters and state as
-        they were, and the next step raises for it. Steps wait that observe, measure a residual,
-        assign owners, or bring gradients to the placements of their parameters.
+        they were, and the next step raises for it. A step waits for the device if it observes,
+        measures a residual, assigns owners, or moves gradients to the placements of their
+        parameters. If one rank raises for a fault of its own, such as a bad hyperparameter, ranks
+        that do not wait stay in the exchange until the job ends or the collective times out.
         """
         loss = None
         if closure is not None:
@@ -244,7 +247,7 @@ class Muon(torch.optim.Optimizer):
     def _run(self) -> None:
         fault, rate = "", 0.0
         try:
-            self._follow()
+            self._adopt_swapped_parameters()
             self._check_groups(self.param_groups)
             if self.policy.follows_rate:
                 rate = greatest_rate(self.param_groups)
@@ -277,7 +280,7 @@ class Muon(torch.optim.Optimizer):
     def _connect(self, fault: str) -> None:
         """Agree with all ranks on the structure; once, at the first step."""
         membership = self._engine.membership
-        if fault:  # which another rank may not have: it meets this one in its own check
+        if fault:  # other ranks, which may have none, meet this call in `agree_on_world`
             check_alike("configuration", fault, membership.join())
             raise ValueError(fault)
         configuration = {
@@ -288,12 +291,14 @@ class Muon(torch.optim.Optimizer):
         groups = [describe_group(group, self.rule_class.defaults) for group in self.param_groups]
         parameters = self._engine.parameters
         lr_scales = [float(self.param_groups[p.group]["lr_scale"]) for p in parameters.params]
-        sizes = zip(parameters.matrices, self._engine.sizes, strict=True)
-        scales = [lr_scales[matrix.param] * size for matrix, size in sizes]
+        pairs = zip(parameters.matrices, self._engine.update_scales, strict=True)
+        update_scales = [lr_scales[matrix.param] * scale for matrix, scale in pairs]
         with membership.patience():
             group = membership.join()
             take_device(group, self._engine.device)
-            world = agree_on_world(parameters, scales, groups, configuration, membership, group)
+            world = agree_on_world(
+                parameters, update_scales, groups, configuration, membership, group
+            )
         self._check_matrices(len(world.registry))
         if self._process_group is None and len(world.ranks) > 1 and not any(world.rank_sets):
             logger.warning(
@@ -319,7 +324,7 @@ class Muon(torch.optim.Optimizer):
 
         return Probe(frozenset(info.name for info in world.registry), measure, finish)
 
-    def _follow(self) -> None:
+    def _adopt_swapped_parameters(self) -> None:
         """Take the parameters that a trainer has put into the groups, before the first step.
 
         Accelerate does so: it shards the model after the optimizer was built. Layouts and state
@@ -351,6 +356,7 @@ class Muon(torch.optim.Optimizer):
             )
         self.state.clear()
         self._assemble(self._control())
+        check_float16_eps(self._engine.parameters, self.param_groups)
         self._engine.make_state()
 
     def _check_matrices(self, num_matrices: int) -> None:
@@ -452,7 +458,7 @@ class Muon(torch.optim.Optimizer):
     @property
     def params_by_name(self) -> dict[str, Tensor]:
         """The parameters of this process by their cleaned names, in the order of the groups."""
-        self._follow()
+        self._adopt_swapped_parameters()
         return {param.name: param.tensor for param in self._engine.parameters.params}
 
     @property
@@ -510,7 +516,7 @@ class Muon(torch.optim.Optimizer):
         Communicates nothing, waits for the last step, and raises nothing for it: a last step that
         changed nothing, or left out an update on this rank, is logged. See `check_last_update`.
         """
-        self._follow()
+        self._adopt_swapped_parameters()
         return controls.control_record(self._control())
 
     def _control(self) -> Control:
@@ -527,7 +533,7 @@ class Muon(torch.optim.Optimizer):
         Raises:
             ValueError: Names the field, what was found and what was expected.
         """
-        self._follow()
+        self._adopt_swapped_parameters()
         self._go_on_from(self._restored(state))
 
     def _restored(self, state: Mapping[str, Any]) -> Control:
@@ -595,7 +601,7 @@ class Muon(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """The state to copy or pickle, as for any PyTorch optimizer without hooks."""
-        self._follow()
+        self._adopt_swapped_parameters()
         group = PicklableGroup(self._process_group, self._engine.membership.ranks)
         kept = {"_structure": self._structure, "_allow_no_matrices": self._allow_no_matrices}
         kept |= {"_is_built": True, "_process_group": group, "control": self._control()}
