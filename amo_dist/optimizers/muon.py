@@ -235,7 +235,7 @@ class Muon(torch.optim.Optimizer):
         try:
             self._follow()
             check_groups(self.param_groups, self._engine.rule)
-            if self.policy.follows_rate:
+            if self._controller.follows_rate:
                 rate = greatest_rate(self.param_groups)
         except ValueError as error:
             fault = str(error)

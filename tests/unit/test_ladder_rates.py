@@ -223,6 +223,32 @@ def test_a_step_that_changes_nothing_leaves_the_ladder_where_it_was() -> None:
     assert after["policy"]["ladder_steps"] is not None
 
 
+def test_a_step_that_a_late_verdict_undoes_leaves_the_ladder_where_it_was() -> None:
+    """On devices the next step tells of it; a save before that has the state before it, too."""
+    with simulated_device():
+        model = models.plain_model(SHAPES, "cuda")
+        optimizer = AMO(param_groups(model), config=AMOConfig(**FIELDS))
+        take(model, optimizer, 1.0, LOCK)
+        before = copy.deepcopy(optimizer.control_state_dict())
+        models.set_gradients(model, 7, LOCK + 1)
+        optimizer.param_groups[0]["lr"] = 0.1
+        weight = model.get_parameter("layers.0.attention.wq.weight")
+        assert weight.grad is not None
+        weight.grad[0, 0] = math.nan
+        optimizer.step()
+        assert optimizer.num_steps_taken == LOCK + 1
+        assert optimizer.control_state_dict() == before
+        models.set_gradients(model, 7, LOCK + 1)
+        with pytest.raises(NonFiniteGradientError):
+            optimizer.step()
+        assert optimizer.num_steps_taken == LOCK
+        assert optimizer.control_state_dict() == before
+        take(model, optimizer, 0.1)
+        after = optimizer.control_state_dict()
+        assert after["steps_taken"] == LOCK + 1
+        assert after["policy"]["ladder_steps"] is not None
+
+
 def resumed(optimizer: AMO, model: nn.Module, **changes: Any) -> tuple[nn.Module, AMO]:
     other_model, other = make(**changes)
     other_model.load_state_dict(copy.deepcopy(model.state_dict()))
