@@ -82,7 +82,7 @@ class AMOPolicy(Policy):
         return groups
 
     def start(self) -> AMOState:
-        """Nothing observed."""
+        """The state without any observation."""
         return AMOState(self._timeline(0))
 
     # ---------------------------------------------------------------- schedules
