@@ -82,6 +82,8 @@ class Controller:
         """The matrices that share schedules; None before the ranks know one another."""
         self._undone = control
         """The value to go on from if the verdict undoes the last step."""
+        self._states: list[tuple[int, State]] = []
+        """First step of each state that this process has seen come into force."""
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._residuals: dict[str, Tensor] = {}
         self._decision: _Decision | None = None
@@ -251,8 +253,17 @@ class Controller:
         self.control = dataclasses.replace(
             control, steps_taken=orders.step, state=self._decision.state
         )
+        if self.state is not control.state:
+            self._states.append((orders.step, self.state))
         for probe in orders.probes:
             probe.finish(orders.step)
+        if self.state is not self._decision.state:
+            self._states.append((orders.step + 1, self.state))
+
+    def schedules(self, step: int) -> Mapping[str, Schedule]:
+        """The schedule of each group at a step, as it was if this process took the step."""
+        states = (state for first, state in reversed(self._states) if first <= step)
+        return self.policy.schedules(next(states, self.state), self.known_groups, step)
 
     def _observe(self, name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
         start = time.perf_counter()

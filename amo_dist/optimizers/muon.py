@@ -466,8 +466,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: Before the first step, when no rank knows all matrices, or for a step whose
                 schedule is not known yet.
         """
-        controller = self._controller
-        return self.policy.schedules(controller.state, controller.known_groups, step)
+        return self._controller.schedules(step)
 
     def group_of(self, name: str) -> str:
         """The group of a matrix: matrices of one group share a schedule."""
