@@ -82,9 +82,13 @@ class Controller:
         """The matrices that share schedules; None before the ranks know one another."""
         self._undone = control
         """The value to go on from if the verdict undoes the last step."""
+        self._states: list[tuple[int, State]] = []
+        """First step of each state that this process has seen come into force."""
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._residuals: dict[str, Tensor] = {}
         self._decision: _Decision | None = None
+        self.follows_rate = control.policy.follows_rate
+        """Whether `orders` needs the learning rate."""
         trials = control.policy.trials()
         self._num_trials = len(trials)
         self._trials = trial_tensor(trials)
@@ -164,13 +168,13 @@ class Controller:
             matrices: Matrices of this process.
             rate: Greatest learning rate of the groups that have matrices, if the policy follows it.
         """
-        step, every, probes = self.control.steps_taken + 1, self.config.ns_guard_every, []
-        decision = self._decision
+        control, decision = self.control, self._decision
+        step, every, probes = control.steps_taken + 1, control.config.ns_guard_every, list[Probe]()
         if not (
             decision is not None
             and step in decision.steps
             and decision.rates[0] < rate <= decision.rates[1]
-            and decision.state is self.state
+            and decision.state is control.state
         ):
             decision = self._decision = self._decide(step, rate, matrices, decision)
         observed = decision.observed
@@ -182,7 +186,7 @@ class Controller:
             check = functools.partial(self._check_residual, checked)
             probes.append(Probe(frozenset([checked]), self._take_residual, check))
         lines = [f"step {step}", f"schedules and state {decision.digest}"]
-        if self.policy.follows_rate:
+        if self.follows_rate:
             lines.append(f"greatest learning rate of matrices {rate}")
         return Orders(
             step,
@@ -202,7 +206,7 @@ class Controller:
         schedules of the world alone, and a run that goes on from a checkpoint makes the same.
         """
         policy, groups, state = self.policy, self.known_groups, self.state
-        if policy.follows_rate:
+        if self.follows_rate:
             state = policy.follow(state, step, rate)
         observed = policy.sample(state, groups, step)
         by_group = policy.schedules(state, groups, step)
@@ -212,9 +216,9 @@ class Controller:
         owner_epoch: Hashable = "round robin"
         if self.config.max_team > 1 or self.config.ownership != "round_robin":
             counts = tuple(by_group[group].num_steps for group in sorted(by_group))
-            is_last = policy.phase(state, step) in ("locked", "uniform")
+            is_locked = policy.phase(state, step) in ("locked", "uniform")
             # The transition changes costs at each step, and a new assignment waits for all ranks.
-            owner_epoch = (is_last, counts if is_last or self.config.max_team > 1 else ())
+            owner_epoch = (is_locked, counts if is_locked or self.config.max_team > 1 else ())
         change = step + 1 if observed else policy.next_change(state, step)
         return _Decision(
             range(step, sys.maxsize if math.isinf(change) else int(change)),
@@ -245,10 +249,21 @@ class Controller:
     def finish(self, orders: Orders) -> None:
         """Count a step, and act on its measurements; a collective over the world if it has any."""
         assert self._decision is not None
-        self._undone = self.control
-        self._change(steps_taken=orders.step, state=self._decision.state)
+        control = self._undone = self.control
+        self.control = dataclasses.replace(
+            control, steps_taken=orders.step, state=self._decision.state
+        )
+        if self.state is not control.state:
+            self._states.append((orders.step, self.state))
         for probe in orders.probes:
             probe.finish(orders.step)
+        if self.state is not self._decision.state:
+            self._states.append((orders.step + 1, self.state))
+
+    def schedules(self, step: int) -> Mapping[str, Schedule]:
+        """The schedule of each group at a step, as it was if this process took the step."""
+        states = (state for first, state in reversed(self._states) if first <= step)
+        return self.policy.schedules(next(states, self.state), self.known_groups, step)
 
     def _observe(self, name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
         start = time.perf_counter()
@@ -358,7 +373,7 @@ def agree_on_values(
     sent = chain.from_iterable(own.get(name, nothing) for name in names)
     agreed = iter(sum_over(list(sent), world.group))
     values = {name: list(islice(agreed, width)) for name in names}
-    return {name: [first or math.nan, *rest] for name, (first, *rest) in values.items()}
+    return {name: [first or math.nan, *others] for name, (first, *others) in values.items()}
 
 
 def greatest_rate(groups: Sequence[Mapping[str, Any]]) -> float:
@@ -394,7 +409,7 @@ def trial_tensor(trials: Sequence[Schedule]) -> tuple[Tensor, float]:
     """
     most = max((schedule.num_steps for schedule in trials), default=0)
     stay = (1.0, 0.0, 0.0)
-    rows = [[*one.coefficients, *[stay] * (most - one.num_steps)] for one in trials]
+    rows = [[*schedule.coefficients, *[stay] * (most - schedule.num_steps)] for schedule in trials]
     coefficients = torch.tensor(rows, dtype=torch.float64, device="cpu").view(len(rows), most, 3)
     (scale,) = {schedule.norm_scale for schedule in trials} or {1.0}
     return coefficients, scale

@@ -249,7 +249,7 @@ class Muon(torch.optim.Optimizer):
         try:
             self._adopt_swapped_parameters()
             self._check_groups(self.param_groups)
-            if self.policy.follows_rate:
+            if self._controller.follows_rate:
                 rate = greatest_rate(self.param_groups)
         except ValueError as error:
             fault = str(error)
@@ -482,8 +482,7 @@ class Muon(torch.optim.Optimizer):
             ValueError: Before the first step, when no rank knows all matrices, or for a step whose
                 schedule is not known yet.
         """
-        controller = self._controller
-        return self.policy.schedules(controller.state, controller.known_groups, step)
+        return self._controller.schedules(step)
 
     def group_of(self, name: str) -> str:
         """The group of a matrix: matrices of one group share a schedule."""

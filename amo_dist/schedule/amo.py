@@ -82,7 +82,7 @@ class AMOPolicy(Policy):
         return groups
 
     def start(self) -> AMOState:
-        """Nothing observed."""
+        """The state without any observation."""
         return AMOState(self._timeline(0))
 
     # ---------------------------------------------------------------- schedules
@@ -182,7 +182,7 @@ class AMOPolicy(Policy):
         valid_by_group: dict[str, list[tuple[float, Observed]]] = {}
         for group, members in groups.members.items():
             observed = {m.name: observed_by_name[m.name] for m in members if m.name in sample}
-            ells = {name: effective_ell(name, one.ell) for name, one in observed.items()}
+            ells = {name: effective_ell(name, matrix.ell) for name, matrix in observed.items()}
             valid = [value for value in ells.values() if value is not None]
             ell[group] = statistics.median(valid) if valid else None
             num_sampled[group] = len(ells)
@@ -245,7 +245,7 @@ class AMOPolicy(Policy):
 
     def resumed(
         self,
-        found: object,
+        saved: object,
         groups: Groups | None,
         *,
         steps_taken: int,
@@ -259,7 +259,7 @@ class AMOPolicy(Policy):
         observations of ``ell`` are kept, unless ``granularity`` has changed; measured errors are of
         the later ones.
         """
-        state: AMOState = self.from_dict(found)
+        state: AMOState = self.from_dict(saved)
         policy = AMOPolicy(config) if isinstance(config, AMOConfig) else self
         shared = {field.name for field in dataclasses.fields(MuonConfig)} - _WEIGHTS
         if set(changed) - shared:
@@ -273,8 +273,8 @@ class AMOPolicy(Policy):
     def _fields(self, state: AMOState) -> dict[str, Any]:
         return state.to_dict()
 
-    def _read(self, found: Mapping[str, Any], groups: Groups | None) -> AMOState:
-        state = AMOState.from_dict(found, "state")
+    def _read(self, saved: Mapping[str, Any], groups: Groups | None) -> AMOState:
+        state = AMOState.from_dict(saved, "state")
         self._check_fits(state, groups)
         return state
 
@@ -317,7 +317,7 @@ class AMOPolicy(Policy):
             values[f"amo/ell_target/{name}"] = target
         values["amo/phase"] = float(PHASES.index(self.phase(state, step)))
         values["amo/observations"] = float(len(observations))
-        num_invalid = sum(sum(one.num_invalid.values()) for one in observations)
+        num_invalid = sum(sum(observation.num_invalid.values()) for observation in observations)
         values["amo/invalid_observations"] = float(num_invalid)
         return values
 

@@ -114,7 +114,7 @@ def greedy(curves: Sequence[Curve], budget: int, base_steps: int = 5) -> tuple[i
         curves: For each type the projected error at every number of steps it may get. All have
             the same contiguous range of steps, and finite values.
         budget: Steps to hand out, exactly.
-        base_steps: Where the passes start.
+        base_steps: Steps of each type at the start.
 
     Returns:
         The steps of each type, in the order of ``curves``.
@@ -123,12 +123,12 @@ def greedy(curves: Sequence[Curve], budget: int, base_steps: int = 5) -> tuple[i
     steps, types = [min(max(base_steps, low), high)] * len(curves), range(len(curves))
 
     def gain(i: int) -> float:
-        here = steps[i]
-        return curves[i][here] - curves[i][here + 1] if here < high else -math.inf
+        now = steps[i]
+        return curves[i][now] - curves[i][now + 1] if now < high else -math.inf
 
     def loss(i: int) -> float:
-        here = steps[i]
-        return curves[i][here - 1] - curves[i][here] if here > low else math.inf
+        now = steps[i]
+        return curves[i][now - 1] - curves[i][now] if now > low else math.inf
 
     for _ in range(budget - sum(steps)):
         steps[max(types, key=gain)] += 1

@@ -29,10 +29,10 @@ def named_schedule(name: str) -> NamedSchedule:
     Raises:
         ValueError: There is no schedule of this name; the message lists those there are.
     """
-    found = NAMED_SCHEDULES.get(name) if isinstance(name, str) else None
-    if found is None:
+    schedule = NAMED_SCHEDULES.get(name) if isinstance(name, str) else None
+    if schedule is None:
         raise ValueError(f"schedule: found {name!r}, expected one of {', '.join(SCHEDULE_NAMES)}")
-    return found
+    return schedule
 
 
 # Jordan et al., "Muon: An optimizer for hidden layers in neural networks" (2024).

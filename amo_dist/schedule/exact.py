@@ -36,9 +36,9 @@ def frontier(
     """The allocations that no other beats in both flops and error, in the order of rising flops.
 
     Args:
-        curves: As for `least_error`.
-        budget: As for `least_error`.
-        costs: As for `least_error`.
+        curves: Argument of `least_error`.
+        budget: Argument of `least_error`.
+        costs: Argument of `least_error`.
 
     Returns:
         Of equal flops and equal error the lexicographically smallest.

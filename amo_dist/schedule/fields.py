@@ -45,11 +45,11 @@ def show(value: object) -> str:
     return _show.repr(value)
 
 
-def fail(field: str, found: object, expected: str) -> NoReturn:
+def fail(field: str, value: object, expected: str) -> NoReturn:
     """Raise the ``ValueError`` for one field: what was found and what was expected."""
     # A name from a damaged state may hold line ends: errors stay on one line.
     place = field if field.isprintable() else show(field)
-    raise ValueError(f"{place}: found {show(found)}, expected {expected}")
+    raise ValueError(f"{place}: found {show(value)}, expected {expected}")
 
 
 def read_file(path: str | Path, most: int = 2**26, offset: int = 0) -> bytes:
@@ -88,61 +88,61 @@ def read_json(field: str, text: object) -> Any:
 
 
 def read_record(
-    field: str, found: object, required: Collection[str], optional: Collection[str] = ()
+    field: str, entry: object, required: Collection[str], optional: Collection[str] = ()
 ) -> Mapping[str, Any]:
     """A mapping with all of the required keys, and none but those and the optional ones."""
     keys = sorted({*required, *optional})
-    if not isinstance(found, Mapping):
-        fail(field, found, f"a mapping with the keys {', '.join(keys)}")
+    if not isinstance(entry, Mapping):
+        fail(field, entry, f"a mapping with the keys {', '.join(keys)}")
     for key in required:
-        if key not in found:
+        if key not in entry:
             fail(f"{field}.{key}", "nothing", "this key")
-    for key in found:
+    for key in entry:
         if key not in keys:
             fail(f"{field}.{key}", "this key", f"only the keys {', '.join(keys)}")
-    return found
+    return entry
 
 
-def read_list(field: str, found: object, length: int | None = None) -> list[Any]:
+def read_list(field: str, entry: object, length: int | None = None) -> list[Any]:
     """A list or tuple, of a given length where there is one."""
-    if not isinstance(found, (list, tuple)) or length not in (None, len(found)):
-        fail(field, found, "a list" if length is None else f"a list of {length}")
-    return list(found)
+    if not isinstance(entry, (list, tuple)) or length not in (None, len(entry)):
+        fail(field, entry, "a list" if length is None else f"a list of {length}")
+    return list(entry)
 
 
-def read_int(field: str, found: object, minimum: int, maximum: int | None = None) -> int:
+def read_int(field: str, entry: object, minimum: int, maximum: int | None = None) -> int:
     """An integer, never a boolean, in a range."""
-    if type(found) is not int or found < minimum or (maximum is not None and found > maximum):
+    if type(entry) is not int or entry < minimum or (maximum is not None and entry > maximum):
         most = "" if maximum is None else f" and <= {maximum}"
-        fail(field, found, f"an integer >= {minimum}{most}")
-    return found
+        fail(field, entry, f"an integer >= {minimum}{most}")
+    return entry
 
 
-def read_choice(field: str, found: object, *choices: object) -> Any:
+def read_choice(field: str, entry: object, *choices: object) -> Any:
     """One of a few values, of its type: 1 is neither 1.0 nor true."""
-    if not any(type(found) is type(choice) and found == choice for choice in choices):
+    if not any(type(entry) is type(choice) and entry == choice for choice in choices):
         one_of = "one of " if len(choices) > 1 else ""
-        fail(field, found, one_of + ", ".join(map(repr, choices)))
-    return found
+        fail(field, entry, one_of + ", ".join(map(repr, choices)))
+    return entry
 
 
-def read_float(field: str, found: object) -> float:
+def read_float(field: str, entry: object) -> float:
     """A finite float, written by ``float.hex``: the same bits on any machine."""
     try:
-        value = float.fromhex(found) if isinstance(found, str) else math.nan
+        value = float.fromhex(entry) if isinstance(entry, str) else math.nan
     except (ValueError, OverflowError):
         value = math.nan
     # Only the canonical form: "1" or " 0x1p+0 " would round-trip to other text.
-    if not math.isfinite(value) or value.hex() != found:
-        fail(field, found, "a finite float in the form of float.hex()")
+    if not math.isfinite(value) or value.hex() != entry:
+        fail(field, entry, "a finite float in the form of float.hex()")
     return value
 
 
-def read_ell(field: str, found: object) -> float:
+def read_ell(field: str, entry: object) -> float:
     """A float in (0, 1], written by ``float.hex``."""
-    value = read_float(field, found)
+    value = read_float(field, entry)
     if not 0.0 < value <= 1.0:
-        fail(field, found, "a float in (0, 1]")
+        fail(field, entry, "a float in (0, 1]")
     return value
 
 
@@ -156,23 +156,23 @@ class Packed(tuple[float, ...]):
         return base64.b64encode(struct.pack(f"<{len(self)}d", *self)).decode()
 
 
-def read_packed(field: str, found: object) -> Packed:
+def read_packed(field: str, entry: object) -> Packed:
     """Finite floats from the text of `Packed`."""
     try:
-        data = base64.b64decode(found, validate=True) if isinstance(found, str) else b""
+        data = base64.b64decode(entry, validate=True) if isinstance(entry, str) else b""
         values = Packed(struct.unpack(f"<{len(data) // 8}d", data))
     except (ValueError, struct.error):
         values = Packed()
-    if not all(map(math.isfinite, values)) or values.to_text() != found:
-        fail(field, found, "base64 of finite float64 values")
+    if not all(map(math.isfinite, values)) or values.to_text() != entry:
+        fail(field, entry, "base64 of finite float64 values")
     return values
 
 
-def read_name(field: str, found: object) -> str:
+def read_name(field: str, entry: object) -> str:
     """A string that is not empty."""
-    if not isinstance(found, str) or not found:
-        fail(field, found, "a non-empty string")
-    return found
+    if not isinstance(entry, str) or not entry:
+        fail(field, entry, "a non-empty string")
+    return entry
 
 
 Reader: TypeAlias = Callable[[str, Any], Any]
@@ -181,7 +181,7 @@ Reader: TypeAlias = Callable[[str, Any], Any]
 
 def choice(*choices: object) -> Reader:
     """Reads one of a few values."""
-    return lambda field, found: read_choice(field, found, *choices)
+    return lambda field, entry: read_choice(field, entry, *choices)
 
 
 Name: TypeAlias = Annotated[str, read_name]
@@ -207,11 +207,11 @@ class Stored:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields as JSON values, floats as ``float.hex()``."""
-        names = [one.name for one in dataclasses.fields(self)]  # type: ignore[arg-type]
+        names = [part.name for part in dataclasses.fields(self)]  # type: ignore[arg-type]
         return {name: _write(getattr(self, name)) for name in names}
 
     @classmethod
-    def from_dict(cls: type[_Stored], found: object, field: str) -> _Stored:
+    def from_dict(cls: type[_Stored], entry: object, field: str) -> _Stored:
         """Read and check what ``to_dict`` wrote; ``field`` names it in errors.
 
         Raises:
@@ -220,12 +220,12 @@ class Stored:
         """
         hints, missing = get_type_hints(cls, include_extras=True), dataclasses.MISSING
         required = [
-            one.name
-            for one in dataclasses.fields(cls)  # type: ignore[arg-type]
+            part.name
+            for part in dataclasses.fields(cls)  # type: ignore[arg-type]
             if not cls._is_handwritten
-            or (one.default is missing and one.default_factory is missing)
+            or (part.default is missing and part.default_factory is missing)
         ]
-        record = read_record(field, found, required, hints)
+        record = read_record(field, entry, required, hints)
         made = cls(**{key: _read(hints[key], f"{field}.{key}", record[key]) for key in record})
         made._check(field)
         return made
@@ -234,27 +234,27 @@ class Stored:
         """Refuse fields that contradict one another."""
 
 
-def _read(hint: Any, field: str, found: Any) -> Any:
+def _read(hint: Any, field: str, entry: Any) -> Any:
     """The value of an annotation."""
     origin, args = get_origin(hint), get_args(hint)
     if origin is Annotated:
-        return args[1](field, found)
+        return args[1](field, entry)
     if type(None) in args:
-        return None if found is None else _read(args[0], field, found)
+        return None if entry is None else _read(args[0], field, entry)
     if origin is tuple:
         is_open = args[-1] is Ellipsis
-        values = read_list(field, found, None if is_open else len(args))
+        values = read_list(field, entry, None if is_open else len(args))
         hints = args[:1] * len(values) if is_open else args
         pairs = enumerate(zip(hints, values, strict=True))
-        return tuple(_read(each, f"{field}[{i}]", value) for i, (each, value) in pairs)
+        return tuple(_read(inner, f"{field}[{i}]", value) for i, (inner, value) in pairs)
     if origin is Mapping:
-        if not isinstance(found, Mapping):
-            fail(field, found, "a mapping by operator type")
-        for name in found:
+        if not isinstance(entry, Mapping):
+            fail(field, entry, "a mapping by operator type")
+        for name in entry:
             read_name(field, name)
-        names = sort_operator_types(found)
-        return {name: _read(args[1], f"{field}.{name}", found[name]) for name in names}
-    return hint.from_dict(found, field)
+        names = sort_operator_types(entry)
+        return {name: _read(args[1], f"{field}.{name}", entry[name]) for name in names}
+    return hint.from_dict(entry, field)
 
 
 def _write(value: Any) -> Any:
@@ -265,7 +265,7 @@ def _write(value: Any) -> Any:
     if isinstance(value, Packed):
         return value.to_text()
     if isinstance(value, tuple):
-        return [_write(one) for one in value]
+        return [_write(part) for part in value]
     if isinstance(value, Mapping):
-        return {name: _write(one) for name, one in value.items()}
+        return {name: _write(part) for name, part in value.items()}
     return value

@@ -1,4 +1,4 @@
-"""Which matrices share a schedule: those of a type, of a type and a depth, or of a shape."""
+"""Matrices that share a schedule: those of a type, of a type and a depth, or of a shape."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def group_matrices(registry: Sequence[MatrixInfo], granularity: str = "operator_
 
 
 def collect(registry: Sequence[MatrixInfo], group_of: Callable[[MatrixInfo], str]) -> Groups:
-    """As `group_matrices`, by any rule."""
+    """Group matrices by any rule; see `group_matrices`."""
     ordered = tuple(sorted(registry, key=lambda matrix: matrix.name))
     names = {matrix.name: group_of(matrix) for matrix in ordered}
     members: dict[str, list[MatrixInfo]] = defaultdict(list)

@@ -97,7 +97,7 @@ def steps_at(
     """The steps of each type at a rate.
 
     Args:
-        rungs: As `ladder` returns them.
+        rungs: Result of `ladder`.
         plan: Steps of each type above the first rung.
         rate: Learning rate, at least 0.
         reference: Reference rate.

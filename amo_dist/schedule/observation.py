@@ -35,16 +35,16 @@ def draw(seed: int, step: int, group: str, names: Sequence[str], size: int) -> t
     Args:
         seed: Seed of the run.
         step: Optimizer step.
-        group: Which the names belong to.
-        names: What to draw from, in a fixed order.
-        size: How many to draw; all, where there are fewer.
+        group: Group of the names.
+        names: Names to draw from, in a fixed order.
+        size: Number to draw; all, if there are fewer.
 
     Returns:
         The names drawn, in the order of ``names``.
     """
     key = hashlib.sha256(f"{seed}/{step}/{group}".encode()).digest()
-    # Of the standard generator only random() is promised to stay the same for an integer seed,
-    # so a Fisher-Yates shuffle is spelled out, as far as it is needed.
+    # Python promises only for random() that an integer seed always gives the same numbers: so the
+    # part of a Fisher-Yates shuffle that is needed is spelled out.
     generator = random.Random(int.from_bytes(key, "big"))
     indices = list(range(len(names)))
     size = min(size, len(names))
@@ -67,9 +67,9 @@ class Observation(fields.Stored):
 
     def _check(self, field: str) -> None:
         for key in ("num_sampled", "num_invalid"):
-            found = list(getattr(self, key))
-            if found != list(self.ell):
-                fields.fail(f"{field}.{key}", found, f"the groups of ell, {list(self.ell)}")
+            groups = list(getattr(self, key))
+            if groups != list(self.ell):
+                fields.fail(f"{field}.{key}", groups, f"the groups of ell, {list(self.ell)}")
 
 
 def robust_ells(observations: Sequence[Observation]) -> dict[str, float | None]:

@@ -18,7 +18,7 @@ from amo_dist.schedule.trials import Measured
 from amo_dist.schedule.types import Schedule
 
 PLAN_FILE = "plan.json"
-"""In a run's folder, where AMO has planned."""
+"""Name of the file in a run's folder, once AMO has planned."""
 
 StepsAndElls: TypeAlias = Mapping[str, tuple[int, float]]
 """Newton-Schulz steps and effective ``ell`` of each group of matrices."""
@@ -80,7 +80,7 @@ class Plan(fields.Stored):
     def uniform_errors(self) -> tuple[float, ...]:
         """The error of each group under the uniform schedule."""
         if self.criterion == "update" and self.measured is not None:
-            return tuple(one.uniform_distance for one in self.measured)
+            return tuple(measured.uniform_distance for measured in self.measured)
         uniform = composed(self.base_ell, self.base_steps)
         lowest = (scaled(min(ell, self.base_ell)) for ell in self.ell_target)
         return tuple(1.0 - uniform.image(ell) for ell in lowest)
@@ -174,9 +174,9 @@ class Plan(fields.Stored):
         num_groups = len(self.operator_types)
         names = ("ell_robust", "ell_target", "curves", "allocation", "costs", "num_matrices")
         for key in (*names, "measured", "weights"):
-            found = getattr(self, key)
-            if found is not None and len(found) != num_groups:
-                fields.fail(f"{field}.{key}", found, f"one entry for each of {num_groups} groups")
+            entries = getattr(self, key)
+            if entries is not None and len(entries) != num_groups:
+                fields.fail(f"{field}.{key}", entries, f"one entry for each of {num_groups} groups")
         needed = (self.measured, self.weights, self.num_matrices, self.costs)
         if self.criterion == "update" and None in needed:
             fields.fail(f"{field}.criterion", self.criterion, "'projected' without measurements")
@@ -187,9 +187,9 @@ class Plan(fields.Stored):
         lowest = (
             self.min_steps if self.ladder is None else min(self.min_steps, self.ladder.min_steps)
         )
-        for i, one in enumerate(self.measured or ()):
-            if one.min_steps > lowest or one.max_steps < self.max_steps:
-                tried = f"{one.min_steps} to {one.max_steps} steps"
+        for i, measured in enumerate(self.measured or ()):
+            if measured.min_steps > lowest or measured.max_steps < self.max_steps:
+                tried = f"{measured.min_steps} to {measured.max_steps} steps"
                 fields.fail(f"{field}.measured[{i}]", tried, f"{lowest} to {self.max_steps} steps")
         if self.ladder is not None:
             if self.measured is None:
@@ -208,8 +208,8 @@ class Plan(fields.Stored):
             ValueError: Names the field.
         """
         fields.read_list(field, steps, len(self.operator_types))
-        for i, (k, one) in enumerate(zip(steps, self.measured or (), strict=True)):
-            fields.read_int(f"{field}[{i}]", k, one.min_steps, one.max_steps)
+        for i, (k, measured) in enumerate(zip(steps, self.measured or (), strict=True)):
+            fields.read_int(f"{field}[{i}]", k, measured.min_steps, measured.max_steps)
 
 
 def _round_toward(value: Fraction, end: int) -> int:

@@ -34,8 +34,8 @@ def plan_table(plan: Plan) -> str:
             (steps - plan.base_steps) * cost
             for steps, cost in zip(plan.allocation, plan.costs, strict=True)
         ]
-        told = ["NS Gflop/step", *(f"{flops / 1e9:+.4g}" for flops in (*more, sum(more)))]
-        for row, text in zip(table, told, strict=True):
+        cells = ["NS Gflop/step", *(f"{flops / 1e9:+.4g}" for flops in (*more, sum(more)))]
+        for row, text in zip(table, cells, strict=True):
             row.append(text)
     return "\n".join([*_aligned(table), *_summary(plan), *_ladder_lines(plan)])
 
@@ -50,8 +50,8 @@ def errors_beside_uniform(plan: Plan) -> tuple[list[float], list[float]]:
         return list(before), list(after)
     if plan.criterion == "projected":
         chosen = zip(plan.measured, plan.allocation, strict=True)
-        before = tuple(one.uniform_residual for one in plan.measured)
-        after = tuple(one.residual(steps) for one, steps in chosen)
+        before = tuple(measured.uniform_residual for measured in plan.measured)
+        after = tuple(measured.residual(steps) for measured, steps in chosen)
     return list(map(math.sqrt, before)), list(map(math.sqrt, after))
 
 
@@ -63,7 +63,7 @@ def starved(plan: Plan) -> list[str]:
     """
     if plan.planner != "greedy":
         return []
-    what = plan.error_name
+    error_name = plan.error_name
     errors = list(zip(*errors_beside_uniform(plan), strict=True))
     groups, steps, lines, rising = range(len(errors)), plan.allocation, [], []
     for i in sorted(groups, key=lambda i: errors[i][0] - errors[i][1]):
@@ -73,13 +73,13 @@ def starved(plan: Plan) -> list[str]:
         if steps[most] > steps[i]:
             lines.append(
                 f"the plan starves {name}: {steps[i]} Newton-Schulz steps, where the easier "
-                f"{plan.operator_types[most]} gets {steps[most]}; {what} {new:.4f}, of uniform "
-                f"{old:.4f}"
+                f"{plan.operator_types[most]} gets {steps[most]}; {error_name} {new:.4f}, of "
+                f"uniform {old:.4f}"
             )
         elif new > old:
             rising.append(f"{name} from {old:.4f} to {new:.4f}")
     if rising:
-        lines.append(f"the plan raises the {what} of {', '.join(rising)}")
+        lines.append(f"the plan raises the {error_name} of {', '.join(rising)}")
     return lines
 
 

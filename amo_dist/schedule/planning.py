@@ -165,16 +165,18 @@ def plan_measured(
 
     def curves(fewest: int) -> list[dict[int, float]]:
         return [
-            {k: weight * one.distance(k) for k in range(fewest, high + 1)}
-            for one, weight in zip(measured, weights, strict=True)
+            {k: weight * spectra.distance(k) for k in range(fewest, high + 1)}
+            for spectra, weight in zip(measured, weights, strict=True)
         ]
 
     allocation = least_error(curves(low), inputs["budget"], known)
     plan = Plan(
         **inputs,
         **kept,
-        ell_target=tuple(one.ell(k) for one, k in zip(measured, allocation, strict=True)),
-        curves=tuple(tuple(one.distance(k) for k in range(low, high + 1)) for one in measured),
+        ell_target=tuple(spectra.ell(k) for spectra, k in zip(measured, allocation, strict=True)),
+        curves=tuple(
+            tuple(spectra.distance(k) for k in range(low, high + 1)) for spectra in measured
+        ),
         allocation=allocation,
         objective=budgets.objective(curves(low), allocation),
         weights=tuple(weights),

@@ -158,27 +158,27 @@ class Policy(abc.ABC):
         """A state as JSON values, from which `from_dict` restores it bit for bit."""
         return {"version": _VERSION, "policy": self.name, **self._fields(state)}
 
-    def from_dict(self, found: object, groups: Groups | None = None) -> State:
+    def from_dict(self, saved: object, groups: Groups | None = None) -> State:
         """Read and check what `to_dict` wrote.
 
         Args:
-            found: JSON values.
+            saved: JSON values.
             groups: Groups that the state must fit, if they are known.
 
         Raises:
             ValueError: A field is unknown or malformed, or at odds with another or with the
                 groups; the message names it.
         """
-        if not isinstance(found, Mapping):
-            fields.fail("state", found, "a mapping")
+        if not isinstance(saved, Mapping):
+            fields.fail("state", saved, "a mapping")
         for key, expected in (("policy", self.name), ("version", _VERSION)):
-            fields.read_choice(f"state.{key}", found.get(key, "nothing"), expected)
-        rest = {key: value for key, value in found.items() if key not in ("policy", "version")}
-        return self._read(rest, groups)
+            fields.read_choice(f"state.{key}", saved.get(key, "nothing"), expected)
+        entries = {key: value for key, value in saved.items() if key not in ("policy", "version")}
+        return self._read(entries, groups)
 
     def resumed(
         self,
-        found: object,
+        saved: object,
         groups: Groups | None,
         *,
         steps_taken: int,
@@ -188,7 +188,7 @@ class Policy(abc.ABC):
         """The policy and the state that go on from a saved state.
 
         Args:
-            found: Result of `to_dict`.
+            saved: Result of `to_dict`.
             groups: Argument of `from_dict`.
             steps_taken: Optimizer steps of the saved run.
             config: Settings to go on with.
@@ -197,7 +197,7 @@ class Policy(abc.ABC):
         Raises:
             ValueError: The state is malformed, or not one of a run of so many steps.
         """
-        return self, self.from_dict(found, groups)
+        return self, self.from_dict(saved, groups)
 
     def digest(self, state: State, groups: Groups, step: int) -> str:
         """A hexadecimal SHA-256 of the state and of the schedules applied at a step.
@@ -212,14 +212,17 @@ class Policy(abc.ABC):
     def metrics(self, state: State, groups: Groups, step: int) -> dict[str, float]:
         """Plain numbers for a logger: ``amo/ns_steps/<operator type>``."""
         schedules = self.schedules(state, groups, step)
-        return {f"amo/ns_steps/{name}": float(one.num_steps) for name, one in schedules.items()}
+        return {
+            f"amo/ns_steps/{name}": float(schedule.num_steps)
+            for name, schedule in schedules.items()
+        }
 
     @abc.abstractmethod
     def _fields(self, state: State) -> dict[str, Any]:
         """What `to_dict` holds beside version and policy."""
 
     @abc.abstractmethod
-    def _read(self, found: Mapping[str, Any], groups: Groups | None) -> State:
+    def _read(self, saved: Mapping[str, Any], groups: Groups | None) -> State:
         """The state of which `_fields` gave these."""
 
 
@@ -268,19 +271,19 @@ class TablePolicy(Policy):
 
     def resumed(
         self,
-        found: object,
+        saved: object,
         groups: Groups | None,
         *,
         steps_taken: int,
         config: MuonConfig,
         changed: Collection[str] = (),
     ) -> tuple[Policy, State]:
-        """As `Policy.resumed`; ``on_config_change = "replan"`` lets the table change, too."""
-        mine, may_change = self._fields(None)["schedules"], config.on_config_change == "replan"
-        if may_change and isinstance(found, Mapping) and found.get("schedules", mine) != mine:
+        """See `Policy.resumed`; ``on_config_change = "replan"`` lets the table change, too."""
+        own, may_change = self._fields(None)["schedules"], config.on_config_change == "replan"
+        if may_change and isinstance(saved, Mapping) and saved.get("schedules", own) != own:
             logger.warning("the coefficients have changed, and those of this run are in force")
-            found = {**found, "schedules": mine}
-        return self, self.from_dict(found, groups)
+            saved = {**saved, "schedules": own}
+        return self, self.from_dict(saved, groups)
 
     def _schedule(self, operator_type: str) -> Schedule:
         schedule = self.by_type.get(operator_type, self.default)
@@ -296,12 +299,12 @@ class TablePolicy(Policy):
         text = json.dumps([table, default], sort_keys=True)
         return {"schedules": hashlib.sha256(text.encode()).hexdigest()}
 
-    def _read(self, found: Mapping[str, Any], groups: Groups | None) -> State:
-        saved = fields.read_record("state", found, ["schedules"])["schedules"]
-        mine = self._fields(None)["schedules"]
-        if saved != mine:
+    def _read(self, saved: Mapping[str, Any], groups: Groups | None) -> State:
+        digest = fields.read_record("state", saved, ["schedules"])["schedules"]
+        own = self._fields(None)["schedules"]
+        if digest != own:
             raise ValueError(
-                f"state.schedules: found {fields.show(saved)}, expected {mine}: the coefficients "
+                f"state.schedules: found {fields.show(digest)}, expected {own}: the coefficients "
                 "have changed; set on_config_change to 'replan' to go on with those of this run"
             )
 
@@ -315,6 +318,6 @@ def as_policy(schedule: str | Schedule | Mapping[str, Schedule] | Policy) -> Pol
     if isinstance(schedule, Policy):
         return schedule
     if isinstance(schedule, str):
-        found = named_schedule(schedule)
-        return TablePolicy(found.by_type, found.schedule)
+        named = named_schedule(schedule)
+        return TablePolicy(named.by_type, named.schedule)
     return TablePolicy({}, schedule) if isinstance(schedule, Schedule) else TablePolicy(schedule)

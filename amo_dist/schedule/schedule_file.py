@@ -34,7 +34,7 @@ from amo_dist.schedule import fields
 from amo_dist.schedule.polar_express import compose
 from amo_dist.schedule.types import Schedule
 
-# By name: tomli is tomllib on Python 3.10, and the project depends on it there alone.
+# The import is by name: Python 3.10 has no tomllib, and only there the project depends on tomli.
 _toml: Any = importlib.import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 
 _COMPOSED = 1e-6
@@ -81,16 +81,16 @@ def read_toml(field: str, path: str | Path) -> dict[str, Any]:
     return content
 
 
-def _read_number(field: str, found: object) -> float:
-    if isinstance(found, bool) or not isinstance(found, (int, float)):
-        fields.fail(field, found, "a finite number")
-    return float(found)
+def _read_number(field: str, entry: object) -> float:
+    if isinstance(entry, bool) or not isinstance(entry, (int, float)):
+        fields.fail(field, entry, "a finite number")
+    return float(entry)
 
 
-def _read_parameter(field: str, found: object) -> object:
-    if isinstance(found, bool) or not isinstance(found, (str, int, float)):
-        fields.fail(field, found, "a number or a string")
-    return found
+def _read_parameter(field: str, entry: object) -> object:
+    if isinstance(entry, bool) or not isinstance(entry, (str, int, float)):
+        fields.fail(field, entry, "a number or a string")
+    return entry
 
 
 _Number: TypeAlias = Annotated[float, _read_number]

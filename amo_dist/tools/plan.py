@@ -214,4 +214,4 @@ def _measured(
             "which --min-steps, --max-steps, --ladder-min-steps or a budget of "
             f"{inputs['budget']} {inputs['budget_unit']} need"
         )
-    return tuple(one.within(low, high) for one in plan.measured)
+    return tuple(measured.within(low, high) for measured in plan.measured)

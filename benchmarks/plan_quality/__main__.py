@@ -45,19 +45,19 @@ def main(args: Sequence[str] | None = None) -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    found = argparse.ArgumentParser(
+    parsers = argparse.ArgumentParser(
         prog="python -m benchmarks.plan_quality",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    commands = found.add_subparsers(dest="command", required=True)
-    run, told = (commands.add_parser(name) for name in ("run", "report"))
-    for command in (run, told):
+    commands = parsers.add_subparsers(dest="command", required=True)
+    run, tables = (commands.add_parser(name) for name in ("run", "report"))
+    for command in (run, tables):
         command.add_argument("--study", choices=("plans", "ladder"), default="plans")
         command.add_argument("--output", type=Path, help="folder of results")
         command.add_argument("--spectra", type=Path, help="folder of spectra and claims")
     run.add_argument("--list", action="store_true", help="what there is to run, and run nothing")
-    return found
+    return parsers
 
 
 if __name__ == "__main__":

@@ -59,8 +59,8 @@ def load(root: Path) -> Corpus:
         tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(torch.int16)
         parts[is_for_validation(name)] += [tokens, end]
     if not all(parts.values()):
-        found = {"training": len(parts[False]) // 2, "validation": len(parts[True]) // 2}
-        raise ValueError(f"root: found {found} files in {root}, expected some of both")
+        counts = {"training": len(parts[False]) // 2, "validation": len(parts[True]) // 2}
+        raise ValueError(f"root: found {counts} files in {root}, expected some of both")
     train, validation = torch.cat(parts[False]), torch.cat(parts[True])
     description = {
         "digest": hasher.hexdigest()[:16],

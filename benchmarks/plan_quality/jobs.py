@@ -44,9 +44,9 @@ class Job:
 
 
 def all_jobs() -> list[Job]:
-    """In the order of what they tell: whatever is done at any time is a balanced table."""
+    """Jobs in the order of what they tell: whatever is done at any time is a balanced table."""
 
-    def each(rows: Sequence[str], *which: int, norm: str = "exact") -> list[Job]:
+    def balanced(rows: Sequence[str], *which: int, norm: str = "exact") -> list[Job]:
         return [
             Job(Start(name, seed, norm), tuple(rows)) for seed in which for name in ARCHITECTURES
         ]
@@ -62,18 +62,18 @@ def all_jobs() -> list[Job]:
         *(Job(Start(first, 0, order=order), ("uniform-5",)) for order in range(1, 6)),
         Job(Start(first, 0), ("uniform-5", *NOISE)),
         *rates(first, "exact"),
-        *each((*CONTENDERS, *TRIAL, "distance-0.5"), 0),
-        *each((*CONTENDERS, "residual-alike-0.8", "distance-0.5"), 1),
-        *each(AS_IS[:1], 0, norm="as_is"),
+        *balanced((*CONTENDERS, *TRIAL, "distance-0.5"), 0),
+        *balanced((*CONTENDERS, "residual-alike-0.8", "distance-0.5"), 1),
+        *balanced(AS_IS[:1], 0, norm="as_is"),
         *(switch(step, first) for step in (12, 50)),
-        *each((*CONTENDERS, TRIAL[0]), 2, 3, 4),
-        *each(TRIAL[:-1], 1, 2, 3, 4),
-        *each(AS_IS[:1], 1, 2, 3, 4, norm="as_is"),
+        *balanced((*CONTENDERS, TRIAL[0]), 2, 3, 4),
+        *balanced(TRIAL[:-1], 1, 2, 3, 4),
+        *balanced(AS_IS[:1], 1, 2, 3, 4, norm="as_is"),
         Job(Start(first, 0, steps=2000, switch=800), CONTENDERS),
         *(job for name in others for job in rates(name, "exact")),
-        *each(VARIANTS, 0),
+        *balanced(VARIANTS, 0),
         *(switch(step, name) for name in others for step in (12, 50)),
-        *each(AS_IS, 0, norm="as_is"),
+        *balanced(AS_IS, 0, norm="as_is"),
         Job(Start(others[1], 0, steps=2000, switch=800), CONTENDERS),
     ]
 
@@ -130,7 +130,7 @@ def ladder_jobs() -> list[Job]:
 
 
 def record_path(output: Path, start: Start, row: str) -> Path:
-    """Where the record of one run is."""
+    """Path of the record of one run."""
     return output / "runs" / f"{start.key}-{row}.json"
 
 
@@ -150,11 +150,11 @@ def work(
     """Run what has no record and no other worker.
 
     Args:
-        jobs: In this order.
+        jobs: Jobs in their order.
         output: Folder of the records.
         spectra: Folder of spectra and of the claims of workers.
-        corpus: Of all runs.
-        settings: Of all runs.
+        corpus: Text of all runs.
+        settings: Settings of all runs.
         tell: Gets a line for each run.
     """
     for job in jobs:

@@ -31,7 +31,7 @@ ARCHITECTURES = {
     "square-kv": Architecture(num_heads=12, num_kv_heads=6),
     "multi-head": Architecture(num_heads=6, num_kv_heads=6),
 }
-"""By name: k and v of 64 x 192; k and v square under a wide q; all of attention square."""
+"""Architectures by name: k and v of 64 x 192; k and v square under a wide q; all square."""
 
 
 class Attention(nn.Module):
@@ -84,7 +84,7 @@ class Decoder(nn.Module):
     """Tokens ``(batch, sequence)`` to logits ``(batch, sequence, vocabulary)``.
 
     Args:
-        sizes: Of the model. Weights are drawn from N(0, 0.02^2) by torch's global generator.
+        sizes: Sizes of the model. Weights are drawn from N(0, 0.02^2) by torch's global generator.
     """
 
     def __init__(self, sizes: Architecture) -> None:

@@ -27,7 +27,7 @@ from benchmarks.plan_quality.spectra import (
 )
 
 BASE_STEPS, BASE_ELL = 5, 1e-3
-"""Of the uniform schedule, which all rows run up to the switch."""
+"""Steps and ``ell`` of the uniform schedule, which all rows run up to the switch."""
 ELLS = tuple(sorted({*GRID, BASE_ELL}))
 LEAST, MOST = 3, 7
 """The range of steps that a plan of `amo_dist.AMOConfig` may give."""
@@ -41,8 +41,8 @@ class Row:
 
     Attributes:
         title: For tables.
-        steps: Of a uniform schedule; 0: none.
-        named: Of a named schedule.
+        steps: Steps of a uniform schedule; 0: none.
+        named: Name of a named schedule.
         measure: What a plan minimises, one of `MEASURES`.
         weighting: ``alike`` or ``entries``.
         ratio: Flops over those of uniform five steps.
@@ -66,8 +66,8 @@ class Row:
     flops_of: str = ""
 
 
-def _plan(title: str, measure: str, ratio: float, **how: Any) -> Row:
-    return Row(f"{title}, {ratio}", measure=measure, ratio=ratio, **how)
+def _plan(title: str, measure: str, ratio: float, **fields: Any) -> Row:
+    return Row(f"{title}, {ratio}", measure=measure, ratio=ratio, **fields)
 
 
 ROWS: Mapping[str, Row] = MappingProxyType(
@@ -106,7 +106,7 @@ ROWS: Mapping[str, Row] = MappingProxyType(
         },
     }
 )
-"""By name, in the order in which they run."""
+"""Rows by name, in the order in which they run."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class Chosen:
     phases: Mapping[int, Mapping[str, Schedule]]
     """Schedules by name of the matrix, by the first step of each phase."""
     plan: Mapping[str, tuple[int, float]]
-    """By group: steps, and the ``ell`` that they are composed for; empty without a plan."""
+    """Plan by group: steps, and the ``ell`` that they are composed for; empty without a plan."""
     rates: tuple[float, ...] = ()
     """Greatest rate of each rung of a ladder, in peaks up to the switch."""
 
@@ -134,21 +134,23 @@ class Planner:
     """Makes rows out for one model, from spectra up to the switch.
 
     Args:
-        spectra: Of the uniform run.
-        shapes: Of the matrices, by name.
-        types: Their operator types, by name.
+        spectra: Spectra of the uniform run.
+        shapes: Shapes of the matrices, by name.
+        types: Operator types of the matrices, by name.
     """
 
     def __init__(self, spectra: Spectra, shapes: Shapes, types: Mapping[str, str]) -> None:
         self._shapes, self._types = shapes, types
         tried = [composed(ell, k) for k in range(1, MOST + 1) for ell in ELLS]
         self._errors = {
-            name: torch.stack([measures(images(found[name], tried)) for found in spectra.values()])
+            name: torch.stack(
+                [measures(images(observed[name], tried)) for observed in spectra.values()]
+            )
             .mean(0)
             .view(MOST, len(ELLS), len(MEASURES))
             for name in shapes
         }
-        """By name: ``(steps - 1, ell, measure)``, means over the steps observed."""
+        """Errors by name: ``(steps - 1, ell, measure)``, means over the steps observed."""
 
     def choose(self, row: Row, rates: Mapping[int, float]) -> Chosen:
         """The schedules of a row.
@@ -236,21 +238,21 @@ class Planner:
     ) -> tuple[list[dict[int, float]], list[dict[int, float]]]:
         """Least weighted error by steps and its ``ell``, for each group."""
         curves, ells = [], []
-        for some in groups.values():
+        for names in groups.values():
             table = torch.stack(
                 [
                     weight(self._shapes[name], row.weighting)
                     * self._errors[name][..., MEASURES.index(row.measure)]
-                    for name in some
+                    for name in names
                 ]
             ).sum(0)
-            found = {k: table[k - 1].tolist() for k in range(low, MOST + 1)}
+            errors_by_steps = {k: table[k - 1].tolist() for k in range(low, MOST + 1)}
             # Ties go to the greater ell.
             places = {
                 k: min(range(len(ELLS)), key=lambda j, r=row_: (r[j], -j))
-                for k, row_ in found.items()
+                for k, row_ in errors_by_steps.items()
             }
-            curves.append({k: found[k][j] for k, j in places.items()})
+            curves.append({k: errors_by_steps[k][j] for k, j in places.items()})
             ells.append({k: ELLS[j] for k, j in places.items()})
         return curves, ells
 
@@ -262,9 +264,9 @@ class Planner:
 
 
 def _layer(name: str) -> int:
-    found = _LAYER.search(name)
-    assert found is not None
-    return int(found[1])
+    match = _LAYER.search(name)
+    assert match is not None
+    return int(match[1])
 
 
 def relative_flops(schedules: Mapping[str, Schedule], shapes: Shapes) -> float:

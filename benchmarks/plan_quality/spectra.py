@@ -18,7 +18,7 @@ from amo_dist import Schedule
 Spectra: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 """Singular values over the Frobenius norm, float64, by step and name of the matrix."""
 Shapes: TypeAlias = Mapping[str, tuple[int, int]]
-"""Of each matrix, by name."""
+"""Shape of each matrix, by name."""
 
 MEASURES = ("residual", "distance", "direction", "square", "low")
 """Means over the directions of the short side; see `measures`."""
@@ -26,11 +26,11 @@ MEASURES = ("residual", "distance", "direction", "square", "low")
 
 def momentum_spectra(momenta: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Singular values of matrices over their Frobenius norms, float64, descending, by name."""
-    found = {}
+    values_by_name = {}
     for name, momentum in momenta.items():
         values = torch.linalg.svdvals(momentum.double())
-        found[name] = values / torch.linalg.vector_norm(values)
-    return found
+        values_by_name[name] = values / torch.linalg.vector_norm(values)
+    return values_by_name
 
 
 def images(values: Tensor, schedules: Sequence[Schedule]) -> Tensor:
@@ -86,9 +86,9 @@ def scores(schedules: Mapping[str, Schedule], spectra: Spectra, shapes: Shapes) 
     """Every functional of spectra for a schedule of each matrix.
 
     Args:
-        schedules: By name of the matrix.
-        spectra: Of one or more steps.
-        shapes: Of the matrices.
+        schedules: Schedules by name of the matrix.
+        spectra: Spectra of one or more steps.
+        shapes: Shapes of the matrices.
 
     Returns:
         Of each of `MEASURES` the mean over steps and matrices, all matrices alike (``alike``) and
@@ -96,18 +96,18 @@ def scores(schedules: Mapping[str, Schedule], spectra: Spectra, shapes: Shapes) 
     """
     means = {
         name: torch.stack(
-            [measures(images(found[name], [schedule]))[0] for found in spectra.values()]
+            [measures(images(totals[name], [schedule]))[0] for totals in spectra.values()]
         ).mean(0)
         for name, schedule in schedules.items()
     }
-    found: dict[str, float] = {}
+    totals: dict[str, float] = {}
     for weighting in ("alike", "entries"):
         total = sum(weight(shapes[name], weighting) for name in means)
         for i, measure in enumerate(MEASURES):
-            value = sum(weight(shapes[n], weighting) * each[i].item() for n, each in means.items())
-            found[f"{measure} {weighting}"] = value / total
-        found[f"gain {weighting}"] = found.pop(f"square {weighting}") ** 0.5
-    return found
+            value = sum(weight(shapes[n], weighting) * mean[i].item() for n, mean in means.items())
+            totals[f"{measure} {weighting}"] = value / total
+        totals[f"gain {weighting}"] = totals.pop(f"square {weighting}") ** 0.5
+    return totals
 
 
 def weight(shape: tuple[int, int], weighting: str) -> int:

@@ -37,12 +37,12 @@ class Start:
     """What all runs have in common that share a beginning.
 
     Attributes:
-        architecture: Of the model, by name.
-        seed: Of the weights and of the batches.
+        architecture: Name of the model's architecture.
+        seed: Seed of the weights and of the batches.
         norm: ``update_norm`` of `amo_dist.MuonConfig`.
         rate: Peak learning rate.
         switch: The last step of the uniform schedule.
-        steps: Of the whole run.
+        steps: Steps of the whole run.
         order: Sequences of a batch are added up in another order for each number but 0.
         decay: Form of the learning rate, as `Settings.rate_at` takes it.
     """
@@ -61,8 +61,8 @@ class Start:
         """For names of files."""
         order = f"-order{self.order}" if self.order else ""
         decay = "" if self.decay == "cosine" else f"-{self.decay}"
-        where = f"{self.steps}at{self.switch}{decay}"
-        return f"{self.architecture}-{self.seed}-{self.norm}-{self.rate:g}-{where}{order}"
+        steps = f"{self.steps}at{self.switch}{decay}"
+        return f"{self.architecture}-{self.seed}-{self.norm}-{self.rate:g}-{steps}{order}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -72,7 +72,7 @@ class Snapshot:
     start: Start
     model: Decoder
     state: Mapping[str, Any]
-    """Of the optimizer."""
+    """State of the optimizer."""
     train_loss: list[float]
     spectra: dict[int, dict[str, Tensor]]
     """At the steps observed, the last of them the switch."""
@@ -138,8 +138,8 @@ def finish(
     Args:
         snapshot: At the switch.
         phases: Schedules by name of the matrix, by the first step of each phase.
-        corpus: Of the snapshot's run.
-        settings: Of the snapshot's run.
+        corpus: Text of the snapshot's run.
+        settings: Settings of the snapshot's run.
         order: Other than that of the start from the switch on, for noise.
         observe: Whether to take spectra.
     """
@@ -212,13 +212,13 @@ def reordered(stream: Iterator[Batch], order: int) -> Iterator[Batch]:
 
 def momenta(optimizer: Muon) -> dict[str, Tensor]:
     """What the last step orthogonalized, by name: momentum with Nesterov's step."""
-    found = {}
+    by_name = {}
     for name, param in optimizer.params_by_name.items():
         state = optimizer.state[param]
         if "momentum_buffer" in state:
             assert param.grad is not None
-            found[name] = param.grad + optimizer.config.momentum * state["momentum_buffer"]
-    return found
+            by_name[name] = param.grad + optimizer.config.momentum * state["momentum_buffer"]
+    return by_name
 
 
 def loss_of(model: Decoder, batch: Batch) -> Tensor:
@@ -231,12 +231,12 @@ def loss_of(model: Decoder, batch: Batch) -> Tensor:
 def evaluate(model: Decoder, corpus: Corpus, settings: Settings) -> float:
     """Mean loss a token on batches that are the same for every run."""
     stream = batches(corpus.validation, settings.batch, settings.sequence, _VALIDATION_SEED)
-    found = islice(stream, settings.validation_batches)
-    return statistics.fmean(loss_of(model, batch).item() for batch in found)
+    stream = islice(stream, settings.validation_batches)
+    return statistics.fmean(loss_of(model, batch).item() for batch in stream)
 
 
 def digest(model: Decoder) -> str:
-    """Of the bits of all parameters."""
+    """Digest of the bits of all parameters."""
     hasher = hashlib.sha256()
     for param in model.parameters():
         hasher.update(param.detach().contiguous().numpy().tobytes())

@@ -146,4 +146,4 @@ def _fixed(optimizer: Any, registry: Sequence[MatrixInfo]) -> tuple[Steps, str]:
     origin = f"schedule file {path}" if path else f"schedule {schedule}"
     origin += "" if name == "Muon" else f" of {name}"
     schedules = policy.schedules(policy.start(), policy.groups(registry), 1)
-    return {one: found.num_steps for one, found in schedules.items()}, origin
+    return {group: schedule.num_steps for group, schedule in schedules.items()}, origin
