@@ -188,6 +188,8 @@ class Controller:
         lines = [f"step {step}", f"schedules and state {decision.digest}"]
         if self.follows_rate:
             lines.append(f"greatest learning rate of matrices {rate}")
+        # Set here and not in `finish`, which a step that raises never reaches.
+        self._undone = self.control
         return Orders(
             step,
             schedules=decision.schedules,
@@ -249,7 +251,7 @@ class Controller:
     def finish(self, orders: Orders) -> None:
         """Count a step, and act on its measurements; a collective over the world if it has any."""
         assert self._decision is not None
-        control = self._undone = self.control
+        control = self.control
         self.control = dataclasses.replace(
             control, steps_taken=orders.step, state=self._decision.state
         )

@@ -110,7 +110,8 @@ class Muon(torch.optim.Optimizer):
             tensors of its own. A `DeviceMesh` only says which ranks hold replicas, and counts as
             one more mesh of the world.
         allow_no_matrices: Accept a world without any matrix, in which AdamW trains everything. By
-            default that is an error: `amo_dist.param_groups` may not know the model's names.
+            default that is an error: `amo_dist.param_groups` may not know the model's names. Leave
+            it off if other stages of a pipeline have matrices.
         own: Hyperparameters of the rule, for groups that do not name their own.
 
     Raises:

@@ -174,6 +174,16 @@ def test_a_single_process_raises_at_once() -> None:
         assert take(model, optimizer, 1) == "OutOfMemoryError: CUDA out of memory"
 
 
+def test_a_step_that_raises_midway_undoes_no_good_step() -> None:
+    """A bad verdict on the step that raised once took back the step before it, too."""
+    model = models.make_model("plain", models.shapes())
+    optimizer = Muon(param_groups(model))
+    assert take(model, optimizer, 1) == ""
+    with full(one_step, "newton_schulz", True):
+        assert take(model, optimizer, 2) != ""
+    assert optimizer._controller.control_after("undone").steps_taken == 1
+
+
 # ------------------------------------------------------------------ the rest of a step
 
 
