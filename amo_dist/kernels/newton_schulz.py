@@ -201,7 +201,7 @@ def _batch_is_loop(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int)
 
     A library may add up the products of a batch in another order. The batch of a matrix depends on
     the number of ranks, and its bits must not. Terms that cancel show the order: what is left of
-    them are the roundings of partial sums.
+    them are the roundings of partial sums. Addends show how often a sum is rounded.
 
     Args:
         shape: ``(b, m, n)`` of the batch.
@@ -214,9 +214,8 @@ def _batch_is_loop(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int)
     def layouts(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.contiguous(), x.mT.contiguous().mT
 
-    multiply = functools.partial(_multiply, beta=0.5, alpha=1.5)
-
-    def is_loop(left: Tensor, right: Tensor, added: Tensor | None) -> bool:
+    def is_loop(left: Tensor, right: Tensor, added: Tensor | None, alpha: float) -> bool:
+        multiply = functools.partial(_multiply, beta=-3.7, alpha=alpha)
         addends = [None] * count if added is None else added
         singles = map(multiply, left, right, addends)
         return torch.equal(multiply(left, right, added), torch.stack([*singles]))
@@ -227,10 +226,13 @@ def _batch_is_loop(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int)
         left, right = half.to(dtype).split([m, n], dim=1)
         order = torch.randperm(2 * half.shape[-1], generator=draw, device="cpu")[:k]
         lefts = layouts(torch.cat((left, left), dim=-1)[..., order])
-        rights = layouts(torch.cat((right, -right), dim=-1)[..., order].mT)
-        addends = (None, left.new_zeros(count, m, n))
-        if not all(is_loop(*case) for case in itertools.product(lefts, rights, addends)):
-            return False
+        zeros = left.new_zeros(count, m, n)
+        random = torch.randn(zeros.shape, generator=draw, device="cpu").to(dtype)
+        for sign, addends in (-1, (None, zeros)), (1, (random,)):
+            rights = layouts(torch.cat((right, sign * right), dim=-1)[..., order].mT)
+            cases = itertools.product(lefts, rights, addends, (1.0, 1.3))
+            if not all(is_loop(*case) for case in cases):
+                return False
     return True
 
 
