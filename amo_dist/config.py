@@ -128,7 +128,7 @@ class MathConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExchangeConfig:
-    """The travel of matrices between ranks."""
+    """The travel of matrices between ranks, and how their work is run."""
 
     wire_dtype: str | None = None
     """Dtype of matrices on the wire, momentum and results. None: ``ns_dtype``, or ``bfloat16`` if
@@ -141,6 +141,9 @@ class ExchangeConfig:
     matrices run ``standard`` products, and their bits depend on the number of ranks."""
     bucket_bytes: int = 64 * 2**20
     """Approximate bytes of the matrices that travel together; a larger matrix travels alone."""
+    compile_updates: bool = False
+    """Whether to compile momentum and updates on CUDA, which then take a third of the memory
+    traffic, by count. Compiles once for each bucket. Not run on a GPU yet."""
 
     def __post_init__(self) -> None:
         if self.wire_dtype is not None:
@@ -148,6 +151,7 @@ class ExchangeConfig:
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
         _require_int("max_team", self.max_team, 1)
         _require_int("bucket_bytes", self.bucket_bytes, 1)
+        _require_bool("compile_updates", self.compile_updates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

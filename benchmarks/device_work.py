@@ -42,7 +42,7 @@ from benchmarks import launches
 from benchmarks.optimizer_step import count_bytes
 from tests import simulated_device as simulation
 
-CONTENDERS = ("ours", "dion Muon", "torch Muon")
+CONTENDERS = ("ours", "ours compiled", "dion Muon", "torch Muon")
 WARMUP = 3
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _NO_KERNEL = launches.VIEWS | {
@@ -139,8 +139,8 @@ def _build(
     name: str, module: torch.nn.Module, mesh: Any, options: argparse.Namespace, work: Work
 ) -> torch.optim.Optimizer:
     params = list(module.parameters())
-    if name == "ours":
-        return launches.build(module)
+    if name.startswith("ours"):
+        return launches.build(module, compile_updates=name == "ours compiled")
     if name == "torch Muon":
         return torch.optim.Muon(params, lr=1e-3, weight_decay=0.1)
     sys.path.insert(0, str(options.dion_path))

@@ -177,6 +177,7 @@ class Engine:
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         self._wire: torch.dtype = getattr(torch, config.wire)
         self._is_far = parameters.device.type != "cpu"
+        self._compiles = config.compile_updates and parameters.device.type == "cuda"
         self.device = device_of_matrices(parameters.params, parameters.device)
         """Where matrices are gathered and orthogonalized."""
         self._is_staged = self.device != parameters.device
@@ -329,7 +330,7 @@ class Engine:
             for momentum, some in moving.items():
                 buffers = [self._local.state[index]["momentum_buffer"] for index in some]
                 of_some: Any = [found[index] for index in some]
-                update_momentum(buffers, of_some, momentum, bad=self._bad)
+                update_momentum(buffers, of_some, momentum, bad=self._bad, compiles=self._compiles)
 
     def _pipeline(self) -> None:
         """Run buckets to their end, some on their way while others are computed.
@@ -408,7 +409,7 @@ class Engine:
                     pairs = zip(out, dtypes, strict=True)
                     found = [torch.empty_like(each, dtype=dtype) for each, dtype in pairs]
                 if is_nesterov:
-                    nesterov(momenta, grads, momentum, out=found)
+                    nesterov(momenta, grads, momentum, out=found, compiles=self._compiles)
                 else:
                     _copy(momenta, found)
                 if rule.prepares:
@@ -515,6 +516,7 @@ class Engine:
                             scale=[self._scales[parts[i].matrix] for i in some],
                             cautious=self.config.cautious_decay,
                             bad=self._bad,
+                            compiles=self._compiles,
                         )
 
     @contextlib.contextmanager
