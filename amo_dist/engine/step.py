@@ -53,6 +53,7 @@ from amo_dist.kernels.newton_schulz import (
     newton_schulz,
     scale_to_exact_norm,
 )
+from amo_dist.kernels.quack import library
 from amo_dist.kernels.team import drop_nonfinite_slabs, orthogonalize_slabs
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
@@ -180,6 +181,7 @@ class Engine:
         self._compiles = config.compile_updates and parameters.device.type == "cuda"
         self.device = device_of_matrices(parameters.params, parameters.device)
         """Where matrices are gathered and orthogonalized."""
+        self._library = library(config.ns_kernels, self.device, self._dtype)
         self._is_staged = self.device != parameters.device
         if config.max_team > 1 and (rule.prepares or rule.finishes):
             raise ValueError(
@@ -460,7 +462,7 @@ class Engine:
             "dtype": self._dtype,
         }
         if team is None:
-            return newton_schulz(x, steps, **how)
+            return newton_schulz(x, steps, library=self._library, **how)
         return orthogonalize_slabs(x, steps, team=team, is_tall=shape[0] > shape[1], **how)
 
     def _update(self, pieces: _Pieces) -> None:
