@@ -131,7 +131,7 @@ class MathConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExchangeConfig:
-    """The travel of matrices between ranks."""
+    """The travel of matrices between ranks, and how their work is run."""
 
     wire_dtype: str | None = None
     """Dtype of matrices on the wire, momentum and results. None: ``ns_dtype``, or ``bfloat16`` if
@@ -144,6 +144,13 @@ class ExchangeConfig:
     matrices run ``standard`` products, and their bits depend on the number of ranks."""
     bucket_bytes: int = 64 * 2**20
     """Approximate bytes of the matrices that travel together; a larger matrix travels alone."""
+    ns_kernels: str = "auto"
+    """Library of Newton-Schulz products on CUDA: ``torch``; ``quack``, symmetric products of
+    quack-kernels (the extra ``quack``), for bfloat16 or float16 and compute capability 9.0 or
+    newer; ``auto``, which is ``quack`` where it can run. Not run on a GPU yet."""
+    compile_updates: bool = False
+    """Whether to compile momentum and updates on CUDA, which then take a third of the memory
+    traffic, by count. Compiles once for each bucket. Not run on a GPU yet."""
 
     def __post_init__(self) -> None:
         if self.wire_dtype is not None:
@@ -151,6 +158,8 @@ class ExchangeConfig:
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
         _require_int("max_team", self.max_team, 1)
         _require_int("bucket_bytes", self.bucket_bytes, 1)
+        _require_choice("ns_kernels", self.ns_kernels, ("auto", "torch", "quack"))
+        _require_bool("compile_updates", self.compile_updates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

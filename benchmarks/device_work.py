@@ -4,8 +4,8 @@
 of the tests: matrices of the model's number and kinds but narrower, collectives that move nothing,
 each contender in a process of its own. Nothing is timed.
 
-- *products*: launches and flops by dtype. Of a symmetric product of Dion's Triton kernels half is
-  counted. Flops are scaled to the width of the model.
+- *products*: launches and flops by dtype. Of a symmetric product of Dion's Triton kernels, or of
+  quack-kernels, half is counted. Flops are scaled to the width of the model.
 - *passes*: launches of all other kernels, and the bytes that they read and write for an element of
   the matrices of this rank, from gradient to parameter. A call of a compiled function is one launch
   for each run of kernels between two products; it reads its inputs and writes its results once.
@@ -22,11 +22,13 @@ from __future__ import annotations
 import argparse
 import contextlib
 import functools
+import importlib.metadata
 import json
 import math
 import os
 import subprocess
 import sys
+import types
 import weakref
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -38,11 +40,13 @@ import torch
 import torch.distributed as dist
 from torch.utils._pytree import tree_iter
 
+from amo_dist.kernels import quack
+from amo_dist.kernels.newton_schulz import _multiply
 from benchmarks import launches
 from benchmarks.optimizer_step import count_bytes
 from tests import simulated_device as simulation
 
-CONTENDERS = ("ours", "dion Muon", "torch Muon")
+CONTENDERS = ("ours", "ours compiled", "ours compiled, quack", "dion Muon", "torch Muon")
 WARMUP = 3
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _NO_KERNEL = launches.VIEWS | {
@@ -139,8 +143,12 @@ def _build(
     name: str, module: torch.nn.Module, mesh: Any, options: argparse.Namespace, work: Work
 ) -> torch.optim.Optimizer:
     params = list(module.parameters())
-    if name == "ours":
-        return launches.build(module)
+    if name.startswith("ours"):
+        fields = {"compile_updates": "compiled" in name, "ns_kernels": "torch"}
+        if "quack" in name:
+            _stand_in_for_quack(work)
+            fields["ns_kernels"] = "quack"
+        return launches.build(module, **fields)
     if name == "torch Muon":
         return torch.optim.Muon(params, lr=1e-3, weight_decay=0.1)
     sys.path.insert(0, str(options.dion_path))
@@ -167,6 +175,38 @@ def _build(
         newton_schulz_func=function,
     )
     return optimizer
+
+
+def _stand_in_for_quack(work: Work) -> None:
+    """Its symmetric products, as products of half the flops, and its fused ``aX + BX``."""
+
+    def symmetric(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        C: torch.Tensor | None,
+        out: torch.Tensor,
+        alpha: float,
+        beta: float,
+    ) -> None:
+        with work.half():
+            _multiply(a, b, C, beta, alpha, out=out)
+
+    def add(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        C: torch.Tensor,
+        out: torch.Tensor,
+        beta: float,
+        tuned: bool,
+    ) -> None:
+        _multiply(a, b, C, beta, out=out)
+
+    interface = types.ModuleType("quack.gemm_interface")
+    interface.gemm_symmetric, interface.gemm_add = symmetric, add  # type: ignore[attr-defined]
+    sys.modules |= {"quack": types.ModuleType("quack"), interface.__name__: interface}
+    importlib.metadata.version = lambda name: quack.VERSION
+    # Of the narrower model.
+    quack._MIN_ROWS = 64
 
 
 class Work:

@@ -167,9 +167,9 @@ def make_module(
     return root
 
 
-def build(module: nn.Module) -> Muon:
-    """The optimizer over the shards of a module."""
-    return Muon(param_groups(module), lr=1e-3, config=MuonConfig(ns_guard_every=0))
+def build(module: nn.Module, **fields: Any) -> Muon:
+    """The optimizer over the shards of a module, with fields of its config."""
+    return Muon(param_groups(module), lr=1e-3, config=MuonConfig(ns_guard_every=0, **fields))
 
 
 class Done:

@@ -66,6 +66,7 @@ from amo_dist.kernels.newton_schulz import (
     newton_schulz,
     scale_to_exact_norm,
 )
+from amo_dist.kernels.quack import library
 from amo_dist.kernels.team import drop_nonfinite_slabs, orthogonalize_slabs
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
@@ -183,8 +184,10 @@ class Engine:
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         self._wire: torch.dtype = getattr(torch, config.wire)
         self._is_on_device = parameters.device.type != "cpu"
+        self._compiles = config.compile_updates and parameters.device.type == "cuda"
         self.device = device_of_matrices(parameters.tensors, parameters.device)
         """Device on which matrices are gathered and orthogonalized."""
+        self._library = library(config.ns_kernels, self.device, self._dtype)
         self._is_staged = self.device != parameters.device
         self._rounding = Rounding(parameters.params, config)
         shapes = [m.shape if m.dim == 0 else m.shape[::-1] for m in parameters.matrices]
@@ -318,7 +321,7 @@ class Engine:
                 by_momentum[momentum].append((param.state[MOMENTUM], grad))
             for momentum, pairs in by_momentum.items():
                 buffers, grads = map(list, zip(*pairs, strict=True))
-                update_momentum(buffers, grads, momentum, bad=step.bad)
+                update_momentum(buffers, grads, momentum, bad=step.bad, compiles=self._compiles)
 
     def _adamw(self, step: StepContext) -> None:
         with record_function("amo::adamw"), self._deferring(step, "AdamW"):
@@ -409,7 +412,8 @@ class Engine:
                 if self.rule.has_pre:  # before anything is rounded to travel
                     out = [torch.empty_like(x, dtype=wide_dtype(x.dtype)) for x in momenta]
                 if is_nesterov:
-                    nesterov(momenta, [grad for _, _, grad in rows], momentum, out=out)
+                    grads = [grad for _, _, grad in rows]
+                    nesterov(momenta, grads, momentum, out=out, compiles=self._compiles)
                 else:
                     torch._foreach_copy_(out, momenta)
                 if self.rule.has_pre:
@@ -468,7 +472,7 @@ class Engine:
             "dtype": self._dtype,
         }
         if team is None:
-            return newton_schulz(x, schedule.coefficients, **options)
+            return newton_schulz(x, schedule.coefficients, library=self._library, **options)
         is_tall = shape[0] > shape[1]
         return orthogonalize_slabs(x, schedule.coefficients, team=team, is_tall=is_tall, **options)
 
@@ -569,6 +573,7 @@ class Engine:
                     scale=[piece.scale for piece, _ in members],
                     cautious=self.config.cautious_decay,
                     bad=step.bad,
+                    compiles=self._compiles,
                 )
 
     @contextlib.contextmanager

@@ -16,6 +16,7 @@ import functools
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -136,6 +137,7 @@ def newton_schulz(
     dtype: torch.dtype,
     backend: str = "auto",
     eps: float = 1e-7,
+    library: Library | None = None,
 ) -> Tensor:
     """`orthogonalize`, without checks.
 
@@ -148,6 +150,7 @@ def newton_schulz(
         dtype: Dtype of the products and of the result.
         backend: Form of the steps; see `step_sizes`.
         eps: Addend of the norm, in units of the largest entry.
+        library: Products in place of `TORCH`.
 
     Returns:
         New contiguous tensor of the shape of ``x`` in ``dtype``.
@@ -159,7 +162,7 @@ def newton_schulz(
 
     if x.dim() == 2 or not on_cpu(x):
         first, known = scale(x)
-        return run_steps(first, coefficients, sizes, known)
+        return run_steps(first, coefficients, sizes, known, library or TORCH)
     # Sums over a batch need not have the bits of sums over a matrix; products may have.
     scaled = [scale(matrix) for matrix in x]
     batch = batch_size(x.shape[-2:], dtype, x.device)
@@ -201,7 +204,7 @@ def _batch_is_loop(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int)
 
     A library may add up the products of a batch in another order. The batch of a matrix depends on
     the number of ranks, and its bits must not. Terms that cancel show the order: what is left of
-    them are the roundings of partial sums.
+    them are the roundings of partial sums. Addends show how often a sum is rounded.
 
     Args:
         shape: ``(b, m, n)`` of the batch.
@@ -214,9 +217,8 @@ def _batch_is_loop(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int)
     def layouts(x: Tensor) -> tuple[Tensor, Tensor]:
         return x.contiguous(), x.mT.contiguous().mT
 
-    multiply = functools.partial(_multiply, beta=0.5, alpha=1.5)
-
-    def is_loop(left: Tensor, right: Tensor, added: Tensor | None) -> bool:
+    def is_loop(left: Tensor, right: Tensor, added: Tensor | None, alpha: float) -> bool:
+        multiply = functools.partial(_multiply, beta=-3.7, alpha=alpha)
         addends = [None] * count if added is None else added
         singles = map(multiply, left, right, addends)
         return torch.equal(multiply(left, right, added), torch.stack([*singles]))
@@ -227,10 +229,13 @@ def _batch_is_loop(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int)
         left, right = half.to(dtype).split([m, n], dim=1)
         order = torch.randperm(2 * half.shape[-1], generator=draw, device="cpu")[:k]
         lefts = layouts(torch.cat((left, left), dim=-1)[..., order])
-        rights = layouts(torch.cat((right, -right), dim=-1)[..., order].mT)
-        addends = (None, left.new_zeros(count, m, n))
-        if not all(is_loop(*case) for case in itertools.product(lefts, rights, addends)):
-            return False
+        zeros = left.new_zeros(count, m, n)
+        random = torch.randn(zeros.shape, generator=draw, device="cpu").to(dtype)
+        for sign, addends in (-1, (None, zeros)), (1, (random,)):
+            rights = layouts(torch.cat((right, sign * right), dim=-1)[..., order].mT)
+            cases = itertools.product(lefts, rights, addends, (1.0, 1.3))
+            if not all(is_loop(*case) for case in cases):
+                return False
     return True
 
 
@@ -435,11 +440,26 @@ def precondition_aol(
     return unit.to(dtype), small.mul_(d).mul_(d.mT).to(dtype)
 
 
+class Library(NamedTuple):
+    """Products of Newton-Schulz steps."""
+
+    product: Product
+    """`symmetric_product`, or a function in its place."""
+    apply: Callable[[Tensor, Tensor, float, bool], Tensor]
+    """``apply(factor, x, multiple, is_tall)``: ``multiple * X + factor X``, X being ``x`` or, where
+    that is tall, its transpose."""
+
+
+TORCH = Library(symmetric_product, _apply)
+"""PyTorch's products."""
+
+
 def run_steps(
     x: Tensor,
     coefficients: tuple[Triple, ...],
     sizes: Sequence[int],
     known: Tensor | None = None,
+    library: Library = TORCH,
 ) -> Tensor:
     """Run the steps, one or two at once.
 
@@ -449,11 +469,13 @@ def run_steps(
         coefficients: Triples, one for each step.
         sizes: Numbers of steps to take at once, each 1 or 2; their sum is the number of steps.
         known: ``A``, the Gram matrix of the short side of ``x``, where it is known.
+        library: Products.
     """
     stop = 0
     for size in sizes:
         start, stop = stop, stop + size
-        x = (pair if size == 2 else standard)(x, coefficients[start:stop], known)
+        part = coefficients[start:stop]
+        x = (pair if size == 2 else standard)(x, part, known, library=library)
         known = None
     return x
 
@@ -463,7 +485,7 @@ def standard(
     coefficients: Sequence[Triple],
     known: Tensor | None = None,
     *,
-    product: Product = symmetric_product,
+    library: Library = TORCH,
     is_tall: bool | None = None,
 ) -> Tensor:
     """Run steps of three products each.
@@ -473,19 +495,25 @@ def standard(
             modified.
         coefficients: Triples, one for each step.
         known: ``A``, the Gram matrix of the short side of ``x``, where it is known.
-        product: Function in place of `symmetric_product`, called for X without ``added``, for a
-            tall X with ``right``, and for A.
+        library: Products. ``product`` is called for X without ``added``, for a tall X with
+            ``right``, and for A.
         is_tall: Whether the columns are the short side; None for what the shape of ``x`` tells.
     """
     is_tall = x.shape[-2] > x.shape[-1] if is_tall is None else is_tall
     for a, b, c in coefficients:
         if known is None:
-            known = product(x.mT, right=x) if is_tall else product(x)
-        x, known = _apply(product(known, known, b, c), x, a, is_tall), None
+            known = library.product(x.mT, right=x) if is_tall else library.product(x)
+        x, known = library.apply(library.product(known, known, b, c), x, a, is_tall), None
     return x
 
 
-def pair(x: Tensor, coefficients: Sequence[Triple], known: Tensor | None = None) -> Tensor:
+def pair(
+    x: Tensor,
+    coefficients: Sequence[Triple],
+    known: Tensor | None = None,
+    *,
+    library: Library = TORCH,
+) -> Tensor:
     """Run two steps at once, with two products by X instead of four.
 
     Rounding moves an eigenvalue of A by about a unit of the dtype, however small the singular value
@@ -498,19 +526,20 @@ def pair(x: Tensor, coefficients: Sequence[Triple], known: Tensor | None = None)
             modified.
         coefficients: Triples of the two steps.
         known: ``A``, the Gram matrix of the short side of ``x``, where it is known.
+        library: Products.
     """
     (a0, b0, c0), (a1, b1, c1) = coefficients
-    is_tall = x.shape[-2] > x.shape[-1]
+    product, is_tall = library.product, x.shape[-2] > x.shape[-1]
     if known is None:
-        known = symmetric_product(x.mT, right=x) if is_tall else symmetric_product(x)
-    p = symmetric_product(known, known, b0, c0)
+        known = product(x.mT, right=x) if is_tall else product(x)
+    p = product(known, known, b0, c0)
     p.diagonal(dim1=-2, dim2=-1).add_(a0)
-    known = symmetric_product(symmetric_product(p, right=known.mT), right=p.mT)
-    q = symmetric_product(known, known, b1, c1)
+    known = product(product(p, right=known.mT), right=p.mT)
+    q = product(known, known, b1, c1)
     q.diagonal(dim1=-2, dim2=-1).add_(a1)
-    factor = symmetric_product(q, right=p.mT)
+    factor = product(q, right=p.mT)
     del known, p, q  # memory, of which a pair thus takes no more than a single step
-    return _apply(factor, x, 0.0, is_tall)
+    return library.apply(factor, x, 0.0, is_tall)
 
 
 def _multiply(

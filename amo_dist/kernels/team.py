@@ -14,7 +14,7 @@ from torch import Tensor
 
 from amo_dist.config import Triple
 from amo_dist.kernels.elementwise import largest_entry, wide_dtype
-from amo_dist.kernels.newton_schulz import precondition_aol, standard, symmetric_product
+from amo_dist.kernels.newton_schulz import TORCH, precondition_aol, standard, symmetric_product
 
 
 class Team(Protocol):
@@ -84,7 +84,8 @@ def orthogonalize_slabs(
         team.add(norm)
         norm.sqrt_().clamp_(min=1.0)
         slab = unit.div_(norm.mul_(norm_scale).add_(eps)).to(dtype)
-    return standard(slab, coefficients, known, product=product, is_tall=is_tall)
+    library = TORCH._replace(product=product)
+    return standard(slab, coefficients, known, library=library, is_tall=is_tall)
 
 
 def drop_nonfinite_slabs(updates: Tensor, team: Team) -> Tensor:

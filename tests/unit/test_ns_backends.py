@@ -164,17 +164,26 @@ def test_batches_of_small_matrices_have_the_bits_of_single_ones(
     assert torch.equal(found, torch.stack(singles))
 
 
-def test_batches_of_other_bits_are_run_one_by_one() -> None:
-    x = torch.randn(3, 16, 24, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+@pytest.mark.parametrize("name", ["bmm", "baddbmm"])
+def test_batches_of_other_bits_are_run_one_by_one(name: str) -> None:
+    x = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
     options: Any = {"norm_scale": 1.01, "preconditioner": "frobenius", "dtype": torch.bfloat16}
     expected = newton_schulz(x, KJ, **options)
-    product = torch.bmm
-    # A library that adds up in another order.
-    other = mock.Mock(side_effect=lambda *args, **kwargs: product(*args, **kwargs).mul_(1.01))
+    product = getattr(torch, name)
+
+    # A library that adds up each batch from the last term to the first.
+    def other(*args: Tensor, **kwargs: Any) -> Tensor:
+        *added, left, right = args
+        found: Tensor = product(*added, left.flip(-1), right.flip(-2), **kwargs)
+        return found
+
+    assert module._batch_is_loop.__wrapped__((3, 64, 64), torch.bfloat16, 1)
     module._batch_is_loop.cache_clear()
-    with mock.patch.object(torch, "bmm", other):
+    with mock.patch.object(torch, name, side_effect=other) as called:
+        assert not module._batch_is_loop((3, 64, 64), torch.bfloat16, torch.get_num_threads())
+        called.reset_mock()
         assert torch.equal(newton_schulz(x, KJ, **options), expected)
-        assert other.called
+        assert not called.called
     module._batch_is_loop.cache_clear()
 
 

@@ -1,0 +1,205 @@
+"""The hooks for quack-kernels, with a stand-in of its signatures and limits. Not run on a GPU."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+import sys
+import types
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor
+
+from amo_dist import Muon, MuonConfig, param_groups
+from amo_dist.kernels import quack
+from amo_dist.kernels.newton_schulz import TORCH, newton_schulz, step_sizes
+from amo_dist.schedule.polar_express import compose
+from tests.distributed import models
+from tests.simulated_device import Device, simulated_device
+
+CUDA, CPU, ROWS = torch.device("cuda", 0), torch.device("cpu"), 16
+
+
+class StandIn(types.ModuleType):
+    """`quack.gemm_interface` of the pinned version, as far as it is used."""
+
+    def __init__(self) -> None:
+        super().__init__("quack.gemm_interface")
+        self.calls: Counter[str] = Counter()
+
+    def check(self, name: str, *tensors: Tensor | None) -> None:
+        self.calls[name] += 1
+        for x in tensors:
+            if x is not None:
+                assert x.is_cuda
+                assert x.dtype in (torch.bfloat16, torch.float16)
+                assert 1 in x.stride()[-2:]
+                assert x.data_ptr() % 16 == 0
+                assert all(size % 8 == 0 for size in x.shape[-2:])
+
+    def gemm_symmetric(
+        self,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor | None = None,
+        out: Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
+        dynamic_scheduler: bool = False,
+        alpha: float | Tensor = 1.0,
+        beta: float | Tensor = 1.0,
+    ) -> Tensor:
+        self.check("gemm_symmetric", A, B, C, out)
+        assert type(alpha) is type(beta) is float
+        result = alpha * (A.double() @ B.double())
+        result = result if C is None else result + beta * C.double()
+        # The library mirrors what it computes.
+        torch.testing.assert_close(result.cpu(), result.mT.cpu(), rtol=0, atol=2**-5)
+        assert out is not None
+        return out.copy_(result)
+
+    def gemm_add(
+        self,
+        A: Tensor,
+        B: Tensor,
+        C: Tensor,
+        out: Tensor | None = None,
+        alpha: float | Tensor = 1.0,
+        beta: float | Tensor = 1.0,
+        out_dtype: torch.dtype | None = None,
+        dynamic_scheduler: bool = False,
+        tuned: bool = True,
+    ) -> Tensor:
+        self.check("gemm_add", A, B, C, out)
+        assert type(alpha) is type(beta) is float
+        assert not tuned
+        assert out is not None
+        return out.copy_(alpha * (A.double() @ B.double()) + beta * C.double())
+
+
+@pytest.fixture
+def device() -> Iterator[Device]:
+    quack.library.cache_clear()
+    with simulated_device() as device:
+        yield device
+    quack.library.cache_clear()
+
+
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch, device: Device) -> StandIn:
+    interface = StandIn()
+    version = importlib.metadata.version
+    monkeypatch.setattr(quack, "_MIN_ROWS", ROWS)
+    monkeypatch.setitem(sys.modules, "quack", types.ModuleType("quack"))
+    monkeypatch.setitem(sys.modules, "quack.gemm_interface", interface)
+    monkeypatch.setattr(
+        importlib.metadata,
+        "version",
+        lambda name: quack.VERSION if name == "quack-kernels" else version(name),
+    )
+    return interface
+
+
+@pytest.mark.parametrize("batch", [(), (3,)])
+@pytest.mark.parametrize(
+    ("shape", "is_taken"),
+    [
+        *[((16, 48), True), ((48, 16), True), ((16, 16), True), ((136, 400), True)],
+        *[((8, 48), False), ((20, 48), False), ((48, 20), False), ((16, 44), False)],
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_products_within_the_limits_are_the_librarys(
+    shape: tuple[int, int],
+    is_taken: bool,
+    batch: tuple[int, ...],
+    dtype: torch.dtype,
+    installed: StandIn,
+) -> None:
+    products = quack.library("auto", CUDA, dtype)
+    assert products is quack.library("auto", CUDA, dtype) is not TORCH
+    installed.calls.clear()
+    x = torch.randn(*batch, *shape, generator=torch.Generator().manual_seed(0)).to("cuda")
+    options: Any = {"norm_scale": 1.01, "preconditioner": "frobenius", "dtype": dtype}
+    coefficients = tuple(compose(1.01e-2, 5))
+    found = newton_schulz(x, coefficients, library=products, **options).cpu().double()
+    expected = newton_schulz(x, coefficients, **options).cpu().double()
+    # Both round every product to 16 bits, lifted by steps for 1e-2.
+    error = (found - expected).norm() / expected.norm()
+    assert error < (0.05 if dtype == torch.bfloat16 else 0.01)
+    num_pairs = step_sizes("auto", shape, coefficients, dtype, CUDA).count(2)
+    assert bool(num_pairs) is (shape == (136, 400))
+    taken = {
+        "gemm_symmetric": 2 * (5 - 2 * num_pairs) + 6 * num_pairs,
+        "gemm_add": 5 - 2 * num_pairs,
+    }
+    # An X of a side that 8 does not divide still has a small matrix that it does.
+    small = {"gemm_symmetric": 5} if shape == (16, 44) else {}
+    assert installed.calls == (taken if is_taken else small)
+
+
+def test_an_unaligned_matrix_is_left_to_pytorch(installed: StandIn) -> None:
+    products = quack.library("quack", CUDA, torch.bfloat16)
+    installed.calls.clear()
+    x = torch.zeros(16 * 16 + 1, dtype=torch.bfloat16, device="cuda")[1:].view(16, 16)
+    products.product(x)
+    products.apply(torch.zeros(16, 16, dtype=torch.bfloat16, device="cuda"), x, 2.0, False)
+    assert not installed.calls
+
+
+def test_kernels_are_compiled_before_the_first_collective(
+    installed: StandIn, device: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO)
+    for _ in range(2):
+        model = models.plain_model({"layers.0.attention.wq.weight": (16, 32)}, "cuda")
+        optimizer = Muon(param_groups(model), lr=0.02, config=MuonConfig())
+    assert installed.calls["gemm_symmetric"] > 0 < installed.calls["gemm_add"]
+    assert not device.collectives
+    lines = [r.message for r in caplog.records if "Newton-Schulz products by" in r.message]
+    assert lines == ["Newton-Schulz products by quack-kernels"]
+    installed.calls.clear()
+    models.set_gradients(model, 1, 1)
+    optimizer.step()
+    assert installed.calls["gemm_add"] == 5
+
+
+@pytest.mark.parametrize(
+    ("place", "dtype", "capability", "version", "cause"),
+    [
+        (CPU, "bfloat16", (9, 0), "0.6.5", "matrices on cpu, expected a CUDA device"),
+        (CUDA, "float32", (9, 0), "0.6.5", "ns_dtype = 'float32', expected 'bfloat16' or"),
+        (CUDA, "float16", (8, 0), "0.6.5", "compute capability 8.0, expected 9.0 or newer"),
+        (CUDA, "float16", (9, 0), None, r"no quack-kernels installed, expected the extra amo-d"),
+        (CUDA, "float16", (12, 0), "0.7.0", "quack-kernels 0.7.0, expected 0.6.5"),
+    ],
+)
+def test_where_quack_cannot_run(
+    place: torch.device,
+    dtype: str,
+    capability: tuple[int, int],
+    version: str | None,
+    cause: str,
+    device: Device,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def find(name: str) -> str:
+        if version is None:
+            raise importlib.metadata.PackageNotFoundError
+        return version
+
+    caplog.set_level(logging.INFO)
+    capable = mock.patch.object(torch.cuda, "get_device_capability", return_value=capability)
+    with mock.patch.object(importlib.metadata, "version", find), capable:
+        arguments = (place, getattr(torch, dtype))
+        with pytest.raises(ValueError, match=f"ns_kernels: found 'quack' with {cause}"):
+            quack.library("quack", *arguments)
+        assert quack.library("torch", *arguments) is TORCH
+        assert not caplog.records
+        assert quack.library("auto", *arguments) is TORCH
+        if place == CUDA:  # nobody expects it elsewhere
+            assert "products by PyTorch: " in caplog.text
