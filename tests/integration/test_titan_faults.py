@@ -46,7 +46,9 @@ def test_a_rank_told_to_stop_has_all_save_and_leave(
     titan: Server, reference: Run, tmp_path: Path
 ) -> None:
     job = Job(2, str(tmp_path), (*OPTIONS, "--checkpoint.interval=100", ASYNC))
-    run = titan.run(dataclasses.replace(job, die_at=(1, 3, "SIGTERM")))  # all end well
+    stopped = dataclasses.replace(job, die_at=(1, 3, "SIGTERM"))
+    assert titan.wait(titan.start(stopped)) == [75, 75]
+    run = Run(tmp_path, 2)
     (saved,) = run.complete()
     # The next step, or the one after where the signal came late to a thread.
     assert saved in (4, 5)
