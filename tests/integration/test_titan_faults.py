@@ -187,12 +187,12 @@ def test_torchrun_restarts_the_quickstart_to_the_same_end(titan: Server, tmp_pat
 def test_training_goes_on_from_weights_alone(titan: Server, tmp_path: Path) -> None:
     """From a checkpoint that holds weights only, and from Hugging Face's format: the same bits."""
     options = ("--model.name=qwen3", "--model.flavor=tiny", "--checkpoint.enable")  # a tied head
-    exports = {"dcp": (), "hf": ("--checkpoint.last_save_in_hf",)}
+    exports = {"dcp": "--checkpoint.last_save_model_only", "hf": "--checkpoint.last_save_in_hf"}
     starts = {"dcp": (), "hf": ("--checkpoint.initial_load_in_hf",)}
     losses = {}
     for key, export in exports.items():
         folder = tmp_path / key
-        first = titan.run(Job(2, str(folder), (*options, *export)))
+        first = titan.run(Job(2, str(folder), (*options, export)))
         weights = folder / "checkpoint" / f"step-{NUM_STEPS}"
         assert bool(list(weights.glob("*.safetensors"))) == (key == "hf")
         load = f"--checkpoint.initial_load_path={weights}"
