@@ -70,7 +70,7 @@ def test_the_view_says_how_far_and_how_long() -> None:
     assert "optimizer 25.0%  data 5.0%" in text
     assert "tokens/s    1,000  2,000 ms per step  optimizer 25.0%  data 5.0%" in text
     assert "peak MiB    3  of memory" in text
-    assert "TFLOP/s     412  41.7% of the device's peak (MFU)" in text
+    assert "TFLOP/s     412  per device  41.7% of its peak (MFU)" in text
     rows = [line.split() for line in lines[-4:]]
     assert rows[0] == ["type", "NS", "steps", "observed", "ell"]  # nothing is composed yet
     assert rows[1] == ["attn_q", "6", "3.25e-04"]
@@ -83,7 +83,7 @@ def test_after_the_plan_it_says_what_it_is_composed_for_and_at_the_lock_no_time_
     header, row = text.splitlines()[-4:-2]
     assert header.endswith("observed ell   composed for")
     assert row.split() == ["attn_q", "6", "3.25e-04", "5.50e-04"]
-    assert "TFLOP/s     412\n" in text  # This device's peak is not known.
+    assert "TFLOP/s     412  per device\n" in text  # This device's peak is not known.
     assert "70/70           done" in text
 
 

@@ -109,7 +109,7 @@ def view(name: str, metrics: Metrics, *, width: int = 80) -> list[str]:
     else:
         add("training", last["step"], ",", "steps")
     if last.get("lock_step"):
-        lines.append(_bar("to the lock", last["step"], last["lock_step"], seconds, bar_width))
+        lines.append(_bar("plan locks", last["step"], last["lock_step"], seconds, bar_width))
     lines.append("")
     losses, norm = costs.values(records[-400:], "loss"), last.get("grad_norm")
     norm_text = "" if norm is None else f"gradient norm {norm:.3g}"
@@ -128,8 +128,8 @@ def view(name: str, metrics: Metrics, *, width: int = 80) -> list[str]:
         speed = _recent(records, "tokens_per_second")
         add("tokens/s", speed, ",.0f", f"{seconds * 1e3:,.0f} ms per step", *shares)
     mfu = _recent(records, "mfu_percent")
-    share_of_peak = "" if mfu is None else f"{mfu:.1f}% of the device's peak (MFU)"
-    add("TFLOP/s", _recent(records, "tflops"), ",.3g", share_of_peak)
+    share_of_peak = "" if mfu is None else f"{mfu:.1f}% of its peak (MFU)"
+    add("TFLOP/s", _recent(records, "tflops"), ",.3g", "per device", share_of_peak)
     add("peak MiB", (last.get("peak_memory_bytes") or 0) / 2**20 or None, ",.0f", "of memory")
     if last["num_steps_by_type"]:
         lines += ["", *_table(last)]
