@@ -197,14 +197,44 @@ def test_no_node_is_excluded_if_all_fail(job: Job) -> None:
     job.ranks("exit 9", alone="exit 1")
     status, output, calls = job.run()
     assert (status, calls) == (1, ["probe"])
-    assert "error: no node passes the probe alone, so none is excluded" in output
+    assert "error: no node passes the probe, so none is excluded" in output
 
 
-def test_a_network_that_fails_ends_the_job(job: Job) -> None:
+def test_a_network_that_fails_ends_a_job_of_two_nodes(job: Job) -> None:
     job.ranks("exit 9", together="exit 1")
     status, output, calls = job.run()
     assert (status, calls) == (1, ["probe"])
     assert "but not all together: it is the network" in output
+
+
+@pytest.mark.parametrize(
+    ("fails", "calls", "line"),
+    [
+        (
+            '((NODES == 4)) || [[ "$*" == *n3* ]]',
+            ["probe", "scontrol requeue 123456", "scontrol update JobId=123456 ExcNodeList=n3"],
+            "the probe fails on n3\n",
+        ),
+        ("((NODES == 4))", ["probe"], "error: every node passes the probe with a neighbour"),
+        ("true", ["probe"], "error: no node passes the probe, so none is excluded"),
+    ],
+)
+def test_the_node_that_fails_with_both_neighbours_is_excluded(
+    job: Job, fails: str, calls: list[str], line: str
+) -> None:
+    text = (job.folder / "scontrol").read_text().replace("'n1\\nn2\\n'", "'n1\\nn2\\nn3\\nn4\\n'")
+    stub(job.folder, "scontrol", text)
+    pairs = f'echo "$NODES $HEAD $*" >> {job.folder}/together\n'
+    passed = "; ".join(f"echo passed n{number}" for number in range(1, 5))
+    job.ranks("exit 9", alone=passed, together=f"{pairs}if {fails}; then exit 1; fi")
+    status, output, asked = job.run()
+    assert (status, asked) == (1, calls)
+    assert line in output
+    first, pair, *others = (job.folder / "together").read_text().splitlines()
+    assert first.startswith("4 n1:23456 ")
+    assert pair.startswith("2 n4:23456 ")
+    assert "--nodes=2 --nodelist=n4,n1 launch/doctor.sh --probe" in pair
+    assert len(others) == 3
 
 
 def test_the_probe_can_be_left_out(job: Job) -> None:
