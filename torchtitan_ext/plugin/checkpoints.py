@@ -88,11 +88,6 @@ class CheckpointManager(titan.CheckpointManager):
                 raise ValueError(
                     f"checkpoint.stop_seconds: found {self.stop_seconds}, expected an integer >= 1"
                 )
-            if self.keep_every < 0 or self.keep_every % self.interval:
-                raise ValueError(
-                    f"checkpoint.keep_every: found {self.keep_every}, expected a multiple of "
-                    f"checkpoint.interval, which is {self.interval}"
-                )
             require_local("checkpoint.folder", self.folder)
             if self.initial_load_path and not is_remote(self.initial_load_path):
                 self.initial_load_path = str(Path(self.initial_load_path).absolute())
@@ -102,6 +97,11 @@ class CheckpointManager(titan.CheckpointManager):
                 self.initial_load_model_only = False  # torchtitan warns about its own default.
             titan.CheckpointManager.Config.__post_init__(self)
             self.initial_load_model_only = model_only
+            if self.keep_every < 0 or self.keep_every % self.interval:
+                raise ValueError(
+                    f"checkpoint.keep_every: found {self.keep_every}, expected a multiple of "
+                    f"checkpoint.interval, which is {self.interval}"
+                )
 
     def __init__(self, config: Config, **parts: Any) -> None:
         # DCP would write to an object store, where no resume looks.
