@@ -158,10 +158,33 @@ amo_probe_nodes() {
   done < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
 }
 
-# amo_probe_network SECONDS: the same probe on all nodes together.
+# amo_probe_network SECONDS [NODE...]: the same probe on these nodes together, by default on all.
 amo_probe_network() {
-  export RUN_ID="probe-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}"
-  timeout -k 10 $(($1 + 60)) "${AMO_SRUN[@]}" launch/doctor.sh --probe . --seconds "$1"
+  local limit="$1" options=()
+  shift
+  if (($#)); then
+    local NODES="$#" HEAD="$1:${HEAD##*:}"
+    options=(--nodes="$#" --nodelist="$(IFS=,; echo "$*")")
+  fi
+  export RUN_ID="probe-$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$*"
+  timeout -k 10 $((limit + 60)) "${AMO_SRUN[@]}" "${options[@]}" launch/doctor.sh --probe . --seconds "$limit" >&2
+}
+
+# amo_probe_pairs SECONDS: probes each node with the next one, and prints those that fail with both neighbours.
+amo_probe_pairs() {
+  local limit="$1" nodes node before
+  local -A passed=()
+  mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")
+  before="${nodes[-1]}"
+  for node in "${nodes[@]}"; do
+    if amo_probe_network "$limit" "$before" "$node"; then
+      passed["$before"]=1 passed["$node"]=1
+    fi
+    before="$node"
+  done
+  for node in "${nodes[@]}"; do
+    [[ -n "${passed[$node]:-}" ]] || echo "$node"
+  done
 }
 
 # amo_exclude NODE...: keeps the job, which must be pending, away from these nodes, too.

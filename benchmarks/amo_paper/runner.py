@@ -14,6 +14,7 @@ from benchmarks.amo_paper.resolve import GPUS_PER_NODE, PAPER, ROOT, Config, Job
 from torchtitan_ext.config import files
 from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs import run_files
+from torchtitan_ext.signals import STOPPED
 
 LAUNCHER = ROOT / "launch" / "train.slurm"
 """Starts one run; its demands on Slurm are those of an array's tasks too."""
@@ -95,7 +96,7 @@ def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:
         ranks: Processes of each run.
 
     Returns:
-        0, or the exit status of the first run that failed.
+        0, or the exit status of the first run that failed or was stopped.
 
     Raises:
         ValueError: As :func:`check`; or the checkpoint that a run starts from is missing.
@@ -111,7 +112,8 @@ def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:
         _prepare(job)
         status = _train(job, extra, ranks)
         if status != 0:
-            print(f"{job.folder.name}: failed with status {status}", file=sys.stderr)
+            end = "stopped; the same command goes on" if status == STOPPED else "failed"
+            print(f"{job.folder.name}: {end} (status {status})", file=sys.stderr)
             return status
     return 0
 
@@ -141,9 +143,7 @@ def _train(job: Job, extra: Sequence[str], ranks: int) -> int:
     command = ("train", str(job.config), "--ranks", str(ranks), *job.arguments(), *extra)
     process = subprocess.Popen([*AMO, *command], cwd=ROOT)
     try:
-        status = process.wait()
-        # One that was told to stop, and has saved, ends well.
-        return status if status or is_done(job) else 130
+        return process.wait()
     finally:  # it ends its ranks when it is terminated
         if process.poll() is None:
             process.terminate()

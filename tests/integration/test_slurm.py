@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 
 from torchtitan_ext import environment as ranks
+from torchtitan_ext.runs.run_files import complete_steps
 
 ROOT = Path(__file__).parents[2]
 LAUNCH = ROOT / "launch"
@@ -196,14 +197,44 @@ def test_no_node_is_excluded_if_all_fail(job: Job) -> None:
     job.ranks("exit 9", alone="exit 1")
     status, output, calls = job.run()
     assert (status, calls) == (1, ["probe"])
-    assert "error: no node passes the probe alone, so none is excluded" in output
+    assert "error: no node passes the probe, so none is excluded" in output
 
 
-def test_a_network_that_fails_ends_the_job(job: Job) -> None:
+def test_a_network_that_fails_ends_a_job_of_two_nodes(job: Job) -> None:
     job.ranks("exit 9", together="exit 1")
     status, output, calls = job.run()
     assert (status, calls) == (1, ["probe"])
     assert "but not all together: it is the network" in output
+
+
+@pytest.mark.parametrize(
+    ("fails", "calls", "line"),
+    [
+        (
+            '((NODES == 4)) || [[ "$*" == *n3* ]]',
+            ["probe", "scontrol requeue 123456", "scontrol update JobId=123456 ExcNodeList=n3"],
+            "the probe fails on n3\n",
+        ),
+        ("((NODES == 4))", ["probe"], "error: every node passes the probe with a neighbour"),
+        ("true", ["probe"], "error: no node passes the probe, so none is excluded"),
+    ],
+)
+def test_the_node_that_fails_with_both_neighbours_is_excluded(
+    job: Job, fails: str, calls: list[str], line: str
+) -> None:
+    text = (job.folder / "scontrol").read_text().replace("'n1\\nn2\\n'", "'n1\\nn2\\nn3\\nn4\\n'")
+    stub(job.folder, "scontrol", text)
+    pairs = f'echo "$NODES $HEAD $*" >> {job.folder}/together\n'
+    passed = "; ".join(f"echo passed n{number}" for number in range(1, 5))
+    job.ranks("exit 9", alone=passed, together=f"{pairs}if {fails}; then exit 1; fi")
+    status, output, asked = job.run()
+    assert (status, asked) == (1, calls)
+    assert line in output
+    first, pair, *others = (job.folder / "together").read_text().splitlines()
+    assert first.startswith("4 n1:23456 ")
+    assert pair.startswith("2 n4:23456 ")
+    assert "--nodes=2 --nodelist=n4,n1 launch/doctor.sh --probe" in pair
+    assert len(others) == 3
 
 
 def test_the_probe_can_be_left_out(job: Job) -> None:
@@ -312,6 +343,65 @@ def test_an_end_is_an_end(job: Job, status: int, line: str) -> None:
     result, output, calls = job.run()
     assert (result, calls) == (status, ["probe", "train"])
     assert line in output
+
+
+@pytest.mark.slow
+def test_a_real_run_is_probed_stopped_queued_again_and_finished(tmp_path: Path) -> None:
+    """Nothing stands in for Python here: two CPU ranks train, and the second start resumes."""
+    folder, run = tmp_path / "bin", tmp_path / "run"
+    folder.mkdir()
+    stub(
+        folder,
+        "scontrol",
+        f"""[[ "$2" != hostnames ]] || exec echo localhost
+echo "$*" >> {folder}/calls""",
+    )
+    stub(folder, "scancel", f"kill -TERM $(cat {folder}/pid)")
+    stub(
+        folder,
+        "srun",
+        f'''while [[ "$1" == -* ]]; do shift; done
+echo $$ > {folder}/pid
+export SLURMD_NODENAME=localhost
+exec "$@"''',
+    )
+    environment = variables(
+        folder, GPUS="2", AMO_DEVICE="cpu", OMP_NUM_THREADS="1", SLURM_JOB_NODELIST="localhost"
+    )
+    options = [f"--dump_folder={run}", "--checkpoint.enable", "--metrics.log_freq=1"]
+    script = ["bash", str(LAUNCH / "train.slurm"), "configs/debug_llama3.toml", *options]
+
+    def start(steps: int) -> subprocess.Popen[str]:
+        command = [*script, f"--training.steps={steps}"]
+        return subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    job = start(4000)
+    while not (run / "metrics.jsonl").exists():
+        assert job.poll() is None, job.communicate()
+        time.sleep(0.1)
+    time.sleep(2)
+    job.send_signal(signal.SIGUSR1)
+    output, _ = job.communicate(timeout=300)
+    assert job.returncode == 75, output
+    (step,) = complete_steps(run / "checkpoint")
+    for line in (
+        "ok   newton-schulz: ",
+        "[amo] time limit ahead: saving\n",
+        f"stopped at step {step}, which is saved",
+        "Stopped; the same command goes on.\n",
+        f"[amo] ended with status 75, saved until step {step}\n",
+    ):
+        assert line in output
+    assert (folder / "calls").read_text() == "requeue 123456\n"
+
+    last = step + 14  # enough for a plan to lock
+    job = start(last)
+    output, _ = job.communicate(timeout=400)
+    assert job.returncode == 0, output
+    assert f"training resumes at step {step + 1} of {last}" in output
+    assert (folder / "calls").read_text() == "requeue 123456\n"
 
 
 def test_requeues_end(job: Job) -> None:

@@ -46,7 +46,9 @@ def test_a_rank_told_to_stop_has_all_save_and_leave(
     titan: Server, reference: Run, tmp_path: Path
 ) -> None:
     job = Job(2, str(tmp_path), (*OPTIONS, "--checkpoint.interval=100", ASYNC))
-    run = titan.run(dataclasses.replace(job, die_at=(1, 3, "SIGTERM")))  # all end well
+    stopped = dataclasses.replace(job, die_at=(1, 3, "SIGTERM"))
+    assert titan.wait(titan.start(stopped)) == [75, 75]
+    run = Run(tmp_path, 2)
     (saved,) = run.complete()
     # The next step, or the one after where the signal came late to a thread.
     assert saved in (4, 5)
@@ -185,12 +187,12 @@ def test_torchrun_restarts_the_quickstart_to_the_same_end(titan: Server, tmp_pat
 def test_training_goes_on_from_weights_alone(titan: Server, tmp_path: Path) -> None:
     """From a checkpoint that holds weights only, and from Hugging Face's format: the same bits."""
     options = ("--model.name=qwen3", "--model.flavor=tiny", "--checkpoint.enable")  # a tied head
-    exports = {"dcp": (), "hf": ("--checkpoint.last_save_in_hf",)}
+    exports = {"dcp": "--checkpoint.last_save_model_only", "hf": "--checkpoint.last_save_in_hf"}
     starts = {"dcp": (), "hf": ("--checkpoint.initial_load_in_hf",)}
     losses = {}
     for key, export in exports.items():
         folder = tmp_path / key
-        first = titan.run(Job(2, str(folder), (*options, *export)))
+        first = titan.run(Job(2, str(folder), (*options, export)))
         weights = folder / "checkpoint" / f"step-{NUM_STEPS}"
         assert bool(list(weights.glob("*.safetensors"))) == (key == "hf")
         load = f"--checkpoint.initial_load_path={weights}"

@@ -281,8 +281,11 @@ def test_a_config_is_checked_without_a_word_about_its_defaults(
     assert config.initial_load_model_only
     assert not caplog.records
     assert not config.last_save_model_only  # A finished run goes on with more steps.
+    assert checkpoints.CheckpointManager.Config(last_save_in_hf=True).last_save_model_only
     with pytest.raises(ValueError, match=r"keep_every: found 30, expected a multiple of checkpo"):
         checkpoints.CheckpointManager.Config(interval=20, keep_every=30)
+    with pytest.raises(ValueError, match="interval needs to be at least 1"):
+        checkpoints.CheckpointManager.Config(interval=0)
 
 
 def test_schedules_go_on_from_the_peak_that_was_loaded(loading: Any) -> None:

@@ -211,18 +211,20 @@ def test_the_first_failure_ends_the_sequence(
     monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
     monkeypatch.setattr(runner, "_train", lambda job, extra, ranks: next(statuses))
     assert runner.run_jobs(experiments.jobs_of(experiment, place), [], 2) == 7
-    assert "budget-0.9: failed with status 7" in capsys.readouterr().err
+    assert "budget-0.9: failed (status 7)" in capsys.readouterr().err
 
 
-def test_a_run_that_was_told_to_stop_ends_the_sequence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_stopped_run_ends_the_sequence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment, place = small("budget-control", tmp_path)
-    started = mock.Mock(return_value=mock.Mock(**{"wait.return_value": 0, "poll.return_value": 0}))
+    process = mock.Mock(**{"wait.return_value": 75, "poll.return_value": 75})
+    started = mock.Mock(return_value=process)
     monkeypatch.setattr(runner, "check", lambda jobs, extra: None)
     monkeypatch.setattr(subprocess, "Popen", started)
-    assert runner.run_jobs(experiments.jobs_of(experiment, place), [], 2) == 130
+    assert runner.run_jobs(experiments.jobs_of(experiment, place), [], 2) == 75
     started.assert_called_once()
+    assert "stopped; the same command goes on (status 75)" in capsys.readouterr().err
 
 
 def test_wrong_options_show_before_any_run(tmp_path: Path) -> None:

@@ -100,6 +100,10 @@ def test_a_rank_whose_device_is_gone_does_not_train_on_cpu(monkeypatch: pytest.M
         (["--numa-binding", "node"], "--numa-binding: found 'node', expected none without GPUs"),
         (["--restarts", "-1"], "--restarts: found -1, expected an integer >= 0"),
         (
+            ["--dump_folder=s3://bucket/run"],
+            "dump_folder: found 's3://bucket/run', expected a folder of a file system",
+        ),
+        (
             ["--nodes", "2", "--head", "a:1", "--ranks", "3", "--training.global_batch_size=4"],
             "training.global_batch_size: found 4, expected a multiple of 24",
         ),

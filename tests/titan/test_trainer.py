@@ -22,10 +22,11 @@ def test_the_vote_is_asked_before_a_step_and_heard_after_it(stops: bool) -> None
         return stops
 
     vote: Any = SimpleNamespace(ask=lambda made: calls.append(f"ask {made}"), answer=answer)
-    request: Any = SimpleNamespace(is_made=lambda: stops)
+    request: Any = SimpleNamespace(is_made=lambda: stops, has_trained=False)
     trainer.ballot = stop.Ballot(request, vote)
     # Before the first step there is no answer; after the last one nothing is asked or saved.
     assert stop._should_continue(lambda _: True, trainer)
+    assert not request.has_trained  # A signal now ends the process: there is nothing to save.
     calls.append("read data and train")
     assert stop._should_continue(lambda _: True, trainer) != stops
     assert trainer.ballot.has_stopped == stops
@@ -33,6 +34,17 @@ def test_the_vote_is_asked_before_a_step_and_heard_after_it(stops: bool) -> None
     assert calls == [f"ask {stops}", "read data and train", "answer", *last]
     assert not stop._should_continue(lambda _: False, trainer)
     assert calls[-1] == last[0]
+    assert request.has_trained
+
+
+def test_the_only_step_of_a_process_counts() -> None:
+    """A stop while its checkpoint is written would otherwise end the process."""
+    request: Any = SimpleNamespace(is_made=lambda: False, has_trained=False)
+    vote: Any = SimpleNamespace(ask=lambda _: None)
+    trainer: Any = SimpleNamespace(ballot=stop.Ballot(request, vote))
+    assert stop._should_continue(lambda _: True, trainer)
+    assert not stop._should_continue(lambda _: False, trainer)
+    assert request.has_trained
 
 
 def test_a_trainer_with_checkpoints_of_its_own_trains_as_before() -> None:

@@ -68,8 +68,9 @@ def test_the_view_says_how_far_and_how_long() -> None:
     assert "validation  5.7500  after step 20" in text
     assert "rate        0.02  residual of the guard 0.125" in text
     assert "optimizer 25.0%  data 5.0%" in text
-    assert "3 MiB" in text
-    assert "a device    412 TFLOP/s  41.7% of its peak (MFU)" in text
+    assert "tokens/s    1,000  2,000 ms per step  optimizer 25.0%  data 5.0%" in text
+    assert "peak MiB    3  of memory" in text
+    assert "TFLOP/s     412  per device  41.7% of its peak (MFU)" in text
     rows = [line.split() for line in lines[-4:]]
     assert rows[0] == ["type", "NS", "steps", "observed", "ell"]  # nothing is composed yet
     assert rows[1] == ["attn_q", "6", "3.25e-04"]
@@ -82,7 +83,7 @@ def test_after_the_plan_it_says_what_it_is_composed_for_and_at_the_lock_no_time_
     header, row = text.splitlines()[-4:-2]
     assert header.endswith("observed ell   composed for")
     assert row.split() == ["attn_q", "6", "3.25e-04", "5.50e-04"]
-    assert "412 TFLOP/s\n" in text  # the peak of this device is not known
+    assert "TFLOP/s     412  per device\n" in text  # This device's peak is not known.
     assert "70/70           done" in text
 
 
@@ -91,7 +92,7 @@ def test_a_run_without_schedule_or_horizon() -> None:
         7, training_steps=None, lock_step=None, phase="", num_steps_by_type={}, optimizer={}
     )
     text = "\n".join(view("adamw", bare))
-    assert "step 7" in text
+    assert "training    7  steps" in text
     assert "NS steps" not in text
     assert "phase" not in text
 

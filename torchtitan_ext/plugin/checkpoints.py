@@ -58,8 +58,8 @@ class CheckpointManager(titan.CheckpointManager):
         """Whether only the weights of ``initial_load_path`` are loaded."""
 
         last_save_model_only: bool = False
-        """Whether the last checkpoint of a run holds weights alone; such a run cannot go on with
-        more steps."""
+        """Whether the last checkpoint of a run holds weights alone, as it does with
+        ``last_save_in_hf``; such a run cannot go on with more steps."""
 
         keep_every: int = 0
         """Multiples of this step are kept, beside the newest ``keep_latest_k``; 0 for none."""
@@ -89,19 +89,20 @@ class CheckpointManager(titan.CheckpointManager):
                 raise ValueError(
                     f"checkpoint.stop_seconds: found {self.stop_seconds}, expected an integer >= 1"
                 )
-            if self.keep_every < 0 or self.keep_every % self.interval:
-                raise ValueError(
-                    f"checkpoint.keep_every: found {self.keep_every}, expected a multiple of "
-                    f"checkpoint.interval, which is {self.interval}"
-                )
             require_local("checkpoint.folder", self.folder)
             if self.initial_load_path and not is_remote(self.initial_load_path):
                 self.initial_load_path = str(Path(self.initial_load_path).absolute())
+            self.last_save_model_only |= self.last_save_in_hf
             model_only = self.initial_load_model_only
             if not (self.initial_load_path or self.initial_load_in_hf):
                 self.initial_load_model_only = False  # torchtitan warns about its own default.
             titan.CheckpointManager.Config.__post_init__(self)
             self.initial_load_model_only = model_only
+            if self.keep_every < 0 or self.keep_every % self.interval:
+                raise ValueError(
+                    f"checkpoint.keep_every: found {self.keep_every}, expected a multiple of "
+                    f"checkpoint.interval, which is {self.interval}"
+                )
 
     on_save: Callable[[int], object] = staticmethod(lambda step: None)
     """Function of the step, called after each save."""

@@ -98,8 +98,11 @@ def _should_continue(stock: Callable[[Any], bool], trainer: Any) -> bool:
     """Whether there is a next step; where training stops before its end, after a save."""
     has_next = stock(trainer)
     ballot: Ballot | None = getattr(trainer, "ballot", None)
-    if ballot is None or not has_next:
+    if ballot is None:
         return has_next
+    ballot.end_step()
+    if not has_next:
+        return False
     if ballot.stops():
         trainer.checkpointer.save_and_wait(trainer.step)
         ballot.has_stopped = True
@@ -132,7 +135,10 @@ class Ballot:
         self._vote.ask(self._request.is_made())
         self._is_asked = True
 
+    def end_step(self) -> None:
+        """Note a step, after which there is something to save; before the first one a no-op."""
+        self._request.has_trained = self._is_asked
+
     def stops(self) -> bool:
         """Whether any rank had a request when all were last asked; False before the first step."""
-        self._request.has_trained = self._is_asked
         return self._is_asked and self._vote.answer()

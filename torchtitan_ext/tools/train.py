@@ -184,7 +184,7 @@ def start(
         head: ``host:port`` at which the nodes meet.
         run_id: Name of the run, the same on all nodes.
         restarts: Most restarts of all ranks after a failure. A mistake that only a rank can see
-            is restarted, too: torchrun knows no difference.
+            is restarted, too: torchrun cannot tell the two apart.
         numa_binding: One of `NUMA`.
 
     Returns:

@@ -66,25 +66,20 @@ def run(args: argparse.Namespace) -> int:
 
 def _show(folder: Path, out: TextIO, *, follows: bool, interval: float) -> None:
     in_place = out.isatty() and os.environ.get("TERM") != "dumb"
-    reader, shown = MetricsReader(folder), 0
+    reader, last_step = MetricsReader(folder), -1
     while True:
         metrics = reader.read()
-        records = metrics.steps
-        step = records[-1]["step"] if records else 0
-        if in_place or step != shown or shown == 0:
+        last = metrics.steps[-1] if metrics.steps else {"step": 0}
+        if in_place or last["step"] != last_step:
             width = shutil.get_terminal_size().columns if in_place else 80
             lines = view(folder.resolve().name, metrics, width=width)
             out.write((_CLEAR if in_place else "") + "\n".join(lines) + "\n")
             out.flush()
-        shown = step
-        if is_complete(records) or not (in_place or follows):
+        last_step = last["step"]
+        is_complete = last_step >= (last.get("training_steps") or math.inf)
+        if is_complete or not (in_place or follows):
             return
         time.sleep(interval)
-
-
-def is_complete(records: Sequence[Record]) -> bool:
-    """Whether the last step of the run is logged."""
-    return bool(records) and records[-1]["step"] >= (records[-1].get("training_steps") or math.inf)
 
 
 def view(name: str, metrics: Metrics, *, width: int = 80) -> list[str]:
@@ -98,64 +93,56 @@ def view(name: str, metrics: Metrics, *, width: int = 80) -> list[str]:
     records = metrics.steps
     if not records:
         return [printable(f"{name}: no step is logged yet", keep="")]
-    last = records[-1]
-    lines = [_title(name, last), "", *_progress(records, min(width, 80)), ""]
-    if last.get("loss") is not None:
-        lines.append(_loss_line(records))
-    if metrics.validations:
-        step, loss = metrics.validations[-1]
-        lines.append(f"validation  {loss:.4f}  after step {step:,}")
-    lines += _optimizer_line(last)
-    speed = _recent(records, "tokens_per_second")
-    seconds = _recent(records, "seconds_per_step")
-    if speed is not None and seconds:
-        parts = {
-            "optimizer": _recent(records, costs.OPTIMIZER_SECONDS),
-            "data": costs.mean_of(records[-11:], "data_seconds_per_step"),  # waits are rare
-        }
-        shares = "".join(f"  {k} {v / seconds:.1%}" for k, v in parts.items() if v is not None)
-        lines.append(f"speed       {speed:,.0f} tokens/s  {seconds * 1e3:,.0f} ms a step{shares}")
-    if (tflops := _recent(records, "tflops")) is not None:
-        mfu = _recent(records, "mfu_percent")
-        share = "" if mfu is None else f"  {mfu:.1f}% of its peak (MFU)"
-        lines.append(f"a device    {tflops:,.3g} TFLOP/s{share}")
-    if last.get("peak_memory_bytes"):
-        lines.append(f"memory      {last['peak_memory_bytes'] / 2**20:,.0f} MiB at most")
-    if last["num_steps_by_type"]:
-        lines += ["", *_table(records)]
-    return [printable(line, keep="")[:width].rstrip() for line in lines]
+    last, bar_width = records[-1], min(width, 80)
+    figures, seconds = last["optimizer"], _recent(records, "seconds_per_step")
+    title = name + (f"  phase: {last['phase']}" if last["phase"] else "")
+    if skipped := int(figures.get("optimizer/steps_skipped") or 0):
+        title += f"  {skipped} steps skipped"
+    lines = [title, ""]
 
+    def add(label: str, value: float | None, form: str, *more: str) -> None:
+        if value is not None:
+            lines.append("  ".join([f"{label:<12}{value:{form}}", *filter(None, more)]))
 
-def _title(name: str, last: Record) -> str:
-    phase = f"  phase: {last['phase']}" if last["phase"] else ""
-    skipped = int(last["optimizer"].get("optimizer/steps_skipped") or 0)
-    return f"{name}{phase}{f'  {skipped} steps skipped' if skipped else ''}"
-
-
-def _progress(records: Sequence[Record], width: int) -> list[str]:
-    last = records[-1]
-    step, steps, lock = last["step"], last.get("training_steps"), last.get("lock_step")
-    seconds = _recent(records, "seconds_per_step")
-    lines = []
-    if steps:
-        lines.append(_bar("training", step, steps, seconds, width))
+    if last.get("training_steps"):
+        lines.append(_bar("training", last["step"], last["training_steps"], seconds, bar_width))
     else:
-        lines.append(f"training    step {step:,}")
-    if lock:
-        lines.append(_bar("to the lock", step, lock, seconds, width))
-    return lines
+        add("training", last["step"], ",", "steps")
+    if last.get("lock_step"):
+        lines.append(_bar("plan locks", last["step"], last["lock_step"], seconds, bar_width))
+    lines.append("")
+    losses, norm = costs.values(records[-400:], "loss"), last.get("grad_norm")
+    norm_text = "" if norm is None else f"gradient norm {norm:.3g}"
+    add("loss", last.get("loss"), ".4f", sparkline(losses, 24), norm_text)
+    step, loss = metrics.validations[-1] if metrics.validations else (0, None)
+    add("validation", loss, ".4f", f"after step {step:,}")
+    residual = figures.get("newton_schulz/residual")  # 0 before the first measurement
+    add("rate", last.get("lr"), ".3g", f"residual of the guard {residual:.3g}" if residual else "")
+    if seconds:
+        seconds_by_part = {
+            "optimizer": _recent(records, costs.OPTIMIZER_SECONDS),
+            # Waits for data are rare: a median would hide them.
+            "data": costs.mean_of(records[-11:], "data_seconds_per_step"),
+        }
+        shares = (f"{k} {v / seconds:.1%}" for k, v in seconds_by_part.items() if v is not None)
+        speed = _recent(records, "tokens_per_second")
+        add("tokens/s", speed, ",.0f", f"{seconds * 1e3:,.0f} ms per step", *shares)
+    mfu = _recent(records, "mfu_percent")
+    share_of_peak = "" if mfu is None else f"{mfu:.1f}% of its peak (MFU)"
+    add("TFLOP/s", _recent(records, "tflops"), ",.3g", "per device", share_of_peak)
+    add("peak MiB", (last.get("peak_memory_bytes") or 0) / 2**20 or None, ",.0f", "of memory")
+    if last["num_steps_by_type"]:
+        lines += ["", *_table(last)]
+    return [printable(line, keep="")[:width].rstrip() for line in lines]
 
 
 def _bar(title: str, step: int, steps: int, seconds: float | None, width: int) -> str:
     step = min(step, steps)
-    if step == steps:
-        eta = "done"
-    else:
-        eta = "" if seconds is None else f"{duration((steps - step) * seconds)} to go"
+    time_left = "" if seconds is None else f"{duration((steps - step) * seconds)} to go"
     size = max(width - 50, 10)
-    full = size * step // steps
-    count = f"{step:,}/{steps:,}"
-    return f"{title:<12}[{'#' * full}{'.' * (size - full)}] {count:<15} {eta}"
+    bar = "#" * (size * step // steps)
+    time_left = "done" if step == steps else time_left
+    return f"{title:<12}[{bar:.<{size}}] {f'{step:,}/{steps:,}':<15} {time_left}"
 
 
 def _recent(records: Sequence[Record], key: str) -> float | None:
@@ -163,45 +150,26 @@ def _recent(records: Sequence[Record], key: str) -> float | None:
     return costs.median(costs.values(records[-10:], key))
 
 
-def _loss_line(records: Sequence[Record]) -> str:
-    values = costs.values(records, "loss")
-    norm = records[-1].get("grad_norm")
-    tail = "" if norm is None else f"  gradient norm {norm:.3g}"
-    return f"loss        {values[-1]:.4f}  {sparkline(values[-400:], 24)}{tail}"
-
-
-def _optimizer_line(last: Record) -> list[str]:
-    rate, residual = last.get("lr"), last["optimizer"].get("newton_schulz/residual")
-    guard = f"  residual of the guard {residual:.3g}" if residual else ""  # 0: none is measured yet
-    return [] if rate is None else [f"rate        {rate:.3g}{guard}"]
-
-
 def sparkline(values: Sequence[float], width: int) -> str:
-    """A line of blocks, low to high; as many values share a block as are needed."""
+    """A line of blocks, low to high, each the mean of as many values as fit the width."""
     size = max(math.ceil(len(values) / width), 1)
     means = [statistics.fmean(values[i : i + size]) for i in range(0, len(values), size)]
-    low, high = min(means), max(means)
-    scale = (len(_BLOCKS) - 2) / (high - low) if high > low else 0.0
+    low = min(means, default=0.0)
+    scale = (len(_BLOCKS) - 2) / ((max(means, default=0.0) - low) or math.inf)
     return "".join(_BLOCKS[1 + round((mean - low) * scale)] for mean in means)
 
 
-def _table(records: Sequence[Record]) -> list[str]:
-    """NS steps of each type; for AMO the latest observed ell, and what the plan is composed for."""
-    last = records[-1]
+def _table(last: Record) -> list[str]:
+    """Newton-Schulz steps by type; for AMO also the observed and the planned ell."""
     figures, counts = last["optimizer"], last["num_steps_by_type"]
-    observes = any(key.startswith("amo/ell/") for key in figures)
-    has_plan = observes and last["phase"] in ("transition", "locked")
-    header = f"{'type':<12}{'NS steps':>9}"
-    if observes:
-        header += (
-            f"{'observed ell':>15}{'composed for':>15}" if has_plan else f"{'observed ell':>15}"
-        )
-    lines = [header]
+    titles = {}
+    if any(key.startswith("amo/ell/") for key in figures):
+        titles["ell"] = "observed ell"
+        if last["phase"] in ("transition", "locked"):
+            titles["ell_target"] = "composed for"
+    lines = [f"{'type':<12}{'NS steps':>9}" + "".join(f"{title:>15}" for title in titles.values())]
     for name in sort_operator_types(counts):
-        line = f"{name:<12}{counts[name]:>9}"
-        for key in ("ell", "ell_target")[: 1 + has_plan] if observes else ():
-            value = figures.get(f"amo/{key}/{name}")
-            line += f"{'-' if value is None else format(value, '.2e'):>15}"
-        lines.append(line)
-    lines.append(f"{'total':<12}{sum(counts.values()):>9}")
-    return lines
+        values = (figures.get(f"amo/{key}/{name}") for key in titles)
+        texts = ("-" if value is None else format(value, ".2e") for value in values)
+        lines.append(f"{name:<12}{counts[name]:>9}" + "".join(f"{text:>15}" for text in texts))
+    return [*lines, f"{'total':<12}{sum(counts.values()):>9}"]
