@@ -21,7 +21,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FOLDERS = (Path(__file__).resolve().parents[1] / "configs", Path("configs"))
-"""Where a name is looked for: beside the package, and in the working directory."""
+"""Folders of files that ``NAME`` may name: beside the package, and in the working directory."""
 
 
 def __getattr__(name: str) -> Callable[[], Any]:

@@ -17,7 +17,7 @@ def load(state_dict: dict[str, Any], checkpoint_id: str, *, verify: bool = True)
     """Load a checkpoint in place.
 
     Args:
-        state_dict: As for ``torch.distributed.checkpoint.load``.
+        state_dict: State, see ``torch.distributed.checkpoint.load``.
         checkpoint_id: The folder of the checkpoint.
         verify: Whether to compare its checksums, which reads all of it.
 
