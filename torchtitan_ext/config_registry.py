@@ -21,7 +21,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FOLDERS = (Path(__file__).resolve().parents[1] / "configs", Path("configs"))
-"""Where a name is looked for: beside the package, and in the working directory."""
+"""Folders of files that ``NAME`` may name: beside the package, and in the working directory."""
 
 
 def __getattr__(name: str) -> Callable[[], Any]:
@@ -92,7 +92,8 @@ def stock(module: str, function: str) -> Any:
             "makes a config, such as llama3_debugmodel of llama3"
         )
     config: Any = make()
-    config.parallelism.spmd_backend = machine.spmd_backend()
+    if machine.IS_OLD:
+        config.parallelism.spmd_backend = machine.spmd_backend()
     if machine.cpu_is_needed():
         if isinstance(config.model_spec.model, Decoder.Config):
             logger.warning("on CPUs attention is 'sdpa': documents of one row are not kept apart")

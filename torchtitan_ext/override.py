@@ -7,8 +7,8 @@ An override for an optimizer replaces the sections of optimizer, checkpoints and
 CUDA graphs off. Its arguments are fields of ``[optimizer]``, ``[optimizer.muon]`` and
 ``[optimizer.amo]`` by their bare names. ``lr``, ``weight_decay``, ``beta1``, ``beta2`` and ``eps``
 default to those of the config's AdamW, and its groups of another rate or without decay stay.
-``amo_dist`` decides by name and shape which parameter is a matrix. ``callbacks`` lists import paths
-of :class:`torchtitan_ext.plugin.callbacks.Callback`.
+``amo_dist`` decides by name and shape which parameter is a matrix. ``callbacks`` and ``processor``
+of ``[metrics]``, and ``damaged`` and ``stop_seconds`` of ``[checkpoint]``, are arguments, too.
 """
 
 from __future__ import annotations
@@ -40,6 +40,13 @@ logger = logging.getLogger(__name__)
 # torchtitan imports this module while it builds its trainer, before it builds a section.
 patches.install()
 stop.install()
+
+
+OWN_FIELDS: dict[str, type] = {
+    **dict.fromkeys(("callbacks", "processor"), MetricsProcessor.Config),
+    **dict.fromkeys(("damaged", "stop_seconds"), CheckpointManager.Config),
+}
+"""Section of each argument that torchtitan's command line does not know."""
 
 
 class StockSection(Configurable.Config, metaclass=abc.ABCMeta):
@@ -116,27 +123,25 @@ def _replacement(
         ValueError: For a field that does not exist, a value of a wrong type, or a section that
             cannot be replaced.
     """
-    callbacks = _typed("callbacks", fields.pop("callbacks", []), MetricsProcessor.Config)
+    own = {
+        name: _typed(name, fields.pop(name), OWN_FIELDS[name])
+        for name in OWN_FIELDS & fields.keys()
+    }
     if isinstance(section, TrainingConfig):
         return _without_graphs(section)
     if isinstance(section, ParallelismConfig):
         _check_backend(section)
         return section
     if isinstance(section, metrics.MetricsProcessor.Config):
-        return _metrics(section, callbacks)
+        return _derived(section, metrics.MetricsProcessor.Config, MetricsProcessor.Config, own)
     if isinstance(section, checkpointer.BaseCheckpointManager.Config):
-        return _derived(section, dcp.CheckpointManager.Config, CheckpointManager.Config)
+        return _derived(section, dcp.CheckpointManager.Config, CheckpointManager.Config, own)
     if isinstance(section, OptimizersContainer.Config):
         raise ValueError(
             f"override.imports: found torchtitan_ext.override.{override} with an [optimizer] of "
             f"this project, expected optimizer.name = {names[0]!r} and its fields there"
         )
     return _optimizer(section, names, fields)
-
-
-def _metrics(section: Any, callbacks: list[str]) -> Any:
-    section = _derived(section, metrics.MetricsProcessor.Config, MetricsProcessor.Config)
-    return dataclasses.replace(section, callbacks=[*section.callbacks, *callbacks])
 
 
 def _without_graphs(section: TrainingConfig) -> TrainingConfig:
@@ -157,16 +162,23 @@ def _check_backend(section: ParallelismConfig) -> None:
         )
 
 
-def _derived(section: Any, stock: type, ours: type) -> Any:
+def _derived(section: Any, stock: type, ours: type, own: dict[str, Any]) -> Any:
     """The project's section with the fields of torchtitan's; a subclass of the project's stays.
 
+    Args:
+        section: Section of the config.
+        stock: Class of torchtitan's section.
+        ours: Class of the project's section.
+        own: Values of :data:`OWN_FIELDS`, of this section and of others.
+
     Raises:
-        ValueError: For a class of somebody else.
+        ValueError: The section is of another class.
     """
+    values = {name: value for name, value in own.items() if OWN_FIELDS[name] is ours}
     if isinstance(section, ours):
-        return section
+        return dataclasses.replace(section, **values)  # type: ignore[type-var]
     if type(section) is stock:
-        return derive(section, ours)
+        return derive(section, ours, **values)
     kind, parent = type(section), ours.__module__
     raise ValueError(
         f"override.imports: found {kind.__module__}.{kind.__qualname__}, expected torchtitan's "

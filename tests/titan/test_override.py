@@ -91,6 +91,8 @@ def test_others_of_the_family_have_their_names(token: str, name: str, schedule: 
         ('amo={"observe_until": 2.5}', "observe_until: found 2.5, expected int"),
         ('amo={"lr": true}', "lr: found True, expected float"),
         ('amo={"no_decay": [1]}', r"no_decay: found \(1,\), expected tuple"),
+        ('amo={"callbacks": "notes.Notes"}', r"callbacks: found 'notes.Notes', expected list\[str"),
+        ('amo={"stop_seconds": 0}', "checkpoint.stop_seconds: found 0, expected an integer >= 1"),
         ('amo={"name": "AdamW"}', "name: found 'AdamW', expected one of 'AMO'"),
         ('muon={"name": "AMO"}', "name: found 'AMO', expected one of 'Muon', "),
     ],
@@ -133,6 +135,14 @@ def test_a_toml_run_refuses_an_override_that_would_do_nothing() -> None:
     config = settings.parse([f"--job.config_file={CONFIGS / 'quickstart.toml'}"])
     with pytest.raises(ValueError, match=r"override\.muon with an \[optimizer\] of this project"):
         applied(config, 'torchtitan_ext.override.muon={"lr": 0.5}')
+
+
+def test_own_fields_of_other_sections_are_arguments_too() -> None:
+    fields = '{"stop_seconds": 30, "damaged": "error", "callbacks": ["notes.Notes"]}'
+    config = applied(llama3_debugmodel(), f"torchtitan_ext.override.muon={fields}")
+    assert (config.checkpoint.stop_seconds, config.checkpoint.damaged) == (30, "error")
+    assert config.metrics.callbacks == ["notes.Notes"]
+    assert config.optimizer.name == "Muon"
 
 
 class Theirs(titan_metrics.MetricsProcessor):

@@ -14,7 +14,9 @@ from torchtitan_ext.plugin import stop, trainer
 @pytest.mark.parametrize("stops", [False, True])
 def test_the_vote_is_asked_before_a_step_and_heard_after_it(stops: bool) -> None:
     calls: list[str] = []
+    callbacks = SimpleNamespace(run=lambda method, step: calls.append(f"{method} {step}"))
     trainer: Any = SimpleNamespace(step=7)
+    trainer.metrics_processor = SimpleNamespace(callbacks=callbacks)
     trainer.checkpointer = SimpleNamespace(save_and_wait=lambda step: calls.append(f"save {step}"))
 
     def answer() -> bool:
@@ -30,10 +32,10 @@ def test_the_vote_is_asked_before_a_step_and_heard_after_it(stops: bool) -> None
     calls.append("read data and train")
     assert stop._should_continue(lambda _: True, trainer) != stops
     assert trainer.ballot.has_stopped == stops
-    last = ["save 7"] if stops else ["ask False"]
+    last = ["save 7", "on_stop 7"] if stops else ["ask False"]
     assert calls == [f"ask {stops}", "read data and train", "answer", *last]
     assert not stop._should_continue(lambda _: False, trainer)
-    assert calls[-1] == last[0]
+    assert calls[-1] == last[-1]
     assert request.has_trained
 
 

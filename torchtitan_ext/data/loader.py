@@ -38,9 +38,9 @@ logger = logging.getLogger(__name__)
 DATASETS = ("packed", "text", "stdlib")
 """Values of ``dataloader.dataset`` read here; torchtitan's own loader reads those that it knows.
 
-What it reads is tokenized as here, without begin tokens, and packed as there: documents follow in
-the order of the files, the end token of each is a label alone, and a resume needs the same number
-of ranks."""
+torchtitan's loader gets the project's tokens, without begin tokens, and packs them its own way:
+documents follow in the order of the files, the end token of each is a label alone, and a resume
+needs the same number of ranks."""
 
 Batch = tuple[dict[str, torch.Tensor], torch.Tensor]
 
@@ -60,15 +60,15 @@ class PackedLoader(BaseDataLoader):
     sequences follow where a run goes on with another number.
 
     Args:
-        config: What to read.
+        config: ``[dataloader]``.
         dp_world_size: Data-parallel ranks.
-        dp_rank: This one of them.
-        tokenizer: Turns text into tokens, or made those that there are.
+        dp_rank: Number of this rank among them.
+        tokenizer: Tokenizer of the text, or the one that made the tokens.
         seq_len: Tokens of a sequence.
         local_batch_size: Sequences of a batch.
 
     Raises:
-        ValueError: For data that is not there, or less than a sequence.
+        ValueError: The data is missing, or shorter than a sequence.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -83,9 +83,9 @@ class PackedLoader(BaseDataLoader):
 
         dataset_path: str | None = None
         """
-        What ``amo tokenize`` made (``packed``), or a folder, file or glob of parquet, JSON lines,
-        Arrow or plain text (``text``), which is tokenized before training. Several with their
-        weights are ``data/web=0.7,data/code=0.3``.
+        Folder that ``amo tokenize`` made (``packed``), or a folder, file or glob of parquet, JSON
+        lines, Arrow or plain text (``text``), which is tokenized before training. Several with
+        their weights are ``data/web=0.7,data/code=0.3``.
         """
 
         pattern: str = ""
@@ -169,10 +169,10 @@ class PackedLoader(BaseDataLoader):
             )
         self._mixture = Mixture(weights, config.seed)
         self._corpora = []
-        for where, _ in paths(config):
+        for path, _ in paths(config):
             if config.dataset != "packed":
-                where = str(tokenized(config, where, tokenizer))
-            self._corpora.append(open_packed(where, tokenizer, config.order))
+                path = str(tokenized(config, path, tokenizer))
+            self._corpora.append(open_packed(path, tokenizer, config.order))
         held = [corpus.num_tokens for corpus in self._corpora]
         self._sizes = [corpus.num_sequences(seq_len) for corpus in self._corpora]
         if min(self._sizes) < 1:
@@ -191,7 +191,7 @@ class PackedLoader(BaseDataLoader):
         self._eos_id = tokenizer.eos_id if config.positions else None
         self._next = 0
         self._source = {
-            "tokens": [[one.digest, w] for one, w in zip(self._corpora, weights, strict=True)],
+            "tokens": [[c.digest, w] for c, w in zip(self._corpora, weights, strict=True)],
             "seq_len": seq_len,
             "seed": config.seed,
             "order": config.order,
@@ -233,7 +233,7 @@ class PackedLoader(BaseDataLoader):
             yield (batch, labels), stop
 
     def _tokens(self, number: int) -> Any:
-        """The tokens of a sequence of the run, and the one after them."""
+        """Tokens of a sequence of the run, and the token after them."""
         source, place = self._mixture(number)
         epoch, place = divmod(place, self._sizes[source])
         if self._config.order == "uniform":
@@ -297,57 +297,57 @@ class _Stock(titan.HuggingFaceTextDataLoader):
             yield inputs, labels
 
 
-def open_packed(where: str, tokenizer: BaseTokenizer, order: str = "uniform") -> Corpus:
-    """The tokens in a folder.
+def open_packed(folder: str, tokenizer: BaseTokenizer, order: str = "uniform") -> Corpus:
+    """Tokens in a folder.
 
     Raises:
-        ValueError: If there are none, or another tokenizer made them.
+        ValueError: There are none, or another tokenizer made them.
     """
-    corpus = Corpus(where, order)
-    found = identity(tokenizer)
-    if found != (expected := corpus.settings["tokenizer"]):
+    corpus = Corpus(folder, order)
+    kind = identity(tokenizer)
+    if kind != (expected := corpus.settings["tokenizer"]):
         raise ValueError(
-            f"tokenizer.kind: found {found}, expected {expected}, which made the tokens in {where}"
+            f"tokenizer.kind: found {kind}, expected {expected}, which made the tokens in {folder}"
         )
     return corpus
 
 
 def paths(config: PackedLoader.Config) -> list[tuple[str, float]]:
-    """The paths of a dataset with their weights.
+    """Paths of a dataset with their weights.
 
     Raises:
-        ValueError: For several of which one has no weight.
+        ValueError: One of several has no weight.
     """
     text = "stdlib" if config.dataset == "stdlib" else config.dataset_path or ""
     if "=" not in text:
         return [(text, 1.0)]
-    found = []
-    for one in text.split(","):
-        path, _, weight = one.strip().rpartition("=")
+    weighted = []
+    for part in text.split(","):
+        path, _, weight = part.strip().rpartition("=")
         try:
-            found.append((path, float(weight)))
+            weighted.append((path, float(weight)))
         except ValueError:
             path = ""
         if not path:
             raise ValueError(
-                f"dataloader.dataset_path: found {one.strip()!r}, expected such as data/web=0.7, "
+                f"dataloader.dataset_path: found {part.strip()!r}, expected such as data/web=0.7, "
                 "or a path without '='"
             )
-    return found
+    return weighted
 
 
-def tokenized(config: PackedLoader.Config, where: str, tokenizer: BaseTokenizer) -> Path:
-    """The folder with the tokens of text on disk, which the first rank makes where there are none.
+def tokenized(config: PackedLoader.Config, path: str, tokenizer: BaseTokenizer) -> Path:
+    """Folder with the tokens of text on disk, which the first rank makes if there are none.
 
     Args:
-        config: What to read.
-        where: One of its paths.
-        tokenizer: Turns text into tokens.
+        config: ``[dataloader]``.
+        path: Path of the text, one of those in ``config``.
+        tokenizer: Tokenizer of the run.
 
     Raises:
-        ValueError: For text that cannot be read, or where the first rank takes too long.
+        ValueError: The text cannot be read, or the first rank takes too long.
     """
-    files = find_files(where, config.pattern)
+    files = find_files(path, config.pattern)
     options = Options(config.text_field, config.score_field, config.max_bad_rows)
     mark = json.dumps([files.digest, identity(tokenizer), dataclasses.astuple(options)])
     folder = Path(config.tokens or "tokens") / hashlib.sha256(mark.encode()).hexdigest()[:16]
@@ -356,8 +356,8 @@ def tokenized(config: PackedLoader.Config, where: str, tokenizer: BaseTokenizer)
         return folder
     index = read_index(folder)
     if index is None or not index.complete:
-        logger.info("tokenizing %s into %s", where, folder)
-        with_bar(tokenize(files, tokenizer, folder, options), where)
+        logger.info("tokenizing %s into %s", path, folder)
+        with_bar(tokenize(files, tokenizer, folder, options), path)
     return folder
 
 
@@ -398,7 +398,7 @@ def check(config: PackedLoader.Config) -> None:
         import_class(config.dataset, BaseDataLoader, "dataloader.dataset")
         return
     if config.dataset not in DATASETS:
-        # Without this a typo is told by torchtitan, which knows its own datasets alone.
+        # torchtitan's own error would name its own datasets alone.
         if config.dataset.lower() not in titan.DATASETS:
             known = ", ".join(map(repr, (*DATASETS, *titan.DATASETS)))
             raise ValueError(
@@ -406,9 +406,9 @@ def check(config: PackedLoader.Config) -> None:
             )
         return
     if config.dataset != "stdlib" and not config.dataset_path:
-        what = "what `amo tokenize` made" if config.dataset == "packed" else "file or glob"
+        kind = "what `amo tokenize` made" if config.dataset == "packed" else "file or glob"
         raise ValueError(
-            f"dataloader.dataset_path: found none, expected a folder, {what} for dataset "
+            f"dataloader.dataset_path: found none, expected a folder, {kind} for dataset "
             f"{config.dataset!r}"
         )
     Mixture([weight for _, weight in paths(config)], config.seed)

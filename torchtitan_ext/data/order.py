@@ -23,8 +23,8 @@ def shuffled(place: int, size: int, *seeds: int) -> int:
     at each start, and its order depends on the version of the library.
 
     Args:
-        place: From 0 to ``size - 1``.
-        size: Of the permutation.
+        place: Number from 0 to ``size - 1``.
+        size: Size of the permutation.
         seeds: Non-negative, such as seed and epoch.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -43,14 +43,14 @@ def shuffled(place: int, size: int, *seeds: int) -> int:
 
 
 class Mixture:
-    """Which of several sources each sequence of a run comes from, by their weights.
+    """Assigns the sequences of a run to several sources by their weights.
 
     In each cycle of :data:`CYCLE` sequences a source has its share exactly, rounded to whole
     sequences, at places that the seed decides.
 
     Args:
-        weights: Of the sources, positive; they need not add up to one.
-        seed: Seeds the places.
+        weights: Weights of the sources, positive; they need not add up to one.
+        seed: Seed of the places.
 
     Raises:
         ValueError: If a weight is not positive, or too small to get one sequence of a cycle.
@@ -60,8 +60,8 @@ class Mixture:
         total = sum(weight for weight in weights if weight > 0) or 1.0
         shares = [CYCLE * weight / total if weight > 0 else 0.0 for weight in weights]
         counts = [int(share) for share in shares]
-        rest = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
-        for i in rest[: CYCLE - sum(counts)]:
+        by_shortfall = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
+        for i in by_shortfall[: CYCLE - sum(counts)]:
             counts[i] += 1
         if min(counts) < 1:
             raise ValueError(
@@ -73,7 +73,7 @@ class Mixture:
         self._seed = seed
 
     def __call__(self, number: int) -> tuple[int, int]:
-        """The source of a run's sequence ``number``, and how many it has given before."""
+        """Source of sequence ``number`` of a run, and how many it has given before."""
         if len(self._counts) == 1:
             return 0, number
         cycle, place = divmod(number, CYCLE)

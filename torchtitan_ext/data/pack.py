@@ -43,7 +43,7 @@ logger = logging.getLogger(__name__)
 BATCH = 2**20
 """Bytes of rows that a process gets at a time, or one row."""
 PROCESS_BYTES = 2**25
-"""Of files, for which one more process is worth its start."""
+"""Bytes of files for which one more process is worth its start."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class Options:
         score_field: Field that holds the score, a finite number; empty reads none.
         max_bad_rows: Largest share of rows without text (or score) that are left out.
         shard_tokens: Tokens of a shard, about: the most that a killed run loses.
-        part: Which of ``num_parts`` to do, from 0.
+        part: Number of the part to make, from 0.
         num_parts: Parts that the files are dealt to.
     """
 
@@ -134,11 +134,11 @@ def tokenize(
 
     Args:
         files: The corpus.
-        tokenizer: Turns text into tokens, here or in other processes.
+        tokenizer: Tokenizer, which other processes get a copy of.
         output: Folder of all parts.
         options: How to tokenize.
-        processes: That make tokens; 0 for as many as there are cores and work for, with one
-            this process does.
+        processes: Processes that make tokens; 0 for as many as there are cores and work for. With
+            one, this process makes them.
 
     Yields:
         Now and then how many tokens there are so far, and the index; first what is there already.
@@ -149,7 +149,7 @@ def tokenize(
         DataError: If the hub does not serve for minutes, or a process that makes tokens dies.
     """
     options = options or Options()
-    mine = dataclasses.replace(files, urls=files.urls[options.part :: options.num_parts])
+    part = dataclasses.replace(files, urls=files.urls[options.part :: options.num_parts])
     settings = _settings(files, tokenizer, options)
     folder = output
     if options.num_parts > 1:
@@ -168,8 +168,8 @@ def tokenize(
             bad.check(at_end=True)
             return
         try:
-            with _executor(tokenizer, mine, processes) as executor:
-                yield from _shards(mine, folder, index, bad, options, executor)
+            with _executor(tokenizer, part, processes) as executor:
+                yield from _shards(part, folder, index, bad, options, executor)
         except BrokenProcessPool:
             raise DataError(
                 f"{folder}: a process that makes tokens was killed; memory may have run out. "
@@ -189,7 +189,7 @@ def _claim(lock: TextIO, folder: Path) -> None:
 
 
 def _settings(files: Files, tokenizer: Any, options: Options) -> dict[str, Any]:
-    """What the tokens depend on."""
+    """Settings that decide the tokens."""
     from torchtitan_ext.data.tokenizers import identity
 
     return {
@@ -222,14 +222,15 @@ def _shards(
     tokens: list[Tokens] = []
     documents: list[Tokens] = []
     batches = _batches(files, options.fields, index.position)
-    for batch, found in _in_order(batches, executor, options.fields, index.settings["token_type"]):
-        for number, reason in found[2]:
+    token_type_ = index.settings["token_type"]
+    for batch, encoded in _in_order(batches, executor, options.fields, token_type_):
+        for number, reason in encoded[2]:
             file, row = batch.places[number]
             bad.add(f"{files.urls[file]}, row {row + 1}", reason)
         bad.num_rows += len(batch.rows)
         bad.check()
-        tokens.append(found[0])
-        documents.append(found[1])
+        tokens.append(encoded[0])
+        documents.append(encoded[1])
         index.position = batch.end
         size = sum(map(len, tokens))
         yield index.num_tokens + size, index
@@ -259,10 +260,10 @@ def _in_order(
     for batch in batches:
         under_way.append((batch, executor.submit(_encode, batch.rows, fields, type_)))
         if len(under_way) > 2 * (os.cpu_count() or 1):
-            one, future = under_way.popleft()
-            yield one, future.result()
-    for one, future in under_way:
-        yield one, future.result()
+            first, future = under_way.popleft()
+            yield first, future.result()
+    for batch, future in under_way:
+        yield batch, future.result()
 
 
 def with_bar(shards: Iterator[tuple[int, Index]], name: str) -> Index:

@@ -123,7 +123,7 @@ def _batch(batch: Any, fields: Sequence[str], first: int, start: int) -> Iterato
     names = batch.schema.names
     columns = [_undecoded(batch.column(f)) if f in names else None for f in fields]
     for row in range(max(0, start - first), batch.num_rows):
-        yield first + row, tuple(None if one is None else one[row].as_py() for one in columns)
+        yield first + row, tuple(c if c is None else c[row].as_py() for c in columns)
 
 
 def _undecoded(column: Any) -> Any:
@@ -200,10 +200,10 @@ class BadRows:
         self.counts = dict(counts)
         self._last = "before this start"
 
-    def add(self, where: str, reason: str) -> None:
+    def add(self, row: str, reason: str) -> None:
         """Count a row, and log the first, second, fourth, eighth ... one."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        self._last = f"{where}: {reason}"
+        self._last = f"{row}: {reason}"
         total = sum(self.counts.values())
         if total & (total - 1) == 0:
             logger.warning("left out %s; %d rows so far", self._last, total)

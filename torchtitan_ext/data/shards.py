@@ -25,19 +25,19 @@ COMMIT = "commit"
 """Setting that names the commit of a dataset on the hub."""
 
 DOCUMENT = np.dtype([("num_tokens", "<i8"), ("score", "<f8")])
-"""Of a document, in the order of the corpus."""
+"""Record of a document, in the order of the corpus."""
 
 Tokens = npt.NDArray[Any]
 
 
 @dataclasses.dataclass(slots=True)
 class Index:
-    """What ``index.json`` says.
+    """Content of ``index.json``.
 
     Attributes:
-        settings: What the tokens depend on: source, tokenizer, fields, and the type of a token.
+        settings: Settings that decide the tokens: source, tokenizer, fields, type of a token.
         shards: ``name``, ``num_tokens`` and ``sha256`` of each, in order.
-        position: Where the source goes on: number of a file, and of its next row.
+        position: Next row of the source: number of its file, and its number there.
         num_rows: Rows read, the bad ones included.
         bad_rows: Rows left out, by reason.
         complete: Whether all of the source is there.
@@ -86,10 +86,10 @@ def write_shard(
     """Write the next shard, there as a whole or not at all, and note it in ``index``.
 
     Args:
-        folder: Where.
-        index: Of the folder; it is for the caller to write it.
+        folder: Folder of the shards.
+        index: Index of the folder, which the caller writes.
         tokens: Pieces of the shard.
-        documents: Pieces of what says how long its documents are, where they have scores.
+        documents: Pieces of the records of its documents, which have scores.
     """
     name = f"shard_{len(index.shards):05d}"
     if documents:
@@ -105,29 +105,29 @@ class Corpus:
     """All folders of shards below one, as one row of tokens.
 
     Args:
-        where: The folder given to ``amo tokenize``.
+        folder: Folder given to ``amo tokenize``.
         order: ``uniform`` leaves documents where they are; ``ascend`` and ``descend`` sort them by
             score, those of one score in the order of the corpus.
 
     Attributes:
-        settings: What all tokens depend on.
-        num_tokens: Of all documents, end tokens included.
+        settings: Settings that decide all tokens.
+        num_tokens: Tokens of all documents, end tokens included.
         digest: Hexadecimal digest of the tokens.
 
     Raises:
         ValueError: If there are no shards, or they are incomplete or do not belong together.
     """
 
-    def __init__(self, where: str | Path, order: str = "uniform") -> None:
-        root = Path(where).expanduser()
+    def __init__(self, folder: str | Path, order: str = "uniform") -> None:
+        root = Path(folder).expanduser()
         folders = sorted(path.parent for path in root.glob(f"**/{INDEX}"))
         if not folders:
             raise ValueError(
-                f"dataloader.dataset_path: no {INDEX} in {str(where)!r}, expected a folder that "
+                f"dataloader.dataset_path: no {INDEX} in {str(folder)!r}, expected a folder that "
                 "`amo tokenize` made"
             )
         indices = [_complete_index(folder) for folder in folders]
-        self.settings: Mapping[str, Any] = _common(indices, str(where))
+        self.settings: Mapping[str, Any] = _common(indices, str(folder))
         named = [
             (f / s["name"], s) for f, i in zip(folders, indices, strict=True) for s in i.shards
         ]
@@ -144,7 +144,7 @@ class Corpus:
         if order != "uniform":
             if not self.settings["score_field"]:
                 raise ValueError(
-                    f"dataloader.order: found {order!r}, expected 'uniform' for {str(where)!r}, "
+                    f"dataloader.order: found {order!r}, expected 'uniform' for {str(folder)!r}, "
                     "which was tokenized without a dataloader.score_field (`amo tokenize "
                     "--score-field`)"
                 )
@@ -153,16 +153,18 @@ class Corpus:
         self.num_tokens = int(sizes.sum())
 
     def _sort(self, paths: Sequence[Path], descend: bool) -> npt.NDArray[np.int64]:
-        found = [np.fromfile(path.with_suffix(".documents"), DOCUMENT) for path in paths]
-        sizes = [one["num_tokens"] for one in found]
-        for path, shard, one in zip(paths, self._shards, sizes, strict=True):
-            if one.sum() != len(shard):
-                raise ValueError(f"{path}.documents: found {one.sum()} tokens, not {len(shard)}")
-        scores = np.concatenate([one["score"] for one in found])
+        documents = [np.fromfile(path.with_suffix(".documents"), DOCUMENT) for path in paths]
+        lengths = [records["num_tokens"] for records in documents]
+        for path, shard, in_shard in zip(paths, self._shards, lengths, strict=True):
+            if (total := in_shard.sum()) != len(shard):
+                raise ValueError(f"{path}.documents: found {total} tokens, not {len(shard)}")
+        scores = np.concatenate([records["score"] for records in documents])
         places = np.argsort(-scores if descend else scores, kind="stable")
-        self._shard_of = np.repeat(np.arange(len(sizes)), [len(one) for one in sizes])[places]
-        self._offsets = np.concatenate([np.cumsum(one) - one for one in sizes])[places]
-        return np.asarray(np.concatenate(sizes)[places])
+        counts = [len(in_shard) for in_shard in lengths]
+        self._shard_of = np.repeat(np.arange(len(counts)), counts)[places]
+        starts = [np.cumsum(in_shard) - in_shard for in_shard in lengths]
+        self._offsets = np.concatenate(starts)[places]
+        return np.asarray(np.concatenate(lengths)[places])
 
     def num_sequences(self, seq_len: int) -> int:
         """Sequences of ``seq_len`` tokens, each with a label: no token is the label of two."""
@@ -203,15 +205,15 @@ def _complete_index(folder: Path) -> Index:
     return index
 
 
-def _common(indices: Sequence[Index], where: str) -> Mapping[str, Any]:
-    """The settings that all folders share; of a corpus in parts each must be there once."""
+def _common(indices: Sequence[Index], folder: str) -> Mapping[str, Any]:
+    """Settings that all folders share; a corpus in parts needs every part once."""
     parts = [index.settings.get("part", [0, 1]) for index in indices]
     own = ("part", "documents", COMMIT)
     settings = [{k: v for k, v in index.settings.items() if k not in own} for index in indices]
-    if any(one != settings[0] for one in settings):
-        raise ValueError(f"{where}: parts were made with different settings")
+    if any(other != settings[0] for other in settings):
+        raise ValueError(f"{folder}: parts were made with different settings")
     total = max(number for _, number in parts)
     if total > 1 and sorted(parts) != [[part, total] for part in range(total)]:
-        found = [part for part, _ in sorted(parts)]
-        raise ValueError(f"{where}: found parts {found} of {total}, expected each once")
+        numbers = [part for part, _ in sorted(parts)]
+        raise ValueError(f"{folder}: found parts {numbers} of {total}, expected each once")
     return settings[0]

@@ -1,4 +1,4 @@
-"""What a run prints, and what it only writes to its log file."""
+"""Lines that a run prints, and lines for its log file alone."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 
 _OURS = ("amo_dist", "torchtitan_ext")
 _PLANS = "amo_dist.schedule.amo"
-"""Tells of each plan, when it is made."""
+"""Logger that announces plans."""
 
 
 def brief(folder: Path) -> None:
     """Show progress, plans, errors and the project's warnings; everything else goes to a file.
 
     Args:
-        folder: Where ``log_rank<r>.txt`` is appended to; made where it is missing.
+        folder: Folder of ``log_rank<r>.txt``, which is appended to; made if missing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     root = logging.getLogger()

@@ -3,9 +3,9 @@
 ``geometry.jsonl`` holds one JSON object for each matrix and tracked step, as
 :mod:`benchmarks.amo_paper.static_schedule` reads them: ``step``, ``name``, ``layer`` (``null``
 outside of the blocks), ``operator_type``, ``model``, ``family``, ``shape``, the figures of
-:data:`amo_dist.kernels.geometry.SPECTRAL_METRICS` about momentum, ``ns_residual`` of the
+:data:`amo_dist.kernels.geometry.SPECTRAL_METRICS` of momentum, ``ns_residual`` of the
 orthogonalized result, ``update_norm``, its norm over that of an exact polar factor, and under
-``orthogonalized`` the figures of momentum about the result. ``null`` stands for a value that is
+``orthogonalized`` the same figures for the result. ``null`` stands for a value that is
 not finite.
 """
 
@@ -59,8 +59,8 @@ class GeometryLog:
         """Append the records of one step.
 
         Args:
-            records: Of all matrices.
-            first_step: Where this process began; the first call drops what earlier runs wrote for
+            records: Records of all matrices.
+            first_step: First step of this process; the first call drops what earlier runs wrote for
                 it and for later steps.
         """
         if not self._has_started:
@@ -95,7 +95,7 @@ def install(container: Any, config: Any) -> GeometryTracker | None:
 
     Args:
         container: The optimizers, before the first step.
-        config: As :func:`validate` accepts it.
+        config: Config that :func:`validate` accepts.
 
     Returns:
         The tracker; ``None`` where none is asked for.

@@ -26,11 +26,11 @@ _FIELDS = {
 
 
 def install(container: Any, config: Any) -> None:
-    """Have the rule of ``[optimizer]`` decide when the container's optimizers load a state.
+    """Apply the rule of ``[optimizer]`` when the container's optimizers load a state.
 
     Args:
-        container: Of any class.
-        config: The section, settled.
+        container: Container of any class.
+        config: ``[optimizer]``, complete.
     """
     hook = functools.partial(_resolve, config.on_config_change)
     for optimizer in container.optimizers:
@@ -38,7 +38,7 @@ def install(container: Any, config: Any) -> None:
 
 
 def follow(schedulers: Iterable[Any]) -> None:
-    """Have schedules go on from the peak rates that their optimizers loaded or kept.
+    """Set the peak rates of schedules to those that their optimizers loaded or kept.
 
     torchtitan's would leave the checkpoint's rate in force for one step, and then take the config's
     peak whatever the rule says.
@@ -58,21 +58,21 @@ def _resolve(
     rule: str, optimizer: Optimizer, state_dict: Mapping[str, Any]
 ) -> dict[str, Any] | None:
     """A load hook: the state with the values that go on, or ``None`` to take it as it is."""
-    found, groups = state_dict.get("param_groups"), optimizer.param_groups
-    if not isinstance(found, list) or len(found) != len(groups):
+    saved_groups, groups = state_dict.get("param_groups"), optimizer.param_groups
+    if not isinstance(saved_groups, list) or len(saved_groups) != len(groups):
         return None  # which the optimizer itself refuses
-    pairs = [*zip(found, groups, strict=True)]
+    pairs = [*zip(saved_groups, groups, strict=True)]
     changes = dict.fromkeys(change for pair in pairs for change in _differing(*pair))
     if not changes:
         return None
-    told = "; ".join(changes)
+    differences = "; ".join(changes)
     if rule == "error":
         raise ValueError(
-            f"{told}; optimizer.on_config_change = 'keep_checkpoint' or 'use_config' goes on "
-            "with one of them"
+            f"{differences}; optimizer.on_config_change = 'keep_checkpoint' or 'use_config' goes "
+            "on with one of them"
         )
     kept = "checkpoint" if rule == "keep_checkpoint" else "config"
-    logger.warning("the values of the %s are in force: %s", kept, told)
+    logger.warning("the values of the %s are in force: %s", kept, differences)
     if kept == "checkpoint":
         return None
     taken = [

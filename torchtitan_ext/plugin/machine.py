@@ -1,4 +1,4 @@
-"""What a machine has to train on, and what its PyTorch allows."""
+"""Device of a machine, and what its PyTorch allows."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ def cpu_is_needed() -> bool:
 
 
 def device_type() -> str:
-    """What training runs on here: ``cpu``, or a kind of accelerator such as ``cuda``.
+    """Kind of the device that trains: ``cpu``, or an accelerator such as ``cuda``.
 
     Raises:
-        ValueError: Where ``AMO_DEVICE`` names a kind that is not there: one rank on CPU would hold
-            up all the others.
+        ValueError: ``AMO_DEVICE`` names a kind that this machine lacks: one rank on CPU would slow
+            down all others.
     """
     wanted = os.environ.get("AMO_DEVICE", "")
-    found = torch._utils._get_available_device_type()
-    if wanted == "cpu" or (found in (None, "mps") and not wanted):
+    available = torch._utils._get_available_device_type()
+    if wanted == "cpu" or (available in (None, "mps") and not wanted):
         return "cpu"
-    if wanted not in ("", found):
+    if wanted not in ("", available):
         raise ValueError(
-            f"AMO_DEVICE: found {found or 'no accelerator'} on {socket.gethostname()}, expected "
-            f"{wanted!r}; AMO_DEVICE=cpu trains on CPUs"
+            f"AMO_DEVICE: found {available or 'no accelerator'} on {socket.gethostname()}, "
+            f"expected {wanted!r}; AMO_DEVICE=cpu trains on CPUs"
         )
-    return str(found)
+    return str(available)
 
 
 def spmd_backend() -> Literal["partial_dtensor", "spmd_types"]:

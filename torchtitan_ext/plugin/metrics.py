@@ -46,8 +46,8 @@ class MetricsProcessor(titan.MetricsProcessor):
     full, ``null`` for a NaN or infinity); a resumed run first drops what lies beyond its
     checkpoint. ``plan.json`` holds
     AMO's latest plan once there is one, and ``run.json`` the config from the first step of a start
-    on. TensorBoard and W&B get the same figures. torchtitan's line about a step stays, and tells
-    phase, Newton-Schulz steps and time to go at its end.
+    on. TensorBoard and W&B get the same figures. torchtitan's line about a step ends with
+    phase, Newton-Schulz steps and time to go.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -87,10 +87,10 @@ class MetricsProcessor(titan.MetricsProcessor):
         require_local("dump_folder", options["dump_folder"])
         self.callbacks = Callbacks(config.callbacks)
         super().__init__(config, **options)
-        # torchtitan would hold any CPU against an A100; so it tells no share of peak flops.
+        # torchtitan would compare any CPU with an A100; this leaves the share of peak flops out.
         self.has_quantization |= cpu_is_needed()
         self._logged: dict[str, Any] = {}  # by torchtitan, of the latest step
-        self.logger: Any = _Both(self.logger, self._logged)
+        self.logger: Any = _KeepingLogger(self.logger, self._logged)
         self._tail = ""
         titan.logger.addFilter(self._extend_line)
         config_dict, dump_folder = options["config_dict"], options["dump_folder"]
@@ -105,8 +105,8 @@ class MetricsProcessor(titan.MetricsProcessor):
             **{k: SimpleNamespace(**v) for k, v in config_dict.items() if isinstance(v, dict)},
             dump_folder=dump_folder,
         )
-        where = {name: options[name] for name in ("parallel_dims", "pp_schedule")}
-        writes = torch.distributed.get_rank() == titan._get_metrics_rank(**where)
+        layout = {name: options[name] for name in ("parallel_dims", "pp_schedule")}
+        writes = torch.distributed.get_rank() == titan._get_metrics_rank(**layout)
         self._files = RunFiles(Path(dump_folder)) if writes else None
         self._num_steps = int(self._config.training.steps)
         self.tokens_per_step = tokens_per_step(self._config.training, options["parallel_dims"])
@@ -135,7 +135,7 @@ class MetricsProcessor(titan.MetricsProcessor):
     def should_log(self, step: int) -> bool:
         """Whether torchtitan logs this step, which asks before it: callbacks run here.
 
-        The first call tells where the run starts.
+        The first call learns where the run starts.
         """
         self._step = step
         if self._first_step is None:
@@ -214,7 +214,7 @@ class MetricsProcessor(titan.MetricsProcessor):
     ) -> None:
         """Log a validation; arguments as in torchtitan.
 
-        It is left out of the time of training, and the steps since the last log are left in.
+        Validation time does not count towards step time.
         """
         seconds = self._step_ended - self.time_last_log
         super().log_validation(loss, step, extra_metrics)
@@ -231,7 +231,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             self._files.close()
 
     def _extend_line(self, record: logging.LogRecord) -> bool:
-        """Let torchtitan's own line about a step or a validation tell the rest, as progress."""
+        """Append phase and time to go to torchtitan's own line, and mark it as progress."""
         if record.pathname == titan.__file__ and record.funcName in ("log", "log_validation"):
             record.msg = f"{record.msg}{self._tail}"
             if self._files is not None and record.levelno == logging.INFO:
@@ -283,19 +283,19 @@ class MetricsProcessor(titan.MetricsProcessor):
         return getattr(self.optimizers, "optimizer", None)
 
     def _show_plan(self) -> None:
-        """The plan that a run resumes with; of a new one the policy itself tells."""
+        """Show the plan that a run resumes with; the policy itself announces new ones."""
         plan = getattr(self._optimizer, "plan", None)
         if self._files is not None and plan is not None:
             self._files.save_plan(plan.to_json())
             progress.info("the plan of the checkpoint:\n%s", plan_table(plan))
 
 
-class _Both(titan.BaseLogger):
-    """What torchtitan logs of a step goes to its own loggers, and into a dict.
+class _KeepingLogger(titan.BaseLogger):
+    """Passes the figures of a step on to torchtitan's loggers, and keeps them in a dict.
 
     Args:
-        logger: torchtitan's.
-        logged: Holds the figures of the latest step.
+        logger: Logger of torchtitan.
+        logged: Figures of the latest step by name.
     """
 
     def __init__(self, logger: titan.BaseLogger, logged: dict[str, Any]) -> None:
@@ -321,12 +321,12 @@ def tokens_per_step(training: Any, parallel_dims: Any) -> int:
 
 
 def peak_memory() -> int:
-    """Bytes: the most that tensors took on this rank's GPU, without one of the whole process."""
+    """Greatest bytes of tensors on this rank's GPU; without a GPU, of the whole process."""
     return int(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else resident_peak()
 
 
 def line_tail(record: Mapping[str, Any], num_steps: int) -> str:
-    """What torchtitan's line about a step does not tell: phase, Newton-Schulz steps, time to go."""
+    """End of torchtitan's line about a step: phase, Newton-Schulz steps, time to go."""
     parts = [""]
     if record["phase"]:
         counts = " ".join(map(str, record["num_steps_by_type"].values()))

@@ -77,7 +77,7 @@ class Model:
     """Its size: one of :data:`FLAVORS`, or of torchtitan's own."""
 
     attention: Literal["sdpa", "flex", "varlen"] = "sdpa"
-    """How attention is computed.
+    """Kernel of attention.
 
     ``sdpa`` attends to all that comes before in the row, other documents as well; it is the only
     one that trains on a CPU. ``flex`` and ``varlen`` stay within a document.
@@ -92,19 +92,19 @@ class Model:
 
 
 def spec(model: Model) -> ModelSpec:
-    """What torchtitan asks to know of a model, for the device at hand.
+    """Model as torchtitan takes it, for the device at hand.
 
     Raises:
-        ValueError: For a name, a flavor or an attention that there is not.
+        ValueError: Name, flavor or attention does not exist.
     """
     if model.name not in NAMES:
         return _own(model)
     module = importlib.import_module(f"torchtitan.models.{model.name}")
     ours = FLAVORS.get(model.name, {})
     theirs = next(
-        found
-        for name, found in vars(module).items()
-        if name.endswith("_configs") and isinstance(found, dict)
+        flavors
+        for name, flavors in vars(module).items()
+        if name.endswith("_configs") and isinstance(flavors, dict)
     )
     if model.flavor not in {*ours, *theirs}:
         raise ValueError(
@@ -152,7 +152,7 @@ def _own(model: Model) -> ModelSpec:
 
 
 def use_sdpa(config: Decoder.Config, name: str) -> None:
-    """Have a model attend to all that comes before in a row, as a CPU can.
+    """Make a model attend to everything before in its row, as a CPU can.
 
     Args:
         config: Config of the model; changed in place.
@@ -224,9 +224,9 @@ class _Drawn(Decoder):
                 if module.weight.device.type != "cpu":
                     nn.init.normal_(module.weight, std=INIT_STD)
                 elif not name.endswith(".wqkv"):
-                    _put(module.weight, _numbers(name, module.weight.shape))
+                    _copy_into(module.weight, _initial_weight(name, module.weight.shape))
             elif isinstance(module, FusedQKVLinear) and module.wqkv.weight.device.type == "cpu":
-                _put(module.wqkv.weight, _fused(name, module))
+                _copy_into(module.wqkv.weight, _initial_wqkv(name, module))
 
 
 class Llama(_Drawn, Llama3Model):
@@ -245,7 +245,7 @@ class Qwen(_Drawn, Qwen3Model):
         """torchtitan's."""
 
 
-def _numbers(name: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
+def _initial_weight(name: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
     """The whole weight of module ``name``, from a seed of its own.
 
     DTensor draws one sequence for a tensor of the world on accelerators alone. On CPU each rank
@@ -258,18 +258,18 @@ def _numbers(name: str, shape: torch.Size | tuple[int, ...]) -> torch.Tensor:
     return torch.empty(shape).normal_(0.0, INIT_STD, generator=torch.Generator().manual_seed(seed))
 
 
-def _fused(name: str, module: FusedQKVLinear) -> torch.Tensor:
-    """What the three weights start as, in the order of the fused one: by KV head."""
+def _initial_wqkv(name: str, module: FusedQKVLinear) -> torch.Tensor:
+    """Initial weight of queries, keys and values in the order of the fused one: by KV head."""
     rows, dim = module.wqkv.weight.shape
     head_dim, num_kv = module.head_dim, rows // (module.r_dim * module.head_dim)
     parts = [
-        _numbers(f"{name}.{part}", (num_kv * heads * head_dim, dim)).view(num_kv, -1, dim)
+        _initial_weight(f"{name}.{part}", (num_kv * heads * head_dim, dim)).view(num_kv, -1, dim)
         for part, heads in (("wq", module.heads_per_kv), ("wk", 1), ("wv", 1))
     ]
     return torch.cat(parts, dim=1).view(rows, dim)
 
 
-def _put(weight: torch.Tensor, whole: torch.Tensor) -> None:
+def _copy_into(weight: torch.Tensor, whole: torch.Tensor) -> None:
     if isinstance(weight, DTensor):
         mesh, placements = weight.device_mesh, weight.placements
         whole = distribute_tensor(whole, mesh, placements, src_data_rank=None)

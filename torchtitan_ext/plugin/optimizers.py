@@ -34,15 +34,15 @@ from torchtitan_ext.plugin.step_clock import StepClock
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MuonSection(MuonConfig):
-    """``[optimizer.muon]``: what the whole Muon family reads, AMO too, and a fixed schedule."""
+    """``[optimizer.muon]``: fields of the whole Muon family, AMO too, and a fixed schedule."""
 
     update_norm: str = ""
-    """See :class:`amo_dist.config.MuonConfig`; where it is left open ``exact`` for AMO, and
-    ``as_is`` for all others."""
+    """See :class:`amo_dist.config.MuonConfig`; unset, ``exact`` for AMO and ``as_is`` for all
+    others."""
 
     schedule: str = ""
     """Named table of Newton-Schulz coefficients that ``name = "Muon"`` applies to every matrix;
-    ``kj`` where none is named."""
+    unset, ``kj``."""
 
     schedule_file: str = ""
     """
@@ -57,11 +57,11 @@ class MuonSection(MuonConfig):
         MuonConfig(**self.shared())  # which checks them
 
     def shared(self) -> dict[str, Any]:
-        """The fields that other optimizers read, without one that is left open."""
-        found = {field: getattr(self, field) for field in SHARED}
+        """Fields shared by the family; unset ones omitted."""
+        values = {field: getattr(self, field) for field in SHARED}
         if not self.update_norm:
-            del found["update_norm"]
-        return found
+            del values["update_norm"]
+        return values
 
 
 @dataclass(kw_only=True, slots=True)
@@ -262,7 +262,7 @@ def check_lock(source: Any, steps: int) -> None:
     """Check that AMO's plan locks within a run.
 
     Args:
-        source: The section, or the container of any class that was built from one.
+        source: Section, or container of any class that was built from one.
         steps: ``training.steps``.
 
     Raises:
@@ -284,11 +284,11 @@ def check_lock(source: Any, steps: int) -> None:
 def _check_schedule(config: Any) -> None:
     """At most one source of the schedule, and that one readable."""
     named = {field: getattr(config.muon, field) for field in ("schedule", "schedule_file")}
-    sources = {field: found for field, found in named.items() if found}
+    sources = {field: source for field, source in named.items() if source}
     if config.name != "Muon" and sources:
-        field, found = next(iter(sources.items()))
+        field, source = next(iter(sources.items()))
         raise ValueError(
-            f"[optimizer.muon] {field}: found {found!r}, but optimizer.name = "
+            f"[optimizer.muon] {field}: found {source!r}, but optimizer.name = "
             f"{config.name!r} has schedules of its own; expected optimizer.name = 'Muon' with it"
         )
     if len(sources) > 1:
@@ -309,8 +309,8 @@ class OptimizersContainer(titan.OptimizersContainer):
     part.
 
     Args:
-        config: Names an optimizer of the Muon family.
-        model_parts: On their final device, with their final placements.
+        config: ``[optimizer]`` with a ``name`` of the Muon family.
+        model_parts: Parts of the model, on their final device with their final placements.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -330,7 +330,7 @@ class OptimizersContainer(titan.OptimizersContainer):
         """AdamW's decay of the second moment."""
 
         eps: float = 1e-8
-        """What AdamW adds to the denominator."""
+        """Number that AdamW adds to the denominator."""
 
         weight_decay: float = 0.1
         """Decoupled weight decay, of all parameters."""
@@ -352,12 +352,12 @@ class OptimizersContainer(titan.OptimizersContainer):
 
         on_config_change: Literal["error", "keep_checkpoint", "use_config"] = "error"
         """
-        Where a checkpoint has other values than this section: stop, go on with those of the
-        checkpoint, or with those of the config. One word is enough: given here it decides about
-        ``[optimizer.muon]`` and ``[optimizer.amo]`` too, for which ``[optimizer.muon]
-        on_config_change`` says ``replan`` for ``use_config``, and given there about ``lr``,
-        ``weight_decay``, ``beta1``, ``beta2`` and ``eps``; where both are given each decides about
-        its own. Changes of ``[lr_scheduler]`` and of ``training.steps`` always hold.
+        Action at a resume whose checkpoint has other values than the config: stop, keep those of
+        the checkpoint, or use those of the config. It holds for ``lr``, ``weight_decay``,
+        ``beta1``, ``beta2`` and ``eps``, and for the fields of ``[optimizer.muon]`` and
+        ``[optimizer.amo]`` unless ``[optimizer.muon] on_config_change`` is set (its word for
+        ``use_config`` is ``replan``), which likewise holds for all if this is not set. Changes of
+        ``[lr_scheduler]`` and of ``training.steps`` always hold.
         """
 
         no_decay: tuple[str, ...] = ()
@@ -373,11 +373,11 @@ class OptimizersContainer(titan.OptimizersContainer):
         family."""
 
         muon: MuonSection = field(default_factory=MuonSection)
-        """Read by every ``name`` of the Muon family."""
+        """Fields of every ``name`` of the Muon family."""
 
         amo: AMOConfig = field(default_factory=AMOConfig)
-        """Read by ``name = "AMO"``: when to observe, and how to plan. What AMO shares with the
-        family stands in ``[optimizer.muon]``."""
+        """Fields of ``name = "AMO"``: when to observe, and how to plan. Those that AMO shares with
+        the family stand in ``[optimizer.muon]``."""
 
         def build(self, *, model_parts: list[nn.Module]) -> titan.OptimizersContainer:
             """The container of the named optimizer, which is torchtitan's for its own names.
@@ -422,11 +422,11 @@ def groups_of(model_parts: Sequence[nn.Module], config: Any) -> list[dict[str, A
     """Parameter groups for an optimizer of the Muon family.
 
     Args:
-        model_parts: Of torchtitan.
-        config: The ``[optimizer]`` section.
+        model_parts: Parts of the model on this rank.
+        config: ``[optimizer]``.
 
     Raises:
-        ValueError: As `amo_dist.param_groups`.
+        ValueError: See :func:`amo_dist.param_groups`.
     """
     # The config's own patterns come before those of the modules: the first match wins. A part may
     # lack what an expression names: another pipeline stage has it.
@@ -468,7 +468,7 @@ def check_last_update(container: Any) -> None:
     """Look for updates that were left out in the last step; a collective over the world.
 
     Args:
-        container: Of any class; optimizers outside of the Muon family leave nothing out.
+        container: Container of any class; optimizers outside of the Muon family leave nothing out.
 
     Raises:
         NonFiniteUpdateError: On every rank.

@@ -17,7 +17,7 @@ def parallelize(stock: Callable[..., nn.Module], model: nn.Module, **settings: A
     Args:
         stock: torchtitan's function for the model.
         model: On the meta device; changed in place.
-        **settings: What ``stock`` takes by name.
+        **settings: Arguments of ``stock``.
 
     Returns:
         The parallelized model.
@@ -29,8 +29,8 @@ def parallelize(stock: Callable[..., nn.Module], model: nn.Module, **settings: A
     if utils.device_type == "cpu":
         for module in model.modules():
             if isinstance(module, (FlexAttention, VarlenAttention)):
-                found = type(module).__name__
-                raise ValueError(f"model.attention: found {found}, expected 'sdpa' on a CPU")
+                kind = type(module).__name__
+                raise ValueError(f"model.attention: found {kind}, expected 'sdpa' on a CPU")
             if isinstance(module, FSDPModule):
                 # Scale gradients outside the collective: gloo has no PREMUL_SUM.
                 module.set_force_sum_reduction_for_comms(True)

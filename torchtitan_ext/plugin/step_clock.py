@@ -10,11 +10,11 @@ import torch
 class StepClock:
     """Adds up the seconds from :meth:`start` to :meth:`stop`, which are hooks of ``step()``.
 
-    On CUDA events are recorded around each step, and read when somebody asks: launching the kernels
-    takes a fraction of the time that they run.
+    On CUDA events are recorded around each step, and read when somebody asks: launches return
+    early, so host time would be too short.
 
     Args:
-        device: Where the parameters are.
+        device: Device of the parameters.
     """
 
     def __init__(self, device: torch.device) -> None:

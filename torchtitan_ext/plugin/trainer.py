@@ -49,7 +49,7 @@ class Trainer(titan.Trainer):
         metrics: MetricsProcessor.Config = field(default_factory=MetricsProcessor.Config)
         checkpoint: CheckpointManager.Config = field(default_factory=CheckpointManager.Config)
         activation_checkpoint: Activations.Config = field(default_factory=Activations.Config)
-        # In a CUDA graph every gradient is there, if zero: none tells of a parameter out of use.
+        # A CUDA graph makes every gradient, if only of zeros: unused parameters would be updated.
         training: TrainingConfig = field(
             default_factory=lambda: TrainingConfig(disable_cuda_graphs=True)
         )
