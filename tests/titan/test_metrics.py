@@ -11,6 +11,7 @@ import pytest
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.observation import Observed
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.types import MatrixInfo
@@ -208,8 +209,8 @@ def test_a_resumed_run_shows_its_plan_at_once_and_a_new_one_leaves_it_to_the_pol
 ) -> None:
     matrix = MatrixInfo("q", (8, 8), "attn_q")
     policy = Held(AMOPolicy(AMOConfig(observe_until=1, observe_every=1)), [matrix])
-    nothing = [0.0] * (2 * len(policy.trials()))
-    policy.record(1, {"q": 0.5}, {"q": nothing})
+    nothing = [0.0] * len(policy.trials())
+    policy.record(1, {"q": Observed(0.5, nothing, nothing)})
     policy.adopt_plan(policy.make_plan())
     assert policy.plan is not None
     processor._optimizers = SimpleNamespace(optimizer=SimpleNamespace(plan=policy.plan))
