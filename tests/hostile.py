@@ -272,9 +272,9 @@ def stopped() -> Iterator[None]:
     """Have commands end where they would start ranks, load a model or ask the network."""
     import torchtitan_ext.train
     from amo_dist.tools.doctor import site
-    from benchmarks.amo_paper import runner
+    from benchmarks.amo_paper import evaluate, runner
     from torchtitan_ext.data import files, loader
-    from torchtitan_ext.tools import evaluate, export, preflight_here
+    from torchtitan_ext.tools import export, preflight_here
     from torchtitan_ext.tools import train as command
 
     def reach(*_: Any, **__: Any) -> Any:

@@ -30,7 +30,7 @@ def variables(ranks: int) -> dict[str, str]:
     return {name: value for name, value in found.items() if name not in os.environ}
 
 
-def settle(ranks: int) -> None:
+def set_variables(ranks: int) -> None:
     """Set the variables in this process, for itself and for all that it starts."""
     os.environ.update(variables(ranks))
 

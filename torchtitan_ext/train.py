@@ -101,7 +101,7 @@ def train(config: Any) -> None:
     """Run torchtitan's trainer to its end, or write a seed checkpoint where that is asked for.
 
     Args:
-        config: From :func:`torchtitan_ext.config.settings.parse`.
+        config: A complete config, as of :func:`torchtitan_ext.config.settings.parse`.
 
     Raises:
         ValueError: For a config that turns out not to work.
@@ -110,16 +110,18 @@ def train(config: Any) -> None:
     import torch
     from torchtitan.observability import structured_logger
 
+    from torchtitan_ext.plugin.trainer import Trainer
+
     if config.debug.enable_structured_logging:
         structured_logger.init_structured_logger(source="training", output_dir=config.dump_folder)
     trainer = None
     try:
         if config.checkpoint.create_seed_checkpoint:
             _require_one_rank(config)
-            trainer = config.build()
+            trainer = Trainer(config)
             trainer.checkpointer.save(curr_step=0, last_step=True)
         elif config.comm.mode != "local_tensor":  # whose models are never initialized
-            trainer = config.build()
+            trainer = Trainer(config)
             trainer.train()
             _tell_if_complete(trainer)
     finally:

@@ -15,12 +15,12 @@ import pytest
 import tomllib
 import torch
 from torchtitan.components.optimizer import LRSchedulersContainer
+from torchtitan_ext.learning_rate import scaling_law_lr
 
 from amo_dist.config import AMOConfig
 from amo_dist.kernels.geometry import SPECTRAL_METRICS
 from amo_dist.tools.tracker import WHAT
 from torchtitan_ext.config import files, settings
-from torchtitan_ext.learning_rate import scaling_law_lr
 from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.geometry import Geometry
 from torchtitan_ext.tools.preflight_memory import EAGER_LOGIT_BYTES

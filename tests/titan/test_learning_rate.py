@@ -4,8 +4,8 @@ import types
 
 import pytest
 import torch
-
 from torchtitan_ext.learning_rate import resolve, scaling_law_lr
+
 from torchtitan_ext.plugin import models, optimizers
 
 

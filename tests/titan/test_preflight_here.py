@@ -32,6 +32,8 @@ def preflight(
     """Status and mistakes."""
     world = world or WORLDS.get(name, 16)
     file = str(CONFIGS / f"{name}.toml")
+    if "--elsewhere" not in options:
+        options = ("--no-elsewhere", *options)
     status = main(["preflight", file, "--world", str(world), "--json", *options])
     return status, json.loads(capsys.readouterr().out)["problems"]
 
@@ -173,14 +175,6 @@ SMALL = ("quickstart", "--training.steps=80")
             ("qwen3_1.7b", "--checkpoint.keep_latest_k=0", "--checkpoint.interval=50"),
             "checkpoint.keep_latest_k: found 0, for which 139 checkpoints of ",
         ),
-        (
-            (*SMALL, "--comm.train_timeout_seconds=0"),
-            "comm.train_timeout_seconds: found 0, expected more than the 0 s in which a checkpoint",
-        ),
-        (
-            ("qwen3_1.7b", "--checkpoint.stop_seconds=9"),
-            "checkpoint.stop_seconds: found 9, expected more than the 15 s in which a checkpoint",
-        ),
         ((*SMALL, "--dump_folder=a_file"), "dump_folder: found a_file, which cannot be written"),
         (
             (*SMALL, "--dump_folder=.", "--checkpoint.folder=a_file"),
@@ -198,9 +192,25 @@ def test_what_would_fail_is_an_error(
     if told is None:
         assert (status, found) == (0, [])
         return
-    assert status == 2
+    assert status == 1
     assert len(found) == 1
     assert found[0].startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("option", "note"),
+    [
+        ("--comm.train_timeout_seconds=9", None),  # saving does not hold ranks up
+        ("--checkpoint.stop_seconds=9", "note: checkpoint.stop_seconds = 9 may end before a check"),
+    ],
+)
+def test_a_slow_disk_is_assumed_and_so_only_noted(
+    option: str, note: str | None, place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = str(CONFIGS / "qwen3_1.7b.toml")
+    assert main(["preflight", file, "--world", "32", option]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "may end before" in line]
+    assert [line[: len(note or "")] for line in lines] == ([note] if note else [])
 
 
 def test_chunks_of_the_loss_divide_the_logits(
@@ -208,7 +218,7 @@ def test_chunks_of_the_loss_divide_the_logits(
 ) -> None:
     large = ("--memory-gb=80", "--training.local_batch_size=75")
     large += ("--training.global_batch_size=900",)
-    assert preflight(capsys, "qwen3_70m", *large, "--loss.num_chunks=3")[0] == 2
+    assert preflight(capsys, "qwen3_70m", *large, "--loss.num_chunks=3")[0] == 1
     assert preflight(capsys, "qwen3_70m", *large, "--loss.num_chunks=4") == (0, [])
 
 
@@ -223,7 +233,7 @@ def test_a_dataset_of_the_hub_needs_the_network(
     stock = ("qwen3_0.6b", "--dataloader.dataset=c4", "--dataloader.dataset_path=allenai/c4")
     status, found = preflight(capsys, *stock)
     reason = {"offline": "HF_HUB_OFFLINE = 1 forbids", "unreachable": "cannot be reached at"}[why]
-    assert status == 2
+    assert status == 1
     assert len(found) == 1
     dataset = "dataloader.dataset_path: found the dataset 'allenai/c4' on the hub, "
     assert found[0].startswith(f"{dataset}which {reason}")
@@ -244,5 +254,5 @@ def test_a_rank_that_has_too_little_memory(place: Path, capsys: pytest.CaptureFi
     assert main(["preflight", file, "--world", "2", "--memory-gb", "1"]) == 0
     assert "0.97 GB of 1.00 GB" in capsys.readouterr().out
     status, found = preflight(capsys, "quickstart", "--memory-gb", "1e-3")
-    assert status == 2
+    assert status == 1
     assert "expected at most the 0.0 GB that it has" in found[0]

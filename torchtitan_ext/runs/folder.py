@@ -15,6 +15,7 @@ from torchtitan_ext.runs.differences import differences
 from torchtitan_ext.runs.run_files import (
     LOCK_FILE,
     RUN_FILE,
+    START_FILE,
     complete_steps,
     read_config,
     save_config,
@@ -25,7 +26,10 @@ _NOT_COMPARED = (
     *("activation_checkpoint", "validator", "debug.print_config", "debug.save_config_file"),
     # Made from other fields, with functions whose text is never the same; and by PyTorch's version.
     *("model_spec", "parallelism.spmd_backend"),
-    *("dataloader.tokens", "dataloader._seconds"),  # the data itself is compared at a resume
+    *(
+        "dataloader.tokens",
+        "dataloader.tokenize_timeout_seconds",
+    ),  # the data itself is compared at a resume
 )
 """What may change between two starts of one run: it leaves the training as it is."""
 
@@ -98,7 +102,9 @@ class RunFolder:
         if not self.path.exists() or self._marker.exists():
             return
         # What a start leaves that was killed before it wrote the marker.
-        left = re.compile(rf"{LOCK_FILE}|{RUN_FILE}{files.SCRATCH}|{LOGS}|log_rank\d+\.txt")
+        left = re.compile(
+            rf"{LOCK_FILE}|{START_FILE}|{RUN_FILE}{files.SCRATCH}|{LOGS}|log_rank\d+\.txt"
+        )
         if any(not left.fullmatch(path.name) for path in self.path.iterdir()):
             raise ValueError(
                 f"dump_folder: {self.path} holds files, but none of a run of this command; "

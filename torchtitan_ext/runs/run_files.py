@@ -26,6 +26,8 @@ VALIDATION = "validation_loss"
 """Field of a record of ``metrics.jsonl`` that is no logged step, but a validation after one."""
 RUN_FILE = "run.json"
 """The config of the run."""
+START_FILE = "start.json"
+"""Complete config of the latest start by ``amo train``, which its ranks read."""
 LOCK_FILE = "lock"
 _SECTIONS = ("model", "optimizer", "training", "checkpoint", "tokenizer")
 """Those that tools look into."""

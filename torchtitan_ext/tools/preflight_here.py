@@ -14,10 +14,10 @@ from typing import Any
 
 from torchtitan.hf_datasets import text_datasets as titan
 
+from torchtitan_ext.config.checks import collect
 from torchtitan_ext.data.files import find_files
 from torchtitan_ext.data.loader import DATASETS, named_for, open_packed, paths
 from torchtitan_ext.runs.run_files import checkpoints
-from torchtitan_ext.tools.preflight_checks import collect
 from torchtitan_ext.tools.preflight_memory import checkpoint_sizes
 
 HUB = "https://huggingface.co"
@@ -103,7 +103,7 @@ def _data(loader: Any, tokenizer: Any) -> None:
         ValueError: For data that is nowhere, or does not fit.
     """
     name, path = loader.dataset, loader.dataset_path
-    with named_for(loader._validates):
+    with named_for(loader):
         for where, _ in paths(loader) if name in DATASETS else ():
             if name != "packed":
                 find_files(where, loader.pattern)
