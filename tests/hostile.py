@@ -135,7 +135,7 @@ STARTS: dict[str, list[list[str]]] = {
     "quickstart": [[]],
     "train": [[QUICKSTART]],
     "paper compare": [["scores.json", "--no-test"]],
-    "evaluate": [["run", "--tasks", "sciq"]],
+    "paper score": [["run", "--tasks", "sciq"]],
     "paper list": [[]],
     "paper show": [["ell"]],
     "paper run": [["ell", "--small", "--out", "new"], ["ell", "--dry-run"]],

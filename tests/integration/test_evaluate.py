@@ -16,11 +16,14 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
+from benchmarks.amo_paper import evaluate
 from benchmarks.amo_paper.__main__ import build_parser
 from benchmarks.amo_paper.results import PAPER_TASKS, check_examples, read_results
 from torchtitan_ext.data.tokenizers import ByteTokenizer
 from torchtitan_ext.plugin import models
-from torchtitan_ext.tools import evaluate, export
+from torchtitan_ext.tools import export
+
+ROOT = Path(__file__).resolve().parents[2]
 
 needs_transformers = pytest.mark.skipif(
     importlib.util.find_spec("transformers") is None, reason="needs transformers (extra `eval`)"
@@ -142,7 +145,7 @@ def test_byte_tokenizers_agree(text: str) -> None:
 def parse(*arguments: str) -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     subparsers = parser.add_subparsers()
-    evaluate.add_command(subparsers)
+    evaluate.add_commands(subparsers)
     export.add_command(subparsers)
     return parser.parse_args(arguments)
 
@@ -231,12 +234,12 @@ def test_the_harness_scores_a_checkpoint(tmp_path: Path) -> None:
     include = make_task(tmp_path / "tasks")
     # A process of its own: the harness configures logging and seeds of whoever calls it.
     command = [
-        *(sys.executable, "-m", "torchtitan_ext", "evaluate"),
+        *(sys.executable, "-m", "benchmarks.amo_paper", "score"),
         *(str(checkpoint), "--tasks", "sums"),
         *("--include-path", str(include), "--batch-size", "4", "--max-length", "256"),
         *("--device", "cpu", "--model", "Tiny"),
     ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     assert "sums" in done.stdout
     output = tmp_path / "results-step-7.json"
@@ -291,7 +294,7 @@ def test_the_paper_evaluates_its_twelve_tasks_as_it_did() -> None:
     tasks = build_parser().parse_args(["evaluate", "main"]).tasks
     assert evaluate.task_names(tasks) == [task.name for task in PAPER_TASKS]
     assert len(PAPER_TASKS) == 12
-    assert parse("evaluate", "step-7").max_length == 4096  # twice what the models are trained on
+    assert parse("score", "step-7").max_length == 4096  # twice what the models are trained on
 
 
 def test_an_evaluation_unlike_the_papers_is_named() -> None:
