@@ -22,7 +22,7 @@ from torchtitan_ext.tools import (
     watch,
 )
 
-TITAN = ("torchtitan", "torchdata", "tiktoken", "tyro", "numpy")
+TITAN = ("torchtitan", "torchdata", "tyro", "numpy")
 """What comes with the extra ``titan``; commands that plan, watch or report do without."""
 
 

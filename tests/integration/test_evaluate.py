@@ -105,9 +105,8 @@ def test_logits_survive_the_export(tmp_path: Path, name: str, fuse_qkv: bool) ->
 
 @pytest.mark.slow
 @needs_transformers
-@pytest.mark.parametrize("kind", ["hf", "tiktoken"])
 @pytest.mark.parametrize("is_file", [False, True])
-def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, kind: str, is_file: bool) -> None:
+def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, is_file: bool) -> None:
     import transformers
 
     folder = tmp_path / "tokenizer"
@@ -121,7 +120,7 @@ def test_the_tokenizer_is_the_one_of_the_run(tmp_path: Path, kind: str, is_file:
         (path, {}),
         ("nowhere", {"path": path, "eos_token": "z"}),
     ):
-        checkpoint = save(model, tmp_path / str(len(found)), "llama3", assets, kind=kind, **data)
+        checkpoint = save(model, tmp_path / str(len(found)), "llama3", assets, kind="hf", **data)
         output = tmp_path / str(len(found)) / "hf"
         export.export(checkpoint, output, export.find_source(checkpoint))
         tokens = transformers.AutoTokenizer.from_pretrained(output).encode("naïve")

@@ -15,6 +15,7 @@ from amo_dist import CheckpointWriter
 from benchmarks.amo_paper import __main__ as paper
 from benchmarks.amo_paper import evaluate
 from torchtitan_ext import cli
+from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import models
 from torchtitan_ext.runs.run_files import find_checkpoint, save_config
 from torchtitan_ext.tools import export
@@ -50,6 +51,15 @@ def test_a_folder_without_a_checkpoint_is_told(
     told = capsys.readouterr().err
     assert told.startswith(f"error: checkpoint: found no complete one in {tmp_path}, expected ")
     assert told.count("\n") == 1
+
+
+def test_the_sizes_of_a_run_reach_the_export(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[model]\nname = 'qwen3'\nflavor = 'tiny'\nlayers = 3\n")
+    source = export.find_source(tmp_path, str(file))
+    assert source.sizes["layers"] == 3
+    save_config(tmp_path, {**settings.parse([f"--job.config_file={file}"]).to_dict()})
+    assert export.find_source(tmp_path / "checkpoint" / "step-1") == source
 
 
 SOURCE = export.Source("llama3", "quickstart", "byte", "", "AMO")

@@ -104,7 +104,8 @@ def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
     merged = files.merged(links)
     try:
         names.require_known(name for name, _ in files.fields(merged))
-        return values.overlay(Trainer.Config(), merged)
+        config: Trainer.Config = values.overlay(Trainer.Config(), merged)
+        return config
     except ValueError as error:
         file = files.origin(links, str(error).partition(":")[0])
         raise ValueError(f"{file}: {error}") from None
@@ -124,8 +125,11 @@ def for_ranks(config: Trainer.Config) -> list[str]:
 
 
 def _from_json(path: Path) -> Trainer.Config:
-    config = values.overlay(Trainer.Config(), read_json_file(path), derived=True)
-    return dataclasses.replace(config, model_spec=models.spec(config.model))
+    config: typing.Any = values.overlay(Trainer.Config(), read_json_file(path), derived=True)
+    complete_config: Trainer.Config = dataclasses.replace(
+        config, model_spec=models.spec(config.model)
+    )
+    return complete_config
 
 
 def _with_options(config: Trainer.Config, options: Sequence[str]) -> Trainer.Config:

@@ -8,20 +8,20 @@ import functools
 import types
 import typing
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, NoReturn, TypeVar, Union
+from typing import Annotated, Any, Literal, NoReturn, Union
 
 import tyro
 from torchtitan.config.override import OverrideImport, parse_cli_imports
 
 from amo_dist.schedule.fields import fail
 
-_T = TypeVar("_T")
-
 _LONGEST_NAME = 60
 """Characters of an unknown name that are compared with known ones: the comparison is quadratic."""
 
 
-def overlay(config: _T, values: Mapping[str, Any], section: str = "", derived: bool = False) -> _T:
+def overlay(
+    config: Any, values: Mapping[str, Any], section: str = "", derived: bool = False
+) -> Any:
     """Lay plain values over a config.
 
     Args:
@@ -35,7 +35,8 @@ def overlay(config: _T, values: Mapping[str, Any], section: str = "", derived: b
         ValueError: Unknown field, value of another type, or one that the dataclass itself refuses.
             The message starts with the field's dotted name.
     """
-    types_by_name = _types_of(type(config))
+    class_: Any = type(config)
+    types_by_name = _types_of(class_)
     changes = {}
     for name, value in values.items():
         field = section + name
@@ -50,7 +51,7 @@ def overlay(config: _T, values: Mapping[str, Any], section: str = "", derived: b
         else:
             fail(field, value, f"a section [{field}]")
     try:
-        return dataclasses.replace(config, **changes)  # type: ignore[type-var]
+        return dataclasses.replace(config, **changes)
     except ValueError as error:  # of the dataclass's own checks, which name the bare field
         raise ValueError(f"{section}{error}") from None
 

@@ -47,13 +47,15 @@ class Source:
     flavor: str
     """``model.flavor``."""
     tokenizer: str
-    """``tokenizer.kind``: ``hf``, ``tiktoken`` or ``byte``."""
+    """``tokenizer.kind``: ``hf`` or ``byte``."""
     assets: str
     """``tokenizer.path``, else ``hf_assets_path``: folder or file of the tokenizer."""
     optimizer: str
     """``optimizer.name`` of the run."""
     eos_token: str = ""
     """``tokenizer.eos_token``, the token after each document; empty for the tokenizer's own."""
+    sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Sizes that ``[model]`` sets beside the flavor's own."""
 
 
 def find_source(checkpoint: Path, config: str | None = None) -> Source:
@@ -89,6 +91,11 @@ def _source(config: Mapping[str, Any]) -> Source:
         assets=fields.get("tokenizer.path") or fields["hf_assets_path"],
         optimizer=fields["optimizer.name"],
         eos_token=fields.get("tokenizer.eos_token", ""),
+        sizes={
+            name.removeprefix("model."): value
+            for name, value in fields.items()
+            if name.startswith("model.") and type(value) is int
+        },
     )
 
 
@@ -205,7 +212,7 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
 
     if source.name not in ("llama3", "qwen3"):
         raise ValueError(f"model.name: found {source.name!r}, expected 'llama3' or 'qwen3'")
-    spec = models.spec(models.Model(name=source.name, flavor=source.flavor))
+    spec = models.spec(models.Model(name=source.name, flavor=source.flavor, **source.sizes))
     with torch.device("meta"):
         model = spec.model.build()
     weights = {

@@ -126,7 +126,7 @@ def add_command(subparsers: Subparsers) -> None:
         help="folder, file or glob of parquet, JSON lines, Arrow or text; or a hub dataset",
     )
     parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
-    parser.add_argument("--tokenizer", choices=("hf", "tiktoken", "byte"), default="hf")
+    parser.add_argument("--tokenizer", choices=("hf", "byte"), default="hf")
     parser.add_argument("--tokenizer-path", default="", metavar="PATH", help="folder or file")
     parser.add_argument("--eos-token", default="", help="token after each document")
     parser.add_argument("--pattern", default="", help="files to take from a folder (rows and .txt)")
