@@ -20,7 +20,7 @@ from typing import Any
 logger = logging.getLogger(__name__)
 
 FOLDERS = (Path(__file__).resolve().parents[1] / "configs", Path("configs"))
-"""Where a name is looked for: beside the package, and in the working directory."""
+"""Folders of named configs: beside the package, and in the working directory."""
 
 
 def __getattr__(name: str) -> Callable[[], Any]:

@@ -8,7 +8,7 @@ import sys
 
 
 def end_with_parent() -> None:
-    """Have the kernel terminate this process when its parent is gone (Linux; elsewhere a no-op).
+    """Let the kernel terminate this process when its parent is gone (Linux; elsewhere a no-op).
 
     A killed torchrun leaves its ranks running, and the next start would train beside them.
     """

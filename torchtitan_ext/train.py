@@ -162,8 +162,8 @@ def is_users_mistake(error: ValueError) -> bool:
     A ``ValueError`` from the depths of another library keeps its traceback.
     """
     frames = traceback.extract_tb(error.__traceback__)
-    here = Path(__file__).resolve().parent
-    ours = (here, here.parent / "amo_dist")
+    package = Path(__file__).resolve().parent
+    ours = (package, package.parent / "amo_dist")
     raised_in = Path(frames[-1].filename).resolve() if frames else Path()
     return any(folder in raised_in.parents for folder in ours)
 

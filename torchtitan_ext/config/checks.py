@@ -41,8 +41,8 @@ def examine(config: Any, world_size: int | None = None) -> tuple[Any, list[str]]
     """Complete a config as far as possible.
 
     Args:
-        config: As for :func:`complete`.
-        world_size: As for :func:`complete`.
+        config: Config of the trainer; stays as it is.
+        world_size: Number of ranks; None leaves out what depends on it.
 
     Returns:
         The config, and a line for each mistake.

@@ -94,7 +94,7 @@ def read(path: str | Path, field: str = "config") -> dict[str, Any]:
     """Read the values of a file, laid over those of the files that it extends.
 
     Raises:
-        ValueError: As :func:`chain`.
+        ValueError: A mistake in one of the files, see :func:`chain`.
     """
     return merged(chain(path, field))
 

@@ -54,11 +54,11 @@ def parse(args: Sequence[str], world_size: int | None = None) -> Trainer.Config:
     Args:
         args: Arguments such as ``["--job.config_file", "x.toml", "--training.steps", "5"]``, or
             those of :func:`for_ranks`, whose config is complete.
-        world_size: As for :func:`resolve`.
+        world_size: Number of ranks; None leaves out what depends on it.
 
     Raises:
-        ValueError: As :func:`resolve`.
-        SystemExit: As :func:`resolve`.
+        ValueError: A mistake of the user's, see :func:`resolve`.
+        SystemExit: Wrong value of an option.
     """
     file, options = split_file(args)
     if file is not None and Path(file).name == START_FILE and not options:
@@ -70,11 +70,11 @@ def load(args: Sequence[str]) -> Trainer.Config:
     """Read the config of arguments without completing or checking it.
 
     Args:
-        args: As for :func:`parse`.
+        args: Arguments, see :func:`parse`.
 
     Raises:
-        ValueError: As :func:`resolve`.
-        SystemExit: As :func:`resolve`.
+        ValueError: A mistake of the user's, see :func:`resolve`.
+        SystemExit: Wrong value of an option.
     """
     return _read(*split_file(args))
 

@@ -131,7 +131,7 @@ def _describe(kind: Any) -> str:
     if origin is Annotated:
         return _describe(arguments[0])
     if origin in (Union, types.UnionType):
-        texts = [_describe(one) for one in arguments if one is not types.NoneType]
+        texts = [_describe(argument) for argument in arguments if argument is not types.NoneType]
         return " or ".join(dict.fromkeys(texts))
     if origin is Literal:
         return f"one of {', '.join(map(repr, arguments))}"

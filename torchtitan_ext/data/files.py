@@ -25,7 +25,7 @@ class DataError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Hub:
-    """Which part of a dataset on the hub to read; empty strings stand for the hub's defaults."""
+    """Part of a dataset on the hub; empty strings stand for the hub's defaults."""
 
     config: str = ""
     """Name of the subset, such as ``sample-100BT``."""
@@ -57,35 +57,35 @@ def format_of(url: str) -> str:
     return ROWS.get(PurePosixPath(name).suffix, "text")
 
 
-def find_files(where: str, pattern: str = "", hub: Hub | None = None) -> Files:
-    """The files that ``where`` names.
+def find_files(source: str, pattern: str = "", hub: Hub | None = None) -> Files:
+    """Find the files of a source.
 
     Args:
-        where: A folder (searched through), a file, a glob, ``stdlib`` for the sources of Python's
+        source: A folder (searched through), a file, a glob, ``stdlib`` for the sources of Python's
             standard library, or else the name of a dataset on the hub, such as
             ``HuggingFaceFW/fineweb-edu``.
-        pattern: What to take from a folder, such as ``**/*.md``; by default rows and ``.txt``.
-        hub: What to take of a dataset on the hub.
+        pattern: Files to take from a folder, such as ``**/*.md``; by default rows and ``.txt``.
+        hub: Part to take of a dataset on the hub.
 
     Raises:
         ValueError: If nothing is found, or what would read it is not installed.
         DataError: If the hub does not answer, or asks to come back later.
     """
-    path = Path(where).expanduser()
-    if where == "stdlib":
+    path = Path(source).expanduser()
+    if source == "stdlib":
         return _standard_library()
     if path.is_dir():
-        found = path.glob(pattern or "**/*")
-        kept = [file for file in found if pattern or _is_data(file)]
+        paths = path.glob(pattern or "**/*")
+        kept = [file for file in paths if pattern or _is_data(file)]
         return _local(kept, path)
     if path.is_file():
         return _local([path], path.parent)
-    if glob.has_magic(where):
+    if glob.has_magic(source):
         root = Path(str(path).split("*", 1)[0] + "_").parent
         return _local([Path(name) for name in glob.glob(str(path), recursive=True)], root)
-    if hub is None or where.startswith((".", "/", "~")) or where.count("/") > 1:
-        raise ValueError(f"dataloader.dataset_path: no such file or folder: {where!r}")
-    return hub_files(where, hub)
+    if hub is None or source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise ValueError(f"dataloader.dataset_path: no such file or folder: {source!r}")
+    return hub_files(source, hub)
 
 
 def _is_data(file: Path) -> bool:
@@ -99,8 +99,8 @@ def _standard_library() -> Files:
     """
     root = Path(sysconfig.get_path("stdlib"))
     installed = {"site-packages", "dist-packages", "__pycache__"}
-    found = root.glob("**/*.py")
-    kept = [one for one in found if not installed.intersection(one.relative_to(root).parts)]
+    paths = root.glob("**/*.py")
+    kept = [file for file in paths if not installed.intersection(file.relative_to(root).parts)]
     return _local(kept, root)
 
 

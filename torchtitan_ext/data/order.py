@@ -23,8 +23,8 @@ def shuffled(place: int, size: int, *seeds: int) -> int:
     at each start, and its order depends on the version of the library.
 
     Args:
-        place: From 0 to ``size - 1``.
-        size: Of the permutation.
+        place: Number from 0 to ``size - 1``.
+        size: Size of the permutation.
         seeds: Non-negative, such as seed and epoch.
     """
     half = max(1, ((size - 1).bit_length() + 1) // 2)
@@ -49,7 +49,7 @@ class Mixture:
     sequences, at places that the seed decides.
 
     Args:
-        weights: Of the sources, positive; they need not add up to one.
+        weights: Weights of the sources, positive; they need not add up to one.
         seed: Seeds the places.
 
     Raises:
@@ -60,8 +60,8 @@ class Mixture:
         total = sum(weight for weight in weights if weight > 0) or 1.0
         shares = [CYCLE * weight / total if weight > 0 else 0.0 for weight in weights]
         counts = [int(share) for share in shares]
-        rest = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
-        for i in rest[: CYCLE - sum(counts)]:
+        by_remainder = sorted(range(len(shares)), key=lambda i: counts[i] - shares[i])
+        for i in by_remainder[: CYCLE - sum(counts)]:
             counts[i] += 1
         if min(counts) < 1:
             raise ValueError(

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 BATCH = 2**20
 """Bytes of rows that a process gets at a time, or one row."""
 PROCESS_BYTES = 2**25
-"""Of files, for which one more process is worth its start."""
+"""Bytes of files that are worth the start of one more process."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Options:
         score_field: Field that holds the score, a finite number; empty reads none.
         max_bad_rows: Largest share of rows without text (or score) that are left out.
         shard_tokens: Tokens of a shard, about: the most that a killed run loses.
-        part: Which of ``num_parts`` to do, from 0.
+        part: Number of the part, from 0.
         num_parts: Parts that the files are dealt to.
     """
 
@@ -141,11 +141,11 @@ def tokenize(
         tokenizer: Turns text into tokens, here or in other processes.
         output: Folder of all parts.
         options: How to tokenize.
-        processes: That make tokens; 0 for as many as there are cores and work for, with one
-            this process does.
+        processes: Worker processes; 0 for as many as there are cores and work for. With one,
+            this process makes the tokens.
 
     Yields:
-        Now and then how many tokens there are so far, and the index; first what is there already.
+        Number of tokens so far, and the index, now and then; first those of an earlier run.
 
     Raises:
         ValueError: If the folder holds shards of other settings, for what cannot be read, or for
@@ -153,7 +153,7 @@ def tokenize(
         DataError: If the hub does not serve for minutes, or a process that makes tokens dies.
     """
     options = options or Options()
-    mine = dataclasses.replace(files, urls=files.urls[options.part :: options.num_parts])
+    own_files = dataclasses.replace(files, urls=files.urls[options.part :: options.num_parts])
     settings = _settings(files, tokenizer, options)
     folder = output
     if options.num_parts > 1:
@@ -172,8 +172,8 @@ def tokenize(
             bad.check(at_end=True)
             return
         try:
-            with _executor(tokenizer, mine, processes) as executor:
-                yield from _shards(mine, folder, index, bad, options, executor)
+            with _executor(tokenizer, own_files, processes) as executor:
+                yield from _shards(own_files, folder, index, bad, options, executor)
         except BrokenProcessPool:
             raise DataError(
                 f"{folder}: a process that makes tokens was killed; memory may have run out. "
@@ -226,14 +226,15 @@ def _shards(
     tokens: list[Tokens] = []
     documents: list[Tokens] = []
     batches = _batches(files, options.fields, index.position)
-    for batch, found in _in_order(batches, executor, options.fields, index.settings["token_type"]):
-        for number, reason in found[2]:
+    type_ = index.settings["token_type"]
+    for batch, encoded in _in_order(batches, executor, options.fields, type_):
+        for number, reason in encoded[2]:
             file, row = batch.places[number]
             bad.add(f"{files.urls[file]}, row {row + 1}", reason)
         bad.num_rows += len(batch.rows)
         bad.check()
-        tokens.append(found[0])
-        documents.append(found[1])
+        tokens.append(encoded[0])
+        documents.append(encoded[1])
         index.position = batch.end
         size = sum(map(len, tokens))
         yield index.num_tokens + size, index

@@ -123,7 +123,8 @@ def _batch(batch: Any, fields: Sequence[str], first: int, start: int) -> Iterato
     names = batch.schema.names
     columns = [_undecoded(batch.column(f)) if f in names else None for f in fields]
     for row in range(max(0, start - first), batch.num_rows):
-        yield first + row, tuple(None if one is None else one[row].as_py() for one in columns)
+        values = (None if column is None else column[row].as_py() for column in columns)
+        yield first + row, tuple(values)
 
 
 def _undecoded(column: Any) -> Any:
@@ -200,10 +201,10 @@ class BadRows:
         self.counts = dict(counts)
         self._last = "before this start"
 
-    def add(self, where: str, reason: str) -> None:
+    def add(self, row: str, reason: str) -> None:
         """Count a row, and log the first, second, fourth, eighth ... one."""
         self.counts[reason] = self.counts.get(reason, 0) + 1
-        self._last = f"{where}: {reason}"
+        self._last = f"{row}: {reason}"
         total = sum(self.counts.values())
         if total & (total - 1) == 0:
             logger.warning("left out %s; %d rows so far", self._last, total)

@@ -36,10 +36,10 @@ def validate(config: Any) -> None:
     Raises:
         ValueError: Naming the field.
     """
-    found, length = config.loss.num_chunks, config.training.seq_len
-    num_cuts = found * config.parallelism.context_parallel_degree
-    if found < 1 or length % num_cuts:
+    num_chunks, length = config.loss.num_chunks, config.training.seq_len
+    num_cuts = num_chunks * config.parallelism.context_parallel_degree
+    if num_chunks < 1 or length % num_cuts:
         raise ValueError(
-            f"loss.num_chunks: found {found}, expected a divisor of a rank's share of "
+            f"loss.num_chunks: found {num_chunks}, expected a divisor of a rank's share of "
             f"training.seq_len = {length}"
         )

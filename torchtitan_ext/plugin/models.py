@@ -126,9 +126,9 @@ def spec(model: Model) -> ModelSpec:
     module = importlib.import_module(f"torchtitan.models.{model.name}")
     ours = FLAVORS.get(model.name, {})
     theirs = next(
-        found
-        for name, found in vars(module).items()
-        if name.endswith("_configs") and isinstance(found, dict)
+        value
+        for name, value in vars(module).items()
+        if name.endswith("_configs") and isinstance(value, dict)
     )
     if model.flavor not in {*ours, *theirs}:
         raise ValueError(
@@ -213,7 +213,7 @@ def _sizes(
 
 
 def use_sdpa(config: Decoder.Config, name: str) -> None:
-    """Have a model attend to all that comes before in a row, as a CPU can.
+    """Let a model attend to all that comes before in a row, as a CPU can.
 
     Args:
         config: Config of the model; changed in place.

@@ -30,14 +30,14 @@ START_FILE = "start.json"
 """Complete config of the latest start by ``amo train``, which its ranks read."""
 LOCK_FILE = "lock"
 _SECTIONS = ("model", "optimizer", "training", "checkpoint", "tokenizer")
-"""Those that tools look into."""
+"""Sections that tools read."""
 
 COMPLETE_FILES = (".metadata", "model.safetensors.index.json")
 """Files that are written last: torchtitan takes a checkpoint for complete that has one of them."""
 
 
 LOCK_SECONDS = 120.0
-"""How long a rank waits for a lock; the others wait for it, and give it up after 300 s or more."""
+"""Seconds that a rank waits for a lock; the others wait for that rank for 300 s or more."""
 
 
 def lock(folder: Path, seconds: float = LOCK_SECONDS, *, reads: bool = False) -> TextIO:
@@ -51,7 +51,7 @@ def lock(folder: Path, seconds: float = LOCK_SECONDS, *, reads: bool = False) ->
     Args:
         folder: Exists.
         seconds: The longest wait.
-        reads: Only look, beside others who do, and leave no number and host.
+        reads: Take a shared lock; do not write pid and host.
 
     Returns:
         The open lock file, which holds the process's number and host.
@@ -70,20 +70,20 @@ def lock(folder: Path, seconds: float = LOCK_SECONDS, *, reads: bool = False) ->
     while not _claim(file, fcntl.LOCK_SH if reads else fcntl.LOCK_EX):
         # Opened anew: a network's file system may hold an older content for an open file.
         holder = printable(read_file(folder / LOCK_FILE).decode(errors="replace").strip())
-        told = f"{folder} is being written by process {holder}"
+        state = f"{folder} is being written by process {holder}"
         waited = time.monotonic() - start
         is_here = _is_alive_here(holder)
         if is_here or waited >= seconds:
             file.close()
             raise ValueError(
-                f"dump_folder: {told}; wait for it, end it, or use another folder"
+                f"dump_folder: {state}; wait for it, end it, or use another folder"
                 if is_here
-                else f"dump_folder: {told}, after {waited:.0f} s; end it there, or use another "
+                else f"dump_folder: {state}, after {waited:.0f} s; end it there, or use another "
                 "folder; where that host is dead, its file system frees the lock in a while"
             )
         if waited >= 30 * lines:
             lines += 1
-            print(f"{told}; waiting for it, at most {seconds:.0f} s", flush=True)
+            print(f"{state}; waiting for it, at most {seconds:.0f} s", flush=True)
         time.sleep(min(1.0, seconds))
     if reads:
         return file
@@ -156,17 +156,17 @@ def read_config(folder: Path) -> dict[str, Any] | None:
     """
     file = folder / RUN_FILE
     try:
-        found = json.loads(read_file(file))
+        config = json.loads(read_file(file))
     except FileNotFoundError:
         return None
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not JSON: {error}") from None
-    if not isinstance(found, dict):
-        raise ValueError(f"{file}: found {type(found).__name__}, expected an object of sections")
-    check_fields(str(file), found, {key: (dict, type(None)) for key in _SECTIONS})
-    return found
+    if not isinstance(config, dict):
+        raise ValueError(f"{file}: found {type(config).__name__}, expected an object of sections")
+    check_fields(str(file), config, {key: (dict, type(None)) for key in _SECTIONS})
+    return config
 
 
 def read_plan(folder: Path) -> Plan | None:
@@ -211,7 +211,7 @@ class RunFiles:
 
         Args:
             step: The first one to come.
-            config: Of this run; takes the place of an earlier start's in ``run.json``.
+            config: Config of this run; takes the place of an earlier start's in ``run.json``.
         """
         drop_from(self._metrics, step)
         self.last = next(reversed(read_metrics(self._folder).steps), None)
@@ -258,15 +258,15 @@ def read_metrics(folder: Path) -> Metrics:
     """The metrics of the run in a dump folder; none where it has logged nothing.
 
     Raises:
-        ValueError: As `read_records`, or a field is of another type.
+        ValueError: The file cannot be read, or a field is of another type.
     """
     path = folder / METRICS_FILE
     records = read_records(path)
     for number, record in enumerate(records, start=1):
         _check_record(f"{path}, line {number}", record)
-    losses = [(one["step"], one[VALIDATION]) for one in records if VALIDATION in one]
+    losses = [(record["step"], record[VALIDATION]) for record in records if VALIDATION in record]
     return Metrics(
-        [one for one in records if VALIDATION not in one],
+        [record for record in records if VALIDATION not in record],
         [(step, loss) for step, loss in losses if loss is not None],
     )
 
@@ -277,31 +277,31 @@ NUMBER = (int, float, type(None))
 _FIELDS: dict[str, Any] = {"phase": str, "num_steps_by_type": dict, "optimizer": dict}
 
 
-def _check_record(where: str, record: dict[str, Any]) -> None:
+def _check_record(place: str, record: dict[str, Any]) -> None:
     record.update({key: record.get(key) or kind() for key, kind in _FIELDS.items()})
     kinds: dict[str, Any] = dict.fromkeys(record, NUMBER)
     if "changes" in record:
         kinds["changes"] = list
-    check_fields(where, record, kinds | _FIELDS | {"step": int})
+    check_fields(place, record, kinds | _FIELDS | {"step": int})
     for key in ("num_steps_by_type", "optimizer"):
-        check_fields(f"{where}: {key}", record[key], dict.fromkeys(record[key], NUMBER))
+        check_fields(f"{place}: {key}", record[key], dict.fromkeys(record[key], NUMBER))
     for change in record.get("changes", ()):
-        check_fields(where, {"changes": change}, {"changes": dict})
+        check_fields(place, {"changes": change}, {"changes": dict})
         change_fields = {"step": int, "phase": str, "num_steps_by_type": dict}
-        check_fields(f"{where}: changes", change, change_fields)
+        check_fields(f"{place}: changes", change, change_fields)
 
 
-def check_fields(where: str, record: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+def check_fields(place: str, record: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
     """Check the types of some fields of a record.
 
     Raises:
         ValueError: One is of another type, or missing where ``None`` is none of its types.
     """
     for key, kind in kinds.items():
-        if not isinstance(found := record.get(key), kind):
+        if not isinstance(value := record.get(key), kind):
             kinds_of = kind if isinstance(kind, tuple) else (kind,)
-            expected = " or ".join(one.__name__ for one in kinds_of if one is not type(None))
-            fail(f"{where}: {key}", found, expected)
+            expected = " or ".join(type_.__name__ for type_ in kinds_of if type_ is not type(None))
+            fail(f"{place}: {key}", value, expected)
 
 
 # ------------------------------------------------------------------ checkpoints
@@ -315,8 +315,8 @@ def checkpoint_step(checkpoint: Path) -> int | None:
 
 def checkpoints(folder: Path) -> dict[int, Path]:
     """The checkpoints in a folder by step, in order; those that were cut short included."""
-    found = {checkpoint_step(path): path for path in folder.glob("step-*")}
-    return {step: found[step] for step in sorted(step for step in found if step is not None)}
+    by_step = {checkpoint_step(path): path for path in folder.glob("step-*")}
+    return {step: by_step[step] for step in sorted(step for step in by_step if step is not None)}
 
 
 def is_complete(checkpoint: Path) -> bool:
@@ -342,9 +342,9 @@ def find_checkpoint(path: Path) -> Path:
         return path
     config = read_config(path) or {}
     folder = path / str((config.get("checkpoint") or {}).get("folder", "checkpoint"))
-    for one in (folder, path):
-        if steps := complete_steps(one):
-            return one / f"step-{max(steps)}"
+    for candidate in (folder, path):
+        if steps := complete_steps(candidate):
+            return candidate / f"step-{max(steps)}"
     raise ValueError(
         f"checkpoint: found no complete one in {path}, expected step-<n> or the dump folder of a "
         "run that has saved"

@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-"""What may be copied from the folder of the tokenizer."""
+"""Files that are copied from the folder of the tokenizer."""
 
 
 CHECKPOINT_HELP = "<dump folder>/checkpoint/step-<n>, or the dump folder: its newest complete one"
@@ -40,7 +40,7 @@ CHECKPOINT_HELP = "<dump folder>/checkpoint/step-<n>, or the dump folder: its ne
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """What a checkpoint does not say about its model."""
+    """Facts about a checkpoint's model that the checkpoint does not hold."""
 
     name: str
     """``model.name``: ``llama3`` or ``qwen3``."""
@@ -71,11 +71,11 @@ def find_source(checkpoint: Path, config: str | None = None) -> Source:
     if config is not None:
         return _source(runs.parse([f"--job.config_file={config}"]).to_dict())
     folder = checkpoint.parent.parent
-    found = read_config(folder)
-    if found is None:
+    config_of_run = read_config(folder)
+    if config_of_run is None:
         path = folder / RUN_FILE
         raise ValueError(f"--config: found none and no {path}, expected the config of the run")
-    return _source(found)
+    return _source(config_of_run)
 
 
 def _source(config: Mapping[str, Any]) -> Source:
@@ -106,7 +106,7 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
         checkpoint: Folder of a distributed checkpoint, saved by any number of ranks.
         output: Folder to write ``config.json``, ``model*.safetensors`` and the tokenizer into.
         source: The checkpoint's model and tokenizer.
-        dtype: Of the written weights.
+        dtype: Dtype of the written weights.
 
     Raises:
         ValueError: The model is unknown or not dense, the checkpoint lacks weights, is damaged or
@@ -229,7 +229,7 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
             loading.load(weights, str(checkpoint))
         except CheckpointException as error:  # with the stack of each failure in its text
             reasons = dict.fromkeys(
-                " ".join(str(one).split()) for one, _ in error.failures.values()
+                " ".join(str(failure).split()) for failure, _ in error.failures.values()
             )
             raise ValueError(f"checkpoint {checkpoint}: {'; '.join(reasons)}") from None
     return spec.model, spec.state_dict_adapter(spec.model, None), weights
@@ -316,7 +316,7 @@ def add_command(subparsers: Subparsers) -> None:
         "--dtype",
         choices=("float32", "bfloat16"),
         default="float32",
-        help="of the weights (default %(default)s)",
+        help="dtype of the exported weights (default %(default)s)",
     )
     parser.set_defaults(run=run)
 

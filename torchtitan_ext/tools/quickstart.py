@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
         status = train.start(settings.for_ranks(config), config, num_ranks)
         if 0 < status < 128:
             return status
-        # Ranks that are told to stop save, and end well: only what they have saved tells.
+        # Ranks that are told to stop save and exit with 0: their checkpoint shows how far they got.
         saves = config.checkpoint.enable and not config.checkpoint.load_only
         if status or (saves and folder.latest_step() < steps):
             _tell_stop(folder.latest_step(), steps)
@@ -76,8 +76,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _announce(folder: Path, step: int, steps: int, num_ranks: int) -> None:
-    what = f"Resuming from the checkpoint of step {step}" if step else "Starting anew"
-    print(f"{what}: {steps} steps on {num_ranks} ranks, in {folder}.", flush=True)
+    start = f"Resuming from the checkpoint of step {step}" if step else "Starting anew"
+    print(f"{start}: {steps} steps on {num_ranks} ranks, in {folder}.", flush=True)
 
 
 def _tell_stop(step: int, steps: int) -> None:

@@ -25,8 +25,8 @@ def commit_of(output: Path) -> str:
     """Commit of the hub that the parts in a folder are made from; empty where none names one."""
     from torchtitan_ext.data.shards import COMMIT, INDEX, read_index
 
-    found = [read_index(path.parent) for path in sorted(output.glob(f"**/{INDEX}"))]
-    commits = [str(index.settings.get(COMMIT, "")) for index in found if index is not None]
+    indices = [read_index(path.parent) for path in sorted(output.glob(f"**/{INDEX}"))]
+    commits = [str(index.settings.get(COMMIT, "")) for index in indices if index is not None]
     return next(filter(None, commits), "")
 
 
@@ -171,8 +171,8 @@ def _run(args: argparse.Namespace) -> int:
         raise ValueError(f"--part: found {args.part}, expected at most {len(files.urls)} parts")
     tokenizer = make_tokenizer(args.tokenizer, args.tokenizer_path, args.eos_token)
     names = ("text_field", "score_field", "max_bad_rows", "shard_tokens")
-    given = {name: getattr(args, name) for name in names}
-    options = Options(**given, part=part, num_parts=num_parts)
+    fields = {name: getattr(args, name) for name in names}
+    options = Options(**fields, part=part, num_parts=num_parts)
     if read_index(args.output) is None:
         processes = args.processes or os.cpu_count() or 1
         print(estimate(files, tokenizer, args.output, options, processes), flush=True)
