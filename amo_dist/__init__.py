@@ -5,27 +5,34 @@ from amo_dist import AMO, AMOConfig, param_groups
 optimizer = AMO(param_groups(model), lr=1.8e-3, weight_decay=0.1, config=AMOConfig())
 """
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from amo_dist.config import AMOConfig, MuonConfig, __version__
-from amo_dist.distributed.agreement import RankMismatchError
-from amo_dist.engine.parameters import Piece
-from amo_dist.engine.rule import UpdateRule
-from amo_dist.engine.verdict import (
-    MissingGradientError,
-    NonFiniteGradientError,
-    NonFiniteUpdateError,
-)
-from amo_dist.operators.groups import param_groups
-from amo_dist.operators.views import Fused
-from amo_dist.optimizers.adamuon import AdaMuon
-from amo_dist.optimizers.amo import AMO
-from amo_dist.optimizers.foreign import ImportReport, import_state
-from amo_dist.optimizers.muon import Muon
-from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
-from amo_dist.optimizers.normuon import NorMuon
-from amo_dist.optimizers.qk_clip import qk_clip_
-from amo_dist.optimizers.root import ROOT
-from amo_dist.schedule.types import Schedule
-from amo_dist.state.storage import CheckpointReader, CheckpointWriter
+
+if TYPE_CHECKING:
+    from amo_dist.distributed.agreement import RankMismatchError
+    from amo_dist.engine.parameters import Piece
+    from amo_dist.engine.rule import UpdateRule
+    from amo_dist.engine.verdict import (
+        MissingGradientError,
+        NonFiniteGradientError,
+        NonFiniteUpdateError,
+    )
+    from amo_dist.operators.groups import param_groups
+    from amo_dist.operators.views import Fused
+    from amo_dist.optimizers.adamuon import AdaMuon
+    from amo_dist.optimizers.amo import AMO
+    from amo_dist.optimizers.foreign import ImportReport, import_state
+    from amo_dist.optimizers.muon import Muon
+    from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
+    from amo_dist.optimizers.normuon import NorMuon
+    from amo_dist.optimizers.qk_clip import qk_clip_
+    from amo_dist.optimizers.root import ROOT
+    from amo_dist.schedule.types import Schedule
+    from amo_dist.state.storage import CheckpointReader, CheckpointWriter
 
 __all__ = [
     "AMO",
@@ -53,3 +60,41 @@ __all__ = [
     "param_groups",
     "qk_clip_",
 ]
+
+_MODULES = {
+    "RankMismatchError": "distributed.agreement",
+    "Piece": "engine.parameters",
+    "UpdateRule": "engine.rule",
+    "MissingGradientError": "engine.verdict",
+    "NonFiniteGradientError": "engine.verdict",
+    "NonFiniteUpdateError": "engine.verdict",
+    "param_groups": "operators.groups",
+    "Fused": "operators.views",
+    "AdaMuon": "optimizers.adamuon",
+    "AMO": "optimizers.amo",
+    "ImportReport": "optimizers.foreign",
+    "import_state": "optimizers.foreign",
+    "Muon": "optimizers.muon",
+    "OPTIMIZER_NAMES": "optimizers.named",
+    "make_optimizer": "optimizers.named",
+    "NorMuon": "optimizers.normuon",
+    "qk_clip_": "optimizers.qk_clip",
+    "ROOT": "optimizers.root",
+    "Schedule": "schedule.types",
+    "CheckpointReader": "state.storage",
+    "CheckpointWriter": "state.storage",
+}
+"""Modules of the names that are imported when they are first read: commands that only plan, print
+or read files do not wait for torch."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_MODULES})

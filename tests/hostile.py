@@ -135,7 +135,7 @@ STARTS: dict[str, list[list[str]]] = {
     "quickstart": [[]],
     "train": [[QUICKSTART]],
     "paper compare": [["scores.json", "--no-test"]],
-    "evaluate": [["run", "--tasks", "sciq"]],
+    "paper score": [["run", "--tasks", "sciq"]],
     "paper list": [[]],
     "paper show": [["ell"]],
     "paper run": [["ell", "--small", "--out", "new"], ["ell", "--dry-run"]],
@@ -169,11 +169,12 @@ class Answer:
         """What is wrong with the answer; empty where nothing is."""
         if self.traceback:
             return self.traceback.strip().splitlines()[-1][:300]
-        if self.status not in (None, 0, 2):
+        has_mistakes = self.status == 1 and self.line[0] == "preflight"
+        if self.status not in (None, 0, 2) and not has_mistakes:
             return f"status {self.status}: {self.error[-300:]}"
         if "Traceback" in self.error:
             return f"a traceback: {self.error[-300:]}"
-        if self.status == 2:
+        if self.status == 2 or has_mistakes:
             return self._of_error()
         return ""
 
@@ -272,9 +273,9 @@ def stopped() -> Iterator[None]:
     """Have commands end where they would start ranks, load a model or ask the network."""
     import torchtitan_ext.train
     from amo_dist.tools.doctor import site
-    from benchmarks.amo_paper import runner
+    from benchmarks.amo_paper import evaluate, runner
     from torchtitan_ext.data import files, loader
-    from torchtitan_ext.tools import evaluate, export, preflight_here
+    from torchtitan_ext.tools import export, preflight_here
     from torchtitan_ext.tools import train as command
 
     def reach(*_: Any, **__: Any) -> Any:
@@ -324,9 +325,12 @@ def answer(line: Sequence[str]) -> Answer:
         signal.signal(signal.SIGALRM, before)
     seconds = time.monotonic() - start
     texts = [one.buffer.getvalue().decode("utf-8") for one in (err, out)]  # type: ignore[attr-defined]
-    # Mistakes of a config are the output of a preflight.
-    is_output = status == 2 and line[0] == "preflight"
-    return Answer(tuple(line), status, seconds, "".join(texts[: 1 + is_output]), told)
+    error = texts[0]
+    if status == 1 and line[0] == "preflight":  # mistakes of a config end its report
+        error += "".join(f"{row}\n" for row in texts[1].splitlines() if row.startswith("error: "))
+        if "--json" in line:
+            error += "".join(f"error: {one}\n" for one in json.loads(texts[1])["problems"])
+    return Answer(tuple(line), status, seconds, error, told)
 
 
 def try_lines(chosen: Sequence[Sequence[str]], verbose: bool = False) -> list[Answer]:

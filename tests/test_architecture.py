@@ -122,6 +122,7 @@ def private_names(source: str) -> set[str]:
     attributes = [node for node in nodes if isinstance(node, ast.Attribute)]
     own = {node.name for node in nodes if isinstance(node, (ast.FunctionDef, ast.ClassDef))}
     own |= {node.attr for node in attributes if isinstance(node.ctx, ast.Store)}
+    own |= {n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Store)}
     read = {node.attr for node in attributes} - own
     names = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
     read |= {part for node in names for part in str(node.module).split(".")}

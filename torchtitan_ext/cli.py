@@ -13,7 +13,6 @@ from amo_dist.tools.cli import add_commands
 from amo_dist.tools.command import Parser, run_command
 from torchtitan_ext.data.files import DataError
 from torchtitan_ext.tools import (
-    evaluate,
     export,
     preflight,
     quickstart,
@@ -23,7 +22,7 @@ from torchtitan_ext.tools import (
     watch,
 )
 
-TITAN = ("torchtitan", "torchdata", "tiktoken", "tyro", "numpy")
+TITAN = ("torchtitan", "torchdata", "tyro", "numpy")
 """What comes with the extra ``titan``; commands that plan, watch or report do without."""
 
 
@@ -37,7 +36,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"amo-dist {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    tools: Sequence[Any] = (quickstart, train, preflight, tokenize, report, watch, export, evaluate)
+    tools: Sequence[Any] = (quickstart, train, preflight, tokenize, report, watch, export)
     for tool in tools:
         tool.add_command(subparsers)
     add_commands(subparsers)

@@ -1,4 +1,4 @@
-"""What each process of a training finds in its environment, whichever way it was started.
+"""Environment variables of each process of a training, whichever way it was started.
 
 ``python -m torchtitan_ext.environment RANKS`` prints it for scripts, a ``NAME=value`` a line.
 """
@@ -16,7 +16,7 @@ def variables(ranks: int) -> dict[str, str]:
         ranks: Processes of this node.
     """
     cpus = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
-    found = {
+    values = {
         # Segments that grow leave less memory unused between tensors of many sizes.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
         # NCCL finds the network by itself on most clusters; launch/README.md tells what helps.
@@ -26,11 +26,11 @@ def variables(ranks: int) -> dict[str, str]:
         "OMP_NUM_THREADS": str(max(cpus // ranks, 1)),
     }
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # its name before PyTorch 2.9
-        del found["PYTORCH_ALLOC_CONF"]
-    return {name: value for name, value in found.items() if name not in os.environ}
+        del values["PYTORCH_ALLOC_CONF"]
+    return {name: value for name, value in values.items() if name not in os.environ}
 
 
-def settle(ranks: int) -> None:
+def set_variables(ranks: int) -> None:
     """Set the variables in this process, for itself and for all that it starts."""
     os.environ.update(variables(ranks))
 

@@ -191,7 +191,7 @@ def _optimizer(
 ) -> OptimizersContainer.Config:
     config = OptimizersContainer.Config(name=names[0])
     inner = ("muon", "amo") if names == ("AMO",) else ("muon",)
-    own = {field.name for field in dataclasses.fields(config)} - {"muon", "amo", "scaling_law"}
+    own = {field.name for field in dataclasses.fields(config)} - {"muon", "amo"}
     parts = dict.fromkeys(own, "")
     for part in inner:
         for field in dataclasses.fields(getattr(config, part)):

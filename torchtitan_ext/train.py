@@ -111,7 +111,7 @@ def train(config: Any) -> str:
     """Run torchtitan's trainer to its end, or write a seed checkpoint if the config asks for one.
 
     Args:
-        config: Config of :func:`torchtitan_ext.config.settings.parse`.
+        config: A complete config, as of :func:`torchtitan_ext.config.settings.parse`.
 
     Returns:
         ``done``; or, for a run that a signal stopped before its end, ``stopped`` if the last step
@@ -124,16 +124,18 @@ def train(config: Any) -> str:
     import torch
     from torchtitan.observability import structured_logger
 
+    from torchtitan_ext.plugin.trainer import Trainer
+
     if config.debug.enable_structured_logging:
         structured_logger.init_structured_logger(source="training", output_dir=config.dump_folder)
     trainer, outcome = None, "done"
     try:
         if config.checkpoint.create_seed_checkpoint:
             _require_one_rank(config)
-            trainer = config.build()
+            trainer = Trainer(config)
             trainer.checkpointer.save(curr_step=0, last_step=True)
         elif config.comm.mode != "local_tensor":  # whose models are never initialized
-            trainer = config.build()
+            trainer = Trainer(config)
             trainer.train()
             if trainer.ballot.has_stopped:
                 outcome = "stopped" if trainer.checkpointer.saves else "unsaved"

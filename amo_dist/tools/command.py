@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import dataclasses
 import difflib
 import errno
+import importlib.util
 import io
 import json
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -87,6 +90,18 @@ def one_line(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[:half]} ... {text[-half:]}"
 
 
+class Mistakes(ValueError):
+    """Several mistakes of the user's.
+
+    Args:
+        problems: A line for each, with the field, what was found and what was expected.
+    """
+
+    def __init__(self, problems: Sequence[str]) -> None:
+        super().__init__("\n".join(problems))
+        self.problems = tuple(problems)
+
+
 def whole(least: int, most: int = 10**9) -> Callable[[str], int]:
     """Make an ``argparse`` type of integers from ``least`` to ``most``."""
     expected = f"an integer >= {least} and <= {most}"
@@ -158,8 +173,13 @@ def run_command(parser: argparse.ArgumentParser, argv: Sequence[str] | None = No
         return status
     except SystemExit as stop:  # after --help, or an error of the parser
         return int(stop.code or 0)
+    except Mistakes as error:
+        return max(map(_mistake, error.problems))
     except ValueError as error:
         return _mistake(str(error))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except BrokenPipeError:
         _drop_output()
         return 0
@@ -240,3 +260,59 @@ def pad(rows: Sequence[Sequence[str]], left: Sequence[int] = (), least: int = 0)
         ]
         for row in rows
     ]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Table:
+    """Cells below a header.
+
+    Attributes:
+        head: Header of each column.
+        rows: Cells of each row. A column of numbers is aligned to the right, others to the left.
+    """
+
+    head: Sequence[str]
+    rows: Sequence[Sequence[str]]
+
+    def is_text(self, column: int) -> bool:
+        """Whether a column holds more than numbers."""
+        return column == 0 or not all(re.fullmatch(r"[\d.,]*", row[column]) for row in self.rows)
+
+    def lines(self) -> list[str]:
+        """The table as aligned and indented lines."""
+        left = [column for column in range(len(self.head)) if self.is_text(column)]
+        return [f"  {'  '.join(row)}".rstrip() for row in pad([self.head, *self.rows], left)]
+
+
+def plain_text(parts: Iterable[str | Table]) -> str:
+    """Lines and tables as text of aligned lines."""
+    return "\n".join(
+        line for part in parts for line in ([part] if isinstance(part, str) else part.lines())
+    )
+
+
+def print_parts(parts: Iterable[str | Table]) -> None:
+    """Print lines and tables: in colour on a terminal if rich is installed, else as plain lines.
+
+    Args:
+        parts: Tables, and lines without an indent, which are titles, or with one.
+    """
+    if not sys.stdout.isatty() or importlib.util.find_spec("rich") is None:
+        print_text(plain_text(parts))
+        return
+    # Imported by name: amo_dist depends on torch alone.
+    console = importlib.import_module("rich.console").Console(highlight=False)
+    make_table: Any = importlib.import_module("rich.table").Table
+    make_text: Any = importlib.import_module("rich.text").Text  # without markup of its own
+    for part in parts:
+        if isinstance(part, str):
+            is_error, is_title = part.startswith("error: "), not part.startswith(" ")
+            style = "red" if is_error else "bold" if is_title else ""
+            console.print(printable(part), style=style, markup=False, soft_wrap=True)
+            continue
+        table = make_table(box=None, header_style="cyan", padding=(0, 2, 0, 0))
+        for column, title in enumerate(part.head):
+            table.add_column(title, justify="left" if part.is_text(column) else "right")
+        for row in part.rows:
+            table.add_row(*(make_text(printable(cell)) for cell in row))
+        console.print(table)

@@ -294,7 +294,7 @@ def _schedulers(lr: float, warmup: int, **cosine: Value) -> Mapping[str, Mapping
     """Learning rate schedules by name; ``cosine`` is what differs there."""
     own = {f"lr_scheduler.{name}": value for name, value in cosine.items()}
     return {
-        "Const": {"optimizer.lr_from": "value", "optimizer.lr": lr, _WARMUP: 0, _DECAY: 0.0},
+        "Const": {"optimizer.lr": lr, _WARMUP: 0, _DECAY: 0.0},
         "WS": {_WARMUP: warmup, _DECAY: 0.0},
         "WSD": {_WARMUP: warmup, _DECAY: 0.1, "lr_scheduler.decay_type": "linear"},
         "Cosine": {_WARMUP: warmup, _DECAY: "None", "lr_scheduler.decay_type": "cosine", **own},

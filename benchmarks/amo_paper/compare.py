@@ -155,7 +155,7 @@ def add_commands(subparsers: Subparsers) -> None:
         epilog="example: python -m benchmarks.amo_paper compare results/*.json "
         "--baseline Muon-KJ --baseline Muon-PE",
     )
-    parser.add_argument("results", nargs="+", help="results files, as `amo evaluate` writes them")
+    parser.add_argument("results", nargs="+", help="results files, as `score` writes them")
     parser.add_argument(
         "--candidate", default="AMO", help="the optimizer to test (default %(default)s)"
     )

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from amo_dist.tools import files
 from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
-from benchmarks.amo_paper import gather, runner
+from benchmarks.amo_paper import evaluate, gather, runner
 from benchmarks.amo_paper.catalog import EXPERIMENTS, Experiment, experiment_named
 from benchmarks.amo_paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
 from benchmarks.amo_paper.results import SHORT, check_examples
@@ -150,8 +150,6 @@ def _gather(args: argparse.Namespace) -> int:
 
 
 def _evaluate(args: argparse.Namespace) -> int:
-    from torchtitan_ext.tools import evaluate
-
     experiment, place = selection(args)
     for row in experiment.rows:
         job = resolve(row.run, place)
@@ -161,7 +159,8 @@ def _evaluate(args: argparse.Namespace) -> int:
         if not (checkpoint / ".metadata").exists():
             print(f"# {job.folder.name}: no checkpoint of step {job.step_of(row.step)} yet")
             continue
-        print(f"amo evaluate {checkpoint} --tasks {args.tasks} --output {output}", flush=True)
+        options = f"--tasks {args.tasks} --output {output}"
+        print(f"python -m benchmarks.amo_paper score {checkpoint} {options}", flush=True)
         if not args.dry_run:
             # Not the row's: a run that belongs to several tables has one results file.
             optimizer = str(job.run.options["optimizer.name"])

@@ -13,7 +13,7 @@ from typing import Any
 from amo_dist.config import AMOConfig
 from benchmarks.amo_paper import catalog
 from benchmarks.amo_paper.catalog import MODELS, Run, Value
-from torchtitan_ext import learning_rate
+from benchmarks.amo_paper.learning_rate import TOKENS_EXPONENT
 from torchtitan_ext.config import files
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE
 
@@ -214,17 +214,9 @@ class Config:
         return int(self.field("training.steps"))
 
     @property
-    def is_by_law(self) -> bool:
-        """Whether the scaling law sets the learning rate."""
-        return bool(self.fields.get("optimizer.lr_from") == "scaling_law")
-
-    @property
     def peak_rate(self) -> float:
         """Peak learning rate."""
-        if not self.is_by_law:
-            return float(self.field("optimizer.lr"))
-        law = (self.field(f"optimizer.scaling_law.{name}") for name in ("params_b", "tokens_b"))
-        return learning_rate.scaling_law_lr(*law)
+        return float(self.field("optimizer.lr"))
 
     def horizon(self, name: str) -> int:
         """A number of steps of ``[optimizer.amo]``, or its default."""
@@ -278,10 +270,7 @@ def _more_tokens(times: int, config: Config) -> dict[str, Value]:
         "training.steps": times * config.steps,
         "lr_scheduler.warmup_steps": times * int(config.field("lr_scheduler.warmup_steps")),
     }
-    if config.is_by_law:
-        tokens = times * config.field("optimizer.scaling_law.tokens_b")
-        return {**options, "optimizer.scaling_law.tokens_b": tokens}
-    factor = times**learning_rate.TOKENS_EXPONENT
+    factor = times**TOKENS_EXPONENT
     return {**options, "optimizer.lr": float(config.peak_rate * factor)}
 
 

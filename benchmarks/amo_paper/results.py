@@ -5,7 +5,7 @@ A results file holds one JSON object, or a list of them, each one evaluated mode
     {"model": "Qwen3-0.6B", "optimizer": "AMO", "tasks": {"arc_easy": 63.17, "sciq": 82.6}}
 
 ``model`` names what the rows that are compared have in common, ``optimizer`` the row, and
-``tasks`` has the score of each task in percent, by the name of the harness. ``amo evaluate``
+``tasks`` has the score of each task in percent, by the name of the harness. ``score``
 writes further keys (checkpoint, step, few-shot counts, metrics, the harness's version), which
 readers ignore.
 """
@@ -135,7 +135,7 @@ def check_examples(record: Mapping[str, Any]) -> list[str]:
     """Compare an evaluation with the paper's: another version of the harness has other defaults.
 
     Args:
-        record: Record of `torchtitan_ext.tools.evaluate.evaluate`.
+        record: Record of `benchmarks.amo_paper.evaluate.evaluate`.
 
     Returns:
         One sentence for each task that was evaluated otherwise than in the paper.

@@ -12,10 +12,13 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from amo_dist import CheckpointWriter
+from benchmarks.amo_paper import __main__ as paper
+from benchmarks.amo_paper import evaluate
 from torchtitan_ext import cli
+from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import models
 from torchtitan_ext.runs.run_files import find_checkpoint, save_config
-from torchtitan_ext.tools import evaluate, export
+from torchtitan_ext.tools import export
 
 # ------------------------------------------------------------------ export, evaluate
 
@@ -38,14 +41,25 @@ def test_the_newest_complete_checkpoint_of_a_run_is_found(tmp_path: Path, name: 
     assert find_checkpoint(one) == one
 
 
-@pytest.mark.parametrize("command", [["export", "-o", "out"], ["evaluate"]])
+@pytest.mark.parametrize(
+    ("main", "command"), [(cli.main, ["export", "-o", "out"]), (paper.main, ["score"])]
+)
 def test_a_folder_without_a_checkpoint_is_told(
-    tmp_path: Path, command: list[str], capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, main: Any, command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main([*command, str(tmp_path)]) == 2
+    assert main([*command, str(tmp_path)]) == 2
     told = capsys.readouterr().err
     assert told.startswith(f"error: checkpoint: found no complete one in {tmp_path}, expected ")
     assert told.count("\n") == 1
+
+
+def test_the_sizes_of_a_run_reach_the_export(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[model]\nname = 'qwen3'\nflavor = 'tiny'\nlayers = 3\n")
+    source = export.find_source(tmp_path, str(file))
+    assert source.sizes["layers"] == 3
+    save_config(tmp_path, {**settings.parse([f"--job.config_file={file}"]).to_dict()})
+    assert export.find_source(tmp_path / "checkpoint" / "step-1") == source
 
 
 SOURCE = export.Source("llama3", "quickstart", "byte", "", "AMO")
@@ -104,7 +118,7 @@ def test_an_evaluation_without_network_ends_in_one_line(
     (tmp_path / "config.json").write_text("{}")
     monkeypatch.setattr(evaluate, "_harness", lambda: offline(error))
     names = ["--tasks", "sciq", "--model", "m", "--optimizer", "AMO"]
-    assert cli.main(["evaluate", str(tmp_path), *names]) == 2
+    assert paper.main(["score", str(tmp_path), *names]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: --tasks: the data of sciq is not on this machine")
     assert told.count("\n") == 1

@@ -20,8 +20,8 @@ from torchtitan.config.configs import CommConfig
 from amo_dist.config import AMOConfig
 from amo_dist.kernels.geometry import SPECTRAL_METRICS
 from amo_dist.tools.tracker import WHAT
+from benchmarks.amo_paper.learning_rate import scaling_law_lr
 from torchtitan_ext.config import files, settings
-from torchtitan_ext.learning_rate import scaling_law_lr
 from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.geometry import Geometry
 from torchtitan_ext.tools.preflight_memory import EAGER_LOGIT_BYTES
@@ -154,14 +154,11 @@ def test_model_and_seeds(model: str, family: str) -> None:
 @pytest.mark.parametrize(("model", "family"), RUN_TABLE)
 def test_the_rate_is_that_of_the_law(model: str, family: str) -> None:
     name, run = stem(model, family), RUNS[family][model]
-    optimizer = parsed(name).optimizer
-    assert optimizer.lr_from == "scaling_law"
-    assert optimizer.scaling_law.params_b == pytest.approx(nominal_size(model), rel=1e-12)
-    assert optimizer.scaling_law.tokens_b == run["tokens_b"]
-    assert optimizer.lr == scaling_law_lr(
-        optimizer.scaling_law.params_b, optimizer.scaling_law.tokens_b
-    )
-    assert f"[optimizer.scaling_law]  # {optimizer.lr:.3e}\n" in text(name)
+    size, tokens = nominal_size(model), run["tokens_b"]
+    # Four digits, as the paper prints rates.
+    assert parsed(name).optimizer.lr == float(f"{scaling_law_lr(size, tokens):.3e}")
+    comment = f"  # the paper's law at {size:g} (nominal) and {tokens:g} billion tokens\n"
+    assert comment in text(model.lower().replace("llama-", "llama").replace("-", "_"))
 
 
 @pytest.mark.parametrize(("model", "family"), RUN_TABLE)
@@ -241,8 +238,7 @@ def test_continual_pretraining() -> None:
     assert tokens_b == pytest.approx(36, abs=0.02)  # 8580 whole steps
     assert f"# {tokens_b:.2f} billion tokens\n" in text("cpt_qwen3_0.6b")
     assert config.dataloader.dataset_path == "data/slimpajama_qwen3"
-    assert config.optimizer.lr == scaling_law_lr(0.6, 36.0)
-    assert f"[optimizer.scaling_law]  # {config.optimizer.lr:.3e}\n" in text("cpt_qwen3_0.6b")
+    assert config.optimizer.lr == float(f"{scaling_law_lr(0.6, 36.0):.3e}")
     assert config.optimizer.amo == base.optimizer.amo
     assert config.lr_scheduler.warmup_steps == training.steps // 20
     assert config.checkpoint.initial_load_model_only
@@ -255,7 +251,7 @@ def test_continual_pretraining() -> None:
     steps = int(match[1])
     assert steps == 5 * base.training.steps
     readme = (CONFIGS / "README.md").read_text()
-    assert f"--training.steps {steps} --optimizer.scaling_law.tokens_b 60" in readme
+    assert f"--training.steps {steps} --optimizer.lr {scaling_law_lr(0.6, 60.0):.3e}" in readme
 
 
 def test_prolonged_runs_of_the_readme() -> None:
@@ -263,8 +259,8 @@ def test_prolonged_runs_of_the_readme() -> None:
     readme = (CONFIGS / "README.md").read_text()
     for times in (2, 5, 10):
         steps = times * base.training.steps
-        law = f"--optimizer.scaling_law.tokens_b {times * 12}"
-        line = f"--training.steps {steps} {law} --lr_scheduler.warmup_steps {steps // 20}\n"
+        rate = f"--optimizer.lr {scaling_law_lr(0.6, times * 12.0):.3e}"
+        line = f"--training.steps {steps} {rate} --lr_scheduler.warmup_steps {steps // 20}\n"
         assert line in readme
 
 
@@ -340,7 +336,7 @@ def test_cosine(steps: int, warmup: int, total: int | None) -> None:
 def test_constant() -> None:
     assert set(factors("Constant", 2860)) == {1.0}
     optimizer = toml_block("Constant")["optimizer"]
-    assert optimizer == {"lr_from": "value", "lr": 1.8e-3}
+    assert optimizer == {"lr": 1.8e-3}
     # The paper: about the law's rate.
     assert optimizer["lr"] == pytest.approx(scaling_law_lr(0.6, 12.0), abs=0.5e-4)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import threading
@@ -17,7 +18,7 @@ from torchtitan.components.loss import IGNORE_INDEX
 
 from tests.titan.data_corpus import build, dataset, write_texts
 from torchtitan_ext.data import pack
-from torchtitan_ext.data.loader import document_positions, tokenized
+from torchtitan_ext.data.loader import ValidationLoader, document_positions, tokenized
 from torchtitan_ext.data.order import CYCLE, Mixture, shuffled
 from torchtitan_ext.data.tokenizers import ByteTokenizer
 
@@ -126,7 +127,7 @@ def test_resume_goes_on_with_the_same_batches(before: int, after: int, corpus: P
 def test_a_validation_counts_each_sequence_once_whatever_the_number_of_ranks(
     world: int, corpus: Path
 ) -> None:
-    config = dataset(corpus, infinite=False, _validates=True)
+    config = ValidationLoader.Config(**dataclasses.asdict(dataset(corpus, infinite=False)))
     expected = [row for batch in global_batches(loaders(corpus, 1), 16) for row in batch][:62]
     found = []
     for rank in range(world):
@@ -207,11 +208,13 @@ def test_other_ranks_wait_for_the_first_and_not_for_ever(
 ) -> None:
     monkeypatch.setattr("torch.distributed.is_initialized", lambda: True)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 1)
-    config = dataset(corpus, _seconds=0.3)
-    with pytest.raises(ValueError, match=r"comm\.init_timeout_seconds: found 0\.3, and the first"):
+    config = dataset(corpus, tokenize_timeout_seconds=0.3)
+    with pytest.raises(
+        ValueError, match=r"dataloader\.tokenize_timeout_seconds: found 0\.3, and the first"
+    ):
         build(config)
     assert not Path(config.tokens).exists()
-    config._seconds = 60.0
+    config.tokenize_timeout_seconds = 60.0
     with monkeypatch.context() as first:
         first.setattr("torch.distributed.get_rank", lambda: 0)
         expected = tokenized(config, str(corpus), TOKENIZER)

@@ -26,7 +26,7 @@ def test_a_document_sees_others_with_sdpa_alone(
     arguments = [f"--model.name={name}", "--model.flavor=tiny", f"--model.attention={attention}"]
     data = ["--dataloader.dataset=stdlib", "--tokenizer.kind=byte", "--training.seq_len=128"]
     config = settings.parse([*arguments, *data, "--optimizer.name=Muon"])
-    settings.settle(config)
+    config = settings.complete(config)
     assert config.model_spec is not None
     assert config.dataloader.positions == (attention == "flex")
     config.model_spec.model.update_from_config(config=config)

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +22,7 @@ from torchtitan_ext.data.files import DataError, find_files
 from torchtitan_ext.data.pack import tokenize
 from torchtitan_ext.data.shards import Corpus, read_index
 from torchtitan_ext.data.tokenizers import ByteTokenizer
+from torchtitan_ext.tools import tokenize as command
 
 TEXTS = [f"{i} " + "x" * (3 * i % 17) for i in range(40)]
 SCORES = [float(7 * i % 11) for i in range(40)]
@@ -197,3 +203,50 @@ def test_the_digest_is_that_of_the_tokens_and_not_of_where_they_come_from(
     (corpus / "a.jsonl").write_text('{"text": "other"}\n')
     assert run(corpus, tmp_path / "three") == 0
     assert Corpus(tmp_path / "three").digest != one.digest
+
+
+@pytest.mark.parametrize("write", [write_jsonl, write_parquet])
+def test_tokens_and_disk_are_estimated_from_the_first_rows(
+    write: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "SAMPLE_BYTES", 2000)  # a sixth of a file
+    folder = tmp_path / "corpus"
+    folder.mkdir()
+    suffix = "jsonl" if write is write_jsonl else "parquet"
+    for name in "ab":
+        write(folder / f"{name}.{suffix}", [{"text": "x" * 99} for _ in range(120)])
+    assert run(folder, tmp_path / "out") == 0
+    line = capsys.readouterr().out.splitlines()[0]
+    # 24,000 tokens; both files are of one size, and all rows are alike.
+    assert line.startswith("about 2.4e+04 tokens, 4.8e-05 GB on disk of ")
+    assert re.search(r" 0:00:\d\d hours in \d+ processes \(from the first \d\d rows\)$", line)
+    assert run(folder, tmp_path / "out") == 0
+    assert "about" not in capsys.readouterr().out  # of what is done
+
+
+def test_a_corpus_without_a_name_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["tokenize", "", "-o", str(tmp_path), "--tokenizer=byte"]) == 2
+    assert capsys.readouterr().err.startswith("error: source: found '', expected a folder, a file")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("processes", [1, 2])
+def test_an_interrupt_ends_all_processes_in_one_line(processes: int, tmp_path: Path) -> None:
+    rows = [{"text": "word " * 1000}] * 4000
+    path = write_jsonl(tmp_path / "a.jsonl", rows)
+    words = ["tokenize", str(path), "-o", str(tmp_path / "out"), "--tokenizer=byte"]
+    run = subprocess.Popen(
+        [sys.executable, "-m", "torchtitan_ext", *words, f"--processes={processes}"],
+        start_new_session=True,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    while not (tmp_path / "out" / "lock").exists():
+        assert run.poll() is None
+        time.sleep(0.05)
+    os.killpg(run.pid, signal.SIGINT)  # as a terminal sends it
+    _, errors = run.communicate(timeout=120)
+    assert (run.returncode, errors) == (130, "interrupted\n")

@@ -9,7 +9,7 @@ import pytest
 
 from tests.titan.data_corpus import build, write_jsonl
 from torchtitan_ext.data import loader
-from torchtitan_ext.data.loader import PackedLoader
+from torchtitan_ext.data.loader import PackedLoader, ValidationLoader
 
 
 @pytest.mark.filterwarnings("ignore:'set_vital' is deprecated:UserWarning")  # torch's DataLoader
@@ -53,7 +53,7 @@ def test_what_cannot_be_read_is_named(
     training: str, validation: str, freq: int, message: str
 ) -> None:
     validator = SimpleNamespace(
-        enable=True, freq=freq, dataloader=PackedLoader.Config(dataset=validation)
+        enable=True, freq=freq, dataloader=ValidationLoader.Config(dataset=validation)
     )
     config = SimpleNamespace(dataloader=PackedLoader.Config(dataset=training), validator=validator)
     with pytest.raises(ValueError, match=message):

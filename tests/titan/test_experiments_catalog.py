@@ -109,7 +109,7 @@ def test_torchtitan_takes_every_option(place: Place) -> None:
             {
                 "training.steps": 14300,
                 "lr_scheduler.warmup_steps": 715,
-                "optimizer.scaling_law.tokens_b": 60,
+                "optimizer.lr": 1.801e-3 * 5**-0.3509,
             },
         ),
         (

@@ -130,7 +130,7 @@ def test_what_is_set_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NCCL_DEBUG", "INFO")
     found = environment.variables(1)
     assert found.keys() == {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "OMP_NUM_THREADS"}
-    environment.settle(1)
+    environment.set_variables(1)
     assert os.environ["NCCL_DEBUG"] == "INFO"
     assert environment.variables(1) == {}
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from amo_dist.schedule.budget import ns_step_flops
+from amo_dist.tools.command import plain_text
 from tests.titan.test_preflight import CONFIGS, report
 from torchtitan_ext.tools import preflight_report
 
@@ -53,7 +54,8 @@ def test_fixed_schedules_are_those_of_the_optimizer(
 
 def text_of(found: dict[str, Any]) -> str:
     found = {**found, "config": {**found["config"], "file": "x.toml"}}
-    return preflight_report.text({**found, "world": {**found["world"], "memory_gb": 80.0}})
+    found = {**found, "world": {**found["world"], "memory_gb": 80.0}}
+    return plain_text(preflight_report.parts_of(found))
 
 
 def test_a_schedule_file_that_lacks_a_type_is_named(tmp_path: Path) -> None:

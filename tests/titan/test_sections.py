@@ -100,11 +100,10 @@ def test_torchtitans_own_entry_point_and_the_preflight_do_the_same(
     arguments = ["--module=torchtitan_ext", "--config=quickstart", *options]
     monkeypatch.setattr("sys.argv", ["train", *arguments])
     config = ConfigManager().parse_args()
-    settings.settle(config)
-    found = built(config)
+    found = built(settings.complete(config))
     assert (found.ns_dtype, found.momentum) == ("float32", 0.5)
-    config = preflight_checks.load([CONFIG, *options])
-    assert preflight_checks.check(config, 2) == []
+    config, problems = preflight_checks.examine(settings.load([CONFIG, *options]), 2)
+    assert problems == []
     assert (config.optimizer.muon.ns_dtype, config.optimizer.muon.momentum) == ("float32", 0.5)
 
 

@@ -87,9 +87,12 @@ def test_a_config_is_settled_and_checked_where_the_trainer_is_made(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     seen: list[Any] = []
-    monkeypatch.setattr(
-        trainer.titan.Trainer, "__init__", lambda _self, config: seen.append(config)
-    )
+
+    def make(self: Any, config: Any) -> None:
+        seen.append(config)
+        self.dataloader = None
+
+    monkeypatch.setattr(trainer.titan.Trainer, "__init__", make)
     config = trainer.Trainer.Config()
     config.model.flavor, config.tokenizer.kind = "tiny", "byte"
     config.training.steps = 0

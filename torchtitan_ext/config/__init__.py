@@ -1,1 +1,1 @@
-"""From TOML files and a command line to one checked config."""
+"""Configs: TOML files and command lines, made complete and checked once."""

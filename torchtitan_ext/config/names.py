@@ -30,17 +30,17 @@ _ELSEWHERE = {
     "profiling": "profiler",
     **{f"optimizer.amo.{field}": f"optimizer.muon.{field}" for field in SHARED},
 }
-"""Fields, and whole sections, by names that a user may know them by."""
+"""Fields and whole sections by names that they have elsewhere."""
 
 
 def require_known(names: Iterable[str]) -> None:
     """Check that no field has a name of another vocabulary.
 
     Args:
-        names: Dotted, with either ``_`` or ``-``.
+        names: Dotted names, with either ``_`` or ``-``.
 
     Raises:
-        ValueError: With the name to use, of the first that has one.
+        ValueError: The first such name, and the one to use.
     """
     for name in names:
         head, tail = name.replace("-", "_"), ""
@@ -49,15 +49,16 @@ def require_known(names: Iterable[str]) -> None:
             tail = f".{last}{tail}"
         if head in _ELSEWHERE:
             expected = f"{_ELSEWHERE[head]}{tail}".lstrip(".")
-            raise ValueError(f"{name}: found a field that there is not, expected {expected}")
+            raise ValueError(f"{name}: found a field that does not exist, expected {expected}")
 
 
 def of_options(args: Iterable[str]) -> list[str]:
     """The names of the fields that arguments set, such as ``training.steps``."""
-    found = []
+    fields = []
     for arg in args:
         option = arg.partition("=")[0]
         if option.startswith("--"):
             section, dot, field = option.removeprefix("--").rpartition(".")
-            found.append(section + dot + field.replace("-", "_").removeprefix("no_"))  # of flags
-    return found
+            # A flag is off as ``--section.no-field``.
+            fields.append(section + dot + field.replace("-", "_").removeprefix("no_"))
+    return fields

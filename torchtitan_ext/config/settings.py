@@ -1,120 +1,152 @@
-"""Configs from a command line."""
+"""Configs from TOML files and command lines, complete and checked."""
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import io
+import json
 import os
-import re
 import typing
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from torchtitan_ext.config import files, names
-from torchtitan_ext.config.checks import settle, validate
+from amo_dist.tools import files as atomic
+from amo_dist.tools.command import read_json_file
+from torchtitan_ext.config import files, names, values
+from torchtitan_ext.config.checks import complete
+from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.trainer import Trainer
+from torchtitan_ext.runs.run_files import START_FILE
 
-__all__ = ["from_file", "load", "parse", "settle", "split_file", "validate"]
+__all__ = ["complete", "for_ranks", "from_file", "load", "parse", "resolve", "split_file"]
 
 # torchtitan's rules for the types of arguments; each call would add them again.
 ConfigManager.register_tyro_rules(custom_registry)
 
 FILE = "job.config_file"
-"""The option that names a TOML file."""
+"""Option that names a TOML file."""
 
 
-def parse(args: Sequence[str]) -> Trainer.Config:
-    """The config of a command line.
+def resolve(
+    file: str | None, options: Sequence[str], world_size: int | None = None
+) -> Trainer.Config:
+    """Read, complete and check a config.
 
     Args:
-        args: Such as ``["--job.config_file", "x.toml", "--training.steps", "5"]``.
+        file: TOML file; None for the defaults.
+        options: Options of the command line, laid over the file, such as
+            ``["--training.steps", "5"]``.
+        world_size: Number of ranks; None leaves out what depends on it.
 
     Raises:
-        ValueError: For a file that cannot be read, an unknown field in it, a value of a wrong type
-            or a combination that cannot work.
-        SystemExit: For a mistake among the arguments, already explained on standard error.
+        ValueError: Mistake in the file, or an unknown option.
+        Mistakes: All fields that do not fit together.
+        SystemExit: Wrong value of an option, which tyro has explained on standard error.
     """
-    config = load(args)
-    settle(config)
-    validate(config)
-    return config
+    return complete(_read(file, options), world_size)
+
+
+def parse(args: Sequence[str], world_size: int | None = None) -> Trainer.Config:
+    """Resolve the config of arguments, one of which may name the TOML file.
+
+    Args:
+        args: Arguments such as ``["--job.config_file", "x.toml", "--training.steps", "5"]``, or
+            those of :func:`for_ranks`, whose config is complete.
+        world_size: Number of ranks; None leaves out what depends on it.
+
+    Raises:
+        ValueError: A mistake of the user's, see :func:`resolve`.
+        SystemExit: Wrong value of an option.
+    """
+    file, options = split_file(args)
+    if file is not None and Path(file).name == START_FILE and not options:
+        return _from_json(Path(file))
+    return resolve(file, options, world_size)
 
 
 def load(args: Sequence[str]) -> Trainer.Config:
-    """The config of a command line as it stands there.
+    """Read the config of arguments without completing or checking it.
 
     Args:
-        args: As for :func:`parse`.
+        args: Arguments, see :func:`parse`.
 
     Raises:
-        ValueError: For a mistake in the file, or a field that has another name.
-        SystemExit: For another mistake among the arguments, already explained on standard error.
+        ValueError: A mistake of the user's, see :func:`resolve`.
+        SystemExit: Wrong value of an option.
     """
-    path, options = split_file(args)
-    if path is not None and not path.endswith(".toml") and not Path(path).exists():
+    return _read(*split_file(args))
+
+
+def _read(file: str | None, options: Sequence[str]) -> Trainer.Config:
+    if file is not None and not file.endswith(".toml") and not Path(file).exists():
         raise ValueError(
-            f"{FILE}: found {path!r}, expected a TOML file; those of the project lie in the folder "
+            f"{FILE}: found {file!r}, expected a TOML file; those of the project lie in the folder "
             "configs of its sources, and the installed package has none"
         )
-    config = Trainer.Config() if path is None else from_file(path)
-    names.require_known(names.of_options(options))
-    # All ranks read the same command line: the first one tells.
-    return _over(config, options, console_outputs=os.environ.get("RANK", "0") == "0")
+    config = Trainer.Config() if file is None else from_file(file)
+    return _with_options(config, options) if options else config
 
 
 def from_file(path: str | Path, field: str = FILE) -> Trainer.Config:
-    """The config of a TOML file and of those that it extends, read as if they were options.
+    """Read the config of a TOML file and of those that it extends.
 
     Args:
-        path: The file.
-        field: What errors call it.
+        path: File.
+        field: Name of the file in errors.
 
     Raises:
-        ValueError: For a file that cannot be read, an unknown field or a wrong value; names the
-            file that says it.
+        ValueError: A file cannot be read, or has an unknown field or a wrong value; the message
+            names the file that sets it.
     """
     links = files.chain(path, field)
-    found = files.origins(links)
-
-    def told(message: str) -> ValueError:
-        said = re.sub(r"\W", "_", message)
-        file = next((at for name, at in found.items() if re.sub(r"\W", "_", name) in said), path)
-        return ValueError(f"{file}: {message}")
-
-    errors = io.StringIO()
+    merged = files.merged(links)
     try:
-        names.require_known(found)
-        values = files.fields(files.merged(links))
-        options = [option for name, value in values for option in _options(name, value)]
-        with contextlib.redirect_stderr(errors):
-            # A flag takes a value then, and may so be off in a file and on in one that extends it.
-            return _over(Trainer.Config(), options, tyro.conf.FlagConversionOff)
+        names.require_known(name for name, _ in files.fields(merged))
+        config: Trainer.Config = values.overlay(Trainer.Config(), merged)
+        return config
     except ValueError as error:
-        raise told(str(error)) from None
-    except SystemExit:
-        raise told(_one_line(errors.getvalue())) from None
+        file = files.origin(links, str(error).partition(":")[0])
+        raise ValueError(f"{file}: {error}") from None
 
 
-def _over(
-    default: Trainer.Config, options: list[str], *markers: Any, console_outputs: bool = True
-) -> Trainer.Config:
-    """A config with options laid over it."""
-    if not options:
-        return default
-    known = {field.name for field in dataclasses.fields(default)}
-    named = {name.partition(".")[0].replace("-", "_") for name in names.of_options(options)}
-    shown: Any = default
-    if named and named <= known:
+def for_ranks(config: Trainer.Config) -> list[str]:
+    """Write a complete config into its dump folder.
+
+    Returns:
+        The arguments by which :func:`parse` reads it back, in each rank and after each restart.
+    """
+    folder = Path(config.dump_folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / START_FILE
+    atomic.replace(file, json.dumps(values.plain(config), indent=1) + "\n")
+    return [f"--{FILE}", str(file)]
+
+
+def _from_json(path: Path) -> Trainer.Config:
+    config: typing.Any = values.overlay(Trainer.Config(), read_json_file(path), derived=True)
+    complete_config: Trainer.Config = dataclasses.replace(
+        config, model_spec=models.spec(config.model)
+    )
+    return complete_config
+
+
+def _with_options(config: Trainer.Config, options: Sequence[str]) -> Trainer.Config:
+    """Lay options of a command line over a config."""
+    option_names = names.of_options(options)
+    names.require_known(option_names)
+    known = {field.name for field in dataclasses.fields(config)}
+    sections = {name.partition(".")[0].replace("-", "_") for name in option_names}
+    is_part = bool(sections) and sections <= known
+    shown: typing.Any = config
+    if is_part:
         # tyro takes its time for each section that it is shown, and gives advice about those alone.
-        kinds = typing.get_type_hints(type(default), include_extras=True)
-        sections = dataclasses.make_dataclass("Sections", [(name, kinds[name]) for name in named])
-        shown = sections(**{name: getattr(default, name) for name in named})
-    made: Any = tyro.cli(
+        kinds = typing.get_type_hints(type(config), include_extras=True)
+        parts = [(name, kinds[name]) for name in sections]
+        part: typing.Any = dataclasses.make_dataclass("Sections", parts)
+        shown = part(**{name: getattr(config, name) for name in sections})
+    parsed: typing.Any = tyro.cli(
         type(shown),
         prog="amo train",
         args=options,
@@ -122,46 +154,22 @@ def _over(
         registry=custom_registry,
         use_underscores=True,
         # Comments are no help, and the search for them takes half of the time.
-        config=(tyro.conf.HelptextFromCommentsOff, *markers),
-        console_outputs=console_outputs,
+        config=(tyro.conf.HelptextFromCommentsOff,),
+        # All ranks read the same command line: the first one prints.
+        console_outputs=os.environ.get("RANK", "0") == "0",
     )
-    changes = {name: getattr(made, name) for name in (known if shown is default else named)}
-    return dataclasses.replace(default, **changes)
-
-
-_SEPARATE = (
-    *("override.imports", "optimizer.no_decay", "optimizer.lr_multipliers", "optimizer.patterns"),
-)
-"""Lists whose entries are words of their own: a regular expression may hold a comma."""
-
-
-def _options(name: str, value: object) -> list[str]:
-    if value == []:
-        raise ValueError(f"{name}: found [], expected at least one, or no such line")
-    if not isinstance(value, list):
-        return [f"--{name}={value}"]
-    # torchtitan reads a list as one word with commas, and a list of lists as several.
-    is_nested = name in _SEPARATE or isinstance(value[0], list)
-    words = [",".join(map(str, one)) if isinstance(one, list) else str(one) for one in value]
-    return [f"--{name}", *(words if is_nested else [",".join(words)])]
-
-
-def _one_line(told: str) -> str:
-    """An error of tyro's, which fills a box, as a line: what is wrong, and what comes near."""
-    plain = re.sub(r"\x1b\[[\d;]*m|[│╭╮╰╯]|--(?=[a-z])", "", told)
-    _, found, *more = re.split(r"[-─]{9,}", plain)
-    near = re.findall(r"(?:similar to \S+|you meant):\s+(\S+)", " ".join(more))
-    hint = f"; did you mean {' or '.join(map(repr, near))}?" if near else ""
-    return " ".join(found.split()) + hint
+    if not is_part:
+        return typing.cast(Trainer.Config, parsed)
+    return dataclasses.replace(config, **{name: getattr(parsed, name) for name in sections})
 
 
 def split_file(args: Sequence[str]) -> tuple[str | None, list[str]]:
-    """The TOML file that arguments name, if any, and the other arguments."""
-    path, rest, words = None, [], iter(args)
+    """Split arguments into the TOML file that they name, if any, and the others."""
+    path, others, words = None, [], iter(args)
     for word in words:
         key, equals, value = word.partition("=")
         if key.replace("-", "_") == f"__{FILE}":
             path = value if equals else next(words, None)
         else:
-            rest.append(word)
-    return path, rest
+            others.append(word)
+    return path, others

@@ -75,8 +75,8 @@ def find_files(source: str, pattern: str = "", hub: Hub | None = None) -> Files:
     if source == "stdlib":
         return _standard_library()
     if path.is_dir():
-        files = path.glob(pattern or "**/*")
-        kept = [file for file in files if pattern or _is_data(file)]
+        paths = path.glob(pattern or "**/*")
+        kept = [file for file in paths if pattern or _is_data(file)]
         return _local(kept, path)
     if path.is_file():
         return _local([path], path.parent)
@@ -99,8 +99,8 @@ def _standard_library() -> Files:
     """
     root = Path(sysconfig.get_path("stdlib"))
     installed = {"site-packages", "dist-packages", "__pycache__"}
-    files = root.glob("**/*.py")
-    kept = [file for file in files if not installed.intersection(file.relative_to(root).parts)]
+    paths = root.glob("**/*.py")
+    kept = [file for file in paths if not installed.intersection(file.relative_to(root).parts)]
     return _local(kept, root)
 
 

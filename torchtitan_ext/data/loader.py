@@ -127,14 +127,8 @@ class PackedLoader(BaseDataLoader):
         other, and leave the first token of each out of the loss. Follows from ``model.attention``.
         """
 
-        _drawn: Annotated[Any, tyro.conf.Suppress] = None
-        """``[training]``, whose tokens a corpus is compared with, see :func:`settle`."""
-
-        _seconds: Annotated[float, tyro.conf.Suppress] = 300.0
-        """How long ranks wait for the first one to tokenize."""
-
-        _validates: Annotated[bool, tyro.conf.Suppress] = False
-        """Whether this is ``[validator]``, for names in errors."""
+        tokenize_timeout_seconds: float = 300.0
+        """Seconds that ranks wait for the first one to tokenize."""
 
         def build(self, **options: Any) -> BaseDataLoader:
             """The loader, torchtitan's own for its datasets.
@@ -142,13 +136,18 @@ class PackedLoader(BaseDataLoader):
             Raises:
                 ValueError: For an unknown dataset, or as :class:`PackedLoader`.
             """
-            with named_for(self._validates):
+            with named_for(self):
                 check(self)
+                owner: Any = self._owner if self.dataset in DATASETS else _Stock
+                config: Any = self
                 if "." in self.dataset:
-                    own = import_class(self.dataset, BaseDataLoader, "dataloader.dataset")
-                    loader: BaseDataLoader = own(derive(self, own.Config), **options)
-                    return loader
-                return (PackedLoader if self.dataset in DATASETS else _Stock)(self, **options)
+                    owner = import_class(self.dataset, BaseDataLoader, "dataloader.dataset")
+                    config = derive(self, owner.Config)
+                loader: BaseDataLoader = owner(config, **options)
+                return loader
+
+    fills_last_batch = False
+    """Whether data without a repeat ends with a batch that holds sequences that no loss counts."""
 
     def __init__(
         self,
@@ -180,10 +179,7 @@ class PackedLoader(BaseDataLoader):
                 f"training.seq_len: found {seq_len}, expected less than the tokens of the corpus, "
                 f"{min(held)}"
             )
-        if config._drawn is not None and dp_rank == 0 and config.order != "uniform":
-            training = config._drawn
-            num_drawn = training.steps * sequences_per_step(training, dp_world_size) * seq_len
-            _warn_of_length(sum(held), num_drawn)
+        self._num_tokens = sum(held)
         self._config = config
         self._end = None if config.infinite else self._sizes[0]
         self._batch_size, self._seq_len = local_batch_size, seq_len
@@ -217,7 +213,7 @@ class PackedLoader(BaseDataLoader):
         while True:
             first = start + self._rank * self._batch_size
             stop = start + self._world * self._batch_size
-            last = start if self._config._validates else stop - 1
+            last = start if self.fills_last_batch else stop - 1
             if self._end is not None and last >= self._end:
                 return
             numbers = range(first, first + self._batch_size)
@@ -231,6 +227,28 @@ class PackedLoader(BaseDataLoader):
             labels[max(0, end - first) :] = IGNORE_INDEX
             start = stop
             yield (batch, labels), stop
+
+    def warn_of_length(self, training: Any) -> None:
+        """Log a warning where a run draws much less of ordered documents than there is, or more.
+
+        Args:
+            training: torchtitan's ``[training]``.
+        """
+        if self._rank > 0 or self._config.order == "uniform":
+            return
+        drawn = training.steps * sequences_per_step(training, self._world) * self._seq_len
+        if not 0.9 * self._num_tokens <= drawn <= 1.1 * self._num_tokens:
+            effect = (
+                "documents at the end of the order are never drawn"
+                if drawn < self._num_tokens
+                else "documents are drawn again, from the beginning of the order"
+            )
+            logger.warning(
+                "training.steps: the run draws %.3g tokens of a corpus of %.3g: %s",
+                drawn,
+                self._num_tokens,
+                effect,
+            )
 
     def _tokens(self, number: int) -> Any:
         """Tokens of a sequence of the run, and the token after them."""
@@ -263,6 +281,19 @@ class PackedLoader(BaseDataLoader):
                 f"{_START_ANEW}"
             )
         self._next = int(state_dict["sequence"])
+
+
+class ValidationLoader(PackedLoader):
+    """Batches of held-out data, whose last one is filled up with sequences that no loss counts."""
+
+    fills_last_batch = True
+
+    @dataclasses.dataclass(kw_only=True, slots=True)
+    class Config(PackedLoader.Config):
+        """``[validator.dataloader]``: the fields of ``[dataloader]``."""
+
+        dataset: str = "c4_validation"
+        infinite: bool = False
 
 
 def document_positions(tokens: torch.Tensor, eos_id: int) -> torch.Tensor:
@@ -352,7 +383,7 @@ def tokenized(config: PackedLoader.Config, path: str, tokenizer: BaseTokenizer) 
     mark = json.dumps([files.digest, identity(tokenizer), dataclasses.astuple(options)])
     folder = Path(config.tokens or "tokens") / hashlib.sha256(mark.encode()).hexdigest()[:16]
     if dist.is_initialized() and dist.get_rank() > 0:
-        _wait_for(folder, config._seconds)
+        _wait_for(folder, config.tokenize_timeout_seconds)
         return folder
     index = read_index(folder)
     if index is None or not index.complete:
@@ -366,7 +397,7 @@ def _wait_for(folder: Path, seconds: float) -> None:
     while (index := read_index(folder)) is None or not index.complete:
         if time.monotonic() - start > seconds:
             raise ValueError(
-                f"comm.init_timeout_seconds: found {seconds:g}, and the first rank has "
+                f"dataloader.tokenize_timeout_seconds: found {seconds:g}, and the first rank has "
                 f"not tokenized all text into {folder} by then; expected more, a dataloader.tokens "
                 "that all nodes share, or text that `amo tokenize` or `amo train` tokenized before"
             )
@@ -383,7 +414,7 @@ def tokenize_first(config: Any) -> None:
         reads = one is config.dataloader or config.validator.enable
         if reads and one.dataset in DATASETS and one.dataset != "packed":
             tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
-            with named_for(one._validates):
+            with named_for(one):
                 for where, _ in paths(one):
                     tokenized(one, where, tokenizer)
 
@@ -423,16 +454,6 @@ def check(config: PackedLoader.Config) -> None:
         )
 
 
-def settle(config: Any) -> None:
-    """Tell the loaders of a whole config what its other sections say about them."""
-    config.dataloader._drawn = config.training
-    config.validator.dataloader._validates = True
-    for one in (config.dataloader, config.validator.dataloader):
-        one.positions = config.model.attention != "sdpa"
-        one.tokens = one.tokens or str(Path(config.dump_folder).parent / "tokens")
-        one._seconds = float(config.comm.init_timeout_seconds)
-
-
 def validate(config: Any) -> None:
     """Check what a whole config says about data, reading none.
 
@@ -445,30 +466,17 @@ def validate(config: Any) -> None:
             raise ValueError(
                 f"validator.freq: found {config.validator.freq}, expected an integer >= 1"
             )
-        with named_for(validation=True):
+        with named_for(config.validator.dataloader):
             check(config.validator.dataloader)
 
 
 @contextlib.contextmanager
-def named_for(validation: bool) -> Iterator[None]:
-    """Name the fields in errors as a file names those of ``[validator]``, where it is meant."""
+def named_for(config: PackedLoader.Config) -> Iterator[None]:
+    """Name the fields of ``[validator.dataloader]`` in errors as a file names them."""
     try:
         yield
     except ValueError as error:
-        if not validation:
+        if not isinstance(config, ValidationLoader.Config):
             raise
         # The tokenizer and the length of sequences are those of training.
         raise ValueError(re.sub(r"^dataloader\b", "validator.dataloader", str(error))) from None
-
-
-def _warn_of_length(held: int, drawn: int) -> None:
-    """Tell where a run draws much less of an ordered corpus than there is, or much more."""
-    if not 0.9 * held <= drawn <= 1.1 * held:
-        what = (
-            "documents at the end of the order are never drawn"
-            if drawn < held
-            else "documents are drawn again, from the beginning of the order"
-        )
-        logger.warning(
-            "training.steps: the run draws %.3g tokens of a corpus of %.3g: %s", drawn, held, what
-        )

@@ -8,12 +8,16 @@ killed.
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
 import fcntl
-import importlib
+import importlib.util
 import logging
 import multiprocessing
 import os
+import signal
+import sys
+import time
 from collections.abc import Iterator
 from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -141,7 +145,7 @@ def tokenize(
             one, this process makes them.
 
     Yields:
-        Now and then how many tokens there are so far, and the index; first what is there already.
+        Number of tokens so far, and the index, now and then; first those of an earlier run.
 
     Raises:
         ValueError: If the folder holds shards of other settings, for what cannot be read, or for
@@ -149,7 +153,7 @@ def tokenize(
         DataError: If the hub does not serve for minutes, or a process that makes tokens dies.
     """
     options = options or Options()
-    part = dataclasses.replace(files, urls=files.urls[options.part :: options.num_parts])
+    own_files = dataclasses.replace(files, urls=files.urls[options.part :: options.num_parts])
     settings = _settings(files, tokenizer, options)
     folder = output
     if options.num_parts > 1:
@@ -168,8 +172,8 @@ def tokenize(
             bad.check(at_end=True)
             return
         try:
-            with _executor(tokenizer, part, processes) as executor:
-                yield from _shards(part, folder, index, bad, options, executor)
+            with _executor(tokenizer, own_files, processes) as executor:
+                yield from _shards(own_files, folder, index, bad, options, executor)
         except BrokenProcessPool:
             raise DataError(
                 f"{folder}: a process that makes tokens was killed; memory may have run out. "
@@ -222,8 +226,8 @@ def _shards(
     tokens: list[Tokens] = []
     documents: list[Tokens] = []
     batches = _batches(files, options.fields, index.position)
-    token_type_ = index.settings["token_type"]
-    for batch, encoded in _in_order(batches, executor, options.fields, token_type_):
+    type_ = index.settings["token_type"]
+    for batch, encoded in _in_order(batches, executor, options.fields, type_):
         for number, reason in encoded[2]:
             file, row = batch.places[number]
             bad.add(f"{files.urls[file]}, row {row + 1}", reason)
@@ -256,24 +260,61 @@ def _in_order(
     batches: Iterator[_Batch], executor: Executor, fields: tuple[str, ...], type_: str
 ) -> Iterator[tuple[_Batch, Encoded]]:
     """Batches with their tokens; a few are under way at a time."""
-    under_way: collections.deque[tuple[_Batch, Future[Encoded]]] = collections.deque()
-    for batch in batches:
-        under_way.append((batch, executor.submit(_encode, batch.rows, fields, type_)))
-        if len(under_way) > 2 * (os.cpu_count() or 1):
-            first, future = under_way.popleft()
-            yield first, future.result()
-    for batch, future in under_way:
-        yield batch, future.result()
+    pending: collections.deque[tuple[_Batch, Future[Encoded]]] = collections.deque()
+    try:
+        for batch in batches:
+            with _interrupts_held():
+                future = executor.submit(_encode, batch.rows, fields, type_)
+            pending.append((batch, future))
+            if len(pending) > 2 * (os.cpu_count() or 1):
+                first, future = pending.popleft()
+                yield first, future.result()
+        for batch, future in pending:
+            yield batch, future.result()
+    finally:
+        for _, future in pending:
+            future.cancel()
+
+
+@contextlib.contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back, so that a process started meanwhile never gets it.
+
+    A terminal sends it to all processes; each would print a traceback beside this one's line.
+    """
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+LOG_SECONDS = 30.0
+"""Seconds between lines of progress where no one looks at a terminal."""
 
 
 def with_bar(shards: Iterator[tuple[int, Index]], name: str) -> Index:
-    """Draw a progress bar while shards are written; returns the last index."""
-    progress_bar: Any = importlib.import_module("tqdm").tqdm  # which has no types
+    """Show progress while shards are written; returns the last index.
+
+    A terminal gets a bar if rich is installed, everything else a line now and then.
+    """
     count, index = next(shards)
-    # What an earlier run did counts as done, but not for the rate.
-    start = {"initial": count, "desc": f"tokenizing {name}", "mininterval": 1.0}
-    with progress_bar(unit=" tokens", unit_scale=True, **start) as bar:
-        for count, index in shards:
-            bar.set_postfix(files=index.position[0], refresh=False)
-            bar.update(count - bar.n)
+    if sys.stderr.isatty() and importlib.util.find_spec("rich"):
+        rich: Any = importlib.import_module("rich.progress")
+        console = importlib.import_module("rich.console").Console(stderr=True)
+        columns = ("{task.description}", rich.SpinnerColumn(), rich.TimeElapsedColumn())
+        with rich.Progress(*columns, console=console) as bar:
+            task = bar.add_task(_describe(name, count, index))
+            for count, index in shards:
+                bar.update(task, description=_describe(name, count, index))
+        return index
+    last = time.monotonic()
+    for count, index in shards:
+        if time.monotonic() - last > LOG_SECONDS:
+            last = time.monotonic()
+            print(_describe(name, count, index), file=sys.stderr, flush=True)
     return index
+
+
+def _describe(name: str, num_tokens: int, index: Index) -> str:
+    return f"tokenizing {name}: {num_tokens:,} tokens, {index.position[0]} files done"

@@ -123,7 +123,8 @@ def _batch(batch: Any, fields: Sequence[str], first: int, start: int) -> Iterato
     names = batch.schema.names
     columns = [_undecoded(batch.column(f)) if f in names else None for f in fields]
     for row in range(max(0, start - first), batch.num_rows):
-        yield first + row, tuple(c if c is None else c[row].as_py() for c in columns)
+        values = (None if column is None else column[row].as_py() for column in columns)
+        yield first + row, tuple(values)
 
 
 def _undecoded(column: Any) -> Any:

@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import pkgutil
 from dataclasses import dataclass, replace
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 import torchtitan.models
@@ -65,6 +65,10 @@ FLAVORS: dict[str, dict[str, tuple[DecoderShape, int]]] = {
 """Shape and vocabulary size of the project's flavors, by model and flavor."""
 
 
+SIZES = ("layers", "dim", "ffn_dim", "heads", "kv_heads", "head_dim", "vocab_size")
+"""Fields of ``[model]`` that change the size of its flavor."""
+
+
 @dataclass(kw_only=True, slots=True)
 class Model:
     """The ``[model]`` section."""
@@ -75,6 +79,28 @@ class Model:
 
     flavor: str = "debugmodel"
     """Its size: one of :data:`FLAVORS`, or of torchtitan's own."""
+
+    layers: int = 0
+    """Number of blocks; 0 here and below keeps the flavor's own. Sizes are those of ``llama3`` and
+    ``qwen3``; weights start as those of the AMO paper."""
+
+    dim: int = 0
+    """Width of the residual stream."""
+
+    ffn_dim: int = 0
+    """Width of the feed-forward."""
+
+    heads: int = 0
+    """Attention heads."""
+
+    kv_heads: int = 0
+    """Heads of keys and values."""
+
+    head_dim: int = 0
+    """Width of a head; for ``llama3`` it is ``dim / heads``."""
+
+    vocab_size: int = 0
+    """Rows of the embedding, at least as many as the tokenizer has tokens."""
 
     attention: Literal["sdpa", "flex", "varlen"] = "sdpa"
     """Kernel of attention.
@@ -116,8 +142,9 @@ def spec(model: Model) -> ModelSpec:
         attn_backend="flex" if model.attention == "sdpa" else model.attention,
     )
     config = cast(Decoder.Config, stock.model)
-    if model.flavor in ours:
-        config = _resized(config, *ours[model.flavor], fuse_qkv=model.fuse_qkv)
+    if model.flavor in ours or any(getattr(model, field) for field in SIZES):
+        known = ours.get(model.flavor)
+        config = _resized(config, *_sizes(model, config, known), fuse_qkv=model.fuse_qkv)
     if model.attention == "sdpa":
         use_sdpa(config, model.name)
     return replace(
@@ -151,8 +178,67 @@ def _own(model: Model) -> ModelSpec:
     return replace(own, parallelize_fn=functools.partial(parallelize, own.parallelize_fn))
 
 
+def _sizes(
+    model: Model, stock: Decoder.Config, known: tuple[DecoderShape, int] | None
+) -> tuple[DecoderShape, int]:
+    """Shape and vocabulary of a flavor, with the sizes that ``[model]`` sets.
+
+    Raises:
+        ValueError: For a size that cannot be, or a model that has none of these sizes.
+    """
+    if model.name not in FLAVORS:
+        field = next(field for field in SIZES if getattr(model, field))
+        raise ValueError(
+            f"model.{field}: found {getattr(model, field)} with model.name = {model.name!r}, "
+            f"expected one of {', '.join(FLAVORS)}"
+        )
+    if known is None:
+        layer: Any = stock.layers[0]
+        attention = layer.attention
+        dim, heads = stock.dim, attention.n_heads
+        head_dim = attention.head_dim or dim // heads
+        shape = DecoderShape(
+            len(stock.layers),
+            dim,
+            layer.feed_forward.w1.out_features,
+            heads,
+            attention.n_kv_heads or heads,
+            heads * head_dim / dim,
+        )
+        known = shape, stock.vocab_size
+    shape, vocab_size = known
+    heads, dim = model.heads or shape.heads, model.dim or shape.dim
+    if model.name == "llama3":
+        if model.head_dim not in (0, dim // heads):
+            raise ValueError(
+                f"model.head_dim: found {model.head_dim}, expected dim / heads = {dim / heads:g} "
+                "or none for llama3"
+            )
+        q_ratio = 1.0
+    else:
+        q_ratio = (model.head_dim or shape.head_dim) * heads / dim
+    try:
+        shape = DecoderShape(
+            layers=model.layers or shape.layers,
+            dim=dim,
+            ffn_dim=model.ffn_dim or shape.ffn_dim,
+            heads=heads,
+            kv_heads=model.kv_heads or min(shape.kv_heads, heads),
+            q_ratio=q_ratio,
+        )
+    except ValueError as error:
+        raise ValueError(f"model.{error}") from None
+    if heads % shape.kv_heads:
+        raise ValueError(f"model.kv_heads: found {shape.kv_heads}, expected a divisor of {heads}")
+    if shape.head_dim % 2:  # rotary embeddings turn pairs of entries
+        raise ValueError(f"model.head_dim: found {shape.head_dim}, expected an even number")
+    if model.vocab_size < 0:
+        raise ValueError(f"model.vocab_size: found {model.vocab_size}, expected an integer >= 0")
+    return shape, model.vocab_size or vocab_size
+
+
 def use_sdpa(config: Decoder.Config, name: str) -> None:
-    """Make a model attend to everything before in its row, as a CPU can.
+    """Let a model attend to all that comes before in a row, as a CPU can.
 
     Args:
         config: Config of the model; changed in place.

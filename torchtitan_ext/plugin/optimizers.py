@@ -26,7 +26,6 @@ from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_opti
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
-from torchtitan_ext import learning_rate
 from torchtitan_ext.config.names import SHARED, STOCK
 from torchtitan_ext.plugin import hyperparameters
 from torchtitan_ext.plugin.step_clock import StepClock
@@ -64,16 +63,8 @@ class MuonSection(MuonConfig):
         return values
 
 
-@dataclass(kw_only=True, slots=True)
-class ScalingLaw:
-    """``[optimizer.scaling_law]``: what the peak learning rate is computed from."""
-
-    params_b: float = 0.0
-    """Nominal size of the model in billions: 0.6 for Qwen3-0.6B."""
-
-    tokens_b: float = 0.0
-    """Tokens of the training run in billions."""
-
+DEFAULT_LR = 8e-4
+"""``optimizer.lr`` where nobody sets it, as torchtitan had it."""
 
 _UNSET = AMOConfig()
 
@@ -228,34 +219,44 @@ def validate(config: Any) -> None:
         _check_schedule(config)
 
 
-def settle(config: Any) -> None:
-    """Fill in what the fields of ``[optimizer]`` say about one another; idempotent.
+def resolved(config: Any) -> Any:
+    """Check ``[optimizer]``, and fill in what follows from its other fields.
 
     ``[optimizer.amo]`` gets what AMO shares with the family from ``[optimizer.muon]``. Of
     ``[optimizer] on_config_change`` and that of ``[optimizer.muon]``, the one that is not
     ``error`` holds for both.
 
+    Args:
+        config: Section; stays as it is.
+
+    Returns:
+        The complete section; completing it again changes nothing.
+
     Raises:
-        ValueError: For a learning rate that cannot be told, or a shared field that a program set in
-            ``[optimizer.amo]``.
+        ValueError: As :func:`validate`, or a program set a shared field in ``[optimizer.amo]``.
     """
-    learning_rate.resolve(config)
-    rule = config.muon.on_config_change
-    if config.on_config_change == "error":
-        config.on_config_change = "use_config" if rule == "replan" else rule
+    validate(config)
+    action, rule = config.on_config_change, config.muon.on_config_change
+    if action == "error":
+        action = "use_config" if rule == "replan" else rule
     elif rule == "error":
-        rule = "replan" if config.on_config_change == "use_config" else config.on_config_change
-        config.muon = dataclasses.replace(config.muon, on_config_change=rule)
-    shared = config.muon.shared()
+        rule = "replan" if action == "use_config" else action
+    shared = {**config.muon.shared(), "on_config_change": rule}
     for name in SHARED:
-        found = getattr(config.amo, name)
-        if found not in (getattr(_UNSET, name), shared.get(name, found)):
+        value = getattr(config.amo, name)
+        if value not in (getattr(_UNSET, name), shared.get(name, value)):
             raise ValueError(
-                f"[optimizer.amo] {name}: found {found!r}, expected it in [optimizer.muon]"
+                f"[optimizer.amo] {name}: found {value!r}, expected it in [optimizer.muon]"
             )
-    config.amo = dataclasses.replace(config.amo, **shared)
-    if config.name == "AMO":
-        config.muon = dataclasses.replace(config.muon, update_norm=config.amo.update_norm)
+    amo = dataclasses.replace(config.amo, **shared)
+    norm = amo.update_norm if config.name == "AMO" else config.muon.update_norm
+    return dataclasses.replace(
+        config,
+        lr=DEFAULT_LR if config.lr is None else config.lr,
+        on_config_change=action,
+        muon=dataclasses.replace(config.muon, on_config_change=rule, update_norm=norm),
+        amo=amo,
+    )
 
 
 def check_lock(source: Any, steps: int) -> None:
@@ -321,7 +322,7 @@ class OptimizersContainer(titan.OptimizersContainer):
         """One of :data:`OPTIMIZERS`."""
 
         lr: float | None = None
-        """Peak learning rate; 8e-4 where neither this nor a law gives one."""
+        """Peak learning rate; 8e-4 where none is set."""
 
         beta1: float = 0.9
         """AdamW's decay of the first moment."""
@@ -337,15 +338,6 @@ class OptimizersContainer(titan.OptimizersContainer):
 
         implementation: Literal["for-loop", "foreach", "fused"] = "fused"
         """PyTorch's implementation of ``AdamW``; the Muon family picks its own for the device."""
-
-        lr_from: Literal["value", "scaling_law"] = "value"
-        """
-        ``value`` takes ``lr``; ``scaling_law`` computes it, see
-        :func:`torchtitan_ext.learning_rate.scaling_law_lr`.
-        """
-
-        scaling_law: ScalingLaw = field(default_factory=ScalingLaw)
-        """Read with ``lr_from = "scaling_law"``."""
 
         allow_unlocked: bool = False
         """Accept a run that ends before AMO's plan is locked (otherwise an error at start)."""
@@ -385,15 +377,13 @@ class OptimizersContainer(titan.OptimizersContainer):
             Raises:
                 ValueError: For what :func:`validate` finds.
             """
-            # For a program that makes its own config; the trainer's is settled.
-            validate(self)
-            settle(self)
-            require_used(model_parts, self)
-            if self.name in STOCK:
-                container = _stock(self, model_parts).build(model_parts=model_parts)
+            config = resolved(self)  # a program or an override may have made it
+            require_used(model_parts, config)
+            if config.name in STOCK:
+                container = _stock(config, model_parts).build(model_parts=model_parts)
             else:
-                container = OptimizersContainer(self, model_parts=model_parts)
-            hyperparameters.install(container, self)
+                container = OptimizersContainer(config, model_parts=model_parts)
+            hyperparameters.install(container, config)
             parameter = next(p for part in model_parts for p in part.parameters())
             container.clock = StepClock(parameter.device)
             container.register_step_pre_hook(container.clock.start)

@@ -63,19 +63,27 @@ class Trainer(titan.Trainer):
             default_factory=lambda: DebugConfig(enable_structured_logging=False)
         )
 
+        def build(self, **options: Any) -> Trainer:
+            """Complete and check the config, and build the trainer.
+
+            Raises:
+                Mistakes: All fields that do not fit together.
+            """
+            return Trainer(checks.complete(self), **options)
+
     config: Config
     checkpointer: CheckpointManager
 
     def __init__(self, config: Config) -> None:
-        # Here, where both come by: our own entry point, and torchtitan's with its command line.
-        environment.settle(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
+        # Both entry points come here: the project's own, and torchtitan's.
+        environment.set_variables(int(os.environ.get("LOCAL_WORLD_SIZE", "1")))
         patches.install()
         stop.install()
-        checks.settle(config)
-        checks.validate(config)
         if config.metrics.console == "brief":
             console.brief(Path(config.dump_folder))
         super().__init__(config)
+        if isinstance(self.dataloader, PackedLoader):
+            self.dataloader.warn_of_length(config.training)
         self.has_trained = False
         """Whether this process made a step."""
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torchtitan.components.validate as titan
 
-from torchtitan_ext.data.loader import PackedLoader
+from torchtitan_ext.data.loader import ValidationLoader
 
 
 class Validator(titan.Validator):
@@ -25,10 +25,8 @@ class Validator(titan.Validator):
         steps: int = -1
         """Global batches of a validation; -1 for all sequences of the data, each once."""
 
-        dataloader: PackedLoader.Config = field(
-            default_factory=lambda: PackedLoader.Config(dataset="c4_validation", infinite=False)
-        )
-        """``[validator.dataloader]``: the fields of ``[dataloader]``."""
+        dataloader: ValidationLoader.Config = field(default_factory=ValidationLoader.Config)
+        """Held-out data; the fields are those of ``[dataloader]``."""
 
     def __init__(self, config: Config, **options: Any) -> None:
         if config.steps > 0:

@@ -6,10 +6,10 @@ from collections.abc import Mapping
 from typing import Any
 
 
-def differences(saved: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+def differences(saved: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
     """The fields that differ, sorted, as readable text."""
     return [
-        f"{name}: was {saved.get(name)!r}, is {found.get(name)!r}"
-        for name in sorted({*saved, *found})
-        if saved.get(name) != found.get(name)
+        f"{name}: was {saved.get(name)!r}, is {current.get(name)!r}"
+        for name in sorted({*saved, *current})
+        if saved.get(name) != current.get(name)
     ]

@@ -15,6 +15,7 @@ from torchtitan_ext.runs.differences import differences
 from torchtitan_ext.runs.run_files import (
     LOCK_FILE,
     RUN_FILE,
+    START_FILE,
     complete_steps,
     read_config,
     save_config,
@@ -25,13 +26,16 @@ _NOT_COMPARED = (
     *("activation_checkpoint", "validator", "debug.print_config", "debug.save_config_file"),
     # Made from other fields, with functions whose text is never the same; and by PyTorch's version.
     *("model_spec", "parallelism.spmd_backend"),
-    *("dataloader.tokens", "dataloader._seconds"),  # the data itself is compared at a resume
+    *(
+        "dataloader.tokens",
+        "dataloader.tokenize_timeout_seconds",
+    ),  # the data itself is compared at a resume
 )
-"""What may change between two starts of one run: it leaves the training as it is."""
+"""Fields that may change between two starts of one run: they leave the training as it is."""
 
 
 LOGS = "logs"
-"""Folder of what torchrun and ranks told, by start and host, in the dump folder."""
+"""Folder of the output of torchrun and of ranks, by start and host, in the dump folder."""
 
 
 class RunFolder:
@@ -98,7 +102,9 @@ class RunFolder:
         if not self.path.exists() or self._marker.exists():
             return
         # What a start leaves that was killed before it wrote the marker.
-        left = re.compile(rf"{LOCK_FILE}|{RUN_FILE}{files.SCRATCH}|{LOGS}|log_rank\d+\.txt")
+        left = re.compile(
+            rf"{LOCK_FILE}|{START_FILE}|{RUN_FILE}{files.SCRATCH}|{LOGS}|log_rank\d+\.txt"
+        )
         if any(not left.fullmatch(path.name) for path in self.path.iterdir()):
             raise ValueError(
                 f"dump_folder: {self.path} holds files, but none of a run of this command; "
@@ -124,33 +130,33 @@ def with_file(arguments: Sequence[str]) -> list[str]:
     """
     if not arguments or arguments[0].startswith("-"):
         return [*arguments]
-    file, *rest = arguments
-    if any(arg.replace("-", "_").startswith("__job.config_file") for arg in rest):
+    file, *others = arguments
+    if any(arg.replace("-", "_").startswith("__job.config_file") for arg in others):
         raise ValueError(f"FILE: found {file!r} beside --job.config_file, expected one of them")
-    return [f"--job.config_file={file}", *rest]
+    return [f"--job.config_file={file}", *others]
 
 
 def parse(arguments: Sequence[str]) -> Any:
     """The config of torchtitan's arguments, which loads torchtitan: that takes seconds.
 
     Raises:
-        ValueError: As :func:`torchtitan_ext.config.settings.parse`.
+        ValueError: Mistakes, see :func:`torchtitan_ext.config.settings.parse`.
     """
     from torchtitan_ext.config import settings
 
     return settings.parse(arguments)
 
 
-def num_ranks(given: int | None, most: int | None = None) -> int:
-    """Processes of a run: as many as ``--ranks`` says, or as there are GPUs, or two.
+def num_ranks(requested: int | None, most: int | None = None) -> int:
+    """Number of processes of a run: that of ``--ranks``, else of the GPUs, else two.
 
     Args:
-        given: Value of ``--ranks``.
-        most: Without a given value, no more than these.
+        requested: Value of ``--ranks``.
+        most: Most processes without a requested number.
     """
-    if given is not None:
-        return given
+    if requested is not None:
+        return requested
     import torch
 
-    found = torch.cuda.device_count() or 2
-    return found if most is None else min(found, most)
+    available = torch.cuda.device_count() or 2
+    return available if most is None else min(available, most)

@@ -26,6 +26,8 @@ VALIDATION = "validation_loss"
 """Field by which a record of ``metrics.jsonl`` is a validation after a step, not a logged step."""
 RUN_FILE = "run.json"
 """The config of the run."""
+START_FILE = "start.json"
+"""Complete config of the latest start by ``amo train``, which its ranks read."""
 LOCK_FILE = "lock"
 _SECTIONS = ("model", "optimizer", "training", "checkpoint", "tokenizer")
 """Sections that tools read."""
@@ -364,7 +366,7 @@ def check_fields(place: str, record: Mapping[str, Any], kinds: Mapping[str, Any]
     for key, kind in kinds.items():
         if not isinstance(value := record.get(key), kind):
             kinds_of = kind if isinstance(kind, tuple) else (kind,)
-            expected = " or ".join(kind.__name__ for kind in kinds_of if kind is not type(None))
+            expected = " or ".join(type_.__name__ for type_ in kinds_of if type_ is not type(None))
             fail(f"{place}: {key}", value, expected)
 
 

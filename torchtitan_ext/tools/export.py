@@ -32,7 +32,7 @@ TOKENIZER_FILES = (
     "merges.txt",
     "tokenizer.model",
 )
-"""What may be copied from the folder of the tokenizer."""
+"""Files that are copied from the folder of the tokenizer."""
 
 
 CHECKPOINT_HELP = "<dump folder>/checkpoint/step-<n>, or the dump folder: its newest complete one"
@@ -40,20 +40,22 @@ CHECKPOINT_HELP = "<dump folder>/checkpoint/step-<n>, or the dump folder: its ne
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Source:
-    """What a checkpoint does not say about its model."""
+    """Facts about a checkpoint's model that the checkpoint does not hold."""
 
     name: str
     """``model.name``: ``llama3`` or ``qwen3``."""
     flavor: str
     """``model.flavor``."""
     tokenizer: str
-    """``tokenizer.kind``: ``hf``, ``tiktoken`` or ``byte``."""
+    """``tokenizer.kind``: ``hf`` or ``byte``."""
     assets: str
     """``tokenizer.path``, else ``hf_assets_path``: folder or file of the tokenizer."""
     optimizer: str
     """``optimizer.name`` of the run."""
     eos_token: str = ""
     """``tokenizer.eos_token``, the token after each document; empty for the tokenizer's own."""
+    sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    """Sizes that ``[model]`` sets beside the flavor's own."""
 
 
 def find_source(checkpoint: Path, config: str | None = None) -> Source:
@@ -69,11 +71,11 @@ def find_source(checkpoint: Path, config: str | None = None) -> Source:
     if config is not None:
         return _source(runs.parse([f"--job.config_file={config}"]).to_dict())
     folder = checkpoint.parent.parent
-    found = read_config(folder)
-    if found is None:
+    config_of_run = read_config(folder)
+    if config_of_run is None:
         path = folder / RUN_FILE
         raise ValueError(f"--config: found none and no {path}, expected the config of the run")
-    return _source(found)
+    return _source(config_of_run)
 
 
 def _source(config: Mapping[str, Any]) -> Source:
@@ -89,6 +91,11 @@ def _source(config: Mapping[str, Any]) -> Source:
         assets=fields.get("tokenizer.path") or fields["hf_assets_path"],
         optimizer=fields["optimizer.name"],
         eos_token=fields.get("tokenizer.eos_token", ""),
+        sizes={
+            name.removeprefix("model."): value
+            for name, value in fields.items()
+            if name.startswith("model.") and type(value) is int
+        },
     )
 
 
@@ -99,7 +106,7 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
         checkpoint: Folder of a distributed checkpoint, saved by any number of ranks.
         output: Folder to write ``config.json``, ``model*.safetensors`` and the tokenizer into.
         source: The checkpoint's model and tokenizer.
-        dtype: Of the written weights.
+        dtype: Dtype of the written weights.
 
     Raises:
         ValueError: The model is unknown or not dense, the checkpoint lacks weights, is damaged or
@@ -205,7 +212,7 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
 
     if source.name not in ("llama3", "qwen3"):
         raise ValueError(f"model.name: found {source.name!r}, expected 'llama3' or 'qwen3'")
-    spec = models.spec(models.Model(name=source.name, flavor=source.flavor))
+    spec = models.spec(models.Model(name=source.name, flavor=source.flavor, **source.sizes))
     with torch.device("meta"):
         model = spec.model.build()
     weights = {
@@ -222,7 +229,7 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
             loading.load(weights, str(checkpoint))
         except CheckpointException as error:  # with the stack of each failure in its text
             reasons = dict.fromkeys(
-                " ".join(str(one).split()) for one, _ in error.failures.values()
+                " ".join(str(failure).split()) for failure, _ in error.failures.values()
             )
             raise ValueError(f"checkpoint {checkpoint}: {'; '.join(reasons)}") from None
     return spec.model, spec.state_dict_adapter(spec.model, None), weights

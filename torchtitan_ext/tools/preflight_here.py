@@ -1,4 +1,4 @@
-"""What the machine where a run starts lacks: tokenizer, data, network, disk, a checkpoint."""
+"""Checks of the machine that starts a run: tokenizer, data, network, disk, a checkpoint."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from typing import Any
 
 from torchtitan.hf_datasets import text_datasets as titan
 
+from torchtitan_ext.config.checks import collect
 from torchtitan_ext.data.files import find_files
 from torchtitan_ext.data.loader import DATASETS, named_for, open_packed, paths
 from torchtitan_ext.runs.run_files import checkpoints
-from torchtitan_ext.tools.preflight_checks import collect
 from torchtitan_ext.tools.preflight_memory import checkpoint_sizes
 
 HUB = "https://huggingface.co"
@@ -26,29 +26,29 @@ HUB_SECONDS = 5.0
 
 
 def lacks(config: Any) -> list[str]:
-    """What a config needs of this machine and does not find, one line each.
+    """Check what a config needs of this machine; a line for each lack.
 
     Args:
         config: A checked config.
     """
-    found: list[str] = []
+    problems: list[str] = []
 
-    tokenizer = collect(found, lambda: _tokenizer(config))
+    tokenizer = collect(problems, lambda: _tokenizer(config))
     needs_hub = []
     for section, loader in loaders(config):
-        if where := hub_name(loader):
-            needs_hub.append((section, where))
+        if name := hub_name(loader):
+            needs_hub.append((section, name))
         else:
-            collect(found, functools.partial(_data, loader, tokenizer))
+            collect(problems, functools.partial(_data, loader, tokenizer))
     if needs_hub and (reason := _why_no_hub()):
-        found += [
-            f"{section}.dataset_path: found the dataset {where!r} on the hub, which {reason}; "
+        problems += [
+            f"{section}.dataset_path: found the dataset {name!r} on the hub, which {reason}; "
             "expected a network, or the path of a copy on disk"
-            for section, where in needs_hub
+            for section, name in needs_hub
         ]
-    collect(found, lambda: _initial(config.checkpoint))
-    collect(found, lambda: _disk(config))
-    return found
+    collect(problems, lambda: _initial(config.checkpoint))
+    collect(problems, lambda: _disk(config))
+    return problems
 
 
 def _tokenizer(config: Any) -> Any:
@@ -97,18 +97,18 @@ def hub_name(loader: Any) -> str | None:
 
 
 def _data(loader: Any, tokenizer: Any) -> None:
-    """Find what a loader reads from this machine.
+    """Check that the data of a loader is on this machine.
 
     Raises:
         ValueError: For data that is nowhere, or does not fit.
     """
     name, path = loader.dataset, loader.dataset_path
-    with named_for(loader._validates):
-        for where, _ in paths(loader) if name in DATASETS else ():
+    with named_for(loader):
+        for source, _ in paths(loader) if name in DATASETS else ():
             if name != "packed":
-                find_files(where, loader.pattern)
+                find_files(source, loader.pattern)
             elif tokenizer is not None:
-                open_packed(where, tokenizer, loader.order)
+                open_packed(source, tokenizer, loader.order)
         stock = titan.DATASETS.get(name.lower())  # a loader of the user is not among them
         if stock is not None and not Path(path or stock.path).exists():
             raise ValueError(f"dataloader.dataset_path: no such file or folder: {path!r}")
@@ -154,8 +154,8 @@ def _disk(config: Any) -> None:
         raise ValueError(
             f"checkpoint.folder: found {saves}, which cannot be written; expected a folder"
         )
-    there = checkpoints(saves).values()
-    held = sum(file.stat().st_size for one in there for file in one.rglob("*") if file.is_file())
+    paths_saved = [path for saved in checkpoints(saves).values() for path in saved.rglob("*")]
+    held = sum(path.stat().st_size for path in paths_saved if path.is_file())
     free = shutil.disk_usage(at).free + held  # what is purged, or stays and is counted below
     kept, size = run["checkpoints_kept"], run["checkpoint_bytes"]
     most = min(kept + 1, run["checkpoints_saved"])  # a new one before the oldest goes

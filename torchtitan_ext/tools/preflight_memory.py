@@ -1,4 +1,4 @@
-"""What a config's run holds: its parameters by group, and bytes of them, of state and of logits."""
+"""Memory of a config's run: its parameters by group, and bytes of them, of state and of logits."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Groups = Sequence[Mapping[str, Any]]
 
 EAGER_LOGIT_BYTES = 12
 """
-Of a logit at the peak of an eager loss, whatever its dtype: in backward the logarithm of softmax,
-its gradient and that of the logit, each in fp32 (as PyTorch 2.13 allocates).
+Bytes per logit at the peak of an eager loss, whatever its dtype: in backward the logarithm of
+softmax, its gradient and that of the logit, each in fp32 (as PyTorch 2.13 allocates).
 """
 
 
@@ -54,13 +54,13 @@ def held_bytes(config: Any, shards: int) -> tuple[int, int]:
     itemsize = getattr(torch, config.training.dtype).itemsize
     params = state = 0
     for group in groups_of(config):
-        each = 2 * itemsize  # of AdamW
+        bytes_per_entry = 2 * itemsize  # of AdamW
         if group["algorithm"] == "muon":
-            each = torch.float32.itemsize * (2 if optimizer.name == "AdaMuon" else 1)
+            bytes_per_entry = torch.float32.itemsize * (2 if optimizer.name == "AdaMuon" else 1)
         for _, parameter in group["params"]:
             held = -(-parameter.shape[0] // shards) * math.prod(parameter.shape[1:])
             params += held * itemsize
-            state += held * each
+            state += held * bytes_per_entry
     return params, state
 
 
@@ -91,16 +91,16 @@ def logit_bytes(config: Any, degrees: Mapping[str, int]) -> int:
             tensor the vocabulary; a stage of a pipeline sees a microbatch at a time.
     """
     training, loss = config.training, config.compile
-    each: int = EAGER_LOGIT_BYTES
+    bytes_per_logit: int = EAGER_LOGIT_BYTES
     if loss.enable and "loss" in loss.components:
         # One kernel: the logits and their gradient alone.
-        each = 2 * getattr(torch, training.mixed_precision_param).itemsize
+        bytes_per_logit = 2 * getattr(torch, training.mixed_precision_param).itemsize
     rows: int = training.local_batch_size
     if degrees["pp"] > 1:
         rows = config.parallelism.pipeline_parallel_microbatch_size
     shares: int = degrees["cp"] * degrees["tp"] * config.loss.num_chunks
     num_logits = rows * int(training.seq_len) * int(config.loss.global_vocab_size)
-    return num_logits * each // shares
+    return num_logits * bytes_per_logit // shares
 
 
 def memory_of(config: Any, degrees: Mapping[str, int], exchange: int = 0) -> dict[str, int]:
@@ -133,7 +133,7 @@ def check_memory(config: Any, degrees: Mapping[str, int], memory_gb: float) -> N
     Args:
         config: A settled config.
         degrees: Parallel degrees by name.
-        memory_gb: Of a rank's device, in 1e9 bytes.
+        memory_gb: Memory of a rank's device, in 1e9 bytes.
 
     Raises:
         ValueError: Naming the field that helps.

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.plan_table import plan_table
-from amo_dist.tools.command import MOST_RANKS, Subparsers, whole
+from amo_dist.tools.command import MOST_RANKS, Mistakes, Subparsers, whole
 from amo_dist.tools.records import METRICS_FILE
 from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs.run_files import read_metrics, read_plan, require_unlocked
@@ -43,13 +43,16 @@ def run(args: argparse.Namespace) -> int:
     Raises:
         ValueError: For a config that cannot work, or that is not the one of the run in its folder.
     """
+    from torchtitan_ext.config import settings
+
     arguments = [f"--job.config_file={CONFIG}", *args.overrides]
-    config = runs.parse(arguments)  # before any rank starts: one error, told once
+    config = runs.parse(arguments)  # before any rank starts: one error, printed once
     num_ranks = runs.num_ranks(args.ranks, most=2)  # more would need a larger global batch
     folder = runs.RunFolder(Path(config.dump_folder), config.checkpoint.folder)
     require_unlocked(folder.path, config.checkpoint.stop_seconds)
-    if problems := train.find_problems(config, num_ranks):
-        raise ValueError(problems[0])
+    config, problems = train.examine(config, num_ranks)
+    if problems:
+        raise Mistakes(problems)
     if args.fresh:
         folder.delete()
     step = folder.prepare(config.to_dict())
@@ -59,7 +62,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         _announce(folder.path, step, steps, num_ranks)
         start = time.monotonic()
-        status = train.start(arguments, config, num_ranks)
+        status = train.start(settings.for_ranks(config), config, num_ranks)
         if status == STOPPED or status >= 128:
             _tell_stop(folder.latest_step(), steps)
         if status:
@@ -70,8 +73,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _announce(folder: Path, step: int, steps: int, num_ranks: int) -> None:
-    what = f"Resuming from the checkpoint of step {step}" if step else "Starting anew"
-    print(f"{what}: {steps} steps on {num_ranks} ranks, in {folder}.", flush=True)
+    start = f"Resuming from the checkpoint of step {step}" if step else "Starting anew"
+    print(f"{start}: {steps} steps on {num_ranks} ranks, in {folder}.", flush=True)
 
 
 def _tell_stop(step: int, steps: int) -> None:

@@ -21,12 +21,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from amo_dist.distributed.absence import DID_NOT_ANSWER
 from amo_dist.tools.command import MOST_RANKS, MOST_WORLD, Subparsers, whole
 from torchtitan_ext import environment, train
-from torchtitan_ext.plugin import machine
 from torchtitan_ext.runs.folder import LOGS
 from torchtitan_ext.runs.run_files import complete_steps, require_unlocked
 from torchtitan_ext.signals import OUTCOME_FILE, STOPPED
@@ -104,13 +100,13 @@ def run(args: argparse.Namespace) -> int:
         ValueError: For a file that is no TOML, a folder that another run writes into, a number of
             ranks that cannot work, or a node that cannot meet others.
     """
-    from torchtitan_ext.tools import preflight_checks
-
     arguments = ["--job.config_file", args.config, *args.overrides]
     if "RANK" in os.environ:  # torchrun's
         return _train(arguments)
+    from torchtitan_ext.config import settings
+
     if args.newest_step:
-        config = preflight_checks.load(arguments)
+        config = settings.load(arguments)
         print(max(complete_steps(Path(config.dump_folder, config.checkpoint.folder)), default=0))
         return 0
     nodes, head = args.nodes or 1, args.head or "localhost:0"
@@ -122,23 +118,24 @@ def run(args: argparse.Namespace) -> int:
         )
     if args.numa_binding and not _num_gpus():
         raise ValueError(f"--numa-binding: found {args.numa_binding!r}, expected none without GPUs")
-    config = preflight_checks.load(arguments)
+    config = settings.load(arguments)
     ranks = _pick(args.ranks, args.nodes, config)
-    if problems := find_problems(config, ranks, nodes):
+    config, problems = examine(config, ranks, nodes)
+    if problems:
         for problem in dict.fromkeys(problems):
             print(f"error: {problem}", file=sys.stderr)
         return train.USER_ERROR
     folder = Path(config.dump_folder)
     require_unlocked(folder, config.checkpoint.stop_seconds)
     if ranks * nodes == 1 and not args.restarts:
-        environment.settle(1)
+        environment.set_variables(1)
         _tokenize_first(config)
         os.environ.update(ALONE | {k: v for k, v in os.environ.items() if k in ALONE})
         return _train(arguments)
     on_nodes = f" on {nodes} nodes" if nodes > 1 else ""
     print(f"Training on {ranks * nodes} ranks{on_nodes}, in {folder}.", flush=True)
     return start(
-        arguments,
+        settings.for_ranks(config),
         config,
         ranks,
         nodes=nodes,
@@ -149,18 +146,21 @@ def run(args: argparse.Namespace) -> int:
     )
 
 
-def find_problems(config: Any, ranks: int, nodes: int = 1) -> list[str]:
-    """List mistakes of a config on this node, or else what this machine lacks.
+def examine(config: Any, ranks: int, nodes: int = 1) -> tuple[Any, list[str]]:
+    """Complete a config and check it for this node; what this machine lacks comes last.
 
     Args:
-        config: Parsed config; fields that follow from others are filled in.
-        ranks: Processes per node.
-        nodes: Number of nodes of the run.
+        config: Config as :func:`torchtitan_ext.config.settings.load` reads it.
+        ranks: Processes of a node.
+        nodes: Nodes of the run.
+
+    Returns:
+        The config, and a line for each mistake.
     """
     from torchtitan_ext.tools import preflight_checks, preflight_here
 
-    problems = preflight_checks.check(config, ranks * nodes, _memory_gb(ranks))
-    return problems or preflight_here.lacks(config)
+    config, problems = preflight_checks.examine(config, ranks * nodes, _memory_gb(ranks))
+    return config, problems or preflight_here.lacks(config)
 
 
 def start(
@@ -177,8 +177,8 @@ def start(
     """Start the ranks of this node by torchrun's launcher, and report a failure in one line.
 
     Args:
-        arguments: Arguments of torchtitan.
-        config: Checked config of the arguments; its dump folder gets the logs of the ranks.
+        arguments: Arguments of each rank, from :func:`torchtitan_ext.config.settings.for_ranks`.
+        config: A complete config; its dump folder gets the logs of the ranks.
         ranks: Processes of this node.
         nodes: Number of nodes of the run.
         head: ``host:port`` at which the nodes meet.
@@ -199,9 +199,11 @@ def start(
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
     from torch.numa.binding import AffinityMode, NumaOptions
 
+    from torchtitan_ext.plugin import machine
+
     if nodes == 1:  # On several nodes the first rank tokenizes while the others wait.
         _tokenize_first(config)
-    environment.settle(ranks)
+    environment.set_variables(ranks)
     os.environ[train.LAUNCHER] = str(os.getpid())
     # A rank that finds no device at a restart must fail, instead of training on its CPU.
     os.environ.setdefault("AMO_DEVICE", machine.device_type())
@@ -278,6 +280,7 @@ def explain(failures: Mapping[int, Any]) -> tuple[str, int]:
     Args:
         failures: ``ProcessFailure`` of torch by rank.
     """
+    from amo_dist.distributed.absence import DID_NOT_ANSWER
 
     def order(rank: int) -> tuple[object, ...]:
         failure = failures[rank]
@@ -340,6 +343,10 @@ def _train(arguments: list[str]) -> int:
 
 def _num_gpus() -> int:
     """GPUs to train on; 0 for training on CPU."""
+    import torch
+
+    from torchtitan_ext.plugin import machine
+
     return 0 if machine.cpu_is_needed() else torch.cuda.device_count()
 
 
@@ -351,7 +358,7 @@ def _pick(ranks: int | None, nodes: int | None, config: Any) -> int:
     Raises:
         ValueError: For a number above that of the GPUs, or for a node of several without any.
     """
-    from torchtitan_ext.tools import preflight_checks
+    from torchtitan_ext.config import checks
 
     gpus = _num_gpus()
     if nodes and not gpus and os.environ.get("AMO_DEVICE") != "cpu":
@@ -368,12 +375,18 @@ def _pick(ranks: int | None, nodes: int | None, config: Any) -> int:
     most = gpus or 2
     if nodes:
         return most
-    fitting = (n for n in range(most, 0, -1) if not preflight_checks.check(config, n))
-    return next(fitting, most)
+    for num_ranks in range(most, 0, -1):
+        problems: list[str] = []
+        checks.collect(problems, lambda: checks.check_batch(config, num_ranks))  # noqa: B023
+        if not problems:
+            return num_ranks
+    return most
 
 
 def _memory_gb(num_ranks: int) -> float:
     """Memory per rank of this machine, in 1e9 bytes."""
+    import torch
+
     if _num_gpus():
         return torch.cuda.get_device_properties(0).total_memory / 1e9
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks / 1e9

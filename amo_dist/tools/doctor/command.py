@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch.distributed as dist
-
 from amo_dist.tools.command import Subparsers, positive
 
 if TYPE_CHECKING:
@@ -54,6 +52,8 @@ def run_doctor(args: argparse.Namespace) -> int:
         1 on rank 0 if a check failed, else 0.
     """
     # Imported here, because other commands need not wait for these modules.
+    import torch.distributed as dist
+
     from amo_dist.tools.doctor import machine, optimizer, probe
     from amo_dist.tools.doctor.examination import Examination, Verdict
     from amo_dist.tools.doctor.site import Fault, join, name_ranks

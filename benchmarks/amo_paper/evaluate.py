@@ -1,4 +1,4 @@
-"""``amo evaluate``: the scores of a checkpoint in lm-evaluation-harness.
+"""``score``: the scores of a checkpoint in lm-evaluation-harness.
 
 Needs the extra ``eval``. Tasks, prompts, few-shot examples and decoding are the harness's own. No
 leading token goes before a text, because training has none. The model sees up to 4096 tokens:
@@ -220,10 +220,10 @@ def write(record: Mapping[str, Any], output: Path) -> None:
     files.replace(output, json.dumps(record, indent=1) + "\n")
 
 
-def add_command(subparsers: Subparsers) -> None:
-    """Register ``evaluate``."""
+def add_commands(subparsers: Subparsers) -> None:
+    """Register ``score``."""
     parser = subparsers.add_parser(
-        "evaluate",
+        "score",
         help="score a checkpoint in lm-evaluation-harness",
         description="Score a checkpoint on tasks of lm-evaluation-harness, print the scores, and "
         "write them to a results file.",
