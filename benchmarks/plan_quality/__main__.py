@@ -7,7 +7,7 @@ side by side. ``report`` writes tables as Markdown and draws figures beside the 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from benchmarks.plan_quality import data, jobs, report
@@ -15,24 +15,29 @@ from benchmarks.plan_quality.settings import Settings
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "plan_quality"
-LADDER_RESULTS = RESULTS.with_name("ladder")
 SPECTRA = ROOT / "outputs" / "plan_quality"
+STUDIES: Mapping[str, tuple[str, Callable[[], list[jobs.Job]], Callable[[Path], str] | None]] = {
+    "plans": ("plan_quality", jobs.all_jobs, None),
+    "ladder": ("ladder", jobs.ladder_jobs, report.ladder_text),
+    "dtypes": ("ns_dtype", jobs.dtype_jobs, report.dtype_text),
+}
+"""Folder of results, runs, and text of the report, if it is one text, for each study."""
 
 
 def main(args: Sequence[str] | None = None) -> int:
     options = parser().parse_args(args)
-    is_ladder = options.study == "ladder"
-    options.output = options.output or (LADDER_RESULTS if is_ladder else RESULTS)
+    folder, all_jobs, text = STUDIES[options.study]
+    options.output = options.output or RESULTS.with_name(folder)
     options.spectra = options.spectra or SPECTRA.with_name(options.output.name)
-    if options.command == "report" and is_ladder:
-        print(report.ladder_text(options.output))
+    if options.command == "report" and text is not None:
+        print(text(options.output))
         return 0
     if options.command == "report":
         print(report.text(options.output))
         for path in report.plot(options.output):
             print(f"figure: {path}")
         return 0
-    wanted = jobs.ladder_jobs() if is_ladder else jobs.all_jobs()
+    wanted = all_jobs()
     if options.list:
         for job in wanted:
             left = jobs.missing(options.output, job)
@@ -53,7 +58,7 @@ def parser() -> argparse.ArgumentParser:
     commands = parsers.add_subparsers(dest="command", required=True)
     run, tables = (commands.add_parser(name) for name in ("run", "report"))
     for command in (run, tables):
-        command.add_argument("--study", choices=("plans", "ladder"), default="plans")
+        command.add_argument("--study", choices=tuple(STUDIES), default="plans")
         command.add_argument("--output", type=Path, help="folder of results")
         command.add_argument("--spectra", type=Path, help="folder of spectra and claims")
     run.add_argument("--list", action="store_true", help="what there is to run, and run nothing")

@@ -33,6 +33,7 @@ NOISE = tuple(f"uniform-5~{order}" for order in range(1, 6))
 """The bar again, with the sums of each batch in another order after the switch."""
 RATES = (0.004, 0.008, 0.016, 0.032)
 RATE_SEED = 99
+NS_DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -126,6 +127,16 @@ def ladder_jobs() -> list[Job]:
             for switch, rows in ((800, UNIFORM), (400, ()), (200, ()))
             for name in (first, last)
         ),
+    ]
+
+
+def dtype_jobs() -> list[Job]:
+    """Uniform five steps with iterates of each dtype."""
+    return [
+        Job(Start(name, seed, ns_dtype=dtype), ("uniform-5",))
+        for seed in range(2)
+        for name in ARCHITECTURES
+        for dtype in NS_DTYPES
     ]
 
 

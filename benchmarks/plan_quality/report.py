@@ -512,6 +512,28 @@ def ladder_text(folder: Path) -> str:
     return "\n\n".join(parts)
 
 
+def dtype_text(folder: Path) -> str:
+    """Loss with iterates of each dtype against float32, as Markdown."""
+    losses = {
+        (r["architecture"], r["seed"], r["ns_dtype"]): r["validation_loss"]
+        for r in Runs(folder).records
+    }
+    lines = head("ns_dtype", *ARCHITECTURES, "all pairs", "pairs")
+    for dtype in dict.fromkeys(dtype for _, _, dtype in losses):
+        gaps = [
+            [
+                loss - losses[name, seed, "float32"]
+                for (name, seed, other), loss in losses.items()
+                if (name, other) == (model, dtype) and (name, seed, "float32") in losses
+            ]
+            for model in ARCHITECTURES
+        ]
+        everything = [gap for model_gaps in gaps for gap in model_gaps]
+        cells = [plus_minus(model_gaps, "+") for model_gaps in gaps]
+        lines.append(row_of(dtype, *cells, plus_minus(everything, "+"), len(everything)))
+    return "\n".join(lines)
+
+
 def ladder_verdict(runs: Runs) -> list[str]:
     """The rows that pass the rule for cosine and for linear decay, that fail, and that are open."""
     lines, passed = [], []

@@ -45,6 +45,7 @@ class Start:
         steps: Steps of the whole run.
         order: Sequences of a batch are added up in another order for each number but 0.
         decay: Form of the learning rate, as `Settings.rate_at` takes it.
+        ns_dtype: ``ns_dtype`` of `amo_dist.MuonConfig`; the model itself trains in float32.
     """
 
     architecture: str
@@ -55,6 +56,7 @@ class Start:
     steps: int = 250
     order: int = 0
     decay: str = "cosine"
+    ns_dtype: str = "float32"
 
     @property
     def key(self) -> str:
@@ -62,7 +64,8 @@ class Start:
         order = f"-order{self.order}" if self.order else ""
         decay = "" if self.decay == "cosine" else f"-{self.decay}"
         steps = f"{self.steps}at{self.switch}{decay}"
-        return f"{self.architecture}-{self.seed}-{self.norm}-{self.rate:g}-{steps}{order}"
+        dtype = "" if self.ns_dtype == "float32" else f"-{self.ns_dtype}"
+        return f"{self.architecture}-{self.seed}-{self.norm}-{self.rate:g}-{steps}{order}{dtype}"
 
 
 @dataclasses.dataclass(slots=True)
@@ -103,7 +106,7 @@ def build(
 ) -> Muon:
     """Muon with a schedule for each matrix: each is an operator type of its own."""
     groups = param_groups(model, patterns={re.escape(name): name for name in schedules})
-    config = MuonConfig(ns_dtype="float32", update_norm=start.norm, ns_guard_every=0)
+    config = MuonConfig(ns_dtype=start.ns_dtype, update_norm=start.norm, ns_guard_every=0)
     return Muon(groups, start.rate, settings.weight_decay, schedule=schedules, config=config)
 
 
