@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-from amo_dist.tools.shapes import MODELS, DecoderShape
+from collections.abc import Mapping
+
+from amo_dist.tools.shapes import MODELS as PAPER_MODELS
+from amo_dist.tools.shapes import DecoderShape
 
 __all__ = ["ELL_BY_TYPE", "MODELS", "DecoderShape"]
+
+MODELS: Mapping[str, DecoderShape] = {**PAPER_MODELS, "small": DecoderShape(4, 96, 288, 4, 4)}
+"""The paper's models, and one of 28 matrices of 96 x 96 to 96 x 288, such as a first try has."""
 
 ELL_BY_TYPE = {
     "attn_q": 3e-4,

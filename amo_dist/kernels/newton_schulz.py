@@ -13,7 +13,6 @@ are polynomials of one A: they commute, and every product of them is symmetric.
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -212,10 +211,8 @@ def _batch_is_loop(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int)
         num_threads: Number of threads, among which a library may divide a sum.
     """
     draw = torch.Generator("cpu").manual_seed(0)
-    count, short, long = shape[0], *sorted(shape[1:])
-
-    def layouts(x: Tensor) -> tuple[Tensor, Tensor]:
-        return x.contiguous(), x.mT.contiguous().mT
+    count, rows, columns = shape
+    short, long, is_tall = min(rows, columns), max(rows, columns), rows > columns
 
     def is_loop(left: Tensor, right: Tensor, added: Tensor | None, alpha: float) -> bool:
         multiply = functools.partial(_multiply, beta=-3.7, alpha=alpha)
@@ -223,18 +220,24 @@ def _batch_is_loop(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int)
         singles = map(multiply, left, right, addends)
         return torch.equal(multiply(left, right, added), torch.stack([*singles]))
 
-    sides = (short, long, short), (short, short, short), (short, short, long), (long, short, short)
-    for m, k, n in sides:
+    # Gram matrix, product of small matrices, product by X: the side that is transposed, and the
+    # factor beside an addend. Other layouts and factors would be compiled for this check alone.
+    products = (
+        (short, long, short, is_tall, 1.0),
+        (short, short, short, False, 1.3),
+        (long if is_tall else short, short, short if is_tall else long, None, 1.0),
+    )
+    for m, k, n, is_left, alpha in products:
         half = torch.randn(count, m + n, (k + 1) // 2, generator=draw, device="cpu")
         left, right = half.to(dtype).split([m, n], dim=1)
         order = torch.randperm(2 * half.shape[-1], generator=draw, device="cpu")[:k]
-        lefts = layouts(torch.cat((left, left), dim=-1)[..., order])
-        zeros = left.new_zeros(count, m, n)
-        random = torch.randn(zeros.shape, generator=draw, device="cpu").to(dtype)
-        for sign, addends in (-1, (None, zeros)), (1, (random,)):
-            rights = layouts(torch.cat((right, sign * right), dim=-1)[..., order].mT)
-            cases = itertools.product(lefts, rights, addends, (1.0, 1.3))
-            if not all(is_loop(*case) for case in cases):
+        left = torch.cat((left, left), dim=-1)[..., order]
+        left = left.mT.contiguous().mT if is_left else left.contiguous()
+        random = torch.randn(count, m, n, generator=draw, device="cpu").to(dtype)
+        for sign, addends in (-1, (None, torch.zeros_like(random))), (1, (random,)):
+            signed = torch.cat((right, sign * right), dim=-1)[..., order]
+            signed = signed.contiguous().mT if is_left is False else signed.mT.contiguous()
+            if not all(is_loop(left, signed, added, alpha) for added in addends):
                 return False
     return True
 

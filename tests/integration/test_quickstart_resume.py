@@ -108,7 +108,7 @@ def start_until_step(step: int, folder: Path, *options: str) -> subprocess.Popen
         # Shells start what runs in their background with SIGINT ignored, and children inherit it.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 120  # a start takes some seconds, on a busy machine more
+    deadline = time.monotonic() + 400  # A start takes some seconds, on a busy machine minutes.
     while not (folder / "checkpoint" / f"step-{step}" / ".metadata").exists():
         assert process.poll() is None
         assert time.monotonic() < deadline

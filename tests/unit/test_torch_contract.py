@@ -148,7 +148,9 @@ def test_parameters_without_elements(name: str) -> None:
 # ---------------------------------------------------------------- torch.compile
 
 
-# Of PyTorch's own, about a loss that was not in the graph before the break.
+# Both warnings are PyTorch's: of a loss that was not in the graph before the break, and of slow
+# guards on Python 3.13.0.
+@pytest.mark.filterwarnings("ignore:Guards may run slower on Python 3.13.0:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_training_step(backend: str) -> None:
