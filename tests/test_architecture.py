@@ -133,7 +133,10 @@ def private_names(source: str) -> set[str]:
 LISTS = re.compile("_foreach_")
 
 
-@pytest.mark.parametrize("name", ["distributed", "operators", "schedule", "state"])
+ROOMS = ["distributed", "engine", "operators", "optimizers", "schedule", "state"]
+
+
+@pytest.mark.parametrize("name", ROOMS)
 def test_private_names_of_pytorch_stand_in_one_file(name: str) -> None:
     read = {
         f"{path.name}: {word}"

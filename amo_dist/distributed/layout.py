@@ -27,7 +27,7 @@ Placements = tuple[Any, ...]
 
 @dataclasses.dataclass(frozen=True, slots=True, eq=False)
 class TensorLayout:
-    """Where the elements of one tensor lie; compared and hashed by identity.
+    """Placement of the elements of one tensor over ranks; compared and hashed by identity.
 
     Attributes:
         shape: Global shape.
@@ -332,7 +332,7 @@ def _zeros_beside(
 def _overlaps(
     extent: Interval, intervals: Sequence[Interval]
 ) -> Iterator[tuple[Interval, Interval]]:
-    """Where an extent meets intervals: as positions in their concatenation, and in the extent."""
+    """Overlaps of an extent with intervals: positions in their concatenation, and in the extent."""
     offset = 0
     for low, high in intervals:
         start, stop = max(extent[0], low), min(extent[1], high)

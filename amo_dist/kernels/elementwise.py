@@ -130,14 +130,14 @@ def drop_nonfinite(updates: Tensor) -> Tensor:
 @functools.cache
 def _compiled(function: Callable[..., None]) -> Callable[..., None]:
     """A function over lists of tensors as few kernels; compiled for each new list of shapes."""
-    # In one kernel as many tensors as its arguments allow.
+    # One kernel takes as many tensors as its arguments allow.
     compiled = torch.compile(
         function, fullgraph=True, dynamic=False, options={"combo_kernels": True}
     )
     # Each bucket of matrices is a list of its own, and from the ninth on PyTorch would refuse.
     limits = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
-    many: Callable[..., None] = torch.compiler.config.patch(**limits)(compiled)  # type: ignore[attr-defined]
-    return many
+    limited: Callable[..., None] = torch.compiler.config.patch(**limits)(compiled)  # type: ignore[attr-defined]
+    return limited
 
 
 def _number(value: float | Tensor) -> Tensor:

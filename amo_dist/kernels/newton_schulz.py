@@ -269,7 +269,7 @@ def step_sizes(
     short, long = sorted(shape)
     num_steps, is_narrow = len(coefficients), dtype.itemsize <= 2
     least_aspect = _MIN_NARROW_ASPECT if is_narrow else _MIN_ASPECT
-    # Elsewhere products in 32 bits may be rounded to TensorFloat-32, as the user has set.
+    # Other devices may round float32 products to TensorFloat-32, if the user has set so.
     is_near = device.type == "cpu"
     is_faster = long >= least_aspect * short and (is_narrow or is_near)
     is_small = short < (_MIN_ROWS if is_near else _MIN_ROWS_ELSEWHERE)

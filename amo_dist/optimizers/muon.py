@@ -433,7 +433,7 @@ class Muon(torch.optim.Optimizer):
 
     @property
     def policy(self) -> Policy:
-        """Which schedule when."""
+        """Rule that gives each step its schedules."""
         return self._controller.policy
 
     @property
@@ -559,6 +559,8 @@ class Muon(torch.optim.Optimizer):
         state = super().state_dict()
         for group in state["param_groups"]:
             group["control"] = text
+        # A caller who edits what is returned must not edit the optimizer's own dictionaries.
+        state["state"] = {key: dict(own) for key, own in state["state"].items()}
         state["param_names"] = [list(names) for names in self._structure.names]
         return state
 

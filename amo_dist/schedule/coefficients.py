@@ -15,7 +15,7 @@ class NamedSchedule:
     """A schedule known by name, fixed for a whole run."""
 
     schedule: Schedule
-    """What every operator type uses, those in ``by_type`` excepted."""
+    """Schedule of every operator type that ``by_type`` does not name."""
     by_type: Mapping[str, Schedule] = dataclasses.field(default_factory=dict)
     """Operator types with a schedule of their own."""
 

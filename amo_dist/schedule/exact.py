@@ -49,7 +49,7 @@ def frontier(
 
 
 def _fronts(errors: Sequence[Mapping[int, int]], costs: Sequence[int], budget: int) -> list[_Front]:
-    """What the types from i on can reach, for each i, while those before take their fewest."""
+    """Reach of the types from i on, for each i, while those before take their fewest steps."""
     fewest = min(errors[0])
     spent = [0, *accumulate(fewest * cost for cost in costs)]
     fronts: list[_Front] = [[(0, 0)]]

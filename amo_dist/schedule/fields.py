@@ -53,7 +53,7 @@ def fail(field: str, value: object, expected: str) -> NoReturn:
 
 
 def read_file(path: str | Path, most: int = 2**26, offset: int = 0) -> bytes:
-    """What a file of a user's holds.
+    """Text of a user's file.
 
     Args:
         path: The file.
@@ -152,7 +152,7 @@ class Packed(tuple[float, ...]):
     __slots__ = ()
 
     def to_text(self) -> str:
-        """What `read_packed` reads."""
+        """Form that `read_packed` reads."""
         return base64.b64encode(struct.pack(f"<{len(self)}d", *self)).decode()
 
 

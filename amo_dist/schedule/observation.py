@@ -56,7 +56,7 @@ def draw(seed: int, step: int, group: str, names: Sequence[str], size: int) -> t
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Observation(fields.Stored):
-    """What one observation recorded, by group."""
+    """Record of one observation, by group."""
 
     step: fields.Count
     ell: Mapping[str, fields.Ell | None]

@@ -26,7 +26,7 @@ StepsAndElls: TypeAlias = Mapping[str, tuple[int, float]]
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan(fields.Stored):
-    """What AMO commits to. Sequences are in the order of ``operator_types``.
+    """The plan that AMO commits to. Sequences are in the order of ``operator_types``.
 
     It is complete in itself: every schedule from the plan on follows from it alone.
     """
@@ -57,9 +57,9 @@ class Plan(fields.Stored):
     objective: fields.Float
     """The errors of the allocation, summed over groups, each times its weight."""
     criterion: Annotated[str, fields.choice("update", "projected")] = "projected"
-    """What was minimised: the squared error of the ``update``, relative to its squared norm, by the
-    distances of the sampled matrices of a group; or the ``projected`` error, that of a singular
-    value at ``ell_target``."""
+    """Objective that the plan minimises. ``update``: squared error of the update relative to its
+    squared norm, from the sampled matrices of each group. ``projected``: error of a singular value
+    at ``ell_target``."""
     num_matrices: tuple[fields.Count, ...] | None = None
     """Matrices of each group; None if unknown."""
     measured: tuple[Measured, ...] | None = None
@@ -92,7 +92,7 @@ class Plan(fields.Stored):
 
     @property
     def error_name(self) -> str:
-        """What reports tell of each group, where spectra were observed a root mean square."""
+        """Figures of each group for reports; a root mean square if spectra were observed."""
         if self.measured is None:
             return "projected error"
         return "distance" if self.criterion == "update" else "residual"

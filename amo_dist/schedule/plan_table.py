@@ -56,7 +56,7 @@ def errors_beside_uniform(plan: Plan) -> tuple[list[float], list[float]]:
 
 
 def starved(plan: Plan) -> list[str]:
-    """What a plan by the paper's passes takes from its groups, a line each; no other starves any.
+    """Steps that a plan by the paper's passes takes from its groups, one per line; no other does.
 
     A group is starved where it gets fewer steps than an easier one. One more line names the others
     whose error is above that under the uniform schedule.

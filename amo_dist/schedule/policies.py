@@ -39,7 +39,7 @@ class Policy(abc.ABC):
     @property
     @abc.abstractmethod
     def name(self) -> str:
-        """What the policy is called in saved state."""
+        """Name of the policy in saved state."""
 
     is_fixed: ClassVar[bool] = True
     """Whether it neither observes nor plans."""
@@ -219,7 +219,7 @@ class Policy(abc.ABC):
 
     @abc.abstractmethod
     def _fields(self, state: State) -> dict[str, Any]:
-        """What `to_dict` holds beside version and policy."""
+        """Fields of `to_dict` beside version and policy."""
 
     @abc.abstractmethod
     def _read(self, saved: Mapping[str, Any], groups: Groups | None) -> State:

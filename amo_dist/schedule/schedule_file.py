@@ -66,7 +66,7 @@ def read_toml(field: str, path: str | Path) -> dict[str, Any]:
     """The content of a TOML file.
 
     Args:
-        field: What errors call it.
+        field: Name of the value in errors.
         path: The file.
 
     Raises:

@@ -10,7 +10,7 @@ from amo_dist.config import PRECONDITIONERS, Triple
 
 
 def evaluate(triple: Triple, x: float) -> float:
-    """What one Newton-Schulz step makes of a singular value."""
+    """Singular value after one Newton-Schulz step."""
     a, b, c = triple
     square = x * x
     return x * (a + square * (b + square * c))
@@ -48,7 +48,7 @@ class Schedule:
         return len(self.coefficients)
 
     def image(self, x: float) -> float:
-        """What becomes of a singular value ``x``, once the matrix is scaled."""
+        """Singular value after all steps, for ``x`` of the scaled matrix."""
         for triple in self.coefficients:
             x = evaluate(triple, x)
         return x
@@ -71,7 +71,7 @@ class MatrixInfo:
     operator_type: str
     """The type that shares its schedule, e.g. ``attn_q``."""
     rate: float = 1.0
-    """What its orthogonalized momentum is multiplied by, beside the learning rate: the scale of
+    """Factor on its orthogonalized momentum beside the learning rate: the scale of
     updates, times ``lr_scale`` of its parameter group."""
 
     @property

@@ -126,7 +126,7 @@ def _read(value: Any, kind: Any) -> Any:
 
 
 def _describe(kind: Any) -> str:
-    """What a type takes, in words of TOML."""
+    """Values that a type takes, in words of TOML."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is Annotated:
         return _describe(arguments[0])

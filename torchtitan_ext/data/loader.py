@@ -410,13 +410,13 @@ def tokenize_first(config: Any) -> None:
     Raises:
         ValueError: For text that cannot be read, or a tokenizer that is not there.
     """
-    for one in (config.dataloader, config.validator.dataloader):
-        reads = one is config.dataloader or config.validator.enable
-        if reads and one.dataset in DATASETS and one.dataset != "packed":
+    for section in (config.dataloader, config.validator.dataloader):
+        reads = section is config.dataloader or config.validator.enable
+        if reads and section.dataset in DATASETS and section.dataset != "packed":
             tokenizer = config.tokenizer.build(tokenizer_path=config.hf_assets_path)
-            with named_for(one):
-                for where, _ in paths(one):
-                    tokenized(one, where, tokenizer)
+            with named_for(section):
+                for source, _ in paths(section):
+                    tokenized(section, source, tokenizer)
 
 
 def check(config: PackedLoader.Config) -> None:

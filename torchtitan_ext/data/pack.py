@@ -72,7 +72,7 @@ class Options:
 
     @property
     def fields(self) -> tuple[str, ...]:
-        """What to read of each row."""
+        """Fields to read of each row."""
         return (self.text_field, self.score_field) if self.score_field else (self.text_field,)
 
 

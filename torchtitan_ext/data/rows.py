@@ -35,7 +35,7 @@ def read_rows(url: str, fields: Sequence[str], start: int = 0) -> Iterator[tuple
 
     Args:
         url: Path, or a URL that ``fsspec`` opens.
-        fields: What to read of each row.
+        fields: Fields to read of each row.
         start: The first row to read.
 
     Yields:

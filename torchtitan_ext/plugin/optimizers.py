@@ -233,7 +233,7 @@ def resolved(config: Any) -> Any:
         The complete section; completing it again changes nothing.
 
     Raises:
-        ValueError: As :func:`validate`, or a program set a shared field in ``[optimizer.amo]``.
+        ValueError: An error of :func:`validate`, or a shared field in ``[optimizer.amo]``.
     """
     validate(config)
     action, rule = config.on_config_change, config.muon.on_config_change

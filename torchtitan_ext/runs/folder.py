@@ -101,7 +101,7 @@ class RunFolder:
     def _require_ours(self) -> None:
         if not self.path.exists() or self._marker.exists():
             return
-        # What a start leaves that was killed before it wrote the marker.
+        # A start that was killed before it wrote the marker leaves this.
         left = re.compile(
             rf"{LOCK_FILE}|{START_FILE}|{RUN_FILE}{files.SCRATCH}|{LOGS}|log_rank\d+\.txt"
         )

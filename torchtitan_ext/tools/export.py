@@ -125,8 +125,7 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
         else:
             _copy_tokenizer(assets, scratch)
         tokenizer = require_transformers().AutoTokenizer.from_pretrained(scratch)
-        # What training put after each document ends a text; the tokenizer may name the end of a
-        # turn.
+        # Training put this token after each document; the tokenizer may name the end of a turn.
         eos = tokenizer.convert_tokens_to_ids(source.eos_token or tokenizer.eos_token)
         model.config.eos_token_id = model.generation_config.eos_token_id = eos
         model.save_pretrained(scratch)
@@ -140,7 +139,7 @@ def _require_own(output: Path) -> None:
     """A mistyped path, such as ``/``, gets no files among those that it holds."""
     if not output.is_dir() or (output / "config.json").is_file():
         return
-    # What an export leaves that was killed amid its last moves.
+    # A killed export leaves these, if it was at its last moves.
     left = re.compile(
         r"\.export-.*|(generation_)?config\.json|model.*\.(safetensors|json)|.*\.jinja"
     )

@@ -41,7 +41,7 @@ def timeout_notes(config: Any) -> list[str]:
     size = checkpoint_sizes(config)["checkpoint_bytes"]
     seconds = size / (DISK_GB_PER_S * 1e9)
     notes = []
-    # With every async_mode the last save, and that of a stop, is one that ranks wait for.
+    # Ranks wait for the last save, and for that of a stop, whatever the async_mode.
     limits = {
         "checkpoint.stop_seconds": config.checkpoint.stop_seconds,
         "comm.train_timeout_seconds": config.comm.train_timeout_seconds,

@@ -109,7 +109,7 @@ def memory_of(config: Any, degrees: Mapping[str, int], exchange: int = 0) -> dic
     Args:
         config: A settled config.
         degrees: Parallel degrees by name, without tensor or pipeline parallelism.
-        exchange: What the optimizer's exchange takes.
+        exchange: Memory of the optimizer's exchange.
     """
     params, state = held_bytes(config, degrees["shard"] * degrees["cp"])
     return {
