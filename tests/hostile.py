@@ -144,6 +144,7 @@ STARTS: dict[str, list[list[str]]] = {
     "export": [["run", "-o", "new"]],
     "preflight": [[QUICKSTART, "--world", "2"]],
     "paper static-schedule": [["log.jsonl"]],
+    "paper figures": [["run", "-o", "new"]],
     "tokenize": [["corpus.jsonl", "-o", "new", "--tokenizer", "byte"]],
     "report": [["run"]],
     "watch": [["run"]],

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from amo_dist.tools.command import Parser, run_command
-from benchmarks.amo_paper import compare, evaluate, experiments, static_schedule
+from benchmarks.amo_paper import compare, evaluate, experiments, figures, static_schedule
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -19,7 +19,7 @@ def build_parser() -> argparse.ArgumentParser:
         "repeated, a started one goes on, and a run of several experiments runs once.",
     )
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    for tool in (experiments, evaluate, compare, static_schedule):
+    for tool in (experiments, evaluate, compare, figures, static_schedule):
         tool.add_commands(subparsers)
     return parser
 

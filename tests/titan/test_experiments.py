@@ -151,7 +151,7 @@ def test_gathering_of_costs(tmp_path: Path) -> None:
         },
     ]
     lines = [json.dumps({"loss": 1.0, "num_tokens": r["step"] * 1e6, **r}) for r in rows]
-    (folder / "metrics.jsonl").write_text("\n".join(lines))
+    (folder / "metrics.jsonl").write_text("\n".join([*lines, ""]))
     found = gather.gather(experiment, place)
     # (10 x 1 + 30 x 2) / 40 and so on; rounding of these sums.
     assert list(found[0].cost.values()) == [

@@ -9,6 +9,7 @@ import torch
 
 from amo_dist import AMO, AMOConfig, Muon, param_groups
 from torchtitan_ext.plugin import metrics
+from torchtitan_ext.plugin.callbacks import Callbacks
 
 
 def groups() -> Any:
@@ -20,6 +21,7 @@ def processor(optimizer: Any, log_freq: int) -> metrics.MetricsProcessor:
     """A processor before its first step, without loggers and files."""
     made = metrics.MetricsProcessor.__new__(metrics.MetricsProcessor)
     made._files, made._first_step, made._num_steps = None, None, 12
+    made.callbacks = Callbacks([])
     made.ntokens_since_last_log = 0
     made.config = metrics.MetricsProcessor.Config(log_freq=log_freq)
     made._optimizers = SimpleNamespace(optimizer=optimizer)

@@ -16,6 +16,8 @@ from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.planning import plan_allocation, plan_measured
 from amo_dist.schedule.trials import Measured
+from benchmarks.amo_paper import __main__ as paper
+from benchmarks.amo_paper import figures
 from torchtitan_ext.tools.report import command as report
 from torchtitan_ext.tools.report import data, style
 
@@ -85,16 +87,16 @@ def test_conditioning_leaves_out_what_is_not_finite_or_in_no_layer() -> None:
 
 
 def test_depth_takes_three_layers_and_never_one_twice() -> None:
-    found = data.shallow_deep(geometry_log(), "attn_q")
+    found = figures.shallow_deep(geometry_log(), "attn_q")
     assert found is not None
     assert (found.num_layers, found.crossing) == (3, 30)
     assert found.shallow[0] == (10, pytest.approx(99.0))  # the median of layers 0, 1, 2
     assert found.deep[0] == (10, pytest.approx(94.0))
     for num_layers, size in ((5, 2), (2, 1)):
-        few = data.shallow_deep(geometry_log(num_layers), "attn_q")
+        few = figures.shallow_deep(geometry_log(num_layers), "attn_q")
         assert few is not None
         assert few.num_layers == size
-    assert data.shallow_deep(geometry_log(1), "attn_q") is None
+    assert figures.shallow_deep(geometry_log(1), "attn_q") is None
 
 
 def test_work_weighs_types_by_their_flops(tmp_path: Path) -> None:
@@ -196,7 +198,7 @@ def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
     ells = {name: row["ell_target"] for name, row in QWEN.items()}
     with_plan(run, plan_allocation(AMOConfig.paper(), ells))
     page = make(tmp_path, run, png=str(tmp_path / "png"))
-    names = ["ell", "f1", "f2", "f3_depth", "f3_steps", "f4_attn_q", "f4_mlp_up"]
+    names = ["condition_numbers", "conditioning", "ell"]
     names += ["loss", "plan", "schedule", "update_norm", "work"]
     assert sorted(path.stem for path in (tmp_path / "png").iterdir()) == names
     assert page.tags.count("img") == len(names)
@@ -225,7 +227,7 @@ def test_figures_are_read_on_a_phone(tmp_path: Path) -> None:
     with style.applied():
         sections, _ = report.make_sections([run])
         pictures = [one.figure for section in sections for one in section.pictures]
-        assert len(pictures) > 8
+        assert len(pictures) >= 5
         for figure in pictures:
             figure.canvas.draw()
             scale = 360 / (72 * figure.get_figwidth())
@@ -309,3 +311,20 @@ def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert "x/run" in page.text  # folders of one name are told apart
     with pytest.raises(ValueError, match="expected each run once"):
         data.load([first, first])
+
+
+@pytest.mark.slow
+def test_the_figures_of_the_paper_come_from_a_tracked_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    metrics = [metric(1), metric(10), metric(20), metric(30)]
+    folder = write_run(tmp_path / "run", metrics, geometry_log())
+    assert paper.main(["figures", str(folder), "-o", str(tmp_path / "png")]) == 0
+    names = ["f1", "f2", "f3_depth", "f3_steps", "f4_attn_q", "f4_mlp_up"]
+    assert sorted(path.stem for path in (tmp_path / "png").iterdir()) == names
+    text = capsys.readouterr().out
+    assert "all r = 1.000, observation r = 1.000, locked r = 1.000" in text
+    assert "attn_q: first and last 3 layers; they cross at step 30." in text
+    bare = write_run(tmp_path / "bare", metrics, [])
+    assert paper.main(["figures", str(bare)]) == 2

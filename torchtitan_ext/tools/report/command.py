@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -124,17 +123,10 @@ def make_sections(runs: Sequence[Run]) -> tuple[list[Section], list[str]]:
         schedule.append(Picture("work", work, _WORK))
     plans = pictures_of("plan", figures.plan, _plan_caption, "plan: the run has none")
     plans += pictures_of("ell", figures.ells, _ell_caption, "ell: not observed")
-    f3 = "Condition numbers of layers, median over operator types (the paper's F3)"
     geometry = [
-        *pictures_of("f1", figures.scatter, _f1, NO_GEOMETRY),
-        *pictures_of("f2", figures.type_medians, _f2, NO_GEOMETRY),
-        *pictures_of("f3_steps", figures.layers_over_steps, f"{f3}, over training.", NO_GEOMETRY),
-        *pictures_of("f3_depth", figures.profile_over_depth, f"{f3}, over depth.", NO_GEOMETRY),
+        *pictures_of("conditioning", figures.scatter, _CONDITIONING, NO_GEOMETRY),
+        *pictures_of("condition_numbers", figures.type_medians, _type_caption, NO_GEOMETRY),
     ]
-    for name in figures.DEPTH_TYPES:
-        draw = functools.partial(figures.depth, operator_type=name)
-        caption = functools.partial(_f4, operator_type=name)
-        geometry += pictures_of(f"f4_{name}", draw, caption, NO_GEOMETRY)
     geometry += pictures_of("update_norm", figures.update_norms, _norm_caption, NO_GEOMETRY)
     sections = [
         Section("Training", training),
@@ -192,6 +184,10 @@ _WORK = (
     "Work of the Newton-Schulz steps divided by the work of the uniform schedule: in flops if a "
     "plan or a geometry log gives the shapes, otherwise in steps."
 )
+_CONDITIONING = (
+    "Each point is one matrix at one tracked step: the condition number of its momentum, and the "
+    "residual after Newton-Schulz."
+)
 _PLAN = (
     "The error of an update is its squared distance from the polar factor, divided by the squared "
     'norm of the polar factor, over the sampled matrices. With update_norm = "exact" it is the '
@@ -219,63 +215,22 @@ def _ell_caption(run: Run) -> str:
     return f"Effective ell of momentum, the latest median over sampled matrices.{targets}"
 
 
-def _f1(run: Run) -> str:
-    points = data.conditioning(run.geometry)
-    r = data.pearson([(x, y) for x, y, _ in points])
-    parts = [
-        "Each point is one matrix at one tracked step: the condition number of its momentum, and",
-        "the residual after Newton-Schulz (the paper's F1).",
-        f"Pearson's r = {'n/a' if r is None else f'{r:.3f}'} over {len(points):,} points.",
-    ]
-    by_phase = []
-    for phase, first, last in run.spans("phase"):
-        records = [record for record in run.geometry if first <= record["step"] <= last]
-        r = data.pearson([(x, y) for x, y, _ in data.conditioning(records)])
-        if r is not None:
-            by_phase.append(f"{phase} r = {r:.3f}")
-    if len(by_phase) > 1:
-        parts.append(f"By phase: {', '.join(by_phase)}.")
-    parts.append("The AMO paper finds 0.67 to 0.91 over its eight models.")
-    return " ".join(parts)
-
-
-def _f2(run: Run) -> str:
+def _type_caption(run: Run) -> str:
     by_step: dict[int, list[tuple[float, str]]] = {}
     for name, series in data.medians(run.geometry, data.operator_type).items():
         for step, value in series:
             by_step.setdefault(step, []).append((value, name))
     hardest = [max(values)[1] for values in by_step.values()]
     easiest = [min(values)[1] for values in by_step.values()]
-    text = (
-        "Condition number of momentum, median over the layers of a type (the paper's F2). Hardest "
-        f"most often: {_most(hardest)}; easiest: {_most(easiest)}."
+    return (
+        "Condition number of momentum, median over the layers of a type. Hardest most often: "
+        f"{_most(hardest)}; easiest: {_most(easiest)}."
     )
-    types = data.between_share(run.geometry, "operator_type")
-    layers = data.between_share(run.geometry, "layer")
-    if types is not None and layers is not None:
-        text += (
-            f" On average {types:.0%} of the variance of log kappa at a step lies between types, "
-            f"and {layers:.0%} between layers."
-        )
-    return text
 
 
 def _most(names: Sequence[str]) -> str:
     most = max(sorted(set(names)), key=names.count)
     return f"{most} ({names.count(most)} of {len(names)} tracked steps)"
-
-
-def _f4(run: Run, operator_type: str) -> str:
-    depth = data.shallow_deep(run.geometry, operator_type)
-    assert depth is not None
-    text = f"{operator_type}: the first layers against the last ones (the paper's F4). "
-    if depth.crossing is None:
-        text += "They never cross."
-    else:
-        text += f"They first cross at the dotted step {depth.crossing}."
-    if depth.num_layers < 3:
-        text += " The model has fewer than six layers, so the halves are compared."
-    return text
 
 
 def _norm_caption(run: Run) -> str:

@@ -134,16 +134,6 @@ def _geometry(path: Path) -> Records:
 # ---------------------------------------------------------------- statistics
 
 
-def pearson(pairs: Sequence[tuple[float, float]]) -> float | None:
-    """Pearson's r; None for fewer than three pairs, or if one side does not vary."""
-    if len(pairs) < 3:
-        return None
-    try:
-        return statistics.correlation([x for x, _ in pairs], [y for _, y in pairs])
-    except statistics.StatisticsError:
-        return None
-
-
 def conditioning(records: Records) -> list[tuple[float, float, int]]:
     """``(log10 kappa, normalised residual, layer)`` of each record that has all three."""
     return [
@@ -171,83 +161,6 @@ def medians(
 def operator_type(record: Mapping[str, Any]) -> Any:
     """Operator type of a record of the geometry log."""
     return record["operator_type"]
-
-
-def layer(record: Mapping[str, Any]) -> Any:
-    """Layer of a record of the geometry log; None outside of the blocks."""
-    return record["layer"]
-
-
-def between_share(records: Records, key: str) -> float | None:
-    """Share of the variance of log10 kappa that lies between groups, averaged over steps.
-
-    This is the squared correlation ratio: 1 if the matrices of a group are alike, 0 if the groups
-    are.
-
-    Args:
-        records: Records of a geometry log.
-        key: ``operator_type`` or ``layer``.
-    """
-    by_step: dict[int, dict[Any, list[float]]] = {}
-    for record in records:
-        if record.get("kappa") is not None and record.get(key) is not None:
-            groups = by_step.setdefault(record["step"], {})
-            groups.setdefault(record[key], []).append(math.log10(record["kappa"]))
-    shares = []
-    for groups in by_step.values():
-        values = [value for group in groups.values() for value in group]
-        mean = statistics.fmean(values)
-        total = sum((value - mean) ** 2 for value in values)
-        if total > 0:
-            between = sum(len(g) * (statistics.fmean(g) - mean) ** 2 for g in groups.values())
-            shares.append(between / total)
-    return statistics.fmean(shares) if shares else None
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class Depth:
-    """Shallow against deep layers of one operator type."""
-
-    num_layers: int
-    """Layers in each of the two groups."""
-    shallow: list[tuple[int, float]]
-    deep: list[tuple[int, float]]
-    crossing: int | None
-    """First logged step at which the order differs from that of the first step."""
-
-
-def shallow_deep(records: Records, name: str) -> Depth | None:
-    """The first three layers against the last three, or halves of a model with fewer than six.
-
-    Returns:
-        None if the log has fewer than two layers of the type.
-    """
-    records = [r for r in records if r["operator_type"] == name]
-    layers = sorted({r["layer"] for r in records if r["layer"] is not None})
-    size = min(3, len(layers) // 2)
-    if size == 0:
-        return None
-    side = dict.fromkeys(layers[:size], "shallow") | dict.fromkeys(layers[-size:], "deep")
-    by_side = medians(records, lambda r: side.get(r["layer"]))
-    shallow, deep = by_side.get("shallow", []), by_side.get("deep", [])
-    return Depth(size, shallow, deep, first_crossing(shallow, deep))
-
-
-def first_crossing(
-    left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]
-) -> int | None:
-    """First common step at which two trajectories meet, or have changed their order."""
-    others = dict(right)
-    first = None
-    for step, value in left:
-        if step not in others:
-            continue
-        sign = (value > others[step]) - (value < others[step])
-        if first is None:
-            first = sign
-        elif sign != first:
-            return step
-    return None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -13,8 +13,6 @@ from torchtitan_ext.tools.report import data, style
 from torchtitan_ext.tools.report.data import Run
 
 KAPPA = r"condition number $\kappa$"
-DEPTH_TYPES = ("attn_q", "mlp_up")
-"""Operator types whose depth the AMO paper compares."""
 
 
 def _new(height: float = 3.1, **axes: Any) -> tuple[Any, Any]:
@@ -209,7 +207,7 @@ def ells(run: Run) -> Any:
 
 
 def scatter(run: Run) -> Any:
-    """F1: condition number of the input against the residual of the result, by depth."""
+    """Condition number of the input against the residual of the result, by depth."""
     points = data.conditioning(run.geometry)
     if len(points) < 3:
         return None
@@ -240,7 +238,7 @@ def scatter(run: Run) -> Any:
 
 
 def type_medians(run: Run) -> Any:
-    """F2: the median condition number of each operator type."""
+    """Median condition number of each operator type."""
     return _by_type(run, "kappa", ylabel=f"median {KAPPA}", yscale="log")
 
 
@@ -258,71 +256,6 @@ def _by_type(run: Run, field: str, **axis: str) -> Any:
         axes.plot(*_columns(by_type[name]), **style.line(name, run.operator_types))
     _over_steps(axes, [run], **axis)
     _shade(axes, run)
-    _legend(figure, axes)
-    return figure
-
-
-def layers_over_steps(run: Run) -> Any:
-    """F3: medians of layers over time."""
-    by_layer = data.medians(run.geometry, data.layer)
-    if len(by_layer) < 2:
-        return None
-    figure, axes = _new(3.5)
-    layers = sorted(by_layer)
-    colors = _map(style.LAYERS)
-    for layer in _few(layers, 6):
-        depth = layers.index(layer) / max(len(layers) - 1, 1)
-        axes.plot(*_columns(by_layer[layer]), color=colors(depth * 0.92), label=f"layer {layer}")
-    _over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
-    _legend(figure, axes, columns=3)
-    return figure
-
-
-def profile_over_depth(run: Run) -> Any:
-    """F3: profiles over depth at a few steps."""
-    by_layer = data.medians(run.geometry, data.layer)
-    if len(by_layer) < 2:
-        return None
-    figure, axes = _new(3.5)
-    snapshots = _few(sorted({step for series in by_layer.values() for step, _ in series}), 5)
-    colors = _map("viridis_r")
-    for index, (step, marker) in enumerate(zip(snapshots, "osD^v", strict=False)):
-        profile = [
-            (layer, dict(series)[step])
-            for layer, series in sorted(by_layer.items())
-            if step in dict(series)
-        ]
-        tone = colors(0.1 + 0.9 * index / max(len(snapshots) - 1, 1))
-        options = {"color": tone, "marker": marker, "markersize": 4.5}
-        axes.plot(*_columns(profile), **options, label=f"step {step}")
-    axes.set(xlabel="layer", ylabel=f"median {KAPPA}", yscale="log")
-    _whole(axes)
-    _legend(figure, axes, columns=3)
-    return figure
-
-
-def _map(name: str) -> Any:
-    import matplotlib
-
-    return matplotlib.colormaps[name]
-
-
-def depth(run: Run, operator_type: str) -> Any:
-    """F4: shallow against deep layers of an operator type."""
-    groups = data.shallow_deep(run.geometry, operator_type)
-    if groups is None or not groups.shallow:
-        return None
-    figure, axes = _new()
-    size = "layer" if groups.num_layers == 1 else f"{groups.num_layers} layers"
-    for series, label, tone, dashes, marker in (
-        (groups.shallow, f"first {size}", style.SHALLOW, "-", "o"),
-        (groups.deep, f"last {size}", style.DEEP, (0, (5, 2)), "s"),
-    ):
-        options = {"color": tone, "linestyle": dashes, "marker": marker, "markersize": 3.6}
-        axes.plot(*_columns(series), **options, label=label)
-    if groups.crossing is not None:
-        axes.axvline(groups.crossing, color="#444444", lw=1, ls=":")
-    _over_steps(axes, [run], ylabel=f"median {KAPPA}", yscale="log")
     _legend(figure, axes)
     return figure
 

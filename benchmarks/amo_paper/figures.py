@@ -1,0 +1,244 @@
+"""Figures F1 to F4 of the AMO paper, from the geometry log of a run."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from amo_dist.tools.command import Subparsers
+from torchtitan_ext.runs.costs import Records
+from torchtitan_ext.tools.report import data, page, style
+from torchtitan_ext.tools.report import figures as report
+from torchtitan_ext.tools.report.data import Run
+from torchtitan_ext.tools.report.page import Picture, Section
+
+DEPTH_TYPES = ("attn_q", "mlp_up")
+"""Operator types whose depth the paper compares."""
+
+
+def add_commands(subparsers: Subparsers) -> None:
+    """Register ``figures``."""
+    parser = subparsers.add_parser(
+        "figures",
+        help="draw F1 to F4 of the paper from a tracked run",
+        description="Draw the paper's figures F1 to F4 from the geometry log of a run as PNG "
+        "files, and print what each shows. Needs the extra 'plots'.",
+    )
+    parser.add_argument("run_folder", metavar="RUN", type=Path, help="folder of a run")
+    parser.add_argument("-o", "--output", metavar="DIR", type=Path, default=Path("figures"))
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Draw the figures for parsed arguments.
+
+    Raises:
+        ValueError: The run cannot be read, or has no geometry log.
+    """
+    tracked = data.load_one(args.run_folder)
+    if not tracked.geometry:
+        raise ValueError(f"{args.run_folder}: found no geometry.jsonl, expected a tracked run")
+    with style.applied():
+        pictures = list(draw(tracked))
+        page.save_pngs([Section("", pictures)], args.output)
+    for picture in pictures:
+        print(f"{args.output / picture.name}.png  {picture.caption}")
+    return 0
+
+
+def draw(run: Run) -> Iterator[Picture]:
+    """The figures that the log of a run has data for, with their captions."""
+    drawn = [
+        ("f1", report.scatter(run), correlations(run)),
+        ("f2", report.type_medians(run), shares(run)),
+        ("f3_steps", layers_over_steps(run), "Condition numbers of layers over training."),
+        ("f3_depth", profile_over_depth(run), "Condition numbers of layers over depth."),
+    ]
+    for name in DEPTH_TYPES:
+        groups = shallow_deep(run.geometry, name)
+        if groups is not None:
+            crossing = "never" if groups.crossing is None else f"at step {groups.crossing}"
+            caption = f"{name}: first and last {groups.num_layers} layers; they cross {crossing}."
+            drawn.append((f"f4_{name}", shallow_and_deep(run, name), caption))
+    for name, figure, caption in drawn:
+        if figure is not None:
+            yield Picture(name, figure, caption)
+
+
+def correlations(run: Run) -> str:
+    """Pearson's r of log10 kappa and the residual, in the whole run and by phase."""
+    texts = []
+    for phase, first, last in [("all", 0, math.inf), *run.spans("phase")]:
+        records = [record for record in run.geometry if first <= record["step"] <= last]
+        r = pearson([(x, y) for x, y, _ in data.conditioning(records)])
+        texts += [] if r is None else [f"{phase} r = {r:.3f}"]
+    return f"{', '.join(texts) or 'no r'} (the paper finds 0.67 to 0.91 over its eight models)."
+
+
+def shares(run: Run) -> str:
+    """Shares of the variance of log10 kappa that lie between operator types, and layers."""
+    types = between_share(run.geometry, "operator_type")
+    layers = between_share(run.geometry, "layer")
+    if types is None or layers is None:
+        return "Condition numbers do not vary."
+    return (
+        f"{types:.0%} of the variance of log kappa lies between types, {layers:.0%} between layers."
+    )
+
+
+def pearson(pairs: Sequence[tuple[float, float]]) -> float | None:
+    """Pearson's r; None for fewer than three pairs, or if one side does not vary."""
+    if len(pairs) < 3:
+        return None
+    try:
+        return statistics.correlation([x for x, _ in pairs], [y for _, y in pairs])
+    except statistics.StatisticsError:
+        return None
+
+
+def layer(record: Mapping[str, Any]) -> Any:
+    """Layer of a record of the geometry log; None outside of the blocks."""
+    return record["layer"]
+
+
+def between_share(records: Records, key: str) -> float | None:
+    """Share of the variance of log10 kappa that lies between groups, averaged over steps.
+
+    This is the squared correlation ratio: 1 if the matrices of a group are alike, 0 if the groups
+    are.
+
+    Args:
+        records: Records of a geometry log.
+        key: ``operator_type`` or ``layer``.
+    """
+    by_step: dict[int, dict[Any, list[float]]] = {}
+    for record in records:
+        if record.get("kappa") is not None and record.get(key) is not None:
+            groups = by_step.setdefault(record["step"], {})
+            groups.setdefault(record[key], []).append(math.log10(record["kappa"]))
+    shares = []
+    for groups in by_step.values():
+        values = [value for group in groups.values() for value in group]
+        mean = statistics.fmean(values)
+        total = sum((value - mean) ** 2 for value in values)
+        if total > 0:
+            between = sum(len(g) * (statistics.fmean(g) - mean) ** 2 for g in groups.values())
+            shares.append(between / total)
+    return statistics.fmean(shares) if shares else None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Depth:
+    """Shallow against deep layers of one operator type."""
+
+    num_layers: int
+    """Layers in each of the two groups."""
+    shallow: list[tuple[int, float]]
+    deep: list[tuple[int, float]]
+    crossing: int | None
+    """First logged step at which the order differs from that of the first step."""
+
+
+def shallow_deep(records: Records, name: str) -> Depth | None:
+    """The first three layers against the last three, or halves of a model with fewer than six.
+
+    Returns:
+        None if the log has fewer than two layers of the type.
+    """
+    records = [r for r in records if r["operator_type"] == name]
+    layers = sorted({r["layer"] for r in records if r["layer"] is not None})
+    size = min(3, len(layers) // 2)
+    if size == 0:
+        return None
+    side = dict.fromkeys(layers[:size], "shallow") | dict.fromkeys(layers[-size:], "deep")
+    by_side = data.medians(records, lambda r: side.get(r["layer"]))
+    shallow, deep = by_side.get("shallow", []), by_side.get("deep", [])
+    return Depth(size, shallow, deep, first_crossing(shallow, deep))
+
+
+def first_crossing(
+    left: Sequence[tuple[int, float]], right: Sequence[tuple[int, float]]
+) -> int | None:
+    """First common step at which two trajectories meet, or have changed their order."""
+    others = dict(right)
+    first = None
+    for step, value in left:
+        if step not in others:
+            continue
+        sign = (value > others[step]) - (value < others[step])
+        if first is None:
+            first = sign
+        elif sign != first:
+            return step
+    return None
+
+
+def layers_over_steps(run: Run) -> Any:
+    """F3: medians of layers over time."""
+    by_layer = data.medians(run.geometry, layer)
+    if len(by_layer) < 2:
+        return None
+    figure, axes = report._new(3.5)
+    layers = sorted(by_layer)
+    colors = _map(style.LAYERS)
+    for number in report._few(layers, 6):
+        place = layers.index(number) / max(len(layers) - 1, 1)
+        line = {"color": colors(place * 0.92), "label": f"layer {number}"}
+        axes.plot(*report._columns(by_layer[number]), **line)
+    report._over_steps(axes, [run], ylabel=f"median {report.KAPPA}", yscale="log")
+    report._legend(figure, axes, columns=3)
+    return figure
+
+
+def profile_over_depth(run: Run) -> Any:
+    """F3: profiles over depth at a few steps."""
+    by_layer = data.medians(run.geometry, layer)
+    if len(by_layer) < 2:
+        return None
+    figure, axes = report._new(3.5)
+    snapshots = report._few(sorted({step for series in by_layer.values() for step, _ in series}), 5)
+    colors = _map("viridis_r")
+    for index, (step, marker) in enumerate(zip(snapshots, "osD^v", strict=False)):
+        profile = [
+            (number, dict(series)[step])
+            for number, series in sorted(by_layer.items())
+            if step in dict(series)
+        ]
+        tone = colors(0.1 + 0.9 * index / max(len(snapshots) - 1, 1))
+        options = {"color": tone, "marker": marker, "markersize": 4.5}
+        axes.plot(*report._columns(profile), **options, label=f"step {step}")
+    axes.set(xlabel="layer", ylabel=f"median {report.KAPPA}", yscale="log")
+    report._whole(axes)
+    report._legend(figure, axes, columns=3)
+    return figure
+
+
+def _map(name: str) -> Any:
+    import matplotlib
+
+    return matplotlib.colormaps[name]
+
+
+def shallow_and_deep(run: Run, operator_type: str) -> Any:
+    """F4: shallow against deep layers of an operator type."""
+    groups = shallow_deep(run.geometry, operator_type)
+    if groups is None or not groups.shallow:
+        return None
+    figure, axes = report._new()
+    size = "layer" if groups.num_layers == 1 else f"{groups.num_layers} layers"
+    for series, label, tone, dashes, marker in (
+        (groups.shallow, f"first {size}", style.SHALLOW, "-", "o"),
+        (groups.deep, f"last {size}", style.DEEP, (0, (5, 2)), "s"),
+    ):
+        options = {"color": tone, "linestyle": dashes, "marker": marker, "markersize": 3.6}
+        axes.plot(*report._columns(series), **options, label=label)
+    if groups.crossing is not None:
+        axes.axvline(groups.crossing, color="#444444", lw=1, ls=":")
+    report._over_steps(axes, [run], ylabel=f"median {report.KAPPA}", yscale="log")
+    report._legend(figure, axes)
+    return figure
