@@ -89,7 +89,8 @@ class MathConfig:
     """The mathematics of the update. A parameter group may set its own momentum and nesterov."""
 
     momentum: float = 0.95
-    """Decay of the momentum buffer, ``B = momentum * B + G``; in [0, 1)."""
+    """Decay of the momentum buffer B, which takes the gradient G: ``B = momentum * B + G``; in
+    [0, 1)."""
     nesterov: bool = True
     """Whether to orthogonalize ``G + momentum * B`` instead of ``B``."""
     ns_dtype: str = "bfloat16"
@@ -98,20 +99,21 @@ class MathConfig:
     """Frobenius norm of the orthogonalized matrix: ``as_is`` keeps the result of Newton-Schulz,
     which is smaller after fewer steps; ``exact`` scales it to the norm of an exact polar factor,
     ``sqrt(min(m, n))``, by a factor of at most 2. AMO's default is ``exact``: with ``as_is``, fewer
-    steps also shrink the update, like a lower learning rate. AdaMuon and NorMuon then normalize the
-    update themselves."""
+    steps also shrink the update, like a lower learning rate. AdaMuon and NorMuon normalize their
+    update again after that."""
     adjust_lr: str = "match_rms_adamw"
     """Scale of the update of a matrix with m outputs and n inputs, for learning rates tuned for
     another optimizer: ``match_rms_adamw`` = ``0.2 * sqrt(max(m, n))``; ``original`` (Jordan's
     Muon) = ``sqrt(max(1, m/n))``; ``spectral`` = ``sqrt(m/n)``."""
     cautious_decay: bool = False
-    """Whether to decay an entry of a matrix only if its update has the same sign."""
+    """Whether to decay a weight of a matrix only if its update has the sign of the weight."""
     bfloat16_params: str = "nearest"
-    """Rounding of updates to bfloat16 parameters, AdamW's included. ``nearest``; ``stochastic``: by
-    a hash of seed, step, name and entry, alike in every layout; ``master``: keep float32 master
-    weights, whose difference from the parameter is optimizer state."""
+    """Rounding of updated bfloat16 parameters, those of AdamW included. ``nearest``: round to the
+    nearest value; ``stochastic``: round up or down at random, by a hash of seed, step, name and
+    entry that is the same in every layout; ``master``: keep float32 master weights, whose
+    difference from the parameter is optimizer state."""
     seed: int = 42
-    """Seed of the draw of observed matrices, and of stochastic rounding."""
+    """Seed of the random choice of observed matrices, and of stochastic rounding."""
 
     def __post_init__(self) -> None:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
@@ -134,23 +136,28 @@ class ExchangeConfig:
     """The travel of matrices between ranks, and how their work is run."""
 
     wire_dtype: str | None = None
-    """Dtype of matrices on the wire, momentum and results. None: ``ns_dtype``, or ``bfloat16`` if
-    ``ns_dtype`` is ``float16``, because momentum can overflow float16."""
+    """Dtype in which ranks send matrices: momentum to the owner, and results back. None:
+    ``ns_dtype``, or ``bfloat16`` if ``ns_dtype`` is ``float16``, because momentum can overflow
+    float16."""
     ownership: str = "round_robin"
-    """Assignment of matrices to owner ranks: ``round_robin`` or ``balanced`` (longest job
-    first)."""
+    """Assignment of matrices to owner ranks: ``round_robin``, or ``balanced``, which gives the
+    matrix of most flops first to the rank with the least work."""
     max_team: int = 1
-    """Most ranks that share one matrix, if that lowers the greatest load; 1 shares none. Shared
-    matrices run ``standard`` products, and their bits depend on the number of ranks."""
+    """Largest number of ranks that orthogonalize one matrix together, where that lowers the load of
+    the busiest rank. 1: each matrix has one owner. The bits of shared matrices depend on the number
+    of ranks."""
     bucket_bytes: int = 64 * 2**20
-    """Approximate bytes of the matrices that travel together; a larger matrix travels alone."""
+    """Approximate bytes of the matrices that one exchange sends together; a larger matrix is sent
+    alone."""
     ns_kernels: str = "auto"
-    """Library of Newton-Schulz products on CUDA: ``torch``; ``quack``, symmetric products of
-    quack-kernels (the extra ``quack``), for bfloat16 or float16 and compute capability 9.0 or
-    newer; ``auto``, which is ``quack`` where it can run. Not run on a GPU yet."""
+    """Library that computes the matrix products of Newton-Schulz on CUDA: ``torch``; ``quack``, the
+    symmetric products of quack-kernels (install the extra ``quack``), for bfloat16 or float16 and
+    compute capability 9.0 or newer; ``auto``: ``quack`` if it can run, else ``torch``. Not run on a
+    GPU yet."""
     compile_updates: bool = False
-    """Whether to compile momentum and updates on CUDA, which then take a third of the memory
-    traffic, by count. Compiles once for each bucket. Not run on a GPU yet."""
+    """Whether to compile the code of momentum and updates on CUDA. It then reads and writes a third
+    of the bytes (counted, not timed). Compiles once for each group of matrices that are sent
+    together. Not run on a GPU yet."""
 
     def __post_init__(self) -> None:
         if self.wire_dtype is not None:
@@ -167,15 +174,15 @@ class GuardConfig:
     """The guards against bad numbers and changed settings."""
 
     nonfinite: str = "error"
-    """Reaction to a NaN or inf in a gradient on any rank: ``error``, or ``skip_step`` on all
-    ranks."""
+    """Reaction to a NaN or inf in a gradient on any rank: all ranks raise an error (``error``) or
+    skip the step (``skip_step``)."""
     ns_guard_every: int = 100
-    """Optimizer steps between measurements of one orthogonalized matrix's residual; all matrices
-    take turns. A residual above 1.1 is a warning. 0 measures none."""
+    """Optimizer steps between two measurements of a residual. Each measures one orthogonalized
+    matrix; all matrices take turns. AMO warns of a residual above 1.1. 0: no measurements."""
     on_config_change: str = "error"
-    """Reaction to a checkpoint with other settings that change results: ``error``;
-    ``keep_checkpoint`` continues with the checkpoint's; ``replan`` continues with this run's, and
-    AMO drops a plan that was made with others."""
+    """Reaction if a checkpoint was saved with other settings, and they change results: ``error``;
+    ``keep_checkpoint`` continues with the settings of the checkpoint; ``replan`` continues with
+    those of this run, and AMO drops a plan that other settings made."""
 
     def __post_init__(self) -> None:
         _require_choice("nonfinite", self.nonfinite, ("error", "skip_step"))
@@ -222,46 +229,52 @@ class PlanConfig:
     """The observation of spectra, and the plan made from them."""
 
     observe_until: int = 1200
-    """``T_obs``: step of the last observation and of the plan."""
+    """``T_obs``: optimizer step of the last observation, in which AMO also makes the plan."""
     observe_every: int | None = None
     """Optimizer steps between observations, a divisor of ``observe_until``. None: the divisor that
     makes eight observations, or the number closest to eight."""
     sample_size: int = 8
     """Matrices of each operator type in one observation, or all if there are fewer."""
     planner: str = "measured"
-    """Objective of the plan. ``measured``: the squared error of the update on the spectra of the
-    sampled matrices, exactly, within a budget of flops; with a ``budget_ratio`` of 1 or more it is
-    never above the uniform schedule's. ``paper``: the projected error at a lower bound
-    ``ell_target``, within a budget of steps, by the AMO paper's greedy passes, which can starve a
-    type."""
+    """Objective of the plan. ``measured``: least squared error of the update, computed from the
+    singular values of the sampled matrices, within a budget of flops; with a ``budget_ratio`` of 1
+    or more this error is never above that of the uniform schedule. ``paper``: least error at one
+    singular value per type, ``ell_target``, within a budget of steps, by the greedy search of the
+    AMO paper, which can give a hard type too few steps."""
     shrinkage: float = 0.7
     """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]. Only
     ``planner = paper`` reads it."""
     transition_steps: int = 300
-    """``Delta``: optimizer steps from the uniform schedule to the plan; at least 1."""
+    """``Delta``: optimizer steps of the transition from the uniform schedule to the plan; at least
+    1."""
     base_steps: int = 5
     """``T_base``: Newton-Schulz steps of every operator type before the plan."""
     base_ell: float = 1e-3
-    """``ell_base``: lower bound for which the uniform schedule is composed; in (0, 0.99]."""
+    """``ell_base``: smallest singular value for which the coefficients of the uniform schedule are
+    made; in (0, 0.99]."""
     budget_ratio: float = BUDGET_RATIO
-    """Planned Newton-Schulz work over that of the uniform schedule; > 0."""
+    """Budget of the plan as a multiple of the uniform schedule: of its flops with ``planner =
+    measured``, of its steps with ``paper``; > 0."""
     min_steps: int = 3
-    """Fewest steps of a type (relaxed, and logged, only if the budget is infeasible)."""
+    """Fewest Newton-Schulz steps of a type. If the budget or the uniform schedule needs fewer, AMO
+    lowers the limit and warns."""
     max_steps: int = 7
-    """Most steps of a type (relaxed, and logged, only if the budget is infeasible)."""
+    """Most Newton-Schulz steps of a type. If the budget or the uniform schedule needs more, AMO
+    raises the limit and warns."""
     ladder_tau: float = LADDER_TAU
-    """``tau``: error that the ladder allows. After the lock, each learning rate has the fewest
-    flops for which the squared rate, times the squared error of the direction, is at most ``tau``
-    times that of the uniform schedule at the greatest rate up to the plan. 0: no ladder.
-    ``planner = paper`` has none."""
+    """``tau``: error that the ladder allows. After the lock, AMO spends the fewest flops for which
+    the squared rate times the squared error of the update is at most ``tau`` times the same product
+    for the uniform schedule at the greatest rate up to the plan. 0: no ladder. ``planner = paper``
+    has no ladder."""
     ladder_min_steps: int = 2
-    """Fewest steps of a type on the ladder."""
+    """Fewest Newton-Schulz steps of a type on the ladder."""
     granularity: str = "operator_type"
-    """Unit that shares a schedule: ``operator_type``, ``layer_group`` (type and third of the
-    depth), or ``shape`` (short side x long side, whatever the type)."""
+    """Matrices that share a schedule: those of one ``operator_type``; of one ``layer_group``, which
+    is a type in one third of the layers; or of one ``shape``, whatever the type (m x n and n x m
+    are one shape)."""
     observe_only: bool = False
-    """Whether to observe and record without a plan: the uniform schedule stays for the whole
-    run."""
+    """Whether to observe and record without making a plan. The uniform schedule then runs for the
+    whole run."""
 
     def __post_init__(self) -> None:
         _require_int("observe_until", self.observe_until, 1)
