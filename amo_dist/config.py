@@ -231,8 +231,8 @@ class PlanConfig:
     observe_until: int = 1200
     """``T_obs``: optimizer step of the last observation, in which AMO also makes the plan."""
     observe_every: int | None = None
-    """Optimizer steps between observations, a divisor of ``observe_until``. None: the divisor that
-    makes eight observations, or the number closest to eight."""
+    """Optimizer steps between observations, a divisor of ``observe_until``. None: AMO makes eight
+    observations, or, if 8 does not divide ``observe_until``, a number close to eight."""
     sample_size: int = 8
     """Matrices of each operator type in one observation, or all if there are fewer."""
     planner: str = "measured"
@@ -242,8 +242,8 @@ class PlanConfig:
     singular value per type, ``ell_target``, within a budget of steps, by the greedy search of the
     AMO paper, which can give a hard type too few steps."""
     shrinkage: float = 0.7
-    """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``; in [0, 1]. Only
-    ``planner = paper`` reads it."""
+    """``alpha``: ``ell_target = alpha * ell_robust + (1 - alpha) * base_ell``, where ``ell_robust``
+    is the median of the observed ``ell``; in [0, 1]. Only ``planner = paper`` reads it."""
     transition_steps: int = 300
     """``Delta``: optimizer steps of the transition from the uniform schedule to the plan; at least
     1."""
