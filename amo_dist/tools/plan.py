@@ -25,11 +25,12 @@ from amo_dist.schedule.trials import Measured
 from amo_dist.tools.command import Subparsers, print_text, read_pair
 
 _OPTIONS = {
-    "budget_ratio": "planned work over the uniform one's",
+    "budget_ratio": "planned work over that of the uniform schedule",
     "base_steps": "steps of the uniform schedule",
     "min_steps": "fewest steps a type may get",
     "max_steps": "most steps a type may get",
-    "ladder_tau": "with --plan: error that a ladder over learning rates allows; 0: no ladder",
+    "ladder_tau": "with --plan: error that a ladder allows (fewer steps as the learning rate "
+    "falls); 0: no ladder",
     "ladder_min_steps": "with --plan: fewest steps a type may get on the ladder",
 }
 """Fields of the config that are options, and their help."""
@@ -39,10 +40,10 @@ def add_plan_command(subparsers: Subparsers) -> None:
     """Register ``plan``."""
     parser = subparsers.add_parser(
         "plan",
-        help="allocate Newton-Schulz steps for given ell targets, or show and redo a run's plan",
-        description="Allocate Newton-Schulz steps to operator types and compose their "
-        "coefficients: by projected errors for given targets, as the AMO paper does, or by what "
-        "the plan of a run holds. Each plan stands beside the uniform schedule.",
+        help="plan Newton-Schulz steps by operator type, from ell targets or from a run's plan",
+        description="Divide Newton-Schulz steps among operator types and compose their "
+        "coefficients: with --ell as the AMO paper does, or with --plan from the measurements in a "
+        "run's plan. Print each plan beside the uniform schedule.",
         epilog="examples: %(prog)s --ell attn_q=3.0e-4 --ell attn_k=1.3e-3 --budget-ratio 0.9; "
         "%(prog)s --plan outputs/quickstart --ladder-tau 2",
     )
@@ -51,13 +52,14 @@ def add_plan_command(subparsers: Subparsers) -> None:
         "--ell",
         metavar="TYPE=VALUE",
         action="append",
-        help="ell target of an operator type, in (0, 1]; once for each type",
+        help="ell target of an operator type, the lower bound on singular values over the norm for "
+        "which its steps are composed, in (0, 1]; give it once for each type",
     )
     source.add_argument(
         "--plan",
         metavar="FILE",
         help=f"{PLAN_FILE} of a run, or the run's folder: show its plan; with a budget, a range "
-        "of steps or a ladder, plan again from what was observed",
+        "of steps or a ladder, plan again from the run's measurements",
     )
     for field, text in _OPTIONS.items():
         default = getattr(AMOConfig.paper(), field)
@@ -66,7 +68,9 @@ def add_plan_command(subparsers: Subparsers) -> None:
             type=type(default),
             help=f"{text} (default {default}; with --plan the run's)",
         )
-    parser.add_argument("--json", action="store_true", help="print the plan as a run's file has it")
+    parser.add_argument(
+        "--json", action="store_true", help=f"print the plan as JSON, as in {PLAN_FILE}"
+    )
     parser.set_defaults(run=run_plan)
 
 

@@ -310,7 +310,9 @@ def add_command(subparsers: Subparsers) -> None:
     )
     parser.add_argument("checkpoint", type=Path, help=CHECKPOINT_HELP)
     parser.add_argument("-o", "--output", type=Path, required=True, help="folder to write")
-    parser.add_argument("--config", help="TOML of the run (default: what its folder says)")
+    parser.add_argument(
+        "--config", help="TOML file of the run (default: the config in its dump folder)"
+    )
     parser.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),

@@ -15,35 +15,37 @@ def add_command(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "preflight",
         help="check a config and predict its run, without starting it",
-        description="Predict what the run of a config will do: which parameter goes to which "
-        "optimizer, the work of each rank, what travels, memory, tokens, checkpoints, and when the "
-        "schedule changes. All mistakes of the config come last, with exit status 1. It does not "
-        "predict run time.",
+        description="Predict the run of a config without starting it: which parameters Muon and "
+        "AdamW train, each rank's work, traffic and memory, the tokens, the checkpoints, and the "
+        "steps at which the schedule changes. It does not predict run time. Mistakes of the config "
+        "are listed at the end, and the exit status is then 1.",
         usage="%(prog)s FILE [options]",
         epilog="example: amo preflight configs/qwen3_1.7b.toml --world 32; torchtitan's options "
         "follow the file, e.g. --training.steps 200",
     )
     size = whole(1, MOST_WORLD)
     parser.add_argument("--world", type=size, default=32, help="number of ranks (default 32)")
-    parser.add_argument("--gpus-per-node", type=size, default=8, help="ranks of a node (default 8)")
+    parser.add_argument("--gpus-per-node", type=size, default=8, help="ranks per node (default 8)")
     parser.add_argument(
         "--plan",
         metavar="TYPE=STEPS,...",
         default="",
-        help="Newton-Schulz steps after the lock, e.g. attn_q=6,mlp_down=4 (default: the paper's "
-        "plan where the config plans as it does and it prints one for the model, else uniform)",
+        help="Newton-Schulz steps by operator type after the lock, e.g. attn_q=6,mlp_down=4 "
+        "(default: the AMO paper's plan if the config has planner = paper and the paper prints one "
+        "for the model, else the uniform schedule)",
     )
     parser.add_argument(
         "--memory-gb",
         type=positive(1e6),
-        help="memory of a rank's device, in 1e9 bytes (default: that of this machine's; 80 with "
-        "--elsewhere; not compared where this machine has no accelerator)",
+        help="memory of each rank's device, in 1e9 bytes (default: that of this machine's "
+        "accelerator, or 80 with --elsewhere; without either, memory is not checked)",
     )
     parser.add_argument(
         "--elsewhere",
         action=argparse.BooleanOptionalAction,
-        help="whether the run starts on other machines, so that what this one lacks is a note and "
-        "no mistake: tokenizer, data, network, disk (default: if --world is more than its ranks)",
+        help="whether the run will start on other machines: a tokenizer, data, network or disk "
+        "that this machine lacks is then a note, no mistake (default: if --world is above the "
+        "number of ranks that this machine has)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run, overrides=[])

@@ -24,12 +24,14 @@ def add_command(subparsers: Subparsers) -> None:
         "quickstart",
         help="train a small model with AMO on this machine",
         description="Train a small llama on the sources of the Python standard library until AMO's "
-        "plan is locked, and show the plan. A second call goes on with an unfinished run.",
+        "plan is locked, and show the plan. A second call continues an unfinished run.",
         epilog="Other options go to torchtitan, e.g. --training.steps 200 --optimizer.lr 2e-3.",
     )
     parser.add_argument("--fresh", action="store_true", help="delete the run's folder first")
     parser.add_argument(
-        "--ranks", type=whole(1, MOST_RANKS), help="processes (default: GPUs, or 2 without any)"
+        "--ranks",
+        type=whole(1, MOST_RANKS),
+        help="processes (default: one per GPU, or 2 without GPUs)",
     )
     parser.set_defaults(run=run, overrides=[])
 

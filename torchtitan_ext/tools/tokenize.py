@@ -117,27 +117,34 @@ def add_command(subparsers: Subparsers) -> None:
     """Add ``tokenize`` to a parser's commands."""
     parser = subparsers.add_parser(
         "tokenize",
-        help="tokenize a corpus once",
-        description="Tokenize a corpus once, for dataloader.dataset = 'packed'. Run again, it goes "
-        "on where it stopped.",
+        help="tokenize a corpus for training, once",
+        description="Tokenize a corpus once, for dataloader.dataset = 'packed'. If it was "
+        "interrupted, the same command continues it.",
     )
     parser.add_argument(
         "source",
-        help="folder, file or glob of parquet, JSON lines, Arrow or text; or a hub dataset",
+        help="folder, file or glob of parquet, JSON lines, Arrow or text; or the name of a dataset "
+        "on the Hugging Face hub",
     )
-    parser.add_argument("-o", "--output", type=Path, required=True, metavar="DIR")
+    parser.add_argument(
+        "-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write"
+    )
     parser.add_argument("--tokenizer", choices=("hf", "byte"), default="hf")
-    parser.add_argument("--tokenizer-path", default="", metavar="PATH", help="folder or file")
+    parser.add_argument("--tokenizer-path", default="", metavar="PATH", help="its folder or file")
     parser.add_argument("--eos-token", default="", help="token after each document")
-    parser.add_argument("--pattern", default="", help="files to take from a folder (rows and .txt)")
-    parser.add_argument("--text-field", default="text", help="field of a row (text)")
-    parser.add_argument("--score-field", default="", help="field of a row to order documents by")
+    parser.add_argument(
+        "--pattern",
+        default="",
+        help="glob of the files to read in a folder (default: files of rows, and .txt)",
+    )
+    parser.add_argument("--text-field", default="text", help="field with a row's text (text)")
+    parser.add_argument("--score-field", default="", help="field with a row's score, for ordering")
     parser.add_argument(
         "--max-bad-rows",
         type=float,
         default=0.01,
         metavar="SHARE",
-        help="largest share of rows without usable text, which are left out (0.01)",
+        help="largest allowed share of bad rows, whose text is unusable; they are left out (0.01)",
     )
     size = whole(1, 2**32)
     parser.add_argument(
@@ -146,10 +153,14 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--shard-tokens", type=size, default=2**26, metavar="N", help="tokens per shard (2^26)"
     )
-    parser.add_argument("--part", default="0/1", metavar="I/N", help="one of N parts, from 0")
+    parser.add_argument(
+        "--part", default="0/1", metavar="I/N", help="part I of N, from 0; 0/1: all"
+    )
     parser.add_argument("--hub-config", default="", help="subset of a hub dataset")
     parser.add_argument("--split", default="train", help="split of a hub dataset (train)")
-    parser.add_argument("--revision", default="", help="commit of a hub dataset (that of DIR)")
+    parser.add_argument(
+        "--revision", default="", help="commit of a hub dataset (DIR's, else newest)"
+    )
     parser.set_defaults(run=_run)
 
 

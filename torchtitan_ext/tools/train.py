@@ -48,44 +48,47 @@ def add_command(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "train",
         help="check a config and train it, on this node or on several",
-        description="Check a TOML file and train it, on the GPUs of this node or on two CPU ranks, "
-        "at most as many as divide its global batch. On several nodes start the same command on "
-        "each of them. Under torchrun it is one of the ranks. Exit status 75: the run was stopped, "
-        "and the same command goes on.",
+        description="Check a TOML file and train its model on this node: one rank per GPU, or two "
+        "ranks without GPUs; fewer, if the global batch cannot be divided among so many. To train "
+        "on several nodes, start the same command on each of them. Under torchrun each process of "
+        "this command is one rank. Exit status 75 means that the run was stopped; the same command "
+        "continues it.",
         epilog="Other options go to torchtitan, e.g. --training.steps 200 --optimizer.lr 2e-3.",
     )
     parser.add_argument("config", metavar="FILE", help="TOML file, such as those in configs")
     parser.add_argument(
-        "--ranks", type=whole(1, MOST_RANKS), help="processes per node; 1 trains in this process"
+        "--ranks",
+        type=whole(1, MOST_RANKS),
+        help="ranks (processes) per node; 1 trains in this process",
     )
     parser.add_argument(
         "--nodes",
         type=whole(1, MOST_WORLD),
-        help="nodes of the run; each needs accelerators (or AMO_DEVICE=cpu)",
+        help="number of nodes; each needs accelerators (or AMO_DEVICE=cpu)",
     )
     parser.add_argument(
         "--head",
         metavar="HOST:PORT",
-        help="address at which nodes meet: one of them, and a free port of it",
+        help="address at which the nodes meet: one of the nodes, and a free port on it",
     )
     parser.add_argument(
         "--run-id",
         default="amo",
-        help="name that keeps this run apart from others that meet at --head",
+        help="name of this run, to tell it from others with the same --head; alike on all nodes",
     )
     parser.add_argument(
         "--restarts",
         type=whole(0, 1000),
         default=0,
-        help="most restarts of all ranks after one failed (default 0)",
+        help="most times that all ranks start again after a rank failed (default 0)",
     )
     parser.add_argument(
         "--newest-step",
         action="store_true",
-        help="check the file, print the step of the newest complete checkpoint (or 0), and end",
+        help="only check the file, and print the step of the newest complete checkpoint (or 0)",
     )
     parser.add_argument(
-        "--numa-binding", choices=NUMA, help="CPUs of a rank, near its GPU, as torchrun binds them"
+        "--numa-binding", choices=NUMA, help="bind each rank to CPUs near its GPU, as torchrun does"
     )
     parser.set_defaults(run=run, overrides=[])
 

@@ -22,9 +22,9 @@ def add_doctor_command(subparsers: Subparsers) -> None:
     """Register ``doctor``."""
     parser = subparsers.add_parser(
         "doctor",
-        help="check these ranks: all-to-all, spectra, every layout, resume, skipped steps",
-        description="Check the ranks of this launch on their device, and print one verdict per "
-        "line. The exit status is 1 if a check failed.",
+        help="check machines, network and optimizer on all ranks before training",
+        description="Check machines, network and optimizer on all ranks that start this command, "
+        "and print one verdict per line. The exit status is 1 if a check failed.",
         epilog="example: torchrun --nproc-per-node 8 -m amo_dist doctor "
         "--json doctor.json; launch/doctor.sh runs this on a node or under Slurm",
     )
@@ -32,10 +32,11 @@ def add_doctor_command(subparsers: Subparsers) -> None:
         "--probe",
         type=Path,
         metavar="FOLDER",
-        help="only the checks of a minute before training: one Newton-Schulz, the disk of FOLDER, "
-        "an all-reduce",
+        help="run only three quick checks: one Newton-Schulz, the disk of FOLDER, an all-reduce",
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures to FILE")
+    parser.add_argument(
+        "--json", type=Path, metavar="FILE", help="write the values of every rank to FILE"
+    )
     parser.add_argument(
         "--seconds",
         type=positive(86_400.0),
