@@ -44,9 +44,6 @@ _LEAST_NORM, _GREATEST_NORM = 2.0**-40, 2.0**60
 _LEAST_EPS = 2.0**-9
 """Least ``eps`` that is added to a norm, over the spacing of the dtype at one: the rounding of the
 iterates hides a smaller one."""
-_MAX_BATCH, _MAX_BATCH_ROWS, _BATCH_ELEMENTS = 2**31, 256, 2**19
-"""Most matrices of a batch; on a CPU, where batches are for small matrices in 16 bits, the largest
-short side, and the entries that a cache holds."""
 _BLOCK_ROWS, _MAX_BLOCKS, _MIN_NARROW_ROWS = 64, 8, 384
 """Rows from which a block of a symmetric product on a CPU saves more than its call takes, in 32
 bits and for an inner side at least twice as long as the outer one. Twice as many for a shorter
@@ -156,90 +153,15 @@ def newton_schulz(
     """
     sizes = step_sizes(backend, x.shape[-2:], coefficients, dtype, x.device)
 
-    def scale(x: Tensor) -> tuple[Tensor, Tensor | None]:
-        return first_iterate(x, norm_scale, preconditioner, dtype, eps)
+    def run(x: Tensor) -> Tensor:
+        first, known = first_iterate(x, norm_scale, preconditioner, dtype, eps)
+        return run_steps(first, coefficients, sizes, known, library or TORCH)
 
     if x.dim() == 2 or not on_cpu(x):
-        first, known = scale(x)
-        return run_steps(first, coefficients, sizes, known, library or TORCH)
-    # Sums over a batch need not have the bits of sums over a matrix; products may have.
-    scaled = [scale(matrix) for matrix in x]
-    batch = batch_size(x.shape[-2:], dtype, x.device)
-    results: list[Tensor] = []
-    for start in range(0, len(scaled), batch):
-        part = scaled[start : start + batch]
-        firsts, knowns = zip(*part, strict=True)
-        shape = (len(part), *x.shape[-2:])
-        if len(part) > 1 and _batch_is_loop(shape, dtype, torch.get_num_threads()):
-            known = None if knowns[0] is None else torch.stack(knowns)
-            results.append(run_steps(torch.stack(firsts), coefficients, sizes, known))
-        else:
-            results += [run_steps(f, coefficients, sizes, k).unsqueeze(0) for f, k in part]
-    return results[0] if len(results) == 1 else torch.cat(results)
-
-
-def batch_size(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> int:
-    """Number of matrices that one call of `newton_schulz` should take.
-
-    On a CPU small products in bfloat16 take less time to run than to call: 16 products of 96 x 96
-    take 16 us each one by one, and 5 us as a batch. Large matrices come one by one, which saves the
-    copies of a batch.
-
-    Args:
-        shape: ``(m, n)`` of each matrix.
-        dtype: Dtype of the products.
-        device: Device of the matrices.
-    """
-    if device.type != "cpu":
-        return _MAX_BATCH
-    if dtype != torch.bfloat16 or min(shape) > _MAX_BATCH_ROWS:
-        return 1
-    return max(1, _BATCH_ELEMENTS // math.prod(shape))
-
-
-@functools.lru_cache(maxsize=1024)
-def _batch_is_loop(shape: tuple[int, ...], dtype: torch.dtype, num_threads: int) -> bool:
-    """Whether products of a batch have the bits of those of its matrices, on this machine.
-
-    A library may add up the products of a batch in another order. The batch of a matrix depends on
-    the number of ranks, and its bits must not. Terms that cancel show the order: what is left of
-    them are the roundings of partial sums. Addends show how often a sum is rounded.
-
-    Args:
-        shape: ``(b, m, n)`` of the batch.
-        dtype: Dtype of the products.
-        num_threads: Number of threads, among which a library may divide a sum.
-    """
-    draw = torch.Generator("cpu").manual_seed(0)
-    count, rows, columns = shape
-    short, long, is_tall = min(rows, columns), max(rows, columns), rows > columns
-
-    def is_loop(left: Tensor, right: Tensor, added: Tensor | None, alpha: float) -> bool:
-        multiply = functools.partial(_multiply, beta=-3.7, alpha=alpha)
-        addends = [None] * count if added is None else added
-        singles = map(multiply, left, right, addends)
-        return torch.equal(multiply(left, right, added), torch.stack([*singles]))
-
-    # Gram matrix, product of small matrices, product by X: the side that is transposed, and the
-    # factor beside an addend. Other layouts and factors would be compiled for this check alone.
-    products = (
-        (short, long, short, is_tall, 1.0),
-        (short, short, short, False, 1.3),
-        (long if is_tall else short, short, short if is_tall else long, None, 1.0),
-    )
-    for m, k, n, is_left, alpha in products:
-        half = torch.randn(count, m + n, (k + 1) // 2, generator=draw, device="cpu")
-        left, right = half.to(dtype).split([m, n], dim=1)
-        order = torch.randperm(2 * half.shape[-1], generator=draw, device="cpu")[:k]
-        left = torch.cat((left, left), dim=-1)[..., order]
-        left = left.mT.contiguous().mT if is_left else left.contiguous()
-        random = torch.randn(count, m, n, generator=draw, device="cpu").to(dtype)
-        for sign, addends in (-1, (None, torch.zeros_like(random))), (1, (random,)):
-            signed = torch.cat((right, sign * right), dim=-1)[..., order]
-            signed = signed.contiguous().mT if is_left is False else signed.mT.contiguous()
-            if not all(is_loop(left, signed, added, alpha) for added in addends):
-                return False
-    return True
+        return run(x)
+    # On a CPU batched products have other bits than single ones.
+    results = [run(matrix) for matrix in x]
+    return results[0].unsqueeze(0) if len(results) == 1 else torch.stack(results)
 
 
 def step_sizes(

@@ -147,54 +147,6 @@ def test_a_norm_in_range_gives_the_bits_of_the_general_case(
     assert found.isnan().all()
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (96, 96), (96, 288), (288, 96), (256, 1024)])
-@pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
-def test_batches_of_small_matrices_have_the_bits_of_single_ones(
-    shape: tuple[int, int], preconditioner: str
-) -> None:
-    x = torch.randn(3, *shape, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    options: Any = {"norm_scale": 1.01, "preconditioner": preconditioner, "dtype": torch.bfloat16}
-    module._batch_is_loop.cache_clear()
-    with mock.patch.object(module, "run_steps", wraps=module.run_steps) as run:
-        found = newton_schulz(x, KJ, **options)
-    # Two of 256 x 1024 are a batch, so that a cache holds them.
-    largest = max(len(call.args[0]) for call in run.mock_calls if call.args[0].dim() == 3)
-    assert largest == min(3, module.batch_size(shape, torch.bfloat16, CPU))
-    singles = [newton_schulz(matrix, KJ, **options) for matrix in x]
-    assert torch.equal(found, torch.stack(singles))
-
-
-@pytest.mark.parametrize("name", ["bmm", "baddbmm"])
-def test_batches_of_other_bits_are_run_one_by_one(name: str) -> None:
-    x = torch.randn(3, 64, 64, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    options: Any = {"norm_scale": 1.01, "preconditioner": "frobenius", "dtype": torch.bfloat16}
-    expected = newton_schulz(x, KJ, **options)
-    product = getattr(torch, name)
-
-    # A library that adds up each batch from the last term to the first.
-    def other(*args: Tensor, **kwargs: Any) -> Tensor:
-        *added, left, right = args
-        found: Tensor = product(*added, left.flip(-1), right.flip(-2), **kwargs)
-        return found
-
-    assert module._batch_is_loop.__wrapped__((3, 64, 64), torch.bfloat16, 1)
-    module._batch_is_loop.cache_clear()
-    with mock.patch.object(torch, name, side_effect=other) as called:
-        assert not module._batch_is_loop((3, 64, 64), torch.bfloat16, torch.get_num_threads())
-        called.reset_mock()
-        assert torch.equal(newton_schulz(x, KJ, **options), expected)
-        assert not called.called
-    module._batch_is_loop.cache_clear()
-
-
-def test_large_and_wide_matrices_come_one_by_one_on_a_cpu() -> None:
-    sizes = {(257, 257): 1, (96, 96): 56, (256, 1024): 2, (256, 2**20): 1}
-    for shape, size in sizes.items():
-        assert module.batch_size(shape, torch.bfloat16, CPU) == size
-        assert module.batch_size(shape, torch.float32, CPU) == 1
-        assert module.batch_size(shape, torch.float32, torch.device("cuda")) > 1000
-
-
 def chosen(
     m: int, n: int, dtype: torch.dtype, device: str = "cpu", backend: str = "auto"
 ) -> tuple[int, ...]:
