@@ -186,7 +186,8 @@ def test_the_lines_of_short_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     clip, decay, router, embeddings, warm_up, fine_tune, old_gpus, matrices = code_blocks(
         (ROOT / ANSWERS).read_text(), "python"
     )
-    names = {"model": model, "torch": torch, **vars(amo_dist)}
+    names: dict[str, Any] = {"model": model, "torch": torch}
+    names |= {name: getattr(amo_dist, name) for name in amo_dist.__all__}
 
     exec(clip, names)
     norms = [each.grad.norm() for each in model.parameters() if each.grad is not None]
