@@ -124,16 +124,18 @@ def train(config: Any) -> str:
     import torch
     from torchtitan.observability import structured_logger
 
+    from torchtitan_ext.plugin.trainer import Trainer
+
     if config.debug.enable_structured_logging:
         structured_logger.init_structured_logger(source="training", output_dir=config.dump_folder)
     trainer, outcome = None, "done"
     try:
         if config.checkpoint.create_seed_checkpoint:
             _require_one_rank(config)
-            trainer = config.build()
+            trainer = Trainer(config)
             trainer.checkpointer.save(curr_step=0, last_step=True)
         elif config.comm.mode != "local_tensor":  # whose models are never initialized
-            trainer = config.build()
+            trainer = Trainer(config)
             trainer.train()
             if trainer.ballot.has_stopped:
                 outcome = "stopped" if trainer.checkpointer.saves else "unsaved"

@@ -336,13 +336,15 @@ def _train(job: Job, rank: int) -> int:
     import torchtitan.trainer
 
     from torchtitan_ext import train
-    from torchtitan_ext.plugin.trainer import Trainer
+    from torchtitan_ext.plugin import trainer
 
     torch.set_num_threads(1)
     folder = Path(job.folder)
-    stock = torchtitan.trainer.Trainer
-    for one in (Trainer, stock):  # what a config builds
-        one.Config._owner = _traced(one, folder / f"trace{rank}.jsonl", job, rank)
+    trace = folder / f"trace{rank}.jsonl"
+    stock: Any = torchtitan.trainer.Trainer
+    stock.Config._owner = _traced(stock, trace, job, rank)  # torchtitan builds its own by it
+    own: Any = _traced(trainer.Trainer, trace, job, rank)
+    setattr(trainer, "Trainer", own)  # noqa: B010
     if job.die_at is not None and job.die_at[0] == rank and job.die_at[2] in _SAVE_METHODS:
         _die_in_save(job.die_at[1], job.die_at[2])
     if job.disk_full_at is not None and rank == 1:
