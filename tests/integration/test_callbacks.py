@@ -17,7 +17,8 @@ MODULE = "tests.integration.own_callbacks"
 def test_callbacks_run_at_their_points_on_all_ranks(titan: Server, tmp_path: Path) -> None:
     arguments = (f"--metrics.callbacks={MODULE}.Recorder", "--checkpoint.enable")
     job = Job(2, str(tmp_path), (*arguments, "--checkpoint.interval=3"), die_at=(1, 5, "SIGTERM"))
-    run = titan.run(job)
+    assert titan.wait(titan.start(job)) == [75, 75]  # stopped, and saved
+    run = Run(tmp_path, 2)
     expected = []
     for step in range(1, 6):
         plan = [["on_plan", step]] if step == 4 else []
