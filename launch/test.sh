@@ -8,7 +8,7 @@
 #
 # Without arguments the coverage of amo_dist, that of all child processes included, must reach
 # AMO_MIN_COVERAGE percent (default 95); a selection is not measured. What starts programs anew
-# (torchtitan_ext, examples) runs last and untraced: to trace their imports takes longer than the rest.
+# (torchtitan_ext, examples, PyTorch's own tests) runs last and untraced: to trace their imports takes longer than the rest.
 set -euo pipefail
 
 # shellcheck source=launch/lib.sh
@@ -23,7 +23,7 @@ if (($# > 0)); then
   exec python -m pytest "${workers[@]}" "$@"
 fi
 
-untraced=(tests/titan tests/integration tests/test_readme_examples.py tests/test_recipes.py)
+untraced=(tests/titan tests/integration tests/test_{outside_suites,readme_examples,recipes}.py)
 coverage erase
 status=0
 coverage run -m pytest "${workers[@]}" "${untraced[@]/#/--ignore=}" || status=$?
