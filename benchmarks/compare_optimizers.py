@@ -1,8 +1,8 @@
 """Every optimizer on the quickstart's model, data and seed.
 
 ``python -m benchmarks.compare_optimizers``: each name is one run of `torchtitan_ext.train` under
-torchrun, on the CPU or on GPUs. Printed and written as JSON for each: losses, seconds of the
-optimizer a step, bytes of optimizer state a parameter, flops of Newton-Schulz a step.
+torchrun, on the CPU or on GPUs. It prints for each, and writes as JSON: losses, seconds of the
+optimizer per step, bytes of optimizer state per parameter, flops of Newton-Schulz per step.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ def row(name: str, result: dict[str, Any]) -> str:
 
 
 def table(results: dict[str, Any]) -> list[str]:
-    heads = f"{'optimizer':<11}  {'first':>7}  {'last':>7}  {'ms a step':>9}"
+    heads = f"{'optimizer':<11}  {'first':>7}  {'last':>7}  {'ms/step':>9}"
     heads += f"  {'state B/param':>12}  {'NS Gflop/step':>12}"
     return [heads, *(row(name, result) for name, result in results.items())]
 

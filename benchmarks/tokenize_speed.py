@@ -1,4 +1,4 @@
-"""Tokens a second of ``amo tokenize``, beside ``datasets.map`` with the same tokenizer.
+"""Tokens per second of ``amo tokenize``, beside ``datasets.map`` with the same tokenizer.
 
 ``python -m benchmarks.tokenize_speed --megabytes 200`` writes JSON lines of that size, the sources
 of the Python standard library again and again, trains a byte-level BPE of 32,000 tokens on a part

@@ -1,15 +1,15 @@
 #!/usr/bin/env bash
 # Checks this node, or the nodes of a Slurm job, in at most five minutes: all-to-alls, spectra, every
-# layout of the optimizer against one process, and what may go wrong in a run. A verdict a line; the
-# exit status is not 0 where a check failed. Ranks find the environment of training.
+# layout of the optimizer against one process, and failures in a run. It prints one verdict per line. The
+# exit status is not 0 if a check failed. The ranks get the environment variables of training.
 #
 #   launch/doctor.sh                                         # all GPUs of this node, or its CPUs
 #   GPUS=2 launch/doctor.sh --json doctor.json
 #   salloc --nodes=2 --gpus-per-node=8 launch/doctor.sh --json doctor.json
 #   sbatch --nodes=2 --gpus-per-node=8 --wrap launch/doctor.sh
 #
-# GPUS   ranks of each node (default: its GPUs, or its CPUs where it has none)
-# NODES, HEAD, RUN_ID   to start it on each node by hand: how many, host:port where they meet, a name
+# GPUS   ranks per node (default: its GPUs, or its CPUs if it has no GPU)
+# NODES, HEAD, RUN_ID   to start it by hand on each node: number of nodes, host:port where they meet, a name
 #
 # Options are those of `python -m amo_dist doctor`.
 set -euo pipefail

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # Trains a small llama on the sources of the Python standard library with AMO, on two CPU ranks
-# (or on the machine's GPUs), in a few minutes. A second call goes on with an unfinished run.
+# (or on the machine's GPUs), in a few minutes. A second call continues an unfinished run.
 #
 #   ./launch/quickstart.sh                        # set up, train, show the plan; then: amo report
 #   ./launch/quickstart.sh --fresh                # delete the run and start anew

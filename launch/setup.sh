@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs training and its report, once, where all nodes see it: on a login node, before any job.
+# Installs training and its report, once, in a folder that all nodes see: run it on a login node before any job.
 #
 #   launch/setup.sh            # into .venv in the repository, or into the active environment
 #   launch/setup.sh dev        # other extras of pyproject.toml

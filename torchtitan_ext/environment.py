@@ -19,9 +19,9 @@ def variables(ranks: int) -> dict[str, str]:
     values = {
         # Segments that grow leave less memory unused between tensors of many sizes.
         "PYTORCH_ALLOC_CONF": "expandable_segments:True",
-        # NCCL finds the network by itself on most clusters; launch/README.md tells what helps.
+        # NCCL finds the network by itself on most clusters; launch/README.md lists what helps.
         "NCCL_DEBUG": "WARN",
-        # torchrun would keep one store for all restarts: ranks find addresses of dead ones there.
+        # torchrun would keep one store for all restarts, with the addresses of dead ranks.
         "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
         "OMP_NUM_THREADS": str(max(cpus // ranks, 1)),
     }

@@ -117,9 +117,8 @@ class NorMuon(Muon):
     tensor parallelism. Both are sums of integers: sharded training equals that of whole matrices
     bit for bit.
 
-    Args:
-        beta2: Decay of the second moment, in [0, 1), 0.95 by default; a keyword, and a key of
-            parameter groups.
+    The keyword ``beta2``, which is also a key of parameter groups, is the decay of the second
+    moment, in [0, 1); 0.95 by default.
     """
 
     rule_class = NorMuonRule

@@ -69,7 +69,7 @@ def flop_budget(ratio: float, costs: Sequence[int], base_steps: int) -> int:
 
 
 def relax_range(budget: int, num_types: int, min_steps: int, max_steps: int) -> tuple[int, int]:
-    """Widen the range of steps a type may get, as far as the budget needs it and no farther.
+    """Widen the range of steps per type, as far as the budget needs it and no farther.
 
     Args:
         budget: Total of steps.

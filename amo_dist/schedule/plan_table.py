@@ -73,8 +73,8 @@ def starved(plan: Plan) -> list[str]:
         if steps[most] > steps[i]:
             lines.append(
                 f"the plan starves {name}: {steps[i]} Newton-Schulz steps, where the easier "
-                f"{plan.operator_types[most]} gets {steps[most]}; {error_name} {new:.4f}, of "
-                f"uniform {old:.4f}"
+                f"{plan.operator_types[most]} gets {steps[most]}; {error_name} {new:.4f} "
+                f"(uniform: {old:.4f})"
             )
         elif new > old:
             rising.append(f"{name} from {old:.4f} to {new:.4f}")
@@ -85,10 +85,12 @@ def starved(plan: Plan) -> list[str]:
 
 def _summary(plan: Plan) -> list[str]:
     kind = OBJECTIVES[plan.criterion]
-    flops = "" if plan.flops_ratio is None else f"; {plan.flops_ratio:.4f} of its flops"
-    limits = f"{plan.min_steps} to {plan.max_steps} steps a type"
+    flops = "" if plan.flops_ratio is None else f" at {plan.flops_ratio:.1%} of its flops"
+    change = plan.objective / plan.uniform_objective - 1 if plan.uniform_objective else 0.0
+    limits = f"{plan.min_steps} to {plan.max_steps} steps per type"
+    uniform = f"uniform: {plan.uniform_objective:.5f}, {change:+.1%}"
     return [
-        f"{kind} {plan.objective:.5f}, of uniform {plan.uniform_objective:.5f}{flops}",
+        f"{kind} {plan.objective:.5f} ({uniform}){flops}",
         f"budget {plan.budget} {plan.budget_unit}, {limits}, {plan.planner} planner",
     ]
 

@@ -199,5 +199,5 @@ def _tell_relaxed(config: PlanConfig, inputs: Mapping[str, Any]) -> None:
         if config.planner == "measured" and relaxed[1] > config.max_steps:
             why = f"the {config.base_steps} steps of the uniform schedule are beyond"
         logger.warning(
-            "%s %d to %d steps a type; the range becomes %d to %d", why, *asked, *relaxed
+            "%s %d to %d steps per type; the range becomes %d to %d", why, *asked, *relaxed
         )

@@ -25,13 +25,13 @@ from amo_dist.schedule.trials import Measured
 from amo_dist.tools.command import Subparsers, print_text, read_pair
 
 _OPTIONS = {
-    "budget_ratio": "planned work over that of the uniform schedule",
+    "budget_ratio": "work of the plan, as a multiple of the uniform schedule's",
     "base_steps": "steps of the uniform schedule",
-    "min_steps": "fewest steps a type may get",
-    "max_steps": "most steps a type may get",
-    "ladder_tau": "with --plan: error that a ladder allows (fewer steps as the learning rate "
-    "falls); 0: no ladder",
-    "ladder_min_steps": "with --plan: fewest steps a type may get on the ladder",
+    "min_steps": "fewest steps of a type",
+    "max_steps": "most steps of a type",
+    "ladder_tau": "with --plan: make a ladder, with fewer steps as the learning rate falls; its "
+    "allowed error, as a multiple of the uniform schedule's; 0: no ladder",
+    "ladder_min_steps": "with --plan: fewest steps of a type on the ladder",
 }
 """Fields of the config that are options, and their help."""
 
@@ -52,8 +52,8 @@ def add_plan_command(subparsers: Subparsers) -> None:
         "--ell",
         metavar="TYPE=VALUE",
         action="append",
-        help="ell target of an operator type, the lower bound on singular values over the norm for "
-        "which its steps are composed, in (0, 1]; give it once for each type",
+        help="ell target of an operator type, in (0, 1]: the smallest singular value, relative to "
+        "the norm, for which its coefficients are made; repeat the option for each type",
     )
     source.add_argument(
         "--plan",

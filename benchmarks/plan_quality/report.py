@@ -590,12 +590,43 @@ def plot(folder: Path) -> list[Path]:
     matplotlib.use("Agg")
     runs = Runs(folder)
     drawn: dict[str, Callable[[Runs, Path], bool]] = {
+        "loss_by_work": _draw_work,
         "loss_by_flops": _draw_losses,
         "functionals": _draw_functionals,
         "rates": _draw_rates,
     }
     paths = {folder / f"{name}.png": draw for name, draw in drawn.items()}
     return [path for path, draw in paths.items() if draw(runs, path)]
+
+
+def _draw_work(runs: Runs, path: Path) -> bool:
+    """Loss against five uniform steps by flops after the switch, over all models; for a phone."""
+    from matplotlib import pyplot
+
+    ladders = path.parent.with_name("ladder")
+    uniform = ("uniform-5", "uniform-4", "uniform-3")
+    series = {
+        "same steps for every type": (runs, uniform),
+        "plan by operator type": (runs, ("distance-0.8", "distance-0.6", "distance-0.5")),
+    }
+    if ladders.exists():
+        series["ladder: fewer as the rate falls"] = (Runs(ladders), ("ladder-1", "ladder-2"))
+    figure, axes = pyplot.subplots(figsize=(5.2, 3.9))
+    for (label, (records, rows)), style in zip(series.items(), ("o-", "s--", "D:"), strict=False):
+        fields = {"steps": STEPS, "switch": SWITCH, "decay": "cosine"}
+        points = []
+        for row in rows:
+            gaps = [gap for model_gaps in _gaps(records, row, **fields) for gap in model_gaps]
+            points.append((flops_after(records, row, **fields), *interval(gaps)))
+        flops, means, halves = zip(*points, strict=True)
+        axes.errorbar(flops, means, halves, fmt=style, capsize=4, markersize=8, label=label)
+    axes.axhline(0, color="grey", linewidth=1)
+    axes.invert_xaxis()
+    axes.set_xlabel("Newton-Schulz flops after 40 % of the run\n(1: five steps for every type)")
+    axes.set_ylabel("final loss against five steps")
+    axes.grid(alpha=0.3)
+    axes.legend(loc="upper left", fontsize=10)
+    return _save(figure, path, dpi=200)
 
 
 def _draw_losses(runs: Runs, path: Path) -> bool:
@@ -697,10 +728,10 @@ def _draw_rates(runs: Runs, path: Path) -> bool:
     return is_drawn and _save(figure, path)
 
 
-def _save(figure: Any, path: Path) -> bool:
+def _save(figure: Any, path: Path, dpi: int = 110) -> bool:
     from matplotlib import pyplot
 
     figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=dpi)
     pyplot.close(figure)
     return True

@@ -25,7 +25,7 @@ def main(output: Path) -> None:
         output: Folder of the site.
 
     Raises:
-        subprocess.CalledProcessError: The build failed; its messages are on standard error.
+        SystemExit: The build failed, or a docstring does not fit its signature.
     """
     command = ("git", "-C", str(ROOT), "ls-files", "--", *PAGES, ":!tests", ":!docs/site")
     names = subprocess.run(command, check=True, capture_output=True, text=True).stdout.splitlines()
@@ -39,7 +39,13 @@ def main(output: Path) -> None:
         config = (SITE / "mkdocs.yml").read_text().replace("REPOSITORY", str(ROOT))
         (Path(folder) / "mkdocs.yml").write_text(config)
         # A cache would be written beside the configuration and go with it.
-        subprocess.run(("zensical", "build", "--strict"), check=True, cwd=folder)
+        build = subprocess.run(
+            ("zensical", "build", "--strict"),
+            cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+        )  # fmt: skip
+        print(build.stdout, end="")
+        if build.returncode or "griffe: " in build.stdout:  # `--strict` lets griffe's warnings pass
+            sys.exit("the site was not built: see the messages above")
         shutil.rmtree(output, ignore_errors=True)
         shutil.copytree(Path(folder) / "site", output)
 

@@ -57,6 +57,6 @@ def test_a_plan_and_its_warnings_reach_the_console_once(
     assert "a detail" not in shown
     for text, found in ((log, 1), (shown, int(rank == "0"))):
         assert text.count("the plan, beside the uniform schedule:\noperator type") == found
-        assert text.count("of uniform 2.2") == found
+        assert text.count("(uniform: 2.2") == found
         assert text.count("the plan starves attn_o: 3 Newton-Schulz steps, where") == found
         assert text.count("the plan raises the residual of ") == found

@@ -38,7 +38,7 @@ def test_the_summary_shows_what_the_plan_gains(
     quickstart._summarize(config, tmp_path / "checkpoint")
     shown = capsys.readouterr().out
     assert f"The plan, locked at step 8:\n{plan_table(plan)}\n" in shown
-    assert f"projected error {plan.objective:.5f}, of uniform {plan.uniform_objective:.5f}" in shown
+    assert f"projected error {plan.objective:.5f} (uniform: {plan.uniform_objective:.5f}," in shown
 
 
 def test_a_run_goes_on_with_the_config_that_it_had() -> None:

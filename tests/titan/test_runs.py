@@ -141,7 +141,7 @@ def test_the_line_of_a_step_ends_with_phase_steps_and_time_to_go() -> None:
         "  phase: locked       NS steps: 6 3  to go: 1:15:00 of 120 steps"
     )
     starved = line_tail({**record, "data_seconds_per_step": 0.5}, 120)
-    assert "NS steps: 6 3  waits for data: 500 ms a step  to go: 1:15:00" in starved
+    assert "NS steps: 6 3  waits for data: 500 ms per step  to go: 1:15:00" in starved
     assert line_tail({**record, "phase": ""}, 120) == "  to go: 1:15:00 of 120 steps"
 
 

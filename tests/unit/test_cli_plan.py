@@ -95,7 +95,4 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--help"]) == 0
     text = " ".join(capsys.readouterr().out.split())
-    assert (
-        "planned work over that of the uniform schedule (default 1.0; with --plan the run's)"
-        in text
-    )
+    assert "work of the plan, as a multiple of the uniform schedule's (default 1.0; with" in text

@@ -350,7 +350,7 @@ def test_the_uniform_schedule_is_a_candidate_outside_of_the_range(
     why = "the budget is infeasible within"
     if base_steps > 7:
         why = f"the {base_steps} steps of the uniform schedule are beyond"
-    assert f"{why} 3 to 7 steps a type; the range becomes" in caplog.text
+    assert f"{why} 3 to 7 steps per type; the range becomes" in caplog.text
 
 
 @pytest.mark.parametrize(("ratio", "low"), [(0.4, 2), (0.25, 1), (0.2, 1)])

@@ -31,11 +31,12 @@ def test_the_table_stands_beside_uniform() -> None:
         expected = [f"{math.sqrt(value):.4f}" for value in (one.uniform_distance, error)]
         assert cells == ["5", str(steps), *expected]
     assert total.split()[:3] == ["total", "10", str(sum(plan.allocation))]
-    assert objective.startswith(f"squared error of the update {plan.objective:.5f}, of uniform ")
-    assert f"of uniform {plan.uniform_objective:.5f}; {plan.flops_ratio:.4f} of its flops" in (
-        objective
+    change = plan.objective / plan.uniform_objective - 1
+    assert objective == (
+        f"squared error of the update {plan.objective:.5f} (uniform: "
+        f"{plan.uniform_objective:.5f}, {change:+.1%}) at {plan.flops_ratio:.1%} of its flops"
     )
-    assert budget == "budget 100 flops, 3 to 7 steps a type, exact planner"
+    assert budget == "budget 100 flops, 3 to 7 steps per type, exact planner"
 
 
 STARVING = {"attn_v": 2e-4, "mlp_up": 5e-4, "mlp_down": 5e-4}

@@ -48,7 +48,7 @@ def test_a_starved_type_is_named_with_the_easier_one_of_most_steps() -> None:
     assert starved(papers_plan("Qwen3-1.7B", 0.9143)) == [
         (
             "the plan starves attn_o: 3 Newton-Schulz steps, where the easier attn_q gets 6; "
-            "projected error 0.9576, of uniform 0.6993"
+            "projected error 0.9576 (uniform: 0.6993)"
         ),
         "the plan raises the projected error of mlp_gate from 0.1287 to 0.3282",
     ]

@@ -332,6 +332,6 @@ def line_tail(record: Mapping[str, Any], num_steps: int) -> str:
         counts = " ".join(map(str, record["num_steps_by_type"].values()))
         parts += [f"phase: {record['phase']:<11}", f"NS steps: {counts}"]
     if (waits := record["data_seconds_per_step"]) >= 0.01 * record["seconds_per_step"]:
-        parts.append(f"waits for data: {waits * 1e3:,.0f} ms a step")
+        parts.append(f"waits for data: {waits * 1e3:,.0f} ms per step")
     remaining = (num_steps - record["step"]) * record["seconds_per_step"]
     return "  ".join([*parts, f"to go: {duration(remaining)} of {num_steps} steps"])

@@ -58,7 +58,7 @@ class Trainer(titan.Trainer):
         )
         loss: Loss.Config = field(default_factory=Loss.Config)
         validator: Validator.Config = field(default_factory=Validator.Config)
-        # Several lines a step and rank; ``metrics.jsonl`` holds what the project's tools read.
+        # Several lines per step and rank; ``metrics.jsonl`` holds what the project's tools read.
         debug: DebugConfig = field(
             default_factory=lambda: DebugConfig(enable_structured_logging=False)
         )

@@ -44,8 +44,8 @@ def add_command(subparsers: Subparsers) -> None:
         "--elsewhere",
         action=argparse.BooleanOptionalAction,
         help="whether the run will start on other machines: a tokenizer, data, network or disk "
-        "that this machine lacks is then a note, no mistake (default: if --world is above the "
-        "number of ranks that this machine has)",
+        "that this machine lacks is then a note and not a mistake (default: if --world is above "
+        "the number of ranks that this machine has)",
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of text")
     parser.set_defaults(run=run, overrides=[])

@@ -129,37 +129,63 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write"
     )
-    parser.add_argument("--tokenizer", choices=("hf", "byte"), default="hf")
-    parser.add_argument("--tokenizer-path", default="", metavar="PATH", help="its folder or file")
+    parser.add_argument(
+        "--tokenizer",
+        choices=("hf", "byte"),
+        default="hf",
+        help="hf: a tokenizer of Hugging Face, in --tokenizer-path; byte: one token per byte "
+        "(default %(default)s)",
+    )
+    parser.add_argument(
+        "--tokenizer-path", default="", metavar="PATH", help="folder or file of the tokenizer"
+    )
     parser.add_argument("--eos-token", default="", help="token after each document")
     parser.add_argument(
         "--pattern",
         default="",
-        help="glob of the files to read in a folder (default: files of rows, and .txt)",
+        help="glob of the files to read in a folder (default: parquet, JSON lines, Arrow and .txt)",
     )
-    parser.add_argument("--text-field", default="text", help="field with a row's text (text)")
-    parser.add_argument("--score-field", default="", help="field with a row's score, for ordering")
+    parser.add_argument(
+        "--text-field", default="text", help="field with a row's text (default %(default)s)"
+    )
+    parser.add_argument(
+        "--score-field",
+        default="",
+        help="field with a row's score, by which training may order rows",
+    )
     parser.add_argument(
         "--max-bad-rows",
         type=float,
         default=0.01,
         metavar="SHARE",
-        help="largest allowed share of bad rows, whose text is unusable; they are left out (0.01)",
+        help="largest allowed share of rows without usable text, which are left out "
+        "(default %(default)s)",
     )
     size = whole(1, 2**32)
     parser.add_argument(
         "--processes", type=size, help="number of worker processes (default: all cores)"
     )
     parser.add_argument(
-        "--shard-tokens", type=size, default=2**26, metavar="N", help="tokens per shard (2^26)"
+        "--shard-tokens",
+        type=size,
+        default=2**26,
+        metavar="N",
+        help="tokens per shard (default 2^26)",
     )
     parser.add_argument(
-        "--part", default="0/1", metavar="I/N", help="part I of N, from 0; 0/1: all"
+        "--part",
+        default="0/1",
+        metavar="I/N",
+        help="tokenize part I of N, counted from 0 (default 0/1: all)",
     )
     parser.add_argument("--hub-config", default="", help="subset of a hub dataset")
-    parser.add_argument("--split", default="train", help="split of a hub dataset (train)")
     parser.add_argument(
-        "--revision", default="", help="commit of a hub dataset (DIR's, else newest)"
+        "--split", default="train", help="split of a hub dataset (default %(default)s)"
+    )
+    parser.add_argument(
+        "--revision",
+        default="",
+        help="commit of a hub dataset (default: that of DIR, or else the newest)",
     )
     parser.set_defaults(run=_run)
 

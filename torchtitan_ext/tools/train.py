@@ -49,10 +49,10 @@ def add_command(subparsers: Subparsers) -> None:
         "train",
         help="check a config and train it, on this node or on several",
         description="Check a TOML file and train its model on this node: one rank per GPU, or two "
-        "ranks without GPUs; fewer, if the global batch cannot be divided among so many. To train "
-        "on several nodes, start the same command on each of them. Under torchrun each process of "
-        "this command is one rank. Exit status 75 means that the run was stopped; the same command "
-        "continues it.",
+        "ranks without GPUs. It takes fewer ranks if the global batch cannot be divided among so "
+        "many. To train on several nodes, start the same command on each of them. Under torchrun "
+        "each process of this command is one rank. Exit status 75 means that the run was stopped; "
+        "the same command continues it.",
         epilog="Other options go to torchtitan, e.g. --training.steps 200 --optimizer.lr 2e-3.",
     )
     parser.add_argument("config", metavar="FILE", help="TOML file, such as those in configs")
@@ -74,13 +74,13 @@ def add_command(subparsers: Subparsers) -> None:
     parser.add_argument(
         "--run-id",
         default="amo",
-        help="name of this run, to tell it from others with the same --head; alike on all nodes",
+        help="name of this run, the same on all nodes; runs with the same --head need other names",
     )
     parser.add_argument(
         "--restarts",
         type=whole(0, 1000),
         default=0,
-        help="most times that all ranks start again after a rank failed (default 0)",
+        help="how often, at most, all ranks start again after one failed (default 0)",
     )
     parser.add_argument(
         "--newest-step",

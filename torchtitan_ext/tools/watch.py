@@ -31,13 +31,13 @@ def add_command(subparsers: Subparsers) -> None:
     parser = subparsers.add_parser(
         "watch",
         help="follow a run in a terminal",
-        description="Show phase, loss, schedules, the remaining time of a run, and how many steps "
-        "are left until AMO locks its plan. On a terminal the view is refreshed in place until the "
-        "run is complete or you press Ctrl-C; elsewhere it is printed once.",
+        description="Show phase, loss, schedules and remaining time of a run, and the steps until "
+        "AMO locks its plan. On a terminal the view is refreshed in place until the run is "
+        "complete or you press Ctrl-C. Into a file or pipe it is printed once.",
     )
     parser.add_argument("run_folder", metavar="RUN", help="dump folder of a run")
     parser.add_argument(
-        "--follow", action="store_true", help="keep printing if the output is no terminal"
+        "--follow", action="store_true", help="keep printing, also into a file or pipe"
     )
     parser.add_argument(
         "--interval",

@@ -28,7 +28,9 @@ def add_command(subparsers: Subparsers) -> None:
         "that opens offline. Needs matplotlib and Jinja (the extra 'plots').",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run")
-    parser.add_argument("-o", "--output", default="report.html", help="default: %(default)s")
+    parser.add_argument(
+        "-o", "--output", default="report.html", help="file to write (default %(default)s)"
+    )
     parser.add_argument("--png", metavar="DIR", help="write the pictures as PNG files, too")
     parser.set_defaults(run=run)
 
