@@ -28,6 +28,7 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig, derive, override
 from torchtitan.models.common.linear import Linear
 
+from amo_dist.schedule.fields import fail
 from torchtitan_ext.config.names import STOCK
 from torchtitan_ext.config.values import fail_unknown, overlay
 from torchtitan_ext.plugin import machine, patches, stop
@@ -195,19 +196,16 @@ def _optimizer(
             part_by_field.setdefault(field.name, part)
     values: dict[str, Any] = _of_adamw(section, fields)
     for name, value in fields.items():
-        part = part_by_field.get(name)
-        if part is None:
+        if name not in part_by_field:
             with _option_named():
                 fail_unknown(name, [*part_by_field])
+        part = part_by_field[name]
         (values.setdefault(part, {}) if part else values)[name] = value
     with _option_named():
-        config = overlay(config, values)
-    if config.name not in names:
-        expected = ", ".join(map(repr, names))
-        raise ValueError(
-            f"override.imports: name: found {config.name!r}, expected one of {expected}"
-        )
-    return config
+        section_of_ours: OptimizersContainer.Config = overlay(config, values)
+        if section_of_ours.name not in names:
+            fail("name", section_of_ours.name, f"one of {', '.join(map(repr, names))}")
+    return section_of_ours
 
 
 @contextlib.contextmanager
