@@ -100,12 +100,13 @@ def test_depth_takes_three_layers_and_never_one_twice() -> None:
 
 
 def test_work_weighs_types_by_their_flops(tmp_path: Path) -> None:
-    small, large = {"shape": [8, 8]}, {"shape": [16, 16]}  # eight times the flops
-    log = [geometry(1, 0, "attn_q", 2.0) | small, geometry(1, 0, "attn_k", 2.0) | large]
+    plan = plan_allocation(
+        AMOConfig.paper(), {"attn_q": 1e-3, "attn_k": 1e-3}, costs={"attn_q": 1, "attn_k": 8}
+    )
     counts = {"attn_q": 5, "attn_k": 6}
     metrics = [metric(10, num_steps_by_type={"attn_q": 5, "attn_k": 5})]
     metrics.append(metric(40, num_steps_by_type=counts))
-    found = data.ns_work(data.load_one(write_run(tmp_path / "run", metrics, log)))
+    found = data.ns_work(data.load_one(with_plan(write_run(tmp_path / "run", metrics, []), plan)))
     assert found is not None
     assert found.unit == "flops"
     assert found.ratio == [1.0, pytest.approx((5 + 6 * 8) / (5 * 9))]

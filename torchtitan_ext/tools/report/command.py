@@ -70,8 +70,8 @@ _LOSS = (
 )
 _SCHEDULE = "Newton-Schulz steps of each operator type, above the learning rate if it is logged."
 _WORK = (
-    "Work of the Newton-Schulz steps divided by the work of the uniform schedule: in flops if a "
-    "plan or a geometry log gives the shapes, otherwise in steps."
+    "Work of the Newton-Schulz steps divided by the work of the uniform schedule: in flops "
+    "once there is a plan, otherwise in steps."
 )
 _ELL = (
     "Effective ell of momentum, the latest median over sampled matrices. Dotted, once there is a "
