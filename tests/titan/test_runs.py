@@ -242,6 +242,12 @@ def test_the_quickstart_tells_how_training_ended(
             ["plan", "--ell=attn_q=0.001", "--nonsense"],
             "found unknown --nonsense, expected options of amo plan",
         ),
+        (["plan", "--stps", "5"], "found unknown --stps, expected options of amo plan (did you me"),
+        (
+            ["preflight", "c.toml", "--wrld", "2"],
+            "unknown --wrld, expected options of amo preflight (did you mean --world?)",
+        ),
+        (["train", "c.toml", "--rnks=2"], "unknown --rnks, expected options of amo train (did you"),
         (["quickstart", "--ranks", "0"], "--ranks: found 0, expected an integer >= 1"),
         (["quickstart", "--optimizer.name", "SGD"], "optimizer.name: found 'SGD'"),
         (
