@@ -14,12 +14,11 @@ of ``[metrics]``, and ``damaged`` and ``stop_seconds`` of ``[checkpoint]``, are 
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
-import difflib
 import logging
-import types
-import typing
-from typing import Any, Literal
+from collections.abc import Iterator
+from typing import Any
 
 import torchtitan.components.checkpointer.base as checkpointer
 import torchtitan.components.checkpointer.dcp as dcp
@@ -29,7 +28,9 @@ from torchtitan.components.quantization import Float8LinearConverter
 from torchtitan.config import Configurable, ParallelismConfig, TrainingConfig, derive, override
 from torchtitan.models.common.linear import Linear
 
+from amo_dist.schedule.fields import fail
 from torchtitan_ext.config.names import STOCK
+from torchtitan_ext.config.values import fail_unknown, overlay
 from torchtitan_ext.plugin import machine, patches, stop
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import MetricsProcessor
@@ -123,10 +124,7 @@ def _replacement(
         ValueError: For a field that does not exist, a value of a wrong type, or a section that
             cannot be replaced.
     """
-    own = {
-        name: _typed(name, fields.pop(name), OWN_FIELDS[name])
-        for name in OWN_FIELDS & fields.keys()
-    }
+    own = {name: fields.pop(name) for name in OWN_FIELDS & fields.keys()}
     if isinstance(section, TrainingConfig):
         return _without_graphs(section)
     if isinstance(section, ParallelismConfig):
@@ -175,10 +173,10 @@ def _derived(section: Any, stock: type, ours: type, own: dict[str, Any]) -> Any:
         ValueError: The section is of another class.
     """
     values = {name: value for name, value in own.items() if OWN_FIELDS[name] is ours}
-    if isinstance(section, ours):
-        return dataclasses.replace(section, **values)  # type: ignore[type-var]
-    if type(section) is stock:
-        return derive(section, ours, **values)
+    if isinstance(section, ours) or type(section) is stock:
+        own_section = section if isinstance(section, ours) else derive(section, ours)
+        with _option_named():
+            return overlay(own_section, values)
     kind, parent = type(section), ours.__module__
     raise ValueError(
         f"override.imports: found {kind.__module__}.{kind.__qualname__}, expected torchtitan's "
@@ -191,55 +189,32 @@ def _optimizer(
 ) -> OptimizersContainer.Config:
     config = OptimizersContainer.Config(name=names[0])
     inner = ("muon", "amo") if names == ("AMO",) else ("muon",)
-    own = {field.name for field in dataclasses.fields(config)} - {"muon", "amo"}
-    parts = dict.fromkeys(own, "")
+    own = [field.name for field in dataclasses.fields(config) if field.name not in ("muon", "amo")]
+    part_by_field = dict.fromkeys(own, "")
     for part in inner:
         for field in dataclasses.fields(getattr(config, part)):
-            parts.setdefault(field.name, part)
-    if unknown := sorted(fields.keys() - parts.keys()):
-        near = difflib.get_close_matches(unknown[0], parts, n=1)
-        hint = f"did you mean {near[0]!r}?" if near else f"known: {', '.join(sorted(own))}"
-        raise ValueError(f"override.imports: found the field {unknown[0]!r}; {hint}")
-    if (name := fields.get("name", names[0])) not in names:
-        expected = ", ".join(map(repr, names))
-        raise ValueError(f"override.imports: name: found {name!r}, expected one of {expected}")
-    values: dict[str, Any] = {}
-    sections: dict[str, dict[str, Any]] = {part: {} for part in inner}
-    for key, value in fields.items():
-        part = parts[key]
-        holder = getattr(config, part) if part else config
-        (sections[part] if part else values)[key] = _typed(key, value, type(holder))
-    for part in inner:
-        values[part] = dataclasses.replace(getattr(config, part), **sections[part])
-    return dataclasses.replace(config, **(_of_adamw(section, values) | values))
+            part_by_field.setdefault(field.name, part)
+    values: dict[str, Any] = _of_adamw(section, fields)
+    for name, value in fields.items():
+        if name not in part_by_field:
+            with _option_named():
+                fail_unknown(name, [*part_by_field])
+        part = part_by_field[name]
+        (values.setdefault(part, {}) if part else values)[name] = value
+    with _option_named():
+        section_of_ours: OptimizersContainer.Config = overlay(config, values)
+        if section_of_ours.name not in names:
+            fail("name", section_of_ours.name, f"one of {', '.join(map(repr, names))}")
+    return section_of_ours
 
 
-def _typed(field: str, value: Any, section: type) -> Any:
-    """A value of JSON as a field takes it.
-
-    Raises:
-        ValueError: For a value of another type.
-    """
-    kind = typing.get_type_hints(section)[field]
-    if typing.get_origin(kind) is tuple and isinstance(value, list):
-        value = tuple(value)
-    if _has_type(value, kind):
-        return value
-    name = kind.__name__ if isinstance(kind, type) else str(kind).replace("typing.", "")
-    raise ValueError(f"override.imports: {field}: found {value!r}, expected {name}")
-
-
-def _has_type(value: Any, kind: Any) -> bool:
-    origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if origin in (typing.Union, types.UnionType):
-        return any(_has_type(value, argument) for argument in arguments)
-    if origin is Literal:
-        return value in arguments
-    if origin in (tuple, list):  # of strings, of any number
-        return isinstance(value, origin) and all(_has_type(item, arguments[0]) for item in value)
-    if isinstance(value, bool):
-        return kind is bool
-    return isinstance(value, (int, float) if kind is float else kind)
+@contextlib.contextmanager
+def _option_named() -> Iterator[None]:
+    """Name the option in errors, which name a field of its arguments."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"override.imports: {error}") from None
 
 
 def _of_adamw(section: Any, values: dict[str, Any]) -> dict[str, Any]:
@@ -251,11 +226,7 @@ def _of_adamw(section: Any, values: dict[str, Any]) -> dict[str, Any]:
     Raises:
         ValueError: For a field in which groups differ, and which no group of ``amo_dist`` has.
     """
-    taken: dict[str, Any] = {}
-    if "implementation" not in values:
-        taken["implementation"] = _typed(
-            "implementation", section.implementation, OptimizersContainer.Config
-        )
+    taken: dict[str, Any] = {"implementation": section.implementation}
     if not section.param_groups:
         return taken
     groups = [(group.pattern, _fields_of(group)) for group in section.param_groups]

@@ -9,6 +9,7 @@ import difflib
 import errno
 import importlib.util
 import io
+import itertools
 import json
 import os
 import re
@@ -37,8 +38,8 @@ _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 class Parser(argparse.ArgumentParser):
     """Parser whose errors are one line: the option, the value found, and the expected ones.
 
-    A command that sets the default ``overrides`` accepts unknown options; every other one refuses
-    them and suggests its closest option.
+    A command that sets the default ``overrides`` accepts unknown options, unless they look like one
+    of its own; every other one refuses them. Errors suggest the closest option.
     """
 
     def error(self, message: str) -> NoReturn:
@@ -52,14 +53,26 @@ class Parser(argparse.ArgumentParser):
         print(one_line(f"error: {message}; see {self.prog} --help"), file=sys.stderr)
         raise SystemExit(2)
 
-    def parse_known_args(self, *args: Any, **kwargs: Any) -> Any:
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse arguments, but refuse unknown ones here, where the command's options are known."""
-        namespace, unknown = super().parse_known_args(*args, **kwargs)
+        if self._subparsers is None:
+            # Before argparse asks for what is missing: a misspelt option may be just that.
+            self._refuse_misspelt(sys.argv[1:] if args is None else args)
+        namespace, unknown = super().parse_known_args(args, namespace)
         if unknown and not hasattr(namespace, "overrides"):
-            options = sorted(self._option_string_actions)
-            hint = _suggestion(unknown[0].partition("=")[0], options)
-            self.error(f"found unknown {' '.join(unknown)}, expected options of {self.prog}{hint}")
+            self.error(f"found unknown {' '.join(unknown)}, expected options of {self.prog}")
         return namespace, unknown
+
+    def _refuse_misspelt(self, words: Sequence[str]) -> None:
+        options = sorted(self._option_string_actions)
+        takes_others = self.get_default("overrides") is not None
+        for word in itertools.takewhile(lambda word: word != "--", words):
+            name = word.partition("=")[0]
+            if not name.startswith("--") or any(option.startswith(name) for option in options):
+                continue
+            hint = _suggestion(name, options, 0.75 if takes_others else 0.6)
+            if not takes_others or (hint and "." not in name):
+                self.error(f"found unknown {name}, expected options of {self.prog}{hint}")
 
     def _get_values(self, action: argparse.Action, arg_strings: list[str]) -> Any:
         # Python 3.11 reads `--option=--` as an option with an empty list.
@@ -68,8 +81,9 @@ class Parser(argparse.ArgumentParser):
         return super()._get_values(action, arg_strings)
 
 
-def _suggestion(value: str, names: Sequence[str]) -> str:
-    closest = difflib.get_close_matches(value, names, 1)
+def _suggestion(value: str, names: Sequence[str], least: float = 0.6) -> str:
+    """Name that a misspelt one resembles, in brackets; empty below the least likeness."""
+    closest = difflib.get_close_matches(value[:_LONGEST], names, 1, least)
     return f" (did you mean {closest[0]}?)" if closest else ""
 
 

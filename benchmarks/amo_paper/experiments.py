@@ -14,7 +14,6 @@ from benchmarks.amo_paper import evaluate, gather, runner
 from benchmarks.amo_paper.catalog import EXPERIMENTS, Experiment, experiment_named
 from benchmarks.amo_paper.resolve import QUICKSTART, ROOT, Job, Place, resolve
 from benchmarks.amo_paper.results import SHORT, check_examples
-from torchtitan_ext.runs.folder import num_ranks
 
 
 def add_commands(actions: Subparsers) -> None:
@@ -136,7 +135,9 @@ def _run(args: argparse.Namespace) -> int:
             files.replace(path, text)
             print(f"sbatch {path}")
         return 0
-    return runner.run_jobs(jobs, args.overrides, num_ranks(args.ranks))
+    from torchtitan_ext.plugin import machine
+
+    return runner.run_jobs(jobs, args.overrides, args.ranks or machine.num_gpus() or 2)
 
 
 def _gather(args: argparse.Namespace) -> int:

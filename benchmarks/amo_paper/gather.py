@@ -115,7 +115,7 @@ def _cost(records: Records) -> dict[str, float | None]:
     step, optimizer = (
         costs.mean_of(records, f) for f in ("seconds_per_step", costs.OPTIMIZER_SECONDS)
     )
-    memory = costs.peak_memory(records)
+    memory = max(costs.values(records, "peak_memory_bytes"), default=None)
     tokens = records[-1]["num_tokens"] / records[-1]["step"] if records else None
     # A record has the seconds of an observation, on its slowest rank, only after one.
     observations = costs.values(records, "observe_seconds")

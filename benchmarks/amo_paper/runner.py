@@ -55,11 +55,13 @@ def check(jobs: Sequence[Job], extra: Sequence[str], *, marks: bool = True) -> N
     Raises:
         ValueError: A config does not work, or a folder holds a run with another one.
     """
+    from torchtitan_ext.config import settings
+
     for job in jobs:
         made = _not_made_yet(job)
         arguments = [argument for argument in job.arguments() if argument not in made]
         try:
-            config = runs.parse([f"--job.config_file={ROOT / job.config}", *arguments, *extra])
+            config = settings.resolve(str(ROOT / job.config), [*arguments, *extra])
             values = config.to_dict()
             for argument in made:
                 _set(values, argument)

@@ -1,38 +1,42 @@
-"""Commands of docs/torchtitan.md as printed, in fresh processes: no patch, no setting of a test.
+"""Printed commands in fresh processes: no patch, no setting of a test.
 
-Those of the section for a cluster, and the one for eight GPUs, need what they name.
+Those for a cluster or for GPUs run dry: their configs are read, checked and laid out as printed.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from torchtitan.config.manager import ConfigManager
+from torchtitan.config.override import apply_overrides
 
+from tests.test_docs import printed_commands
+from torchtitan_ext.cli import build_parser, main
+from torchtitan_ext.plugin import machine
 from torchtitan_ext.runs.run_files import complete_steps
 from torchtitan_ext.tools.export import find_source
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "torchtitan.md").read_text()
+PAGES = ("docs/torchtitan.md", "launch/README.md", "configs/README.md")
 
 
-def printed(start: str) -> list[str]:
-    """The words of the one printed command that holds a text."""
-    blocks = re.findall(r"```bash\n(.*?)```", TEXT, re.DOTALL)
-    lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    (line,) = [line for line in lines if start in line]
-    return shlex.split(line, comments=True)
+def printed(text: str, page: str = "docs/torchtitan.md") -> list[str]:
+    """The words of the one printed command of a page that holds a text."""
+    commands = {shlex.join(words): words for words in printed_commands((ROOT / page).read_text())}
+    (words,) = [words for command, words in commands.items() if text in command]
+    return words
 
 
 def launch(words: list[str], folder: Path) -> subprocess.Popen[str]:
@@ -107,3 +111,79 @@ def test_a_toml_file_trains(tmp_path: Path, start: str) -> None:
     process = launch(printed(start), tmp_path)
     assert process.wait(timeout=400) == 0, (tmp_path / "output.txt").read_text()[-4000:]
     assert steps(tmp_path / "outputs" / "debug_llama3")[-1] == 20
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_the_preflight_predicts_a_run_on_a_machine_without_its_data(
+    tmp_path: Path, page: str
+) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    process = launch(printed("amo preflight configs/", page), tmp_path)
+    assert process.wait(timeout=200) == 0
+    lines = (tmp_path / "output.txt").read_text().splitlines()
+    assert lines[0] == "Qwen3-1.7B with AMO: configs/qwen3_1.7b.toml is in order"
+    assert lines[1].startswith("32 ranks on 4 nodes of 8")
+    assert any(line.startswith("note: on this machine: hf_assets_path: found no") for line in lines)
+
+
+def test_the_doctor_probes_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "launch").symlink_to(ROOT / "launch")
+    (tmp_path / "outputs").mkdir()
+    process = launch(printed("doctor.sh --probe", "launch/README.md"), tmp_path)
+    output = tmp_path / "output.txt"
+    assert process.wait(timeout=400) == 0, output.read_text()[-4000:]
+    assert "ok   newton-schulz: " in output.read_text()
+    assert "ok   disk: " in output.read_text()
+
+
+# ------------------------------------------------------------------ dry runs
+
+
+def cluster_starts() -> dict[str, tuple[list[str], int]]:
+    """Arguments of `amo train` and number of nodes, by the printed command for a cluster."""
+    starts = {}
+    for page in PAGES:
+        for words in printed_commands((ROOT / page).read_text()):
+            nodes = next((int(word[8:]) for word in words if word.startswith("--nodes=")), 1)
+            if "launch/train.slurm" in words:
+                arguments = words[words.index("launch/train.slurm") + 1 :]
+            elif words[:2] == ["amo", "train"] and {"--nodes", "--restarts"} & {*words}:
+                arguments = words[2:]
+            else:
+                continue
+            if arguments[0] != "FILE.toml":
+                starts[shlex.join(words)] = arguments, nodes
+    return starts
+
+
+@pytest.mark.parametrize("command", cluster_starts())
+def test_the_config_of_a_start_on_a_cluster_is_in_order(
+    command: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.chdir(tmp_path)
+    arguments, nodes = cluster_starts()[command]
+    args, overrides = build_parser().parse_known_args(["train", *arguments])
+    world = str(8 * (args.nodes or nodes))
+    assert main(["preflight", args.config, "--world", world, "--elsewhere", *overrides]) == 0
+    assert "is in order" in capsys.readouterr().out
+
+
+def test_one_option_turns_amo_on_in_a_large_config() -> None:
+    words = printed("--config llama3_8b")
+    options = words[words.index("torchtitan.train") + 1 :]
+    if machine.IS_OLD:  # the page names this option
+        config = ConfigManager().parse_args(options)
+        with pytest.raises(
+            ValueError, match=r"expected --parallelism\.spmd_backend partial_dtensor"
+        ):
+            apply_overrides(config.override, config)
+        options += ["--parallelism.spmd_backend", "partial_dtensor"]
+    config = ConfigManager().parse_args(options)
+    apply_overrides(config.override, config)
+    section: Any = config.optimizer
+    assert (section.name, section.lr) == ("AMO", 1e-3)
+    assert config.training.disable_cuda_graphs

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from amo_dist import Muon, Schedule, param_groups
 from amo_dist.engine.verdict import NonFiniteUpdateError
+from torchtitan_ext.config.values import overlay
 from torchtitan_ext.plugin import checkpoints
 
 MODES = checkpoints.titan.AsyncMode
@@ -237,8 +238,8 @@ def test_a_run_may_stop_at_damage_and_never_starts_anew_for_it(
     loading._skips_damaged = False
     with pytest.raises(ValueError, match=r"step-10 is damaged: .*; checkpoint.damaged = 'skip'"):
         loading.load()
-    with pytest.raises(ValueError, match=r"checkpoint.damaged: found 'no', expected 'skip' or"):
-        checkpoints.CheckpointManager.Config(damaged="no")
+    with pytest.raises(ValueError, match=r"damaged: found 'no', expected one of 'skip', 'error'"):
+        overlay(checkpoints.CheckpointManager.Config(), {"damaged": "no"})
 
 
 def test_damage_that_another_rank_finds_counts(

@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 
 from torchtitan_ext import cli
+from torchtitan_ext.plugin import machine
 from torchtitan_ext.tools import train as command
 
 ROOT = Path(__file__).parents[2]
@@ -106,7 +107,7 @@ def test_what_needs_torchtitan_says_in_one_line_what_to_install() -> None:
     done = without_torchtitan(
         ["train", config],
         ["quickstart"],
-        ["preflight", "--job.config_file", config],
+        ["preflight", config],
         ["tokenize", "tests", "-o", "nowhere", "--tokenizer", "byte"],
         ["export", "step-1", "-o", "nowhere", "--config", config],
     )
@@ -199,8 +200,8 @@ def test_train_picks_as_many_ranks_as_the_config_fits(
 
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setattr(command, "start", start)
-    monkeypatch.setattr(command, "_num_gpus", lambda: gpus)
-    monkeypatch.setattr(command, "_memory_gb", lambda _: 80.0)
+    monkeypatch.setattr(machine, "num_gpus", lambda: gpus)
+    monkeypatch.setattr(machine, "gpu_memory_gb", lambda: 80.0)
     folder = f"--dump_folder={tmp_path / 'run'}"
     assert cli.main(["train", QUICKSTART, folder, *options]) == 5
     assert started == [expected]

@@ -74,9 +74,9 @@ def test_a_node_without_accelerator_is_an_error_unless_it_is_meant(
 
 def test_a_node_that_lost_an_accelerator_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     with_device(monkeypatch, "cuda", 7)
-    assert command._pick(None, 2, None) == 7  # and not as many as would fit
+    assert command.pick_ranks(None, 2, None) == 7  # and not as many as would fit
     with pytest.raises(ValueError, match=r"--ranks: found 8, expected 1 to 7, the GPUs of "):
-        command._pick(8, 2, None)
+        command.pick_ranks(8, 2, None)
 
 
 def test_a_rank_whose_device_is_gone_does_not_train_on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -84,6 +84,11 @@ def test_tokens_follow_from_the_step_wherever_a_run_resumes(processor: Any) -> N
     # Two steps since the start: not the average since step 1.
     assert record["tokens_per_second"] * record["seconds_per_step"] == pytest.approx(256)
     assert record["seconds_per_step"] == 5.0
+    # torchtitan's figure is of one of four data-parallel devices, each with two of context.
+    processor.ntokens_since_last_log = 2 * 256 // 4
+    processor.now += 10.0
+    record = log(processor, 14)
+    assert record["tokens_per_second"] == 8 * written[-1]["throughput(tps)"]
     assert record["lr"] == 0.1
 
 

@@ -86,12 +86,12 @@ def test_others_of_the_family_have_their_names(token: str, name: str, schedule: 
 @pytest.mark.parametrize(
     ("token", "message"),
     [
-        ('amo={"observe_til": 1}', r"found the field 'observe_til'; did you mean 'observe_unt"),
-        ('amo={"lr": "1e-3"}', r"lr: found '1e-3', expected float"),
-        ('amo={"observe_until": 2.5}', "observe_until: found 2.5, expected int"),
-        ('amo={"lr": true}', "lr: found True, expected float"),
-        ('amo={"no_decay": [1]}', r"no_decay: found \(1,\), expected tuple"),
-        ('amo={"callbacks": "notes.Notes"}', r"callbacks: found 'notes.Notes', expected list\[str"),
+        ('amo={"observe_til": 1}', r"observe_til: found a field .* did you mean 'observe_until'"),
+        ('amo={"lr": "1e-3"}', r"lr: found '1e-3', expected a number"),
+        ('amo={"observe_until": 2.5}', "observe_until: found 2.5, expected an integer"),
+        ('amo={"lr": true}', "lr: found True, expected a number"),
+        ('amo={"no_decay": [1]}', r"no_decay: found \[1\], expected a list"),
+        ('amo={"callbacks": "notes.Notes"}', "callbacks: found 'notes.Notes', expected a list"),
         ('amo={"stop_seconds": 0}', "checkpoint.stop_seconds: found 0, expected an integer >= 1"),
         ('amo={"name": "AdamW"}', "name: found 'AdamW', expected one of 'AMO'"),
         ('muon={"name": "AMO"}', "name: found 'AMO', expected one of 'Muon', "),

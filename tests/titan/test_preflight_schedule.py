@@ -10,6 +10,7 @@ import pytest
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.tools.command import plain_text
 from tests.titan.test_preflight import CONFIGS, report
+from torchtitan_ext.cli import main
 from torchtitan_ext.tools import preflight_report
 
 A1 = str(CONFIGS / "schedules" / "a1.toml")
@@ -58,11 +59,12 @@ def text_of(found: dict[str, Any]) -> str:
     return plain_text(preflight_report.parts_of(found))
 
 
-def test_a_schedule_file_that_lacks_a_type_is_named(tmp_path: Path) -> None:
+def test_a_schedule_file_that_lacks_a_type_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "s.toml"
     path.write_text(Path(A1).read_text().partition("[schedules.mlp_down]")[0])
-    with pytest.raises(ValueError, match=r"operator_type: found 'mlp_down', expected one with"):
-        report(
-            *("debug_qwen3", 1, "", "--optimizer.name=Muon"),
-            f"--optimizer.muon.schedule_file={path}",
-        )
+    file = str(CONFIGS / "debug_qwen3.toml")
+    options = ["--optimizer.name=Muon", f"--optimizer.muon.schedule_file={path}"]
+    assert main(["preflight", file, "--world", "1", *options]) == 1
+    assert "error: operator_type: found 'mlp_down', expected one with" in capsys.readouterr().out

@@ -100,12 +100,13 @@ def test_depth_takes_three_layers_and_never_one_twice() -> None:
 
 
 def test_work_weighs_types_by_their_flops(tmp_path: Path) -> None:
-    small, large = {"shape": [8, 8]}, {"shape": [16, 16]}  # eight times the flops
-    log = [geometry(1, 0, "attn_q", 2.0) | small, geometry(1, 0, "attn_k", 2.0) | large]
+    plan = plan_allocation(
+        AMOConfig.paper(), {"attn_q": 1e-3, "attn_k": 1e-3}, costs={"attn_q": 1, "attn_k": 8}
+    )
     counts = {"attn_q": 5, "attn_k": 6}
     metrics = [metric(10, num_steps_by_type={"attn_q": 5, "attn_k": 5})]
     metrics.append(metric(40, num_steps_by_type=counts))
-    found = data.ns_work(data.load_one(write_run(tmp_path / "run", metrics, log)))
+    found = data.ns_work(data.load_one(with_plan(write_run(tmp_path / "run", metrics, []), plan)))
     assert found is not None
     assert found.unit == "flops"
     assert found.ratio == [1.0, pytest.approx((5 + 6 * 8) / (5 * 9))]
@@ -205,16 +206,15 @@ def test_a_tracked_run_shows_everything(tmp_path: Path) -> None:
     assert "a&b" in page.text
     assert "Llama-3.1-<test>" in page.text  # escaped, or it would be a tag
     assert "Not shown" not in page.text
-    assert "Hardest most often: mlp_down (3 of 3 tracked steps)" in page.text
     text = " ".join(page.text.split())
-    head = text[: text.index("Training")]
     for told in (
-        "loss 4.7000 at step 30 of 40",
-        "locked at step 21 now locked",
-        "35 steps instead",
+        "steps 30 of 40",
+        "loss 4.7000",
+        "phase locked, locked at step 21",
+        "error of the uniform schedule 2.22067",
+        "error of the plan 0.946",
     ):
-        assert told in head
-    assert "projected error 0.9469 uniform schedule: 2.221" in head
+        assert told in text
 
 
 @pytest.mark.slow
@@ -281,7 +281,6 @@ def test_a_plan_stands_beside_the_uniform_schedule(tmp_path: Path) -> None:
         "ladder, tau 1 \N{EN DASH}",
         "flops over uniform, half the peak rate 0.6000",
         "a tenth of the peak rate 0.6000 \N{EN DASH}",
-        "10 steps instead of 10, at 100.0 % of the flops",
         "Not shown for none: plan: the run has none.",
     ):
         assert told in text
@@ -295,7 +294,7 @@ def test_what_is_missing_is_left_out_and_said_once(tmp_path: Path) -> None:
     bare = metric(10, phase="", num_steps_by_type={}, optimizer={}, geometry_seconds=None)
     page = make(tmp_path, write_run(tmp_path / "adamw", [bare], []))
     assert page.tags.count("img") == 1  # the loss
-    assert page.tags.count("section") == 2
+    assert page.tags.count("section") == 1
     assert page.text.count("Not shown for adamw: ") == 4
     assert "--geometry.enable" in page.text
     more = write_run(tmp_path / "sgd", [bare], [])

@@ -135,14 +135,18 @@ def test_the_line_of_a_step_ends_with_phase_steps_and_time_to_go() -> None:
         "phase": "locked",
         "num_steps_by_type": {"attn_q": 6, "attn_k": 3},
         "seconds_per_step": 45.0,
+        "tokens_per_second": 4932.4,
         "data_seconds_per_step": 0.4,
     }
     assert line_tail(record, 120) == (
-        "  phase: locked       NS steps: 6 3  to go: 1:15:00 of 120 steps"
+        "  phase: locked       NS steps: 6 3  tokens/s on all ranks: 4,932  to go: 1:15:00 of 120 "
+        "steps"
     )
     starved = line_tail({**record, "data_seconds_per_step": 0.5}, 120)
-    assert "NS steps: 6 3  waits for data: 500 ms per step  to go: 1:15:00" in starved
-    assert line_tail({**record, "phase": ""}, 120) == "  to go: 1:15:00 of 120 steps"
+    assert "NS steps: 6 3  waits for data: 500 ms per step  tokens/s" in starved
+    assert line_tail({**record, "phase": ""}, 120).startswith(
+        "  tokens/s on all ranks: 4,932  to go"
+    )
 
 
 def test_a_new_folder_starts_anew_and_an_unfinished_run_goes_on(tmp_path: Path) -> None:
@@ -242,6 +246,12 @@ def test_the_quickstart_tells_how_training_ended(
             ["plan", "--ell=attn_q=0.001", "--nonsense"],
             "found unknown --nonsense, expected options of amo plan",
         ),
+        (["plan", "--stps", "5"], "found unknown --stps, expected options of amo plan (did you me"),
+        (
+            ["preflight", "c.toml", "--wrld", "2"],
+            "unknown --wrld, expected options of amo preflight (did you mean --world?)",
+        ),
+        (["train", "c.toml", "--rnks=2"], "unknown --rnks, expected options of amo train (did you"),
         (["quickstart", "--ranks", "0"], "--ranks: found 0, expected an integer >= 1"),
         (["quickstart", "--optimizer.name", "SGD"], "optimizer.name: found 'SGD'"),
         (

@@ -12,10 +12,9 @@ from torchtitan.config import ConfigManager
 
 from amo_dist import AMOConfig
 from tests.distributed import models
-from torchtitan_ext.config import settings
+from torchtitan_ext.config import checks, settings
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
 from torchtitan_ext.plugin.trainer import Trainer
-from torchtitan_ext.tools import preflight_checks
 
 CONFIG = f"--job.config_file={Path(__file__).parents[2] / 'configs' / 'quickstart.toml'}"
 
@@ -102,7 +101,7 @@ def test_torchtitans_own_entry_point_and_the_preflight_do_the_same(
     config = ConfigManager().parse_args()
     found = built(settings.complete(config))
     assert (found.ns_dtype, found.momentum) == ("float32", 0.5)
-    config, problems = preflight_checks.examine(settings.load([CONFIG, *options]), 2)
+    config, problems = checks.examine(settings.load([CONFIG, *options]), 2)
     assert problems == []
     assert (config.optimizer.muon.ns_dtype, config.optimizer.muon.momentum) == ("float32", 0.5)
 

@@ -68,7 +68,7 @@ def test_the_view_says_how_far_and_how_long() -> None:
     assert "validation  5.7500  after step 20" in text
     assert "rate        0.02  residual of the guard 0.125" in text
     assert "optimizer 25.0%  data 5.0%" in text
-    assert "tokens/s    1,000  2,000 ms per step  optimizer 25.0%  data 5.0%" in text
+    assert "tokens/s    1,000  on all ranks  2,000 ms per step  optimizer 25.0%  data 5.0%" in text
     assert "peak MiB    3  of memory" in text
     assert "TFLOP/s     412  per device  41.7% of its peak (MFU)" in text
     rows = [line.split() for line in lines[-4:]]

@@ -42,7 +42,7 @@ def overlay(
         field = section + name
         kind = types_by_name.get(name)
         if kind is None or (_is_derived(kind) and not derived):
-            _fail_unknown(field, [known for known in types_by_name if known[0] != "_"])
+            fail_unknown(field, [known for known in types_by_name if known[0] != "_"])
         default = getattr(config, name)
         if not dataclasses.is_dataclass(default):
             changes[name] = _typed(field, value, kind)
@@ -69,7 +69,16 @@ def plain(config: Any) -> dict[str, Any]:
     }
 
 
-def _fail_unknown(field: str, names: list[str]) -> NoReturn:
+def fail_unknown(field: str, names: list[str]) -> NoReturn:
+    """Refuse a field that does not exist, with the name that it resembles.
+
+    Args:
+        field: Dotted name.
+        names: Names of the fields of its section.
+
+    Raises:
+        ValueError: Always.
+    """
     section, _, name = field.rpartition(".")
     close = difflib.get_close_matches(name[:_LONGEST_NAME], names, 1)
     place = f"[{section}]" if section else "a config"

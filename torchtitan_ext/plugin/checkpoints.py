@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -68,7 +68,7 @@ class CheckpointManager(titan.CheckpointManager):
         """Whether each start reads the whole checkpoint and compares checksums; without it a
         flipped bit is loaded."""
 
-        damaged: str = "skip"
+        damaged: Literal["skip", "error"] = "skip"
         """Start from a checkpoint whose checksums differ: ``skip`` takes the one before it,
         ``error`` stops."""
 
@@ -81,10 +81,6 @@ class CheckpointManager(titan.CheckpointManager):
             Raises:
                 ValueError: For a value out of range, or fields that contradict each other.
             """
-            if self.damaged not in ("skip", "error"):
-                raise ValueError(
-                    f"checkpoint.damaged: found {self.damaged!r}, expected 'skip' or 'error'"
-                )
             if self.stop_seconds < 1:
                 raise ValueError(
                     f"checkpoint.stop_seconds: found {self.stop_seconds}, expected an integer >= 1"

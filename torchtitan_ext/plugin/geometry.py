@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from amo_dist.tools.records import append_records, drop_from
-from amo_dist.tools.tracker import WHAT, GeometryTracker, Record
+from amo_dist.tools.tracker import GeometryTracker, Record
 from torchtitan_ext.config.names import STOCK
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE
 
@@ -74,7 +74,7 @@ def validate(config: Any) -> None:
     """Check ``[geometry]``.
 
     Raises:
-        ValueError: For an interval or content out of range, or an optimizer without matrices.
+        ValueError: For an interval out of range, or an optimizer without matrices.
     """
     section = config.geometry
     if section.enable and config.optimizer.name in STOCK:
@@ -84,10 +84,6 @@ def validate(config: Any) -> None:
         )
     if section.interval < 1:
         raise ValueError(f"geometry.interval: found {section.interval!r}, expected an integer >= 1")
-    if section.what not in WHAT:
-        raise ValueError(
-            f"geometry.what: found {section.what!r}, expected one of {', '.join(WHAT)}"
-        )
 
 
 def install(container: Any, config: Any) -> GeometryTracker | None:

@@ -47,7 +47,8 @@ class MetricsProcessor(titan.MetricsProcessor):
     checkpoint. ``plan.json`` holds
     AMO's latest plan once there is one, and ``run.json`` the config from the first step of a start
     on. TensorBoard and W&B get the same figures. torchtitan's line about a step ends with
-    phase, Newton-Schulz steps and time to go.
+    phase, Newton-Schulz steps, tokens per second and time to go. Tokens per second are those of
+    all ranks, from one log to the next without validation; torchtitan's ``tps`` is one device's.
     """
 
     @dataclass(kw_only=True, slots=True)
@@ -326,12 +327,13 @@ def peak_memory() -> int:
 
 
 def line_tail(record: Mapping[str, Any], num_steps: int) -> str:
-    """End of torchtitan's line about a step: phase, Newton-Schulz steps, time to go."""
+    """End of torchtitan's line about a step: phase, Newton-Schulz steps, speed, time to go."""
     parts = [""]
     if record["phase"]:
         counts = " ".join(map(str, record["num_steps_by_type"].values()))
         parts += [f"phase: {record['phase']:<11}", f"NS steps: {counts}"]
     if (waits := record["data_seconds_per_step"]) >= 0.01 * record["seconds_per_step"]:
         parts.append(f"waits for data: {waits * 1e3:,.0f} ms per step")
+    parts.append(f"tokens/s on all ranks: {record['tokens_per_second']:,.0f}")
     remaining = (num_steps - record["step"]) * record["seconds_per_step"]
     return "  ".join([*parts, f"to go: {duration(remaining)} of {num_steps} steps"])

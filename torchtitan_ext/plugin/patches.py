@@ -7,7 +7,6 @@ and PyTorch 2.14 nothing is changed.
 from __future__ import annotations
 
 import importlib
-import os
 import platform
 import sys
 import types
@@ -17,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from torchtitan_ext.plugin.machine import IS_OLD, cpu_is_needed, resident_peak
+from torchtitan_ext.plugin.machine import IS_OLD, cpu_is_needed, memory_bytes, resident_peak
 
 
 def install() -> None:
@@ -48,7 +47,7 @@ def _name_the_cpu() -> None:
 
 def _cpu_module() -> types.SimpleNamespace:
     """``torch.cpu`` with what torchtitan further asks of a device module."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = memory_bytes()
     extra: dict[str, Any] = {
         "current_device": lambda: 0,
         "empty_cache": lambda: None,

@@ -30,11 +30,6 @@ def median(numbers: Iterable[float]) -> float | None:
     return statistics.median(listed) if listed else None
 
 
-def peak_memory(records: Records) -> float | None:
-    """Bytes, the maximum over all records."""
-    return max(values(records, "peak_memory_bytes"), default=None)
-
-
 def spans(records: Records) -> list[tuple[int, Mapping[str, Any]]]:
     """Each record after the first, with the number of steps that it covers."""
     return [(b["step"] - a["step"], b) for a, b in itertools.pairwise(records)]

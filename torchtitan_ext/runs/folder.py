@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -120,43 +120,3 @@ def changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
 
 def _is_free(name: str) -> bool:
     return any(f"{name}.".startswith(f"{free}.") for free in _NOT_COMPARED)
-
-
-def with_file(arguments: Sequence[str]) -> list[str]:
-    """Arguments of torchtitan, the first of which may be the TOML file alone.
-
-    Raises:
-        ValueError: If a file stands there and under ``--job.config_file``.
-    """
-    if not arguments or arguments[0].startswith("-"):
-        return [*arguments]
-    file, *others = arguments
-    if any(arg.replace("-", "_").startswith("__job.config_file") for arg in others):
-        raise ValueError(f"FILE: found {file!r} beside --job.config_file, expected one of them")
-    return [f"--job.config_file={file}", *others]
-
-
-def parse(arguments: Sequence[str]) -> Any:
-    """The config of torchtitan's arguments, which loads torchtitan: that takes seconds.
-
-    Raises:
-        ValueError: Mistakes, see :func:`torchtitan_ext.config.settings.parse`.
-    """
-    from torchtitan_ext.config import settings
-
-    return settings.parse(arguments)
-
-
-def num_ranks(requested: int | None, most: int | None = None) -> int:
-    """Number of processes of a run: that of ``--ranks``, else of the GPUs, else two.
-
-    Args:
-        requested: Value of ``--ranks``.
-        most: Most processes without a requested number.
-    """
-    if requested is not None:
-        return requested
-    import torch
-
-    available = torch.cuda.device_count() or 2
-    return available if most is None else min(available, most)

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TextIO
 from amo_dist.schedule.fields import fail, read_file, show
 from amo_dist.schedule.plan import PLAN_FILE, Plan
 from amo_dist.tools import files
-from amo_dist.tools.command import printable
+from amo_dist.tools.command import printable, read_json_file
 from amo_dist.tools.records import METRICS_FILE, MOST_RECORDS, append_records, drop_from
 
 GEOMETRY_FILE = "geometry.jsonl"
@@ -169,14 +169,9 @@ def read_config(folder: Path) -> dict[str, Any] | None:
         ValueError: If its file cannot be read.
     """
     file = folder / RUN_FILE
-    try:
-        sections = json.loads(read_file(file))
-    except FileNotFoundError:
+    if not file.exists():
         return None
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file}: not JSON: {error}") from None
+    sections = read_json_file(file)
     if not isinstance(sections, dict):
         kind = type(sections).__name__
         raise ValueError(f"{file}: found {kind}, expected an object of sections")

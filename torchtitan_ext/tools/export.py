@@ -20,7 +20,6 @@ from typing import Any
 from amo_dist.schedule.fields import fail
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext.config import files
-from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs.run_files import RUN_FILE, find_checkpoint, read_config
 
 TOKENIZER_FILES = (
@@ -69,7 +68,9 @@ def find_source(checkpoint: Path, config: str | None = None) -> Source:
         ValueError: The config is missing or cannot be read.
     """
     if config is not None:
-        return _source(runs.parse([f"--job.config_file={config}"]).to_dict())
+        from torchtitan_ext.config import settings
+
+        return _source(settings.resolve(config, []).to_dict())
     folder = checkpoint.parent.parent
     config_of_run = read_config(folder)
     if config_of_run is None:

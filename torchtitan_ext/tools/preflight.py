@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
 
 from amo_dist.tools.command import MOST_WORLD, Subparsers, positive, print_parts, print_text, whole
-from torchtitan_ext.runs import folder as runs
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -19,10 +17,10 @@ def add_command(subparsers: Subparsers) -> None:
         "AdamW train, each rank's work, traffic and memory, the tokens, the checkpoints, and the "
         "steps at which the schedule changes. It does not predict run time. Mistakes of the config "
         "are listed at the end, and the exit status is then 1.",
-        usage="%(prog)s FILE [options]",
         epilog="example: amo preflight configs/qwen3_1.7b.toml --world 32; torchtitan's options "
         "follow the file, e.g. --training.steps 200",
     )
+    parser.add_argument("config", metavar="FILE", help="TOML file, such as those in configs")
     size = whole(1, MOST_WORLD)
     parser.add_argument("--world", type=size, default=32, help="number of ranks (default 32)")
     parser.add_argument("--gpus-per-node", type=size, default=8, help="ranks per node (default 8)")
@@ -61,18 +59,16 @@ def run(args: argparse.Namespace) -> int:
         ValueError: The arguments or the file cannot be read.
     """
     from torchtitan_ext.config import settings
-    from torchtitan_ext.tools import preflight_checks, preflight_here, preflight_report
+    from torchtitan_ext.plugin import machine
+    from torchtitan_ext.tools import preflight_here, preflight_report
     from torchtitan_ext.tools.preflight_prediction import predict
 
-    file, options = settings.split_file(runs.with_file(args.overrides))
-    if file is None:
-        raise ValueError("FILE: found none, expected a TOML file")
-    config = settings.load([f"--{settings.FILE}={file}", *options])
+    config = settings.load([f"--{settings.FILE}", args.config, *args.overrides])
     is_elsewhere = args.elsewhere
     if is_elsewhere is None:
-        is_elsewhere = args.world > runs.num_ranks(None)
-    memory_gb = args.memory_gb or _memory_gb(is_elsewhere)
-    config, problems = preflight_checks.examine(config, args.world, memory_gb)
+        is_elsewhere = args.world > (machine.num_gpus() or 2)
+    memory_gb = args.memory_gb or (80.0 if is_elsewhere else machine.gpu_memory_gb())
+    config, problems = preflight_here.examine(config, args.world, memory_gb)
     report = predict(config, args.world, args.gpus_per_node, args.plan, problems)
     if config.model_spec is not None:
         lacks = preflight_here.lacks(config)
@@ -81,23 +77,10 @@ def run(args: argparse.Namespace) -> int:
         else:
             problems += lacks
     report["problems"] = list(dict.fromkeys(problems))
-    report["config"]["file"] = file
-    report["world"]["memory_gb"] = memory_gb if math.isfinite(memory_gb) else None
+    report["config"]["file"] = args.config
+    report["world"]["memory_gb"] = memory_gb
     if args.json:
         print_text(json.dumps(report, indent=2))
     else:
         print_parts(preflight_report.parts_of(report))
     return 1 if problems else 0
-
-
-def _memory_gb(elsewhere: bool) -> float:
-    """Memory of the device that a rank is expected to have; infinite where that is a CPU."""
-    if elsewhere:
-        return 80.0
-    import torch
-
-    from torchtitan_ext.plugin import machine
-
-    if machine.cpu_is_needed():
-        return math.inf
-    return torch.cuda.get_device_properties(0).total_memory / 1e9

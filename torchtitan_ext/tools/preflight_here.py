@@ -1,4 +1,4 @@
-"""Checks of the machine that starts a run: tokenizer, data, network, disk, a checkpoint."""
+"""Checks of a config, and of the machine that starts it: tokenizer, data, network, disk."""
 
 from __future__ import annotations
 
@@ -14,15 +14,34 @@ from typing import Any
 
 from torchtitan.hf_datasets import text_datasets as titan
 
+from torchtitan_ext.config import checks
 from torchtitan_ext.config.checks import collect
 from torchtitan_ext.data.files import find_files
 from torchtitan_ext.data.loader import DATASETS, named_for, open_packed, paths
 from torchtitan_ext.runs.run_files import checkpoints
-from torchtitan_ext.tools.preflight_memory import checkpoint_sizes
+from torchtitan_ext.tools.preflight_memory import check_memory, checkpoint_sizes
 
 HUB = "https://huggingface.co"
 HUB_SECONDS = 5.0
 """After which the hub counts as out of reach."""
+
+
+def examine(config: Any, world_size: int, memory_gb: float | None = None) -> tuple[Any, list[str]]:
+    """Complete a config, and check how its fields fit together and with a world.
+
+    Args:
+        config: Config as :func:`torchtitan_ext.config.settings.load` reads it; stays as it is.
+        world_size: Number of ranks.
+        memory_gb: Memory of a rank's device in 1e9 bytes; None leaves memory unchecked.
+
+    Returns:
+        The config, complete as far as it has no mistakes, and a line for each mistake.
+    """
+    config, problems = checks.examine(config, world_size)
+    if memory_gb is not None and not problems:  # sizes mean little before all fits together
+        by_name = checks.degrees(config, world_size)
+        collect(problems, lambda: check_memory(config, by_name, memory_gb))
+    return config, problems
 
 
 def lacks(config: Any) -> list[str]:

@@ -15,6 +15,9 @@ from torchtitan_ext.config.names import STOCK
 
 Groups = Sequence[Mapping[str, Any]]
 
+DISK_GB_PER_S = 1.0
+"""Write speed that notes assume of a shared file system; real ones write 1 to 100 times as fast."""
+
 EAGER_LOGIT_BYTES = 12
 """
 Bytes per logit at the peak of an eager loss, whatever its dtype: in backward the logarithm of
@@ -80,6 +83,31 @@ def checkpoint_sizes(config: Any) -> dict[str, int]:
         "checkpoints_saved": saved,
         "checkpoints_kept": kept,
     }
+
+
+def timeout_notes(config: Any) -> list[str]:
+    """Notes on limits within which a checkpoint has to be written, on a slow file system.
+
+    Args:
+        config: A complete config.
+    """
+    if not config.checkpoint.enable:
+        return []
+    size = checkpoint_sizes(config)["checkpoint_bytes"]
+    seconds = size / (DISK_GB_PER_S * 1e9)
+    notes = []
+    # Ranks wait for the last save, and for that of a stop, whatever the async_mode.
+    limits = {
+        "checkpoint.stop_seconds": config.checkpoint.stop_seconds,
+        "comm.train_timeout_seconds": config.comm.train_timeout_seconds,
+    }
+    for field, limit in limits.items():
+        if limit <= seconds:
+            notes.append(
+                f"{field} = {limit}: a checkpoint of {size / 1e9:.1f} GB needs more than "
+                f"{size / 1e9 / limit:.1f} GB/s; at {DISK_GB_PER_S} GB/s it takes {seconds:.0f} s"
+            )
+    return notes
 
 
 def logit_bytes(config: Any, degrees: Mapping[str, int]) -> int:

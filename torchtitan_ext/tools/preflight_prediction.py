@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from amo_dist.distributed.layout import Matrix, make_matrix, replicated_layout
@@ -14,30 +14,22 @@ from amo_dist.tools.step_cost import OWNERSHIPS, StepCost, lay_out
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.config.checks import collect, degrees
 from torchtitan_ext.tools import preflight_memory, preflight_schedule
-from torchtitan_ext.tools.preflight_checks import timeout_notes
 
 
 def predict(
-    config: Any, world_size: int, ranks_per_node: int, plan: str, problems: list[str] | None = None
+    config: Any, world_size: int, ranks_per_node: int, plan: str, problems: list[str]
 ) -> dict[str, Any]:
     """Make the report as JSON values, without the parts that mistakes leave unknown.
 
     Args:
-        config: A config from :func:`torchtitan_ext.tools.preflight_checks.examine`.
+        config: A config from :func:`torchtitan_ext.tools.preflight_here.examine`.
         world_size: Number of ranks.
         ranks_per_node: Consecutive ranks of one node.
         plan: Steps after the lock as ``TYPE=STEPS,...``; empty for the default.
-        problems: Mistakes of the config; those found here are appended. None raises them instead.
-
-    Raises:
-        ValueError: A malformed plan, an unknown matrix inside a block, or a schedule file that
-            lacks an operator type, unless ``problems`` takes it.
+        problems: Mistakes of the config. A malformed plan, an unknown matrix inside a block, and a
+            schedule file that lacks an operator type are appended.
     """
-
-    def attempt(part: Callable[[], Any]) -> Any:
-        return part() if problems is None else collect(problems, part)
-
-    by_name = attempt(lambda: degrees(config, world_size))
+    by_name = collect(problems, lambda: degrees(config, world_size))
     report: dict[str, Any] = {
         "problems": [],
         "notes": [],
@@ -50,12 +42,12 @@ def predict(
         },
         "timeline": _timeline(config),
     }
-    groups = attempt(lambda: preflight_memory.groups_of(config))
+    groups = collect(problems, lambda: preflight_memory.groups_of(config))
     if groups is None:
         return report
     registry = _registry(groups)
     report["parameters"] = {**_parameters(groups), "num_matrices": len(registry)}
-    steps = attempt(lambda: preflight_schedule.steps(config, registry, plan))
+    steps = collect(problems, lambda: preflight_schedule.steps(config, registry, plan))
     if steps is None:
         return report
     before, after, report["plan_origin"] = steps
@@ -63,7 +55,7 @@ def predict(
     if by_name is not None and not problems:
         report["run"] = _run(config, by_name)
         report["ladder"] = preflight_schedule.ladder(config, registry)
-        report["notes"] += timeout_notes(config)
+        report["notes"] += preflight_memory.timeout_notes(config)
         _add_costs(report, config, by_name, registry, (before, after))
     return report
 

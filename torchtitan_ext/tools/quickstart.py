@@ -48,8 +48,8 @@ def run(args: argparse.Namespace) -> int:
     from torchtitan_ext.config import settings
 
     arguments = [f"--job.config_file={CONFIG}", *args.overrides]
-    config = runs.parse(arguments)  # before any rank starts: one error, printed once
-    num_ranks = runs.num_ranks(args.ranks, most=2)  # more would need a larger global batch
+    config = settings.parse(arguments)  # before any rank starts: one error, printed once
+    num_ranks = train.pick_ranks(args.ranks, None, config)
     folder = runs.RunFolder(Path(config.dump_folder), config.checkpoint.folder)
     require_unlocked(folder.path, config.checkpoint.stop_seconds)
     config, problems = train.examine(config, num_ranks)

@@ -107,6 +107,7 @@ def run(args: argparse.Namespace) -> int:
     if "RANK" in os.environ:  # torchrun's
         return _train(arguments)
     from torchtitan_ext.config import settings
+    from torchtitan_ext.plugin import machine
 
     if args.newest_step:
         config = settings.load(arguments)
@@ -119,10 +120,10 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(
             f"--run-id: found {args.run_id!r}, expected letters, digits, '.', '-', '_'"
         )
-    if args.numa_binding and not _num_gpus():
+    if args.numa_binding and not machine.num_gpus():
         raise ValueError(f"--numa-binding: found {args.numa_binding!r}, expected none without GPUs")
     config = settings.load(arguments)
-    ranks = _pick(args.ranks, args.nodes, config)
+    ranks = pick_ranks(args.ranks, args.nodes, config)
     config, problems = examine(config, ranks, nodes)
     if problems:
         for problem in dict.fromkeys(problems):
@@ -160,9 +161,12 @@ def examine(config: Any, ranks: int, nodes: int = 1) -> tuple[Any, list[str]]:
     Returns:
         The config, and a line for each mistake.
     """
-    from torchtitan_ext.tools import preflight_checks, preflight_here
+    from torchtitan_ext.plugin import machine
+    from torchtitan_ext.tools import preflight_here
 
-    config, problems = preflight_checks.examine(config, ranks * nodes, _memory_gb(ranks))
+    # A rank on CPU has its share of the machine's memory.
+    memory_gb = machine.gpu_memory_gb() or machine.memory_bytes() / ranks / 1e9
+    config, problems = preflight_here.examine(config, ranks * nodes, memory_gb)
     return config, problems or preflight_here.lacks(config)
 
 
@@ -344,26 +348,23 @@ def _train(arguments: list[str]) -> int:
         return 1
 
 
-def _num_gpus() -> int:
-    """GPUs to train on; 0 for training on CPU."""
-    import torch
-
-    from torchtitan_ext.plugin import machine
-
-    return 0 if machine.cpu_is_needed() else torch.cuda.device_count()
-
-
-def _pick(ranks: int | None, nodes: int | None, config: Any) -> int:
+def pick_ranks(ranks: int | None, nodes: int | None, config: Any) -> int:
     """Processes of this node: ``--ranks``, or the most that divide the global batch.
 
     On several nodes all GPUs count: a node that sees fewer than the others must not train.
+
+    Args:
+        ranks: Value of ``--ranks``.
+        nodes: Value of ``--nodes``.
+        config: Config as :func:`torchtitan_ext.config.settings.load` reads it.
 
     Raises:
         ValueError: For a number above that of the GPUs, or for a node of several without any.
     """
     from torchtitan_ext.config import checks
+    from torchtitan_ext.plugin import machine
 
-    gpus = _num_gpus()
+    gpus = machine.num_gpus()
     if nodes and not gpus and os.environ.get("AMO_DEVICE") != "cpu":
         raise ValueError(
             f"AMO_DEVICE: found no accelerator on {socket.gethostname()}, expected one (nvidia-smi "
@@ -384,12 +385,3 @@ def _pick(ranks: int | None, nodes: int | None, config: Any) -> int:
         if not problems:
             return num_ranks
     return most
-
-
-def _memory_gb(num_ranks: int) -> float:
-    """Memory per rank of this machine, in 1e9 bytes."""
-    import torch
-
-    if _num_gpus():
-        return torch.cuda.get_device_properties(0).total_memory / 1e9
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / num_ranks / 1e9

@@ -126,7 +126,7 @@ def view(name: str, metrics: Metrics, *, width: int = 80) -> list[str]:
         }
         shares = (f"{k} {v / seconds:.1%}" for k, v in seconds_by_part.items() if v is not None)
         speed = _recent(records, "tokens_per_second")
-        add("tokens/s", speed, ",.0f", f"{seconds * 1e3:,.0f} ms per step", *shares)
+        add("tokens/s", speed, ",.0f", "on all ranks", f"{seconds * 1e3:,.0f} ms per step", *shares)
     mfu = _recent(records, "mfu_percent")
     share_of_peak = "" if mfu is None else f"{mfu:.1f}% of its peak (MFU)"
     add("TFLOP/s", _recent(records, "tflops"), ",.3g", "per device", share_of_peak)

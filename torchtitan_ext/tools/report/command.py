@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from amo_dist.tools import files
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext.tools.report import data, figures, page, style
 from torchtitan_ext.tools.report.data import Run
-from torchtitan_ext.tools.report.page import Headline, Picture, Section, Table
+from torchtitan_ext.tools.report.page import Picture, Section, Table
 
 NONE = "\N{EN DASH}"
 NO_GEOMETRY = "geometry: no geometry.jsonl (--geometry.enable of a torchtitan run writes it)"
@@ -53,8 +53,7 @@ def run(args: argparse.Namespace) -> int:
     with style.applied():
         sections, left_out = make_sections(runs)
         lead = "Adaptive Muon Orthogonalization. Each operator type keeps its colour in all plots."
-        headlines = [_headline(run) for run in runs]
-        text = page.render(f"AMO report: {names}", lead, headlines, sections, left_out)
+        text = page.render(f"AMO report: {names}", lead, sections, left_out)
         output = Path(args.output)
         output.parent.mkdir(parents=True, exist_ok=True)
         files.replace(output, text)
@@ -65,46 +64,36 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-# ---------------------------------------------------------------- headline
-
-
-def _headline(run: Run) -> Headline:
-    last, entries = run.metrics[-1], []
-    step, steps, phase = last["step"], last.get("training_steps"), last["phase"]
-    if losses := run.series("loss"):
-        of = f" of {steps:,}" if steps else ""
-        entries.append(("loss", f"{losses[-1][1]:.4f}", f"at step {step:,}{of}"))
-    locked = [first for name, first, _ in run.spans("phase") if name == "locked"]
-    if phase and phase != "uniform":
-        lock = last.get("lock_step")
-        when = f"locks at step {lock:,}" if lock else "nothing is planned"
-        place = (phase, when) if not locked else (f"step {locked[-1]:,}", f"now {phase}")
-        entries.append(("locked at" if locked else "phase", *place))
-    if run.plan is not None:
-        error, uniform = run.plan.objective, run.plan.uniform_objective
-        name = OBJECTIVES[run.plan.criterion]
-        entries.append((name, f"{error:.4g}", f"uniform schedule: {uniform:.4g}"))
-    if residuals := [value for _, value in run.series("newton_schulz/residual") if value]:
-        entries.append(("residual", f"{residuals[-1]:.3g}", "last measurement after Newton-Schulz"))
-    if (work := data.ns_work(run)) is not None:
-        value = f"{work.ratio[-1]:.3f} \N{MULTIPLICATION SIGN}"
-        entries.append(
-            (f"Newton-Schulz {work.unit}", value, _spent(run) or "the uniform schedule's")
-        )
-    return Headline(run.label, entries)
-
-
-def _spent(run: Run) -> str:
-    """Steps and flops of a plan beside those of the uniform schedule."""
-    plan = run.plan
-    if plan is None:
-        return ""
-    uniform = plan.base_steps * len(plan.operator_types)
-    flops = "" if plan.flops_ratio is None else f", at {100 * plan.flops_ratio:.1f} % of the flops"
-    return f"{sum(plan.allocation)} steps instead of {uniform}{flops}"
-
-
 # ---------------------------------------------------------------- sections
+
+_LOSS = (
+    "Training loss at the logged steps, averaged over ranks. Dotted, if there is any: validation "
+    "loss."
+)
+_SCHEDULE = "Newton-Schulz steps of each operator type, above the learning rate if it is logged."
+_WORK = (
+    "Work of the Newton-Schulz steps divided by the work of the uniform schedule: in flops "
+    "once there is a plan, otherwise in steps."
+)
+_ELL = (
+    "Effective ell of momentum, the latest median over sampled matrices. Dotted, once there is a "
+    "plan: the ell for which it is composed."
+)
+_PLAN = (
+    "The error of an update is its squared distance from the polar factor, divided by the squared "
+    'norm of the polar factor, over the sampled matrices. With update_norm = "exact" it is the '
+    "error of the direction. A projected error is the error at the lower bound of each type, "
+    "summed over types."
+)
+_CONDITIONING = (
+    "Each point is one matrix at one tracked step: the condition number of its momentum, and the "
+    "residual after Newton-Schulz."
+)
+_TYPES = "Condition number of momentum, median over the layers of a type."
+_NORM = (
+    "Norm of the orthogonalized momentum divided by the norm of its exact polar factor, median "
+    "over the layers of a type."
+)
 
 
 def make_sections(runs: Sequence[Run]) -> tuple[list[Section], list[str]]:
@@ -115,94 +104,47 @@ def make_sections(runs: Sequence[Run]) -> tuple[list[Section], list[str]]:
     Args:
         runs: One run or more.
     """
-    pictures_of = _PerRun(runs)
-    dotted = " Dotted: validation loss." if any(run.validations for run in runs) else ""
-    training = [Picture("loss", figures.losses(runs), _LOSS + dotted)]
-    work = figures.work(runs)
-    flat = "Newton-Schulz steps: they never change"
-    schedule = pictures_of("schedule", figures.timeline, _timeline_caption, flat)
-    if work is not None:
-        schedule.append(Picture("work", work, _WORK))
-    plans = pictures_of("plan", figures.plan, _plan_caption, "plan: the run has none")
-    plans += pictures_of("ell", figures.ells, _ell_caption, "ell: not observed")
-    geometry = [
-        *pictures_of("conditioning", figures.scatter, _CONDITIONING, NO_GEOMETRY),
-        *pictures_of("condition_numbers", figures.type_medians, _type_caption, NO_GEOMETRY),
-    ]
-    geometry += pictures_of("update_norm", figures.update_norms, _norm_caption, NO_GEOMETRY)
-    sections = [
-        Section("Training", training),
-        Section("Newton-Schulz schedule", schedule),
-        Section("Plan", plans, _plan_table(runs), _PLAN if pictures_of.with_plan else ""),
-        Section("Geometry", geometry),
-        Section("Figures of the runs", table=_facts(runs)),
-    ]
-    return [
-        section for section in sections if section.pictures or section.table
-    ], pictures_of.left_out()
+    labels_by_reason: dict[str, list[str]] = {}
 
-
-class _PerRun:
-    """One picture for each run that has the data."""
-
-    def __init__(self, runs: Sequence[Run]) -> None:
-        self._runs = runs
-        self._missing: dict[str, list[str]] = {}
-        self.with_plan = [run for run in runs if run.plan is not None]
-
-    def __call__(
-        self,
-        name: str,
-        draw: Callable[[Run], Any],
-        caption: Callable[[Run], str] | str,
-        reason: str,
+    def pictures(
+        name: str, draw: Callable[[Run], Any], caption: Callable[[Run], str] | str, reason: str
     ) -> list[Picture]:
-        pictures, several = [], len(self._runs) > 1
-        for number, run in enumerate(self._runs, start=1):
-            figure = draw(run)
-            if figure is not None:
-                text = caption if isinstance(caption, str) else caption(run)
-                text = f"{run.label}. {text}" if several else text
-                pictures.append(Picture(f"{name}_{number}" if several else name, figure, text))
+        drawn = []
+        for number, run in enumerate(runs, start=1):
+            if (figure := draw(run)) is None:
+                labels = labels_by_reason.setdefault(reason, [])
+                labels += [run.label] if run.label not in labels else []
                 continue
-            why = (
-                reason if reason != NO_GEOMETRY or not run.geometry else "geometry: too few layers"
-            )
-            labels = self._missing.setdefault(why, [])
-            labels += [run.label] if run.label not in labels else []
-        return pictures
+            text = caption if isinstance(caption, str) else caption(run)
+            if len(runs) == 1:
+                drawn.append(Picture(name, figure, text))
+            else:
+                drawn.append(Picture(f"{name}_{number}", figure, f"{run.label}. {text}"))
+        return drawn
 
-    def left_out(self) -> list[str]:
-        return [
-            f"Not shown for {', '.join(labels)}: {reason}."
-            for reason, labels in self._missing.items()
-        ]
-
-
-# ---------------------------------------------------------------- captions
-
-_LOSS = "Training loss at the logged steps, averaged over ranks."
-_WORK = (
-    "Work of the Newton-Schulz steps divided by the work of the uniform schedule: in flops if a "
-    "plan or a geometry log gives the shapes, otherwise in steps."
-)
-_CONDITIONING = (
-    "Each point is one matrix at one tracked step: the condition number of its momentum, and the "
-    "residual after Newton-Schulz."
-)
-_PLAN = (
-    "The error of an update is its squared distance from the polar factor, divided by the squared "
-    'norm of the polar factor, over the sampled matrices. With update_norm = "exact" it is the '
-    "error of the direction. A projected error is the error at the lower bound of each type, "
-    "summed over types."
-)
-
-
-def _timeline_caption(run: Run) -> str:
-    spent = _spent(run)
-    text = "Newton-Schulz steps of each operator type"
-    text += ", above the learning rate." if run.series("lr") else "."
-    return f"{text} The plan spends {spent}." if spent else text
+    flat = "Newton-Schulz steps: they never change"
+    schedule = pictures("schedule", figures.timeline, _SCHEDULE, flat)
+    if (work := figures.work(runs)) is not None:
+        schedule.append(Picture("work", work, _WORK))
+    plans = pictures("plan", figures.plan, _plan_caption, "plan: the run has none")
+    plans += pictures("ell", figures.ells, _ELL, "ell: not observed")
+    geometry = [
+        *pictures("conditioning", figures.scatter, _CONDITIONING, NO_GEOMETRY),
+        *pictures("condition_numbers", figures.type_medians, _TYPES, NO_GEOMETRY),
+        *pictures("update_norm", figures.update_norms, _NORM, NO_GEOMETRY),
+    ]
+    plan_table = _plan_table([run for run in runs if run.plan is not None])
+    sections = [
+        Section("Training", [Picture("loss", figures.losses(runs), _LOSS)], _facts(runs)),
+        Section("Newton-Schulz schedule", schedule),
+        Section("Plan", plans, plan_table, _PLAN if plan_table else ""),
+        Section("Geometry", geometry),
+    ]
+    left_out = [
+        f"Not shown for {', '.join(labels)}: {reason}."
+        for reason, labels in labels_by_reason.items()
+    ]
+    return [section for section in sections if section.pictures or section.table], left_out
 
 
 def _plan_caption(run: Run) -> str:
@@ -212,53 +154,20 @@ def _plan_caption(run: Run) -> str:
     return " ".join([text, *(f"Note: {line}." for line in starved(run.plan))])
 
 
-def _ell_caption(run: Run) -> str:
-    targets = "" if run.plan is None else " Dotted: the ell for which the plan is composed."
-    return f"Effective ell of momentum, the latest median over sampled matrices.{targets}"
-
-
-def _type_caption(run: Run) -> str:
-    by_step: dict[int, list[tuple[float, str]]] = {}
-    for name, series in data.medians(run.geometry, data.operator_type).items():
-        for step, value in series:
-            by_step.setdefault(step, []).append((value, name))
-    hardest = [max(values)[1] for values in by_step.values()]
-    easiest = [min(values)[1] for values in by_step.values()]
-    return (
-        "Condition number of momentum, median over the layers of a type. Hardest most often: "
-        f"{_most(hardest)}; easiest: {_most(easiest)}."
-    )
-
-
-def _most(names: Sequence[str]) -> str:
-    most = max(sorted(set(names)), key=names.count)
-    return f"{most} ({names.count(most)} of {len(names)} tracked steps)"
-
-
-def _norm_caption(run: Run) -> str:
-    by_type = data.medians(run.geometry, data.operator_type, "update_norm")
-    last = ", ".join(f"{name} {series[-1][1]:.3f}" for name, series in by_type.items())
-    return (
-        "Norm of the orthogonalized momentum divided by the norm of its exact polar factor, median "
-        f"over the layers of a type. At the last tracked step: {last}."
-    )
-
-
 # ---------------------------------------------------------------- tables
 
 
-def _table(runs: Sequence[Run], rows: Sequence[tuple[str, Sequence[str | None]]]) -> Table:
-    """One row for each figure that any run has, one column for each run."""
-    shown = [(name, cells) for name, cells in rows if any(cell is not None for cell in cells)]
-    header = ["", *(run.label for run in runs)]
-    return Table(header, [[name, *(cell or NONE for cell in cells)] for name, cells in shown])
+def _table(runs: Sequence[Run], columns: Sequence[Mapping[str, str | None]]) -> Table:
+    """One column for each run, and one row for each figure that any of them has."""
+    rows = [[name, *(column[name] or NONE for column in columns)] for name in columns[0]]
+    shown = [row for row in rows if any(cell != NONE for cell in row[1:])]
+    return Table(["", *(run.label for run in runs)], shown)
 
 
 def _plan_table(runs: Sequence[Run]) -> Table | None:
-    """Errors, steps and flops of the plans, and of the uniform schedule."""
-    planned = [run for run in runs if run.plan is not None]
+    """Errors, steps and flops of the plans, and of the uniform schedule; None without any run."""
     columns = []
-    for run in planned:
+    for run in runs:
         plan = run.plan
         assert plan is not None
         uniform, flops = plan.uniform_objective, plan.flops_ratio
@@ -274,9 +183,7 @@ def _plan_table(runs: Sequence[Run]) -> Table | None:
                 **_ladder_cells(plan),
             }
         )
-    if not columns:
-        return None
-    return _table(planned, [(name, [column[name] for column in columns]) for name in columns[0]])
+    return _table(runs, columns) if columns else None
 
 
 def _ladder_cells(plan: Plan) -> dict[str, str | None]:
@@ -290,22 +197,41 @@ def _ladder_cells(plan: Plan) -> dict[str, str | None]:
 
 
 def _facts(runs: Sequence[Run]) -> Table:
-    rows: list[tuple[str, Sequence[str | None]]] = [
-        ("model", [_model(run) for run in runs]),
-        ("optimizer", [run.config.get("optimizer", {}).get("name") for run in runs]),
-        ("steps", [f"{run.metrics[-1]['step']:,}" for run in runs]),
-        ("tokens", [_count(run.metrics[-1].get("num_tokens")) for run in runs]),
-        (
-            "validation loss",
-            [f"{v[-1][1]:.4f}" if (v := run.validations) else None for run in runs],
-        ),
-    ]
-    works = [data.ns_work(run) for run in runs]
-    mean = [None if work is None else f"{work.mean:.3f} ({work.unit})" for work in works]
-    last = [None if work is None else f"{work.ratio[-1]:.3f} ({work.unit})" for work in works]
-    rows.append(("Newton-Schulz work over uniform's, mean", mean))
-    rows.append(("Newton-Schulz work over uniform's, at the end", last))
-    return _table(runs, rows)
+    """Model, progress, loss, phase and Newton-Schulz work of each run."""
+    columns = []
+    for run in runs:
+        last, work = run.metrics[-1], data.ns_work(run)
+        total, tokens = last.get("training_steps"), last.get("num_tokens")
+        loss, residual = run.series("loss"), run.series("newton_schulz/residual")
+        columns.append(
+            {
+                "model": _model(run),
+                "optimizer": run.config.get("optimizer", {}).get("name"),
+                "steps": f"{last['step']:,}" + (f" of {total:,}" if total else ""),
+                "tokens": None if tokens is None else f"{tokens:,.0f}",
+                "loss": f"{loss[-1][1]:.4f}" if loss else None,
+                "validation loss": f"{run.validations[-1][1]:.4f}" if run.validations else None,
+                "phase": _phase(run),
+                # 0 is no measurement.
+                "residual after Newton-Schulz": f"{residual[-1][1]:.3g}"
+                if residual and residual[-1][1]
+                else None,
+                "Newton-Schulz work over uniform's, mean": work
+                and f"{work.mean:.3f} ({work.unit})",
+                "Newton-Schulz work over uniform's, at the end": work
+                and f"{work.ratio[-1]:.3f} ({work.unit})",
+            }
+        )
+    return _table(runs, columns)
+
+
+def _phase(run: Run) -> str | None:
+    """Phase at the end, and the step of the lock if there is one."""
+    phase, lock = run.metrics[-1]["phase"], run.metrics[-1].get("lock_step")
+    locked = [first for name, first, _ in run.spans("phase") if name == "locked"]
+    if locked:
+        return f"{phase}, locked at step {locked[-1]:,}"
+    return f"{phase}, locks at step {lock:,}" if lock else phase or None
 
 
 def _model(run: Run) -> str | None:
@@ -313,7 +239,3 @@ def _model(run: Run) -> str | None:
         return str(run.geometry[0].get("model", NONE))
     model = run.config.get("model", {})
     return f"{model['name']} {model['flavor']}" if model else None
-
-
-def _count(value: float | None) -> str | None:
-    return None if value is None else f"{value:,.0f}"

@@ -7,15 +7,12 @@ import itertools
 import math
 import os
 import statistics
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from amo_dist.config import sort_operator_types
-from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.schedule.grouping import group_matrices
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.records import METRICS_FILE, read_records
 from torchtitan_ext.runs import costs
 from torchtitan_ext.runs.costs import Records
@@ -174,7 +171,7 @@ class Work:
     mean: float
     """Mean ratio over the steps of the run."""
     unit: str
-    """``flops``, or ``steps`` if no shapes are known."""
+    """``flops``, or ``steps`` without a plan that knows its matrices."""
 
 
 def ns_work(run: Run) -> Work | None:
@@ -182,45 +179,19 @@ def ns_work(run: Run) -> Work | None:
     spans = run.spans("num_steps_by_type")
     if not spans:
         return None
-    flops = _flops(run, {name for counts, _, _ in spans for name in counts})
     base = 5 if run.plan is None else run.plan.base_steps
+    flops: dict[str, float] = {}
+    if run.plan is not None and run.plan.costs is not None:
+        flops = dict(zip(run.plan.operator_types, map(float, run.plan.costs), strict=True))
+    # Schedules of a run can have other groups than its plan.
+    is_known = {name for counts, _, _ in spans for name in counts} <= flops.keys()
     ratio = []
     for counts, _, _ in spans:
-        weight = {name: 1.0 if flops is None else flops[name] for name in counts}
+        weight = {name: flops[name] if is_known else 1.0 for name in counts}
         work = sum(counts[name] * weight[name] for name in counts)
         ratio.append(work / (base * sum(weight.values())))
     lengths = [last - first + 1 for _, first, last in spans]
     mean = costs.mean(zip(lengths, ratio, strict=True))
     assert mean is not None
-    unit = "steps" if flops is None else "flops"
+    unit = "flops" if is_known else "steps"
     return Work([last for _, _, last in spans], ratio, mean, unit)
-
-
-def _flops(run: Run, names: Collection[str]) -> dict[str, float] | None:
-    """Flops of one Newton-Schulz step of all matrices that share a schedule, by its name.
-
-    Returns:
-        None if the shapes of any name's matrices are unknown.
-    """
-    flops: dict[str, float] = {}
-    if run.plan is not None and run.plan.costs is not None:
-        flops = dict(zip(run.plan.operator_types, map(float, run.plan.costs), strict=True))
-    else:
-        registry = _registry(run)
-        by_depth = group_matrices(registry, "layer_group").group_of
-        for matrix in registry:
-            rows, columns = matrix.shape
-            # A policy shares schedules by type, by type and depth, or by shape.
-            candidates = (matrix.operator_type, by_depth[matrix.name], f"{rows}x{columns}")
-            name = next((name for name in candidates if name in names), matrix.operator_type)
-            flops[name] = flops.get(name, 0.0) + ns_step_flops(rows, columns)
-    return flops if set(names) <= flops.keys() else None
-
-
-def _registry(run: Run) -> list[MatrixInfo]:
-    """Every matrix of the geometry log."""
-    by_name = {record["name"]: record for record in run.geometry if "shape" in record}
-    return [
-        MatrixInfo(name, (record["shape"][0], record["shape"][1]), record["operator_type"])
-        for name, record in by_name.items()
-    ]

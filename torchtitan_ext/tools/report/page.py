@@ -15,15 +15,6 @@ TEMPLATE = Path(__file__).with_name("page.html")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Headline:
-    """Key figures of a run."""
-
-    label: str
-    figures: Sequence[tuple[str, str, str]]
-    """Name, value and remark of each figure."""
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
 class Picture:
     """A figure in a section."""
 
@@ -51,21 +42,14 @@ class Section:
     note: str = ""
 
 
-def render(
-    title: str,
-    lead: str,
-    headlines: Sequence[Headline],
-    sections: Sequence[Section],
-    left_out: Sequence[str],
-) -> str:
+def render(title: str, lead: str, sections: Sequence[Section], left_out: Sequence[str]) -> str:
     """The whole page; ``left_out`` are lines at its end."""
     import jinja2
 
     environment = jinja2.Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
     environment.filters["image"] = _image
-    values = {"headlines": headlines, "sections": sections, "left_out": left_out}
     template = environment.from_string(TEMPLATE.read_text("utf-8"))
-    return template.render(title=title, lead=lead, **values)
+    return template.render(title=title, lead=lead, sections=sections, left_out=left_out)
 
 
 def save_pngs(sections: Sequence[Section], folder: Path) -> int:
