@@ -603,16 +603,17 @@ def _draw_work(runs: Runs, path: Path) -> bool:
     """Loss against five uniform steps by flops after the switch, over all models; for a phone."""
     from matplotlib import pyplot
 
-    ladders = path.parent.with_name("ladder")
-    uniform = ("uniform-5", "uniform-4", "uniform-3")
+    folder = path.parent.with_name("ladder")
+    if not folder.exists():
+        return False
+    records, taus = Runs(folder), (1, 2, 4)
     series = {
-        "same steps for every type": (runs, uniform),
-        "plan by operator type": (runs, ("distance-0.8", "distance-0.6", "distance-0.5")),
+        "same steps for every type": ("uniform-5", "uniform-4", "uniform-3"),
+        "plan by operator type": tuple(f"plan-as-ladder-{tau}" for tau in taus),
+        "ladder: fewer as the rate falls": tuple(f"ladder-{tau}" for tau in taus),
     }
-    if ladders.exists():
-        series["ladder: fewer as the rate falls"] = (Runs(ladders), ("ladder-1", "ladder-2"))
     figure, axes = pyplot.subplots(figsize=(5.2, 3.9))
-    for (label, (records, rows)), style in zip(series.items(), ("o-", "s--", "D:"), strict=False):
+    for (label, rows), style in zip(series.items(), ("o-", "s--", "D:"), strict=True):
         fields = {"steps": STEPS, "switch": SWITCH, "decay": "cosine"}
         points = []
         for row in rows:
