@@ -83,7 +83,8 @@ class Controller:
         self._undone = control
         """The value to go on from if the verdict undoes the last step."""
         self._states: list[tuple[int, State]] = []
-        """First step of each state that this process has seen come into force."""
+        """First step of each state that this process has seen come into force; of one step the last
+        entry counts, as an undone step is taken again."""
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._residuals: dict[str, Tensor] = {}
         self._decision: _Decision | None = None
@@ -132,6 +133,18 @@ class Controller:
         self._change(state=self.policy.from_dict(self.policy.to_dict(self.state), groups))
         if is_new:
             self._plan_if_due()
+        self._states = [(self.control.steps_taken + 1, self.state)]
+
+    def plan_late(self, verdict: Verdict) -> None:
+        """Plan if a state was loaded that lacks a plan by now; a collective over the world then.
+
+        Raises:
+            RankMismatchError: On every rank, if only some of them have loaded such a state.
+        """
+        if self.policy.plan_due(self.state):
+            verdict.agree_on_text("a plan before the next step")
+            self._plan_if_due()
+            self._states = [(self.control.steps_taken + 1, self.state)]
 
     def settle(self, verdict: Verdict | None) -> None:
         """Read the verdict of the last step, if nobody has read it.
@@ -255,7 +268,7 @@ class Controller:
         self.control = dataclasses.replace(
             control, steps_taken=orders.step, state=self._decision.state
         )
-        if self.state is not control.state:
+        if self.state is not self._states[-1][1]:
             self._states.append((orders.step, self.state))
         for probe in orders.probes:
             probe.finish(orders.step)
@@ -264,8 +277,9 @@ class Controller:
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
         """The schedule of each group at a step, as it was if this process took the step."""
-        states = (state for first, state in reversed(self._states) if first <= step)
-        return self.policy.schedules(next(states, self.state), self.known_groups, step)
+        groups, states = self.known_groups, self._states
+        state = next((own for first, own in reversed(states) if first <= step), states[0][1])
+        return self.policy.schedules(state, groups, step)
 
     def _observe(self, name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
         start = time.perf_counter()

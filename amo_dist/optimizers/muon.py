@@ -262,6 +262,7 @@ class Muon(torch.optim.Optimizer):
         if fault:
             engine.verdict.agree_on_text(fault)
             raise ValueError(fault)
+        controller.plan_late(engine.verdict)
         orders, tracker = controller.orders(engine.parameters.matrices, rate), self.tracker
         if tracker is not None and tracker.is_due(orders.step):
             probes = (*orders.probes, self._tracked(tracker))

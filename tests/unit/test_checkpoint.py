@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, param_groups
+from amo_dist import AMO, ROOT, AMOConfig, param_groups
 from tests.distributed import models
 from tests.unit.checkpoint_runs import (
     BAD_RATES,
@@ -72,6 +72,18 @@ def test_a_running_optimizer_goes_back(saved_at: int) -> None:
     model.load_state_dict(saved["model"])
     optimizer.load_state_dict(saved["optimizer"])
     train(model, optimizer, saved_at + 1, STEPS)
+    assert all(map(torch.equal, everything(model, optimizer), ends))
+
+
+def test_a_state_from_before_a_fit_is_fitted_after_the_load() -> None:
+    model = models.plain_model(SHAPES)
+    optimizer = ROOT(param_groups(model))
+    saved = copy.deepcopy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+    train(model, optimizer, 1, 2)
+    ends = everything(model, optimizer)
+    model.load_state_dict(saved["model"])
+    optimizer.load_state_dict(saved["optimizer"])
+    train(model, optimizer, 1, 2)
     assert all(map(torch.equal, everything(model, optimizer), ends))
 
 

@@ -270,6 +270,18 @@ def test_a_run_goes_on_from_any_place_between_rungs(saved_after: int) -> None:
         assert torch.equal(param, other_model.get_parameter(name))
 
 
+def test_steps_before_the_first_move_after_a_resume_are_told_as_they_were() -> None:
+    model, optimizer = locked()
+    take(model, optimizer, 0.3, 12)
+    model, optimizer = resumed(optimizer, model)
+    rates = enumerate([0.3, 0.3, 0.9], LOCK + 13)
+    taken = {step: take(model, optimizer, rate) for step, rate in rates}
+    assert len(set(taken.values())) > 1
+    for step, steps in taken.items():
+        schedules = optimizer.schedules_by_group(step).values()
+        assert tuple(schedule.num_steps for schedule in schedules) == steps
+
+
 def test_another_tau_on_resume_plans_anew() -> None:
     model, optimizer = locked()
     take(model, optimizer, 0.1, 12)
