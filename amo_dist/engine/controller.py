@@ -53,6 +53,8 @@ class _Decision(NamedTuple):
     """State of the policy in which the step is taken."""
     schedules: Sequence[Schedule]
     """Schedule of each matrix of this process."""
+    by_group: Mapping[str, Schedule]
+    """Schedule of each group of matrices."""
     digest: str
     """Digest of the state and of the schedules of all matrices."""
     owner_epoch: Hashable
@@ -82,9 +84,9 @@ class Controller:
         """The matrices that share schedules; None before the ranks know one another."""
         self._undone = control
         """The value to go on from if the verdict undoes the last step."""
-        self._states: list[tuple[int, State]] = []
-        """First step of each state that this process has seen come into force; of one step the last
-        entry counts, as an undone step is taken again."""
+        self._history: list[tuple[int, Mapping[str, Schedule]]] = []
+        """First step of each set of schedules by group that this process has taken; of one step the
+        last entry counts, as an undone step is taken again."""
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._residuals: dict[str, Tensor] = {}
         self._decision: _Decision | None = None
@@ -133,7 +135,6 @@ class Controller:
         self._change(state=self.policy.from_dict(self.policy.to_dict(self.state), groups))
         if is_new:
             self._plan_if_due()
-        self._states = [(self.control.steps_taken + 1, self.state)]
 
     def plan_late(self, verdict: Verdict) -> None:
         """Plan if a state was loaded that lacks a plan by now; a collective over the world then.
@@ -144,7 +145,6 @@ class Controller:
         if self.policy.plan_due(self.state):
             verdict.agree_on_text("a plan before the next step")
             self._plan_if_due()
-            self._states = [(self.control.steps_taken + 1, self.state)]
 
     def settle(self, verdict: Verdict | None) -> None:
         """Read the verdict of the last step, if nobody has read it.
@@ -240,6 +240,7 @@ class Controller:
             policy.steady_rates(state, step, rate),
             state,
             schedules,
+            by_group,
             policy.digest(state, groups, step),
             owner_epoch,
             observed,
@@ -268,18 +269,17 @@ class Controller:
         self.control = dataclasses.replace(
             control, steps_taken=orders.step, state=self._decision.state
         )
-        if self.state is not self._states[-1][1]:
-            self._states.append((orders.step, self.state))
+        if not self._history or self._history[-1][1] != self._decision.by_group:
+            self._history.append((orders.step, self._decision.by_group))
         for probe in orders.probes:
             probe.finish(orders.step)
-        if self.state is not self._decision.state:
-            self._states.append((orders.step + 1, self.state))
 
     def schedules(self, step: int) -> Mapping[str, Schedule]:
         """The schedule of each group at a step, as it was if this process took the step."""
-        groups, states = self.known_groups, self._states
-        state = next((own for first, own in reversed(states) if first <= step), states[0][1])
-        return self.policy.schedules(state, groups, step)
+        groups, is_taken = self.known_groups, step <= self.control.steps_taken
+        history = (by_group for first, by_group in reversed(self._history) if first <= step)
+        taken = next(history, None) if is_taken else None
+        return taken or self.policy.schedules(self.state, groups, step)
 
     def _observe(self, name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
         start = time.perf_counter()

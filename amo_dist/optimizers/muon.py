@@ -315,14 +315,18 @@ class Muon(torch.optim.Optimizer):
 
     def _tracked(self, tracker: Tracker) -> Probe:
         """The measurements of the tracker: of every matrix."""
-        world = self.world
+        world, verdict = self.world, self._engine.verdict
         assert world is not None
+        assert verdict is not None
 
         def measure(name: str, momentum: Tensor, result: Callable[[], Tensor]) -> None:
             tracker.measure(name, momentum, result())
 
         def finish(step: int) -> None:
-            tracker.collect(step, world)
+            try:
+                tracker.collect(step, world)
+            except Exception as error:  # of a full disk, on the one rank that writes
+                verdict.report_failure(f"step {step}: collecting measurements", error)
 
         return Probe(frozenset(info.name for info in world.registry), measure, finish)
 

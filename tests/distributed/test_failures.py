@@ -104,6 +104,23 @@ def test_a_measurement_that_fails_on_its_owner_is_raised_on_all(run_on: Ranks, w
     assert known == [0, 1, 1, 2, 2, 2]
 
 
+def fail_to_write(rank: int, world_size: int) -> list[str]:
+    model = models.make_model("fsdp", models.shapes())
+    optimizer = Muon(param_groups(model), lr=3e-3)
+    optimizer.tracker = GeometryTracker(1, sink=lambda step, _: 1 // (2 - step))
+    return [take(model, optimizer, step) for step in (1, 2, 3)]
+
+
+def test_measurements_that_the_first_rank_cannot_write_are_an_error_on_all(run_on: Ranks) -> None:
+    found, other = run_on(2, timeout=60.0)(fail_to_write)
+    assert found == other
+    assert found[0] == found[2] == ""
+    assert found[1] == (
+        "RuntimeError: step 2: collecting measurements failed on rank 0: ZeroDivisionError: "
+        "integer division or modulo by zero"
+    )
+
+
 # ------------------------------------------------------------------ Newton-Schulz
 
 
