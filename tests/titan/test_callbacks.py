@@ -28,6 +28,22 @@ def test_figures_are_numbers_with_names_of_their_own() -> None:
         Callbacks([path, path]).figures(3, {"loss": 1.0})
 
 
+@pytest.mark.parametrize(
+    ("figures", "message"),
+    [
+        ({"validation_loss": 1.0}, "found two figures 'validation_loss' at step 3"),
+        ({"own": None}, r"found {'own': None} of .*Rank.log_metrics at step 3, expected numbers"),
+        ([1.0], r"found \[1.0\] of .*Rank.log_metrics at step 3, expected numbers by name"),
+    ],
+)
+def test_figures_that_cannot_be_read_back_are_named(
+    figures: Any, message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Rank, "log_metrics", lambda *_: figures)
+    with pytest.raises(ValueError, match=f"metrics.callbacks: {message}"):
+        Callbacks([f"{__name__}.Rank"]).figures(3, {"loss": 1.0})
+
+
 def test_an_error_of_a_callback_keeps_its_cause() -> None:
     callbacks = Callbacks([f"{__name__}.Rank"])
     match = r"Rank.log_metrics failed on rank 0 at step .*Type"

@@ -12,6 +12,7 @@ from typing import Any
 import torch.distributed as dist
 
 from torchtitan_ext.imports import import_class
+from torchtitan_ext.runs.run_files import VALIDATION
 
 
 class Callback:
@@ -99,16 +100,24 @@ class Callbacks:
         """Figures of all callbacks for a logged step.
 
         Raises:
-            ValueError: A figure has the name of another one.
+            ValueError: A figure has the name of another one, or is no number.
             CallbackError: On the rank where a callback fails.
         """
         figures: dict[str, float] = {}
-        for result in self.run("log_metrics", step, record):
-            for name, value in (result or {}).items():
-                if name in record or name in figures:
-                    raise ValueError(
-                        f"metrics.callbacks: found two figures {name!r} at step {step}, expected "
-                        "another name for that of log_metrics"
-                    )
-                figures[name] = float(value)
+        results = self.run("log_metrics", step, record)
+        for (path, _), result in zip(self._callbacks, results, strict=True):
+            try:
+                own = {name: float(value) for name, value in (result or {}).items()}
+            except Exception as error:
+                raise ValueError(
+                    f"metrics.callbacks: found {result!r} of {path}.log_metrics at step {step}, "
+                    "expected numbers by name"
+                ) from error
+            # A record with the loss of a validation is read as that validation.
+            if taken := sorted(own.keys() & {*record, *figures, VALIDATION}):
+                raise ValueError(
+                    f"metrics.callbacks: found two figures {taken[0]!r} at step {step}, expected "
+                    "another name for that of log_metrics"
+                )
+            figures |= own
         return figures

@@ -193,6 +193,7 @@ class MetricsProcessor(titan.MetricsProcessor):
             "num_steps_by_type": report.num_steps_by_type,
             "changes": self._changes(step),
             "optimizer": report.metrics,
+            **dict.fromkeys(OF_DEVICE),
         }
         extra_metrics["optimizer/seconds_per_step"] = optimizer_seconds
         extra_metrics["data/seconds_per_step"] = data_seconds
