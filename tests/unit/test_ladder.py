@@ -101,3 +101,8 @@ def test_the_steps_are_a_function_of_the_rate_alone() -> None:
     assert [steps_at(rungs, (5,), rate)[0] for rate in rates] == [5, 5, 4, 3, 2, 3, 5, 2]
     assert ladder([errors], [1], (2,), errors[5]) == ()
     assert ladder([{1: 0.0, 2: 0.0}], [1], (2,), 0.0) == (Rung(2.0**500, (1,)),)
+
+
+def test_no_rate_is_searched_for_below_all_that_floats_tell_apart() -> None:
+    curves = [{2: 0.75, 3: 0.5, 4: 0.25}]
+    assert [rung.rate for rung in ladder(curves, [1], [4], 1.0, 1e-322)] == [0.0, 0.0]
