@@ -38,7 +38,8 @@ class UpdateRule:
         config: Mathematics of the optimizer.
 
     Raises:
-        ValueError: ``config.adjust_lr`` asks for a scale, and the rule has a `scale` of its own.
+        ValueError: ``config.adjust_lr`` asks for a scale, and the rule has a `scale` of its own; or
+            it `sets_weights` without a `post` that makes them.
     """
 
     defaults: ClassVar[Mapping[str, Any]] = MappingProxyType({})
@@ -63,6 +64,11 @@ class UpdateRule:
         self.has_check = kind.check is not UpdateRule.check
         self.has_pre = kind.pre is not UpdateRule.pre
         self.has_post = kind.post is not UpdateRule.post
+        if self.sets_weights and not self.has_post:
+            raise ValueError(
+                f"{kind.__name__}.sets_weights: found True without `post`, expected one that "
+                "returns new weights"
+            )
 
     def check(self, group: Mapping[str, Any]) -> None:
         """Refuse hyperparameters that make no sense; at each step, for groups with matrices.

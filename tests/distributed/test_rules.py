@@ -155,3 +155,10 @@ def test_a_sum_that_was_not_declared_is_an_error() -> None:
     models.set_gradients(model, 5, 1)
     with pytest.raises(ValueError, match=r"^allsum: found call 1 .*, expected 0 calls"):
         optimizer.step()
+
+
+def test_weights_without_a_post_that_makes_them_are_refused() -> None:
+    rule = type("Bare", (UpdateRule,), {"sets_weights": True})
+    model = models.plain_model({"layers.0.attention.wq.weight": (8, 6)})
+    with pytest.raises(ValueError, match=r"Bare\.sets_weights: found True without `post`"):
+        type("BareMuon", (Muon,), {"rule_class": rule})(param_groups(model))
