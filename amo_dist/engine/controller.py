@@ -198,9 +198,10 @@ class Controller:
         if turn and (checked := matrix_to_check(self._world.registry, turn)) is not None:
             check = functools.partial(self._check_residual, checked)
             probes.append(Probe(frozenset([checked]), self._take_residual, check))
-        lines = [f"step {step}", f"schedules and state {decision.digest}"]
-        if self.follows_rate:
+        lines = [f"step {step}"]
+        if self.follows_rate:  # before the digest, which differs for it, and an error has one line
             lines.append(f"greatest learning rate of matrices {rate}")
+        lines.append(f"schedules and state {decision.digest}")
         # Set here and not in `finish`, which a step that raises never reaches.
         self._undone = self.control
         return Orders(

@@ -155,12 +155,12 @@ def test_a_run_killed_in_a_rung_goes_on_in_another_world(
         assert all(torch.equal(found[name], params[name]) for name in params)
 
 
-def unlike_rates(rank: int, world_size: int) -> str:
+def unlike_rates(rank: int, world_size: int, taken: int) -> str:
     model, optimizer = make(FIELDS)
-    take(model, optimizer, 8)
-    models.set_gradients(model, SEED, 9)
+    take(model, optimizer, taken)
+    models.set_gradients(model, SEED, taken + 1)
     for group in optimizer.param_groups:
-        group["lr"] = 1e-3 * (1 + rank)
+        group["lr"] = 0.5 * (1 + rank)
     try:
         optimizer.step()
     except RankMismatchError as error:
@@ -168,6 +168,7 @@ def unlike_rates(rank: int, world_size: int) -> str:
     return ""
 
 
-def test_ranks_with_unlike_rates_are_told_before_the_step(run_on: Ranks) -> None:
-    for message in run_on(2)(unlike_rates):
-        assert "greatest learning rate of matrices 0.00" in message
+@pytest.mark.parametrize("taken", [2, 8])
+def test_ranks_with_unlike_rates_are_told_before_the_step(run_on: Ranks, taken: int) -> None:
+    for message in run_on(2)(unlike_rates, taken):
+        assert "rank 0 has greatest learning rate of matrices 0.5; rank 1 has " in message
