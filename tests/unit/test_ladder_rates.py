@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from amo_dist import AMO, AMOConfig, NonFiniteGradientError, param_groups
 from amo_dist.engine.controller import greatest_rate
 from amo_dist.schedule.amo import AMOPolicy
+from amo_dist.schedule.trials import ErrorSums
 from tests.distributed import models
 from tests.simulated_device import simulated_device
 
@@ -247,6 +249,35 @@ def test_a_step_that_a_late_verdict_undoes_leaves_the_ladder_where_it_was() -> N
         after = optimizer.control_state_dict()
         assert after["steps_taken"] == LOCK + 1
         assert after["policy"]["ladder_steps"] is not None
+
+
+def test_an_undone_step_is_told_as_it_was_taken_in_the_end() -> None:
+    with simulated_device():
+        model = models.plain_model(SHAPES, "cuda")
+        optimizer = AMO(param_groups(model), config=AMOConfig(**FIELDS))
+        planned = take(model, optimizer, 1.0, LOCK)
+        models.set_gradients(model, 7, LOCK + 1)
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.fill_(math.nan)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.1
+        optimizer.step()  # down the ladder, and undone
+        models.set_gradients(model, 7, LOCK + 1)
+        with pytest.raises(NonFiniteGradientError):
+            optimizer.step()
+        assert take(model, optimizer, 1.0) == planned
+
+
+def test_errors_of_past_observations_are_not_kept() -> None:
+    def count() -> int:
+        gc.collect()
+        return sum(type(entry) is ErrorSums for entry in gc.get_objects())
+
+    before = count()
+    _, optimizer = locked()
+    assert count() <= before
+    assert optimizer.plan is not None
 
 
 def resumed(optimizer: AMO, model: nn.Module, **changes: Any) -> tuple[nn.Module, AMO]:
