@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,6 +9,9 @@ import pytest
 from amo_dist import AMOConfig
 from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.planning import plan_allocation
+from torchtitan_ext.config import values
+from torchtitan_ext.config.files import fields
+from torchtitan_ext.plugin.trainer import Trainer
 from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.tools import quickstart
 
@@ -52,3 +56,15 @@ def test_a_run_goes_on_with_the_config_that_it_had() -> None:
     assert runs.changes(config, moved) == []
     longer = {**config, "training": {"steps": 6}}
     assert runs.changes(config, longer) == ["training.steps: was 5, is 6"]
+
+
+def test_fields_that_may_change_are_fields_of_a_config() -> None:
+    """A name that nothing has any more would leave the field to stop every resume."""
+    names = [f"{name}." for name, _ in fields(values.plain(Trainer.Config()))]
+    names += [f"{field.name}." for field in dataclasses.fields(Trainer.Config)]
+    unknown = [
+        free
+        for free in runs._NOT_COMPARED
+        if not any(name.startswith(f"{free}.") for name in names)
+    ]
+    assert unknown == []
