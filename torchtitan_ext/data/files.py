@@ -75,8 +75,11 @@ def find_files(source: str, pattern: str = "", hub: Hub | None = None) -> Files:
     if source == "stdlib":
         return _standard_library()
     if path.is_dir():
-        paths = path.glob(pattern or "**/*")
-        kept = [file for file in paths if pattern or _is_data(file)]
+        kept = [
+            file
+            for file in path.glob(pattern or "**/*")
+            if pattern or format_of(file.name) != "text" or file.suffix.lower() == ".txt"
+        ]
         return _local(kept, path)
     if path.is_file():
         return _local([path], path.parent)
@@ -86,10 +89,6 @@ def find_files(source: str, pattern: str = "", hub: Hub | None = None) -> Files:
     if hub is None or source.startswith((".", "/", "~")) or source.count("/") > 1:
         raise ValueError(f"dataloader.dataset_path: no such file or folder: {source!r}")
     return hub_files(source, hub)
-
-
-def _is_data(file: Path) -> bool:
-    return format_of(file.name) != "text" or file.suffix.lower() == ".txt"
 
 
 def _standard_library() -> Files:

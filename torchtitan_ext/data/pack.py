@@ -11,7 +11,6 @@ import collections
 import contextlib
 import dataclasses
 import fcntl
-import importlib.util
 import logging
 import multiprocessing
 import os
@@ -296,17 +295,15 @@ LOG_SECONDS = 30.0
 def with_bar(shards: Iterator[tuple[int, Index]], name: str) -> Index:
     """Show progress while shards are written; returns the last index.
 
-    A terminal gets a bar if rich is installed, everything else a line now and then.
+    A terminal gets one line that changes, everything else a line now and then.
     """
     count, index = next(shards)
-    if sys.stderr.isatty() and importlib.util.find_spec("rich"):
-        rich: Any = importlib.import_module("rich.progress")
-        console = importlib.import_module("rich.console").Console(stderr=True)
-        columns = ("{task.description}", rich.SpinnerColumn(), rich.TimeElapsedColumn())
-        with rich.Progress(*columns, console=console) as bar:
-            task = bar.add_task(_describe(name, count, index))
+    if sys.stderr.isatty():
+        from rich.console import Console
+
+        with Console(stderr=True).status(_describe(name, count, index)) as status:
             for count, index in shards:
-                bar.update(task, description=_describe(name, count, index))
+                status.update(_describe(name, count, index))
         return index
     last = time.monotonic()
     for count, index in shards:

@@ -147,7 +147,9 @@ class MetricsProcessor(titan.MetricsProcessor):
                 self._files.start(step, self._config_dict)
                 start = f"resumes at step {step}" if step > 1 else "starts anew at step 1"
                 progress.info("training %s of %d", start, self._num_steps)
-                self._show_plan()
+                if self._plan is not None:  # The policy itself announces new ones.
+                    self._files.save_plan(self._plan.to_json())
+                    progress.info("the plan of the checkpoint:\n%s", plan_table(self._plan))
         self.callbacks.run("before_step", step)
         # The last step too: a run's final loss is what one looks for.
         return bool(super().should_log(step)) or step == self._num_steps
@@ -191,7 +193,9 @@ class MetricsProcessor(titan.MetricsProcessor):
             "geometry_seconds": None if self._tracker is None else self._tracker.seconds,
             "phase": report.phase,
             "num_steps_by_type": report.num_steps_by_type,
-            "changes": self._changes(step),
+            "changes": run_log.changes(self._optimizer, self._files.last, step)
+            if self._files is not None
+            else [],
             "optimizer": report.metrics,
             **dict.fromkeys(OF_DEVICE),
         }
@@ -249,11 +253,6 @@ class MetricsProcessor(titan.MetricsProcessor):
         self._plan = plan
         self.callbacks.run("after_step", self._step)
 
-    def _changes(self, logged: int) -> list[dict[str, Any]]:
-        """Steps since the last record from which on phase or Newton-Schulz steps are others."""
-        files = self._files
-        return [] if files is None else run_log.changes(self._optimizer, files.last, logged)
-
     def _take_data_seconds(self) -> float:
         """Seconds waited for data since the last log, in each step those of its slowest rank.
 
@@ -283,13 +282,6 @@ class MetricsProcessor(titan.MetricsProcessor):
     def _optimizer(self) -> Any:
         """The one of our container; None in torchtitan's own, which holds several."""
         return getattr(self.optimizers, "optimizer", None)
-
-    def _show_plan(self) -> None:
-        """Show the plan that a run resumes with; the policy itself announces new ones."""
-        plan = getattr(self._optimizer, "plan", None)
-        if self._files is not None and plan is not None:
-            self._files.save_plan(plan.to_json())
-            progress.info("the plan of the checkpoint:\n%s", plan_table(plan))
 
 
 class _KeepingLogger(titan.BaseLogger):

@@ -22,14 +22,10 @@ from torchtitan_ext.plugin.machine import IS_OLD, cpu_is_needed, memory_bytes, r
 def install() -> None:
     """Change what this machine needs; a no-op when repeated."""
     if IS_OLD and not hasattr(dist, "set_timeout"):
-        _name_set_timeout()
+        # Torchtitan calls it by this name after the first step; its name before PyTorch 2.14.
+        dist.set_timeout = distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
     if cpu_is_needed():
         _name_the_cpu()
-
-
-def _name_set_timeout() -> None:
-    """Torchtitan calls it by this name after the first step; its name before PyTorch 2.14."""
-    dist.set_timeout = distributed_c10d._set_pg_timeout  # type: ignore[attr-defined]
 
 
 def _name_the_cpu() -> None:

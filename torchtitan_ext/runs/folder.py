@@ -115,8 +115,5 @@ class RunFolder:
 def changes(saved: Mapping[str, Any], config: Mapping[str, Any]) -> list[str]:
     """Fields that differ between two configs and matter for training, as readable text."""
     lines = differences(dict(fields(saved)), dict(fields(config)))
-    return [line for line in lines if not _is_free(line.partition(": ")[0])]
-
-
-def _is_free(name: str) -> bool:
-    return any(f"{name}.".startswith(f"{free}.") for free in _NOT_COMPARED)
+    prefixes = tuple(f"{name}." for name in _NOT_COMPARED)
+    return [line for line in lines if not f"{line.partition(': ')[0]}.".startswith(prefixes)]

@@ -124,7 +124,9 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
         if assets is None:
             byte_tokenizer().save_pretrained(scratch)
         else:
-            _copy_tokenizer(assets, scratch)
+            for file_name in TOKENIZER_FILES:
+                if (assets / file_name).is_file():
+                    shutil.copyfile(assets / file_name, scratch / file_name)
         tokenizer = require_transformers().AutoTokenizer.from_pretrained(scratch)
         # Training put this token after each document; the tokenizer may name the end of a turn.
         eos = tokenizer.convert_tokens_to_ids(source.eos_token or tokenizer.eos_token)
@@ -176,12 +178,6 @@ def _tokenizer_folder(assets: str) -> Path:
             "transformers reads, expected tokenizer.json"
         )
     return folder
-
-
-def _copy_tokenizer(assets: Path, output: Path) -> None:
-    for name in TOKENIZER_FILES:
-        if (file := assets / name).is_file():
-            shutil.copyfile(file, output / name)
 
 
 def load(checkpoint: Path, source: Source, dtype: str = "float32") -> Any:

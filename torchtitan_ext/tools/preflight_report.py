@@ -33,16 +33,14 @@ def _head(report: Mapping[str, Any]) -> list[Part]:
     state = "is in order"
     if problems:
         state = f"has {len(problems)} mistake{'s' * (len(problems) > 1)}, listed at the end"
+    nodes = "one node"
+    if world["nodes"] > 1:
+        nodes = f"{world['nodes']} nodes of {min(world['ranks'], world['gpus_per_node'])}"
     lines: list[Part] = [
         f"{config['model']} with {config['optimizer']}: {config['file']} {state}",
-        f"{world['ranks']} ranks on {_nodes(world)} ({degrees})",
+        f"{world['ranks']} ranks on {nodes} ({degrees})",
     ]
     return lines + [f"note: {note}" for note in report["notes"]]
-
-
-def _nodes(world: Mapping[str, Any]) -> str:
-    most = min(world["ranks"], world["gpus_per_node"])
-    return "one node" if world["nodes"] == 1 else f"{world['nodes']} nodes of {most}"
 
 
 def _parameters(report: Mapping[str, Any]) -> list[Part]:

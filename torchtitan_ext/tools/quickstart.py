@@ -62,7 +62,8 @@ def run(args: argparse.Namespace) -> int:
     if step >= steps:
         print(f"The run in {folder.path} is complete ({step} steps); --fresh starts anew.")
     else:
-        _announce(folder.path, step, steps, num_ranks)
+        begin = f"Resuming from the checkpoint of step {step}" if step else "Starting anew"
+        print(f"{begin}: {steps} steps on {num_ranks} ranks, in {folder.path}.", flush=True)
         start = time.monotonic()
         status = train.start(settings.for_ranks(config), config, num_ranks)
         if status == STOPPED or status >= 128:
@@ -72,11 +73,6 @@ def run(args: argparse.Namespace) -> int:
         print(f"Trained in {time.monotonic() - start:.0f} s.")
     _summarize(config, folder.checkpoints)
     return 0
-
-
-def _announce(folder: Path, step: int, steps: int, num_ranks: int) -> None:
-    start = f"Resuming from the checkpoint of step {step}" if step else "Starting anew"
-    print(f"{start}: {steps} steps on {num_ranks} ranks, in {folder}.", flush=True)
 
 
 def _tell_stop(step: int, steps: int) -> None:
