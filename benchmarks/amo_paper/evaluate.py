@@ -249,7 +249,7 @@ def run(args: argparse.Namespace) -> int:
     model, optimizer = args.model, args.optimizer
     if model is None or optimizer is None:
         source = export.find_source(args.checkpoint, args.config)
-        model, optimizer = model or source.flavor, optimizer or source.optimizer
+        model, optimizer = model or source.model.flavor, optimizer or source.optimizer
     options = {name: getattr(args, name) for name in _OPTIONS}
     record = evaluate(args.checkpoint, model, optimizer, **options)
     output = args.output

@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from benchmarks.amo_paper import evaluate
 from benchmarks.amo_paper.__main__ import build_parser
 from benchmarks.amo_paper.results import PAPER_TASKS, check_examples, read_results
-from torchtitan_ext.data.tokenizers import ByteTokenizer
+from torchtitan_ext.data.tokenizers import ByteTokenizer, Tokenizer
 from torchtitan_ext.plugin import models
 from torchtitan_ext.tools import export
 
@@ -156,13 +156,14 @@ def parse(*arguments: str) -> argparse.Namespace:
         ({"flavor": "huge"}, "model.flavor: found 'huge'"),
         ({"name": "qwen3"}, "lacks .* such as layers.0.attention.k_norm.*another model"),
         ({"flavor": "quickstart"}, "lacks .* keys|Size mismatch"),
-        ({"tokenizer": "hf", "assets": "nowhere"}, "found no tokenizer in nowhere"),
+        ({"kind": "hf"}, "found no tokenizer in nowhere"),
     ],
 )
 def test_unfit_checkpoints_are_named(tmp_path: Path, change: dict[str, str], message: str) -> None:
     checkpoint = save(tiny_model("llama3"), tmp_path, "llama3")
-    fields = {"name": "llama3", "flavor": "tiny", "tokenizer": "byte", "assets": ""}
-    source = export.Source(**{**fields, **change}, optimizer="AMO")
+    fields: Any = {"name": "llama3", "flavor": "tiny", "kind": "byte", **change}
+    tokenizer = Tokenizer.Config(kind=fields.pop("kind"))
+    source = export.Source(models.Model(**fields), tokenizer, "nowhere", "AMO")
     with pytest.raises(ValueError, match=message):
         export.export(checkpoint, tmp_path / "hf", source)
 

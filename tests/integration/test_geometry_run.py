@@ -58,7 +58,7 @@ def test_the_log_holds_every_matrix_and_feeds_the_static_schedules(tracked: Run)
     assert metrics[-1]["geometry_seconds"] > 0
     assert [r["step"] for r in metrics if r["observe_seconds"] is not None] == [2, 4]
     source = find_source(tracked.folder / "checkpoint" / f"step-{NUM_STEPS}")
-    assert (source.name, source.flavor, source.optimizer) == ("llama3", "tiny", "AMO")
+    assert (source.model.name, source.model.flavor, source.optimizer) == ("llama3", "tiny", "AMO")
 
 
 def test_a_finished_run_says_that_nothing_was_trained(

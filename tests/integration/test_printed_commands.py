@@ -100,7 +100,8 @@ def test_a_stock_config_trains_on_cpus_stops_and_goes_on(checkout: Path) -> None
     assert steps(run) == [*range(1, 11)]
     assert f"training resumes at step {stopped + 1} of 10" in output.read_text()
     source = find_source(run / "checkpoint" / "step-10")
-    assert (source.name, source.flavor, source.tokenizer) == ("llama3", "debugmodel", "hf")
+    assert (source.model.name, source.model.flavor) == ("llama3", "debugmodel")
+    assert source.tokenizer.kind == "hf"
 
 
 @pytest.mark.parametrize(

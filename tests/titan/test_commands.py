@@ -16,6 +16,7 @@ from benchmarks.amo_paper import __main__ as paper
 from benchmarks.amo_paper import evaluate
 from torchtitan_ext import cli
 from torchtitan_ext.config import settings
+from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.plugin import models
 from torchtitan_ext.runs.run_files import find_checkpoint, save_config
 from torchtitan_ext.tools import export
@@ -57,12 +58,14 @@ def test_the_sizes_of_a_run_reach_the_export(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
     file.write_text("[model]\nname = 'qwen3'\nflavor = 'tiny'\nlayers = 3\n")
     source = export.find_source(tmp_path, str(file))
-    assert source.sizes["layers"] == 3
+    assert source.model.layers == 3
     save_config(tmp_path, {**settings.parse([f"--job.config_file={file}"]).to_dict()})
     assert export.find_source(tmp_path / "checkpoint" / "step-1") == source
 
 
-SOURCE = export.Source("llama3", "quickstart", "byte", "", "AMO")
+SOURCE = export.Source(
+    models.Model(name="llama3", flavor="quickstart"), Tokenizer.Config(kind="byte"), "", "AMO"
+)
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

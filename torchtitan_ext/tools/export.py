@@ -13,7 +13,6 @@ import re
 import shutil
 import tempfile
 import warnings
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +40,14 @@ CHECKPOINT_HELP = "<dump folder>/checkpoint/step-<n>, or the dump folder: its ne
 class Source:
     """Facts about a checkpoint's model that the checkpoint does not hold."""
 
-    name: str
-    """``model.name``: ``llama3`` or ``qwen3``."""
-    flavor: str
-    """``model.flavor``."""
-    tokenizer: str
-    """``tokenizer.kind``: ``hf`` or ``byte``."""
+    model: Any
+    """Section ``[model]`` of the run."""
+    tokenizer: Any
+    """Section ``[tokenizer]``."""
     assets: str
-    """``tokenizer.path``, else ``hf_assets_path``: folder or file of the tokenizer."""
+    """``hf_assets_path``: folder or file of the tokenizer where ``[tokenizer]`` names none."""
     optimizer: str
     """``optimizer.name`` of the run."""
-    eos_token: str = ""
-    """``tokenizer.eos_token``, the token after each document; empty for the tokenizer's own."""
-    sizes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Sizes that ``[model]`` sets beside the flavor's own."""
 
 
 def find_source(checkpoint: Path, config: str | None = None) -> Source:
@@ -67,36 +60,28 @@ def find_source(checkpoint: Path, config: str | None = None) -> Source:
     Raises:
         ValueError: The config is missing or cannot be read.
     """
-    if config is not None:
-        from torchtitan_ext.config import settings
+    from torchtitan_ext.config import settings, values
+    from torchtitan_ext.data.tokenizers import Tokenizer
+    from torchtitan_ext.plugin.models import Model
 
-        return _source(settings.resolve(config, []).to_dict())
+    if config is not None:
+        read = settings.resolve(config, [])
+        return Source(read.model, read.tokenizer, read.hf_assets_path, read.optimizer.name)
     folder = checkpoint.parent.parent
-    config_of_run = read_config(folder)
-    if config_of_run is None:
+    sections = read_config(folder)
+    if sections is None:
         path = folder / RUN_FILE
         raise ValueError(f"--config: found none and no {path}, expected the config of the run")
-    return _source(config_of_run)
-
-
-def _source(config: Mapping[str, Any]) -> Source:
-    fields = dict(files.fields(config))
+    fields = dict(files.fields(sections))
     needed = ("model.name", "model.flavor", "tokenizer.kind", "hf_assets_path", "optimizer.name")
     for name in needed:
         if not isinstance(fields.get(name), str):
             fail(f"config: {name}", fields.get(name), "the config of a run")
     return Source(
-        name=fields["model.name"],
-        flavor=fields["model.flavor"],
-        tokenizer=fields["tokenizer.kind"],
-        assets=fields.get("tokenizer.path") or fields["hf_assets_path"],
-        optimizer=fields["optimizer.name"],
-        eos_token=fields.get("tokenizer.eos_token", ""),
-        sizes={
-            name.removeprefix("model."): value
-            for name, value in fields.items()
-            if name.startswith("model.") and type(value) is int
-        },
+        values.overlay(Model(), sections["model"], "model."),
+        values.overlay(Tokenizer.Config(), sections["tokenizer"], "tokenizer."),
+        fields["hf_assets_path"],
+        fields["optimizer.name"],
     )
 
 
@@ -116,7 +101,9 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
     """
     _require_own(output)
     require_transformers()
-    assets = None if source.tokenizer == "byte" else _tokenizer_folder(source.assets)
+    assets = None
+    if source.tokenizer.kind != "byte":
+        assets = _tokenizer_folder(source.tokenizer.path or source.assets)
     model = load(checkpoint, source, dtype)
     output.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".export-", dir=output) as name:
@@ -129,7 +116,7 @@ def export(checkpoint: Path, output: Path, source: Source, dtype: str = "float32
                     shutil.copyfile(assets / file_name, scratch / file_name)
         tokenizer = require_transformers().AutoTokenizer.from_pretrained(scratch)
         # Training put this token after each document; the tokenizer may name the end of a turn.
-        eos = tokenizer.convert_tokens_to_ids(source.eos_token or tokenizer.eos_token)
+        eos = tokenizer.convert_tokens_to_ids(source.tokenizer.eos_token or tokenizer.eos_token)
         model.config.eos_token_id = model.generation_config.eos_token_id = eos
         model.save_pretrained(scratch)
         # This file says that a folder holds a model: it goes first and comes last.
@@ -185,7 +172,7 @@ def load(checkpoint: Path, source: Source, dtype: str = "float32") -> Any:
     import torch
 
     args, adapter, weights = _weights(checkpoint, source)
-    config = hf_config(source.name, args)
+    config = hf_config(source.model.name, args)
     with torch.device("meta"):
         model = require_transformers().AutoModelForCausalLM.from_config(config)
     kind = getattr(torch, dtype)
@@ -206,9 +193,10 @@ def _weights(checkpoint: Path, source: Source) -> tuple[Any, Any, dict[str, Any]
 
     from torchtitan_ext.plugin import loading, models
 
-    if source.name not in ("llama3", "qwen3"):
-        raise ValueError(f"model.name: found {source.name!r}, expected 'llama3' or 'qwen3'")
-    spec = models.spec(models.Model(name=source.name, flavor=source.flavor, **source.sizes))
+    if source.model.name not in ("llama3", "qwen3"):
+        raise ValueError(f"model.name: found {source.model.name!r}, expected 'llama3' or 'qwen3'")
+    # Checkpoints hold three matrices for queries, keys and values, fused or not.
+    spec = models.spec(dataclasses.replace(source.model, fuse_qkv=False, attention="sdpa"))
     with torch.device("meta"):
         model = spec.model.build()
     weights = {
