@@ -42,7 +42,9 @@ class Tokenizer(BaseTokenizer):
             Raises:
                 ValueError: Its files do not make one.
             """
-            return make_tokenizer(self.kind, self.path or tokenizer_path, self.eos_token)
+            if self.kind == "byte":
+                return ByteTokenizer()
+            return HFTokenizer(self.path or tokenizer_path, self.eos_token)
 
 
 class ByteTokenizer(BaseTokenizer):
@@ -122,17 +124,3 @@ def identity(tokenizer: BaseTokenizer) -> str:
     name = f"{type(tokenizer).__name__}-{tokenizer.get_vocab_size()}"
     digest = getattr(tokenizer, "digest", None)
     return name if digest is None else f"{name}-{digest}"
-
-
-def make_tokenizer(kind: str, path: str, eos_token: str = "") -> BaseTokenizer:
-    """Make the tokenizer ``hf`` or ``byte``.
-
-    Args:
-        kind: Kind of the tokenizer.
-        path: Folder or file; ``byte`` needs none.
-        eos_token: Token after each document; empty for the tokenizer's own.
-
-    Raises:
-        ValueError: Its files do not make one.
-    """
-    return ByteTokenizer() if kind == "byte" else HFTokenizer(path, eos_token)

@@ -193,7 +193,7 @@ def add_command(subparsers: Subparsers) -> None:
 def _run(args: argparse.Namespace) -> int:
     from torchtitan_ext.data.pack import Options, tokenize, with_bar
     from torchtitan_ext.data.shards import read_index
-    from torchtitan_ext.data.tokenizers import make_tokenizer
+    from torchtitan_ext.data.tokenizers import Tokenizer
 
     if args.tokenizer != "byte" and not args.tokenizer_path:
         raise ValueError(f"--tokenizer-path: found none, expected one for {args.tokenizer!r}")
@@ -206,7 +206,8 @@ def _run(args: argparse.Namespace) -> int:
     files = find_files(args.source, args.pattern, Hub(args.hub_config, args.split, revision))
     if part >= len(files.urls):
         raise ValueError(f"--part: found {args.part}, expected at most {len(files.urls)} parts")
-    tokenizer = make_tokenizer(args.tokenizer, args.tokenizer_path, args.eos_token)
+    section = Tokenizer.Config(kind=args.tokenizer, eos_token=args.eos_token)
+    tokenizer = section.build(tokenizer_path=args.tokenizer_path)
     names = ("text_field", "score_field", "max_bad_rows", "shard_tokens")
     fields = {name: getattr(args, name) for name in names}
     options = Options(**fields, part=part, num_parts=num_parts)
