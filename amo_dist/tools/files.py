@@ -16,13 +16,15 @@ SCRATCH = ".tmp"
 """Suffix of a scratch file's name."""
 
 
-def replace(path: Path, content: str | bytes) -> None:
+def replace(path: Path, content: str | bytes, scratch_suffix: str = SCRATCH) -> None:
     """Write a file as a whole or not at all, even if the power fails.
 
     Args:
         path: File to create or replace; a symbolic link's target is replaced. A device or pipe,
             such as ``/dev/stdout``, is written to.
         content: Text, encoded as UTF-8, or bytes.
+        scratch_suffix: Suffix of the scratch file's name. Processes that may write the same file at
+            the same time each need their own.
 
     Raises:
         OSError: The file cannot be written; an earlier one stays as it is.
@@ -38,7 +40,7 @@ def replace(path: Path, content: str | bytes) -> None:
             finally:
                 os.close(file)
         return
-    scratch = target.with_name(target.name + SCRATCH)
+    scratch = target.with_name(target.name + scratch_suffix)
     # Another user of the folder could plant a link of this name to any file.
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     # The mode stays, and a new file's follows the mask of the process.

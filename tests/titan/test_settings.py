@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,30 @@ def test_a_complete_config_comes_back_from_json(name: str, tmp_path: Path) -> No
     file.write_text(file.read_text().replace('"seq_len"', '"seq_lem"', 1))
     with pytest.raises(ValueError, match=r"training\.seq_lem: found a field .*'seq_len'"):
         settings.parse(arguments)
+
+
+def test_nodes_that_start_at_once_do_not_take_each_others_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They shared a scratch file: the node that came second ended with `No such file`."""
+    folder = tmp_path / "run"
+    config = settings.parse(
+        [f"--job.config_file={ROOT / 'configs' / 'quickstart.toml'}", f"--dump_folder={folder}"]
+    )
+    process, flush, others = os.getpid(), os.fsync, [1]
+
+    def other_node_writes_meanwhile(file: int) -> None:
+        flush(file)
+        if others:
+            other = process + others.pop()
+            monkeypatch.setattr(os, "getpid", lambda: other)
+            settings.for_ranks(config)
+            monkeypatch.setattr(os, "getpid", lambda: process)
+
+    monkeypatch.setattr(os, "fsync", other_node_writes_meanwhile)
+    arguments = settings.for_ranks(config)
+    assert [path.name for path in folder.iterdir()] == ["start.json"]
+    assert values.plain(settings.parse(arguments)) == values.plain(config)
 
 
 def test_resolving_leaves_the_config_that_was_read(tmp_path: Path) -> None:

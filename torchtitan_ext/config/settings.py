@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import socket
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -120,7 +121,9 @@ def for_ranks(config: Trainer.Config) -> list[str]:
     folder = Path(config.dump_folder)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / START_FILE
-    atomic.replace(file, json.dumps(values.plain(config), indent=1) + "\n")
+    # All nodes write this file at once: with one scratch file each would take the other's.
+    suffix = f".{socket.gethostname()}-{os.getpid()}{atomic.SCRATCH}"
+    atomic.replace(file, json.dumps(values.plain(config), indent=1) + "\n", suffix)
     return [f"--{FILE}", str(file)]
 
 

@@ -103,7 +103,7 @@ class RunFolder:
             return
         # A start that was killed before it wrote the marker leaves this.
         left = re.compile(
-            rf"{LOCK_FILE}|{START_FILE}|{RUN_FILE}{files.SCRATCH}|{LOGS}|log_rank\d+\.txt"
+            rf"{LOCK_FILE}|{START_FILE}.*|{RUN_FILE}{files.SCRATCH}|{LOGS}|log_rank\d+\.txt"
         )
         if any(not left.fullmatch(path.name) for path in self.path.iterdir()):
             raise ValueError(
