@@ -16,7 +16,6 @@ import torchtitan.components.metrics as titan
 from torchtitan.config import derive
 
 from amo_dist.distributed.agreement import control_device, max_over, slowest, world_group
-from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools import run_log
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
@@ -288,7 +287,7 @@ class MetricsProcessor(titan.MetricsProcessor):
         plan = getattr(self._optimizer, "plan", None)
         if self._files is not None and plan is not None:
             self._files.save_plan(plan.to_json())
-            progress.info("the plan of the checkpoint:\n%s", plan_table(plan))
+            progress.info("the plan of the checkpoint:\n%s", plan)
 
 
 class _KeepingLogger(titan.BaseLogger):
