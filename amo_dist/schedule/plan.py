@@ -39,31 +39,32 @@ class Plan(fields.Stored):
     """
 
     operator_types: tuple[fields.Name, ...]
-    """The groups of matrices that share a schedule: operator types, unless asked otherwise."""
+    """Groups of matrices that share a schedule: operator types, unless ``granularity`` differs."""
     ell_robust: tuple[fields.Ell, ...]
     """Observed effective ``ell``: the median over observations of their medians."""
     ell_target: tuple[fields.Ell, ...]
-    """Composed for at ``SAFETY`` times this. Where errors are measured, the ``ell`` of least error
-    at so many steps; else ``ell_robust``, shrunk toward ``base_ell``."""
+    """Value of ``ell`` for which the coefficients are made, at ``SAFETY`` times it. A measured plan
+    takes the ``ell`` of least error for its steps, the paper's ``ell_robust`` shrunk toward
+    ``base_ell``."""
     base_steps: fields.Steps
     base_ell: fields.Ell
     planner: Annotated[str, fields.choice("measured", "paper")]
     """Rule that made the plan, as the setting names it."""
     budget_unit: Annotated[str, fields.choice("steps", "flops")]
     budget: fields.Count
-    """The most ``flops`` that one optimizer step may take, or the exact total of ``steps``."""
+    """Most ``flops`` that one optimizer step may take, or exact total of ``steps``."""
     min_steps: fields.Steps
-    """Fewest steps a group could get, relaxed where the budget needed it."""
+    """Fewest steps of a group, after the budget lowered the setting if it had to."""
     max_steps: fields.Steps
-    """Most steps a group could get, relaxed where the budget needed it."""
+    """Most steps of a group, after the budget raised the setting if it had to."""
     costs: tuple[fields.Count, ...] | None
     """Flops of one Newton-Schulz step of all matrices of each group; ``None`` if unknown."""
     curves: tuple[tuple[fields.Float, ...], ...]
-    """Error of each group at ``min_steps`` to ``max_steps`` steps: as ``criterion`` has it."""
+    """Error of each group at ``min_steps`` to ``max_steps`` steps, as ``criterion`` defines it."""
     allocation: tuple[fields.Steps, ...]
     """Planned steps of each group."""
     objective: fields.Float
-    """The errors of the allocation, summed over groups, each times its weight."""
+    """Errors of the allocation, summed over groups, each times its weight."""
     criterion: Annotated[str, fields.choice("update", "projected")] = "projected"
     """Objective that the plan minimises. ``update``: squared error of the update relative to its
     squared norm, from the sampled matrices of each group. ``projected``: error of a singular value
