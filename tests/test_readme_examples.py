@@ -145,16 +145,16 @@ def test_everything_in_one_loop(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_metrics_and_the_plan(tmp_path: Path) -> None:
     """Each metric stands in the page's table, and each row of the table is a metric."""
-    printed = run_example("metrics.py", tmp_path).splitlines()
-    found = {line.split()[0] for line in printed[:-1]}
+    printed = run_example("metrics.py", tmp_path)
+    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+    assert printed.endswith(f"\n{plan}\n")
+    found = {line.split()[0] for line in printed.removesuffix(f"{plan}\n").splitlines()}
     rows = (ROOT / "docs/loops.md").read_text().split("| metric | meaning |\n|---|---|\n")[1]
     named = re.findall(r"`([a-z_]+/[\w/]+)`", rows.split("\n\n")[0])
     assert len(named) > 8
     told = {name: re.sub("TYPE|BACKEND", r"\\w+", name) for name in named}
     assert [name for name in found if not any(re.fullmatch(t, name) for t in told.values())] == []
     assert [name for name, t in told.items() if not any(re.fullmatch(t, f) for f in found)] == []
-    plan = Plan.from_json((tmp_path / "plan.json").read_text())
-    assert printed[-1] == str(dict(zip(plan.operator_types, plan.allocation, strict=True)))
 
 
 # ---------------------------------------------------------------- short answers

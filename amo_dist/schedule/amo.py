@@ -22,8 +22,7 @@ from amo_dist.schedule.observation import (
     effective_ell,
     robust_ells,
 )
-from amo_dist.schedule.plan import Plan, StepsAndElls
-from amo_dist.schedule.plan_table import plan_table, starved
+from amo_dist.schedule.plan import Plan, StepsAndElls, starved
 from amo_dist.schedule.planning import (
     costs_of,
     plan_allocation,
@@ -223,7 +222,7 @@ class AMOPolicy(Policy):
         by_group = dict(zip(groups.members, values, strict=True))
         make: Any = plan_measured if is_measured else plan_allocation
         plan: Plan = make(config, by_group, costs=costs_of(groups), **evidence)
-        logger.info("the plan, beside the uniform schedule:\n%s", plan_table(plan))
+        logger.info("the plan, beside the uniform schedule:\n%s", plan)
         for line in starved(plan):
             logger.warning("%s", line)
         return plan.to_json()

@@ -24,6 +24,13 @@ StepsAndElls: TypeAlias = Mapping[str, tuple[int, float]]
 """Newton-Schulz steps and effective ``ell`` of each group of matrices."""
 
 
+OBJECTIVES = {
+    "update": "squared error of the update",
+    "projected": "projected error",
+}
+"""Name of the objective that a plan minimises, by its ``criterion``."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Plan(fields.Stored):
     """The plan that AMO commits to. Sequences are in the order of ``operator_types``.
@@ -32,30 +39,32 @@ class Plan(fields.Stored):
     """
 
     operator_types: tuple[fields.Name, ...]
-    """The groups of matrices that share a schedule: operator types, unless asked otherwise."""
+    """Groups of matrices that share a schedule: operator types, unless ``granularity`` differs."""
     ell_robust: tuple[fields.Ell, ...]
     """Observed effective ``ell``: the median over observations of their medians."""
     ell_target: tuple[fields.Ell, ...]
-    """Composed for at ``SAFETY`` times this. Where errors are measured, the ``ell`` of least error
-    at so many steps; else ``ell_robust``, shrunk toward ``base_ell``."""
+    """Value of ``ell`` for which the coefficients are made, at ``SAFETY`` times it. A measured plan
+    takes the ``ell`` of least error for its steps, the paper's ``ell_robust`` shrunk toward
+    ``base_ell``."""
     base_steps: fields.Steps
     base_ell: fields.Ell
-    planner: Annotated[str, fields.choice("exact", "greedy")]
+    planner: Annotated[str, fields.choice("measured", "paper")]
+    """Rule that made the plan, as the setting names it."""
     budget_unit: Annotated[str, fields.choice("steps", "flops")]
     budget: fields.Count
-    """The most ``flops`` that one optimizer step may take, or the exact total of ``steps``."""
+    """Most ``flops`` that one optimizer step may take, or exact total of ``steps``."""
     min_steps: fields.Steps
-    """Fewest steps a group could get, relaxed where the budget needed it."""
+    """Fewest steps of a group, after the budget lowered the setting if it had to."""
     max_steps: fields.Steps
-    """Most steps a group could get, relaxed where the budget needed it."""
+    """Most steps of a group, after the budget raised the setting if it had to."""
     costs: tuple[fields.Count, ...] | None
     """Flops of one Newton-Schulz step of all matrices of each group; ``None`` if unknown."""
     curves: tuple[tuple[fields.Float, ...], ...]
-    """Error of each group at ``min_steps`` to ``max_steps`` steps: as ``criterion`` has it."""
+    """Error of each group at ``min_steps`` to ``max_steps`` steps, as ``criterion`` defines it."""
     allocation: tuple[fields.Steps, ...]
     """Planned steps of each group."""
     objective: fields.Float
-    """The errors of the allocation, summed over groups, each times its weight."""
+    """Errors of the allocation, summed over groups, each times its weight."""
     criterion: Annotated[str, fields.choice("update", "projected")] = "projected"
     """Objective that the plan minimises. ``update``: squared error of the update relative to its
     squared norm, from the sampled matrices of each group. ``projected``: error of a singular value
@@ -69,6 +78,34 @@ class Plan(fields.Stored):
     each counts one."""
     ladder: Ladder | None = None
     """Allocations for lower learning rates; None without a ladder."""
+
+    def __str__(self) -> str:
+        """Table beside the uniform schedule: ``ell``, steps, error and flops of each group.
+
+        Errors are root mean squares where spectra were observed, else projected errors.
+        """
+        word = self.error_name
+        before, after = errors_beside_uniform(self)
+        groups = zip(
+            self.operator_types, self.ell_target, self.allocation, before, after, strict=True
+        )
+        rows = [("operator type", "ell target", "steps before", "after", f"{word} before", "after")]
+        rows += [
+            (name, f"{ell:.5e}", f"{self.base_steps}", f"{steps}", f"{old:.4f}", f"{new:.4f}")
+            for name, ell, steps, old, new in groups
+        ]
+        total = self.base_steps * len(self.operator_types)
+        rows.append(("total", "", f"{total}", f"{sum(self.allocation)}", "", ""))
+        table = [list(row) for row in rows]
+        if self.costs is not None:
+            more = [
+                (steps - self.base_steps) * cost
+                for steps, cost in zip(self.allocation, self.costs, strict=True)
+            ]
+            cells = ["NS Gflop/step", *(f"{flops / 1e9:+.4g}" for flops in (*more, sum(more)))]
+            for row, text in zip(table, cells, strict=True):
+                row.append(text)
+        return "\n".join([*_aligned(table), *_summary(self), *_ladder_lines(self)])
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -225,3 +262,77 @@ def _round_to_sum(values: Sequence[Fraction]) -> list[int]:
     for i in by_remainder[: budgets.round_half_up(sum(values, Fraction(0))) - sum(counts)]:
         counts[i] += 1
     return counts
+
+
+def errors_beside_uniform(plan: Plan) -> tuple[list[float], list[float]]:
+    """The error of each group under the uniform schedule, and under the plan.
+
+    Root mean squares over the sampled matrices, where there are any; else projected errors.
+    """
+    before, after = plan.uniform_errors, plan.errors
+    if plan.measured is None:
+        return list(before), list(after)
+    if plan.criterion == "projected":
+        chosen = zip(plan.measured, plan.allocation, strict=True)
+        before = tuple(measured.uniform_residual for measured in plan.measured)
+        after = tuple(measured.residual(steps) for measured, steps in chosen)
+    return list(map(math.sqrt, before)), list(map(math.sqrt, after))
+
+
+def starved(plan: Plan) -> list[str]:
+    """Steps that a plan by the paper's passes takes from its groups, one per line; no other does.
+
+    A group is starved where it gets fewer steps than an easier one. One more line names the others
+    whose error is above that under the uniform schedule.
+    """
+    if plan.planner != "paper":
+        return []
+    error_name = plan.error_name
+    errors = list(zip(*errors_beside_uniform(plan), strict=True))
+    groups, steps, lines, rising = range(len(errors)), plan.allocation, [], []
+    for i in sorted(groups, key=lambda i: errors[i][0] - errors[i][1]):
+        name, (old, new) = plan.operator_types[i], errors[i]
+        easier = [j for j in groups if plan.ell_target[j] > plan.ell_target[i]]
+        most = max(easier, key=lambda j: steps[j], default=i)
+        if steps[most] > steps[i]:
+            lines.append(
+                f"the plan starves {name}: {steps[i]} Newton-Schulz steps, where the easier "
+                f"{plan.operator_types[most]} gets {steps[most]}; {error_name} {new:.4f} "
+                f"(uniform: {old:.4f})"
+            )
+        elif new > old:
+            rising.append(f"{name} from {old:.4f} to {new:.4f}")
+    if rising:
+        lines.append(f"the plan raises the {error_name} of {', '.join(rising)}")
+    return lines
+
+
+def _summary(plan: Plan) -> list[str]:
+    kind = OBJECTIVES[plan.criterion]
+    flops = "" if plan.flops_ratio is None else f" at {plan.flops_ratio:.1%} of its flops"
+    change = plan.objective / plan.uniform_objective - 1 if plan.uniform_objective else 0.0
+    limits = f"{plan.min_steps} to {plan.max_steps} steps per type"
+    uniform = f"uniform: {plan.uniform_objective:.5f}, {change:+.1%}"
+    return [
+        f"{kind} {plan.objective:.5f} ({uniform}){flops}",
+        f"budget {plan.budget} {plan.budget_unit}, {limits}, planner {plan.planner}",
+    ]
+
+
+def _ladder_lines(plan: Plan) -> list[str]:
+    """The ladder at rates that tell its form."""
+    if plan.ladder is None:
+        return []
+    rows = [("learning rate / peak", *plan.operator_types, "flops / uniform")]
+    for rate in (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
+        steps = plan.steps_at(rate)
+        rows.append((f"{rate:g}", *map(str, steps), f"{plan.flops_ratio_of(steps):.3f}"))
+    head = f"ladder after the lock: tau {plan.ladder.tau:g}, {len(plan.ladder.rungs)} rungs"
+    return [head, *_aligned(rows)]
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join([row[0].ljust(widths[0]), *map(str.rjust, row[1:], widths[1:])]) for row in rows
+    ]

@@ -87,14 +87,14 @@ def plan_inputs(
     if config.planner == "paper":
         total = budgets.step_budget(config.budget_ratio, len(names), config.base_steps)
         low, high = budgets.relax_range(total, len(names), config.min_steps, config.max_steps)
-        inputs |= {"planner": "greedy", "budget_unit": "steps", "criterion": "projected"}
+        inputs |= {"planner": "paper", "budget_unit": "steps", "criterion": "projected"}
     elif known is None:
         fields.fail("costs", None, "the shapes of the matrices of each group")
     else:
         low, high = plan_range(config)
         total = budgets.flop_budget(config.budget_ratio, known, config.base_steps)
         budgets.check_affordable(total, sum(known))
-        inputs |= {"planner": "exact", "budget_unit": "flops", "criterion": "update"}
+        inputs |= {"planner": "measured", "budget_unit": "flops", "criterion": "update"}
     return inputs | {"budget": total, "min_steps": low, "max_steps": high}
 
 

@@ -13,8 +13,7 @@ from typing import Any
 from amo_dist.config import AMOConfig
 from amo_dist.schedule import budget as budgets
 from amo_dist.schedule.fields import read_file
-from amo_dist.schedule.plan import PLAN_FILE, Plan
-from amo_dist.schedule.plan_table import plan_table, starved
+from amo_dist.schedule.plan import PLAN_FILE, Plan, starved
 from amo_dist.schedule.planning import (
     plan_allocation,
     plan_inputs,
@@ -94,7 +93,7 @@ def run_plan(args: argparse.Namespace) -> int:
     config = dataclasses.replace(settings, **changes)
     plan = make(config) if changes or stored is None else stored
     warnings = [f"warning: {line}" for line in starved(plan)]
-    lines = [plan_table(plan), *warnings]
+    lines = [str(plan), *warnings]
     print_text(plan.to_json() if args.json else "\n".join(lines))
     return 0
 

@@ -62,8 +62,10 @@ def draw(run: Run) -> Iterator[Picture]:
     for name in DEPTH_TYPES:
         groups = shallow_deep(run.geometry, name)
         if groups is not None:
-            crossing = "never" if groups.crossing is None else f"at step {groups.crossing}"
-            caption = f"{name}: first and last {groups.num_layers} layers; they cross {crossing}."
+            crossing = (
+                "never cross" if groups.crossing is None else f"cross at step {groups.crossing}"
+            )
+            caption = f"{name}: first and last {groups.num_layers} layers; they {crossing}."
             drawn.append((f"f4_{name}", shallow_and_deep(run, name), caption))
     for name, figure, caption in drawn:
         if figure is not None:

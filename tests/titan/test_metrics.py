@@ -13,7 +13,6 @@ from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.observation import Observed
 from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools import run_log
 from amo_dist.tools.records import read_records
@@ -225,7 +224,7 @@ def test_a_resumed_run_shows_its_plan_at_once_and_a_new_one_leaves_it_to_the_pol
     shown = [record.getMessage() for record in caplog.records if record.name.endswith("progress")]
     assert shown == [
         "training resumes at step 11 of 99",
-        f"the plan of the checkpoint:\n{plan_table(policy.plan)}",
+        f"the plan of the checkpoint:\n{policy.plan!s}",
     ]
     assert Plan.from_json((tmp_path / "plan.json").read_text()) == policy.plan
 

@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 
 from amo_dist import AMOConfig
-from amo_dist.schedule.plan_table import plan_table
 from amo_dist.schedule.planning import plan_allocation
 from torchtitan_ext.config import values
 from torchtitan_ext.config.files import fields
@@ -41,7 +40,7 @@ def test_the_summary_shows_what_the_plan_gains(
     )
     quickstart._summarize(config, tmp_path / "checkpoint")
     shown = capsys.readouterr().out
-    assert f"The plan, locked at step 8:\n{plan_table(plan)}\n" in shown
+    assert f"The plan, locked at step 8:\n{plan!s}\n" in shown
     assert f"projected error {plan.objective:.5f} (uniform: {plan.uniform_objective:.5f}," in shown
 
 

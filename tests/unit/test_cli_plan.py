@@ -30,7 +30,7 @@ def planned(capsys: pytest.CaptureFixture[str], *options: str) -> Plan:
 def test_the_papers_rows_come_out(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     found = planned(capsys, *ell_options(model)[::-1])
     assert found.operator_types == OPERATOR_TYPES
-    assert (found.criterion, found.planner) == ("projected", "greedy")
+    assert (found.criterion, found.planner) == ("projected", "paper")
     # The plan itself: see tests/golden.
     assert found.allocation == tuple(row["steps"] for row in TABLE[model].values())
 

@@ -21,8 +21,7 @@ from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.grouping import group_matrices
 from amo_dist.schedule.observation import Observed
-from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.plan_table import starved
+from amo_dist.schedule.plan import Plan, starved
 from amo_dist.schedule.planning import plan_allocation, plan_measured, steps_to_try
 from amo_dist.schedule.polar_express import compose
 from amo_dist.schedule.trials import Measured, Trials
@@ -398,7 +397,7 @@ def test_a_plan_weighs_updates() -> None:
         steps[great] = dict(zip(plan.operator_types, plan.allocation, strict=True))
         # What a type of small updates gives is worth it: a measured plan starves none.
         assert starved(plan) == []
-        assert starved(dataclasses.replace(plan, planner="greedy"))
+        assert starved(dataclasses.replace(plan, planner="paper"))
     assert steps["attn_q"] == {"attn_q": 7, "mlp_up": 3}
     assert steps["mlp_up"] == {"attn_q": 3, "mlp_up": 7}
 

@@ -9,8 +9,7 @@ import pytest
 
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.amo import AMOPolicy
-from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.plan_table import plan_table, starved
+from amo_dist.schedule.plan import Plan, starved
 from amo_dist.schedule.types import MatrixInfo
 from tests import spectra
 from tests.held import Held
@@ -19,7 +18,7 @@ from tests.unit.test_measured_plan import ALIKE, HARD_AND_EASY, TIMES, plan_of
 
 def test_the_table_stands_beside_uniform() -> None:
     plan = plan_of(AMOConfig(), HARD_AND_EASY, ALIKE)
-    head, *rows, total, objective, budget = plan_table(plan).splitlines()
+    head, *rows, total, objective, budget = str(plan).splitlines()
     for words in ("ell target", "steps before", "distance before", "NS Gflop/step"):
         assert words in head
     assert [row.split()[0] for row in rows] == list(HARD_AND_EASY)
@@ -36,7 +35,7 @@ def test_the_table_stands_beside_uniform() -> None:
         f"squared error of the update {plan.objective:.5f} (uniform: "
         f"{plan.uniform_objective:.5f}, {change:+.1%}) at {plan.flops_ratio:.1%} of its flops"
     )
-    assert budget == "budget 100 flops, 3 to 7 steps per type, exact planner"
+    assert budget == "budget 100 flops, 3 to 7 steps per type, planner measured"
 
 
 STARVING = {"attn_v": 2e-4, "mlp_up": 5e-4, "mlp_down": 5e-4}

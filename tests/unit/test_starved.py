@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from amo_dist.config import AMOConfig
-from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.plan_table import starved
+from amo_dist.schedule.plan import Plan, starved
 from amo_dist.schedule.planning import plan_allocation
 
 GOLDEN = Path(__file__).parents[1] / "golden"

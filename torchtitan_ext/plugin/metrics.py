@@ -16,7 +16,6 @@ import torchtitan.components.metrics as titan
 from torchtitan.config import derive
 
 from amo_dist.distributed.agreement import control_device, max_over, slowest, world_group
-from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools import run_log
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
@@ -149,7 +148,7 @@ class MetricsProcessor(titan.MetricsProcessor):
                 progress.info("training %s of %d", start, self._num_steps)
                 if self._plan is not None:  # The policy itself announces new ones.
                     self._files.save_plan(self._plan.to_json())
-                    progress.info("the plan of the checkpoint:\n%s", plan_table(self._plan))
+                    progress.info("the plan of the checkpoint:\n%s", self._plan)
         self.callbacks.run("before_step", step)
         # The last step too: a run's final loss is what one looks for.
         return bool(super().should_log(step)) or step == self._num_steps

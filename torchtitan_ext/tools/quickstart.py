@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-from amo_dist.schedule.plan_table import plan_table
 from amo_dist.tools.command import MOST_RANKS, Mistakes, Subparsers, whole
 from amo_dist.tools.records import METRICS_FILE
 from torchtitan_ext.runs import folder as runs
@@ -90,7 +89,7 @@ def _summarize(config: Any, checkpoints: Path) -> None:
     plan = read_plan(folder)
     if plan is not None:
         print(f"\n{_plan_title(config)}:")
-        print(plan_table(plan))
+        print(plan)
     if records:
         first, last = records[0], records[-1]
         print(f"\nloss         {first['loss']:.4f} at step {first['step']}, ", end="")

@@ -7,8 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.schedule.plan import Plan
-from amo_dist.schedule.plan_table import OBJECTIVES, starved
+from amo_dist.schedule.plan import OBJECTIVES, Plan, starved
 from amo_dist.tools import files
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext.tools.report import data, figures, page, style

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from amo_dist.config import sort_operator_types
-from amo_dist.schedule.plan_table import errors_beside_uniform
+from amo_dist.schedule.plan import errors_beside_uniform
 from torchtitan_ext.tools.report import data, style
 from torchtitan_ext.tools.report.data import Run
 
