@@ -217,7 +217,7 @@ def make_module(
 
 
 def _time_pair(model: str, ours: str, peer: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds by round and bytes a step of both, on this rank."""
+    """Seconds by round and bytes per step of both, on this rank."""
     mesh = _mesh()
     steps: dict[str, Callable[[], object]] = {}
     for name in (ours, peer):
