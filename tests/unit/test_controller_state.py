@@ -178,7 +178,7 @@ def changed(**changes: Any) -> dict[str, Any]:
         ),
         ({"plan__allocation": [6, 5]}, r"plan\.allocation: found \(6, 5\), expected one entry"),
         ({"plan__base_steps": 10**20}, r"plan\.base_steps: found 10+, .* >= 1 and <= 10000"),
-        ({"plan__planner": "best"}, r"plan\.planner: found 'best', expected one of 'exact'"),
+        ({"plan__planner": "best"}, r"plan\.planner: found 'best', expected one of 'measured'"),
         (
             {"plan__operator_types": ["mlp_down", "attn_q", "expert"]},
             r"plan\.operator_types: found .*, expected the operator types \['attn_q'",
