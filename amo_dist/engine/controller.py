@@ -142,7 +142,8 @@ class Controller:
         Raises:
             RankMismatchError: On every rank, if only some of them have loaded such a state.
         """
-        if self.policy.plan_due(self.state):
+        is_known = self._decision is not None and self._decision.state is self.state
+        if not is_known and self.policy.plan_due(self.state):
             verdict.agree_on_text("a plan before the next step")
             self._plan_if_due()
 
