@@ -243,6 +243,8 @@ def test_an_interrupt_ends_all_processes_in_one_line(processes: int, tmp_path: P
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
+        # A shell that runs the tests in the background has them ignore interrupts.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     while not (tmp_path / "out" / "lock").exists():
         assert run.poll() is None
