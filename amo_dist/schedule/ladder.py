@@ -134,11 +134,11 @@ def one_step_towards(steps: Sequence[int], goal: Sequence[int]) -> tuple[int, ..
 
 
 def _greatest_rate(limit: Fraction, error: Fraction) -> float:
-    """The greatest float whose square, times the error, is within the limit; 0 for a tiny one."""
+    """The greatest float whose square, times the error, is within the limit."""
     square = min(limit / error, _LARGEST) if error else _LARGEST
-    if square * _LARGEST < 1:
-        return 0.0  # a float of it may be far off: the loop would take years
-    rate = math.nextafter(math.sqrt(square), math.inf)
+    # The root of an integer, as a float of the square may be 0: in units of the least float.
+    root = Fraction(math.isqrt(math.floor(square * 4**1074)), 2**1074)
+    rate = math.nextafter(float(root), math.inf)
     while Fraction(rate) ** 2 > square:
         rate = math.nextafter(rate, 0.0)
     return rate

@@ -103,6 +103,7 @@ def test_the_steps_are_a_function_of_the_rate_alone() -> None:
     assert ladder([{1: 0.0, 2: 0.0}], [1], (2,), 0.0) == (Rung(2.0**500, (1,)),)
 
 
-def test_no_rate_is_searched_for_below_all_that_floats_tell_apart() -> None:
+def test_a_rate_has_its_place_where_its_square_is_no_normal_float() -> None:
     curves = [{2: 0.75, 3: 0.5, 4: 0.25}]
-    assert [rung.rate for rung in ladder(curves, [1], [4], 1.0, 1e-322)] == [0.0, 0.0]
+    rungs = ladder(curves, [1], [4], 1.0, 1e-322)
+    assert [f"{rung.rate:.3e}" for rung in rungs] == ["1.406e-161", "1.148e-161"]
