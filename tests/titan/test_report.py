@@ -302,6 +302,12 @@ def test_what_is_missing_is_left_out_and_said_once(tmp_path: Path) -> None:
     assert together.text.count("Not shown for adamw, sgd: ") == 4
 
 
+def test_the_last_measured_residual_stands_where_a_resume_has_none_yet(tmp_path: Path) -> None:
+    residuals = {10: 0.25, 20: 0.125, 30: 0.0}
+    metrics = [metric(k, optimizer={"newton_schulz/residual": x}) for k, x in residuals.items()]
+    assert "0.125" in make(tmp_path, write_run(tmp_path / "run", metrics, [])).text
+
+
 def test_two_runs_stand_side_by_side(tmp_path: Path) -> None:
     (tmp_path / "x").mkdir()
     first = write_run(tmp_path / "run", [metric(10), metric(20)], [])

@@ -15,7 +15,7 @@ from torchtitan_ext.tools.report.data import Run
 from torchtitan_ext.tools.report.page import Picture, Section, Table
 
 NONE = "\N{EN DASH}"
-NO_GEOMETRY = "geometry: no geometry.jsonl (--geometry.enable of a torchtitan run writes it)"
+NO_GEOMETRY = "geometry: little or nothing in geometry.jsonl (--geometry.enable of a run writes it)"
 
 
 def add_command(subparsers: Subparsers) -> None:
@@ -201,7 +201,9 @@ def _facts(runs: Sequence[Run]) -> Table:
     for run in runs:
         last, work = run.metrics[-1], data.ns_work(run)
         total, tokens = last.get("training_steps"), last.get("num_tokens")
-        loss, residual = run.series("loss"), run.series("newton_schulz/residual")
+        loss = run.series("loss")
+        # 0 is no measurement, as after a resume.
+        residuals = [value for _, value in run.series("newton_schulz/residual") if value]
         columns.append(
             {
                 "model": _model(run),
@@ -211,10 +213,7 @@ def _facts(runs: Sequence[Run]) -> Table:
                 "loss": f"{loss[-1][1]:.4f}" if loss else None,
                 "validation loss": f"{run.validations[-1][1]:.4f}" if run.validations else None,
                 "phase": _phase(run),
-                # 0 is no measurement.
-                "residual after Newton-Schulz": f"{residual[-1][1]:.3g}"
-                if residual and residual[-1][1]
-                else None,
+                "residual after Newton-Schulz": f"{residuals[-1]:.3g}" if residuals else None,
                 "Newton-Schulz work over uniform's, mean": work
                 and f"{work.mean:.3f} ({work.unit})",
                 "Newton-Schulz work over uniform's, at the end": work
