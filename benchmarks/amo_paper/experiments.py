@@ -137,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     from torchtitan_ext.plugin import machine
 
-    return runner.run_jobs(jobs, args.overrides, args.ranks or machine.num_gpus() or 2)
+    return runner.run_jobs(jobs, args.overrides, args.ranks or machine.most_ranks())
 
 
 def _gather(args: argparse.Namespace) -> int:

@@ -55,6 +55,11 @@ def num_gpus() -> int:
     return 0 if cpu_is_needed() else torch.cuda.device_count()
 
 
+def most_ranks() -> int:
+    """Ranks that this machine trains with, unless asked otherwise: one per GPU, else two on CPU."""
+    return num_gpus() or 2
+
+
 def gpu_memory_gb() -> float | None:
     """Memory of the first GPU in 1e9 bytes; None where training runs on CPU."""
     return torch.cuda.get_device_properties(0).total_memory / 1e9 if num_gpus() else None

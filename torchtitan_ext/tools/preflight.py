@@ -66,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
     config = settings.load([f"--{settings.FILE}", args.config, *args.overrides])
     is_elsewhere = args.elsewhere
     if is_elsewhere is None:
-        is_elsewhere = args.world > (machine.num_gpus() or 2)
+        is_elsewhere = args.world > machine.most_ranks()
     memory_gb = args.memory_gb or (80.0 if is_elsewhere else machine.gpu_memory_gb())
     config, problems = preflight_here.examine(config, args.world, memory_gb)
     report = predict(config, args.world, args.gpus_per_node, args.plan, problems)

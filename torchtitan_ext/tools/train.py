@@ -376,7 +376,7 @@ def pick_ranks(ranks: int | None, nodes: int | None, config: Any) -> int:
                 f"--ranks: found {ranks}, expected 1 to {gpus}, the GPUs of {socket.gethostname()}"
             )
         return ranks
-    most = gpus or 2
+    most = machine.most_ranks()
     if nodes:
         return most
     for num_ranks in range(most, 0, -1):
