@@ -39,12 +39,6 @@ def group_timeout(group: dist.ProcessGroup, device: torch.device) -> datetime.ti
     return timeout
 
 
-def default_store() -> torch._C._distributed_c10d.Store:
-    """The key-value store through which the ranks of the job found one another."""
-    store: torch._C._distributed_c10d.Store = dist.distributed_c10d._get_default_store()
-    return store
-
-
 def load_hooks(
     optimizer: torch.optim.Optimizer,
 ) -> tuple[Iterable[Callable[..., Any]], Iterable[Callable[..., Any]]]:

@@ -40,8 +40,8 @@ def main(args: Sequence[str] | None = None) -> int:
     Returns:
         The exit status: 0 at the end, 75 for a stop after which the same command goes on, 143 for
         one that saved nothing, 2 for a mistake of the user, and 1 for a checkpoint that cannot be
-        written or ranks that are gone; each error is explained in one line. Under torchrun, which
-        would start a stopped rank again, a stop is 0 once a step was made.
+        written; each error is explained in one line. Under torchrun, which would start a stopped
+        rank again, a stop is 0 once a step was made.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         end_with_parent(int(os.environ.get(LAUNCHER, os.getppid())))
@@ -52,7 +52,6 @@ def main(args: Sequence[str] | None = None) -> int:
 def _main(args: Sequence[str]) -> int:
     from torchtitan.tools.logging import init_logger
 
-    from amo_dist.distributed.absence import AbsentRanksError
     from torchtitan_ext.config import settings
     from torchtitan_ext.plugin.checkpoints import CheckpointError
 
@@ -74,7 +73,7 @@ def _main(args: Sequence[str]) -> int:
         outcome = train(config)
     except Exception as error:
         _leave(error)
-        if isinstance(error, (AbsentRanksError, CheckpointError)):
+        if isinstance(error, CheckpointError):
             return _explained(error, FAILED)
         if isinstance(error, ValueError) and is_users_mistake(error):
             return _explained(error, USER_ERROR)

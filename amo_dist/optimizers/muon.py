@@ -15,7 +15,6 @@ from torch import Tensor
 
 from amo_dist.compat import disable_dynamo
 from amo_dist.config import MuonConfig
-from amo_dist.distributed.absence import name_absent
 from amo_dist.distributed.agreement import check_alike, failure_text, take_device
 from amo_dist.distributed.groups import GroupLike, PicklableGroup, replica_ranks
 from amo_dist.distributed.layout import local_tensor
@@ -218,7 +217,6 @@ class Muon(torch.optim.Optimizer):
                 a measurement or a new exchange in this step, or else the step before, which is
                 incomplete then: matrices that were not orthogonalized were only decayed, and what
                 failed was left out. Names the rank and its error.
-            AbsentRanksError: A collective failed or timed out, as ranks are gone; names them.
 
         On devices most steps do not wait for the device: a bad step leaves parameters and state as
         they were, and the next step raises for it. A step waits for the device if it observes,
@@ -238,12 +236,7 @@ class Muon(torch.optim.Optimizer):
     @torch.no_grad()
     def _step(self) -> None:
         with self._stopwatch.measure(self._engine.parameters.device):
-            try:
-                self._run()
-            except RuntimeError as error:
-                part = f"step {self.num_steps_taken + 1} of the optimizer"
-                name_absent(error, part, self._engine.membership.ranks)
-                raise
+            self._run()
 
     def _run(self) -> None:
         fault, rate = "", 0.0

@@ -29,7 +29,7 @@ from amo_dist import (
 from amo_dist.distributed import groups
 from amo_dist.tools.tracker import GeometryTracker
 from tests.distributed import models
-from tests.distributed.harness import Ranks
+from tests.distributed.harness import GLOO_TIMEOUT, Ranks
 from tests.distributed.test_layouts_more import FIELDS as STAGE_FIELDS
 from tests.distributed.test_layouts_more import LR as STAGE_LR
 from tests.distributed.test_layouts_more import STAGES, STEPS, Outcome, check, gradient, place
@@ -401,3 +401,16 @@ def test_stages_may_have_different_numbers_of_ranks(run_on: Ranks, given: bool) 
     assert [each is None for each in results] == [False, False, False, given]
     found = [each for each in results if each is not None]
     check(found, STAGES[0] | STAGES[1], STAGE_FIELDS)
+
+
+def timeouts(rank: int, world_size: int) -> set[float]:
+    """Time-outs in seconds of the job's group, and of a group that the optimizer makes."""
+    membership = groups.Membership([], dist.group.WORLD)
+    pairs = [(0, 1)] if rank < 2 else []
+    made = [dist.group.WORLD, *membership.groups(pairs, dist.group.WORLD).values()]
+    backends = [group._get_backend(torch.device("cpu")) for group in made if group is not None]
+    return {backend.options._timeout.total_seconds() for backend in backends}
+
+
+def test_new_groups_wait_as_long_as_that_of_the_job(run_on: Ranks) -> None:
+    assert run_on(3)(timeouts) == [{GLOO_TIMEOUT}] * 3

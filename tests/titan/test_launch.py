@@ -325,7 +325,7 @@ def test_a_meeting_that_fails_is_told(
 
 # ------------------------------------------------------------------ why ranks failed
 
-OTHERS = "AbsentRanksError: step 3: rank(s) 1 did not answer: Connection reset"
+OTHERS = "RuntimeError: [/third_party/gloo/transport/tcp/pair.cc:534] Connection reset by peer"
 
 
 def failure(folder: Path, status: int, message: str = "", when: int = 0) -> ProcessFailure:

@@ -10,7 +10,6 @@ import torch
 import torch.distributed as dist
 import torchtitan.trainer as titan
 
-from amo_dist.distributed.absence import name_absent
 from torchtitan_ext.plugin.checkpoints import CheckpointManager
 from torchtitan_ext.plugin.metrics import progress
 from torchtitan_ext.plugin.optimizers import check_last_update
@@ -70,11 +69,7 @@ def _replacement(stock: Callable[..., Any], method: Callable[..., Any]) -> Calla
 
 
 def _train(stock: Callable[[Any], None], trainer: Any) -> None:
-    """Train to the end, or to the step after a stop signal.
-
-    Raises:
-        AbsentRanksError: A collective failed as other ranks are gone or stopped; names them.
-    """
+    """Train to the end, or to the step after a stop signal."""
     if not isinstance(trainer.checkpointer, CheckpointManager):
         stock(trainer)
         return
@@ -82,13 +77,9 @@ def _train(stock: Callable[[Any], None], trainer: Any) -> None:
         request.grace = float(trainer.config.checkpoint.stop_seconds)
         trainer.ballot = ballot = Ballot(request, StopVote(trainer.device))
         trainer.metrics_processor.callbacks.attach(trainer)
-        try:
-            stock(trainer)
-            trainer.checkpointer.maybe_wait_for_saving()
-            check_last_update(trainer.optimizers)  # no further step would report it
-        except RuntimeError as error:
-            name_absent(error, f"step {trainer.step}")
-            raise
+        stock(trainer)
+        trainer.checkpointer.maybe_wait_for_saving()
+        check_last_update(trainer.optimizers)  # no further step would report it
         if ballot.has_stopped:
             result = "saved" if trainer.checkpointer.saves else "not saved: checkpoints are off"
             progress.info("stopped at step %d, which is %s", trainer.step, result)

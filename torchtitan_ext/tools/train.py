@@ -278,6 +278,10 @@ def _outcomes(logs: Path, ranks: int) -> set[str]:
     return set()
 
 
+_LOST_PEER = ("/gloo/", "DistBackendError", "DistNetworkError")
+"""Signs of a collective that failed as another rank was gone."""
+
+
 def explain(failures: Mapping[int, Any]) -> tuple[str, int]:
     """The reason why ranks failed, in one line, and the exit status.
 
@@ -287,13 +291,12 @@ def explain(failures: Mapping[int, Any]) -> tuple[str, int]:
     Args:
         failures: ``ProcessFailure`` of torch by rank.
     """
-    from amo_dist.distributed.absence import DID_NOT_ANSWER
 
     def order(rank: int) -> tuple[object, ...]:
         failure = failures[rank]
         # torchrun ends the other ranks by SIGTERM, so another signal was the first failure.
         was_killed = failure.exitcode in (-signal.SIGKILL, -signal.SIGSEGV, -signal.SIGBUS)
-        is_lost = DID_NOT_ANSWER in _message(failure)
+        is_lost = any(sign in _message(failure) for sign in _LOST_PEER)
         is_mistake = failure.exitcode == train.USER_ERROR
         return not is_mistake, not was_killed, is_lost, failure.timestamp, rank
 
