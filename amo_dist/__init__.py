@@ -32,7 +32,6 @@ if TYPE_CHECKING:
     from amo_dist.optimizers.qk_clip import qk_clip_
     from amo_dist.optimizers.root import ROOT
     from amo_dist.schedule.types import Schedule
-    from amo_dist.state.storage import CheckpointReader, CheckpointWriter
 
 __all__ = [
     "AMO",
@@ -40,8 +39,6 @@ __all__ = [
     "ROOT",
     "AMOConfig",
     "AdaMuon",
-    "CheckpointReader",
-    "CheckpointWriter",
     "Fused",
     "ImportReport",
     "MissingGradientError",
@@ -81,8 +78,6 @@ _MODULES = {
     "qk_clip_": "optimizers.qk_clip",
     "ROOT": "optimizers.root",
     "Schedule": "schedule.types",
-    "CheckpointReader": "state.storage",
-    "CheckpointWriter": "state.storage",
 }
 """Modules of the names that are imported when they are first read: commands that only plan, print
 or read files do not wait for torch."""

@@ -26,7 +26,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 from amo_dist import Muon, MuonConfig, param_groups
-from amo_dist.tools.shapes import MODELS, DecoderShape
+from torchtitan_ext.tools.shapes import MODELS, DecoderShape
 
 ROOT = Path(__file__).resolve().parent.parent
 WARMUP = 5

@@ -29,9 +29,9 @@ from amo_dist.distributed.plan import plan_exchange
 from amo_dist.kernels.newton_schulz import NS_BACKENDS, orthogonalize, step_sizes
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import compose
-from amo_dist.tools.step_cost import OWNERSHIPS, lay_out
 from benchmarks.measure import paired, ratio, report
 from benchmarks.shapes import MODELS
+from torchtitan_ext.tools.step_cost import OWNERSHIPS, lay_out
 
 SHAPES = ("512x512", "1024x1024", "512x1536", "1024x3072", "256x1024")
 LARGE_SHAPES = ("2048x2048", "2048x6144")

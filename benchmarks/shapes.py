@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from amo_dist.tools.shapes import MODELS as PAPER_MODELS
-from amo_dist.tools.shapes import DecoderShape
+from torchtitan_ext.tools.shapes import MODELS as PAPER_MODELS
+from torchtitan_ext.tools.shapes import DecoderShape
 
 __all__ = ["ELL_BY_TYPE", "MODELS", "DecoderShape"]
 

@@ -1,6 +1,6 @@
 """What an exchange sends, counted three ways that must agree: by formula, by pair, by plan.
 
-Elements, not bytes, as in `amo_dist.tools.ledger`.
+Elements, not bytes, as in `torchtitan_ext.tools.ledger`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.ownership import Job
 from amo_dist.distributed.plan import ExchangePlan, count_elements
-from amo_dist.tools.ledger import sent_by_owner
+from torchtitan_ext.tools.ledger import sent_by_owner
 
 Pair = tuple[int, int]
 """Global ranks: source and destination."""

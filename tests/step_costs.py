@@ -8,7 +8,7 @@ from typing import Any
 
 from amo_dist.config import MuonConfig
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.step_cost import OWNERSHIPS, StepCost, lay_out
+from torchtitan_ext.tools.step_cost import OWNERSHIPS, StepCost, lay_out
 
 Row = dict[str, Any]
 """``ownership`` and ``schedule``, and the figures of `StepCost.summary`."""

@@ -31,9 +31,9 @@ from typing import Any
 from amo_dist.config import sort_operator_types
 from amo_dist.schedule.polar_express import SAFETY, compose, simulate
 from amo_dist.schedule.types import Schedule
-from amo_dist.tools import files
 from amo_dist.tools.command import Subparsers
-from amo_dist.tools.records import read_records
+from torchtitan_ext.runs import files
+from torchtitan_ext.runs.records import read_records
 from torchtitan_ext.runs.run_files import NUMBER, check_fields
 
 RULES: Mapping[str, int] = {"typical": 50, "conservative": 25, "floor": 10}

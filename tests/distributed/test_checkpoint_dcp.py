@@ -19,10 +19,11 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, CheckpointReader, import_state, param_groups
+from amo_dist import AMO, AMOConfig, import_state, param_groups
 from amo_dist.distributed.layout import local_tensor
 from tests.distributed import models
 from tests.distributed.harness import Ranks
+from torchtitan_ext import CheckpointReader
 
 FIELDS: dict[str, Any] = {
     "observe_until": 4,

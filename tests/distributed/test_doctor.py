@@ -23,8 +23,8 @@ from amo_dist.tools.doctor import examination, machine, optimizer, probe
 from amo_dist.tools.doctor.examination import Check, Examination, Verdict
 from amo_dist.tools.doctor.models import make_model
 from amo_dist.tools.doctor.site import Fault, Site, make_site
-from amo_dist.tools.step_cost import StepCost, lay_out
 from tests.distributed.harness import Ranks
+from torchtitan_ext.tools.step_cost import StepCost, lay_out
 
 CPU = torch.device("cpu")
 Lines = dict[str, tuple[str, str]]

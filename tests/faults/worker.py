@@ -26,8 +26,9 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, CheckpointReader, CheckpointWriter, param_groups
+from amo_dist import AMO, AMOConfig, param_groups
 from tests.distributed import models
+from torchtitan_ext import CheckpointReader, CheckpointWriter
 
 STEPS, SEED = 12, 5
 FIELDS: dict[str, Any] = {

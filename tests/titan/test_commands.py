@@ -11,10 +11,9 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from amo_dist import CheckpointWriter
 from benchmarks.amo_paper import __main__ as paper
 from benchmarks.amo_paper import evaluate
-from torchtitan_ext import cli
+from torchtitan_ext import CheckpointWriter, cli
 from torchtitan_ext.config import settings
 from torchtitan_ext.data.tokenizers import Tokenizer
 from torchtitan_ext.plugin import models

@@ -14,12 +14,11 @@ from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.observation import Observed
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools import run_log
-from amo_dist.tools.records import read_records
 from tests.held import Held
 from torchtitan_ext.config import settings
 from torchtitan_ext.plugin import console, metrics, patches, validation
-from torchtitan_ext.runs import run_files
+from torchtitan_ext.runs import run_files, run_log
+from torchtitan_ext.runs.records import read_records
 
 
 def dims(replicate: int = 1, shard: int = 1, cp: int = 1) -> SimpleNamespace:

@@ -9,9 +9,9 @@ import pytest
 from torch import nn
 
 from amo_dist.optimizers.named import OPTIMIZER_NAMES
-from amo_dist.tools import run_log
 from tests.distributed import models
 from torchtitan_ext.config import settings
+from torchtitan_ext.runs import run_log
 
 CONFIG = Path(__file__).parents[2] / "configs" / "quickstart.toml"
 

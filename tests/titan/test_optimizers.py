@@ -17,9 +17,9 @@ from torchtitan.models.common.attention import FusedQKVLinear
 from torchtitan.models.common.linear import Linear
 
 from amo_dist import AMOConfig
-from amo_dist.tools import run_log
 from torchtitan_ext.plugin import optimizers
 from torchtitan_ext.plugin.optimizers import MuonSection, OptimizersContainer
+from torchtitan_ext.runs import run_log
 
 AMO_FIELDS = AMOConfig(observe_every=1, observe_until=2, transition_steps=2)
 FLOAT32 = MuonSection(ns_dtype="float32")

@@ -14,10 +14,10 @@ from typing import Any, TextIO
 
 import pytest
 
-from amo_dist.tools.records import read_records
 from torchtitan_ext import cli
 from torchtitan_ext.plugin.metrics import line_tail
 from torchtitan_ext.runs.folder import RunFolder, changes
+from torchtitan_ext.runs.records import read_records
 from torchtitan_ext.runs.run_files import RunFiles, lock, require_unlocked
 from torchtitan_ext.tools import quickstart
 

@@ -14,10 +14,10 @@ import pytest
 from amo_dist.config import OPERATOR_TYPES
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.polar_express import compose, simulate
-from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from benchmarks.amo_paper import static_schedule
 from benchmarks.amo_paper.static_schedule import ScheduleTable, make_table, read_pool
+from torchtitan_ext.config.schedule_file import load_schedule_file
 
 ROOT = Path(__file__).resolve().parents[2]
 LOG = ROOT / "tests" / "golden" / "geometry_log.jsonl"

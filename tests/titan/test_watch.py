@@ -9,9 +9,8 @@ from typing import Any
 
 import pytest
 
-from amo_dist.tools import files
-from amo_dist.tools.records import append_records, drop_from
-from torchtitan_ext.runs import run_files
+from torchtitan_ext.runs import files, run_files
+from torchtitan_ext.runs.records import append_records, drop_from
 from torchtitan_ext.runs.run_files import Metrics, MetricsReader
 from torchtitan_ext.tools import watch
 

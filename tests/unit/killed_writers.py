@@ -22,13 +22,12 @@ import numpy as np
 from amo_dist.config import AMOConfig
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.planning import plan_allocation
-from amo_dist.tools import records
 from benchmarks.amo_paper import evaluate, static_schedule
 from benchmarks.amo_paper.results import read_results
 from torchtitan_ext.data import shards
 from torchtitan_ext.plugin.geometry import GeometryLog
 from torchtitan_ext.runs import folder as runs
-from torchtitan_ext.runs import run_files
+from torchtitan_ext.runs import records, run_files
 from torchtitan_ext.tools import watch
 from torchtitan_ext.tools.report import data
 

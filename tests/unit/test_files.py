@@ -14,9 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from amo_dist.tools import files, records
 from tests.source_tree import ROOT, sources
-from torchtitan_ext.runs import run_files
+from torchtitan_ext.runs import files, records, run_files
 from torchtitan_ext.runs.folder import RunFolder
 
 WRITES_ELSEWHERE = {

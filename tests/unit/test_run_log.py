@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from amo_dist import AMO, AMOConfig, param_groups
-from amo_dist.tools.run_log import RunLog
 from torchtitan_ext.cli import main
 from torchtitan_ext.runs.run_files import read_plan
+from torchtitan_ext.runs.run_log import RunLog
 from torchtitan_ext.tools.report import data
 
 CONFIG = AMOConfig(observe_every=2, observe_until=4, transition_steps=3)  # locks at step 7

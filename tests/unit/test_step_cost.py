@@ -15,10 +15,10 @@ from amo_dist.config import OPERATOR_TYPES, MuonConfig
 from amo_dist.kernels import newton_schulz
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.polar_express import composed
-from amo_dist.tools.shapes import MODELS, PLANS, DecoderShape
-from amo_dist.tools.step_cost import StepCost, lay_out, newton_schulz_bytes
 from tests.memory import peak_bytes
 from tests.step_costs import step_costs
+from torchtitan_ext.tools.shapes import MODELS, PLANS, DecoderShape
+from torchtitan_ext.tools.step_cost import StepCost, lay_out, newton_schulz_bytes
 
 SPECS = json.loads(
     (Path(__file__).resolve().parent.parent / "golden" / "model_specs.json").read_text()

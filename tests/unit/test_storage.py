@@ -20,9 +20,9 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
-from amo_dist import CheckpointReader, CheckpointWriter
-from amo_dist.state import storage
-from amo_dist.state.storage import CHECKSUMS, find_damage
+from torchtitan_ext import CheckpointReader, CheckpointWriter
+from torchtitan_ext.plugin import storage
+from torchtitan_ext.plugin.storage import CHECKSUMS, find_damage
 
 ROOT = Path(__file__).resolve().parents[2]
 

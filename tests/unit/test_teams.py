@@ -16,11 +16,11 @@ from amo_dist.config import OPERATOR_TYPES
 from amo_dist.distributed.ownership import Job, assign, load_by_rank
 from amo_dist.distributed.teams import FLOPS_PER_BYTE, choices, member_costs, share_of, slabs
 from amo_dist.schedule.budget import ns_step_flops
-from amo_dist.tools.shapes import MODELS, PLANS
-from amo_dist.tools.step_cost import lay_out
 from tests.distributed import models as models_of_ranks
 from tests.layouts import Model, build, models
 from tests.step_costs import step_costs
+from torchtitan_ext.tools.shapes import MODELS, PLANS
+from torchtitan_ext.tools.step_cost import lay_out
 
 few = settings(max_examples=40, deadline=None)
 OWNERSHIP = st.sampled_from(["round_robin", "balanced"])

@@ -16,11 +16,11 @@ from amo_dist import AMOConfig, param_groups
 from amo_dist.kernels.geometry import SPECTRAL_METRICS, spectral_metrics
 from amo_dist.optimizers.named import make_optimizer
 from amo_dist.schedule.grouping import layer_index
-from amo_dist.tools.records import read_records
 from amo_dist.tools.tracker import GeometryTracker
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from torchtitan_ext.plugin import geometry as plugin
+from torchtitan_ext.runs.records import read_records
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE
 
 SHAPES = models.shapes()

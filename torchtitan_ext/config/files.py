@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from amo_dist.schedule.fields import read_file, show
-from amo_dist.schedule.schedule_file import read_toml
+from torchtitan_ext.config.schedule_file import read_toml
 
 EXTENDS = "extends"
 """Field that names the next file, relative to the file that holds it."""

@@ -13,12 +13,12 @@ from pathlib import Path
 import tyro
 from torchtitan.config.manager import ConfigManager, custom_registry
 
-from amo_dist.tools import files as atomic
 from amo_dist.tools.command import read_json_file
 from torchtitan_ext.config import files, names, values
 from torchtitan_ext.config.checks import complete
 from torchtitan_ext.plugin import models
 from torchtitan_ext.plugin.trainer import Trainer
+from torchtitan_ext.runs import files as atomic
 from torchtitan_ext.runs.run_files import START_FILE
 
 __all__ = ["complete", "for_ranks", "from_file", "load", "parse", "resolve", "split_file"]

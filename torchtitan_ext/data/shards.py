@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from amo_dist.tools.files import replace
+from torchtitan_ext.runs.files import replace
 
 INDEX = "index.json"
 COMMIT = "commit"

@@ -18,10 +18,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType,
 from torchtitan.tools.filesystem import is_remote
 from torchtitan.tools.utils import GarbageCollection
 
-from amo_dist import CheckpointWriter
-from amo_dist.state.storage import find_damage
 from torchtitan_ext.plugin import hyperparameters, loading
 from torchtitan_ext.plugin.optimizers import check_last_update
+from torchtitan_ext.plugin.storage import CheckpointWriter, find_damage
 from torchtitan_ext.runs.run_files import (
     COMPLETE_FILES,
     checkpoints,

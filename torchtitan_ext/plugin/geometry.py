@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from amo_dist.tools.records import append_records, drop_from
 from amo_dist.tools.tracker import GeometryTracker, Record
 from torchtitan_ext.config.names import STOCK
+from torchtitan_ext.runs.records import append_records, drop_from
 from torchtitan_ext.runs.run_files import GEOMETRY_FILE
 
 _FAMILIES = {"llama3": "Llama-3.1", "qwen3": "Qwen3"}

@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
-from amo_dist import CheckpointReader
+from torchtitan_ext.plugin.storage import CheckpointReader
 from torchtitan_ext.runs.run_files import checkpoint_step, complete_steps
 
 

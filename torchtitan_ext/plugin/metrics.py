@@ -16,7 +16,6 @@ import torchtitan.components.metrics as titan
 from torchtitan.config import derive
 
 from amo_dist.distributed.agreement import control_device, max_over, slowest, world_group
-from amo_dist.tools import run_log
 from amo_dist.tools.tracker import GeometryTracker
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.imports import import_class
@@ -24,6 +23,7 @@ from torchtitan_ext.plugin import geometry, optimizers
 from torchtitan_ext.plugin.callbacks import Callbacks
 from torchtitan_ext.plugin.console import duration
 from torchtitan_ext.plugin.machine import cpu_is_needed, resident_peak
+from torchtitan_ext.runs import run_log
 from torchtitan_ext.runs.run_files import RunFiles, require_local
 
 progress = logging.getLogger("torchtitan_ext.progress")

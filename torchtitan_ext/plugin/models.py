@@ -30,9 +30,9 @@ from torchtitan.models.qwen3 import Qwen3Model
 from torchtitan.protocols.model_spec import ModelSpec
 
 from amo_dist.operators.patterns import clean_name
-from amo_dist.tools.shapes import MODELS, DecoderShape
 from torchtitan_ext.imports import import_module
 from torchtitan_ext.plugin.parallelize import parallelize
+from torchtitan_ext.tools.shapes import MODELS, DecoderShape
 
 INIT_STD = 0.02
 """Standard deviation of all linear and embedding weights in the AMO paper."""

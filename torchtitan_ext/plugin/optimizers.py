@@ -24,9 +24,9 @@ from amo_dist.optimizers.amo import AMO
 from amo_dist.optimizers.muon import Muon
 from amo_dist.optimizers.named import MUON_SCHEDULES, OPTIMIZER_NAMES, make_optimizer
 from amo_dist.schedule.coefficients import named_schedule
-from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.types import Schedule
 from torchtitan_ext.config.names import SHARED, STOCK
+from torchtitan_ext.config.schedule_file import load_schedule_file
 from torchtitan_ext.plugin import hyperparameters
 from torchtitan_ext.plugin.step_clock import StepClock
 

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools import files
 from torchtitan_ext.config.files import fields
+from torchtitan_ext.runs import files
 from torchtitan_ext.runs.differences import differences
 from torchtitan_ext.runs.run_files import (
     LOCK_FILE,

@@ -10,10 +10,10 @@ from typing import Any
 from amo_dist.distributed.layout import Matrix, make_matrix, replicated_layout
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.step_cost import OWNERSHIPS, StepCost, lay_out
 from torchtitan_ext.batch import sequences_per_step
 from torchtitan_ext.config.checks import collect, degrees
 from torchtitan_ext.tools import preflight_memory, preflight_schedule
+from torchtitan_ext.tools.step_cost import OWNERSHIPS, StepCost, lay_out
 
 
 def predict(

@@ -15,11 +15,11 @@ from amo_dist.schedule.grouping import group_matrices
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.planning import costs_of, plan_measured, steps_to_try
 from amo_dist.schedule.policies import as_policy
-from amo_dist.schedule.schedule_file import load_schedule_file
 from amo_dist.schedule.trials import Measured
 from amo_dist.schedule.types import MatrixInfo
 from amo_dist.tools.command import read_steps
-from amo_dist.tools.shapes import PLANS
+from torchtitan_ext.config.schedule_file import load_schedule_file
+from torchtitan_ext.tools.shapes import PLANS
 
 Steps = dict[str, int]
 """Steps by operator type, in the declared order."""

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.tools.command import MOST_RANKS, Mistakes, Subparsers, whole
-from amo_dist.tools.records import METRICS_FILE
 from torchtitan_ext.runs import folder as runs
+from torchtitan_ext.runs.records import METRICS_FILE
 from torchtitan_ext.runs.run_files import read_metrics, read_plan, require_unlocked
 from torchtitan_ext.signals import STOPPED
 from torchtitan_ext.tools import train

@@ -15,19 +15,26 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from amo_dist.distributed.layout import layout_of
 from amo_dist.optimizers.muon import Muon
 from amo_dist.tools.doctor.site import Site
-from amo_dist.tools.shapes import DecoderShape
 
-SMALL = DecoderShape(layers=2, dim=32, ffn_dim=64, heads=4, kv_heads=2)
 Shapes = Mapping[str, tuple[int, ...]]
 
-
-def shapes_of(shape: DecoderShape) -> Shapes:
-    """List the parameters of a decoder with tied embeddings under torchtitan's names."""
-    shapes: dict[str, tuple[int, ...]] = {"tok_embeddings.weight": (48, shape.dim)}
-    for layer in range(shape.layers):
-        shapes |= {f"layers.{layer}.{info.name}": info.shape for info in shape.block()}
-        shapes[f"layers.{layer}.attention_norm.weight"] = (shape.dim,)
-    return shapes | {"norm.weight": (shape.dim,)}
+BLOCK: Shapes = {
+    "attention.wq.weight": (32, 32),
+    "attention.wk.weight": (16, 32),
+    "attention.wv.weight": (16, 32),
+    "attention.wo.weight": (32, 32),
+    "feed_forward.w1.weight": (64, 32),
+    "feed_forward.w3.weight": (64, 32),
+    "feed_forward.w2.weight": (32, 64),
+    "attention_norm.weight": (32,),
+}
+"""Parameters of a block under torchtitan's names."""
+DECODER: Shapes = {
+    "tok_embeddings.weight": (48, 32),
+    **{f"layers.{layer}.{name}": shape for layer in range(2) for name, shape in BLOCK.items()},
+    "norm.weight": (32,),
+}
+"""Parameters of two blocks with tied embeddings."""
 
 
 def build(shapes: Shapes, make: Callable[[str], Tensor]) -> nn.Module:
@@ -94,7 +101,7 @@ def make_model(site: Site, layout: str, shapes: Shapes | None = None) -> nn.Modu
         layout: ``one``, ``replicate``, ``fsdp``, ``hsdp`` or ``tp x fsdp``.
         shapes: Shapes of the parameters; None for those of a small decoder.
     """
-    shapes = shapes_of(SMALL) if shapes is None else shapes
+    shapes = DECODER if shapes is None else shapes
 
     def initial(name: str) -> Tensor:
         return (0.1 * normal(name, shapes[name])).to(site.device)

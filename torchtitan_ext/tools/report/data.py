@@ -13,9 +13,9 @@ from typing import Any
 
 from amo_dist.config import sort_operator_types
 from amo_dist.schedule.plan import Plan
-from amo_dist.tools.records import METRICS_FILE, read_records
 from torchtitan_ext.runs import costs
 from torchtitan_ext.runs.costs import Records
+from torchtitan_ext.runs.records import METRICS_FILE, read_records
 from torchtitan_ext.runs.run_files import (
     GEOMETRY_FILE,
     NUMBER,

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.tools import files
+from torchtitan_ext.runs import files
 
 TEMPLATE = Path(__file__).with_name("page.html")
 

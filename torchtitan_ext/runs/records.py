@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from amo_dist.schedule.fields import read_file, show
-from amo_dist.tools import files
+from torchtitan_ext.runs import files
 
 logger = logging.getLogger(__name__)
 

@@ -20,7 +20,7 @@ from amo_dist.distributed.ownership import Job, assign
 from amo_dist.distributed.plan import count_elements, plan_exchange
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.ledger import reduced_by_rank, sent_by_rank
+from torchtitan_ext.tools.ledger import reduced_by_rank, sent_by_rank
 
 OWNERSHIPS = ("round_robin", "balanced")
 

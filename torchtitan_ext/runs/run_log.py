@@ -14,8 +14,8 @@ import torch.distributed as dist
 from amo_dist.optimizers.muon import Muon
 from amo_dist.schedule.amo import AMOPolicy
 from amo_dist.schedule.plan import PLAN_FILE
-from amo_dist.tools import files
-from amo_dist.tools.records import METRICS_FILE, append_records, drop_from, read_records
+from torchtitan_ext.runs import files
+from torchtitan_ext.runs.records import METRICS_FILE, append_records, drop_from, read_records
 
 
 @dataclass(frozen=True, slots=True)
