@@ -18,7 +18,7 @@ from pathlib import Path
 
 from tests.examples import ROOT
 
-PROSE = ("./launch/quickstart.sh", "amo watch ", "amo report ")
+PROSE = ("./launch/quickstart.sh", "amo report ")
 """Starts of the commands to run that stand in sentences."""
 MARK = "@@"
 

@@ -132,7 +132,6 @@ RECORD: dict[str, Any] = {
 QUICKSTART = str(ROOT / "configs" / "quickstart.toml")
 
 STARTS: dict[str, list[list[str]]] = {
-    "quickstart": [[]],
     "train": [[QUICKSTART]],
     "paper compare": [["scores.json", "--no-test"]],
     "paper score": [["run", "--tasks", "sciq"]],
@@ -147,7 +146,6 @@ STARTS: dict[str, list[list[str]]] = {
     "paper figures": [["run", "-o", "new"]],
     "tokenize": [["corpus.jsonl", "-o", "new", "--tokenizer", "byte"]],
     "report": [["run"]],
-    "watch": [["run"]],
     "plan": [["--ell", "attn_q=1e-3", "--ell", "mlp_up=1e-2"], ["--plan", "run"]],
     "doctor": [["--seconds", "60"]],
 }

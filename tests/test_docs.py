@@ -115,7 +115,7 @@ def test_written_tables_match_the_code(name: str) -> None:
 
 
 def test_every_command_says_what_it_does() -> None:
-    assert {"quickstart", "plan"} <= set(commands())
+    assert {"train", "plan"} <= set(commands())
     assert [name for name, what in commands().items() if what in ("", "None")] == []
 
 

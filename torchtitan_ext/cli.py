@@ -15,15 +15,13 @@ from torchtitan_ext.data.files import DataError
 from torchtitan_ext.tools import (
     export,
     preflight,
-    quickstart,
     report,
     tokenize,
     train,
-    watch,
 )
 
 TITAN = ("torchtitan", "torchdata", "tyro", "numpy")
-"""What comes with the extra ``titan``; commands that plan, watch or report do without."""
+"""What comes with the extra ``titan``; commands that plan or report do without."""
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -36,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"amo-dist {__version__}")
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
-    tools: Sequence[Any] = (quickstart, train, preflight, tokenize, report, watch, export)
+    tools: Sequence[Any] = (train, preflight, tokenize, report, export)
     for tool in tools:
         tool.add_command(subparsers)
     add_commands(subparsers)

@@ -129,7 +129,7 @@ def _run(args: argparse.Namespace) -> int:
         return 0
     if args.slurm is not None:
         todo = [job for job in jobs if not runner.is_done(job)]
-        runner.check(todo, args.overrides, marks=False)
+        runner.check(todo, args.overrides)
         scripts = runner.slurm_scripts(args.name, jobs, args.overrides, Path(args.slurm))
         for path, text in scripts.items():
             files.replace(path, text)

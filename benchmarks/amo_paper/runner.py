@@ -8,11 +8,9 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from benchmarks.amo_paper.resolve import GPUS_PER_NODE, PAPER, ROOT, Config, Job
 from torchtitan_ext.config import files
-from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs import run_files
 from torchtitan_ext.signals import STOPPED
 
@@ -43,17 +41,15 @@ def _saves(job: Job) -> bool:
     return bool(fields.get("checkpoint.enable")) and not fields.get("checkpoint.load_only")
 
 
-def check(jobs: Sequence[Job], extra: Sequence[str], *, marks: bool = True) -> None:
+def check(jobs: Sequence[Job], extra: Sequence[str]) -> None:
     """Parse every job's config, so that mistakes show before any run starts.
 
     Args:
         jobs: What is about to start.
         extra: Further options of torchtitan for all of them.
-        marks: Write the config into each folder, which takes a new or empty one or a run's;
-            otherwise nothing is written.
 
     Raises:
-        ValueError: A config does not work, or a folder holds a run with another one.
+        ValueError: A config does not work.
     """
     from torchtitan_ext.config import settings
 
@@ -61,15 +57,7 @@ def check(jobs: Sequence[Job], extra: Sequence[str], *, marks: bool = True) -> N
         made = _not_made_yet(job)
         arguments = [argument for argument in job.arguments() if argument not in made]
         try:
-            config = settings.resolve(str(ROOT / job.config), [*arguments, *extra])
-            values = config.to_dict()
-            for argument in made:
-                _set(values, argument)
-            folder = runs.RunFolder(ROOT / job.folder, config.checkpoint.folder)
-            if marks:
-                folder.prepare(values)
-            else:
-                folder.require_same(values)
+            settings.resolve(str(ROOT / job.config), [*arguments, *extra])
         except ValueError as error:
             raise ValueError(f"{job.folder.name}: {error}") from None
 
@@ -78,15 +66,6 @@ def _not_made_yet(job: Job) -> list[str]:
     """Arguments that name files which a command has yet to make before the run."""
     missing = [command[-1] for command in job.prepare if not (ROOT / command[-1]).exists()]
     return [one for one in job.arguments() if one.partition("=")[2] in missing]
-
-
-def _set(values: dict[str, Any], argument: str) -> None:
-    """Put ``--section.field=value`` into the sections of a config."""
-    names, _, value = argument.removeprefix("--").partition("=")
-    *sections, field = names.split(".")
-    for section in sections:
-        values = values[section]
-    values[field] = value
 
 
 def run_jobs(jobs: Sequence[Job], extra: Sequence[str], ranks: int) -> int:

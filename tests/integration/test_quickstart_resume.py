@@ -1,4 +1,4 @@
-"""The quickstart on a tiny model: to the lock, stopped and resumed, refused and finished."""
+"""The quickstart on a tiny model: to the lock, killed, resumed, and stopped."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from pathlib import Path
 import pytest
 
 from tests.integration.titan_ranks import Run, assert_same_end
-from torchtitan_ext.tools.report.data import load_one
 
 ROOT = Path(__file__).resolve().parents[2]
 NUM_STEPS = 12
@@ -32,30 +31,23 @@ pytestmark = pytest.mark.slow
 
 
 def command(folder: Path, *options: str) -> list[str]:
-    start = [sys.executable, "-m", "torchtitan_ext", "quickstart", "--ranks", "2"]
+    config = str(ROOT / "configs" / "quickstart.toml")
+    start = [sys.executable, "-m", "torchtitan_ext", "train", config, "--ranks", "2"]
     return [*start, "--dump_folder", str(folder), *OPTIONS, *options]
 
 
-def quickstart(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
-    done = subprocess.run(
+def train(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
         command(folder, *options), env=ENVIRONMENT, capture_output=True, text=True, check=False
     )
-    if done.returncode == 1:
-        pytest.fail(done.stdout + done.stderr)
-    return done
 
 
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run that was never stopped, with a checkpoint of each step."""
     folder = tmp_path_factory.mktemp("runs") / "reference"
-    done = quickstart(folder)
-    assert f"Starting anew: {NUM_STEPS} steps on 2 ranks" in done.stdout
-    assert "The plan, locked at step 8:" in done.stdout
-    assert "attn_q" in done.stdout
-    # Text is tokenized first: a bar, and files of the library that are not UTF-8.
-    told = [line for line in done.stderr.splitlines() if line]
-    assert all(line.startswith(("tokenizing ", "left out ")) for line in told)
+    done = train(folder)
+    assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
@@ -73,8 +65,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(reference: Path, tmp_pa
     process = start_until_step(5, folder)  # in the transition
     os.kill(first_rank(folder), signal.SIGKILL)
     assert process.wait() == 1
-    assert "Resuming from the checkpoint of step" in quickstart(folder).stdout
-    assert load_one(folder).spans("phase") == load_one(reference).spans("phase")
+    assert train(folder).returncode == 0
     assert_same_end(Run(folder, 2), Run(reference, 2), NUM_STEPS)
 
 
@@ -83,7 +74,7 @@ def test_no_rank_outlives_the_command(tmp_path: Path, number: signal.Signals) ->
     process = start_until_step(2, tmp_path / "run", "--training.steps", "4000")
     rank = first_rank(tmp_path / "run")
     if number == signal.SIGINT:
-        refused = quickstart(tmp_path / "run", "--training.steps", "4000")
+        refused = train(tmp_path / "run", "--training.steps", "4000")
         assert refused.returncode == 2
         assert "is being written by process" in refused.stderr
     process.send_signal(number)
@@ -100,7 +91,7 @@ def first_rank(folder: Path) -> int:
 
 
 def start_until_step(step: int, folder: Path, *options: str) -> subprocess.Popen[bytes]:
-    """Start a run and wait for its second checkpoint."""
+    """Start a run and wait for a checkpoint."""
     process = subprocess.Popen(
         command(folder, *options),
         env=ENVIRONMENT,
@@ -114,14 +105,3 @@ def start_until_step(step: int, folder: Path, *options: str) -> subprocess.Popen
         assert time.monotonic() < deadline
         time.sleep(0.02)
     return process
-
-
-def test_a_finished_run_says_so_and_another_config_is_refused(reference: Path) -> None:
-    done = quickstart(reference)
-    assert f"is complete ({NUM_STEPS} steps); --fresh starts anew" in done.stdout
-    assert "The plan, locked at step 8:" in done.stdout
-    done = quickstart(reference, "--optimizer.lr", "0.5")
-    assert done.returncode == 2
-    assert done.stderr.startswith("error: ")
-    assert "optimizer.lr: was 0.004, is 0.5" in done.stderr
-    assert done.stderr.count("\n") == 1

@@ -232,6 +232,3 @@ def test_wrong_options_show_before_any_run(tmp_path: Path) -> None:
     jobs = experiments.jobs_of(experiment, place)
     with pytest.raises(ValueError, match=r"budget-0\.8: training\.steps: found 20"):
         runner.run_jobs(jobs, ["--training.steps=20"], 2)
-    runner.check(jobs[:1], [])
-    with pytest.raises(ValueError, match=r"holds a run with another config .*optimizer\.lr"):
-        runner.check(jobs[:1], ["--optimizer.lr=0.5"])

@@ -1,4 +1,4 @@
-"""The front door is light: commands that plan or watch must not wait for torchtitan."""
+"""The front door is light: commands that plan must not wait for torchtitan."""
 
 from __future__ import annotations
 
@@ -16,10 +16,7 @@ from torchtitan_ext.plugin import machine
 from torchtitan_ext.tools import train as command
 
 ROOT = Path(__file__).parents[2]
-COMMANDS = (
-    *("quickstart", "train", "preflight", "tokenize", "report", "watch", "export"),
-    *("plan", "doctor"),
-)
+COMMANDS = (*("train", "preflight", "tokenize", "report", "export", "plan", "doctor"),)
 
 
 @pytest.mark.parametrize("command", ["", *COMMANDS])
@@ -96,9 +93,8 @@ def test_what_needs_no_torchtitan_runs_without_it() -> None:
     done = without_torchtitan(
         ["--help"],
         ["plan", "--ell", "attn_q=3e-4"],
-        ["watch", "."],
     )
-    assert done.stdout.splitlines()[-1] == "[0, 0, 0]"
+    assert done.stdout.splitlines()[-1] == "[0, 0]"
     assert done.stderr == ""
 
 
@@ -106,14 +102,13 @@ def test_what_needs_torchtitan_says_in_one_line_what_to_install() -> None:
     config = "configs/quickstart.toml"
     done = without_torchtitan(
         ["train", config],
-        ["quickstart"],
         ["preflight", config],
         ["tokenize", "tests", "-o", "nowhere", "--tokenizer", "byte"],
         ["export", "step-1", "-o", "nowhere", "--config", config],
     )
-    assert done.stdout.splitlines()[-1] == "[2, 2, 2, 2, 2]"
+    assert done.stdout.splitlines()[-1] == "[2, 2, 2, 2]"
     lines = done.stderr.splitlines()
-    assert len(lines) == 5
+    assert len(lines) == 4
     for line in lines:
         assert line.startswith("error: ")
         assert "pip install 'amo-dist[titan]'" in line

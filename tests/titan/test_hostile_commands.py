@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import io
-import json
 import os
 import random
 import shlex
@@ -18,7 +16,7 @@ from tests import hostile
 from torchtitan_ext.cli import main
 
 SAMPLE = 150
-QUICK = ("plan", "watch", "export", "doctor", "paper compare", "paper static-schedule")
+QUICK = ("plan", "export", "doctor", "paper compare", "paper static-schedule")
 """Commands that answer in milliseconds."""
 
 
@@ -39,7 +37,6 @@ def test_hostile_command_lines_end_in_one_line() -> None:
 
 
 KINDS = {
-    "a path that is too long": ["watch", "x" * 300],
     "a loop of links": ["report", "loop"],
     "a path below a file": ["paper", "static-schedule", "empty/x"],
     "a folder for a file": ["paper", "static-schedule", "log.jsonl", "-o", "folder"],
@@ -49,7 +46,6 @@ KINDS = {
     "a file without end": ["paper", "compare", "/dev/zero"],
     "a plan without end": ["plan", "--plan", "/dev/zero"],
     "a linked plan without end": ["plan", "--plan", "run_of_zeros"],
-    "linked metrics without end": ["watch", "run_of_zeros"],
     "a log without end": ["paper", "static-schedule", "/dev/zero"],
     "a config without end": ["train", "/dev/zero"],
     "a config to look at without end": ["preflight", "/dev/zero"],
@@ -58,13 +54,9 @@ KINDS = {
     "a pipe for metrics": ["report", "run_of_pipes"],
     "a pipe for a config": ["preflight", "pipe"],
     "a pipe for figures": ["doctor", "--json", "pipe"],
-    "fields of other types": ["watch", "run_types"],
     "a config of other types": ["export", "run_sparse", "-o", "new"],
     "a record without a step": ["report", "run_null"],
     "a world of very many": ["preflight", hostile.QUICKSTART, "--world", "1000000"],
-    "an endless wait": ["watch", "run", "--follow", "--interval", "inf"],
-    "an option's end for a value": ["watch", "run", "--interval=--"],
-    "two lines": ["watch", "a\nb"],
 }
 
 
@@ -90,36 +82,16 @@ def test_a_message_is_one_line_of_bounded_length() -> None:
     assert len(one_line("x" * 100_000)) < 1100
 
 
-def test_a_name_that_is_no_utf_8_is_printed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = tmp_path / "\udcff"
-    folder.mkdir()
-    output = io.TextIOWrapper(io.BytesIO(), encoding="utf-8", write_through=True)
-    monkeypatch.setattr(sys, "stdout", output)
-    assert main(["watch", str(folder)]) == 0
-    assert b"\\udcff: no step is logged yet" in output.buffer.getvalue()  # type: ignore[attr-defined]
-
-
 ESCAPE = "\x1b]0;owned\x07\x1b[2J"
 
 
-def test_a_file_does_not_command_the_terminal(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A plan and metrics of others, who named a type as they liked."""
+def test_a_file_does_not_command_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    """A plan of others, who named a type as they liked."""
     ells = ["--ell", f"a{ESCAPE}=1e-3", "--ell", "b=1e-2"]
     assert main(["plan", *ells]) == 0
     told = capsys.readouterr().out
     assert "\x1b" not in told
     assert "\\x1b[2J" in told
-    counts = {f"a{ESCAPE}\nb": 5}
-    record = {**hostile.RECORD, "phase": ESCAPE, "num_steps_by_type": counts}
-    (tmp_path / "metrics.jsonl").write_text(json.dumps(record) + "\n")
-    assert main(["watch", str(tmp_path)]) == 0
-    told = capsys.readouterr().out
-    assert "\x1b" not in told
-    assert "\\x1b[2J\\nb" in told
 
 
 def test_a_closed_output_is_told() -> None:

@@ -14,23 +14,14 @@ from typing import Any, TextIO
 
 import pytest
 
-from torchtitan_ext import cli
 from torchtitan_ext.plugin.metrics import line_tail
-from torchtitan_ext.runs.folder import RunFolder, changes
 from torchtitan_ext.runs.records import read_records
 from torchtitan_ext.runs.run_files import RunFiles, lock, require_unlocked
-from torchtitan_ext.tools import quickstart
 
 CONFIG: dict[str, Any] = {
     "optimizer": {"lr": 0.1, "betas": (0.9, 0.95)},
     "metrics": {"log_freq": 1},
 }
-
-
-def checkpoint(folder: Path, step: int, last_file: str = ".metadata") -> None:
-    path = folder / "checkpoint" / f"step-{step}"
-    path.mkdir(parents=True)
-    (path / last_file).write_text("")
 
 
 def test_a_resumed_run_drops_what_lies_beyond_its_checkpoint(tmp_path: Path) -> None:
@@ -149,125 +140,13 @@ def test_the_line_of_a_step_ends_with_phase_steps_and_time_to_go() -> None:
     )
 
 
-def test_a_new_folder_starts_anew_and_an_unfinished_run_goes_on(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    assert folder.prepare(CONFIG) == 0
-    checkpoint(folder.path, 9)
-    checkpoint(folder.path, 20)
-    checkpoint(folder.path, 30, "__0_0.distcp")
-    assert folder.prepare(CONFIG) == 20  # numerically, and of the complete ones
-    checkpoint(folder.path, 40, "model.safetensors.index.json")  # the last one may be of weights
-    assert folder.prepare(CONFIG) == 40
-
-
-def test_only_fields_that_matter_for_training_may_not_change(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path)
-    folder.prepare(CONFIG)
-    folder.prepare({**CONFIG, "metrics": {"log_freq": 7}})
-    with pytest.raises(ValueError, match=r"optimizer.lr: was 0.1, is 0.2.*--fresh"):
-        folder.prepare({**CONFIG, "optimizer": {"lr": 0.2, "betas": (0.9, 0.95)}})
-    assert changes({"a": {"b": 1}}, {"a": {"c": None}}) == ["a.b: was 1, is None"]
-
-
 def test_a_run_leaves_the_config_of_its_latest_start(tmp_path: Path) -> None:
     files = RunFiles(tmp_path)
     assert not (tmp_path / "run.json").exists()  # a start that fails before its first step
     files.start(1, CONFIG)
-    folder = RunFolder(tmp_path)
-    assert folder.prepare(CONFIG) == 0
     files.start(7, {**CONFIG, "optimizer": {"lr": 0.2}})
     files.close()
     assert json.loads((tmp_path / "run.json").read_text())["optimizer"] == {"lr": 0.2}
-    before = (tmp_path / "run.json").read_bytes()
-    with pytest.raises(ValueError, match=r"optimizer.lr: was 0.2, is 0.1"):
-        folder.require_same(CONFIG)
-    folder.require_same({"optimizer": {"lr": 0.2}, "metrics": {"log_freq": 7}})
-    assert (tmp_path / "run.json").read_bytes() == before
-    RunFolder(tmp_path / "missing").require_same(CONFIG)
-
-
-def test_folders_of_others_are_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    folder = RunFolder(tmp_path)
-    for act in (folder.delete, lambda: folder.prepare(CONFIG)):
-        with pytest.raises(ValueError, match="holds files, but none of a run"):
-            act()
-    assert (tmp_path / "thesis.tex").exists()
-
-
-def test_delete_removes_a_run_and_forgives_a_missing_one(tmp_path: Path) -> None:
-    folder = RunFolder(tmp_path / "run")
-    folder.delete()
-    folder.prepare(CONFIG)
-    folder.delete()
-    assert not folder.path.exists()
-
-
-@pytest.mark.parametrize(
-    ("options", "status", "saved", "told"),
-    [
-        ([], 0, 120, "Trained in 0 s."),
-        ([], 75, 7, "Stopped; step 7 of 120 is saved, and the same command goes on from there."),
-        # Some ranks were too slow.
-        ([], 143, 7, "Stopped; step 7 of 120 is saved, and the same command goes on from there."),
-        ([], 130, 0, "Stopped before the first checkpoint; the same command starts anew."),
-        (["--checkpoint.no-enable"], 0, 0, "Trained in 0 s."),
-    ],
-)
-def test_the_quickstart_tells_how_training_ended(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    options: list[str],
-    status: int,
-    saved: int,
-    told: str,
-) -> None:
-    def train(_arguments: list[str], config: Any, _num_ranks: int) -> int:
-        if saved:
-            checkpoint(Path(config.dump_folder), saved)
-        return status
-
-    monkeypatch.setattr(quickstart.train, "start", train)
-    monkeypatch.setattr(quickstart.time, "monotonic", lambda: 0.0)
-    arguments = ["quickstart", "--ranks", "2", "--dump_folder", str(tmp_path / "run")]
-    is_trained = told.startswith("Trained")
-    assert cli.main([*arguments, *options]) == status
-    lines = capsys.readouterr().out.splitlines()
-    assert told in lines
-    assert any(line.startswith("metrics ") for line in lines) == is_trained  # the summary
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ([], "; see amo --help"),
-        (
-            ["plan", "--ell=attn_q=0.001", "--nonsense"],
-            "found unknown --nonsense, expected options of amo plan",
-        ),
-        (["plan", "--stps", "5"], "found unknown --stps, expected options of amo plan (did you me"),
-        (
-            ["preflight", "c.toml", "--wrld", "2"],
-            "unknown --wrld, expected options of amo preflight (did you mean --world?)",
-        ),
-        (["train", "c.toml", "--rnks=2"], "unknown --rnks, expected options of amo train (did you"),
-        (["quickstart", "--ranks", "0"], "--ranks: found 0, expected an integer >= 1"),
-        (["quickstart", "--optimizer.name", "SGD"], "optimizer.name: found 'SGD'"),
-        (
-            ["quickstart", "--training.global_batch_size", "7"],
-            "training.global_batch_size: found 7, expected a multiple of 16",
-        ),
-        (["quickstart", "--dump_folder", "/dev/null"], "dump_folder: found /dev/null"),
-    ],
-)
-def test_the_front_door_tells_mistakes_in_one_line(
-    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cli.main(arguments) == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
 
 
 def test_a_forked_process_does_not_share_the_claim(tmp_path: Path) -> None:

@@ -26,9 +26,7 @@ from benchmarks.amo_paper import evaluate, static_schedule
 from benchmarks.amo_paper.results import read_results
 from torchtitan_ext.data import shards
 from torchtitan_ext.plugin.geometry import GeometryLog
-from torchtitan_ext.runs import folder as runs
 from torchtitan_ext.runs import records, run_files
-from torchtitan_ext.tools import watch
 from torchtitan_ext.tools.report import data
 
 CALLS = ("open", "write", "fsync", "replace", "rename", "unlink", "truncate", "ftruncate")
@@ -96,7 +94,6 @@ class Killer:
 
 def prepare(folder: Path) -> None:
     """What a run of three steps with a plan has left."""
-    runs.RunFolder(folder).prepare(CONFIGS[0])
     files = run_files.RunFiles(folder)
     files.start(1, CONFIGS[0])
     log = GeometryLog(folder, model="m", family="f")
@@ -112,7 +109,6 @@ def prepare(folder: Path) -> None:
 
 
 def start(folder: Path) -> None:
-    runs.RunFolder(folder).prepare(CONFIGS[0])
     run_files.RunFiles(folder).start(3, CONFIGS[1])
 
 
@@ -177,13 +173,10 @@ def problems(folder: Path, num_steps: int, name: str) -> list[str]:
         expect("plan", lambda: Plan.from_json((folder / "plan.json").read_text()) in plans)
     expect("results", lambda: len(read_results([folder / "results.json"])) == 1)
     expect("corpus", lambda: whole_shards(folder) >= 1)
-    expect("watch", lambda: bool(watch.view("run", run_files.read_metrics(folder))))
     expect("report", lambda: data.load_one(folder).metrics[0]["step"] == 1)
     expect("validation", lambda: run_files.read_metrics(folder).validations[:1] == [(1, 2.5)])
     if (schedule := folder / "schedule.toml").exists():
         expect("schedule", lambda: "coefficients" in schedule.read_text())
-    config = run_files.read_config(folder) or CONFIGS[0]
-    expect("next start", lambda: runs.RunFolder(folder).prepare(config) == 0)
     return found
 
 
@@ -219,17 +212,6 @@ def campaign(root: Path) -> dict[str, Any]:
                 break
             told += [f"{name}, {kills[name]}: {one}" for one in problems(folder, num_steps, name)]
             kills[name] += 1
-    new = runs.RunFolder(root / "new")
-    kills["first start"] = 0
-    while killed(
-        lambda folder: runs.RunFolder(folder).prepare(CONFIGS[0]), new.path, kills["first start"]
-    ):
-        try:
-            new.prepare(CONFIGS[0])
-        except ValueError as error:
-            told.append(f"first start, {kills['first start']}: {error}")
-        shutil.rmtree(new.path)
-        kills["first start"] += 1
     return {"kills": kills, "problems": told}
 
 

@@ -16,7 +16,6 @@ import pytest
 
 from tests.source_tree import ROOT, sources
 from torchtitan_ext.runs import files, records, run_files
-from torchtitan_ext.runs.folder import RunFolder
 
 WRITES_ELSEWHERE = {
     "amo_dist/tools/files.py",  # the one that is meant
@@ -134,13 +133,3 @@ def test_a_broken_file_of_a_run_is_named_with_its_path(tmp_path: Path) -> None:
     (tmp_path / "lock").mkdir()
     with pytest.raises(ValueError, match=r"dump_folder: cannot write .*lock: Is a directory"):
         run_files.RunFiles(tmp_path)
-
-
-def test_what_a_start_leaves_that_was_killed_at_once_is_a_runs_folder(tmp_path: Path) -> None:
-    for name in ("lock", "run.json.tmp", "log_rank0.txt"):
-        (tmp_path / name).touch()
-    assert RunFolder(tmp_path).prepare({}) == 0
-    (tmp_path / "run.json").unlink()
-    (tmp_path / "thesis.tmp").touch()
-    with pytest.raises(ValueError, match="holds files, but none of a run"):
-        RunFolder(tmp_path).prepare({})

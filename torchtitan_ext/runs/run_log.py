@@ -1,4 +1,4 @@
-"""Run log of your own training loop, for ``amo watch`` and ``amo report``."""
+"""Run log of your own training loop, for ``amo report``."""
 
 from __future__ import annotations
 
@@ -87,8 +87,8 @@ class RunLog:
     """Writes ``metrics.jsonl`` and ``plan.json`` into a folder, from the first rank alone.
 
     Make ``log = RunLog("outputs/run", optimizer, num_steps=1000)`` before the loop, and call
-    ``log(loss)`` after ``optimizer.step()``, at any interval: ``amo watch outputs/run`` and ``amo
-    report outputs/run`` then work. A loop that resumes from a checkpoint continues the log.
+    ``log(loss)`` after ``optimizer.step()``, at any interval; ``amo report outputs/run``
+    then works. A loop that resumes from a checkpoint continues the log.
 
     Args:
         folder: Folder of this run alone; created if missing.

@@ -23,7 +23,6 @@ from typing import Any
 
 from amo_dist.tools.command import MOST_RANKS, MOST_WORLD, Subparsers, whole
 from torchtitan_ext import environment, train
-from torchtitan_ext.runs.folder import LOGS
 from torchtitan_ext.runs.run_files import complete_steps, require_unlocked
 from torchtitan_ext.signals import OUTCOME_FILE, STOPPED
 
@@ -38,6 +37,9 @@ ALONE = {
 
 RANK = ("-u", "-m", "torchtitan_ext.train")
 """Arguments of Python that start a rank."""
+
+LOGS = "logs"
+"""Folder of the output of torchrun and of ranks, by start and host, in the dump folder."""
 
 NUMA = ("node", "socket", "exclusive", "core-complex")
 """Modes of torchrun's ``--numa-binding``."""
