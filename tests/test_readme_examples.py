@@ -126,7 +126,7 @@ def test_one_process(tmp_path: Path) -> None:
 def test_hugging_face(tmp_path: Path) -> None:
     printed = run_example("huggingface.py", tmp_path)
     assert printed.splitlines()[-1] == "12 locked"
-    assert "lr_scale 0.5" in printed
+    assert "lr_multiplier 0.5" in printed
     assert "weight_decay 0.0" in printed
 
 
@@ -211,7 +211,7 @@ def test_the_lines_of_short_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert name in dict(names["groups"][0]["params"])
 
     exec(embeddings, names)
-    factors = {group.get("lr_scale", 1.0) for group in names["groups"]}
+    factors = {group.get("lr_multiplier", 1.0) for group in names["groups"]}
     assert factors == {1.0, 0.1, 0.5}
 
     optimizer = names["optimizer"] = amo_dist.Muon(amo_dist.param_groups(model))
@@ -229,10 +229,10 @@ def test_the_lines_of_short_answers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert (names["config"].ns_dtype, names["config"].wire) == ("float16", "bfloat16")
     exec(matrices, names)
     scaled = {
-        name: group["lr_scale"]
+        name: group["lr_multiplier"]
         for group in names["groups"]
         for name, _ in group["params"]
-        if "lr_scale" in group
+        if "lr_multiplier" in group
     }
     assert scaled == {"lm_head.weight": 0.5}
 

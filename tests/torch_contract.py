@@ -328,7 +328,7 @@ def old_files_lack_new_options(cls: type[Muon]) -> None:
     train(optimizer, loss)
     saved = copy.deepcopy(optimizer.state_dict())
     for group in saved["param_groups"]:
-        group.pop("lr_scale", None)
+        group.pop("lr_multiplier", None)
     optimizer.load_state_dict(saved)
     train(optimizer, loss, 1)
 

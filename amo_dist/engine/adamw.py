@@ -47,7 +47,8 @@ def adamw_step(
     Args:
         params: Parameters of this process, with state as `make_state` made it.
         grads: Local gradient of each parameter; None for a parameter to skip.
-        groups: Parameter groups with ``lr``, ``lr_scale``, ``betas``, ``eps``, ``weight_decay``.
+        groups: Parameter groups with ``lr``, ``lr_multiplier``, ``betas``, ``eps`` and
+            ``weight_decay``.
         rounding: Widens bfloat16 parameters, and rounds their updates.
         step: Optimizer step, counted from 1.
         bad: Verdict, 0-dim, boolean, on the device: if true, nothing changes.

@@ -13,7 +13,7 @@ from amo_dist.config import MathConfig
 
 _KEYS = frozenset(
     {
-        *("params", "algorithm", "control", "lr", "lr_scale", "weight_decay"),
+        *("params", "algorithm", "control", "lr", "lr_multiplier", "weight_decay"),
         *("betas", "eps", "momentum", "nesterov"),
     }
 )
@@ -21,11 +21,12 @@ _KEYS = frozenset(
 _NOTES = frozenset(
     {
         *("name", "param_names", "matrix_views", "initial_lr", "max_lr", "min_lr", "swa_lr"),
-        *("base_momentum", "max_momentum"),
+        # The schedulers of timm, MAE and BEiT multiply a group's `lr_scale` into its `lr`.
+        *("base_momentum", "max_momentum", "lr_scale"),
     }
 )
-"""Keys in which users, PyTorch's schedulers and checkpoint helpers keep notes of their own."""
-_REQUIRED = ("params", "algorithm", "lr", "lr_scale", "weight_decay", "betas", "eps")
+"""Keys in which users, schedulers and PyTorch's checkpoint helpers keep notes of their own."""
+_REQUIRED = ("params", "algorithm", "lr", "lr_multiplier", "weight_decay", "betas", "eps")
 """Keys that every parameter group must have."""
 _LEAST_RATE = -1e-12
 """Least number that counts as zero: PyTorch's ``LinearLR`` ends at -1e-18 by rounding."""
@@ -75,14 +76,14 @@ def check_hyperparameters(values: Mapping[str, Any], place: str = "") -> None:
     """Refuse values with which no training makes sense.
 
     Args:
-        values: Any of ``lr``, ``lr_scale``, ``weight_decay``, ``eps``, ``betas``, ``momentum`` and
-            ``nesterov``.
+        values: Any of ``lr``, ``lr_multiplier``, ``weight_decay``, ``eps``, ``betas``, ``momentum``
+            and ``nesterov``.
         place: Text that goes before the field in the message, such as ``groups[1].``.
 
     Raises:
         ValueError: Names the field, what was found and what was expected.
     """
-    for field in ("lr", "lr_scale", "weight_decay", "eps"):
+    for field in ("lr", "lr_multiplier", "weight_decay", "eps"):
         if field in values and not is_below(values[field], math.inf):
             raise ValueError(
                 f"{place}{field}: found {values[field]!r}, expected a finite number >= 0"
@@ -121,7 +122,7 @@ def describe_group(group: Mapping[str, Any], own_keys: Iterable[str] = ()) -> st
     lr = group["lr"]
     is_on_device = isinstance(lr, Tensor) and lr.device.type != "cpu"
     words = [f"lr {'of a tensor' if is_on_device else float(lr)}"]
-    keys = ("lr_scale", "weight_decay", "eps", *own_keys, "momentum", "nesterov")
+    keys = ("lr_multiplier", "weight_decay", "eps", *own_keys, "momentum", "nesterov")
     for key in dict.fromkeys(keys):
         if key in group and key not in ("lr", "betas"):
             words.append(f"{key} {float(group[key])}")
@@ -131,8 +132,8 @@ def describe_group(group: Mapping[str, Any], own_keys: Iterable[str] = ()) -> st
 
 
 def learning_rate(group: Mapping[str, Any]) -> float | Tensor:
-    """Learning rate of a group times its ``lr_scale``; a tensor only if it lies on a device."""
-    rate: float | Tensor = group["lr"] * group["lr_scale"]
+    """Learning rate of a group times its ``lr_multiplier``; a tensor only if it is on a device."""
+    rate: float | Tensor = group["lr"] * group["lr_multiplier"]
     is_on_cpu = isinstance(rate, Tensor) and rate.device.type == "cpu"
     return float(rate) if is_on_cpu else rate
 

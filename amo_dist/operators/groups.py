@@ -33,7 +33,7 @@ def param_groups(
     *,
     patterns: Patterns | None = None,
     report: bool = False,
-    no_decay: Sequence[str] = (),
+    no_decay: bool | Sequence[str] = (),
     lr_multipliers: Mapping[str, float] | None = None,
     allow_unused: bool = False,
     flatten_conv: bool = False,
@@ -55,9 +55,9 @@ def param_groups(
             ``None`` for AdamW, or `Fused` for several matrices.
         report: Print `describe` of the groups, with the number of frozen parameters.
         no_decay: Regular expressions (``re.fullmatch`` on cleaned names) of parameters whose group
-            has ``weight_decay`` 0.
+            has ``weight_decay`` 0; ``True`` for norms, biases and other vectors, and embeddings.
         lr_multipliers: Factors on the learning rate by regular expression; the first match wins.
-            The factor is the group's ``lr_scale``, which schedulers, unlike ``lr``, do not
+            The factor is the group's ``lr_multiplier``, which schedulers, unlike ``lr``, do not
             overwrite.
         allow_unused: Accept expressions that match no parameter. The default refuses them, as most
             are typos; a pipeline stage may need this, as it holds its own blocks alone.
@@ -79,6 +79,8 @@ def param_groups(
             rows no module gives or do not divide a projection.
     """
     factors = lr_multipliers or {}
+    spares_vectors = no_decay is True
+    no_decay = () if isinstance(no_decay, bool) else no_decay
     # A bare string would be read as one expression per letter.
     require(not isinstance(no_decay, str), "no_decay", no_decay, "a list of expressions")
     for pattern, factor in factors.items():
@@ -107,9 +109,13 @@ def param_groups(
     if per_head:
         _check_heads(classified, heads)
     groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
+    embeddings = _embeddings(parts)
     for name, parameter in parameters:
         views, _ = classified[name]
-        key = (not views, _first_match(no_decay, name) >= 0, _first_match(factors, name))
+        is_undecayed = _first_match(no_decay, name) >= 0 or (
+            spares_vectors and (parameter.dim() < 2 or parameter in embeddings)
+        )
+        key = (not views, is_undecayed, _first_match(factors, name))
         group = groups.setdefault(key, _new_group(*key, [*factors.values()]))
         group["params"].append((name, parameter))
         if views:
@@ -183,13 +189,17 @@ def _unnamed(
     parts: Sequence[nn.Module], parameters: Sequence[tuple[str, nn.Parameter]]
 ) -> frozenset[str]:
     """Names of the parameters that ``unknown="matrix"`` makes matrices if no pattern matches."""
-    modules = (module for part in parts for module in part.modules())
-    embeddings = {m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
+    embeddings = _embeddings(parts)
     return frozenset(
         name
         for name, parameter in parameters
         if parameter.dim() == 2 and parameter not in embeddings and not is_head(name)
     )
+
+
+def _embeddings(parts: Sequence[nn.Module]) -> set[nn.Parameter]:
+    modules = (module for part in parts for module in part.modules())
+    return {m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
 
 
 def describe(
@@ -207,7 +217,7 @@ def describe(
     rows = [("parameter", "shape", "operator type")]
     counts, entries = Counter[str](), Counter[str]()
     for group in groups:
-        notes = [f"{key} {group[key]}" for key in ("weight_decay", "lr_scale") if key in group]
+        notes = [f"{key} {group[key]}" for key in ("weight_decay", "lr_multiplier") if key in group]
         for name, parameter in group["params"]:
             views = group.get("matrix_views", {}).get(name, ())
             kinds = [view.operator_type for view in views] or [ADAMW]
@@ -248,7 +258,7 @@ def _new_group(
     if is_undecayed:
         group["weight_decay"] = 0.0
     if index >= 0:
-        group["lr_scale"] = float(factors[index])
+        group["lr_multiplier"] = float(factors[index])
     return group
 
 

@@ -83,8 +83,8 @@ class Muon(torch.optim.Optimizer):
     all of the mesh that it is a slice of, so that stages of a pipeline are one world; the whole
     job where all parameters are plain tensors; and, whatever the meshes, ``process_group``.
 
-    Groups may name ``lr``, ``lr_scale``, ``weight_decay``, ``betas``, ``eps``, ``momentum`` and
-    ``nesterov`` of their own, which schedulers may move: numbers, or tensors of one on the CPU
+    Groups may name ``lr``, ``lr_multiplier``, ``weight_decay``, ``betas``, ``eps``, ``momentum``
+    and ``nesterov`` of their own, which schedulers may move: numbers, or tensors of one on the CPU
     (elsewhere each step waits for all but ``lr``). ``momentum`` and ``nesterov`` are those of
     matrices, and of ``config`` where a group does not name them; PyTorch's ``OneCycleLR`` and
     ``CyclicLR`` cycle this momentum, and leave ``betas`` alone.
@@ -97,8 +97,8 @@ class Muon(torch.optim.Optimizer):
 
     Args:
         params: Groups that `amo_dist.param_groups` returns; they may be split further.
-        lr: Learning rate of groups that do not name their own, 1e-3 by default; ``lr_scale`` of a
-            group multiplies it.
+        lr: Learning rate of groups that do not name their own, 1e-3 by default; ``lr_multiplier``
+            of a group multiplies it.
         weight_decay: Decoupled weight decay of groups that do not name their own, 0.1 by default.
         schedule: A name such as ``kj``, a `Schedule`, one for each operator type, or a `Policy`.
         config: Mathematics, exchange and checks.
@@ -148,7 +148,7 @@ class Muon(torch.optim.Optimizer):
         defaults = {**_DEFAULTS, **self.rule_class.defaults, **own}
         defaults |= {name: value for name, value in arguments.items() if value is not None}
         check_hyperparameters(defaults)
-        defaults |= {"lr_scale": 1.0, "control": ""}
+        defaults |= {"lr_multiplier": 1.0, "control": ""}
         self._is_built = False
         super().__init__(groups, defaults)
         self._is_built = True
@@ -285,9 +285,11 @@ class Muon(torch.optim.Optimizer):
         }
         groups = [describe_group(group, self.rule_class.defaults) for group in self.param_groups]
         parameters = self._engine.parameters
-        lr_scales = [float(self.param_groups[p.group]["lr_scale"]) for p in parameters.params]
+        multipliers = [
+            float(self.param_groups[p.group]["lr_multiplier"]) for p in parameters.params
+        ]
         pairs = zip(parameters.matrices, self._engine.update_scales, strict=True)
-        update_scales = [lr_scales[matrix.param] * scale for matrix, scale in pairs]
+        update_scales = [multipliers[matrix.param] * scale for matrix, scale in pairs]
         with membership.patience():
             group = membership.join()
             take_device(group, self._engine.device)

@@ -55,9 +55,9 @@ def make_optimizer(
 ) -> torch.optim.Optimizer:
     """Build an optimizer by its name.
 
-    PyTorch's ``AdamW`` has no ``lr_scale``, so construction multiplies it into the learning rate of
-    its group. A scheduler that multiplies the first rate of each group, such as ``LambdaLR``, keeps
-    it; one that sets the same absolute rate for all groups overwrites it.
+    PyTorch's ``AdamW`` has no ``lr_multiplier``, so construction multiplies it into the learning
+    rate of its group. A scheduler that multiplies the first rate of each group, such as
+    ``LambdaLR``, keeps it; one that sets the same absolute rate for all groups overwrites it.
 
     Args:
         name: One of ``OPTIMIZER_NAMES``, in any case of letters. ``AdamW`` is PyTorch's, for
@@ -109,6 +109,6 @@ def _adamw(
         for group in params
     ]
     for group, source in zip(groups, params, strict=True):
-        if "lr_scale" in source:
-            group["lr"] = source.get("lr", lr) * source["lr_scale"]
+        if "lr_multiplier" in source:
+            group["lr"] = source.get("lr", lr) * source["lr_multiplier"]
     return torch.optim.AdamW(groups, lr, betas, eps, weight_decay)

@@ -72,7 +72,7 @@ class MatrixInfo:
     """The type that shares its schedule, e.g. ``attn_q``."""
     rate: float = 1.0
     """Factor on its orthogonalized momentum beside the learning rate: the scale of
-    updates, times ``lr_scale`` of its parameter group."""
+    updates, times ``lr_multiplier`` of its parameter group."""
 
     @property
     def weight(self) -> float:

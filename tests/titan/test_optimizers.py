@@ -265,7 +265,7 @@ def test_groups_have_their_rates_and_decays(name: str) -> None:
             for parameter in group["params"]:
                 key = names[parameter]
                 factor = 1.0 if "wq" not in key else 0.5 if "layers.1" in key else 2.0
-                assert group["lr"] * group.get("lr_scale", 1.0) == pytest.approx(1e-2 * factor)
+                assert group["lr"] * group.get("lr_multiplier", 1.0) == pytest.approx(1e-2 * factor)
                 assert group["weight_decay"] == (0.0 if "norm" in key else 0.1)
 
 

@@ -80,7 +80,7 @@ def test_an_unknown_key_is_refused() -> None:
     groups = param_groups(models.plain_model(SHAPES))
     message = (
         r"^groups\[1\]\.momentm: found a key that nothing reads, expected one of betas, eps, lr, "
-        "lr_scale, momentum, nesterov, weight_decay$"
+        "lr_multiplier, momentum, nesterov, weight_decay$"
     )
     for name in OPTIMIZER_NAMES:
         expected = message if name != "NorMuon" else message.replace("betas", "beta2, betas")
@@ -231,7 +231,7 @@ def test_imported_momentum_is_scaled_by_that_of_the_group() -> None:
     [
         ("lr", 3e-2),
         ("lr", torch.tensor(2.0**-5)),
-        ("lr_scale", 0.5),
+        ("lr_multiplier", 0.5),
         ("weight_decay", 0.5),
         ("weight_decay", torch.tensor(0.5)),
         ("betas", (0.5, 0.75)),

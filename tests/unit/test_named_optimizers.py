@@ -89,7 +89,7 @@ def test_adamw_honours_multipliers_under_a_scheduler(tensor_lr: bool) -> None:
     root = model()
     groups = param_groups(root, lr_multipliers={r".*\.wq\.weight": 0.25})
     groups[-1]["lr"] = 0.5
-    scales = [group.get("lr_scale") for group in groups]
+    scales = [group.get("lr_multiplier") for group in groups]
     assert sorted(map(str, scales)) == ["0.25", "None", "None"]
     optimizer: Any = make_optimizer("AdamW", groups, torch.tensor(1.0) if tensor_lr else 1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
@@ -99,13 +99,13 @@ def test_adamw_honours_multipliers_under_a_scheduler(tensor_lr: bool) -> None:
     scheduler.step()
     halved = [rate / 2 for rate in expected]
     assert [float(group["lr"]) for group in optimizer.param_groups] == halved
-    assert not any("lr_scale" in group for group in optimizer.param_groups)
+    assert not any("lr_multiplier" in group for group in optimizer.param_groups)
 
 
 def test_a_bad_rate_of_a_group_is_refused_by_adamw_too() -> None:
     groups = param_groups(model())
-    groups[1]["lr_scale"] = -1.0
-    with pytest.raises(ValueError, match=r"groups\[1\]\.lr_scale: found -1.0"):
+    groups[1]["lr_multiplier"] = -1.0
+    with pytest.raises(ValueError, match=r"groups\[1\]\.lr_multiplier: found -1.0"):
         make_optimizer("AdamW", groups)
 
 

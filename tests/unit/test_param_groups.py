@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from amo_dist import AMO, AMOConfig
+from amo_dist import AMO, AMOConfig, Muon
 from amo_dist.config import sort_operator_types
 from amo_dist.operators.groups import describe, param_groups
 from amo_dist.operators.views import MatrixView
@@ -152,6 +152,40 @@ def test_parts_of_one_model() -> None:
         param_groups([module_of(BLOCK), module_of(second)])
 
 
+def test_one_flag_spares_norms_biases_and_embeddings_the_decay() -> None:
+    model = nn.Module()
+    model.embed = nn.Embedding(5, 4)
+    model.layers = nn.ModuleList([nn.Module()])
+    model.layers[0].up = nn.Linear(4, 8)
+    model.layers[0].norm = nn.LayerNorm(4)
+    model.lm_head = nn.Linear(4, 5, bias=False)
+    groups = param_groups(model, patterns={r".*\.up\.weight": "mlp_up"}, no_decay=True)
+    spared = {name for g in groups if g.get("weight_decay") == 0 for name, _ in g["params"]}
+    names = {name for name, _ in model.named_parameters()}
+    assert names - spared == {"layers.0.up.weight", "lm_head.weight"}
+    assert len(groups) == 3
+
+
+def test_a_scheduler_that_multiplies_lr_scale_into_lr_keeps_its_meaning() -> None:
+    """timm, MAE and BEiT write ``lr * lr_scale`` to each group's ``lr`` before a step."""
+    model = nn.Module()
+    model.layers = nn.ModuleList([nn.Linear(4, 4, bias=False)])
+    (group,) = param_groups(model, patterns={r".*": "mlp_up"})
+    updates = []
+    for scale, rate in ((0.65, 0.1), (1.0, 0.065)):
+        torch.manual_seed(0)
+        weight = model.layers[0].weight = nn.Parameter(torch.randn(4, 4))
+        views = {"params": [("layers.0.weight", weight)], "lr_scale": scale}
+        optimizer = Muon([{**group, **views}], lr=1.0, weight_decay=0.0)
+        for written in optimizer.param_groups:
+            written["lr"] = rate * written["lr_scale"]
+        before = weight.detach().clone()
+        weight.grad = torch.ones(4, 4)
+        optimizer.step()
+        updates.append(weight.detach() - before)
+    torch.testing.assert_close(*updates, rtol=1e-6, atol=0)  # one product of rates apart
+
+
 def test_no_decay_and_multipliers_split_the_groups() -> None:
     groups = param_groups(
         module_of(BLOCK),
@@ -162,7 +196,7 @@ def test_no_decay_and_multipliers_split_the_groups() -> None:
         (
             group["algorithm"],
             group.get("weight_decay"),
-            group.get("lr_scale"),
+            group.get("lr_multiplier"),
             [name for name, _ in group["params"]],
         )
         for group in groups

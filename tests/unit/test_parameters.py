@@ -53,7 +53,7 @@ def test_hyperparameters_of_one_group_are_checked(field: str, value: Any, told: 
 
 
 def test_good_hyperparameters_of_one_group_are_kept() -> None:
-    changes = {"lr": torch.tensor(0.5), "lr_scale": 0, "weight_decay": 0.0, "betas": [0.5, 0]}
+    changes = {"lr": torch.tensor(0.5), "lr_multiplier": 0, "weight_decay": 0.0, "betas": [0.5, 0]}
     (found,) = Muon([group(**changes)]).param_groups
     assert {key: found[key] for key in changes} == changes
 

@@ -43,7 +43,7 @@ def with_whole_steps(optimizer: Muon, state: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [with_names, without("lr_scale", "eps"), without("lr"), with_whole_steps]
+    "change", [with_names, without("lr_multiplier", "eps"), without("lr"), with_whole_steps]
 )
 @pytest.mark.parametrize("name", ["AMO", "NorMuon"])
 def test_a_state_of_another_form_goes_on_alike(
