@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from amo_dist.operators.views import Fused
     from amo_dist.optimizers.adamuon import AdaMuon
     from amo_dist.optimizers.amo import AMO
-    from amo_dist.optimizers.foreign import ImportReport, import_state
     from amo_dist.optimizers.muon import Muon
     from amo_dist.optimizers.named import OPTIMIZER_NAMES, make_optimizer
     from amo_dist.optimizers.normuon import NorMuon
@@ -40,7 +39,6 @@ __all__ = [
     "AMOConfig",
     "AdaMuon",
     "Fused",
-    "ImportReport",
     "MissingGradientError",
     "Muon",
     "MuonConfig",
@@ -52,7 +50,6 @@ __all__ = [
     "Schedule",
     "UpdateRule",
     "__version__",
-    "import_state",
     "make_optimizer",
     "param_groups",
     "qk_clip_",
@@ -69,8 +66,6 @@ _MODULES = {
     "Fused": "operators.views",
     "AdaMuon": "optimizers.adamuon",
     "AMO": "optimizers.amo",
-    "ImportReport": "optimizers.foreign",
-    "import_state": "optimizers.foreign",
     "Muon": "optimizers.muon",
     "OPTIMIZER_NAMES": "optimizers.named",
     "make_optimizer": "optimizers.named",

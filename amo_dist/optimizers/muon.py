@@ -595,9 +595,8 @@ class Muon(torch.optim.Optimizer):
         if getattr(self, "_is_built", False):
             raise ValueError(
                 "add_param_group: found a group after construction, expected all groups at once, "
-                "as ranks agree on them only once: build a new optimizer with all groups, and take "
-                "over the state by amo_dist.import_state(new, old.state_dict(), names=[*"
-                "old.params_by_name])"
+                "as ranks agree on them only once: build a new optimizer with all groups, and copy "
+                "each tensor of old.state into new.state"
             )
         super().add_param_group(param_group)
 

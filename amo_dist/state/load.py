@@ -156,8 +156,8 @@ def _check_origin(groups: Sequence[Mapping[str, Any]]) -> None:
     if not any(group.get("control") for group in groups):
         raise ValueError(
             f"control: found none in the parameter groups, which look like those of "
-            f"{describe_origin(groups)}; to start from the state of another optimizer use "
-            "amo_dist.import_state(optimizer, state_dict)"
+            f"{_describe_origin(groups)}; to start from the state of another optimizer copy it by "
+            "name, as take_over in docs/checkpoints.md does"
         )
     texts = {repr(group.get("control")) for group in groups}
     if len(texts) != 1:
@@ -173,7 +173,7 @@ _ORIGIN_BY_KEY = {
 """Optimizer by a key of its parameter groups; the first key that they have decides."""
 
 
-def describe_origin(groups: Sequence[Mapping[str, Any]]) -> str:
+def _describe_origin(groups: Sequence[Mapping[str, Any]]) -> str:
     """Name of the optimizer that made these parameter groups, by their keys."""
     keys = {key for group in groups for key in group}
     unknown = f"an unknown optimizer (keys {sorted(map(str, keys))})"
@@ -194,7 +194,7 @@ def _check_state(
         record = _with_rounded_off(state.get(key, {}), own)
         saved = read_record(f"state of {name}", record, own)
         for field, target in own.items():
-            source = check_source(f"state of {name}.{field}", saved[field], target)
+            source = _check_source(f"state of {name}.{field}", saved[field], target)
             pairs.append((target, source))
     return pairs
 
@@ -210,7 +210,7 @@ def _with_rounded_off(saved: object, own: Mapping[str, Tensor]) -> object:
     return {key: value for key, value in saved.items() if key != ROUNDED_OFF} | added
 
 
-def check_source(place: str, value: object, target: Tensor) -> Tensor:
+def _check_source(place: str, value: object, target: Tensor) -> Tensor:
     """The saved value as a tensor that can be copied to ``target``.
 
     Raises:

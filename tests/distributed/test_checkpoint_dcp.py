@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 
-from amo_dist import AMO, AMOConfig, import_state, param_groups
+from amo_dist import AMO, AMOConfig, param_groups
 from amo_dist.distributed.layout import local_tensor
 from tests.distributed import models
 from tests.distributed.harness import Ranks
@@ -181,20 +181,10 @@ def refused(rank: int, world_size: int) -> list[str]:
             optimizer.load_state_dict(state)
         except ValueError as error:
             errors.append(str(error))
-    plain = models.plain_model({WQ: SHAPES[WQ]})
-    foreign = torch.optim.Muon(plain.named_parameters(), momentum=CONFIGS["update"].momentum)
-    models.set_gradients(plain, SEED, 1)
-    foreign.step()
-    report = import_state(optimizer, foreign.state_dict())
-    found = models.whole(optimizer.state[model.get_parameter(WQ)]["momentum_buffer"])
-    expected = models.gradient(SEED, 1, WQ, SHAPES[WQ])
-    # One lerp and one product.
-    assert torch.allclose(found, expected, rtol=1e-6, atol=0)
-    return [*errors, *report.mapped]
+    return errors
 
 
 def test_what_does_not_fit_a_shard_is_refused(run_on: Ranks) -> None:
-    for plain, damaged, *mapped in run_on(2)(refused):
+    for plain, damaged in run_on(2)(refused):
         assert "found a plain tensor, expected a DTensor (Shard(dim=0),)" in plain
         assert "momentum_buffer: found NaN or inf" in damaged
-        assert mapped == [WQ]

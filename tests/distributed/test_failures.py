@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from amo_dist import AMO, AMOConfig, Muon, MuonConfig, NorMuon, import_state, param_groups
+from amo_dist import AMO, AMOConfig, Muon, MuonConfig, NorMuon, param_groups
 from amo_dist.engine import controller
 from amo_dist.engine import step as one_step
 from amo_dist.engine.parameters import Piece
@@ -287,9 +287,6 @@ def load(rank: int, world_size: int, when: str) -> list[Any]:
     for state in (bad, missing):
         loaded = state if is_last else good
         found.append(told(functools.partial(optimizer.load_state_dict, loaded)))
-    names = [*optimizer.params_by_name]
-    foreign = {"param_groups": []} if is_last else good
-    found.append(told(lambda: import_state(optimizer, foreign, names=names)))
     models.set_gradients(model, SEED, 3)
     found.append(told(lambda: optimizer.load_state_dict(good) if is_last else optimizer.step()))
     found.append(same_bits(everything(model, optimizer), before))
@@ -302,12 +299,11 @@ def load(rank: int, world_size: int, when: str) -> list[Any]:
 def test_a_load_that_fails_on_one_rank_is_raised_on_all(run_on: Ranks, when: str) -> None:
     found, *others = run_on(3, timeout=60.0)(load, when)
     assert others == [found] * 2
-    shape, missing, imported, alone, unchanged, after, steps = found
+    shape, missing, alone, unchanged, after, steps = found
     loaded = "ValueError: load_state_dict failed on rank 2: ValueError: state"
     assert shape.startswith(loaded)
     assert ".momentum_buffer: found shape (3,), expected " in shape
     assert missing == f"{loaded}: found NoneType, expected a mapping"
-    assert imported.startswith("ValueError: import_state failed on rank 2: ValueError: ")
     assert alone.startswith("RankMismatchError: ")
     assert "rank 2 has load_state_dict" in alone
     assert (unchanged, after, steps) == (True, "", 3)

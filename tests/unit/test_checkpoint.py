@@ -355,4 +355,4 @@ def test_a_foreign_state_is_named(origin: str) -> None:
     foreign = getattr(torch.optim, origin)(params, lr=1e-3)
     message = refusal(foreign.state_dict())
     assert f"look like those of torch.optim.{origin}" in message
-    assert "amo_dist.import_state" in message
+    assert "docs/checkpoints.md" in message

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from amo_dist import Muon, MuonConfig, import_state, param_groups
+from amo_dist import Muon, MuonConfig, param_groups
 from tests.memory import peak_bytes
 
 
@@ -40,10 +40,6 @@ def load_nothing(optimizer: Muon) -> None:
     optimizer.load_state_dict(None)  # type: ignore[arg-type]
 
 
-def import_nothing(optimizer: Muon) -> None:
-    import_state(optimizer, None)  # type: ignore[arg-type]
-
-
 @pytest.mark.parametrize(
     ("mistake", "message"),
     [
@@ -51,7 +47,6 @@ def import_nothing(optimizer: Muon) -> None:
         (drop_rate, r"^groups\[0\].lr: found none, expected its value"),
         (set_huge_rate, r"^groups\[0\].lr: found 1000\d+, expected a finite number >= 0"),
         (load_nothing, "^state_dict: found None, expected the dict that state_dict"),
-        (import_nothing, "^param_groups: found none in a NoneType, expected those of the dict"),
     ],
 )
 def test_a_mistake_names_the_field_and_changes_nothing(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from amo_dist import AMO, AMOConfig, Fused, Muon, MuonConfig, import_state, param_groups
+from amo_dist import AMO, AMOConfig, Fused, Muon, MuonConfig, param_groups
 from tests.distributed import models
-from tests.unit.in_use import SHAPES, muon, same, train
+from tests.unit.in_use import SHAPES, muon, train
 
 
 def groups() -> list[dict[str, Any]]:
@@ -49,40 +47,6 @@ def test_observations_fit_the_horizon(until: int, interval: int) -> None:
         ValueError, match=rf"observe_every: found 7, expected a divisor of .* {until}"
     ):
         AMOConfig(observe_until=until, observe_every=7)
-
-
-def test_the_state_of_a_plain_adamw_needs_names_and_the_error_gives_the_line() -> None:
-    model = models.plain_model(SHAPES)
-    adamw = torch.optim.AdamW(model.parameters())
-    models.set_gradients(model, 1, 1)
-    adamw.step()
-    with pytest.raises(
-        ValueError, match=r"names: found 0 for 4 parameters.*(names=\[.*?\]\))"
-    ) as at:
-        import_state(muon(model), adamw.state_dict())
-    line = re.search(r"import_state\(.*?\]\)", str(at.value))
-    assert line is not None
-    known = {"optimizer": muon(model), "state_dict": adamw.state_dict(), "model": model}
-    report = eval(line[0], {**known, "import_state": import_state})
-    assert report.untouched == report.unused == ()
-
-
-def test_a_group_that_comes_late_needs_a_new_optimizer_which_goes_on_alike() -> None:
-    model = models.plain_model(SHAPES)
-    old = muon(model)
-    train(model, old)
-    with pytest.raises(ValueError, match="build a new optimizer with all groups") as at:
-        old.add_param_group({"params": [nn.Parameter(torch.zeros(3))]})
-    line = re.search(r"import_state\(.*?\]\)", str(at.value))
-    assert line is not None
-    new = muon(model)
-    eval(line[0], {"old": old, "new": new, "import_state": import_state})
-    twin = models.plain_model(SHAPES)
-    again = muon(twin)
-    train(twin, again)
-    train(model, new, 4, 6)
-    train(twin, again, 4, 6)
-    assert same(model, twin)
 
 
 def test_float16_under_adamw_blames_eps() -> None:

@@ -27,7 +27,6 @@ from amo_dist import (
     param_groups,
 )
 from amo_dist.engine.hyperparameters import check_groups
-from amo_dist.optimizers.foreign import import_state
 from tests.distributed import models
 from tests.unit.checkpoint_runs import BAD_RATES, everything
 from tests.unit.in_use import FAMILY, NORM, SHAPES, W1, WQ, muon, same, train, weights
@@ -210,20 +209,6 @@ def test_a_gradient_is_bounded_by_the_greatest_momentum_of_any_group() -> None:
         optimizer.step()
         results.append(optimizer.metrics()["optimizer/steps_skipped"])
     assert results == [0.0, 1.0]
-
-
-def test_imported_momentum_is_scaled_by_that_of_the_group() -> None:
-    model = models.plain_model({WQ: (12, 8)})
-    source = torch.optim.Muon(model.parameters(), momentum=0.5)
-    models.set_gradients(model, 1, 1)
-    source.step()
-    (group,) = param_groups(model)
-    optimizer = Muon([{**group, "momentum": 0.5}])
-    import_state(optimizer, source.state_dict(), names=[WQ])
-    grad = model.get_parameter(WQ).grad
-    assert grad is not None
-    # A mean with weight 0.5, and a sum: exact in binary.
-    assert torch.equal(optimizer.state[model.get_parameter(WQ)]["momentum_buffer"], grad)
 
 
 @pytest.mark.parametrize(
