@@ -20,16 +20,10 @@ def sort_operator_types(operator_types: Iterable[str]) -> tuple[str, ...]:
         operator_types: Names; duplicates are dropped.
 
     Returns:
-        The types of ``OPERATOR_TYPES`` in their declared order, then the others alphabetically. The
-        groups of a type, such as ``attn_q/deep``, have the type's place, in alphabetical order.
+        The types of ``OPERATOR_TYPES`` in their declared order, then the others alphabetically.
     """
     order = {name: index for index, name in enumerate(OPERATOR_TYPES)}
-    return tuple(
-        sorted(
-            set(operator_types),
-            key=lambda name: (order.get(name.partition("/")[0], len(order)), name),
-        )
-    )
+    return tuple(sorted(set(operator_types), key=lambda name: (order.get(name, len(order)), name)))
 
 
 Triple: TypeAlias = tuple[float, float, float]
@@ -40,9 +34,6 @@ Box: TypeAlias = tuple[tuple[int, int], ...]
 
 BUDGET_RATIO = 1.0
 """Default of ``PlanConfig.budget_ratio``."""
-
-LADDER_TAU = 0.0
-"""Default of ``PlanConfig.ladder_tau``: no ladder."""
 
 MOST_STEPS = 100
 """Most Newton-Schulz steps of a type; rounding dominates the error long before."""
@@ -56,7 +47,6 @@ _BFLOAT16_PARAMS = ("nearest", "stochastic", "master")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, when 1e-20 would vanish in float16.
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
-_GRANULARITIES = ("operator_type", "layer_group", "shape")
 
 
 def _require(condition: bool, field: str, value: object, expected: str) -> None:
@@ -261,17 +251,6 @@ class PlanConfig:
     max_steps: int = 7
     """Most Newton-Schulz steps of a type. If the budget or the uniform schedule needs more, AMO
     raises the limit and warns."""
-    ladder_tau: float = LADDER_TAU
-    """``tau``: error that the ladder allows. After the lock, AMO spends the fewest flops for which
-    the squared rate times the squared error of the update is at most ``tau`` times the same product
-    for the uniform schedule at the greatest rate up to the plan. 0: no ladder. ``planner = paper``
-    has no ladder."""
-    ladder_min_steps: int = 2
-    """Fewest Newton-Schulz steps of a type on the ladder."""
-    granularity: str = "operator_type"
-    """Matrices that share a schedule: those of one ``operator_type``; of one ``layer_group``, which
-    is a type in one third of the layers; or of one ``shape``, whatever the type (m x n and n x m
-    are one shape)."""
     observe_only: bool = False
     """Whether to observe and record without making a plan. The uniform schedule then runs for the
     whole run."""
@@ -295,15 +274,6 @@ class PlanConfig:
         _require_real("budget_ratio", self.budget_ratio, "a number > 0", 5e-324, math.inf)
         _require_int("min_steps", self.min_steps, 1, MOST_STEPS)
         _require_int("max_steps", self.max_steps, self.min_steps, MOST_STEPS)
-        _require_real("ladder_tau", self.ladder_tau, "a number >= 0", 0.0, math.inf)
-        _require(
-            self.planner == "measured" or self.ladder_tau in (0, LADDER_TAU),
-            "ladder_tau",
-            self.ladder_tau,
-            f"0 with planner = {self.planner!r}, whose plans have no ladder",
-        )
-        _require_int("ladder_min_steps", self.ladder_min_steps, 1, MOST_STEPS)
-        _require_choice("granularity", self.granularity, _GRANULARITIES)
         _require_bool("observe_only", self.observe_only)
 
     @property
@@ -313,11 +283,6 @@ class PlanConfig:
             return self.observe_every
         counts = (count for count in range(1, 16) if self.observe_until % count == 0)
         return self.observe_until // min(counts, key=lambda count: abs(count - 8))
-
-    @property
-    def has_ladder(self) -> bool:
-        """Whether steps fall with the learning rate."""
-        return self.planner == "measured" and self.ladder_tau > 0
 
     @property
     def lock_step(self) -> int:

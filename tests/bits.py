@@ -52,7 +52,6 @@ CONTROL_FIELDS = {
         *("base_steps", "base_ell", "planner", "budget_unit", "budget"),
         *("min_steps", "max_steps", "costs", "curves"),
     ),
-    "ladder_steps": (),
     "fits": ("triple", "objective", "calibration"),
 }
 """What is hashed of the control state, and of records below it; no names: all that is there."""
@@ -154,9 +153,7 @@ RUNS: dict[str, Run] = {
     "llama root fp32": Run("llama", "root", fields=FP32),
     "gpt uniform bf16": Run("gpt", "kj"),
     "gpt pe fp32, no Nesterov": Run("gpt", "pe", fields={**FP32, "nesterov": False}),
-    "gpt paper fp32, by depth": amo("gpt", num_steps=16, granularity="layer_group", **FP32),
     "gpt paper bf16, a step skipped": amo("gpt", sample_size=3, nonfinite="skip_step", nan_at=5),
-    "gpt paper fp32, by shape": amo("gpt", granularity="shape", **FP32),
     "wide paper bf16": amo("wide"),
     "wide paper fp32": amo("wide", **FP32),
     "llama uniform bf16, fsdp": Run("llama", "kj", "fsdp", {"bucket_bytes": 8192}),
@@ -169,7 +166,6 @@ RUNS: dict[str, Run] = {
     "llama adamuon bf16, ddp": Run("llama", "adamuon", "ddp"),
     "wide paper bf16, fsdp": amo("wide", "fsdp"),
     "llama measured bf16": amo("llama", planner="measured"),
-    "gpt measured fp32, by shape": amo("gpt", planner="measured", granularity="shape", **FP32),
     "llama measured bf16, fsdp": amo("llama", "fsdp", planner="measured", resumes_at=3),
     "llama measured fp32, fsdp": amo("llama", "fsdp", planner="measured", **FP32),
 }

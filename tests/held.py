@@ -81,9 +81,6 @@ class Held:
     def record(self, step: int, observed: Mapping[str, Observed]) -> None:
         self.state = self.policy.record(self.state, self.groups, step, observed)
 
-    def follow(self, step: int, rate: float) -> None:
-        self.state = self.policy.follow(self.state, step, rate)
-
     def plan_due(self) -> bool:
         return self.policy.plan_due(self.state)
 

@@ -62,8 +62,6 @@ class Oracle:
         self.allocation: dict[str, int] = {}
         self.targets: dict[str, float] = {}
         self.planned_at: int | None = None
-        self.peak_rate = 0.0
-        self.planned: dict[str, int] = {}  # the plan's steps, above its ladder
         self.losses: dict[str, dict[int, tuple[float, float]]] = {}  # weighted, and -ell, by steps
         self.uniform_loss = 0.0
         found = set(types.values())
@@ -72,7 +70,6 @@ class Oracle:
     @torch.no_grad()
     def step(self, grads: Mapping[str, Tensor | None]) -> None:
         self.step_number += 1
-        self._follow_rate()
         schedules = self._schedules()
         sample = self._sample()
         sampled: dict[str, Tensor] = {}
@@ -162,8 +159,7 @@ class Oracle:
             float(f"{10 ** (i / 10):.3g}e{power}") for power in range(-5, -1) for i in range(10)
         }
         ells = sorted({*decades, 0.1, config.base_ell})
-        low = min(config.min_steps, config.ladder_min_steps)
-        return [(k, ell) for k in range(low, config.max_steps + 1) for ell in ells]
+        return [(k, ell) for k in range(config.min_steps, config.max_steps + 1) for ell in ells]
 
     def _observe(self, sampled: Mapping[str, Tensor]) -> None:
         config = self.config
@@ -254,44 +250,6 @@ class Oracle:
         least = min(near, key=lambda choice: (exact(choice), choice))
         allocation = dict(zip(self.order, least, strict=True))
         return allocation, {kind: -best[kind][k][1] for kind, k in allocation.items()}
-
-    def _follow_rate(self) -> None:
-        """The ladder, by looking at every allocation: one type moves by one step."""
-        config = self.config
-        if not isinstance(config, AMOConfig) or not config.ladder_tau:
-            return
-        if self.planned_at is None:
-            self.peak_rate = max(self.peak_rate, self.lr)
-            return
-        if self.step_number <= self.planned_at + config.transition_steps:
-            return
-        costs = {
-            one: sum(self._flops(name) for name, kind in self.types.items() if kind == one)
-            for one in self.order
-        }
-
-        def flops(choice: tuple[int, ...]) -> int:
-            return sum(k * costs[kind] for kind, k in zip(self.order, choice, strict=True))
-
-        def loss(choice: tuple[int, ...]) -> Fraction:
-            pairs = zip(self.order, choice, strict=True)
-            return sum((Fraction(self.losses[kind][k][0]) for kind, k in pairs), Fraction(0))
-
-        limit = Fraction(config.ladder_tau) * Fraction(self.uniform_loss)
-        square = (Fraction(self.lr) / Fraction(self.peak_rate)) ** 2
-        plan = tuple(self.planned.values())
-        choices = itertools.product(
-            range(config.ladder_min_steps, config.max_steps + 1), repeat=len(plan)
-        )
-        cheap = [choice for choice in choices if flops(choice) < flops(plan)]
-        within = [(flops(c), loss(c), c) for c in cheap if square * loss(c) <= limit]
-        goal = dict(zip(self.order, min(within)[2] if within else plan, strict=True))
-        gaps = {kind: goal[kind] - self.allocation[kind] for kind in self.order}
-        rises = [kind for kind, gap in gaps.items() if gap > 0]
-        falls = [kind for kind, gap in gaps.items() if gap < 0]
-        for kind in (rises or falls)[:1]:
-            self.allocation[kind] += 1 if rises else -1
-            self.targets[kind] = -self.losses[kind][self.allocation[kind]][1]
 
     def _flops(self, name: str) -> int:
         short, long = sorted(self.params[name].shape)

@@ -43,12 +43,10 @@ logger = logging.getLogger(__name__)
 
 
 class _Decision(NamedTuple):
-    """Schedules of a step, which hold for the steps and rates up to the next change."""
+    """Schedules of a step, which hold for the steps up to the next change."""
 
     steps: range
     """Optimizer steps for which it holds."""
-    rates: tuple[float, float]
-    """Learning rates for which it holds: above the first, up to the second."""
     state: State
     """State of the policy in which the step is taken."""
     schedules: Sequence[Schedule]
@@ -90,8 +88,6 @@ class Controller:
         self._measured: dict[str, tuple[Tensor, Tensor]] = {}
         self._residuals: dict[str, Tensor] = {}
         self._decision: _Decision | None = None
-        self.follows_rate = control.policy.follows_rate
-        """Whether `orders` needs the learning rate."""
         trials = control.policy.trials()
         self._num_trials = len(trials)
         self._trials = trial_tensor(trials)
@@ -175,22 +171,18 @@ class Controller:
         self._change(steps_skipped=self.control.steps_skipped + 1)
         logger.warning("step %d skipped: %s", step, fault)
 
-    def orders(self, matrices: Sequence[Matrix], rate: float = 0.0) -> Orders:
+    def orders(self, matrices: Sequence[Matrix]) -> Orders:
         """The orders of the next step; nothing changes before `finish`.
 
         Args:
             matrices: Matrices of this process.
-            rate: Greatest learning rate of the groups that have matrices, if the policy follows it.
         """
         control, decision = self.control, self._decision
         step, every, probes = control.steps_taken + 1, control.config.ns_guard_every, list[Probe]()
         if not (
-            decision is not None
-            and step in decision.steps
-            and decision.rates[0] < rate <= decision.rates[1]
-            and decision.state is control.state
+            decision is not None and step in decision.steps and decision.state is control.state
         ):
-            decision = self._decision = self._decide(step, rate, matrices, decision)
+            decision = self._decision = self._decide(step, matrices, decision)
         observed = decision.observed
         turn = step // every if every and step % every == 0 else 0
         if observed:
@@ -199,10 +191,7 @@ class Controller:
         if turn and (checked := matrix_to_check(self._world.registry, turn)) is not None:
             check = functools.partial(self._check_residual, checked)
             probes.append(Probe(frozenset([checked]), self._take_residual, check))
-        lines = [f"step {step}"]
-        if self.follows_rate:  # before the digest, which differs for it, and an error has one line
-            lines.append(f"greatest learning rate of matrices {rate}")
-        lines.append(f"schedules and state {decision.digest}")
+        lines = [f"step {step}", f"schedules and state {decision.digest}"]
         # Set here and not in `finish`, which a step that raises never reaches.
         self._undone = self.control
         return Orders(
@@ -214,17 +203,13 @@ class Controller:
             probes=tuple(probes),
         )
 
-    def _decide(
-        self, step: int, rate: float, matrices: Sequence[Matrix], last: _Decision | None
-    ) -> _Decision:
+    def _decide(self, step: int, matrices: Sequence[Matrix], last: _Decision | None) -> _Decision:
         """The policy's answer for a step; the same schedules object as before if all are alike.
 
         Round robin looks at no cost. Sharing decides the bits of a matrix: so teams follow from the
         schedules of the world alone, and a run that goes on from a checkpoint makes the same.
         """
         policy, groups, state = self.policy, self.known_groups, self.state
-        if self.follows_rate:
-            state = policy.follow(state, step, rate)
         observed = policy.sample(state, groups, step)
         by_group = policy.schedules(state, groups, step)
         schedules: Sequence[Schedule] = [by_group[groups.group_of[m.name]] for m in matrices]
@@ -239,7 +224,6 @@ class Controller:
         change = step + 1 if observed else policy.next_change(state, step)
         return _Decision(
             range(step, sys.maxsize if math.isinf(change) else int(change)),
-            policy.steady_rates(state, step, rate),
             state,
             schedules,
             by_group,
@@ -392,26 +376,6 @@ def agree_on_values(
     agreed = iter(sum_over(list(sent), world.group))
     values = {name: list(islice(agreed, width)) for name in names}
     return {name: [first or math.nan, *others] for name, (first, *others) in values.items()}
-
-
-def greatest_rate(groups: Sequence[Mapping[str, Any]]) -> float:
-    """Greatest learning rate of the groups that have matrices, or of all if none has.
-
-    Args:
-        groups: Parameter groups of an optimizer.
-
-    Raises:
-        ValueError: A rate is a tensor on a device, which each step would wait for.
-    """
-    rates = [group["lr"] for group in groups if group["algorithm"] == "muon"]
-    rates = rates or [group["lr"] for group in groups]
-    for rate in rates:
-        if isinstance(rate, Tensor) and rate.device.type != "cpu":
-            raise ValueError(
-                f"lr: found a tensor on {rate.device}, expected a number or a tensor on the CPU "
-                "while ladder_tau is set, as each step would wait to read it"
-            )
-    return max(map(float, rates))
 
 
 def matrix_to_check(registry: Sequence[MatrixInfo], turn: int) -> str | None:

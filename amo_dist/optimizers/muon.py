@@ -18,7 +18,7 @@ from amo_dist.config import MuonConfig
 from amo_dist.distributed.agreement import check_alike, failure_text, take_device
 from amo_dist.distributed.groups import GroupLike, PicklableGroup, replica_ranks
 from amo_dist.distributed.layout import local_tensor
-from amo_dist.engine.controller import Controller, greatest_rate
+from amo_dist.engine.controller import Controller
 from amo_dist.engine.hyperparameters import (
     check_groups,
     check_hyperparameters,
@@ -239,12 +239,10 @@ class Muon(torch.optim.Optimizer):
             self._run()
 
     def _run(self) -> None:
-        fault, rate = "", 0.0
+        fault = ""
         try:
             self._adopt_swapped_parameters()
             self._check_groups(self.param_groups)
-            if self._controller.follows_rate:
-                rate = greatest_rate(self.param_groups)
         except ValueError as error:
             fault = str(error)
         if self._engine.world is None:
@@ -256,7 +254,7 @@ class Muon(torch.optim.Optimizer):
             engine.verdict.agree_on_text(fault)
             raise ValueError(fault)
         controller.plan_late(engine.verdict)
-        orders, tracker = controller.orders(engine.parameters.matrices, rate), self.tracker
+        orders, tracker = controller.orders(engine.parameters.matrices), self.tracker
         if tracker is not None and tracker.is_due(orders.step):
             probes = (*orders.probes, self._tracked(tracker))
             orders = dataclasses.replace(orders, probes=probes)

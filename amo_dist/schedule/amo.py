@@ -1,4 +1,4 @@
-"""AMO's policy: observe, plan, glide to the plan, lock, step down with the learning rate."""
+"""AMO's policy: observe, plan, glide to the plan, lock."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ from amo_dist.config import AMOConfig, MuonConfig
 from amo_dist.schedule.amo_state import AMOState, Timeline
 from amo_dist.schedule.fields import fail
 from amo_dist.schedule.grouping import Groups, group_matrices
-from amo_dist.schedule.ladder import one_step_towards, rates_alike
 from amo_dist.schedule.observation import (
     Observation,
     Observed,
@@ -50,12 +49,10 @@ _WEIGHTS = {"update_norm", "adjust_lr"}
 class AMOPolicy(Policy):
     """Adaptive Muon Orthogonalization: observe, plan, glide to the plan, lock.
 
-    Optimizer steps 1 to ``observe_until`` run the uniform schedule and are observed; the plan is
-    adopted within the last of them. The next ``transition_steps`` interpolate; from the last of
-    these on (``lock_step``) the plan itself is in force. After it a plan with a ladder follows the
-    learning rate: each step moves one group by one Newton-Schulz step toward the allocation of its
-    rate. With ``observe_only`` no plan is made: the uniform schedule stays, and its phase after the
-    last observation is ``uniform``.
+    Optimizer steps 1 to ``observe_until`` run the uniform schedule and are observed; the plan
+    is adopted within the last of them. The next ``transition_steps`` interpolate; from the last
+    of these on (``lock_step``) the plan itself is in force. With ``observe_only`` no plan is
+    made: the uniform schedule stays, and its phase after the last observation is ``uniform``.
     """
 
     name = "amo"
@@ -64,11 +61,6 @@ class AMOPolicy(Policy):
     config: AMOConfig
     """When to observe, how to plan, how long to glide."""
 
-    @property
-    def follows_rate(self) -> bool:
-        """Whether plans have a ladder."""
-        return self.config.has_ladder
-
     def groups(self, registry: Sequence[MatrixInfo]) -> Groups:
         """See `Policy.groups`; refuses a budget that cannot be met.
 
@@ -76,7 +68,7 @@ class AMOPolicy(Policy):
         """
         if not registry:
             fail("registry", [], "at least one matrix")
-        groups = group_matrices(registry, self.config.granularity)
+        groups = group_matrices(registry)
         plan_inputs(self.config, groups.members, costs_of(groups))
         return groups
 
@@ -87,7 +79,7 @@ class AMOPolicy(Policy):
     # ---------------------------------------------------------------- schedules
 
     def schedules(self, state: AMOState, groups: Groups, step: int) -> Mapping[str, Schedule]:
-        """Uniform, interpolated or planned schedules, or those of the ladder."""
+        """Uniform, interpolated or planned schedules."""
         state_by_group = self.state_at(state, groups, step)
         return {group: composed(ell, steps) for group, (steps, ell) in state_by_group.items()}
 
@@ -98,32 +90,7 @@ class AMOPolicy(Policy):
             return timeline.observe_until + 1 if due is None else due
         if timeline.lock_step is None or state.plan is None:
             return math.inf
-        # The ladder begins after the lock.
-        return step + 1 if step < timeline.lock_step + self.follows_rate else math.inf
-
-    def follow(self, state: AMOState, step: int, rate: float) -> AMOState:
-        """Note the greatest rate up to the plan; after the lock, move one group by one step."""
-        plan, timeline = state.plan, state.timeline
-        if plan is None:
-            if step <= timeline.observe_until and rate > state.peak_rate:
-                return dataclasses.replace(state, peak_rate=rate)
-        elif timeline.phase(step - 1) == "locked":
-            steps = state.ladder_steps or plan.allocation
-            moved = one_step_towards(steps, plan.steps_at(rate, state.peak_rate))
-            if moved != steps:
-                return dataclasses.replace(state, ladder_steps=moved)
-        return state
-
-    def steady_rates(self, state: AMOState, step: int, rate: float) -> tuple[float, float]:
-        """Rates up to the peak before the plan; after the lock those between two rungs."""
-        plan, timeline = state.plan, state.timeline
-        if self.follows_rate and plan is None and step <= timeline.observe_until:
-            return -math.inf, state.peak_rate
-        if plan is None or plan.ladder is None or timeline.phase(step - 1) != "locked":
-            return -math.inf, math.inf
-        if (state.ladder_steps or plan.allocation) != plan.steps_at(rate, state.peak_rate):
-            return rate, rate  # no rate: the next step moves on
-        return rates_alike(plan.ladder.rungs, rate, state.peak_rate)
+        return step + 1 if step < timeline.lock_step else math.inf
 
     def phase(self, state: AMOState, step: int) -> str:
         """One of ``PHASES``."""
@@ -142,8 +109,6 @@ class AMOPolicy(Policy):
             fail("step", step, f"at most {timeline.plan_step} while no plan is adopted")
         assert timeline.plan_step is not None
         assert timeline.lock_step is not None
-        if state.ladder_steps is not None and timeline.phase(step - 1) == "locked":
-            return plan.ladder_state(state.ladder_steps)
         length = timeline.lock_step - timeline.plan_step
         return plan.state_at(Fraction(min(step - timeline.plan_step, length), length))
 
@@ -160,7 +125,7 @@ class AMOPolicy(Policy):
         return tuple(sorted(drawn))
 
     def trials(self) -> tuple[Schedule, ...]:
-        """Every number of steps that a plan or ladder may give, with every ``ell`` of a grid."""
+        """Every number of steps that a plan may give, with every ``ell`` of a grid."""
         return self._trials.schedules()
 
     def record(
@@ -255,16 +220,14 @@ class AMOPolicy(Policy):
 
         The uniform schedule returns until the next plan, which comes with the first observation due
         at or after ``observe_until`` of this run, at least one more being made. Earlier
-        observations of ``ell`` are kept, unless ``granularity`` has changed; measured errors are of
+        observations of ``ell`` are kept; measured errors are of
         the later ones.
         """
         state: AMOState = self.from_dict(saved)
         policy = AMOPolicy(config) if isinstance(config, AMOConfig) else self
         shared = {field.name for field in dataclasses.fields(MuonConfig)} - _WEIGHTS
         if set(changed) - shared:
-            # Observations of other groups say nothing of these.
-            kept = () if "granularity" in changed else state.observations
-            state = AMOState(policy._timeline(steps_taken), kept)
+            state = AMOState(policy._timeline(steps_taken), state.observations)
         policy._check_fits(state, None if groups is None else policy.groups(groups.matrices))
         policy._check_progress(state, steps_taken)
         return policy, state

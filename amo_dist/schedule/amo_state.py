@@ -21,7 +21,7 @@ class Timeline(fields.Stored):
     plan_step: fields.Count | None
     """Step within which the plan is made and adopted; None: no plan is made."""
     lock_step: fields.Count | None
-    """First step of the plan itself, which locks the schedules, but for the ladder's."""
+    """First step of the plan itself, which locks the schedules."""
 
     def phase(self, step: int) -> str:
         """``observation``, ``transition``, ``locked``; ``uniform`` after observations alone."""
@@ -34,7 +34,7 @@ class Timeline(fields.Stored):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AMOState(fields.Stored):
-    """Timeline, observations, the plan made of them, and the place on its ladder."""
+    """Timeline, observations, and the plan made of them."""
 
     timeline: Timeline
     observations: tuple[Observation, ...] = ()
@@ -43,11 +43,6 @@ class AMOState(fields.Stored):
     """Errors of trial schedules on the observed spectra; None before the first observation, and
     once there is a plan."""
     plan: Plan | None = None
-    peak_rate: fields.Float = 0.0
-    """Greatest learning rate up to the plan; 0 without a ladder."""
-    ladder_steps: tuple[fields.Steps, ...] | None = None
-    """Newton-Schulz steps of each group, in the order of the plan, since the ladder first changed
-    them; None: those of the plan."""
 
     @property
     def latest_step(self) -> int:
@@ -79,8 +74,3 @@ class AMOState(fields.Stored):
             fields.fail(f"{field}.plan", "a plan", "null without observations")
         if self.observations:
             self.check_groups(tuple(self.observations[0].ell), field)
-        steps, plan = self.ladder_steps, self.plan
-        if steps is not None:
-            if plan is None or plan.ladder is None:
-                fields.fail(f"{field}.ladder_steps", steps, "null without a ladder")
-            plan.check_ladder_steps(steps, f"{field}.ladder_steps")

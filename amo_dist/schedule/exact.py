@@ -30,24 +30,6 @@ def least_error(
     return _first_of_least(errors, costs, budget, _fronts(errors, costs, budget))
 
 
-def frontier(
-    curves: Sequence[Mapping[int, float]], budget: int, costs: Sequence[int]
-) -> list[tuple[int, ...]]:
-    """The allocations that no other beats in both flops and error, in the order of rising flops.
-
-    Args:
-        curves: Argument of `least_error`.
-        budget: Argument of `least_error`.
-        costs: Argument of `least_error`.
-
-    Returns:
-        Of equal flops and equal error the lexicographically smallest.
-    """
-    errors = _as_integers(curves)
-    fronts = _fronts(errors, costs, budget)
-    return [_first_of_least(errors, costs, flops, fronts) for flops, _ in fronts[0]]
-
-
 def _fronts(errors: Sequence[Mapping[int, int]], costs: Sequence[int], budget: int) -> list[_Front]:
     """Reach of the types from i on, for each i, while those before take their fewest steps."""
     fewest = min(errors[0])

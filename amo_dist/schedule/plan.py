@@ -12,7 +12,6 @@ from typing import Annotated, TypeAlias
 
 from amo_dist.schedule import budget as budgets
 from amo_dist.schedule import fields
-from amo_dist.schedule.ladder import Ladder, steps_at
 from amo_dist.schedule.polar_express import composed, scaled
 from amo_dist.schedule.trials import Measured
 from amo_dist.schedule.types import Schedule
@@ -39,7 +38,7 @@ class Plan(fields.Stored):
     """
 
     operator_types: tuple[fields.Name, ...]
-    """Groups of matrices that share a schedule: operator types, unless ``granularity`` differs."""
+    """Operator types, in their declared order."""
     ell_robust: tuple[fields.Ell, ...]
     """Observed effective ``ell``: the median over observations of their medians."""
     ell_target: tuple[fields.Ell, ...]
@@ -76,8 +75,6 @@ class Plan(fields.Stored):
     weights: tuple[fields.Float, ...] | None = None
     """Share of each group in the whole update's squared norm, by which its error counts; None if
     each counts one."""
-    ladder: Ladder | None = None
-    """Allocations for lower learning rates; None without a ladder."""
 
     def __str__(self) -> str:
         """Table beside the uniform schedule: ``ell``, steps, error and flops of each group.
@@ -105,7 +102,7 @@ class Plan(fields.Stored):
             cells = ["NS Gflop/step", *(f"{flops / 1e9:+.4g}" for flops in (*more, sum(more)))]
             for row, text in zip(table, cells, strict=True):
                 row.append(text)
-        return "\n".join([*_aligned(table), *_summary(self), *_ladder_lines(self)])
+        return "\n".join([*_aligned(table), *_summary(self)])
 
     @property
     def errors(self) -> tuple[float, ...]:
@@ -141,35 +138,15 @@ class Plan(fields.Stored):
     @property
     def flops_ratio(self) -> float | None:
         """Flops of the plan over those of the uniform schedule; None where costs are unknown."""
-        return self.flops_ratio_of(self.allocation)
-
-    def flops_ratio_of(self, allocation: Sequence[int]) -> float | None:
-        """Flops of an allocation over those of the uniform schedule; None without costs."""
         if self.costs is None:
             return None
-        spent = sum(map(operator.mul, self.costs, allocation))
+        spent = sum(map(operator.mul, self.costs, self.allocation))
         return float(spent / (self.base_steps * sum(self.costs)))
-
-    def steps_at(self, rate: float, peak_rate: float = 1.0) -> tuple[int, ...]:
-        """Steps of each group at a learning rate, once the ladder has come to rest.
-
-        Args:
-            rate: Learning rate.
-            peak_rate: Greatest rate up to the plan.
-        """
-        rungs = () if self.ladder is None else self.ladder.rungs
-        return steps_at(rungs, self.allocation, rate, peak_rate)
 
     def schedules(self) -> dict[str, Schedule]:
         """The planned schedule of each group."""
         planned = zip(self.operator_types, self.ell_target, self.allocation, strict=True)
         return {name: composed(ell, steps) for name, ell, steps in planned}
-
-    def ladder_state(self, steps: Sequence[int]) -> StepsAndElls:
-        """Steps and effective ``ell`` of each group for an allocation of the ladder."""
-        assert self.measured is not None
-        groups = zip(self.operator_types, steps, self.measured, strict=True)
-        return {name: (k, measured.ell(k)) for name, k, measured in groups}
 
     def state_at(self, progress: Fraction) -> StepsAndElls:
         """Steps and effective ``ell`` of each group on the way from the uniform schedule.
@@ -221,32 +198,12 @@ class Plan(fields.Stored):
         for i, (curve, steps) in enumerate(zip(self.curves, self.allocation, strict=True)):
             fields.read_list(f"{field}.curves[{i}]", curve, num_steps)
             fields.read_int(f"{field}.allocation[{i}]", steps, self.min_steps, self.max_steps)
-        lowest = (
-            self.min_steps if self.ladder is None else min(self.min_steps, self.ladder.min_steps)
-        )
         for i, measured in enumerate(self.measured or ()):
-            if measured.min_steps > lowest or measured.max_steps < self.max_steps:
+            if measured.min_steps > self.min_steps or measured.max_steps < self.max_steps:
                 tried = f"{measured.min_steps} to {measured.max_steps} steps"
-                fields.fail(f"{field}.measured[{i}]", tried, f"{lowest} to {self.max_steps} steps")
-        if self.ladder is not None:
-            if self.measured is None:
-                fields.fail(f"{field}.ladder", self.ladder, "null without measurements")
-            for i, rung in enumerate(self.ladder.rungs):
-                self.check_ladder_steps(rung.steps, f"{field}.ladder.rungs[{i}].steps")
-
-    def check_ladder_steps(self, steps: Sequence[int], field: str) -> None:
-        """Refuse an allocation that this plan's ladder cannot have.
-
-        Args:
-            steps: Steps of each group.
-            field: Name of the allocation in the error.
-
-        Raises:
-            ValueError: Names the field.
-        """
-        fields.read_list(field, steps, len(self.operator_types))
-        for i, (k, measured) in enumerate(zip(steps, self.measured or (), strict=True)):
-            fields.read_int(f"{field}[{i}]", k, measured.min_steps, measured.max_steps)
+                fields.fail(
+                    f"{field}.measured[{i}]", tried, f"{self.min_steps} to {self.max_steps} steps"
+                )
 
 
 def _round_toward(value: Fraction, end: int) -> int:
@@ -317,18 +274,6 @@ def _summary(plan: Plan) -> list[str]:
         f"{kind} {plan.objective:.5f} ({uniform}){flops}",
         f"budget {plan.budget} {plan.budget_unit}, {limits}, planner {plan.planner}",
     ]
-
-
-def _ladder_lines(plan: Plan) -> list[str]:
-    """The ladder at rates that tell its form."""
-    if plan.ladder is None:
-        return []
-    rows = [("learning rate / peak", *plan.operator_types, "flops / uniform")]
-    for rate in (1.0, 0.8, 0.6, 0.4, 0.3, 0.2, 0.1):
-        steps = plan.steps_at(rate)
-        rows.append((f"{rate:g}", *map(str, steps), f"{plan.flops_ratio_of(steps):.3f}"))
-    head = f"ladder after the lock: tau {plan.ladder.tau:g}, {len(plan.ladder.rungs)} rungs"
-    return [head, *_aligned(rows)]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:

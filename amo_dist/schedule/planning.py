@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,6 @@ from amo_dist.schedule import budget as budgets
 from amo_dist.schedule import fields
 from amo_dist.schedule.exact import least_error
 from amo_dist.schedule.grouping import Groups
-from amo_dist.schedule.ladder import Ladder, ladder
 from amo_dist.schedule.plan import Plan
 from amo_dist.schedule.polar_express import error_curve, scaled
 from amo_dist.schedule.trials import Measured
@@ -53,14 +51,11 @@ def plan_range(config: PlanConfig) -> tuple[int, int]:
 
 
 def steps_to_try(config: PlanConfig) -> range:
-    """Numbers of steps that are measured: all that a plan by measurements or its ladder may give.
-
-    The ladder's are measured without a ladder, too: it may be made later from the plan of a run.
-    """
+    """Numbers of steps that are measured: all that a plan by measurements may give."""
     if config.planner == "paper":
         return range(config.min_steps, config.max_steps + 1)
     low, high = plan_range(config)
-    return range(min(low, config.ladder_min_steps), high + 1)
+    return range(low, high + 1)
 
 
 def plan_inputs(
@@ -147,7 +142,7 @@ def plan_measured(
     function of its arguments, the same bits on every machine.
 
     Args:
-        config: Budget, range of steps, and ladder.
+        config: Budget and range of steps.
         measured_by_group: Best schedule of each number of steps of each group.
         weights: Share of each group in the whole update's squared norm, in the order of the plan's
             groups.
@@ -163,13 +158,11 @@ def plan_measured(
     known, low, high = inputs["costs"], inputs["min_steps"], inputs["max_steps"]
     measured = [measured_by_group[name] for name in inputs["operator_types"]]
 
-    def curves(fewest: int) -> list[dict[int, float]]:
-        return [
-            {k: weight * spectra.distance(k) for k in range(fewest, high + 1)}
-            for spectra, weight in zip(measured, weights, strict=True)
-        ]
-
-    allocation = least_error(curves(low), inputs["budget"], known)
+    curves = [
+        {k: weight * spectra.distance(k) for k in range(low, high + 1)}
+        for spectra, weight in zip(measured, weights, strict=True)
+    ]
+    allocation = least_error(curves, inputs["budget"], known)
     plan = Plan(
         **inputs,
         **kept,
@@ -178,17 +171,12 @@ def plan_measured(
             tuple(spectra.distance(k) for k in range(low, high + 1)) for spectra in measured
         ),
         allocation=allocation,
-        objective=budgets.objective(curves(low), allocation),
+        objective=budgets.objective(curves, allocation),
         weights=tuple(weights),
         measured=tuple(measured),
     )
     assert config.budget_ratio < 1 or plan.objective <= plan.uniform_objective
-    if not config.has_ladder:
-        return plan
-    fewest = min(config.ladder_min_steps, high)
-    limit, tau = plan.uniform_objective, float(config.ladder_tau)
-    rungs = ladder(curves(fewest), known, allocation, limit, tau)
-    return dataclasses.replace(plan, ladder=Ladder(tau, fewest, rungs))
+    return plan
 
 
 def _tell_relaxed(config: PlanConfig, inputs: Mapping[str, Any]) -> None:

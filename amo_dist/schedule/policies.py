@@ -44,11 +44,6 @@ class Policy(abc.ABC):
     is_fixed: ClassVar[bool] = True
     """Whether it neither observes nor plans."""
 
-    @property
-    def follows_rate(self) -> bool:
-        """Whether schedules depend on the learning rate; `follow` is called only then."""
-        return False
-
     def groups(self, registry: Sequence[MatrixInfo]) -> Groups:
         """The matrices that share schedules.
 
@@ -78,29 +73,6 @@ class Policy(abc.ABC):
         As long as the state stays; ``inf`` for never.
         """
         return math.inf
-
-    def follow(self, state: State, step: int, rate: float) -> State:
-        """The state in which an optimizer step is taken.
-
-        Args:
-            state: State after the step before.
-            step: Optimizer step.
-            rate: Greatest learning rate of the groups that have matrices.
-        """
-        return state
-
-    def steady_rates(self, state: State, step: int, rate: float) -> tuple[float, float]:
-        """The rates for which `follow` leaves the state of this step as it is.
-
-        Args:
-            state: State in which the step is taken.
-            step: Optimizer step.
-            rate: Learning rate of the step.
-
-        Returns:
-            Bounds of the rates, above the first and up to the second, until `next_change`.
-        """
-        return -math.inf, math.inf
 
     def phase(self, state: State, step: int) -> str:
         """``uniform``; for AMO see ``PHASES``."""

@@ -1,11 +1,11 @@
 """Errors that trial schedules leave of observed spectra, and the best one of each number of steps.
 
-An observation tries every number of steps that a plan or its ladder may give, with every ``ell`` of
-a grid, on the singular values of each sampled matrix. The errors are exact: a schedule maps each
-singular value by itself, say to ``y``. There are two, both means over the directions of the short
-side: the squared *residual* ``(y^2 - 1)^2``, and the squared *distance* to the polar factor
-``(y - 1)^2``; where updates have the exact norm, that of ``y`` scaled to it. Times
-`MatrixInfo.weight` the distance is the squared error of the update.
+An observation tries every number of steps that a plan may give, with every ``ell`` of a grid, on
+the singular values of each sampled matrix. The errors are exact: a schedule maps each singular
+value by itself, say to ``y``. There are two, both means over the directions of the short side: the
+squared *residual* ``(y^2 - 1)^2``, and the squared *distance* to the polar factor ``(y - 1)^2``;
+where updates have the exact norm, that of ``y`` scaled to it. Times `MatrixInfo.weight` the
+distance is the squared error of the update.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Trials:
     """The schedules that an observation tries, and what follows from their errors.
 
     Attributes:
-        steps: Numbers of steps that a plan or its ladder may give.
+        steps: Numbers of steps that a plan may give.
         base_steps: Steps of the uniform schedule, which is always tried.
         base_ell: ``ell`` of the uniform schedule.
     """

@@ -28,9 +28,6 @@ _OPTIONS = {
     "base_steps": "steps of the uniform schedule",
     "min_steps": "fewest steps of a type",
     "max_steps": "most steps of a type",
-    "ladder_tau": "with --plan: make a ladder, with fewer steps as the learning rate falls; its "
-    "allowed error, as a multiple of the uniform schedule's; 0: no ladder",
-    "ladder_min_steps": "with --plan: fewest steps of a type on the ladder",
 }
 """Fields of the config that are options, and their help."""
 
@@ -44,7 +41,7 @@ def add_plan_command(subparsers: Subparsers) -> None:
         "coefficients: with --ell as the AMO paper does, or with --plan from the measurements in a "
         "run's plan. Print each plan beside the uniform schedule.",
         epilog="examples: %(prog)s --ell attn_q=3.0e-4 --ell attn_k=1.3e-3 --budget-ratio 0.9; "
-        "%(prog)s --plan outputs/quickstart --ladder-tau 2",
+        "%(prog)s --plan outputs/quickstart --budget-ratio 0.9",
     )
     source = parser.add_mutually_exclusive_group(required=True)
     source.add_argument(
@@ -57,8 +54,8 @@ def add_plan_command(subparsers: Subparsers) -> None:
     source.add_argument(
         "--plan",
         metavar="FILE",
-        help=f"{PLAN_FILE} of a run, or the run's folder: show its plan; with a budget, a range "
-        "of steps or a ladder, plan again from the run's measurements",
+        help=f"{PLAN_FILE} of a run, or the run's folder: show its plan; with a budget or a "
+        "range of steps, plan again from the run's measurements",
     )
     for field, text in _OPTIONS.items():
         default = getattr(AMOConfig.paper(), field)
@@ -81,8 +78,6 @@ def run_plan(args: argparse.Namespace) -> int:
     """
     stored: Plan | None = None
     if args.plan is None:
-        for name in ("ladder_tau", "ladder_min_steps"):
-            _refuse(f"--{name.replace('_', '-')}", getattr(args, name), "--ell: it needs spectra")
         ells, settings = _ells(args.ell), AMOConfig.paper()
         make = functools.partial(plan_allocation, ell_target_by_type=ells)
     else:
@@ -149,13 +144,8 @@ def read_plan(text: str) -> Plan:
 
 def _settings(plan: Plan) -> AMOConfig:
     """The settings with which a plan was made."""
-    settings: dict[str, Any] = {"planner": "paper", "ladder_tau": 0.0}
-    if plan.criterion == "update":
-        assert plan.measured is not None
-        settings = {"planner": "measured", "ladder_min_steps": plan.measured[0].min_steps}
-        settings["ladder_tau"] = 0.0 if plan.ladder is None else plan.ladder.tau
     return AMOConfig(
-        **settings,
+        planner=plan.planner,
         base_steps=plan.base_steps,
         base_ell=plan.base_ell,
         budget_ratio=_budget_ratio(plan),
@@ -214,7 +204,7 @@ def _measured(
     if low < first or high > last:
         raise ValueError(
             f"--plan: found measurements of {first} to {last} steps, expected {low} to {high}, "
-            "which --min-steps, --max-steps, --ladder-min-steps or a budget of "
+            "which --min-steps, --max-steps or a budget of "
             f"{inputs['budget']} {inputs['budget_unit']} need"
         )
     return tuple(measured.within(low, high) for measured in plan.measured)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections import ChainMap
 from collections.abc import Callable, Sequence
@@ -20,9 +21,10 @@ from torch.profiler import record_function
 from amo_dist.distributed.agreement import gather_json, slowest
 from amo_dist.engine.world import World
 from amo_dist.kernels.geometry import SPECTRAL_METRICS, ns_residual, spectral_metrics
-from amo_dist.schedule.grouping import layer_index
 
 logger = logging.getLogger(__name__)
+
+_LAYER = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h)\.(\d+)\.")
 
 WHAT = ("momentum", "residual", "both")
 """Measurements: the spectrum of momentum; also the residual and norm of the result; also the
@@ -128,3 +130,13 @@ class GeometryTracker:
 
 def _named_metrics(x: Tensor) -> Record:
     return dict(zip(SPECTRAL_METRICS, spectral_metrics(x).tolist(), strict=True))
+
+
+def layer_index(name: str) -> int | None:
+    """The number of the layer that a parameter lies in; None outside of any.
+
+    It is the number after ``layers``, ``blocks`` or the like, wherever that stands: 5 in
+    ``0.layers.5.attention.wq.weight``.
+    """
+    match = _LAYER.search(name)
+    return None if match is None else int(match[1])

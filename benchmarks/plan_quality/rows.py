@@ -14,9 +14,9 @@ from amo_dist import Schedule
 from amo_dist.schedule.budget import flop_budget, ns_step_flops
 from amo_dist.schedule.coefficients import named_schedule
 from amo_dist.schedule.exact import least_error
-from amo_dist.schedule.ladder import ladder, one_step_towards, steps_at
 from amo_dist.schedule.polar_express import composed
 from amo_dist.schedule.trials import GRID
+from benchmarks.plan_quality.ladder import ladder, one_step_towards, steps_at
 from benchmarks.plan_quality.spectra import (
     MEASURES,
     Shapes,

@@ -118,7 +118,7 @@ def train_amo(
 @pytest.mark.parametrize(
     ("switches", "num_groups"),
     [
-        ({"granularity": "layer_group"}, 21),
+        ({"planner": "paper"}, 7),
         ({"observe_only": True}, 0),
     ],
 )

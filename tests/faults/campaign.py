@@ -52,14 +52,14 @@ class Trial:
 def draw(rng: random.Random) -> Trial:
     """A random trial."""
     num_kills = rng.randint(1, 3)
-    has_ladder, planner = rng.random() < 0.5, rng.choice(PLANNERS)
+    planner = rng.choice(PLANNERS)
     runs = []
     # At later steps each, so that most runs get to their end.
     for step in [*sorted(rng.sample(range(1, STEPS + 1), num_kills)), None]:
         world_size, save_every = rng.randint(1, 4), rng.randint(1, 3)
         kill = None if step is None else _draw_kill(rng, step, world_size, save_every)
         layout, saves_async = rng.choice(LAYOUTS[world_size]), rng.random() < 0.5
-        runs.append(Run(world_size, layout, save_every, saves_async, kill, has_ladder, planner))
+        runs.append(Run(world_size, layout, save_every, saves_async, kill, planner))
     damages = [tuple(rng.choices(KINDS, k=rng.choice((0, 1, 1, 2)))) for _ in range(num_kills)]
     return Trial(tuple(runs), tuple(damages))
 
@@ -83,18 +83,17 @@ class Campaign:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["tests.faults.warm"])
         self._number = 0
-        self._references: dict[tuple[bool, str], dict[str, Any]] = {}
+        self._references: dict[str, dict[str, Any]] = {}
 
-    def reference(self, has_ladder: bool, planner: str) -> dict[str, Any]:
+    def reference(self, planner: str) -> dict[str, Any]:
         """An undisturbed run on one rank, made when first needed."""
-        key = has_ladder, planner
-        if key not in self._references:
-            run = Run(1, "plain", STEPS + 1, False, has_ladder=has_ladder, planner=planner)
-            found = self.run(run, self._folder / f"reference{has_ladder}{planner}")[1]
+        if planner not in self._references:
+            run = Run(1, "plain", STEPS + 1, False, planner=planner)
+            found = self.run(run, self._folder / f"reference-{planner}")[1]
             assert found is not None
             assert found["controls"][STEPS]["policy"]["plan"]["planner"] == planner
-            self._references[key] = found
-        return self._references[key]
+            self._references[planner] = found
+        return self._references[planner]
 
     def run(self, run: Run, checkpoints: Path) -> tuple[dict[str, Any], dict[str, Any] | None]:
         """How the run resumed, and what rank 0 reported; None where the run was killed."""
@@ -146,13 +145,13 @@ class Campaign:
             if any(step > first for step in incomplete):
                 events.append("resumed past an incomplete checkpoint")
             if run is not trial.runs[0]:
-                events.append(f"resumed from {_phase(first, run.has_ladder)}")
+                events.append(f"resumed from {_phase(first)}")
             ledger.look()
             if found is not None:
                 break  # the last one, or one past the step of its kill already
             events += filter(None, [ledger.harm(rng, kind) for kind in damages])
         assert found is not None
-        self._compare(found, first, self.reference(run.has_ladder, run.planner))
+        self._compare(found, first, self.reference(run.planner))
         shutil.rmtree(checkpoints, ignore_errors=True)
         return events
 
@@ -170,14 +169,14 @@ class Campaign:
             assert torch.equal(found["params"][name], expected), name
 
 
-def _phase(step: int, has_ladder: bool) -> str:
+def _phase(step: int) -> str:
     if step == 0:
         return "the start"
     if step <= 4:
         return "the plan" if step == 4 else "the observation phase"
     if step < 7:
         return "the transition"
-    return "the ladder" if has_ladder and step > 7 else "the lock or later"
+    return "the lock or later"
 
 
 def _wait(processes: list[BaseProcess]) -> list[int | None]:

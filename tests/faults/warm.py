@@ -23,8 +23,8 @@ def _train_once() -> None:
         folder = Path(name)
         dist.init_process_group("gloo", init_method=f"file://{folder}/s", rank=0, world_size=1)
         for layout in ("fsdp", "tp"):
-            train(0, Run(1, layout, 6, False, has_ladder=True), folder / layout)
-        train(0, Run(1, "fsdp", 6, False, has_ladder=True), folder / "fsdp")  # resumes
+            train(0, Run(1, layout, 6, False), folder / layout)
+        train(0, Run(1, "fsdp", 6, False), folder / "fsdp")  # resumes
         dist.destroy_process_group()
     logging.getLogger().setLevel(level)  # ranks of tests are to be heard
     gc.collect()

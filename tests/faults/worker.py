@@ -37,9 +37,8 @@ FIELDS: dict[str, Any] = {
     "sample_size": 2,
     "transition_steps": 3,
     "bucket_bytes": 256,
+    "ns_guard_every": 1,
 }
-# The plan locks at step 7, and rates fall after it; a residual is measured at each step.
-LADDER: dict[str, Any] = {"ladder_tau": 1.0, "ns_guard_every": 1}
 SHAPES = {
     "tok_embeddings.weight": (5, 8),
     "layers.0.attention.wq.weight": (12, 8),
@@ -77,7 +76,6 @@ class Run:
         save_every: Steps from one checkpoint to the next.
         saves_async: Whether a checkpoint is written while training goes on.
         kill: Where it ends, if not at the last step.
-        has_ladder: Whether steps fall with the rate after the lock; with ``measured`` alone.
         planner: What plans minimise: ``measured`` or ``paper``.
     """
 
@@ -86,14 +84,12 @@ class Run:
     save_every: int
     saves_async: bool
     kill: Kill | None = None
-    has_ladder: bool = False
     planner: str = "measured"
 
     @property
     def config(self) -> AMOConfig:
         """Settings of the optimizer."""
-        ladder = LADDER if self.has_ladder and self.planner == "measured" else {}
-        return AMOConfig(planner=self.planner, **FIELDS, **ladder)
+        return AMOConfig(planner=self.planner, **FIELDS)
 
 
 def _die() -> None:

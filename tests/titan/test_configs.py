@@ -95,7 +95,6 @@ def test_plans_are_the_papers_but_in_small_configs(name: str) -> None:
     amo, expected = parsed(name).optimizer.amo, AMOConfig() if is_small else AMOConfig.paper()
     assert amo.planner == expected.planner
     assert amo.update_norm == expected.update_norm
-    assert amo.granularity == "operator_type"
     # A change of the default leaves the paper's configs as they are.
     for pin in ('\nplanner = "paper"', '\nupdate_norm = "as_is"'):
         assert (pin in text(name)) == (not is_small)

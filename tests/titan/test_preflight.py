@@ -251,44 +251,6 @@ def test_the_timeline() -> None:
     }
 
 
-def test_the_ladder_under_the_rates_of_a_config(capsys: pytest.CaptureFixture[str]) -> None:
-    """Its rates are torchtitan's; flops fall with them, and are those of the run's phases."""
-    assert report("qwen3_1.7b", 32)["ladder"] is None
-    options = ("--optimizer.amo.planner=measured", "--optimizer.amo.ladder_tau=2")
-    found = report("qwen3_1.7b", 32, "", *options)
-    events = {one["step"]: one["event"] for one in found["timeline"]}
-    assert events[3300] == "locked; steps fall with the rate from here on"
-    ladder = found["ladder"]
-    rows = ladder["rows"]
-    assert (rows[0]["step"], rows[-1]["step"]) == (3301, 6912)
-    # Cosine to a tenth after 345 steps of warm-up: half-way of the decay the rate is 0.55.
-    half = next(row["rate"] for row in rows if row["step"] >= (345 + 6912) // 2)
-    assert 0.4 < half < 0.57
-    for name in ("rate", "flops"):
-        values = [row[name] for row in rows]
-        assert values == sorted(values, reverse=True)
-    assert set(rows[-1]["steps"].values()) == {2}
-    assert rows[-1]["flops"] == pytest.approx(0.4)
-    assert ladder["flops_after"] < 0.7
-    plan_ratio = (6912 * ladder["flops"] - 3612 * ladder["flops_after"] - 3000) / 300 * 2 - 1
-    assert plan_ratio == pytest.approx(1.0, abs=0.01)
-    file = str(CONFIGS / "qwen3_1.7b.toml")
-    assert main(["preflight", file, "--world", "32", "--elsewhere", *options]) == 0
-    text = capsys.readouterr().out
-    assert "ladder, tau 2, for errors that are typical of small models" in text
-    assert f"{ladder['flops']:.3f} over the run" in text
-
-
-def test_a_constant_rate_climbs_down_no_further_than_tau_allows() -> None:
-    options = (
-        *("--optimizer.amo.planner=measured", "--optimizer.amo.ladder_tau=1"),
-        "--lr_scheduler.min_lr_factor=1",
-    )
-    ladder = report("qwen3_1.7b", 32, "", *options)["ladder"]
-    assert {row["rate"] for row in ladder["rows"]} == {1.0}
-    assert ladder["flops"] > 0.9
-
-
 def test_the_timeline_of_a_run_without_a_plan() -> None:
     found = report("qwen3_1.7b", 32, "", "--optimizer.amo.observe_only")
     steps = {one["event"]: one["step"] for one in found["timeline"]}
@@ -345,14 +307,6 @@ def test_a_number_that_cannot_be_is_named(field: str, value: str, expected: str)
     assert f"expected {expected}" in found
     with pytest.raises(Mistakes, match=f"{field}: found"):  # `train` stops there, too
         settings.complete(config)
-
-
-def test_a_very_long_run_is_looked_at_as_soon_as_a_short_one() -> None:
-    options = (
-        *("--optimizer.amo.planner=measured", "--optimizer.amo.ladder_tau=1"),
-        "--training.steps=100000000",
-    )
-    assert report("qwen3_1.7b", 32, "", *options)["timeline"][-1]["step"] == 100000000
 
 
 def test_a_baseline_needs_no_operator_types() -> None:

@@ -73,7 +73,6 @@ def test_table(capsys: pytest.CaptureFixture[str]) -> None:
         ([*TWO, "--budget-ratio", "1e9"], "budget: found 10000000000, expected at most 100"),
         ([*TWO, "--min-steps", "8"], "max_steps: found 7, expected an integer >= 8"),
         ([*TWO, "--base-steps", "0"], "base_steps: found 0, expected an integer >= 1"),
-        ([*TWO, "--ladder-tau", "2"], "--ladder-tau: found 2.0, expected none with --ell: it"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_with_two(

@@ -37,7 +37,7 @@ def errors(trials: Trials, spectrum: list[float]) -> list[float]:
 
 def measured_plan(steps: range = range(3, 8), **changes: Any) -> Plan:
     """A plan as a run with the default settings makes it."""
-    trials = Trials(range(2, steps.stop), 5, 1e-3)
+    trials = Trials(steps, 5, 1e-3)
     return plan_measured(
         AMOConfig(min_steps=steps[0], max_steps=steps[-1], **changes),
         {name: trials.best(errors(trials, spectrum)) for name, spectrum in SPECTRA.items()},
@@ -90,7 +90,6 @@ def test_a_run_s_plan_is_shown_as_it_is(
     [
         (measured_plan(budget_ratio=0.87), "--max-steps=7"),
         (measured_plan(budget_ratio=1.13), "--min-steps=3"),
-        (measured_plan(ladder_tau=2.0), "--max-steps=7"),
         (projected_plan(budget_ratio=0.9), "--max-steps=7"),
         (unmeasured_plan(), "--budget-ratio=1.0"),
     ],
@@ -115,34 +114,12 @@ def test_another_budget_gives_the_plan_that_the_run_would_have_made(
     assert output(capsys, "--plan", folder, option).startswith(str(paper) + "\n")
 
 
-@pytest.mark.parametrize("tau", [0.0, 1.0, 4.0])
-def test_another_tau_gives_the_ladder_that_the_run_would_have_made(
-    tau: float, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Of a run without a ladder, too."""
-    expected = measured_plan(ladder_tau=tau)
-    for made in (measured_plan(), measured_plan(ladder_tau=2.0)):
-        folder = write(tmp_path, made)
-        found = output(capsys, "--plan", folder, f"--ladder-tau={tau:g}")
-        assert found == str(expected) + "\n"
-    assert ("ladder after the lock: tau" in found) == (tau > 0)
-    three = output(capsys, "--plan", folder, f"--ladder-tau={tau:g}", "--ladder-min-steps=3")
-    assert three == str(measured_plan(ladder_tau=tau, ladder_min_steps=3)) + "\n"
-
-
-def test_a_projected_plan_has_no_ladder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", "--plan", write(tmp_path, projected_plan()), "--ladder-tau=2"]) == 2
-    assert "ladder_tau: found 2.0, expected 0 with planner = 'paper'" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--budget-ratio=0.3"], "found measurements of 2 to 7 steps, expected 1 to 7, which"),
-        (["--max-steps=8"], "found measurements of 2 to 7 steps, expected 2 to 8, which"),
+        (["--budget-ratio=0.3"], "found measurements of 3 to 7 steps, expected 1 to 7, which"),
+        (["--max-steps=8"], "found measurements of 3 to 7 steps, expected 3 to 8, which"),
         (["--budget-ratio=0.1"], "budget: found"),
-        (["--ladder-tau=2", "--ladder-min-steps=1"], "of 2 to 7 steps, expected 1 to 7, which"),
-        (["--ladder-tau=-1"], "ladder_tau: found -1.0, expected a number >= 0"),
         (["--base-steps=4"], "--base-steps: found 4, expected none with --plan: the uniform"),
     ],
 )

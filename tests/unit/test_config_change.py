@@ -80,15 +80,6 @@ def test_replan_observes_once_more_and_plans_with_the_new_settings(
     assert seen == [*old, *range((saved_at // 3 + 1) * 3, plan_at + 1, 3)]
 
 
-def test_replan_drops_observations_of_other_groups(saved: dict[str, Any]) -> None:
-    model, optimizer = make(granularity="shape", on_config_change="replan")
-    optimizer.load_state_dict(saved)
-    train(model, optimizer, 6, 9)
-    (seen,) = optimizer.control_state_dict()["policy"]["observations"]
-    assert seen["step"] == 6
-    assert set(seen["ell"]) == {"8x12", "8x13"}
-
-
 # ---------------------------------------------------------------- the rest of the family
 
 FAMILY = ("Muon", "Muon-CANS", "AdaMuon", "NorMuon", "ROOT")

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import json
 import math
 from typing import Any
@@ -23,7 +22,6 @@ from tests.unit.controller_runs import (
     MEASURED,
     REGISTRY,
     controller,
-    observe,
     planned,
 )
 
@@ -57,33 +55,7 @@ def test_state_round_trips_bit_for_bit(
 
 
 STATE = planned().state_dict()
-LADDER = dataclasses.replace(MEASURED, ladder_tau=2.0)
-
-
-def on_ladder(until: int, rate: float = 0.01) -> Held:
-    """A run with a ladder up to a step; after the lock its rate is a hundredth of the peak."""
-    target = controller(LADDER)
-    for step in range(1, until + 1):
-        target.follow(step, 1.0 if step <= LADDER.lock_step else rate)
-        if target.sample(step):
-            observe(target, step)
-        if target.plan_due():
-            target.adopt_plan(target.make_plan())
-    return target
-
-
-STATES = [
-    (CONFIG, STATE),
-    (LADDER, on_ladder(4).state_dict()),
-    (LADDER, on_ladder(LADDER.lock_step + 2).state_dict()),
-]
-
-
-def test_every_field_is_among_the_states_that_are_corrupted() -> None:
-    assert STATES[1][1]["error_sums"]
-    assert STATES[2][1]["ladder_steps"]
-    assert STATES[2][1]["plan"]["criterion"] == "update"
-    assert STATES[2][1]["plan"]["ladder"]["rungs"]
+STATES = [(CONFIG, STATE), (MEASURED, planned(MEASURED).state_dict())]
 
 
 PLAN_DEFAULTS = {
@@ -91,7 +63,6 @@ PLAN_DEFAULTS = {
     "num_matrices": None,
     "measured": None,
     "weights": None,
-    "ladder": None,
 }
 
 
@@ -216,7 +187,6 @@ def test_each_corruption_is_named(changes: dict[str, Any], message: str) -> None
         {"observations__1__ell__expert": (0.5).hex()},
         {"plan__budget": 16},
         {"plan__allocation": [3, 5, 7]},
-        {"peak_rate": (0.5).hex()},
     ],
 )
 def test_an_edited_state_fails_by_its_digest(changes: dict[str, Any]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 
 import pytest
@@ -63,21 +62,6 @@ def test_a_plain_loop_is_watched_and_reported_through_its_lock_and_a_restart(
     pytest.importorskip("matplotlib")
     assert main(["report", str(tmp_path / "run"), "-o", str(tmp_path / "r.html")]) == 0
     assert "step 7" in (tmp_path / "r.html").read_text()
-
-
-def test_each_step_of_the_ladder_is_logged_where_it_was_taken(tmp_path: Path) -> None:
-    config = dataclasses.replace(CONFIG, ladder_tau=1.0)
-    model, optimizer = loop(config)
-    log, counts = RunLog(tmp_path / "run", optimizer), []
-    for number in range(1, 21):
-        optimizer.param_groups[0]["lr"] = 0.01 * min(1.0, 1.5 - number / 15)
-        loss = step(model, optimizer)
-        counts.append(optimizer.schedules_by_group(number)["mlp_up"].num_steps)
-        if number in (6, 13, 20):
-            log(loss)
-    assert counts[-1] < counts[6]
-    spans = data.load_one(tmp_path / "run").spans("num_steps_by_type", "mlp_up")
-    assert [count for count, first, last in spans for _ in range(first, last + 1)] == counts
 
 
 def test_an_optimizer_of_another_family_is_logged_by_number(tmp_path: Path) -> None:

@@ -15,8 +15,7 @@ from torch import Tensor
 from amo_dist import AMOConfig, param_groups
 from amo_dist.kernels.geometry import SPECTRAL_METRICS, spectral_metrics
 from amo_dist.optimizers.named import make_optimizer
-from amo_dist.schedule.grouping import layer_index
-from amo_dist.tools.tracker import GeometryTracker
+from amo_dist.tools.tracker import GeometryTracker, layer_index
 from tests.distributed import models
 from tests.distributed.harness import Ranks
 from torchtitan_ext.plugin import geometry as plugin

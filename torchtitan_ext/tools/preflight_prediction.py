@@ -54,7 +54,6 @@ def predict(
     report["operator_types"] = _operator_types(registry, before, after)
     if by_name is not None and not problems:
         report["run"] = _run(config, by_name)
-        report["ladder"] = preflight_schedule.ladder(config, registry)
         report["notes"] += preflight_memory.timeout_notes(config)
         _add_costs(report, config, by_name, registry, (before, after))
     return report
@@ -128,11 +127,10 @@ def _plans(amo: Any) -> list[tuple[int, str]]:
     """Events after the observations."""
     if amo.observe_only:
         return [(amo.observe_until, "last observation; the uniform schedule stays")]
-    ladder = "; steps fall with the rate from here on" if amo.has_ladder else ""
     return [
         (amo.observe_until, "last observation, and the plan"),
         (amo.observe_until + 1, "transition starts"),
-        (amo.lock_step, f"locked{ladder}"),
+        (amo.lock_step, "locked"),
     ]
 
 

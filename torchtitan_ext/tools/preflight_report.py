@@ -88,22 +88,7 @@ def _run(report: Mapping[str, Any]) -> list[Part]:
         f"  {run['checkpoints_saved']} checkpoints of {_gb(size)}, {kept} kept: {_gb(kept * size)}",
     ]
     parts += [f"  step {row['step']:>7,}  {row['event']}" for row in report["timeline"]]
-    return parts + (_ladder(report["ladder"]) if report["ladder"] else [])
-
-
-def _ladder(ladder: Mapping[str, Any]) -> list[Part]:
-    head = ["step", "rate / peak", *ladder["rows"][0]["steps"], "flops / uniform"]
-    rows = []
-    for row in ladder["rows"]:
-        steps = map(str, row["steps"].values())
-        rows.append([f"{row['step']:,}", f"{row['rate']:.3f}", *steps, f"{row['flops']:.3f}"])
-    after, whole = f"{ladder['flops_after']:.3f}", f"{ladder['flops']:.3f}"
-    return [
-        "",
-        f"ladder, tau {ladder['tau']:g}, for errors that are typical of small models",
-        Table(head, rows),
-        f"  Newton-Schulz flops over uniform's: {after} after the lock, {whole} over the run",
-    ]
+    return parts
 
 
 def _step(report: Mapping[str, Any]) -> list[Part]:

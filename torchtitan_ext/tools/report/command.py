@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from amo_dist.schedule.plan import OBJECTIVES, Plan, starved
+from amo_dist.schedule.plan import OBJECTIVES, starved
 from amo_dist.tools.command import Subparsers
 from torchtitan_ext.runs import files
 from torchtitan_ext.tools.report import data, figures, page, style
@@ -179,20 +179,9 @@ def _plan_table(runs: Sequence[Run]) -> Table | None:
                 "steps of the uniform schedule": f"{plan.base_steps * len(plan.operator_types)}",
                 "steps of the plan": f"{sum(plan.allocation)}",
                 "flops, plan over uniform": None if flops is None else f"{flops:.4f}",
-                **_ladder_cells(plan),
             }
         )
     return _table(runs, columns) if columns else None
-
-
-def _ladder_cells(plan: Plan) -> dict[str, str | None]:
-    """``tau`` of a plan's ladder, and its flops at some rates."""
-    cells = {"ladder, tau": None if plan.ladder is None else f"{plan.ladder.tau:g}"}
-    for name, rate in (("half", 0.5), ("a quarter of", 0.25), ("a tenth of", 0.1)):
-        flops = None if plan.ladder is None else plan.flops_ratio_of(plan.steps_at(rate))
-        text = None if flops is None else f"{flops:.4f}"
-        cells[f"flops over uniform, {name} the peak rate"] = text
-    return cells
 
 
 def _facts(runs: Sequence[Run]) -> Table:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from fractions import Fraction
 
 from amo_dist.schedule import fields
-from amo_dist.schedule.exact import frontier
+from amo_dist.schedule.exact import _as_integers, _first_of_least, _fronts
 
 _LARGEST = Fraction(2) ** 1000
 """Squared rates stay below it, since allocations without an error allow any rate."""
@@ -142,3 +142,21 @@ def _greatest_rate(limit: Fraction, error: Fraction) -> float:
     while Fraction(rate) ** 2 > square:
         rate = math.nextafter(rate, 0.0)
     return rate
+
+
+def frontier(
+    curves: Sequence[Mapping[int, float]], budget: int, costs: Sequence[int]
+) -> list[tuple[int, ...]]:
+    """The allocations that no other beats in both flops and error, in the order of rising flops.
+
+    Args:
+        curves: Argument of `least_error`.
+        budget: Argument of `least_error`.
+        costs: Argument of `least_error`.
+
+    Returns:
+        Of equal flops and equal error the lexicographically smallest.
+    """
+    errors = _as_integers(curves)
+    fronts = _fronts(errors, costs, budget)
+    return [_first_of_least(errors, costs, flops, fronts) for flops, _ in fronts[0]]
