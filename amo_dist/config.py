@@ -43,7 +43,7 @@ PRECONDITIONERS = ("frobenius", "aol")
 
 _ADJUST_LR = ("match_rms_adamw", "original", "spectral")
 _UPDATE_NORMS = ("as_is", "exact")
-_BFLOAT16_PARAMS = ("nearest", "stochastic", "master")
+_BFLOAT16_PARAMS = ("nearest", "master")
 _DTYPES = ("bfloat16", "float16", "float32", "float64")
 # Matrices travel before they are scaled, when 1e-20 would vanish in float16.
 _WIRE_DTYPES = ("bfloat16", "float32", "float64")
@@ -99,11 +99,10 @@ class MathConfig:
     """Whether to decay a weight of a matrix only if its update has the sign of the weight."""
     bfloat16_params: str = "nearest"
     """Rounding of updated bfloat16 parameters, those of AdamW included. ``nearest``: round to the
-    nearest value; ``stochastic``: round up or down at random, by a hash of seed, step, name and
-    entry that is the same in every layout; ``master``: keep float32 master weights, whose
-    difference from the parameter is optimizer state."""
+    nearest value; ``master``: keep float32 master weights, whose difference from the parameter is
+    optimizer state."""
     seed: int = 42
-    """Seed of the random choice of observed matrices, and of stochastic rounding."""
+    """Seed of the random choice of observed matrices."""
 
     def __post_init__(self) -> None:
         _require_real("momentum", self.momentum, "a number in [0, 1)", 0.0, math.nextafter(1, 0))
@@ -132,10 +131,6 @@ class ExchangeConfig:
     ownership: str = "round_robin"
     """Assignment of matrices to owner ranks: ``round_robin``, or ``balanced``, which gives the
     matrix of most flops first to the rank with the least work."""
-    max_team: int = 1
-    """Largest number of ranks that orthogonalize one matrix together, where that lowers the load of
-    the busiest rank. 1: each matrix has one owner. The bits of shared matrices depend on the number
-    of ranks."""
     bucket_bytes: int = 64 * 2**20
     """Approximate bytes of the matrices that one exchange sends together; a larger matrix is sent
     alone."""
@@ -144,19 +139,13 @@ class ExchangeConfig:
     symmetric products of quack-kernels (install the extra ``quack``), for bfloat16 or float16 and
     compute capability 9.0 or newer; ``auto``: ``quack`` if it can run, else ``torch``. Not run on a
     GPU yet."""
-    compile_updates: bool = False
-    """Whether to compile the code of momentum and updates on CUDA. It then reads and writes a third
-    of the bytes (counted, not timed). Compiles once for each group of matrices that are sent
-    together. Not run on a GPU yet."""
 
     def __post_init__(self) -> None:
         if self.wire_dtype is not None:
             _require_choice("wire_dtype", self.wire_dtype, _WIRE_DTYPES)
         _require_choice("ownership", self.ownership, ("round_robin", "balanced"))
-        _require_int("max_team", self.max_team, 1)
         _require_int("bucket_bytes", self.bucket_bytes, 1)
         _require_choice("ns_kernels", self.ns_kernels, ("auto", "torch", "quack"))
-        _require_bool("compile_updates", self.compile_updates)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ from torch.nn import functional
 from amo_dist import Muon, MuonConfig, param_groups
 from benchmarks.measure import report
 
-WAYS = ("master", "stochastic", "nearest")
+WAYS = ("master", "nearest")
 DIM, HIDDEN, HEADS, LAYERS, LENGTH, BATCH = 128, 352, 4, 2, 64, 8
 
 

@@ -46,7 +46,7 @@ from benchmarks import launches
 from benchmarks.optimizer_step import count_bytes
 from tests import simulated_device as simulation
 
-CONTENDERS = ("ours", "ours compiled", "ours compiled, quack", "dion Muon", "torch Muon")
+CONTENDERS = ("ours", "ours, quack", "dion Muon", "torch Muon")
 WARMUP = 3
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm")
 _NO_KERNEL = launches.VIEWS | {
@@ -144,7 +144,7 @@ def _build(
 ) -> torch.optim.Optimizer:
     params = list(module.parameters())
     if name.startswith("ours"):
-        fields = {"compile_updates": "compiled" in name, "ns_kernels": "torch"}
+        fields = {"ns_kernels": "torch"}
         if "quack" in name:
             _stand_in_for_quack(work)
             fields["ns_kernels"] = "quack"

@@ -6,7 +6,6 @@ Elements, not bytes, as in `torchtitan_ext.tools.ledger`.
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -43,7 +42,7 @@ class Volume:
 def predict(matrices: Sequence[Matrix], jobs: Sequence[Job]) -> Volume:
     """What all ranks together send, in closed form.
 
-    An owner gathers a matrix, or its slab of one, less what it holds of its own replica, and
+    An owner gathers a matrix, less what it holds of its own replica, and
     delivers it once to each replica that it serves, less the same.
 
     Args:
@@ -53,7 +52,7 @@ def predict(matrices: Sequence[Matrix], jobs: Sequence[Job]) -> Volume:
     total = Volume()
     for job in jobs:
         matrix = matrices[job.matrix]
-        kept, size = matrix.num_held(job.owner, job.box), math.prod(job.shape)
+        kept, size = matrix.num_held(job.owner), matrix.num_elements
         served = sum(replica[0] in job.targets for replica in matrix.replicas)
         total += Volume(gathered=size - kept, delivered=served * size - kept)
     return total

@@ -1,4 +1,4 @@
-"""Costs of a step on many ranks: uniform and locked, by ownership, without and with teams."""
+"""Costs of a step on many ranks: uniform and locked, by ownership."""
 
 from __future__ import annotations
 
@@ -21,14 +21,13 @@ def step_costs(
     *,
     layout: str = "fsdp",
     replica_size: int = 8,
-    max_team: int = 1,
 ) -> list[Row]:
     matrices = lay_out(registry, ranks, layout=layout, replica_size=replica_size)
     schedules = (("uniform", dict.fromkeys(steps, 5)), ("locked", steps))
-    cases = itertools.product(sorted({1, max_team}), OWNERSHIPS, schedules)
+    cases = itertools.product(OWNERSHIPS, schedules)
     rows: list[Row] = []
-    for most, ownership, (schedule, by_type) in cases:
-        config = MuonConfig(ownership=ownership, max_team=most)
+    for ownership, (schedule, by_type) in cases:
+        config = MuonConfig(ownership=ownership)
         cost = StepCost(registry, matrices, by_type, ranks, config=config)
         rows.append({"ownership": ownership, "schedule": schedule, **cost.summary()})
     return rows

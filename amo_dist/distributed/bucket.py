@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from amo_dist.distributed.layout import Region, as_matrix
-from amo_dist.distributed.ownership import Job
+from amo_dist.distributed.layout import Matrix, Region, as_matrix
 from amo_dist.distributed.plan import BucketPlan, ExchangePlan, count_elements
 
 BUCKETS_IN_FLIGHT = 2
@@ -53,7 +52,7 @@ class Bucket(Generic[Piece]):
 
     Attributes:
         jobs: Jobs of this rank.
-        wholes: Matrix, or slab of one, of each job, ``(m, n)``; buckets share this memory.
+        wholes: Matrix of each job, ``(m, n)``; buckets share this memory.
         kept: Pieces of ``wholes`` that this rank holds itself.
         sent: Pieces whose momentum this rank sends to owners.
         returned: Pieces whose results this rank receives.
@@ -64,6 +63,7 @@ class Bucket(Generic[Piece]):
     def __init__(
         self,
         plan: BucketPlan,
+        shapes: Sequence[tuple[int, int]],
         memory: Tensor,
         buffers: Sequence[_Packed],
         make_piece: Callable[[int, Region, Tensor], Piece],
@@ -73,19 +73,17 @@ class Bucket(Generic[Piece]):
     ) -> None:
         self.jobs, self.moves, self._group = plan.jobs, moves, group
         self.batches: dict[Any, list[int]] = {}
-        starts = itertools.accumulate(_spaces(plan.jobs), initial=0)
+        starts = itertools.accumulate(map(_space, shapes), initial=0)
         self.wholes = [
-            memory[start : start + math.prod(job.shape)].view(job.shape)
-            for job, start in zip(plan.jobs, starts, strict=False)
+            memory[start : start + math.prod(shape)].view(shape)
+            for shape, start in zip(shapes, starts, strict=False)
         ]
-        places = {job.matrix: (job, x) for job, x in zip(plan.jobs, self.wholes, strict=True)}
+        whole_of = {job.matrix: x for job, x in zip(plan.jobs, self.wholes, strict=True)}
 
         def in_whole(matrix: int, region: Region) -> Tensor:
-            """The view of a region in the box of its matrix."""
-            job, whole = places[matrix]
+            """The view of a region in its matrix."""
             (top, bottom), (left, right) = region.target
-            (row, _), (column, _) = job.box
-            return whole[top - row : bottom - row, left - column : right - column]
+            return whole_of[matrix][top:bottom, left:right]
 
         self._momentum_out, self._momentum_in, self._results_out, self._results_in = buffers
         self.kept = [make_piece(*held, in_whole(*held)) for held in plan.kept]
@@ -140,6 +138,7 @@ class Bucket(Generic[Piece]):
 
 def make_buckets(
     plan: ExchangePlan,
+    matrices: Sequence[Matrix],
     make_piece: Callable[[int, Region, Tensor], Piece],
     *,
     group: dist.ProcessGroup | None,
@@ -153,6 +152,7 @@ def make_buckets(
 
     Args:
         plan: Plan of this rank; it fixes the order of collectives, the same on all peers.
+        matrices: All matrices; jobs index them.
         make_piece: Called with the index of a matrix, a region, and its place ``(m, n)``.
         group: Process group of the plan's peers; None on a single rank.
         device: Device of the buffers.
@@ -164,11 +164,12 @@ def make_buckets(
     plans = [*plan.local, *plan.buckets]
     fields = ("to_owners", "from_holders", "to_holders", "from_owners")
     sides = [_pack([getattr(p, field) for p in plans], dtype, device) for field in fields]
-    size = max((sum(_spaces(p.jobs)) for p in plans), default=0)
+    shapes = [[matrices[job.matrix].shape for job in p.jobs] for p in plans]
+    size = max((sum(map(_space, part)) for part in shapes), default=0)
     memory = torch.empty(size, dtype=dtype, device=device)
     return [
-        Bucket(p, memory, buffers, make_piece, group, moves=number >= len(plan.local))
-        for number, (p, *buffers) in enumerate(zip(plans, *sides, strict=True))
+        Bucket(p, part, memory, buffers, make_piece, group, moves=number >= len(plan.local))
+        for number, (p, part, *buffers) in enumerate(zip(plans, shapes, *sides, strict=True))
     ]
 
 
@@ -200,6 +201,6 @@ def _flat(by_peer: Sequence[Sequence[tuple[int, Region]]]) -> Iterator[tuple[int
     return itertools.chain.from_iterable(by_peer)
 
 
-def _spaces(jobs: Sequence[Job]) -> list[int]:
-    """Elements that the box of each job takes in memory, padded."""
-    return [-(-math.prod(job.shape) // _ALIGNMENT) * _ALIGNMENT for job in jobs]
+def _space(shape: tuple[int, int]) -> int:
+    """Elements that a matrix takes in memory, padded."""
+    return -(-math.prod(shape) // _ALIGNMENT) * _ALIGNMENT

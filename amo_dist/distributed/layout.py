@@ -74,19 +74,6 @@ class Region:
         """Elements in the box."""
         return math.prod(self.source_shape)
 
-    def within(self, box: Box) -> Region | None:
-        """The part of the region that lies in a box of the matrix; None if there is none."""
-        pairs = list(zip(self.target, box, strict=True))
-        target = tuple((max(low, first), min(high, end)) for (low, high), (first, end) in pairs)
-        if any(start >= stop for start, stop in target):
-            return None
-        # The last two dims of the local tensor are those of the matrix.
-        shifts = [
-            start - low for (start, _), (low, _) in zip(self.source[-2:], self.target, strict=True)
-        ]
-        moved = tuple((a + by, b + by) for (a, b), by in zip(target, shifts, strict=True))
-        return Region((*self.source[:-2], *moved), target)
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Matrix:
@@ -117,21 +104,13 @@ class Matrix:
         """Elements of the whole matrix."""
         return self.shape[0] * self.shape[1]
 
-    @property
-    def whole(self) -> Box:
-        """The box of the whole matrix."""
-        return (0, self.shape[0]), (0, self.shape[1])
+    def num_held(self, rank: int) -> int:
+        """Elements of the matrix that ``rank`` holds."""
+        return sum(region.num_elements for region in self.regions_of(rank))
 
-    def num_held(self, rank: int, box: Box | None = None) -> int:
-        """Elements of the matrix, or of a box of it, that ``rank`` holds."""
-        return sum(region.num_elements for region in self.regions_of(rank, box))
-
-    def regions_of(self, rank: int, box: Box | None = None) -> tuple[Region, ...]:
-        """Regions of the matrix, or of a box of it, that ``rank`` holds."""
-        regions = self.regions_by_rank.get(rank, ())
-        if box is None or box == self.whole:
-            return regions
-        return tuple(part for region in regions if (part := region.within(box)) is not None)
+    def regions_of(self, rank: int) -> tuple[Region, ...]:
+        """Regions of the matrix that ``rank`` holds."""
+        return self.regions_by_rank.get(rank, ())
 
 
 def _chunk(intervals: Sequence[Interval], num_chunks: int, index: int) -> tuple[Interval, ...]:

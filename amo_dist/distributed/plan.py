@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import itertools
-import math
-import operator
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import TypeAlias
@@ -30,7 +27,7 @@ class BucketPlan:
     """Matrices that travel together, seen from one rank. A rank sends nothing to itself.
 
     Attributes:
-        jobs: Jobs of this rank: first those of its teams, team after team, then its own.
+        jobs: Jobs of this rank.
         kept: Regions of its jobs' matrices that this rank holds itself; they travel nowhere.
         to_owners: Momentum that this rank sends to owners.
         from_holders: Momentum that this rank receives as an owner.
@@ -83,10 +80,6 @@ def plan_exchange(
 ) -> ExchangePlan:
     """Plan the exchange of ``jobs``, which all lie on ``peers``.
 
-    Members of a team communicate while they compute. To avoid a deadlock, all slabs of a matrix lie
-    in buckets of one number, and in a bucket each rank runs what it shares before all else, in the
-    order of ``jobs``; the digest covers this order.
-
     Args:
         matrices: All matrices; jobs index them.
         jobs: Jobs of one set of ranks, in the same order on every rank.
@@ -98,11 +91,11 @@ def plan_exchange(
     moving = [job for job in jobs if not _is_local(job, matrices[job.matrix])]
     own = [job for job in jobs if job.owner == rank and _is_local(job, matrices[job.matrix])]
     most = bucket_bytes // itemsize
-    moving_groups, local_groups = _group(moving, most), _group(own, most)
+    moving_groups, local_groups = (_group(part, matrices, most) for part in (moving, own))
     lines = [str(tuple(peers))]
     for group in moving_groups:
         lines.append("bucket")
-        lines += [f"{matrices[job.matrix].key} by {job.owner} of {job.team}" for job in group]
+        lines += [f"{matrices[job.matrix].key} by {job.owner}" for job in group]
     return ExchangePlan(
         peers=tuple(peers),
         buckets=tuple(_plan_bucket(matrices, rank, peers, group) for group in moving_groups),
@@ -113,40 +106,23 @@ def plan_exchange(
 
 def _is_local(job: Job, matrix: Matrix) -> bool:
     """Whether the owner has nothing to gather and nothing to send back."""
-    others = {*job.sources, *job.targets, *job.team} - {job.owner}
+    others = {*job.sources, *job.targets} - {job.owner}
     return matrix.regions_by_rank.keys().isdisjoint(others)
 
 
-def _group(jobs: Sequence[Job], most_elements: int) -> list[list[Job]]:
+def _group(jobs: Sequence[Job], matrices: Sequence[Matrix], most_elements: int) -> list[list[Job]]:
     """Cut ``jobs`` into buckets, in which no owner has more elements than this, or one job."""
-    buckets: dict[int, list[tuple[int, Job]]] = defaultdict(list)
+    buckets: dict[int, list[Job]] = defaultdict(list)
     # Each owner has a bucket that it fills, and a number of elements in it.
     bucket_by_owner, filled_by_owner = Counter[int](), Counter[int]()
-    for team_jobs in _jobs_by_team(jobs):
-        size = max(math.prod(job.shape) for _, job in team_jobs)
-        owners = [job.owner for _, job in team_jobs]
-        number = max(
-            bucket_by_owner[owner]
-            + (filled_by_owner[owner] > 0 and filled_by_owner[owner] + size > most_elements)
-            for owner in owners
-        )
-        for owner in owners:
-            before = filled_by_owner[owner] if bucket_by_owner[owner] == number else 0
-            bucket_by_owner[owner], filled_by_owner[owner] = number, before + size
-        buckets[number] += team_jobs
-    in_order = (sorted(buckets[number], key=operator.itemgetter(0)) for number in sorted(buckets))
-    return [[job for _, job in numbered] for numbered in in_order]
-
-
-def _jobs_by_team(jobs: Sequence[Job]) -> list[list[tuple[int, Job]]]:
-    """Numbered jobs that must share a bucket: those of one team, the largest teams first.
-
-    Shared jobs come before all others, so that the buckets of a team's members keep pace.
-    """
-    teams: dict[tuple[int, tuple[int, ...]], list[tuple[int, Job]]] = defaultdict(list)
-    for number, job in enumerate(jobs):
-        teams[job.matrix, job.team or (job.owner,)].append((number, job))
-    return sorted(teams.values(), key=len, reverse=True)
+    for job in jobs:
+        size, filled = matrices[job.matrix].num_elements, filled_by_owner[job.owner]
+        if filled and filled + size > most_elements:
+            bucket_by_owner[job.owner] += 1
+            filled = 0
+        filled_by_owner[job.owner] = filled + size
+        buckets[bucket_by_owner[job.owner]].append(job)
+    return [buckets[number] for number in sorted(buckets)]
 
 
 def _plan_bucket(
@@ -162,11 +138,7 @@ def _plan_bucket(
         owned = by_owner[owner] if owner != holder else []
         return _held(matrices, [job for job in owned if holder in getattr(job, role)], holder)
 
-    by_team: dict[tuple[int, ...], list[Job]] = defaultdict(list)
-    for job in by_owner[rank]:
-        by_team[job.team].append(job)
-    alone = by_team.pop((), [])
-    own = (*itertools.chain(*by_team.values()), *alone)
+    own = tuple(by_owner[rank])
     return BucketPlan(
         jobs=own,
         kept=_held(matrices, own, rank),
@@ -180,9 +152,7 @@ def _plan_bucket(
 def _held(matrices: Sequence[Matrix], jobs: Sequence[Job], rank: int) -> tuple[Held, ...]:
     """Regions that a rank holds of the matrices that these jobs compute, job after job."""
     return tuple(
-        (job.matrix, region)
-        for job in jobs
-        for region in matrices[job.matrix].regions_of(rank, job.box)
+        (job.matrix, region) for job in jobs for region in matrices[job.matrix].regions_of(rank)
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.optim.adamw import adamw
 
 from amo_dist.engine.hyperparameters import learning_rate
 from amo_dist.engine.parameters import Param
-from amo_dist.engine.rounding import Rounding
+from amo_dist.kernels.rounding import ROUNDED_OFF, master_weight
 
 
 def make_state(param: Tensor, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
@@ -35,8 +35,6 @@ def adamw_step(
     params: Sequence[Param],
     grads: Sequence[Tensor | None],
     groups: Sequence[Mapping[str, Any]],
-    rounding: Rounding,
-    step: int,
     bad: Tensor | None = None,
 ) -> None:
     """Update the parameters without matrices, in place; a shard gets the bits of the whole.
@@ -49,25 +47,19 @@ def adamw_step(
         grads: Local gradient of each parameter; None for a parameter to skip.
         groups: Parameter groups with ``lr``, ``lr_multiplier``, ``betas``, ``eps`` and
             ``weight_decay``.
-        rounding: Widens bfloat16 parameters, and rounds their updates.
-        step: Optimizer step, counted from 1.
         bad: Verdict, 0-dim, boolean, on the device: if true, nothing changes.
     """
-    by_group: dict[int, list[tuple[Param, Tensor]]] = defaultdict(list)
+    batches: dict[Hashable, list[tuple[Param, Tensor]]] = defaultdict(list)
     for param, grad in zip(params, grads, strict=True):
         if not param.views and grad is not None:
-            by_group[param.group].append((param, grad))
-    batches = list(by_group.items())
-    if rounding.is_wanted:
-        # Each parameter is widened alone: float32 copies of all would be a second model in memory.
-        batches = [(group, [pair]) for group, pairs in batches for pair in pairs]
-    for number, pairs in batches:
-        group = groups[number]
+            # A master weight is lent alone: those of all would be a second model in memory.
+            batches[param if ROUNDED_OFF in param.state else param.group].append((param, grad))
+    for pairs in batches.values():
+        group = groups[pairs[0][0].group]
         beta1, beta2 = map(float, group["betas"])
         with contextlib.ExitStack() as stack:
-            weights = [param.local for param, _ in pairs]
-            if rounding.is_wanted:
-                weights = [stack.enter_context(rounding.widened(pairs[0][0], weights[0], step))]
+            lent = (master_weight(p.local, p.state.get(ROUNDED_OFF)) for p, _ in pairs)
+            weights = [stack.enter_context(weight) for weight in lent]
             is_fused = not weights[0].is_cpu
             adamw(
                 weights,

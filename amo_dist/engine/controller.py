@@ -206,8 +206,7 @@ class Controller:
     def _decide(self, step: int, matrices: Sequence[Matrix], last: _Decision | None) -> _Decision:
         """The policy's answer for a step; the same schedules object as before if all are alike.
 
-        Round robin looks at no cost. Sharing decides the bits of a matrix: so teams follow from the
-        schedules of the world alone, and a run that goes on from a checkpoint makes the same.
+        Round robin looks at no cost.
         """
         policy, groups, state = self.policy, self.known_groups, self.state
         observed = policy.sample(state, groups, step)
@@ -216,11 +215,11 @@ class Controller:
         if last is not None and schedules == last.schedules:
             schedules = last.schedules
         owner_epoch: Hashable = "round robin"
-        if self.config.max_team > 1 or self.config.ownership != "round_robin":
+        if self.config.ownership != "round_robin":
             counts = tuple(by_group[group].num_steps for group in sorted(by_group))
             is_locked = policy.phase(state, step) in ("locked", "uniform")
             # The transition changes costs at each step, and a new assignment waits for all ranks.
-            owner_epoch = (is_locked, counts if is_locked or self.config.max_team > 1 else ())
+            owner_epoch = (is_locked, counts if is_locked else ())
         change = step + 1 if observed else policy.next_change(state, step)
         return _Decision(
             range(step, sys.maxsize if math.isinf(change) else int(change)),

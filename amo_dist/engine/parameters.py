@@ -127,6 +127,12 @@ class Piece:
         box = local if self._slices is None else local[self._slices]
         return box if box.dim() == 2 else box.view(box.shape[-2:])
 
+    @property
+    def remainder(self) -> Tensor | None:
+        """This box of what rounding took off the parameter; None without a master weight."""
+        remainder = self.param.state.get(ROUNDED_OFF)
+        return None if remainder is None else self.of(remainder)
+
     def own_state(self) -> dict[str, Tensor]:
         """Views of the rule's state tensors, by name."""
         shape = self.param.local.shape
@@ -212,6 +218,20 @@ class Parameters:
 
 
 _kind = operator.attrgetter("dtype", "device")
+
+
+def check_master_weights(parameters: Parameters, bfloat16_params: str) -> None:
+    """Refuse float16 parameters beside master weights of bfloat16 ones.
+
+    Raises:
+        ValueError: Names a parameter.
+    """
+    for param in parameters.params:
+        if bfloat16_params == "master" and param.tensor.dtype == torch.float16:
+            raise ValueError(
+                f"bfloat16_params: found 'master' with {param.name} of float16, expected "
+                "parameters of bfloat16 (or float32, which are written as they are)"
+            )
 
 
 def check_float16_eps(parameters: Parameters, groups: Sequence[Mapping[str, Any]]) -> None:

@@ -27,7 +27,6 @@ import hashlib
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping, Sequence
-from types import MappingProxyType
 from typing import Any, TypeAlias
 
 import torch
@@ -42,11 +41,9 @@ from amo_dist.distributed.groups import GroupLike, Membership
 from amo_dist.distributed.layout import Region, flattened, zeros_per_view
 from amo_dist.distributed.ownership import assign
 from amo_dist.distributed.plan import ExchangePlan, plan_exchange
-from amo_dist.distributed.teams import TeamGroup
 from amo_dist.engine.adamw import adamw_step, make_state
 from amo_dist.engine.hyperparameters import describe_group, learning_rate, momentum_of
-from amo_dist.engine.parameters import MOMENTUM, Parameters, Piece
-from amo_dist.engine.rounding import Rounding
+from amo_dist.engine.parameters import MOMENTUM, Parameters, Piece, check_master_weights
 from amo_dist.engine.rule import UpdateRule
 from amo_dist.engine.staging import bring_down, device_of_matrices, on_host, send_up
 from amo_dist.engine.sums import MatrixSums
@@ -60,13 +57,9 @@ from amo_dist.kernels.elementwise import (
     update_momentum,
     wide_dtype,
 )
-from amo_dist.kernels.newton_schulz import (
-    EXACT_NORM_BOUND,
-    newton_schulz,
-    scale_to_exact_norm,
-)
+from amo_dist.kernels.newton_schulz import EXACT_NORM_BOUND, orthogonalize, scale_to_exact_norm
 from amo_dist.kernels.quack import library
-from amo_dist.kernels.team import drop_nonfinite_slabs, orthogonalize_slabs
+from amo_dist.kernels.rounding import ROUNDED_OFF, master_weight
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import Schedule
 
@@ -175,20 +168,14 @@ class Engine:
         self.world: World | None = None
         """Agreed structure of all ranks; None before `connect`."""
         self.verdict: Verdict | None = None
-        if config.max_team > 1 and (rule.has_pre or rule.has_post):
-            raise ValueError(
-                f"max_team: found {config.max_team} with {type(rule).__name__}, which works on "
-                "pieces of matrices that slabs cut otherwise, expected 1"
-            )
         self._dtype: torch.dtype = getattr(torch, config.ns_dtype)
         self._wire: torch.dtype = getattr(torch, config.wire)
         self._is_on_device = parameters.device.type != "cpu"
-        self._compiles = config.compile_updates and parameters.device.type == "cuda"
         self.device = device_of_matrices(parameters.tensors, parameters.device)
         """Device on which matrices are gathered and orthogonalized."""
         self._library = library(config.ns_kernels, self.device, self._dtype)
         self._is_staged = self.device != parameters.device
-        self._rounding = Rounding(parameters.params, config)
+        check_master_weights(parameters, config.bfloat16_params)
         shapes = [m.shape if m.dim == 0 else m.shape[::-1] for m in parameters.matrices]
         self._scales = [rule.scale(shape) for shape in shapes]
         self.update_scales = [UpdateRule.scale(rule, shape) for shape in shapes]
@@ -210,8 +197,6 @@ class Engine:
         """Elements sent in a step by peer, for each of these sets."""
         self._schedules: Sequence[Schedule] = ()
         """Schedules for which the buckets are batched."""
-        self.teams: dict[tuple[int, ...], TeamGroup] = {}
-        """Teams of this rank by their ranks; planning adds those that it needs."""
         self._sent_bytes: list[tuple[Mapping[int, int], int]] = []
         """Elements sent in the last step by peer, and bytes of one, for each exchange."""
         self._norms: list[tuple[float, Tensor]] = []
@@ -221,6 +206,7 @@ class Engine:
         """Make zero state for every parameter, so that all ranks have the same keys."""
         for param in self.parameters.params:
             tensor = param.tensor
+            is_master = self.config.bfloat16_params == "master" and tensor.dtype == torch.bfloat16
             if param.views:
                 dtype = torch.promote_types(tensor.dtype, torch.float32)
                 state = {MOMENTUM: torch.zeros_like(tensor, dtype=dtype)}
@@ -228,22 +214,15 @@ class Engine:
                 for name in self.rule.scalar_state:
                     state[name] = zeros_per_view(tensor, len(param.views))
             else:
-                state = make_state(tensor, torch.float32 if self._rounding.is_for(tensor) else None)
-            state |= self._rounding.make_state(tensor)
+                state = make_state(tensor, torch.float32 if is_master else None)
+            if is_master:
+                state[ROUNDED_OFF] = torch.zeros_like(tensor, dtype=torch.float32)
             for value in state.values():
                 value.requires_grad_(False)
             self.state[tensor] = state
 
-    def connect(
-        self, world: World, teams: Mapping[tuple[int, ...], TeamGroup] = MappingProxyType({})
-    ) -> None:
-        """Take the structure on which all ranks have agreed.
-
-        Args:
-            world: The structure.
-            teams: Teams of an engine before this one.
-        """
-        self.teams.update(teams)
+    def connect(self, world: World) -> None:
+        """Take the structure on which all ranks have agreed."""
         self.world = self._world = world
         self.verdict = self._verdict = Verdict(world, self.parameters, self.config)
 
@@ -320,7 +299,7 @@ class Engine:
                 by_momentum[momentum].append((param.state[MOMENTUM], grad))
             for momentum, pairs in by_momentum.items():
                 buffers, grads = map(list, zip(*pairs, strict=True))
-                update_momentum(buffers, grads, momentum, bad=step.bad, compiles=self._compiles)
+                update_momentum(buffers, grads, momentum, bad=step.bad)
 
     def _adamw(self, step: StepContext) -> None:
         with record_function("amo::adamw"), self._deferring(step, "AdamW"):
@@ -328,8 +307,6 @@ class Engine:
                 self.parameters.params,
                 step.grads,
                 self.groups,
-                self._rounding,
-                step.number,
                 step.bad,
             )
 
@@ -379,8 +356,8 @@ class Engine:
             self._pack_momentum(step, bucket.kept)
             bucket.finish_gather()
         with record_function("amo::orthogonalize"):
-            for (team, shape, schedule), positions in bucket.batches.items():
-                self._orthogonalize(step, bucket, positions, shape, schedule, team)
+            for (_, schedule), positions in bucket.batches.items():
+                self._orthogonalize(step, bucket, positions, schedule)
         with record_function("amo::scatter"):
             bucket.start_scatter()
         self._take_results(step, bucket.kept)
@@ -412,7 +389,7 @@ class Engine:
                     out = [torch.empty_like(x, dtype=wide_dtype(x.dtype)) for x in momenta]
                 if is_nesterov:
                     grads = [grad for _, _, grad in rows]
-                    nesterov(momenta, grads, momentum, out=out, compiles=self._compiles)
+                    nesterov(momenta, grads, momentum, out=out)
                 else:
                     torch._foreach_copy_(out, momenta)
                 if self.rule.has_pre:
@@ -425,56 +402,43 @@ class Engine:
             piece.place.fill_(math.nan)
 
     def _orthogonalize(
-        self,
-        step: StepContext,
-        bucket: Bucket[Piece],
-        positions: Sequence[int],
-        shape: tuple[int, int],
-        schedule: Schedule,
-        team: TeamGroup | None,
+        self, step: StepContext, bucket: Bucket[Piece], positions: Sequence[int], schedule: Schedule
     ) -> None:
         """Orthogonalize matrices of one shape and schedule in place; zeros for results not finite.
 
-        If that fails, the results are zeros, and this rank goes on to send them. A team cannot go
-        on, as its members wait for sums: the error is raised here.
+        If that fails, the results are zeros, and this rank goes on to send them.
         """
         matrices = self.parameters.matrices
         names = [matrices[bucket.jobs[i].matrix].name for i in positions]
         wholes = [bucket.wholes[i] for i in positions]
         # A CPU takes two products of one matrix faster than one product of a batch of two.
-        size = 1 if self.device.type == "cpu" and team is None else len(wholes)
+        size = 1 if self.device.type == "cpu" else len(wholes)
         try:
             for start in range(0, len(wholes), size):
                 batch = wholes[start : start + size]
                 x = torch.stack(batch) if len(batch) > 1 else batch[0]
-                results = self._newton_schulz(x, shape, schedule, team)
+                results = self._newton_schulz(x, schedule)
                 results = results if results.dim() == 3 else results.unsqueeze(0)
-                bad = drop_nonfinite_slabs(results, team) if team else drop_nonfinite(results)
-                step.outcomes.append((tuple(names[start : start + size]), bad))
+                step.outcomes.append((tuple(names[start : start + size]), drop_nonfinite(results)))
                 if self.config.update_norm == "exact":
-                    norms = scale_to_exact_norm(results, shape, team.add if team else None)
-                    step.norms.append((math.sqrt(min(shape)) / EXACT_NORM_BOUND, norms))
+                    least = math.sqrt(min(x.shape[-2:])) / EXACT_NORM_BOUND
+                    step.norms.append((least, scale_to_exact_norm(results)))
                 torch._foreach_copy_(batch, results.unbind())
         except Exception as error:
-            if team is not None:
-                raise
             self._report(step, f"orthogonalizing {names[0]}", error)
             for whole in wholes:
                 whole.zero_()
 
-    def _newton_schulz(
-        self, x: Tensor, shape: tuple[int, int], schedule: Schedule, team: TeamGroup | None = None
-    ) -> Tensor:
-        """Newton-Schulz of matrices ``(m, n)`` or ``(b, m, n)``, or of slabs of them."""
-        options: dict[str, Any] = {
-            "norm_scale": schedule.norm_scale,
-            "preconditioner": schedule.preconditioner,
-            "dtype": self._dtype,
-        }
-        if team is None:
-            return newton_schulz(x, schedule.coefficients, library=self._library, **options)
-        is_tall = shape[0] > shape[1]
-        return orthogonalize_slabs(x, schedule.coefficients, team=team, is_tall=is_tall, **options)
+    def _newton_schulz(self, x: Tensor, schedule: Schedule) -> Tensor:
+        """Newton-Schulz of matrices ``(m, n)`` or ``(b, m, n)``."""
+        return orthogonalize(
+            x,
+            schedule.coefficients,
+            norm_scale=schedule.norm_scale,
+            preconditioner=schedule.preconditioner,
+            dtype=self._dtype,
+            library=self._library,
+        )
 
     def _take_results(self, step: StepContext, pieces: Sequence[Piece]) -> None:
         """Apply results, or keep them for the rule's `post`."""
@@ -509,9 +473,8 @@ class Engine:
             try:
                 for piece in pieces:
                     piece.state = piece.own_state()
-                    if self.rule.sets_weights:
-                        box = piece.region.source
-                        piece.weight = self._rounding.wide(piece.param, piece.weight, box)
+                    if self.rule.sets_weights and piece.remainder is not None:
+                        piece.weight = piece.weight + piece.remainder
                 with record_function("amo::post"):
                     updates = self.rule.post([x for _, x in step.results], pieces, sums)
             finally:
@@ -544,27 +507,20 @@ class Engine:
 
     def _apply(self, step: StepContext, pairs: Sequence[tuple[Piece, Tensor]]) -> None:
         """Decay pieces of parameters, and subtract their scaled updates; or set new weights."""
-        by_group: dict[int, list[tuple[Piece, Tensor]]] = defaultdict(list)
-        for pair in pairs:
-            by_group[pair[0].param.group].append(pair)
-        batches = list(by_group.items())
-        if self._rounding.is_wanted:
-            # Each piece is widened alone: float32 copies of all would be a second model.
-            batches = [(index, [pair]) for index, members in batches for pair in members]
-        for index, members in batches:
+        batches: dict[Hashable, list[tuple[Piece, Tensor]]] = defaultdict(list)
+        for piece, update in pairs:
+            # A master weight is lent alone: those of all would be a second model in memory.
+            key = piece.param.group if piece.remainder is None else piece
+            batches[key].append((piece, update))
+        for members in batches.values():
             with record_function("amo::update"), contextlib.ExitStack() as stack:
-                weights = [piece.weight for piece, _ in members]
-                if self._rounding.is_wanted:
-                    piece = members[0][0]
-                    wide = self._rounding.widened(
-                        piece.param, weights[0], step.number, piece.region.source
-                    )
-                    weights = [stack.enter_context(wide)]
+                lent = (master_weight(piece.weight, piece.remainder) for piece, _ in members)
+                weights = [stack.enter_context(weight) for weight in lent]
                 updates = [update for _, update in members]
                 if self.rule.sets_weights:
                     set_weights(weights, updates, bad=step.bad)
                     continue
-                group = self.groups[index]
+                group = members[0][0].group
                 apply_update(
                     weights,
                     updates,
@@ -573,7 +529,6 @@ class Engine:
                     scale=[piece.scale for piece, _ in members],
                     cautious=self.config.cautious_decay,
                     bad=step.bad,
-                    compiles=self._compiles,
                 )
 
     @contextlib.contextmanager
@@ -609,8 +564,7 @@ class Engine:
             bucket.batches = defaultdict(list)
             for position, job in enumerate(bucket.jobs):
                 shape = self.parameters.matrices[job.matrix].shape
-                team = self.teams[job.team] if job.team else None
-                bucket.batches[team, shape, schedules[job.matrix]].append(position)
+                bucket.batches[shape, schedules[job.matrix]].append(position)
         self._addresses, self._schedules = addresses, schedules
 
     def _make_piece(self, matrix: int, region: Region, place: Tensor) -> Piece:
@@ -647,7 +601,12 @@ class Engine:
             for plan, group, dtype in plans:
                 bucket_lists.append(
                     make_buckets(
-                        plan, self._make_piece, group=group, device=self.device, dtype=dtype
+                        plan,
+                        matrices,
+                        self._make_piece,
+                        group=group,
+                        device=self.device,
+                        dtype=dtype,
                     )
                 )
         except Exception as error:
@@ -681,24 +640,17 @@ class Engine:
             float(orders.schedules[i].num_steps * ns_step_flops(*matrices[i].shape))
             for i in indices
         ]
-        max_team = 1 if measures else config.max_team
         jobs = [
             dataclasses.replace(job, matrix=indices[job.matrix])
             for job in assign(
                 [matrices[i] for i in indices],
                 costs,
                 ownership=config.ownership,
-                max_team=max_team,
-                itemsize=self._dtype.itemsize,
-                turn=orders.turn if measures else 0,
+                first_owner=orders.turn if measures else 0,
             )
         ]
         if measures:
             jobs = [dataclasses.replace(job, targets=()) for job in jobs]
-        if max_team > 1:
-            own = {job.team for job in jobs if job.team and job.owner == world.rank}
-            groups = self.membership.groups(own - self.teams.keys(), world.group)
-            self.teams.update({ranks: TeamGroup(group) for ranks, group in groups.items() if group})
         plans = []
         digests: dict[tuple[int, ...], str] = {}
         for ranks, group in world.groups_by_ranks.items():
@@ -727,15 +679,15 @@ class Engine:
         bucket.finish_gather()
         for job, momentum in zip(bucket.jobs, bucket.wholes, strict=True):
             matrix, schedule = self.parameters.matrices[job.matrix], step.schedules[job.matrix]
-            result = functools.partial(self._result, momentum, matrix.shape, schedule)
+            result = functools.partial(self._result, momentum, schedule)
             with self._deferring(step, f"measuring {matrix.name}"):
                 for probe in probes:
                     if matrix.name in probe.names:
                         probe.measure(matrix.name, momentum, result)
 
-    def _result(self, momentum: Tensor, shape: tuple[int, int], schedule: Schedule) -> Tensor:
+    def _result(self, momentum: Tensor, schedule: Schedule) -> Tensor:
         """Newton-Schulz of one matrix that travelled in float32, as training has it."""
-        return self._newton_schulz(momentum.to(self._wire), shape, schedule)
+        return self._newton_schulz(momentum.to(self._wire), schedule)
 
     def sent_bytes_by_peer(self) -> dict[int, int]:
         """Bytes of matrices that this rank sent in the last step, by global rank of the peer."""

@@ -10,10 +10,9 @@ foreach product with a number rounds the number to bfloat16 first, and 0.95 beco
 
 from __future__ import annotations
 
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate, repeat
 from typing import Any
 
@@ -127,60 +126,6 @@ def drop_nonfinite(updates: Tensor) -> Tensor:
     return bad
 
 
-@functools.cache
-def _compiled(function: Callable[..., None]) -> Callable[..., None]:
-    """A function over lists of tensors as few kernels; compiled for each new list of shapes."""
-    # One kernel takes as many tensors as its arguments allow.
-    compiled = torch.compile(
-        function, fullgraph=True, dynamic=False, options={"combo_kernels": True}
-    )
-    # Each bucket of matrices is a list of its own, and from the ninth on PyTorch would refuse.
-    limits = {"recompile_limit": 2**16, "accumulated_recompile_limit": 2**16}
-    limited: Callable[..., None] = torch.compiler.config.patch(**limits)(compiled)  # type: ignore[attr-defined]
-    return limited
-
-
-def _number(value: float | Tensor) -> Tensor:
-    """A number that compiled code reads as it runs: a Python number would be compiled in."""
-    if isinstance(value, Tensor):
-        return value
-    return torch.tensor(value, dtype=torch.float64, device="cpu")
-
-
-def _momentum_once(buffers: Tensors, grads: Tensors, momentum: Tensor, bad: Tensor | None) -> None:
-    """`update_momentum`, to be compiled."""
-    for buffer, grad in zip(buffers, grads, strict=True):
-        dtype = wide_dtype(buffer.dtype)
-        new = buffer.to(dtype) * momentum.to(dtype) + grad.to(dtype)
-        buffer.copy_(new if bad is None else torch.where(bad, buffer, new))
-
-
-def _nesterov_once(buffers: Tensors, grads: Tensors, momentum: Tensor, out: Tensors) -> None:
-    """`nesterov`, to be compiled."""
-    for buffer, grad, place in zip(buffers, grads, out, strict=True):
-        dtype = wide_dtype(buffer.dtype)
-        place.copy_(buffer.to(dtype) * momentum.to(dtype) + grad.to(dtype))
-
-
-def _update_once(
-    params: Tensors,
-    updates: Tensors,
-    scales: Sequence[float],
-    rate: Tensor,
-    kept: Tensor,
-    cautious: bool,
-    bad: Tensor | None,
-) -> None:
-    """`apply_update`, to be compiled."""
-    for param, update, scale in zip(params, updates, scales, strict=True):
-        dtype = wide_dtype(param.dtype)
-        wide, factor = param.to(dtype), kept.to(dtype)
-        if cautious:
-            factor = torch.where(wide.sign() == update.sign(), factor, 1.0)
-        new = wide * factor - update.to(dtype) * (rate * scale).to(dtype)
-        param.copy_(new if bad is None else torch.where(bad, param, new))
-
-
 @torch.no_grad()
 def update_momentum(
     buffers: Tensors,
@@ -188,7 +133,6 @@ def update_momentum(
     momentum: float,
     *,
     bad: Tensor | None = None,
-    compiles: bool = False,
 ) -> None:
     """``B <- momentum * B + G``, in place.
 
@@ -198,15 +142,10 @@ def update_momentum(
         momentum: Decay; no ``1 - momentum`` in front of the gradient.
         bad: Verdict, 0-dim, boolean, on their device: where true, no buffer changes, whatever the
             gradients hold.
-        compiles: Whether to compile: on a device one pass over memory instead of several, to bits
-            that may differ in the last place.
 
     Raises:
         ValueError: Lists of different lengths.
     """
-    if compiles:
-        _compiled(_momentum_once)(list(buffers), list(grads), _number(momentum), bad)
-        return
     for dtype, (buffers_part, grads_part) in _parts(buffers, grads):
         # Adding -0.0 leaves every buffer as it is; adding 0.0 would turn -0.0 into 0.0.
         added, wide = _widened(
@@ -224,8 +163,6 @@ def nesterov(
     grads: Tensors,
     momentum: float,
     out: Tensors | None = None,
-    *,
-    compiles: bool = False,
 ) -> Tensors:
     """``G + momentum * B`` in float32 (float64 for float64 buffers), rounded once into ``out``.
 
@@ -235,7 +172,6 @@ def nesterov(
         momentum: Decay.
         out: Places of the results, of the same shapes, in any floating dtype and strides; new
             tensors where None.
-        compiles: Whether to compile; see `update_momentum`.
 
     Returns:
         ``out``.
@@ -245,9 +181,6 @@ def nesterov(
     """
     if out is None:
         out = [torch.empty_like(buffer, dtype=wide_dtype(buffer.dtype)) for buffer in buffers]
-    if compiles:
-        _compiled(_nesterov_once)(list(buffers), list(grads), _number(momentum), list(out))
-        return out
     for dtype, (buffers_part, grads_part, out_part) in _parts(buffers, grads, out):
         added, wide = _widened(dtype, grads_part, buffers_part)
         ahead = torch._foreach_mul(wide, momentum)
@@ -266,7 +199,6 @@ def apply_update(
     scale: float | Sequence[float],
     cautious: bool = False,
     bad: Tensor | None = None,
-    compiles: bool = False,
 ) -> None:
     """``W <- W * (1 - lr * weight_decay) - lr * scale * X``, in place.
 
@@ -278,7 +210,6 @@ def apply_update(
         scale: ``update_scale`` of the whole matrix: one for all, or one for each parameter.
         cautious: Decay only entries whose update has the same sign.
         bad: Verdict, 0-dim, boolean, on their device: where true, no parameter changes.
-        compiles: Whether to compile; see `update_momentum`.
 
     Raises:
         ValueError: Lists of different lengths.
@@ -286,10 +217,6 @@ def apply_update(
     scales = [scale] * len(params) if isinstance(scale, (int, float)) else list(scale)
     # A tensor learning rate in float64 is rounded as a Python float is.
     rate: float | Tensor = lr.to(torch.float64) if isinstance(lr, Tensor) else lr
-    if compiles:
-        factors = _number(rate), _number(1 - rate * weight_decay)
-        _compiled(_update_once)(list(params), list(updates), scales, *factors, cautious, bad)
-        return
     for dtype, (params_part, updates_part, scales_part) in _parts(params, updates, scales):
         steps, wide = _widened(dtype, updates_part, params_part, copies=True, bad=bad)
         for factor in dict.fromkeys(scales_part):

@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from amo_dist.config import PRECONDITIONERS, Triple
+from amo_dist.config import Triple
 from amo_dist.kernels.elementwise import largest_entry, on_cpu, wide_dtype
 
 Product = Callable[..., Tensor]
@@ -61,15 +61,17 @@ def orthogonalize(
     dtype: torch.dtype = torch.bfloat16,
     eps: float = 1e-7,
     backend: str = "auto",
+    library: Library | None = None,
 ) -> Tensor:
-    """Approximate the polar factor ``U V^T`` of each matrix ``U S V^T`` of a batch.
+    """Approximate the polar factor ``U V^T`` of each matrix ``U S V^T``.
 
     Norms are taken in float32 (float64 where ``x`` or ``dtype`` is), of matrices scaled so that no
     entry that the input can hold overflows or vanishes, and the normalized matrix is rounded once
     to ``dtype`` for the products.
 
     Args:
-        x: Matrices, shape ``(..., m, n)``, any floating dtype; not modified. Any size may be 0.
+        x: Matrices, ``(m, n)`` or ``(b, m, n)``, not empty, any floating dtype and strides; not
+            modified.
         coefficients: Triples ``(a, b, c)``, one for each step, at least one.
         norm_scale: Safety factor ``s``: the first iterate is ``x / (s * ||x||_F + eps)``. Rounding
             in ``dtype`` may push the largest singular value above one, where steep quintics
@@ -82,75 +84,16 @@ def orthogonalize(
         eps: Addend of the norm, in units of the largest entry, hence relative; left out where
             ``dtype`` would not show it.
         backend: Form of the steps: ``auto``, ``standard`` or ``gram``; see `step_sizes`.
+        library: Products in place of `TORCH`.
 
     Returns:
         New contiguous tensor of the shape of ``x`` in ``dtype``. An all-zero matrix gives zeros; a
         matrix with a NaN or infinite entry gives NaN in every entry.
 
-    Raises:
-        ValueError: Fewer than two dims, a dtype that is not floating, no coefficients, an unknown
-            preconditioner or backend, or ``norm_scale`` that is not positive.
-
     On CPU a batch equals the loop over its matrices bit for bit. Elsewhere it runs as batched
     products.
     """
-    checks = {
-        "x": (x.dim() >= 2, tuple(x.shape), "a shape (..., m, n)"),
-        "x.dtype": (x.dtype.is_floating_point, x.dtype, "a floating dtype"),
-        "dtype": (dtype.is_floating_point, dtype, "a floating dtype"),
-        "coefficients": (len(coefficients) > 0, "none", "one (a, b, c) for each step"),
-        "norm_scale": (norm_scale > 0, norm_scale, "a number > 0"),
-        "preconditioner": (
-            preconditioner in PRECONDITIONERS,
-            repr(preconditioner),
-            f"one of {PRECONDITIONERS}",
-        ),
-        "backend": (backend in NS_BACKENDS, repr(backend), f"one of {NS_BACKENDS}"),
-    }
-    for field, (is_good, value, expected) in checks.items():
-        if not is_good:
-            raise ValueError(f"{field}: found {value}, expected {expected}")
-    if x.numel() == 0:
-        return torch.empty(x.shape, dtype=dtype, device=x.device)
-    m, n = x.shape[-2:]
-    return newton_schulz(
-        x.reshape(-1, m, n),
-        tuple(coefficients),
-        norm_scale=norm_scale,
-        preconditioner=preconditioner,
-        dtype=dtype,
-        backend=backend,
-        eps=eps,
-    ).view(x.shape)
-
-
-def newton_schulz(
-    x: Tensor,
-    coefficients: tuple[Triple, ...],
-    *,
-    norm_scale: float,
-    preconditioner: str,
-    dtype: torch.dtype,
-    backend: str = "auto",
-    eps: float = 1e-7,
-    library: Library | None = None,
-) -> Tensor:
-    """`orthogonalize`, without checks.
-
-    Args:
-        x: Matrices, ``(m, n)`` or ``(b, m, n)``, not empty, any floating dtype and strides; not
-            modified.
-        coefficients: Triples ``(a, b, c)``, one for each step, at least one.
-        norm_scale: Safety factor.
-        preconditioner: ``"frobenius"`` or ``"aol"``.
-        dtype: Dtype of the products and of the result.
-        backend: Form of the steps; see `step_sizes`.
-        eps: Addend of the norm, in units of the largest entry.
-        library: Products in place of `TORCH`.
-
-    Returns:
-        New contiguous tensor of the shape of ``x`` in ``dtype``.
-    """
+    coefficients = tuple(coefficients)
     sizes = step_sizes(backend, x.shape[-2:], coefficients, dtype, x.device)
 
     def run(x: Tensor) -> Tensor:
@@ -285,8 +228,7 @@ def first_iterate(
     # not multiplied by a reciprocal: that of a denormal is infinite.
     x = x.contiguous()
     if preconditioner == "aol":
-        unit = x.div(largest)
-        return precondition_aol(unit, dtype, symmetric_product, x.shape[-2] > x.shape[-1])
+        return _precondition_aol(x.div(largest), dtype)
     # A power of two changes no bit. This one takes the largest entry into [1, 2); the next higher
     # one would be infinite for entries from 2^127 on.
     scaled = torch.frexp(largest).mantissa.mul_(2)
@@ -344,19 +286,16 @@ def _apply(factor: Tensor, x: Tensor, multiple: float, is_tall: bool) -> Tensor:
     return _multiply(left, right, x if multiple else None, multiple)
 
 
-def precondition_aol(
-    unit: Tensor, dtype: torch.dtype, product: Product, is_tall: bool
-) -> tuple[Tensor, Tensor]:
+def _precondition_aol(unit: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """``diag(d) X`` and ``diag(d) X X^T diag(d)`` with ``d_i = (sum_j |X X^T|_ij)^-1/2``.
 
     Args:
         unit: X or, where that is tall, its transpose; of a wide dtype; modified.
         dtype: Dtype of the results.
-        product: Function in place of `symmetric_product`; see `standard`.
-        is_tall: Whether the columns are the short side.
     """
+    is_tall = unit.shape[-2] > unit.shape[-1]
     x = unit.to(dtype)
-    small = (product(x.mT, right=x) if is_tall else product(x)).to(unit.dtype)
+    small = (symmetric_product(x.mT, right=x) if is_tall else symmetric_product(x)).to(unit.dtype)
     del x  # memory
     row_sums = small.abs().sum(dim=-1, keepdim=True)
     # A row of zeros, or one whose squares vanish in dtype, stays as it is.
@@ -411,7 +350,6 @@ def standard(
     known: Tensor | None = None,
     *,
     library: Library = TORCH,
-    is_tall: bool | None = None,
 ) -> Tensor:
     """Run steps of three products each.
 
@@ -422,9 +360,8 @@ def standard(
         known: ``A``, the Gram matrix of the short side of ``x``, where it is known.
         library: Products. ``product`` is called for X without ``added``, for a tall X with
             ``right``, and for A.
-        is_tall: Whether the columns are the short side; None for what the shape of ``x`` tells.
     """
-    is_tall = x.shape[-2] > x.shape[-1] if is_tall is None else is_tall
+    is_tall = x.shape[-2] > x.shape[-1]
     for a, b, c in coefficients:
         if known is None:
             known = library.product(x.mT, right=x) if is_tall else library.product(x)
@@ -489,9 +426,7 @@ EXACT_NORM_BOUND = 2.0
 """Largest factor of `scale_to_exact_norm`."""
 
 
-def scale_to_exact_norm(
-    updates: Tensor, shape: Sequence[int], add: Callable[[Tensor], None] | None = None
-) -> Tensor:
+def scale_to_exact_norm(updates: Tensor) -> Tensor:
     """Scale each result, in place, to the Frobenius norm of an exact polar factor.
 
     That norm is ``sqrt(min(m, n))``. If Newton-Schulz stops early, small singular values stay below
@@ -504,20 +439,21 @@ def scale_to_exact_norm(
 
     Norms and factors are float32, of float64 updates float64. A factor is multiplied in that dtype
     and rounded once. An all-zero matrix stays zero. On CPU a matrix gets the same bits alone and in
-    a batch, except in teams, whose sums depend on the number of members.
+    a batch.
 
     Args:
         updates: Finite, ``(b, m, n)``, not empty, any floating dtype; modified.
-        shape: ``(m, n)`` of each whole matrix.
-        add: Adds up squared norms over a team, in place; None if these are whole matrices.
 
     Returns:
         Norms before scaling, ``(b,)``; those below ``sqrt(min(m, n)) / EXACT_NORM_BOUND`` were
         bounded.
     """
-    size, wide = math.sqrt(min(shape)), torch.promote_types(updates.dtype, torch.float32)
+    size, wide = (
+        math.sqrt(min(updates.shape[-2:])),
+        torch.promote_types(updates.dtype, torch.float32),
+    )
     least = size / EXACT_NORM_BOUND
-    if add is None and on_cpu(updates):
+    if on_cpu(updates):
         # One by one: a reduction over a batch need not add in the order of one over a matrix.
         by_matrix = []
         for update in updates.unbind():
@@ -526,8 +462,5 @@ def scale_to_exact_norm(
             by_matrix.append(norm)
         return torch.stack(by_matrix)
     norms: Tensor = torch.linalg.vector_norm(updates, dim=(-2, -1), keepdim=True, dtype=wide)
-    if add is not None:
-        add(norms.square_())
-        norms.sqrt_()
     updates.mul_(size / norms.clamp_min(least))
     return norms.view(-1)

@@ -546,7 +546,7 @@ class Muon(torch.optim.Optimizer):
         self._assemble(control, engine.parameters)
         if engine.world is not None:
             self._controller.connect(engine.world, is_new=False)
-            self._engine.connect(engine.world, engine.teams)
+            self._engine.connect(engine.world)
 
     def state_dict(self) -> dict[str, Any]:
         """The state, as for any PyTorch optimizer; ``control`` of groups is `control_state_dict`.

@@ -25,10 +25,8 @@ VERSION = 1
 _FREE_FIELDS = frozenset(
     {
         "ownership",
-        "max_team",
         "bucket_bytes",
         "ns_kernels",
-        "compile_updates",
         "nonfinite",
         "ns_guard_every",
         "on_config_change",

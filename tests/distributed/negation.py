@@ -69,6 +69,7 @@ class Negation(Engine):
         if not self.buckets:
             self.buckets = make_buckets(
                 self.plan,
+                self.model.matrices,
                 PlainPiece,
                 group=dist.group.WORLD,
                 device=torch.device("cpu"),
@@ -80,7 +81,7 @@ class Negation(Engine):
             for pieces in (bucket.sent, bucket.kept, bucket.returned)
         }
         for number, bucket in enumerate(self.buckets):
-            bucket.batches = {(None, number, None): []}
+            bucket.batches = {(number, None): []}
         buckets: Any = self.buckets
         step: Any = None
         self._pipeline(step, buckets, lambda: self.events.append("meanwhile"))

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import socket
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,16 +13,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from amo_dist.config import MuonConfig
 from amo_dist.distributed.ownership import Job, assign
 from amo_dist.engine import step as steps
-from amo_dist.schedule.types import MatrixInfo
-from amo_dist.tools.doctor import examination, machine, optimizer, probe
+from amo_dist.tools.doctor import machine, optimizer, probe
 from amo_dist.tools.doctor.examination import Check, Examination, Verdict
 from amo_dist.tools.doctor.models import make_model
-from amo_dist.tools.doctor.site import Fault, Site, make_site
+from amo_dist.tools.doctor.site import Site, make_site
 from tests.distributed.harness import Ranks
-from torchtitan_ext.tools.step_cost import StepCost, lay_out
 
 CPU = torch.device("cpu")
 Lines = dict[str, tuple[str, str]]
@@ -68,7 +63,7 @@ def test_every_check_passes(run_on: Ranks, path: str) -> None:
     assert all(found == first for found in others)
     assert failures(first) == {}
     layouts = {f"layout {name}" for name in ("one", "replicate", "fsdp", "hsdp", "tp x fsdp")}
-    alone = {"all-to-all", "team", "spectra", "run twice", "resume", "skipped steps"}
+    alone = {"all-to-all", "spectra", "run twice", "resume", "skipped steps"}
     assert {*first} == {*layouts, *alone, "no waits"}
     assert {name for name, (verdict, _) in first.items() if verdict == "skip"} == {"no waits"}
     assert all("the bits of one process" in first[name][1] for name in layouts)
@@ -165,79 +160,3 @@ def test_the_probe_on_two_ranks(run_on: Ranks, path: str) -> None:
     sound, torn = first
     assert [verdict for verdict, _ in sound.values()] == ["ok", "ok", "ok"]
     assert torn["all-reduce"] == ("FAIL", "rank 1: the sum of all ranks is wrong")
-
-
-@pytest.mark.parametrize("num_ranks", [2, 3, 4, 64])
-def test_the_matrix_of_the_team_is_worth_sharing(num_ranks: int) -> None:
-    ((name, shape),) = optimizer.SHARED.items()
-    registry = [MatrixInfo(name, shape, "mlp_gate")]
-    config = MuonConfig(max_team=2)
-    step = StepCost(
-        registry, lay_out(registry, num_ranks), {"mlp_gate": 5}, num_ranks, config=config
-    )
-    assert step.summary()["teams"] == {"2": 1}
-
-
-def meet() -> dict[str, Any]:
-    dist.barrier()
-    return {}
-
-
-def with_missing_rank(rank: int, world_size: int, path: str) -> Lines:
-    site = site_of(path)
-    if rank == 1:
-        time.sleep(3)  # there, but it does not answer
-        os._exit(0)
-    with mock.patch.object(examination, "GRACE", 0.5):
-        return examine(site, [Check("meet", meet), Check("later")], deadline=0.5)
-
-
-def test_a_missing_rank(run_on: Ranks, path: str) -> None:
-    found = run_on(3, fresh=True)(with_missing_rank, path)
-    assert found[0] == found[2]
-    assert found[0]["meet"] == ("FAIL", "no answer from rank 1")
-    assert found[0]["later"] == ("skip", "after meet ranks are missing")
-
-
-def with_torn_ranks(rank: int, world_size: int, path: str) -> Lines:
-    site = site_of(path)
-
-    def tear() -> dict[str, Any]:
-        if rank == 1:
-            raise MemoryError("no room")
-        return meet()
-
-    def refuse() -> None:
-        if rank == 1:
-            raise ValueError("odd")
-
-    alone = Check("alone", refuse, is_collective=False)
-    lines = examine(site, [alone, Check("torn", tear), Check("later")], deadline=2.0)
-    if rank == 1:
-        os._exit(0)  # else the harness would have the ranks meet, of which one is stuck
-    return lines
-
-
-def test_a_rank_that_leaves_a_collective(run_on: Ranks, path: str) -> None:
-    found = run_on(2, fresh=True)(with_torn_ranks, path)
-    # A check in which no rank waits for another stops nothing.
-    assert found[0]["alone"] == ("FAIL", "rank 1: ValueError: odd")
-    assert found[0]["torn"] == ("FAIL", "rank 1: MemoryError: no room; rank 0: no end within 2 s")
-    assert found[0]["later"] == ("skip", "after torn ranks may be out of step")
-
-
-def with_fault_of_one(rank: int, world_size: int, path: str) -> Lines:
-    site = site_of(path)
-
-    def find() -> dict[str, Any]:
-        dist.barrier()
-        if rank == 1:
-            raise Fault("three, expected four")
-        return {}
-
-    return examine(site, [Check("find", find), Check("later", meet, lambda _: "met")])
-
-
-def test_a_fault_of_one_rank_stops_nothing(run_on: Ranks, path: str) -> None:
-    found = run_on(2)(with_fault_of_one, path)
-    assert found == 2 * [{"find": ("FAIL", "rank 1: three, expected four"), "later": ("ok", "met")}]

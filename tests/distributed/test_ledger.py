@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from fractions import Fraction
 from typing import Any
-from unittest import mock
 
 import pytest
 import torch.distributed as dist
@@ -45,18 +44,6 @@ def count(
     fields: dict[str, Any],
     observes: bool = False,
 ) -> Counted:
-    with mock.patch("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0):
-        return _count(rank, world_size, layout, shapes, fields, observes)
-
-
-def _count(
-    rank: int,
-    world_size: int,
-    layout: str,
-    shapes: dict[str, tuple[int, ...]],
-    fields: dict[str, Any],
-    observes: bool,
-) -> Counted:
     model = models.make_model(layout, shapes)
     group = dist.group.WORLD if layout == "plain" else None
     replicas = list(range(world_size)) if group is not None else [rank]
@@ -78,8 +65,7 @@ def _count(
     models.set_gradients(model, 1, 2)
     optimizer.step()  # counted anew
     costs = [float(ns_step_flops(*matrix.shape)) for matrix in matrices]
-    jobs = assign(matrices, costs, max_team=fields.get("max_team", 1), itemsize=BF16)
-    assert any(job.team for job in jobs) == ("max_team" in fields)
+    jobs = assign(matrices, costs)
     some = [matrix for matrix in matrices if matrix.name in drawn]
     to_measure = assign(some, [1.0] * len(some))
     observed = {
@@ -107,8 +93,6 @@ CASES = [
     pytest.param("tp", 3, False, {}, 64, id="tp-3-uneven"),
     pytest.param("tp_fsdp", 4, True, {}, 2**20, id="tp-2-fsdp-2"),
     pytest.param("plain", 3, False, {}, 64, id="ddp-3"),
-    pytest.param("fsdp", 4, False, {"max_team": 2}, 2**20, id="fsdp-4-teams"),
-    pytest.param("hsdp", 4, False, {"max_team": 2}, 64, id="hsdp-2x2-teams"),
 ]
 
 
@@ -142,8 +126,8 @@ def test_even_fsdp_sends_the_volume_of_the_formula(run_on: Ranks) -> None:
 
 @pytest.mark.parametrize(
     ("layout", "fields"),
-    [("fsdp", {}), ("hsdp", {}), ("fsdp", {"max_team": 2})],
-    ids=["fsdp", "hsdp", "fsdp-teams"],
+    [("fsdp", {}), ("hsdp", {})],
+    ids=["fsdp", "hsdp"],
 )
 def test_observed_matrices_are_gathered_once_more_in_the_dtype_of_momentum(
     run_on: Ranks, layout: str, fields: dict[str, Any]

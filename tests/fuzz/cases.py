@@ -94,7 +94,7 @@ def draw(rng: random.Random) -> Case:
             # The others scale updates themselves.
             "adjust_lr": "match_rms_adamw" if name in TWINS else rng.choice(ADJUSTMENTS),
             "cautious_decay": rng.random() < 0.5,
-            "bfloat16_params": rng.choice(("nearest", "stochastic", "master")),
+            "bfloat16_params": rng.choice(("nearest", "master")),
         }
     dtype, shapes = rng.choice(("float32", "float32", "bfloat16")), _shapes(rng, layout)
     head_dim = rng.choice((0, 2, 3))

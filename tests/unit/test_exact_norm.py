@@ -21,7 +21,7 @@ def updates(count: int, m: int, n: int, dtype: torch.dtype = torch.float32) -> T
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_norms_are_those_of_polar_factors(shape: tuple[int, int], dtype: torch.dtype) -> None:
     found = updates(3, *shape, dtype)
-    scale_to_exact_norm(found, shape)
+    scale_to_exact_norm(found)
     # Entries are rounded once, and a sum of 12,288 squares in float32 is off by a few roundings.
     tolerance = max(torch.finfo(dtype).eps, 1e-6)
     for matrix in found.double():
@@ -34,7 +34,7 @@ def test_the_factor_is_at_most_two() -> None:
     column, row = updates(1, 256, 1)[0], updates(1, 1, 320)[0]
     rank_one = (column / column.norm()) @ (row / row.norm())
     batch = torch.stack([rank_one, 20 * rank_one, 0 * rank_one])
-    norms = scale_to_exact_norm(batch, (256, 320))
+    norms = scale_to_exact_norm(batch)
     torch.testing.assert_close(norms, torch.tensor([1.0, 20.0, 0.0]))
     # 16 is the exact norm; a norm of 20 is above half of it, and scaled in full.
     expected = torch.tensor([2.0, 16.0, 0.0])
@@ -61,7 +61,7 @@ def test_the_update_of_one_token_stays_bounded_and_is_counted() -> None:
 def test_a_zero_matrix_stays_zero() -> None:
     found = updates(2, 4, 6)
     found[0] = 0
-    scale_to_exact_norm(found, (4, 6))
+    scale_to_exact_norm(found)
     assert torch.equal(found[0], torch.zeros(4, 6))
     assert torch.linalg.vector_norm(found[1]).item() == pytest.approx(2.0, rel=1e-6)
 
@@ -70,33 +70,10 @@ def test_a_zero_matrix_stays_zero() -> None:
 def test_on_a_cpu_a_batch_has_the_bits_of_its_matrices(shape: tuple[int, int]) -> None:
     batch = updates(5, *shape)
     alone = [matrix.clone() for matrix in batch]
-    scale_to_exact_norm(batch, shape)
+    scale_to_exact_norm(batch)
     for matrix, each in zip(batch, alone, strict=True):
-        scale_to_exact_norm(each.unsqueeze(0), shape)
+        scale_to_exact_norm(each.unsqueeze(0))
         assert torch.equal(matrix, each)
-
-
-class _Two:
-    """Two members with one slab each, taken in turn: the sum is that of both."""
-
-    def __init__(self, total: Tensor) -> None:
-        self.total = total
-
-    def add(self, values: Tensor) -> None:
-        values.copy_(self.total)
-
-    def take_greatest(self, values: Tensor) -> None:
-        raise AssertionError("the exact norm adds one number, no more")
-
-
-def test_a_team_takes_the_norm_of_the_whole_matrix() -> None:
-    whole = updates(2, 4, 10)
-    total = torch.linalg.vector_norm(whole, dim=(-2, -1), keepdim=True).square()
-    slabs = [slab.clone() for slab in whole.split(5, dim=-1)]
-    for slab in slabs:
-        scale_to_exact_norm(slab, (4, 10), _Two(total).add)
-    scale_to_exact_norm(whole, (4, 10))
-    torch.testing.assert_close(torch.cat(slabs, dim=-1), whole)
 
 
 def change(schedule: Schedule, config: MuonConfig) -> Tensor:

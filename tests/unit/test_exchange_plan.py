@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
-
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -37,16 +33,11 @@ def plan_all(model: Model, jobs: tuple[Job, ...], bucket_bytes: int) -> dict[int
 @st.composite
 def problems(draw: st.DrawFn) -> tuple[Model, tuple[Job, ...], dict[int, ExchangePlan], int]:
     model = draw(models(max_ranks=24))
-    most = draw(st.sampled_from([1, 2, 4, 8]))
-    with pytest.MonkeyPatch.context() as patch:
-        # Where sending takes no time, small matrices are shared, too.
-        patch.setattr("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0)
-        jobs = assign(
-            model.matrices,
-            [float(matrix.num_elements) for matrix in model.matrices],
-            ownership=draw(st.sampled_from(["round_robin", "balanced"])),
-            max_team=most,
-        )
+    jobs = assign(
+        model.matrices,
+        [float(matrix.num_elements) for matrix in model.matrices],
+        ownership=draw(st.sampled_from(["round_robin", "balanced"])),
+    )
     bucket_bytes = draw(st.sampled_from([1, 100, 1000, 10**6]))
     return model, jobs, plan_all(model, jobs, bucket_bytes), bucket_bytes
 
@@ -92,57 +83,16 @@ def test_plans_move_what_the_ledger_says(problem: tuple) -> None:
 @few
 @given(problems())
 def test_each_job_is_in_one_bucket_of_its_owner_and_no_bucket_is_too_full(problem: tuple) -> None:
-    _, jobs, plans, bucket_bytes = problem
+    model, jobs, plans, bucket_bytes = problem
     found: list[Job] = []
     for rank, plan in plans.items():
         for bucket in (*plan.buckets, *plan.local):
             assert {job.owner for job in bucket.jobs} <= {rank}
             found += bucket.jobs
-            sizes = [WIRE * math.prod(job.shape) for job in bucket.jobs]
+            sizes = [WIRE * model.matrices[job.matrix].num_elements for job in bucket.jobs]
             assert sum(sizes) <= bucket_bytes or len(sizes) == 1
     in_order = sorted(found, key=lambda job: (job.matrix, job.owner))
     assert in_order == sorted(jobs, key=lambda job: (job.matrix, job.owner))
-
-
-Shared = tuple[tuple[int, ...], int]
-"""What the members of a team compute together: the team, and the matrix."""
-
-
-def shared_by_rank(plans: dict[int, ExchangePlan]) -> dict[int, list[list[Shared]]]:
-    """For each rank and bucket, what it computes with others, in order."""
-    return {
-        rank: [[(job.team, job.matrix) for job in b.jobs if job.team] for b in plan.buckets]
-        for rank, plan in plans.items()
-    }
-
-
-@few
-@given(problems())
-def test_no_member_of_a_team_waits_for_one_that_waits_for_it(problem: tuple) -> None:
-    model, _, plans, _ = problem
-    by_rank = shared_by_rank(plans)
-    for number in range(len(plans[model.ranks[0]].buckets)):
-        waiting = {rank: list(found[number]) for rank, found in by_rank.items()}
-        # Every team whose members have all come to it goes on, until none is left.
-        while any(waiting.values()):
-            ready = {found[0] for found in waiting.values() if found}
-            met = [each for each in ready if all(waiting[r][:1] == [each] for r in each[0])]
-            assert met
-            for each in met:
-                for rank in each[0]:
-                    del waiting[rank][0]
-
-
-@few
-@given(problems())
-def test_what_is_shared_comes_first(problem: tuple) -> None:
-    for plan in problem[2].values():
-        assert not any(job.team for bucket in plan.local for job in bucket.jobs)
-        for bucket in plan.buckets:
-            teams = [job.team for job in bucket.jobs]
-            assert [bool(team) for team in teams] == sorted(map(bool, teams), reverse=True)
-            # Team after team: what a team shares is computed together.
-            assert len(list(itertools.groupby(teams))) == len(set(teams))
 
 
 def run_on_paper(model: Model, plans: dict[int, ExchangePlan]) -> list[dict[int, torch.Tensor]]:
@@ -203,12 +153,6 @@ def test_carried_out_on_paper_every_rank_gets_its_part_of_the_result_once(proble
             assert torch.equal(local, local_tensor(layout, whole, rank))
 
 
-def in_teams(model: Model) -> tuple[Job, ...]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("amo_dist.distributed.teams.FLOPS_PER_BYTE", 0)
-        return assign(model.matrices, [9.0, 1.0, 1.0], max_team=2)
-
-
 def test_the_digest_tells_plans_apart() -> None:
     model = build("fsdp", torch.arange(2), [(4, 5)] * 3)
     jobs = assign(model.matrices, [1.0] * 3)
@@ -219,7 +163,6 @@ def test_the_digest_tells_plans_apart() -> None:
         "other order": plan_all(model, swapped[::-1], 10**6),
         "fewer": plan_all(model, jobs[:2], 10**6),
     }
-    variants["teams"] = plan_all(model, in_teams(model), 10**6)
     digests = {name: plans[0].digest for name, plans in variants.items()}
     assert len(set(digests.values())) == len(digests)
     assert digests["same"] == plan_all(model, jobs, 10**6)[1].digest

@@ -148,9 +148,7 @@ def test_largest_bfloat16_entries() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("preconditioner", ["frobenius", "aol"])
-@pytest.mark.parametrize(
-    "shape", [(3, 9, 20), (2, 3, 20, 9), (4, 1, 33), (1, 16, 16), (2, 130, 300)]
-)
+@pytest.mark.parametrize("shape", [(3, 9, 20), (6, 20, 9), (4, 1, 33), (1, 16, 16), (2, 130, 300)])
 def test_batch_is_the_loop_bit_for_bit(
     shape: tuple[int, ...], preconditioner: str, dtype: torch.dtype
 ) -> None:
@@ -194,13 +192,6 @@ def test_zero_matrix_gives_zeros(preconditioner: str, eps: float) -> None:
     found = orthogonalize(x, KJ, preconditioner=preconditioner, eps=eps)
     assert found[0].count_nonzero() == 0
     assert torch.equal(found[1], orthogonalize(x[1], KJ, preconditioner=preconditioner, eps=eps))
-
-
-@pytest.mark.parametrize("shape", [(0, 5), (5, 0), (0, 0), (0, 3, 4), (2, 0, 4), (2, 4, 0)])
-def test_empty(shape: tuple[int, ...]) -> None:
-    found = orthogonalize(torch.empty(shape), KJ)
-    assert found.shape == shape
-    assert found.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
@@ -286,25 +277,6 @@ def test_aol_vanishing_rows() -> None:
     x[0, 0], x[1, 1] = 1.0, 1e-30
     found = orthogonalize(x, YOU[1:], preconditioner="aol", dtype=torch.float32)
     assert torch.isfinite(found).all()
-
-
-@pytest.mark.parametrize(
-    ("kwargs", "message"),
-    [
-        ({"x": torch.ones(3)}, r"x: found \(3,\), expected a shape"),
-        ({"x": torch.ones(2, 2, dtype=torch.int64)}, "x.dtype"),
-        ({"x": torch.ones(2, 2, dtype=torch.complex64)}, "x.dtype"),
-        ({"dtype": torch.int32}, "dtype"),
-        ({"coefficients": ()}, "coefficients"),
-        ({"norm_scale": 0.0}, "norm_scale"),
-        ({"norm_scale": math.nan}, "norm_scale"),
-        ({"preconditioner": "aoi"}, "preconditioner: found 'aoi'"),
-    ],
-)
-def test_mistakes(kwargs: dict[str, object], message: str) -> None:
-    arguments: dict[str, object] = {"x": torch.ones(2, 2), "coefficients": KJ, **kwargs}
-    with pytest.raises(ValueError, match=message):
-        orthogonalize(**arguments)  # type: ignore[arg-type]
 
 
 RUN_MANY_SCHEDULES = """

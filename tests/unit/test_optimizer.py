@@ -20,7 +20,7 @@ from amo_dist import (
     Schedule,
     param_groups,
 )
-from amo_dist.kernels.newton_schulz import newton_schulz
+from amo_dist.kernels.newton_schulz import orthogonalize
 from tests.distributed import models
 from tests.simulated_device import simulated_device
 from tests.unit.in_use import SHAPES, WQ, weights
@@ -242,7 +242,7 @@ def test_bf16_parameters_have_fp32_momentum() -> None:
 def test_newton_schulz_runs_once_a_step_under_accumulation() -> None:
     layer = nn.Linear(8, 12, bias=False)
     optimizer = Muon(param_groups(layer, patterns={"weight": "attn_q"}))
-    with mock.patch("amo_dist.engine.step.newton_schulz", side_effect=newton_schulz) as spy:
+    with mock.patch("amo_dist.engine.step.orthogonalize", side_effect=orthogonalize) as spy:
         for _ in range(4):
             layer(torch.randn(3, 8)).square().sum().backward()
         optimizer.step()
@@ -253,7 +253,7 @@ def test_matrices_of_one_shape_and_schedule_are_orthogonalized_together() -> Non
     names = ("attention.wq", "feed_forward.w1")
     shapes = {f"layers.{i}.{name}.weight": (8, 12) for i in range(3) for name in names}
     shapes["layers.0.feed_forward.w2.weight"] = (12, 8)
-    spy = mock.patch("amo_dist.engine.step.newton_schulz", side_effect=newton_schulz)
+    spy = mock.patch("amo_dist.engine.step.orthogonalize", side_effect=orthogonalize)
     with simulated_device(), spy as called:
         model = models.plain_model(shapes).to("cuda")
         optimizer = muon(model)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from amo_dist import Muon, MuonConfig, param_groups
 from amo_dist.kernels import quack
-from amo_dist.kernels.newton_schulz import TORCH, newton_schulz, step_sizes
+from amo_dist.kernels.newton_schulz import TORCH, orthogonalize, step_sizes
 from amo_dist.schedule.polar_express import compose
 from tests.distributed import models
 from tests.simulated_device import Device, simulated_device
@@ -126,8 +126,8 @@ def test_products_within_the_limits_are_the_librarys(
     x = torch.randn(*batch, *shape, generator=torch.Generator().manual_seed(0)).to("cuda")
     options: Any = {"norm_scale": 1.01, "preconditioner": "frobenius", "dtype": dtype}
     coefficients = tuple(compose(1.01e-2, 5))
-    found = newton_schulz(x, coefficients, library=products, **options).cpu().double()
-    expected = newton_schulz(x, coefficients, **options).cpu().double()
+    found = orthogonalize(x, coefficients, library=products, **options).cpu().double()
+    expected = orthogonalize(x, coefficients, **options).cpu().double()
     # Both round every product to 16 bits, lifted by steps for 1e-2.
     error = (found - expected).norm() / expected.norm()
     assert error < (0.05 if dtype == torch.bfloat16 else 0.01)

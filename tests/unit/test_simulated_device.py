@@ -205,7 +205,7 @@ CASES: list[Any] = [
     pytest.param(AMO, AMOConfig(**ADAPTIVE), torch.float32, id="AMO"),
     *(
         pytest.param(AMO, AMOConfig(**ADAPTIVE, bfloat16_params=how), torch.bfloat16, id=how)
-        for how in ("nearest", "stochastic", "master")
+        for how in ("nearest", "master")
     ),
     *(
         pytest.param(cls, MuonConfig(**FIELDS, ns_guard_every=0), torch.float32, id=cls.__name__)

@@ -42,4 +42,4 @@ def test_the_table_is_what_the_state_takes(row: tuple[str, str, str, str]) -> No
 
 
 def test_the_table_has_all_rows() -> None:
-    assert len(ROWS) == 8
+    assert len(ROWS) == 6

@@ -114,7 +114,7 @@ def test_newton_schulz_takes_the_memory_that_is_counted(
     matrices = [torch.randn(shape).to(dtype) for _ in range(count)]
 
     def run() -> Tensor:
-        return newton_schulz.newton_schulz(
+        return newton_schulz.orthogonalize(
             torch.stack(matrices),
             coefficients,
             norm_scale=1.01,

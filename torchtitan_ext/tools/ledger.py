@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 
-from amo_dist.config import Box
 from amo_dist.distributed.layout import Matrix
 from amo_dist.distributed.ownership import Job
 
@@ -26,12 +25,12 @@ def sent_by_owner(
         int64 tensors ``(2, num_ranks)`` by owner: elements gathered from each rank, and delivered
         to it.
     """
-    known: dict[tuple[int, Box], torch.Tensor] = {}
+    known: dict[int, torch.Tensor] = {}
     counts: dict[int, torch.Tensor] = defaultdict(
         lambda: torch.zeros((2, num_ranks), dtype=torch.int64)
     )
     for job in jobs:
-        held = _held(matrices[job.matrix], job.box, num_ranks, known)
+        held = _held(matrices[job.matrix], num_ranks, known)
         for count, ranks in zip(counts[job.owner], (job.sources, job.targets), strict=True):
             index = torch.tensor(ranks)
             count[index] += held[index]
@@ -40,14 +39,12 @@ def sent_by_owner(
     return counts
 
 
-def _held(
-    matrix: Matrix, box: Box, num_ranks: int, known: dict[tuple[int, Box], torch.Tensor]
-) -> torch.Tensor:
-    """Count the elements of a matrix's box that each rank holds: int64, ``(num_ranks,)``."""
+def _held(matrix: Matrix, num_ranks: int, known: dict[int, torch.Tensor]) -> torch.Tensor:
+    """Count the elements of a matrix that each rank holds: int64, ``(num_ranks,)``."""
     # The key is an identity, because matrices of one shape and layout share this object.
-    key = id(matrix.regions_by_rank), box
+    key = id(matrix.regions_by_rank)
     if key not in known:
-        known[key] = torch.tensor([matrix.num_held(rank, box) for rank in range(num_ranks)])
+        known[key] = torch.tensor([matrix.num_held(rank) for rank in range(num_ranks)])
     return known[key]
 
 
@@ -72,35 +69,4 @@ def sent_by_rank(
         for sent, is_counted in ((within, node == node[owner]), (across, node != node[owner])):
             sent += gathered * is_counted
             sent[owner] += (delivered * is_counted).sum()
-    return within, across
-
-
-def reduced_by_rank(
-    matrices: Sequence[Matrix],
-    jobs: Sequence[Job],
-    steps: Sequence[int],
-    num_ranks: int,
-    ranks_per_node: int,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Count the elements that each rank sends to add up its teams' Gram matrices by a ring.
-
-    Args:
-        matrices: Layouts of the matrices, which jobs index.
-        jobs: Jobs of ranks below ``num_ranks``.
-        steps: Newton-Schulz steps of each matrix.
-        num_ranks: Size of the world.
-        ranks_per_node: Number of consecutive ranks on one node.
-
-    Returns:
-        Elements sent to ranks of the same node, and to other nodes: two int64 tensors
-        ``(num_ranks,)``.
-    """
-    within, across = (torch.zeros(num_ranks, dtype=torch.int64) for _ in range(2))
-    for job in jobs:
-        if job.team:
-            size, place = len(job.team), job.team.index(job.owner)
-            after = job.team[(place + 1) % size]
-            sent = across if after // ranks_per_node != job.owner // ranks_per_node else within
-            gram = min(matrices[job.matrix].shape) ** 2
-            sent[job.owner] += 2 * (size - 1) * gram * steps[job.matrix] // size
     return within, across

@@ -20,7 +20,7 @@ from amo_dist.distributed.ownership import Job, assign
 from amo_dist.distributed.plan import count_elements, plan_exchange
 from amo_dist.schedule.budget import ns_step_flops
 from amo_dist.schedule.types import MatrixInfo
-from torchtitan_ext.tools.ledger import reduced_by_rank, sent_by_rank
+from torchtitan_ext.tools.ledger import sent_by_rank
 
 OWNERSHIPS = ("round_robin", "balanced")
 
@@ -63,12 +63,12 @@ class StepCost:
         steps: Newton-Schulz steps by operator type.
         num_ranks: Number of ranks of the layouts.
         ranks_per_node: Number of consecutive ranks that form a node.
-        config: Settings of ownership, teams and dtypes.
+        config: Settings of ownership and dtypes.
 
     Attributes:
         jobs: Matrix and owner of each piece of work.
         flops: Newton-Schulz flops by rank, float64 ``(num_ranks,)``.
-        within: Bytes that a rank sends within its node, teams included; int64 ``(num_ranks,)``.
+        within: Bytes that a rank sends within its node; int64 ``(num_ranks,)``.
         across: Bytes that a rank sends to other nodes; int64 ``(num_ranks,)``.
     """
 
@@ -95,19 +95,12 @@ class StepCost:
             matrices,
             costs,
             ownership=config.ownership,
-            max_team=config.max_team,
-            itemsize=self._itemsize,
         )
         self.flops = torch.zeros(num_ranks, dtype=torch.float64)
         for job in self.jobs:
-            self.flops[job.owner] += costs[job.matrix] * job.share
-        sizes = num_ranks, ranks_per_node
-        sent = sent_by_rank(matrices, self.jobs, *sizes)
-        reduced = reduced_by_rank(matrices, self.jobs, counts, *sizes)
-        self.within, self.across = (
-            self._wire * elements + self._itemsize * reduced_elements
-            for elements, reduced_elements in zip(sent, reduced, strict=True)
-        )
+            self.flops[job.owner] += costs[job.matrix]
+        sent = sent_by_rank(matrices, self.jobs, num_ranks, ranks_per_node)
+        self.within, self.across = (self._wire * elements for elements in sent)
 
     @property
     def imbalance(self) -> float:
@@ -119,15 +112,12 @@ class StepCost:
         """Summary over ranks, for tables and JSON.
 
         Returns:
-            ``owners``: number of ranks that own a matrix. ``teams``: number of shared matrices by
-            size of their team. The ``least``, ``mean`` and ``most`` over ranks of: ``gflop`` of
-            Newton-Schulz, in 1e9; bytes ``sent_within`` a node, ``sent_across`` nodes, and ``sent``
-            in total.
+            ``owners``: number of ranks that own a matrix. The ``least``, ``mean`` and ``most`` over
+            ranks of: ``gflop`` of Newton-Schulz, in 1e9; bytes ``sent_within`` a node,
+            ``sent_across`` nodes, and ``sent`` in total.
         """
-        teams = Counter(len(job.team) for job in self.jobs if job.team)
         return {
             "owners": len({job.owner for job in self.jobs}),
-            "teams": {str(size): count // size for size, count in sorted(teams.items())},
             "gflop": _spread(self.flops / 1e9),
             "sent": _spread(self.within + self.across),
             "sent_within": _spread(self.within),
@@ -150,15 +140,16 @@ class StepCost:
             bucket_bytes=self._config.bucket_bytes,
         )
         buckets = plan.buckets or plan.local
-        elements = max((sum(math.prod(j.shape) for j in b.jobs) for b in buckets), default=0)
+        shapes = [[self._matrices[job.matrix].shape for job in b.jobs] for b in buckets]
+        elements = max((sum(map(math.prod, part)) for part in shapes), default=0)
         for side in ("to_owners", "from_holders", "to_holders", "from_owners"):
             sizes = [sum(map(count_elements, getattr(bucket, side))) for bucket in buckets]
             for turn in range(BUCKETS_IN_FLIGHT):
                 elements += max(sizes[turn::BUCKETS_IN_FLIGHT], default=0)
         batches = [
             newton_schulz_bytes(count, shape, self._itemsize, wire=self._wire)
-            for bucket in buckets
-            for shape, count in Counter(job.shape for job in bucket.jobs).items()
+            for part in shapes
+            for shape, count in Counter(part).items()
         ]
         return int(self._wire * elements + max(batches, default=0))
 

@@ -15,10 +15,9 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from amo_dist.config import AMOConfig, MuonConfig
+from amo_dist.config import AMOConfig
 from amo_dist.operators.groups import param_groups
 from amo_dist.optimizers.amo import AMO
-from amo_dist.optimizers.muon import Muon
 from amo_dist.tools.doctor.examination import Check, check_alike
 from amo_dist.tools.doctor.models import (
     differing,
@@ -44,19 +43,15 @@ STEPS = 10
 TOLERANCE = 0.02
 """Difference of parameters over the distance that they moved, on devices whose bits depend on the
 batch: results of Newton-Schulz in bfloat16 then differ by a few roundings of 2^-8."""
-SHARED = {"layers.0.feed_forward.w1.weight": (2048, 32)}
-"""A matrix long enough that sharing it pays for its team's communication."""
 
 Values = Mapping[str, Any]
 
 
 def checks(site: Site) -> list[Check]:
     """List the checks of this file in the order in which they run."""
-    alone = "" if site.world_size > 1 else "needs 2 ranks"
     on_cpu = "" if site.is_cuda else "no CUDA device"
     return [
         *layouts(site),
-        Check("team", functools.partial(team, site), team_figure, skip=alone),
         Check("run twice", functools.partial(same_bits, site, 0), "the same bits"),
         Check(
             "resume",
@@ -159,25 +154,6 @@ def _compare(values: Sequence[Values], *, exact: bool) -> str:
         expected = "the same bits" if exact else f"at most {bound} of the distance that they moved"
         raise Fault(f"parameters differ from one process's by {worst:.2g}, expected {expected}")
     return "the bits of one process" if worst == 0 else f"within {worst:.1e} of one process"
-
-
-def team(site: Site) -> dict[str, Any]:
-    """Take a step with a matrix that two ranks share, and one on each rank alone.
-
-    Returns:
-        ``difference``, defined as in `against_twin`.
-    """
-    alone, shared = (make_model(site, layout, shapes=SHARED) for layout in ("one", "fsdp"))
-    start = parts(alone)
-    for model, most in ((alone, 1), (shared, 2)):
-        config = MuonConfig(max_team=most, ns_guard_every=0)
-        train(model, Muon(param_groups(model), lr=3e-3, config=config), range(1, 2))
-    return {"difference": _difference(shared, parts(alone), start)}
-
-
-def team_figure(values: Sequence[Values]) -> str:
-    """Raise `Fault` if the result differs from that of one rank."""
-    return f"two ranks shared a matrix: {_compare(values, exact=False)}"
 
 
 # ------------------------------------------------------------------ the same bits
