@@ -29,9 +29,9 @@ from typing import TypeAlias
 import torch
 from torch import nn
 
-from amo_dist.operators.heads import heads_by_name
+from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import find_views, suggest_patterns
-from amo_dist.operators.views import Heads, MatrixView, in_heads
+from amo_dist.operators.views import Heads, MatrixView, Site, in_heads
 
 ROOT = Path(__file__).resolve().parent.parent
 RECORD = ROOT / "tests/golden/families.json"
@@ -47,6 +47,7 @@ DeepseekV2ForCausalLM DeepseekV3ForCausalLM MixtralForCausalLM Qwen2MoeForCausal
 Qwen3MoeForCausalLM GptOssForCausalLM Llama4ForConditionalGeneration GraniteMoeForCausalLM
 MambaForCausalLM Mamba2ForCausalLM JambaForCausalLM ZambaForCausalLM Zamba2ForCausalLM
 BambaForCausalLM GraniteMoeHybridForCausalLM NemotronHForCausalLM Qwen3NextForCausalLM
+Qwen3_5ForCausalLM
 RecurrentGemmaForCausalLM RwkvForCausalLM
 BertForMaskedLM RobertaForMaskedLM DebertaV2ForMaskedLM DistilBertForMaskedLM AlbertForMaskedLM
 ModernBertForMaskedLM ElectraForPreTraining MPNetForMaskedLM XLNetLMHeadModel
@@ -76,13 +77,17 @@ def verdict(views: tuple[MatrixView, ...] | None) -> str:
     return kinds + (" by columns" if views[0].dim else "")
 
 
-def verdicts(shapes: Mapping[str, Shape]) -> dict[str, str]:
+def verdicts(parameters: Mapping[str, Line]) -> dict[str, str]:
     """The verdict on each parameter of a model; ``unknown`` where a pattern is asked for."""
-    found = {
-        name: find_views(name, shape, {}, shapes, flatten_conv=False)
+    shapes = {name: shape for name, (shape, _, _) in parameters.items()}
+    sites = sites_of(parameters)
+    classified = {
+        name: find_views(name, shape, {}, shapes, site=sites[name])
         for name, shape in shapes.items()
     }
-    return {name: verdict(each[0]) if each else "unknown" for name, each in found.items()}
+    return {
+        name: verdict(result[0]) if result else "unknown" for name, result in classified.items()
+    }
 
 
 def expand(lines: Mapping[str, str]) -> dict[str, Line]:
@@ -152,21 +157,32 @@ def recorded(model: nn.Module) -> dict[str, Line]:
         for parameter in module.parameters(recurse=False):
             kinds.setdefault(parameter, type(module).__name__)
     shapes = {name: tuple(each.shape) for name, each in model.named_parameters()}
-    heads = heads_by_name([model], shapes)
+    sites = sites_by_name([model], shapes)
     found: dict[str, Line] = {}
     for name, each in model.named_parameters():
-        known = find_views(name, shapes[name], {}, shapes, flatten_conv=False)
+        known = find_views(name, shapes[name], {}, shapes, site=sites[name])
         divides = any(in_heads(view.operator_type) for view in (known and known[0]) or ())
-        sizes = dataclasses.astuple(heads[name]) if divides and name in heads else ()
+        heads = sites[name].heads
+        sizes = dataclasses.astuple(heads) if divides and heads else ()
         kind = "@".join(filter(None, [kinds[each], ".".join(map(str, sizes))]))
         found[name] = shapes[name], kind.removesuffix(".0"), ""
     return found
 
 
-def heads_of(parameters: Mapping[str, Line]) -> dict[str, Heads]:
-    """Those that the record tells, by name."""
-    told = {name: kind.partition("@")[2] for name, (_, kind, _) in parameters.items()}
-    return {name: Heads(*map(int, text.split("."))) for name, text in told.items() if text}
+def sites_of(parameters: Mapping[str, Line]) -> dict[str, Site]:
+    """The facts that the record holds of the modules, by parameter."""
+    sites = {}
+    for name, (_, kind, _) in parameters.items():
+        module, _, text = kind.partition("@")
+        heads = Heads(*map(int, text.split("."))) if text else None
+        is_transposed = module.startswith("ConvTranspose")
+        sites[name] = Site(
+            heads,
+            is_convolution=bool(re.fullmatch(r"Conv(Transpose)?[123]d", module)),
+            is_embedding=module == "Embedding",
+            output_dim=int(module == "Conv1D" or is_transposed),
+        )
+    return sites
 
 
 def build(families: Iterable[str]) -> Iterator[tuple[str, str, nn.Module]]:
@@ -191,7 +207,9 @@ def table(record: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
     for release, families in record.items():
         rows.append([f"**{release}**", *[""] * (len(head) - 1)])
         models = {family: expand(lines) for family, lines in families.items()}
-        has_heads = any(map(heads_of, models.values()))
+        has_heads = any(
+            site.heads for parameters in models.values() for site in sites_of(parameters).values()
+        )
         rows += [row(family, each, has_heads) for family, each in models.items()]
     return "\n".join(f"| {' | '.join(cells)} |" for cells in rows)
 
@@ -199,13 +217,14 @@ def table(record: Mapping[str, Mapping[str, Mapping[str, str]]]) -> str:
 def row(family: str, parameters: Mapping[str, Line], has_heads: bool) -> list[str]:
     """A line of the table; ``has_heads`` where the record of its release tells heads."""
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
+    sites = sites_of(parameters)
     found = {
-        name: find_views(name, shape, {}, shapes, flatten_conv=True)
+        name: find_views(name, shape, {}, shapes, site=sites[name], flatten_conv=True)
         for name, shape in shapes.items()
     }
     unknown = suggest_patterns({name: shapes[name] for name, each in found.items() if not each})
     held = {name: each[0] for name, each in found.items() if each and each[0]}
-    convolutions = {name for name in held if len(shapes[name]) == 4}
+    convolutions = {name for name in held if sites[name].is_convolution}
     whole = {views[0].operator_type for name, views in held.items() if (found[name] or "  ")[1]}
     reasons = {
         each[1] for name, each in found.items() if each and not each[0] and len(shapes[name]) == 2
@@ -236,24 +255,26 @@ def heads_told(
     shapes = {name: shape for name, (shape, _, _) in parameters.items()}
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     rows: dict[str, int] = {}
-    known, refused = heads_of(parameters), set[str]()
+    sites, refused = sites_of(parameters), set[str]()
     for name, matrices in held.items():
         types = {view.operator_type for view in matrices}
-        if types == {"attn_qkv"}:
+        if types <= {"attn_qkv", "attn_qkvz", "attn_q_gate"}:
             refused.add("interleaved: a pattern")
         if not any(map(in_heads, types)):
             continue
-        if name not in known:
+        heads = sites[name].heads
+        if heads is None:
             refused.add("unknown: rows")
             continue
         attention = name.rsplit(".", 1 + name.endswith(".weight"))[0]
-        rows[attention] = known[name].query
+        rows[attention] = heads.query
         try:
-            views = (find_views(name, shapes[name], {}, shapes, False, known[name]) or ((), ""))[0]
+            result = find_views(name, shapes[name], {}, shapes, site=sites[name], per_head=True)
         except ValueError:
             refused.add("other rows: a pattern")
             continue
-        counts[attention] += Counter(view.operator_type[-3:] for view in views or ())
+        views = (result and result[0]) or ()
+        counts[attention] += Counter(view.operator_type[-3:] for view in views)
     kinds = []
     for attention, each in counts.items():
         queries, keys = each["n_q"] + each["q_b"], each["n_k"] + each["k_b"]
@@ -285,7 +306,7 @@ def main(families: list[str]) -> None:
     for known in record.values():
         for family, lines in known.items():
             parameters = expand(lines)
-            what = verdicts({name: shape for name, (shape, _, _) in parameters.items()})
+            what = verdicts(parameters)
             known[family] = compress(
                 {name: (shape, kind, what[name]) for name, (shape, kind, _) in parameters.items()}
             )

@@ -25,7 +25,8 @@ def classify(
 ) -> tuple[MatrixView, ...] | None:
     """The matrices of a parameter, None for AdamW; an unknown matrix raises."""
     name, size = clean_name(name), tuple(shape)
-    classified = find_views(name, size, check_patterns(patterns), shapes or {}, flatten_conv)
+    targets = check_patterns(patterns)
+    classified = find_views(name, size, targets, shapes or {}, flatten_conv=flatten_conv)
     if classified is None:
         raise unknown_matrices({name: size})
     return classified[0]

@@ -57,7 +57,7 @@ class Region:
     """A box of a rank's local tensor, and the box of the matrix that it holds.
 
     Attributes:
-        source: Box in the local tensor; see `flattened` for tensors of four dims.
+        source: Box in the local tensor; see `flattened` for convolutions.
         target: Box ``(rows, columns)`` in the matrix.
     """
 
@@ -265,16 +265,15 @@ def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to_local()
 
 
-def zeros_per_slice(param: torch.Tensor, dim: int) -> torch.Tensor:
-    """float32 zeros with size 1 along a dim, else in the parameter's shape and placements.
+def zeros_per_slice(param: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
+    """float32 zeros with size 1 along some dims, else in the parameter's shape and placements.
 
     Args:
         param: A DTensor, or a plain tensor.
-        dim: Dim from the end, such as -1. Where it is sharded, the zeros are replicated. For a
-            tensor of four dims -1 means the last three, which are the columns of one matrix.
+        dims: Dims from the end, such as -1. Where one is sharded, the zeros are replicated.
     """
     shape, local_shape = list(param.shape), list(local_tensor(param).shape)
-    dims = [len(shape) + d for d in ((-3, -2, -1) if len(shape) == 4 else (dim,))]
+    dims = [len(shape) + dim for dim in dims]
     for index in dims:
         shape[index] = local_shape[index] = 1
     placements: Placements = ()
@@ -338,14 +337,14 @@ def _box_regions(
 
 
 def flattened(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor of four dims ``(m, a, b, c)`` as ``(m, a * b * c)``, any other as it is.
+    """A tensor ``(m, a, ...)`` of a convolution as ``(m, a * ...)``; one of two dims as it is.
 
     Shares memory.
 
     Raises:
         RuntimeError: The memory has another order, as under ``channels_last``.
     """
-    if tensor.dim() != 4:
+    if tensor.dim() < 3:
         return tensor
     return tensor.view(tensor.shape[0], math.prod(tensor.shape[1:]))
 
@@ -355,7 +354,7 @@ def flattened_layout(layout: TensorLayout) -> TensorLayout:
     """Layout of the local tensors that `flattened` returns.
 
     Raises:
-        ValueError: The tensor is sharded along its third or fourth dim.
+        ValueError: The tensor is sharded along a dim after its second.
     """
     rows, columns, *inner = layout.shape
     size = math.prod(inner)
@@ -363,7 +362,7 @@ def flattened_layout(layout: TensorLayout) -> TensorLayout:
     for rank, (outer, along, *last) in layout.intervals_by_rank.items():
         if any(cuts != ((0, length),) for cuts, length in zip(last, inner, strict=True)):
             raise ValueError(
-                f"layout: found {layout.key}, expected no shards along the last two dims"
+                f"layout: found {layout.key}, expected no shards but along the first two dims"
             )
         wide = tuple((low * size, high * size) for low, high in along)
         intervals_by_rank[rank] = (outer, wide)
@@ -403,18 +402,15 @@ def make_matrix(
         layout: Layout of the parameter, which has at least two dims.
         param: Index of the parameter, for `Matrix.param`.
         boxes: Boxes in the parameter's coordinates; leading dims have one element. ``None`` means
-            all of a parameter of two dims, or of four, of which the first are the rows.
+            all of a parameter of two dims, or of a convolution, whose first dim is the rows.
         dim: Dim of the matrix, 0 or 1, along which the boxes are joined.
 
     Raises:
-        ValueError: ``boxes`` is None for a parameter of other dims, or one of four is sharded along
-            the last two.
+        ValueError: A convolution is sharded along a dim after its second.
     """
     if boxes is None:
-        if len(layout.shape) == 4:
+        if len(layout.shape) > 2:
             layout = flattened_layout(layout)
-        if len(layout.shape) != 2:
-            raise ValueError(f"{name}: found shape {layout.shape}, expected a view for each matrix")
         boxes = (tuple((0, size) for size in layout.shape),)
     shape, regions = _view(layout, tuple(boxes), dim)
     return Matrix(

@@ -59,7 +59,7 @@ class Param:
         group: Index of its parameter group.
         views: Its matrices; empty for a parameter that AdamW trains.
         layout: Ranks that hold its elements.
-        local: This rank's part, four dims `flattened` to two; shares memory with ``tensor``.
+        local: This rank's part, `flattened` to two dims for a convolution; shares memory.
         state: This rank's part of each state tensor by name, in the same form.
     """
 
@@ -71,10 +71,18 @@ class Param:
     local: Tensor
     state: dict[str, Tensor] = dataclasses.field(default_factory=dict)
     is_convolution: bool = dataclasses.field(init=False)
-    """Whether its four dims are one matrix."""
+    """Whether its three to five dims are one matrix."""
 
     def __post_init__(self) -> None:
-        self.is_convolution = bool(self.views) and self.tensor.dim() == 4
+        self.is_convolution = self.tensor.dim() > 2 and any(v.boxes is None for v in self.views)
+
+    @property
+    def input_dims(self) -> tuple[int, ...]:
+        """Dims of the tensor that count the inputs of a neuron, from the end."""
+        num_dims, output_dim = self.tensor.dim(), self.views[0].dim
+        if self.is_convolution and output_dim == 0:
+            return tuple(range(1 - num_dims, 0))
+        return (-num_dims,) if self.is_convolution else (-1 - output_dim,)
 
     def bind(self, state: Mapping[str, Tensor]) -> None:
         """Take the local tensors of the parameter and of its state anew."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from amo_dist.config import MathConfig
 from amo_dist.distributed.layout import Matrix
-from amo_dist.engine.parameters import Piece
+from amo_dist.engine.parameters import Param, Piece
 from amo_dist.kernels.elementwise import update_scale
 
 AllSum: TypeAlias = Callable[[Sequence[Tensor | None]], list[Tensor]]
@@ -80,12 +80,11 @@ class UpdateRule:
             ValueError: Names the field, what was found and what was expected.
         """
 
-    def state(self, param: Tensor, dim: int) -> dict[str, Tensor]:
+    def state(self, param: Param) -> dict[str, Tensor]:
         """New state tensors beside ``momentum_buffer``, in the placements of the parameter.
 
         Args:
-            param: A parameter with matrices; a DTensor if it is sharded.
-            dim: Dim of the matrix that counts outputs, as `Piece.dim`.
+            param: A parameter with matrices; its ``tensor`` is a DTensor if it is sharded.
 
         Returns:
             Tensors by name; each in the shape of the parameter, or with size 1 in some dims.

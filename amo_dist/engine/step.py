@@ -210,7 +210,7 @@ class Engine:
             if param.views:
                 dtype = torch.promote_types(tensor.dtype, torch.float32)
                 state = {MOMENTUM: torch.zeros_like(tensor, dtype=dtype)}
-                state |= self.rule.state(tensor, param.views[0].dim)
+                state |= self.rule.state(param)
                 for name in self.rule.scalar_state:
                     state[name] = zeros_per_view(tensor, len(param.views))
             else:

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 from torch import nn
 
 from amo_dist.config import sort_operator_types
-from amo_dist.operators.heads import heads_by_name
+from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import (
     BY_PATTERN,
     OUTSIDE,
@@ -25,7 +25,7 @@ from amo_dist.operators.patterns import (
     is_head,
     unknown_matrices,
 )
-from amo_dist.operators.views import ADAMW, Heads, cut_views, in_heads, require
+from amo_dist.operators.views import ADAMW, Site, cut_views, in_heads, require
 
 
 def param_groups(
@@ -33,7 +33,7 @@ def param_groups(
     *,
     patterns: Patterns | None = None,
     report: bool = False,
-    no_decay: bool | Sequence[str] = (),
+    no_decay: Sequence[str] | bool = (),
     lr_multipliers: Mapping[str, float] | None = None,
     allow_unused: bool = False,
     flatten_conv: bool = False,
@@ -55,16 +55,18 @@ def param_groups(
             ``None`` for AdamW, or `Fused` for several matrices.
         report: Print `describe` of the groups, with the number of frozen parameters.
         no_decay: Regular expressions (``re.fullmatch`` on cleaned names) of parameters whose group
-            has ``weight_decay`` 0; ``True`` for norms, biases and other vectors, and embeddings.
+            has ``weight_decay`` 0. ``True`` means norms, biases and embeddings: all parameters of
+            AdamW with fewer than two dims, and those that are or are named embeddings.
         lr_multipliers: Factors on the learning rate by regular expression; the first match wins.
             The factor is the group's ``lr_multiplier``, which schedulers, unlike ``lr``, do not
             overwrite.
         allow_unused: Accept expressions that match no parameter. The default refuses them, as most
             are typos; a pipeline stage may need this, as it holds its own blocks alone.
-        flatten_conv: Make each convolution of four dims inside blocks, ``(out, in, height,
-            width)``, a matrix ``(out, in * height * width)`` of the operator type ``conv``, as in
-            Keller Jordan's Muon. Depthwise ones stay with AdamW, like all by default. A pattern
-            that matches a convolution does the same for it.
+        flatten_conv: Make each convolution inside blocks, of one, two or three dims, such as
+            ``(out, in, height, width)``, a matrix ``(out, in * height * width)`` of the operator
+            type ``conv``, as in Keller Jordan's Muon. The rows of a transposed one are its inputs.
+            Depthwise ones stay with AdamW, like all by default. A pattern that matches a
+            convolution does the same for it.
         unknown: ``"error"`` (default) gives matrices of unknown names to AdamW outside of blocks
             and refuses them inside. ``"matrix"`` makes all of them one operator type, ``matrix``,
             except heads by their names and the weights of ``nn.Embedding``.
@@ -79,10 +81,10 @@ def param_groups(
             rows no module gives or do not divide a projection.
     """
     factors = lr_multipliers or {}
-    spares_vectors = no_decay is True
-    no_decay = () if isinstance(no_decay, bool) else no_decay
     # A bare string would be read as one expression per letter.
-    require(not isinstance(no_decay, str), "no_decay", no_decay, "a list of expressions")
+    expected = "a list of expressions, or True for norms, biases and embeddings"
+    require(not isinstance(no_decay, str), "no_decay", no_decay, expected)
+    undecayed = () if isinstance(no_decay, bool) else no_decay
     for pattern, factor in factors.items():
         is_valid = math.isfinite(factor) and factor > 0
         require(is_valid, f"lr_multipliers[{pattern!r}]", factor, "a number > 0")
@@ -92,29 +94,28 @@ def param_groups(
     targets = check_patterns(patterns)
     parts = _as_modules(model)
     names = named_parameters(parts)
-    expressions = {"patterns": targets, "no_decay": no_decay, "lr_multipliers": factors}
+    expressions = {"patterns": targets, "no_decay": undecayed, "lr_multipliers": factors}
     for field, patterns_of_field in expressions.items():
         check_expressions(field, patterns_of_field)
-        for pattern in () if allow_unused else patterns_of_field:
-            is_used = any(re.fullmatch(pattern, name) for name in names.values())
-            expected = "one that matches the whole of a cleaned name (allow_unused=True accepts it)"
-            require(is_used, field, f"{pattern!r}, which matches no parameter", expected)
+        if not allow_unused:
+            _check_use(field, patterns_of_field, parts, names)
     parameters = [(name, param) for param, name in names.items() if param.requires_grad]
     for name, count in Counter(name for name, _ in parameters).items():
         require(count == 1, "model", f"two parameters {name!r}", "distinct names")
     shapes = {name: tuple(parameter.shape) for parameter, name in names.items()}
-    matrices = _unnamed(parts, parameters) if unknown == "matrix" else frozenset()
-    heads = heads_by_name(parts, names.values(), per_head)
-    classified = _classify_all(parameters, targets, shapes, matrices, flatten_conv, heads)
+    sites = sites_by_name(parts, names.values(), per_head)
+    options = {"flatten_conv": flatten_conv, "per_head": bool(per_head)}
+    takes_unknown = unknown == "matrix"
+    classified = _classify_all(parameters, targets, shapes, sites, takes_unknown, options)
     if per_head:
-        _check_heads(classified, heads)
+        _check_heads(classified, sites)
     groups: dict[tuple[bool, bool, int], dict[str, Any]] = {}
-    embeddings = _embeddings(parts)
     for name, parameter in parameters:
-        views, _ = classified[name]
-        is_undecayed = _first_match(no_decay, name) >= 0 or (
-            spares_vectors and (parameter.dim() < 2 or parameter in embeddings)
-        )
+        views, reason = classified[name]
+        is_undecayed = _first_match(undecayed, name) >= 0
+        if no_decay is True and not views:
+            is_embedding = sites[name].is_embedding or reason == "embedding"
+            is_undecayed = parameter.dim() < 2 or is_embedding
         key = (not views, is_undecayed, _first_match(factors, name))
         group = groups.setdefault(key, _new_group(*key, [*factors.values()]))
         group["params"].append((name, parameter))
@@ -139,13 +140,36 @@ def _as_modules(model: Any) -> list[nn.Module]:
     return parts
 
 
+def _check_use(
+    field: str,
+    patterns: Iterable[str],
+    parts: Sequence[nn.Module],
+    names: Mapping[nn.Parameter, str],
+) -> None:
+    """Refuse expressions that match no parameter."""
+    for pattern in patterns:
+        if any(re.fullmatch(pattern, name) for name in names.values()):
+            continue
+        aliases = {
+            clean_name(alias): names[parameter]
+            for part in parts
+            for alias, parameter in part.named_parameters(remove_duplicate=False)
+        }
+        tied = next((alias for alias in aliases if re.fullmatch(pattern, alias)), None)
+        if tied is not None:
+            value = f"{pattern!r}, and {tied} is tied to {aliases[tied]}"
+            require(False, field, value, f"one that matches {aliases[tied]}")
+        expected = "one that matches the whole of a cleaned name (allow_unused=True accepts it)"
+        require(False, field, f"{pattern!r}, which matches no parameter", expected)
+
+
 def _classify_all(
     parameters: Sequence[tuple[str, nn.Parameter]],
     targets: Patterns,
     shapes: Shapes,
-    matrices: Container[str],
-    flatten_conv: bool,
-    heads: Mapping[str, Heads],
+    sites: Mapping[str, Site],
+    takes_unknown: bool,
+    options: Mapping[str, bool],
 ) -> dict[str, Classified]:
     """Classify all parameters by name; see `param_groups`.
 
@@ -153,53 +177,43 @@ def _classify_all(
         parameters: Names and parameters to train.
         targets: Checked patterns of the user.
         shapes: Shapes of all parameters by name.
-        matrices: Names of the parameters that are matrices if their names are unknown.
-        flatten_conv: Argument of `param_groups`.
-        heads: Heads by parameter name, to divide by.
+        sites: Facts that the modules give, by name.
+        takes_unknown: Whether matrices of unknown names become the operator type ``matrix``.
+        options: ``flatten_conv`` and ``per_head`` of `find_views`.
     """
     classified: dict[str, Classified] = {}
     unknown: dict[str, tuple[int, ...]] = {}
     for name, _ in parameters:
-        result = find_views(name, shapes[name], targets, shapes, flatten_conv, heads.get(name))
-        if name in matrices and (result is None or result[1] == OUTSIDE):
-            classified[name] = cut_views(name, shapes[name], "matrix"), "of an unknown name"
+        shape, site = shapes[name], sites[name]
+        result = find_views(name, shape, targets, shapes, site=site, **options)
+        is_unknown = result is None or result[1] == OUTSIDE
+        # A matrix of one row or column is a vector, such as a magnitude of weight_norm.
+        is_matrix = len(shape) == 2 and min(shape) > 1 and not site.is_embedding
+        if takes_unknown and is_unknown and is_matrix and not is_head(name):
+            classified[name] = cut_views(name, shape, "matrix", site), "of an unknown name"
+        elif takes_unknown and result is None and len(shape) == 2:
+            classified[name] = None, "of one row or column"
         elif result is not None:
             classified[name] = result
         else:
-            unknown[name] = shapes[name]
+            unknown[name] = shape
     if unknown:
         outside = {name: shapes[name] for name, (_, why) in classified.items() if why == OUTSIDE}
         raise unknown_matrices(unknown, outside)
     return classified
 
 
-def _check_heads(classified: Mapping[str, Classified], heads: Mapping[str, Heads]) -> None:
+def _check_heads(classified: Mapping[str, Classified], sites: Mapping[str, Site]) -> None:
     """Refuse attentions that ``per_head`` cannot divide."""
     for name, (views, reason) in classified.items():
         kinds = {view.operator_type for view in views or ()}
-        has_rows = name in heads or not any(map(in_heads, kinds))
+        has_rows = sites[name].heads is not None or not any(map(in_heads, kinds))
         expected = "per_head=ROWS of one head, or a pattern with Fused(..., heads=...)"
         require(has_rows, f"per_head: {name}", "no module that gives the rows of a head", expected)
-        has_order = kinds != {"attn_qkv"} or reason == BY_PATTERN
+        is_packed = kinds <= {"attn_qkv", "attn_qkvz", "attn_q_gate"} and bool(kinds)
+        has_order = not is_packed or reason == BY_PATTERN
         expected = "a pattern with Fused(..., groups=..., heads=...)"
         require(has_order, f"per_head: {name}", "queries, keys, values in unknown order", expected)
-
-
-def _unnamed(
-    parts: Sequence[nn.Module], parameters: Sequence[tuple[str, nn.Parameter]]
-) -> frozenset[str]:
-    """Names of the parameters that ``unknown="matrix"`` makes matrices if no pattern matches."""
-    embeddings = _embeddings(parts)
-    return frozenset(
-        name
-        for name, parameter in parameters
-        if parameter.dim() == 2 and parameter not in embeddings and not is_head(name)
-    )
-
-
-def _embeddings(parts: Sequence[nn.Module]) -> set[nn.Parameter]:
-    modules = (module for part in parts for module in part.modules())
-    return {m.weight for m in modules if isinstance(m, (nn.Embedding, nn.EmbeddingBag))}
 
 
 def describe(

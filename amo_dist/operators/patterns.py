@@ -9,6 +9,7 @@ matrix inside a block whose name matches nothing is an error.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import re
 from collections.abc import Iterable, Mapping
@@ -17,8 +18,8 @@ from typing import TypeAlias
 from amo_dist.operators.views import (
     ADAMW,
     Fused,
-    Heads,
     MatrixView,
+    Site,
     by_head,
     check_operator_type,
     cut_views,
@@ -38,7 +39,13 @@ OUTSIDE = "outside of any block"
 BY_PATTERN = "by your pattern"
 """Reason of a parameter that one of the user's patterns matches."""
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
+# torch.compile, activation checkpointing, FSDP; PEFT's layers and copies; parametrizations, whose
+# weight_norm keeps the direction in ``original1`` and the magnitude in ``original0``.
+_WRAPPERS = re.compile(
+    r"_orig_mod\.|_checkpoint_wrapped_module\.|_fsdp_wrapped_module\.|base_layer\."
+    r"|modules_to_save\.\w+\.|parametrizations\.(?=\w+\.original)"
+    r"|(?<=\w)\.original1?(?=$)"
+)
 _BLOCK = re.compile(r"(?:^|\.)(?:\w*(?:layers?|blocks?)|h|layer\d|stages?|conformer)\.\d+\.")
 
 # Each row matches the end of a name, after a dot or from its start, and gives the operator type as
@@ -107,12 +114,14 @@ _GATE_UP_EXPERTS = r"experts\.gate_up_proj"
 # shape distinguishes them.
 _ONE_QKV = rf"{_ATTENTION}(?:query_key_value|qkv_proj)\.weight"
 # Fused parameters that stay one matrix: their parts are ambiguous or single rows.
-_AS_ONE = ("attn_qkv", "attn_qkvz", "expert_gate_up", "ssm_in")
+_AS_ONE = ("attn_qkv", "attn_qkvz", "attn_q_gate", "expert_gate_up", "ssm_in")
 
 # Ends of names that go to AdamW, even for a matrix inside a block, and the reason.
 _ADAMW_NAMES: _Table = (
-    (r"lora_(?:A|B|embedding_A|embedding_B)(?:\..*)?", "LoRA adapter"),
-    (r"\w*_adapter_list\.\d+\.\d+\.weight", "LoRA adapter"),
+    # PEFT's LoRA, VeRA, AdaLoRA, LoHa, LoKr, IA3, OFT, BOFT, HRA.
+    (r"(?:lora|vera|hada|lokr|ia3|oft|boft|hra)_\w+(?:\..*)?", "adapter"),
+    (r"\w*_adapter_list\.\d+\.\d+\.weight", "adapter"),
+    (r"\w+\.original0", "magnitude"),
     (r"relative_attention_bias\.weight|\w*bias_table|rel_pos_\w+", "relative positions"),
     (r"(?:continuous_position_bias|cpb)_mlp\..*", "relative positions"),
     (r"(?:.*_)?bias(?:_[A-Z]+)?", "bias"),
@@ -140,12 +149,10 @@ def is_head(name: str) -> bool:
 def clean_name(name: str) -> str:
     """Remove the components that wrappers add to a name.
 
-    Those of ``torch.compile``, activation checkpointing and FSDP go wherever they stand, the
-    ``module.`` of DDP at the start.
+    Those of ``torch.compile``, activation checkpointing, FSDP, PEFT and parametrizations go
+    wherever they stand, the ``module.`` of DDP at the start.
     """
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name.removeprefix("module.")
+    return _WRAPPERS.sub("", name).removeprefix("module.")
 
 
 def find_views(
@@ -153,8 +160,10 @@ def find_views(
     shape: tuple[int, ...],
     patterns: Patterns,
     shapes: Shapes,
-    flatten_conv: bool,
-    heads: Heads | None = None,
+    *,
+    site: Site | None = None,
+    flatten_conv: bool = False,
+    per_head: bool = False,
 ) -> Classified | None:
     """Find the matrices of a parameter and a short reason; ``None`` for an unknown matrix.
 
@@ -165,25 +174,34 @@ def find_views(
             wins, before all built-in ones.
         shapes: Shapes of all parameters of the model. A neighbour's shape may give the sizes of a
             fused parameter's parts; without it the parameter is one matrix.
+        site: Facts that the modules around the parameter give.
         flatten_conv: Argument of `amo_dist.param_groups`.
-        heads: Heads of the parameter's attention, to divide it by.
+        per_head: Whether to divide the parameter by the heads of its attention.
 
     Raises:
         ValueError: A pattern or the heads do not fit the shape.
     """
-    classified = find_target(name, shape, patterns, shapes, flatten_conv)
+    site = site or Site()
+    classified = find_target(name, shape, patterns, shapes, site, flatten_conv)
     if classified is None:
         return None
     target, reason = classified
     if target is None:
         return None, reason
-    if heads is not None:
-        target = by_head(name, shape, target, heads)
-    return cut_views(name, shape, target), reason
+    if per_head:
+        target = by_head(name, shape, target, site)
+    if isinstance(target, str) and _experts_dim(name, shape, shapes):
+        site = dataclasses.replace(site, output_dim=1)
+    return cut_views(name, shape, target, site), reason
 
 
 def find_target(
-    name: str, shape: tuple[int, ...], patterns: Patterns, shapes: Shapes, flatten_conv: bool
+    name: str,
+    shape: tuple[int, ...],
+    patterns: Patterns,
+    shapes: Shapes,
+    site: Site,
+    flatten_conv: bool = False,
 ) -> tuple[Target, str] | None:
     """Find the target of a parameter, in the form of a pattern's value, and the reason."""
     for pattern, target in patterns.items():
@@ -197,10 +215,12 @@ def find_target(
     if len(shape) == 2 and shape[0] < shape[1] and _ends_in(name, _WIDE_ROUTER):
         return None, "router"
     in_block = _BLOCK.search(name) is not None
-    if len(shape) == 4 and flatten_conv and in_block:
-        return (None, "depthwise") if shape[1] == 1 else ("conv", "")
+    if len(shape) == 4 or site.is_convolution:
+        if flatten_conv and in_block:
+            return (None, "depthwise") if shape[1] == 1 else ("conv", "")
+        return None, f"{len(shape)}-D"
     if len(shape) <= 3:
-        built_in, reason = _built_in(name, shape, shapes, in_block)
+        built_in, reason = _built_in(name, shape, shapes, site, in_block)
         if built_in is not None:
             return built_in, reason
         if in_block and (len(shape) == 2 or _may_be_matrices(name, shape)):
@@ -316,20 +336,55 @@ def _compiled(tail: str) -> re.Pattern[str]:
 
 
 def _built_in(
-    name: str, shape: tuple[int, ...], shapes: Shapes, in_block: bool
+    name: str, shape: tuple[int, ...], shapes: Shapes, site: Site, in_block: bool
 ) -> tuple[Target, str]:
     """Look a name up in the tables: its target, None if no row matches, and a remark."""
     matches = ((_ends_in(name, tail), kind) for tail, kind in _ANYWHERE + _IN_BLOCKS * in_block)
     target: Target = next((match.expand(kind) for match, kind in matches if match), None)
-    if target is None and in_block:
+    if isinstance(target, str):
+        target = _packed(name, shape, shapes, site, target)
+    elif in_block:
         target = _fused(name, shape, shapes)
     return target, "fused, as one matrix" if target in _AS_ONE else ""
 
 
+def _packed(
+    name: str, shape: tuple[int, ...], shapes: Shapes, site: Site, kind: str
+) -> str | Fused:
+    """Divide projections that hold more than their name says.
+
+    The output projection beside them has as many columns as the attention has rows of values.
+    Qwen3-Next, Qwen3.5 and torchtitan's qwen3_5 store the query and the gate of each head in turn
+    in ``q_proj``. Their linear attention stores queries, keys and values, in ``in_proj_qkvz`` the
+    gates too and all of them by key head.
+    """
+    if kind not in ("attn_q", "attn_qkv", "attn_qkvz") or len(shape) != 2:
+        return kind
+    parent, rows = name.rsplit(".", 2)[0], shape[0]
+    names = [f"{parent}.{output}.weight" for output in ("o_proj", "wo", "out_proj")]
+    values = next((shapes[output][1] for output in names if output in shapes), 0)
+    heads = site.heads
+    if kind == "attn_q":
+        if rows != 2 * values:
+            return kind
+        if heads is None or values % heads.query:
+            return "attn_q_gate"
+        return Fused((("attn_q", values), ("attn_gate", values)), groups=values // heads.query)
+    num_values = len(kind) - len("attn_qk")  # v, or v and z
+    keys, odd = divmod(rows - num_values * values, 2)
+    if not values or odd or keys <= 0:
+        return kind
+    parts = (("attn_q", keys), ("attn_k", keys), ("attn_v", values))
+    if kind == "attn_qkv":
+        return Fused(parts)
+    if heads is None or keys % heads.key or values % (keys // heads.key):
+        return kind
+    return Fused((*parts, ("attn_gate", values)), groups=keys // heads.key)
+
+
 def _fused(name: str, shape: tuple[int, ...], shapes: Shapes) -> Target:
     """Divide a parameter of several matrices; one operator type if their sizes are ambiguous."""
-    rows, columns = shape[-2:]
-    size = min(shape)
+    rows, size = shape[-2], min(shape)
     if _ends_in(name, _THIRDS):
         if sorted(shape) != [size, 3 * size]:
             return "attn_qkv"
@@ -347,16 +402,28 @@ def _fused(name: str, shape: tuple[int, ...], shapes: Shapes) -> Target:
         prefix = "shared_expert" if "shared_mlp" in name else "mlp"
         return Fused(((f"{prefix}_gate", rows // 2), (f"{prefix}_up", rows // 2)))
     if _ends_in(name, _GATE_UP_EXPERTS) and len(shape) == 3:
-        # The shape of `down_proj` decides between (E, 2 * hidden, dim) and its transpose
-        # (E, dim, 2 * hidden). gpt-oss, the only one with a bias, interleaves gate and up.
-        down = shapes.get(name.replace("gate_up_proj", "down_proj"), shape)[1:]
-        dim_by_down: dict[tuple[int, ...], int] = {(columns, rows // 2): 0, (columns // 2, rows): 1}
-        dim = dim_by_down.get(down)
+        # gpt-oss, the only one with a bias, interleaves gate and up.
+        dim = _experts_dim(name, shape, shapes)
         if f"{name}_bias" in shapes or dim is None or shape[1 + dim] % 2:
             return "expert_gate_up"
         half = shape[1 + dim] // 2
         return Fused((("expert_gate", half), ("expert_up", half)), dim=dim)
     return None
+
+
+def _experts_dim(name: str, shape: tuple[int, ...], shapes: Shapes) -> int | None:
+    """Dim of each expert's matrix that counts outputs; None if the name and shapes do not say.
+
+    ``gate_up_proj`` and ``down_proj`` are ``(E, 2 * hidden, dim)`` and ``(E, dim, hidden)``, or
+    the transposes of both, as in gpt-oss and Llama 4.
+    """
+    experts, _, part = name.rpartition(".")
+    if part not in ("gate_up_proj", "down_proj") or len(shape) != 3:
+        return None
+    rows, columns = shapes.get(f"{experts}.gate_up_proj", shape)[1:]
+    down = shapes.get(f"{experts}.down_proj", shape)[1:]
+    dim_by_down: dict[tuple[int, ...], int] = {(columns, rows // 2): 0, (columns // 2, rows): 1}
+    return dim_by_down.get(down)
 
 
 def _may_be_matrices(name: str, shape: tuple[int, ...]) -> bool:

@@ -24,9 +24,9 @@ class MatrixView:
     """Type of the matrix; matrices of one type share a schedule."""
     boxes: tuple[Box, ...] | None
     """Regions of the parameter that make up the matrix, joined along ``dim``. ``None`` is the whole
-    parameter: of two dims, or of four, whose last three then become the columns."""
+    parameter: of two dims, or of a convolution, all of whose dims but the first become columns."""
     dim: int = 0
-    """Dim of the matrix (0 rows, 1 columns) along which the boxes are concatenated."""
+    """Dim of the matrix (0 rows, 1 columns) that counts outputs, along which boxes are joined."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +113,21 @@ class Heads:
         return getattr(self, field) if field else 0
 
 
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """Facts about a parameter that the modules around it give, beside its name and shape."""
+
+    heads: Heads | None = None
+    """Rows per head of the attention that the parameter belongs to; None if no module says."""
+    is_convolution: bool = False
+    """Whether the parameter belongs to a convolution of one, two or three dims."""
+    is_embedding: bool = False
+    """Whether the parameter belongs to an ``nn.Embedding`` or ``nn.EmbeddingBag``."""
+    output_dim: int = 0
+    """Dim of the matrix that counts outputs: 1 for stores of (in, out), such as the ``Conv1D`` of
+    Hugging Face's GPT-2 and transposed convolutions."""
+
+
 _ROWS_BY_TYPE = {
     "attn_q": "query",
     "attn_k": "key",
@@ -129,7 +144,7 @@ def in_heads(operator_type: str) -> bool:
     return operator_type in _ROWS_BY_TYPE or operator_type == "mla_kv_b"
 
 
-def by_head(name: str, shape: tuple[int, ...], target: str | Fused, heads: Heads) -> str | Fused:
+def by_head(name: str, shape: tuple[int, ...], target: str | Fused, site: Site) -> str | Fused:
     """Divide the queries, keys and values of a parameter into one matrix per head.
 
     A part that has an entry in ``target.heads``, and every other type, stays unchanged.
@@ -138,7 +153,7 @@ def by_head(name: str, shape: tuple[int, ...], target: str | Fused, heads: Heads
         name: Name of the parameter, for errors.
         shape: Shape of the parameter.
         target: Target of the parameter without heads.
-        heads: Rows per head of its attention.
+        site: Facts that the modules give; without heads nothing is divided.
 
     Returns:
         The target with heads.
@@ -146,6 +161,9 @@ def by_head(name: str, shape: tuple[int, ...], target: str | Fused, heads: Heads
     Raises:
         ValueError: The rows are no multiple of a head's.
     """
+    heads = site.heads
+    if heads is None:
+        return target
     if target == "mla_kv_b":  # each head's keys, then its values
         number = _num_heads(name, shape[-2], heads.key + heads.value)
         parts = (("mla_k_b", number * heads.key), ("mla_v_b", number * heads.value))
@@ -153,7 +171,7 @@ def by_head(name: str, shape: tuple[int, ...], target: str | Fused, heads: Heads
     if isinstance(target, str):
         if not heads.of(target):
             return target
-        target = Fused(((target, shape[-2]),))
+        target = Fused(((target, shape[site.output_dim - 2]),), dim=site.output_dim)
     num_heads = {
         kind: _num_heads(name, size, rows)
         for kind, size in target.parts
@@ -169,24 +187,30 @@ def _num_heads(name: str, size: int, rows: int) -> int:
     return size // rows
 
 
-def cut_views(name: str, shape: tuple[int, ...], target: str | Fused) -> tuple[MatrixView, ...]:
+def cut_views(
+    name: str, shape: tuple[int, ...], target: str | Fused, site: Site | None = None
+) -> tuple[MatrixView, ...]:
     """List the matrices of one parameter.
 
     Args:
         name: Name of the parameter, for errors.
-        shape: ``(m, n)``; ``(E, m, n)`` for E matrices; or ``(out, in, height, width)`` of a
-            convolution, for the one matrix ``(out, in * height * width)``.
+        shape: ``(m, n)``; ``(E, m, n)`` for E matrices; or ``(m, ...)`` of a convolution, for the
+            one matrix of m rows.
         target: Operator type of each matrix, or `Fused` for several.
+        site: Facts that the modules give.
 
     Raises:
         ValueError: The shape has another number of dims, or the parts do not add up to it.
     """
-    if len(shape) == 4 and isinstance(target, str):
-        return (MatrixView("", target, None),)
-    require(len(shape) in (2, 3), name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
+    site = site or Site()
+    is_convolution = len(shape) == 4 or (site.is_convolution and len(shape) > 2)
+    if is_convolution and isinstance(target, str):
+        return (MatrixView("", target, None, site.output_dim),)
+    is_known = len(shape) == 2 or (len(shape) == 3 and not is_convolution)
+    require(is_known, name, f"shape {shape} for {target!r}", "(m, n) or (E, m, n)")
     whole = ((0, shape[-2]), (0, shape[-1]))
     if isinstance(target, str):
-        matrix = [MatrixView("", target, None)]
+        matrix = [MatrixView("", target, None, site.output_dim)]
     else:
         matrix = _fused_views(name, whole, target)
     if len(shape) == 2:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from amo_dist.distributed.layout import Matrix
 from amo_dist.engine.hyperparameters import momentum_of
-from amo_dist.engine.parameters import Piece
+from amo_dist.engine.parameters import Param, Piece
 from amo_dist.engine.rule import AllSum, UpdateRule
 from amo_dist.kernels.exact_sums import fraction_bits, norm_factor, sum_of_squares
 from amo_dist.optimizers.muon import Muon
@@ -35,9 +35,9 @@ class AdaMuonRule(UpdateRule):
 
     sum_dtype = torch.int64
 
-    def state(self, param: Tensor, dim: int) -> dict[str, Tensor]:
+    def state(self, param: Param) -> dict[str, Tensor]:
         """``second_moment``, float32, in the shape of the parameter."""
-        return {"second_moment": torch.zeros_like(param, dtype=torch.float32)}
+        return {"second_moment": torch.zeros_like(param.tensor, dtype=torch.float32)}
 
     def pre(self, momentum: Tensor, piece: Piece) -> Tensor:
         """The sign of the momentum, elementwise."""

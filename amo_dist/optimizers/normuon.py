@@ -15,7 +15,7 @@ from torch import Tensor
 
 from amo_dist.distributed.layout import Matrix, zeros_per_slice
 from amo_dist.engine.hyperparameters import is_below
-from amo_dist.engine.parameters import Piece
+from amo_dist.engine.parameters import Param, Piece
 from amo_dist.engine.rule import AllSum, UpdateRule
 from amo_dist.kernels.exact_sums import fraction_bits, norm_factor, sum_of_squares
 from amo_dist.optimizers.muon import Muon
@@ -44,9 +44,9 @@ class NorMuonRule(UpdateRule):
         if not is_below(group.get("beta2"), 1.0):
             raise ValueError(f"beta2: found {group.get('beta2')!r}, expected a number in [0, 1)")
 
-    def state(self, param: Tensor, dim: int) -> dict[str, Tensor]:
+    def state(self, param: Param) -> dict[str, Tensor]:
         """``neuron_moment``, float32: as the parameter, with size 1 along a neuron's inputs."""
-        return {"neuron_moment": zeros_per_slice(param, -1 - dim)}
+        return {"neuron_moment": zeros_per_slice(param.tensor, param.input_dims)}
 
     def sums(self, matrix: Matrix) -> tuple[int, ...]:
         """Squares by neuron if ranks hold parts of neurons; then the squared norm."""

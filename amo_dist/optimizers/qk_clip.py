@@ -20,9 +20,9 @@ from torch.distributed.tensor import DTensor
 from amo_dist.distributed.groups import GroupLike, this_rank
 from amo_dist.distributed.layout import layout_of, local_tensor
 from amo_dist.operators.groups import named_parameters
-from amo_dist.operators.heads import heads_by_name
+from amo_dist.operators.modules import sites_by_name
 from amo_dist.operators.patterns import Patterns, check_patterns, clean_name, find_target
-from amo_dist.operators.views import Fused, Heads, by_head, require
+from amo_dist.operators.views import Fused, Site, by_head, require
 
 _QUERIES, _KEYS = ("attn_q", "mla_q_b"), ("attn_k", "mla_k_b")
 # Norms of keys; `kv_norm` and `kv_a_layernorm` normalize a latent before its weights.
@@ -119,8 +119,8 @@ def _attentions(
             is_normed = attention in logits and _KEY_NORM.fullmatch(last)
             norm = f"{last}, which cancels any scale of the weights before it"
             require(not is_normed, attention, norm, "an attention without a norm of its keys")
-    heads = heads_by_name(parts, params, per_head)
-    return [_attention(name, below[name], params, patterns, heads) for name in logits]
+    sites = sites_by_name(parts, params, per_head)
+    return [_attention(name, below[name], params, patterns, sites) for name in logits]
 
 
 def _attention(
@@ -128,18 +128,20 @@ def _attention(
     below: Sequence[str],
     params: Mapping[str, nn.Parameter],
     patterns: Patterns,
-    heads: Mapping[str, Heads],
+    sites: Mapping[str, Site],
 ) -> _Attention:
     shapes = {param: tuple(params[param].shape) for param in below}
     held: list[tuple[nn.Parameter, Fused]] = []
     counts: Counter[str] = Counter()
     rotary = 0
     for param, shape in shapes.items():
-        target, _ = find_target(param, shape, patterns, shapes, flatten_conv=False) or (None, "")
+        site = sites[param]
+        target, _ = find_target(param, shape, patterns, shapes, site) or (None, "")
         if target is None:
             continue
-        if param in heads:
-            target, rotary = by_head(param, shape, target, heads[param]), heads[param].rotary
+        target = by_head(param, shape, target, site)
+        if site.heads is not None:
+            rotary = site.heads.rotary
         if not isinstance(target, Fused) or not {*_QUERIES, *_KEYS} & target.heads.keys():
             continue
         counts.update(target.heads)

@@ -1,4 +1,4 @@
-"""Convolutions of four dims as matrices; `tests/distributed/test_layouts_more.py` shards them."""
+"""Convolutions as matrices; `tests/distributed/test_layouts_more.py` shards them."""
 
 from __future__ import annotations
 
@@ -70,5 +70,5 @@ def test_memory_in_another_order_is_an_error() -> None:
 
 def test_shards_along_the_last_dims_are_an_error() -> None:
     layout = mesh_layout((8, 4, 3, 2), torch.arange(3), [Shard(2)])
-    with pytest.raises(ValueError, match="expected no shards along the last two dims"):
+    with pytest.raises(ValueError, match="expected no shards but along the first two"):
         make_matrix("conv", layout, 0)

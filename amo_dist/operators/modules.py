@@ -1,14 +1,16 @@
-"""Rows per head, read from the modules of an attention or from their configurations."""
+"""Facts about parameters that only the modules around them give: heads, convolutions, outputs."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 
 from amo_dist.operators.patterns import clean_name
-from amo_dist.operators.views import Heads
+from amo_dist.operators.views import Heads, Site
 
 _LATENT = ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
 _LINEAR = (("head_k_dim", "head_v_dim"), ("key_head_dim", "value_head_dim"))
@@ -23,13 +25,13 @@ _WIDTH_AND_NUMBER = (
 """Fields with the width of a model and the number of heads that share it."""
 
 
-def heads_by_name(
-    parts: Sequence[nn.Module], names: Iterable[str], per_head: bool | int = True
-) -> dict[str, Heads]:
-    """Find the heads of the attention that each parameter belongs to.
+def sites_by_name(
+    parts: Sequence[nn.Module], names: Iterable[str], per_head: bool | int = False
+) -> dict[str, Site]:
+    """Read the facts about each parameter from its module, and its heads from the attention.
 
     The nearest enclosing module with sizes of heads, in its own attributes or in its configuration,
-    decides for a parameter.
+    gives the heads of a parameter.
 
     Args:
         parts: Modules of the model.
@@ -37,23 +39,38 @@ def heads_by_name(
         per_head: Argument of `amo_dist.param_groups`; an integer is the rows of every head.
 
     Returns:
-        Heads by name, without the parameters that no module describes.
+        Site of every parameter, by name.
     """
-    if per_head is not True:
-        return {name: Heads(per_head, per_head, per_head) for name in names} if per_head else {}
     heads_by_module: dict[str, Heads] = {}
+    own: dict[str, Site] = {}
     for part in parts:
         for name, module in part.named_modules():
+            cleaned = clean_name(name)
             if (heads := _heads_of(module)) is not None:
-                heads_by_module.setdefault(clean_name(name), heads)
-    heads_by_parameter: dict[str, Heads] = {}
+                heads_by_module.setdefault(cleaned, heads)
+            for field, _ in module.named_parameters(prefix=name, recurse=False):
+                own.setdefault(clean_name(field), _site_of(module))
+    sites: dict[str, Site] = {}
     for name in names:
-        module_name = name
-        while module_name and name not in heads_by_parameter:
+        site, module_name = own.get(name, Site()), name
+        while module_name and site.heads is None:
             module_name = module_name.rpartition(".")[0]
-            if module_name in heads_by_module:
-                heads_by_parameter[name] = heads_by_module[module_name]
-    return heads_by_parameter
+            site = dataclasses.replace(site, heads=heads_by_module.get(module_name))
+        if per_head and per_head is not True:
+            site = dataclasses.replace(site, heads=Heads(per_head, per_head, per_head))
+        sites[name] = site
+    return sites
+
+
+def _site_of(module: nn.Module) -> Site:
+    """Read the facts that the module of a parameter gives by its class."""
+    # GPT-2 of Hugging Face. FSDP2 makes a subclass of a module's class.
+    is_conv1d = any(kind.__name__ == "Conv1D" for kind in type(module).__mro__)
+    return Site(
+        is_convolution=isinstance(module, _ConvNd),
+        is_embedding=isinstance(module, (nn.Embedding, nn.EmbeddingBag)),
+        output_dim=int(is_conv1d or isinstance(module, _ConvTransposeNd)),
+    )
 
 
 def _heads_of(module: nn.Module) -> Heads | None:

@@ -1,0 +1,213 @@
+"""Facts that only modules give: the dim of outputs, convolutions, gates, embeddings, adapters."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from amo_dist import Muon, MuonConfig, NorMuon, param_groups
+from tests.distributed.models import gradient
+
+
+class Conv1D(nn.Module):
+    """The store (in, out) of Hugging Face's GPT-2."""
+
+    def __init__(self, outputs: int, inputs: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(inputs, outputs))
+
+
+def within(name: str, module: nn.Module) -> nn.Module:
+    """A model whose only module has this name."""
+    root = parent = nn.Module()
+    *path, last = name.split(".")
+    for part in path:
+        parent.add_module(part, nn.Module())
+        parent = parent.get_submodule(part)
+    parent.add_module(last, module)
+    return root
+
+
+def views_of(model: nn.Module, **options: Any) -> dict[str, Any]:
+    groups = param_groups(model, **options)
+    return {name: views for g in groups for name, views in g.get("matrix_views", {}).items()}
+
+
+def spectral(kind: type[Muon]) -> MuonConfig:
+    """Settings under which a scale shows which dim counts outputs; NorMuon has its own scale."""
+    return MuonConfig(adjust_lr="match_rms_adamw" if kind is NorMuon else "spectral")
+
+
+def trained(model: nn.Module, kind: type[Muon], **options: Any) -> Tensor:
+    """The only weight after three steps, with gradients that depend on its entries' order alone."""
+    (param,) = model.parameters()
+    with torch.no_grad():
+        param.copy_(gradient(0, 0, "", (param.numel(),)).view(param.shape))
+    optimizer = kind(param_groups(model, **options), lr=0.1, config=spectral(kind))
+    for step in range(3):
+        param.grad = gradient(0, step + 1, "", (param.numel(),)).view(param.shape)
+        optimizer.step()
+    return param.detach()
+
+
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+@pytest.mark.parametrize("patterns", [{}, {r".*c_fc\.weight": "mine"}])
+def test_outputs_of_conv1d_are_columns(kind: type[Muon], patterns: dict[str, str]) -> None:
+    model = within("h.0.mlp.c_fc", Conv1D(96, 24))
+    (views,) = views_of(model, patterns=patterns).values()
+    assert (views[0].boxes, views[0].dim) == (None, 1)
+    # The Linear of the transposed weight has transposed results: scale, norms by neuron and all.
+    twin = within("h.0.mlp.c_fc", nn.Linear(24, 96, bias=False))
+    results = []
+    for each, is_transposed in ((model, True), (twin, False)):
+        (param,) = each.parameters()
+        with torch.no_grad():
+            param.copy_(_oriented(0, is_transposed))
+        config = dataclasses.replace(spectral(kind), ns_dtype="float64")
+        optimizer = kind(param_groups(each, patterns=patterns), lr=0.1, config=config)
+        for step in range(1, 4):
+            param.grad = _oriented(step, is_transposed)
+            optimizer.step()
+        results.append(param.detach().T if is_transposed else param.detach())
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)  # sums in another order
+
+
+def _oriented(step: int, is_transposed: bool) -> Tensor:
+    values = gradient(0, step, "", (96, 24))
+    return values.T.contiguous() if is_transposed else values
+
+
+def test_outputs_of_experts_stored_by_inputs_are_columns() -> None:
+    experts = nn.Module()
+    experts.gate_up_proj = nn.Parameter(torch.randn(2, 8, 24))
+    experts.down_proj = nn.Parameter(torch.randn(2, 12, 8))
+    views = views_of(within("layers.0.feed_forward.experts", experts))
+    assert {view.dim for own in views.values() for view in own} == {1}
+    assert [len(own) for own in views.values()] == [4, 2]
+
+
+@pytest.mark.parametrize("kind", [Muon, NorMuon])
+@pytest.mark.parametrize(
+    ("module", "rows"),
+    [
+        (nn.Conv1d(8, 16, 3, bias=False), 16),
+        (nn.Conv2d(8, 16, 3, bias=False), 16),
+        (nn.Conv3d(4, 16, 2, bias=False), 16),
+        (nn.ConvTranspose1d(16, 8, 3, bias=False), 16),
+    ],
+)
+def test_a_convolution_is_one_matrix(kind: type[Muon], module: nn.Module, rows: int) -> None:
+    model = within("blocks.0.conv", module)
+    assert views_of(model, patterns={r".*conv\.weight": "adamw"}) == {}
+    (views,) = views_of(model, flatten_conv=True).values()
+    is_transposed = isinstance(module, nn.ConvTranspose1d)
+    assert [(v.operator_type, v.boxes, v.dim) for v in views] == [("conv", None, is_transposed)]
+    assert views_of(model, patterns={r".*conv\.weight": "conv"}).popitem()[1] == views
+    columns = math.prod(next(model.parameters()).shape) // rows
+    twin = Conv1D(columns, rows) if is_transposed else nn.Linear(columns, rows, bias=False)
+    expected = trained(within("blocks.0.conv", twin), kind, patterns={r".*": "conv"})
+    assert torch.equal(trained(model, kind, flatten_conv=True).flatten(1), expected)
+
+
+@pytest.mark.parametrize("conv", [nn.Conv1d, nn.Conv3d])
+def test_depthwise_convolutions_and_those_outside_of_blocks_go_to_adamw(conv: Any) -> None:
+    assert views_of(within("blocks.0.conv", conv(8, 8, 3, groups=8)), flatten_conv=True) == {}
+    assert views_of(within("stem", conv(8, 16, 3)), flatten_conv=True) == {}
+
+
+def attention(**shapes: tuple[int, int]) -> nn.Module:
+    module = nn.Module()
+    for name, (rows, columns) in shapes.items():
+        module.add_module(name, nn.Linear(columns, rows, bias=False))
+    return module
+
+
+def rows_by_type(views: Any) -> dict[str, list[tuple[int, int]]]:
+    rows: dict[str, list[tuple[int, int]]] = {}
+    for view in views:
+        rows.setdefault(view.operator_type, []).extend(box[0] for box in view.boxes)
+    return rows
+
+
+@pytest.mark.parametrize("names", [("self_attn", "q_proj", "o_proj"), ("attn", "wq", "wo")])
+def test_queries_and_gates_in_turn_by_head(names: tuple[str, str, str]) -> None:
+    block, query, output = names
+    module = attention(**{query: (16, 6), output: (6, 8)})
+    model = within(f"layers.0.{block}", module)
+    views = views_of(model)[f"layers.0.{block}.{query}.weight"]
+    assert [view.operator_type for view in views] == ["attn_q_gate"]  # no module gives the heads
+    module.head_dim = 4
+    views = views_of(model)[f"layers.0.{block}.{query}.weight"]
+    expected = {"attn_q": [(0, 4), (8, 12)], "attn_gate": [(4, 8), (12, 16)]}
+    assert rows_by_type(views) == expected
+    views = views_of(model, per_head=True)[f"layers.0.{block}.{query}.weight"]
+    assert [view.operator_type for view in views] == ["attn_q", "attn_q", "attn_gate"]
+
+
+def test_linear_attention_in_one_projection() -> None:
+    # Two key heads of 2 rows, four value heads of 3.
+    shapes = {"in_proj_qkv": (4 + 4 + 12, 6), "in_proj_qkvz": (32, 6), "out_proj": (6, 12)}
+    module = attention(**shapes)
+    module.head_k_dim, module.head_v_dim = 2, 3
+    model = within("layers.0.linear_attn", module)
+    views = views_of(model)
+    assert rows_by_type(views["layers.0.linear_attn.in_proj_qkv.weight"]) == {
+        "attn_q": [(0, 4)],
+        "attn_k": [(4, 8)],
+        "attn_v": [(8, 20)],
+    }
+    assert rows_by_type(views["layers.0.linear_attn.in_proj_qkvz.weight"]) == {
+        "attn_q": [(0, 2), (16, 18)],
+        "attn_k": [(2, 4), (18, 20)],
+        "attn_v": [(4, 10), (20, 26)],
+        "attn_gate": [(10, 16), (26, 32)],
+    }
+    heads = views_of(model, per_head=True)["layers.0.linear_attn.in_proj_qkv.weight"]
+    assert [view.operator_type for view in heads].count("attn_v") == 4
+
+
+@pytest.mark.parametrize(
+    "field",
+    ["hada_w1_a", "lokr_w2", "lora_E", "ia3_l", "oft_R", "boft_s", "hra_u", "vera_lambda_b"],
+)
+def test_adapters_go_to_adamw(field: str) -> None:
+    module = nn.Module()
+    setattr(module, field, nn.ParameterDict({"default": torch.randn(4, 8)}))
+    module.base_layer = nn.Linear(8, 8, bias=False)
+    views = views_of(within("layers.0.self_attn.q_proj", module))
+    assert list(views) == ["layers.0.self_attn.q_proj.weight"]
+
+
+def test_parametrized_and_saved_modules_keep_their_names() -> None:
+    linear = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
+    views = views_of(within("layers.0.self_attn.modules_to_save.default.q_proj", linear))
+    assert list(views) == ["layers.0.self_attn.q_proj.weight"]
+    odd = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8, bias=False))
+    assert list(views_of(within("layers.0.odd", odd), unknown="matrix")) == ["layers.0.odd.weight"]
+
+
+def test_no_decay_of_norms_biases_and_embeddings_by_one_flag() -> None:
+    model = nn.Module()
+    model.table = nn.Embedding(8, 4)
+    model.layers = nn.ModuleList([attention(q_proj=(4, 4))])
+    model.layers[0].norm = nn.LayerNorm(4)
+    model.head = nn.Linear(4, 8)
+    patterns = {r".*q_proj\.weight": "attn_q"}
+    groups = param_groups(model, patterns=patterns, no_decay=True)
+    undecayed = {n for g in groups if g.get("weight_decay") == 0 for n, _ in g["params"]}
+    norm = {"layers.0.norm.weight", "layers.0.norm.bias"}
+    assert undecayed == {"table.weight", *norm, "head.bias"}
+
+
+def test_a_tied_parameter_is_named_in_the_error() -> None:
+    model = within("layers.0.self_attn", attention(q_proj=(4, 4)))
+    model.embed_tokens = nn.Embedding(8, 4)
+    model.lm_head = nn.Linear(4, 8, bias=False)
+    model.lm_head.weight = model.embed_tokens.weight
+    with pytest.raises(ValueError, match=r"lm_head\.weight is tied to embed_tokens\.weight"):
+        param_groups(model, lr_multipliers={r"lm_head\.weight": 2.0})
