@@ -102,7 +102,7 @@ def test_plans_are_the_papers_but_in_small_configs(name: str) -> None:
 
 def test_every_config_is_of_the_paper_or_small() -> None:
     small = {"quickstart", "debug_llama3", "debug_qwen3"}
-    papers = {stem(*row) for row in RUN_TABLE} | {"cpt_qwen3_0.6b", "qwen3_1.7b_hsdp"}
+    papers = {stem(*row) for row in RUN_TABLE} | {"cpt_qwen3_0.6b", "qwen3_1.7b_hsdp", "smoke_h100"}
     assert {path.stem for path in CONFIGS.glob("*.toml")} == papers | small
 
 
