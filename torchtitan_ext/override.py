@@ -146,7 +146,8 @@ def _without_graphs(section: TrainingConfig) -> TrainingConfig:
     if section.disable_cuda_graphs:
         return section
     logger.warning(
-        "training.disable_cuda_graphs is set: no optimizer here was tried under CUDA graphs yet"
+        "CUDA graphs are off (training.disable_cuda_graphs = true): no optimizer here was tried "
+        "under them yet"
     )
     return dataclasses.replace(section, disable_cuda_graphs=True)
 
