@@ -40,7 +40,7 @@ def validate_config(
     Returns:
         The config, complete as far as it has no mistakes, and a line for each mistake.
     """
-    config, problems = checks.examine(config, world_size)
+    config, problems = checks.validate_config(config, world_size)
     if memory_gb is not None and not problems:  # sizes mean little before all fits together
         by_name = checks.degrees(config, world_size)
         collect(problems, lambda: check_memory(config, by_name, memory_gb))
