@@ -126,6 +126,19 @@ def test_optimizer_settings_are_the_papers(model: str, family: str) -> None:
     assert amo.lock_step <= steps
 
 
+def test_the_table_contradicts_itself_twice() -> None:
+    """A sum that misses the budget of tokens, and a product that is another batch."""
+    rows = [
+        (model, family)
+        for model, family in RUN_TABLE
+        for run in [RUNS[family][model]]
+        if run["product"] != run["global_batch"] or steps_of(run) != run["steps"]
+    ]
+    assert rows == [("Qwen3-70M", "muon"), ("Qwen3-1.7B", "adamw")]
+    assert parsed("qwen3_70m").training.steps == 398
+    assert parsed("qwen3_1.7b_adamw_paper").training.global_batch_size == 2400
+
+
 def test_continual_pretraining() -> None:
     config, base = parsed("cpt_qwen3_0.6b"), parsed("qwen3_0.6b")
     training = config.training
