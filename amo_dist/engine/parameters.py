@@ -214,6 +214,21 @@ class Parameters:
                 require(kind == expected, param.name, f"{dtype} on {device.type}", before)
         return True
 
+    def check_state(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> None:
+        """Refuse state that lost the momentum or the moments of a parameter.
+
+        Raises:
+            ValueError: Names a parameter, what was found and what was expected.
+        """
+        for param in self.params:
+            own, shape = state.get(param.tensor, {}), param.tensor.shape
+            for name in (MOMENTUM,) if param.views else ("exp_avg", "exp_avg_sq"):
+                is_right = name in own and own[name].shape == shape
+                if not is_right:
+                    found = f"shape {tuple(own[name].shape)}" if name in own else "none"
+                    expected = f"{tuple(shape)}: to start anew, build a new optimizer"
+                    require(is_right, f"state of {param.name}.{name}", found, expected)
+
     def addresses(self, state: Mapping[Tensor, Mapping[str, Tensor]]) -> list[int]:
         """Addresses of all local tensors of parameters and state; they tell whether any moved."""
         tensors = [x for param in self.tensors for x in (param, *state[param].values())]

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from amo_dist.config import AMOConfig, MuonConfig
-from amo_dist.distributed.groups import GroupLike
+from amo_dist.distributed.ranks import GroupLike
 from amo_dist.engine.hyperparameters import check_groups
 from amo_dist.optimizers.adamuon import AdaMuon
 from amo_dist.optimizers.amo import AMO

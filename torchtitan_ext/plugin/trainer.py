@@ -69,9 +69,7 @@ class Trainer(titan.Trainer):
             Raises:
                 Mistakes: All fields that do not fit together.
             """
-            owner: Any = self._owner
-            trainer: Trainer = owner(checks.complete(self), **options)
-            return trainer
+            return Trainer(checks.complete(self), **options)
 
     config: Config
     checkpointer: CheckpointManager
